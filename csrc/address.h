@@ -1,0 +1,105 @@
+// From a row and a position in it to a block and an offset: slots, block tables, KVCacheIndex.
+// Shared by every backend. What is decoded here was found in range before anything is copied.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define KVX_HD __host__ __device__ __forceinline__
+#else
+#define KVX_HD inline __attribute__((always_inline))
+#endif
+
+namespace kvx {
+
+// The caller's integers, S32 or S64.
+struct Ints {
+  const void *data;
+  bool wide;
+
+  KVX_HD int64_t operator[](uint64_t i) const {
+    return wide ? static_cast<const int64_t *>(data)[i] : static_cast<const int32_t *>(data)[i];
+  }
+};
+
+enum class Addressing : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets };
+
+// How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
+struct Address {
+  Addressing mode;
+  uint8_t kv;                   // row of a KV_OFFSETS table: K 0, V 1
+  uint32_t block_size;          // tokens
+  uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
+  uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
+  uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
+  uint32_t indices_count;       // entries of `indices`
+  uint64_t num_blocks;          // bound of a block id
+  uint64_t secondary_blocks;    // bound of a block id in the secondary pool
+  int64_t null_block;           // block id that holds nothing
+  int64_t invalid_slot;
+  Ints indices;  // slots or table entries
+  Ints indptr;   // RAGGED
+  Ints starts;   // first token of each row; NULL: 0
+};
+
+// A token's place. `run` tokens from here on stay in the block and follow each other.
+struct Place {
+  int64_t block;    // -1: nothing is stored there
+  uint32_t offset;  // tokens into the block
+  uint32_t run;
+  bool secondary;
+};
+
+constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
+
+KVX_HD Place place_in_block(const Address &a, int64_t block, uint64_t position) {
+  const uint32_t offset = static_cast<uint32_t>(position % a.block_size);
+  const bool null = block < 0 || block == a.null_block;
+  return {null ? -1 : block, offset, a.block_size - offset, false};
+}
+
+// A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
+// Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
+KVX_HD Place place_in_pool(const Address &a, int32_t index, uint64_t position) {
+  if (index == -1) return place_in_block(a, -1, position);
+  const uint32_t sub_block_id = static_cast<uint32_t>(index) & ~kSecondaryPool;
+  Place place = place_in_block(a, sub_block_id / a.sub_blocks, position);
+  place.secondary = (static_cast<uint32_t>(index) & kSecondaryPool) != 0;
+  return place;
+}
+
+KVX_HD uint64_t table_entry(const Address &a, uint64_t row, uint64_t position) {
+  const uint64_t column = position / a.block_size;
+  const uint64_t table_row = a.mode == Addressing::kKvOffsets ? row * 2 + a.kv : row;
+  return table_row * a.max_blocks_per_seq + column;
+}
+
+// Where token `token` of row `row` lies; `flat` numbers the tokens of all rows, for slots.
+KVX_HD Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat) {
+  const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
+  switch (a.mode) {
+    case Addressing::kDense:
+      return place_in_block(a, static_cast<int64_t>(row), position);
+    case Addressing::kSlots: {
+      const int64_t slot = a.indices[flat];
+      if (slot < 0 || slot == a.invalid_slot) return {-1, 0, 1, false};
+      Place place = place_in_block(a, slot / a.block_size, static_cast<uint64_t>(slot));
+      place.run = 1;
+      return place;
+    }
+    case Addressing::kPacked:
+      return place_in_block(a, a.indices[table_entry(a, row, position)], position);
+    case Addressing::kRagged: {
+      Place place =
+          place_in_block(a, a.indices[static_cast<uint64_t>(a.indptr[row]) + position], position);
+      place.run = 1;
+      return place;
+    }
+    case Addressing::kKvOffsets:
+      return place_in_pool(a, static_cast<int32_t>(a.indices[table_entry(a, row, position)]),
+                           position);
+  }
+  __builtin_unreachable();
+}
+
+}  // namespace kvx

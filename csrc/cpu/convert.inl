@@ -1,0 +1,43 @@
+// Converting a contiguous run of elements; plain loops that the compiler vectorises.
+// Included by kernels.cc once per instruction set, inside its namespace.
+
+template <class Src, class Dst, class Map>
+KVX_INLINE void convert_each(void *dst, const void *src, int64_t count, Map map) {
+  auto *__restrict to = static_cast<typename Dst::Bits *>(dst);
+  const auto *__restrict from = static_cast<const typename Src::Bits *>(src);
+  for (int64_t i = 0; i < count; ++i) to[i] = Dst::encode(map(Src::decode(from[i])));
+}
+
+// Dividing by a power of two is multiplying by its inverse, exactly, and several times faster.
+KVX_INLINE bool has_exact_inverse(float divisor) {
+  const uint32_t bits = bits_of(divisor);
+  return (bits & 0x7fffffu) == 0 && bits >= 1u << 23 && bits <= 253u << 23;
+}
+
+template <class Src, class Dst>
+void convert_run(void *dst, const void *src, int64_t count, float scale, float divisor) {
+  if (scale == 1.0f && divisor == 1.0f) {
+    convert_each<Src, Dst>(dst, src, count, [](float x) { return x; });
+  } else if (has_exact_inverse(divisor)) {
+    const float inverse = 1.0f / divisor;
+    convert_each<Src, Dst>(dst, src, count, [=](float x) { return x * scale * inverse; });
+  } else {
+    convert_each<Src, Dst>(dst, src, count, [=](float x) { return x * scale / divisor; });
+  }
+}
+
+constexpr Kernels kKernels = {
+    KVX_ISA,
+    copy,
+    {
+        {nullptr, convert_run<F16, Bf16>, convert_run<F16, F32>, convert_run<F16, E4m3>,
+         convert_run<F16, E5m2>},
+        {convert_run<Bf16, F16>, nullptr, convert_run<Bf16, F32>, convert_run<Bf16, E4m3>,
+         convert_run<Bf16, E5m2>},
+        {convert_run<F32, F16>, convert_run<F32, Bf16>, nullptr, convert_run<F32, E4m3>,
+         convert_run<F32, E5m2>},
+        {convert_run<E4m3, F16>, convert_run<E4m3, Bf16>, convert_run<E4m3, F32>,
+         convert_run<E4m3, E4m3>, convert_run<E4m3, E5m2>},
+        {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
+         convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
+    }};

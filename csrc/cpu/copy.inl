@@ -1,0 +1,229 @@
+// Copying a nest: runs forward, or short runs transposed through registers.
+// Included by kernels.cc once per instruction set, inside its namespace, with KVX_VECTOR_BYTES set.
+
+typedef uint8_t Vector __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(1), may_alias));
+typedef uint8_t Half __attribute__((vector_size(16), aligned(1), may_alias));
+
+KVX_INLINE void store_streaming(uint8_t *dst, Vector value) {
+#if defined(__x86_64__) && KVX_VECTOR_BYTES == 64
+  _mm512_stream_si512(reinterpret_cast<__m512i *>(dst), reinterpret_cast<__m512i>(value));
+#elif defined(__x86_64__) && KVX_VECTOR_BYTES == 32
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(dst), reinterpret_cast<__m256i>(value));
+#elif defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i *>(dst), reinterpret_cast<__m128i>(value));
+#else
+  *reinterpret_cast<Vector *>(dst) = value;
+#endif
+}
+
+KVX_INLINE Vector load(const uint8_t *src) { return *reinterpret_cast<const Vector *>(src); }
+KVX_INLINE void store(uint8_t *dst, Vector value) { *reinterpret_cast<Vector *>(dst) = value; }
+
+// Fewer bytes than a vector.
+KVX_INLINE void copy_short(uint8_t *dst, const uint8_t *src, int64_t n) {
+  if (n >= 16) {
+    const Half last = *reinterpret_cast<const Half *>(src + n - 16);
+    for (int64_t i = 0; i + 16 <= n; i += 16)
+      *reinterpret_cast<Half *>(dst + i) = *reinterpret_cast<const Half *>(src + i);
+    *reinterpret_cast<Half *>(dst + n - 16) = last;
+  } else {
+    if (n & 8) memcpy(dst, src, 8), dst += 8, src += 8;
+    if (n & 4) memcpy(dst, src, 4), dst += 4, src += 4;
+    if (n & 2) memcpy(dst, src, 2), dst += 2, src += 2;
+    if (n & 1) *dst = *src;
+  }
+}
+
+template <bool kStreaming>
+KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
+  constexpr int64_t kVector = KVX_VECTOR_BYTES;
+  if (n < kVector) return copy_short(dst, src, n);
+  if (kStreaming) {
+    const int64_t misaligned = -reinterpret_cast<intptr_t>(dst) & (kVector - 1);
+    if (misaligned) {
+      store(dst, load(src));
+      dst += misaligned, src += misaligned, n -= misaligned;
+    }
+  }
+  const auto put = [](uint8_t *to, Vector value) __attribute__((always_inline)) {
+    kStreaming ? store_streaming(to, value) : store(to, value);
+  };
+  for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
+    const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),
+                 d = load(src + 3 * kVector);
+    put(dst, a), put(dst + kVector, b), put(dst + 2 * kVector, c), put(dst + 3 * kVector, d);
+  }
+  for (; n >= kVector; n -= kVector, dst += kVector, src += kVector) put(dst, load(src));
+  // The end again, as one vector that overlaps what is there.
+  if (n) {
+    if (kStreaming) {
+      copy_short(dst, src, n);
+    } else {
+      store(dst + n - kVector, load(src + n - kVector));
+    }
+  }
+}
+
+// Runs of a size known here become one load and one store.
+template <bool kStreaming>
+KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src) {
+  const auto each = [&](auto copy) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
+  };
+  switch (run) {
+    case 1:
+      return each([&] { *dst = *src; });
+    case 2:
+      return each([&] { memcpy(dst, src, 2); });
+    case 4:
+      return each([&] { memcpy(dst, src, 4); });
+    case 8:
+      return each([&] { memcpy(dst, src, 8); });
+    case 16:
+      return each([&] { memcpy(dst, src, 16); });
+    default:
+      return each([&] { copy_run<kStreaming>(dst, src, run); });
+  }
+}
+
+struct Bytes16 {
+  uint64_t words[2];
+};
+
+// ---- Transposes: [rows][columns] of Unit in the source is [columns][rows] in the destination ----
+
+template <class Unit>
+struct Lanes {
+  typedef Unit Register __attribute__((vector_size(16), aligned(1), may_alias));
+  static constexpr int kCount = 16 / sizeof(Unit);
+};
+
+// Lanes of a and b in turn, from `kFirst` on.
+template <class Unit, int kFirst, class Register, int... kLane>
+KVX_INLINE Register zip(Register a, Register b, std::integer_sequence<int, kLane...>) {
+  constexpr int n = Lanes<Unit>::kCount;
+  return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * n)...);
+}
+
+// kCount x kCount units: log2(kCount) rounds of zipping the first half of the rows with the second.
+template <class Unit>
+KVX_INLINE void transpose_square(uint8_t *dst, int64_t dst_step, const uint8_t *src,
+                                 int64_t src_step) {
+  using Register = typename Lanes<Unit>::Register;
+  constexpr int n = Lanes<Unit>::kCount;
+  constexpr auto lanes = std::make_integer_sequence<int, n>{};
+  Register rows[n], zipped[n];
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) rows[i] = *reinterpret_cast<const Register *>(src + i * src_step);
+#pragma GCC unroll 4
+  for (int round = 1; round < n; round *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) {
+      zipped[2 * i] = zip<Unit, 0>(rows[i], rows[i + n / 2], lanes);
+      zipped[2 * i + 1] = zip<Unit, n / 2>(rows[i], rows[i + n / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) rows[i] = zipped[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) *reinterpret_cast<Register *>(dst + i * dst_step) = rows[i];
+}
+
+template <class Unit>
+KVX_INLINE void transpose_scalar(uint8_t *dst, int64_t dst_step, const uint8_t *src,
+                                 int64_t src_step, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c)
+      memcpy(dst + c * dst_step + r * static_cast<int64_t>(sizeof(Unit)),
+             src + r * src_step + c * static_cast<int64_t>(sizeof(Unit)), sizeof(Unit));
+  }
+}
+
+template <class Unit>
+void transpose(uint8_t *dst, int64_t dst_step, const uint8_t *src, int64_t src_step, int64_t rows,
+               int64_t columns) {
+  constexpr int64_t n = Lanes<Unit>::kCount, size = sizeof(Unit);
+  const int64_t whole_rows = rows / n * n, whole_columns = columns / n * n;
+  for (int64_t r = 0; r < whole_rows; r += n) {
+    const uint8_t *from = src + r * src_step;
+    uint8_t *to = dst + r * size;
+    for (int64_t c = 0; c < whole_columns; c += n)
+      transpose_square<Unit>(to + c * dst_step, dst_step, from + c * size, src_step);
+    transpose_scalar<Unit>(to + whole_columns * dst_step, dst_step, from + whole_columns * size,
+                           src_step, n, columns - whole_columns);
+  }
+  transpose_scalar<Unit>(dst + whole_rows * size, dst_step, src + whole_rows * src_step, src_step,
+                         rows - whole_rows, columns);
+}
+
+void transpose_runs(int64_t run, uint8_t *dst, int64_t dst_step, const uint8_t *src,
+                    int64_t src_step, int64_t rows, int64_t columns) {
+  switch (run) {
+    case 1:
+      return transpose<uint8_t>(dst, dst_step, src, src_step, rows, columns);
+    case 2:
+      return transpose<uint16_t>(dst, dst_step, src, src_step, rows, columns);
+    case 4:
+      return transpose<uint32_t>(dst, dst_step, src, src_step, rows, columns);
+    case 8:
+      return transpose<uint64_t>(dst, dst_step, src, src_step, rows, columns);
+    default:
+      return transpose_scalar<Bytes16>(dst, dst_step, src, src_step, rows, columns);
+  }
+}
+
+// Transposes into a stage in L1 and streams it out, so that the destination sees whole lines.
+void transpose_streaming(int64_t run, const Dim &in_dst, const Dim &in_src, uint8_t *dst,
+                         const uint8_t *src) {
+  constexpr int64_t kStageBytes = 16 << 10;
+  alignas(64) uint8_t stage[kStageBytes];
+  const int64_t rows = in_dst.count < 2048 / run ? in_dst.count : 2048 / run;
+  const int64_t columns = kStageBytes / (rows * run);
+  for (int64_t r = 0; r < in_dst.count; r += rows) {
+    const int64_t n = in_dst.count - r < rows ? in_dst.count - r : rows;
+    for (int64_t c = 0; c < in_src.count; c += columns) {
+      const int64_t m = in_src.count - c < columns ? in_src.count - c : columns;
+      transpose_runs(run, stage, n * run, src + r * in_dst.src + c * run, in_dst.src, n, m);
+      uint8_t *to = dst + c * in_src.dst + r * run;
+      if (in_src.dst == n * run) {
+        copy_run<true>(to, stage, m * n * run);
+      } else {
+        for (int64_t i = 0; i < m; ++i) copy_run<true>(to + i * in_src.dst, stage + i * n * run, n * run);
+      }
+    }
+  }
+}
+
+// ---- The nest ----
+
+template <bool kStreaming>
+void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src) {
+  const int inner = nest.transposes ? 2 : 1;
+  Dim outer[Nest::kMaxDims - 1] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+  for (int i = 0; i < nest.num_dims - inner; ++i)
+    outer[Nest::kMaxDims - 1 - (nest.num_dims - inner) + i] = nest.dims[i];
+  const Dim one = {1, 0, 0}, *last = nest.num_dims ? &nest.dims[nest.num_dims - 1] : &one;
+  for (int64_t a = 0; a < outer[0].count; ++a) {
+    for (int64_t b = 0; b < outer[1].count; ++b) {
+      for (int64_t c = 0; c < outer[2].count; ++c) {
+        for (int64_t d = 0; d < outer[3].count; ++d) {
+          uint8_t *to = dst + a * outer[0].dst + b * outer[1].dst + c * outer[2].dst + d * outer[3].dst;
+          const uint8_t *from =
+              src + a * outer[0].src + b * outer[1].src + c * outer[2].src + d * outer[3].src;
+          if (!nest.transposes) {
+            copy_runs<kStreaming>(*last, nest.run, to, from);
+          } else if (kStreaming) {
+            transpose_streaming(nest.run, last[-1], *last, to, from);
+          } else {
+            transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count,
+                           last->count);
+          }
+        }
+      }
+    }
+  }
+}
+
+void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, bool streaming) {
+  streaming ? copy_nest<true>(nest, dst, src) : copy_nest<false>(nest, dst, src);
+}

@@ -1,0 +1,26 @@
+// The inner loops of the CPU backend, built once per instruction set and chosen at run time.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/nest.h"
+
+namespace kvx::cpu {
+
+// Elements [0, count) of dst = encode(decode(src) * scale / divisor), both contiguous.
+using ConvertRun = void (*)(void *dst, const void *src, int64_t count, float scale, float divisor);
+
+struct Kernels {
+  const char *isa;
+  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them.
+  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, bool streaming);
+  ConvertRun convert[5][5];  // [src][dst], by convert_index
+};
+
+// F16, BF16, F32, F8_E4M3, F8_E5M2: their own numbers, from 0.
+constexpr int convert_index(kvx_dtype_t dtype) { return static_cast<int>(dtype) - 1; }
+
+// The best for this processor.
+const Kernels &kernels();
+
+}  // namespace kvx::cpu

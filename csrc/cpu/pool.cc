@@ -1,0 +1,118 @@
+#include "cpu/pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace kvx::cpu {
+namespace {
+
+constexpr uint32_t kMaxThreads = 256, kMaxDefaultThreads = 16;
+
+std::atomic<uint32_t> chosen_threads{0};
+
+uint32_t default_threads() {
+  if (const char *text = std::getenv("KVX_NUM_THREADS")) {
+    const long count = std::strtol(text, nullptr, 10);
+    if (count > 0) return static_cast<uint32_t>(std::min<long>(count, kMaxThreads));
+  }
+#if defined(__linux__)
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
+    return std::clamp<uint32_t>(static_cast<uint32_t>(CPU_COUNT(&cpus)), 1, kMaxDefaultThreads);
+#endif
+  return std::clamp<uint32_t>(std::thread::hardware_concurrency(), 1, kMaxDefaultThreads);
+}
+
+// Threads are detached and the pool is never destroyed: at exit they simply stop being scheduled.
+class Pool {
+ public:
+  bool is_mine() const { return process_ == getpid(); }
+
+  void run(uint32_t helpers, void (*work)(void *), void *context) {
+    std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+    if (!owner.owns_lock()) return work(context);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      grow(helpers);
+      work_ = work;
+      context_ = context;
+      wanted_ = running_ = std::min(helpers, size_);
+    }
+    wake_.notify_all();
+    work(context);
+    std::unique_lock<std::mutex> lock(mutex_);
+    running_ -= wanted_;  // those that have not begun need not
+    wanted_ = 0;
+    done_.wait(lock, [this] { return running_ == 0; });
+  }
+
+ private:
+  void grow(uint32_t size) {
+    try {
+      for (; size_ < size; ++size_) std::thread(&Pool::serve, this).detach();
+    } catch (const std::system_error &) {
+      // No more threads to be had: those that are there do the work.
+    }
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [this] { return wanted_ > 0; });
+      --wanted_;
+      void (*work)(void *) = work_;
+      void *context = context_;
+      lock.unlock();
+      work(context);
+      lock.lock();
+      if (--running_ == 0) done_.notify_one();
+    }
+  }
+
+  const pid_t process_ = getpid();
+  std::mutex owner_;  // one caller's work at a time
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  uint32_t size_ = 0, wanted_ = 0, running_ = 0;
+  void (*work_)(void *) = nullptr;
+  void *context_ = nullptr;
+};
+
+// A forked child has none of its parent's threads, so it gets a pool of its own.
+Pool &pool() {
+  static std::atomic<Pool *> current{nullptr};
+  Pool *found = current.load(std::memory_order_acquire);
+  if (found && found->is_mine()) return *found;
+  auto *fresh = new Pool;
+  if (current.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return *fresh;
+  delete fresh;
+  return *found;
+}
+
+}  // namespace
+
+uint32_t num_threads() {
+  const uint32_t chosen = chosen_threads.load(std::memory_order_relaxed);
+  if (chosen) return chosen;
+  static const uint32_t by_default = default_threads();
+  return by_default;
+}
+
+void set_num_threads(uint32_t count) {
+  chosen_threads.store(std::min(count, kMaxThreads), std::memory_order_relaxed);
+}
+
+void run_with_helpers(uint32_t helpers, void (*work)(void *context), void *context) {
+  if (helpers == 0) return work(context);
+  pool().run(helpers, work, context);
+}
+
+}  // namespace kvx::cpu

@@ -1,0 +1,17 @@
+// A few threads that help with large calls, and none for small ones.
+#pragma once
+
+#include <cstdint>
+
+namespace kvx::cpu {
+
+// Threads that a large call uses, the caller's included.
+uint32_t num_threads();
+void set_num_threads(uint32_t count);  // 0: the default
+
+// Runs `work(context)` on the calling thread and on up to `helpers` others, and returns when all
+// have returned; `work` shares out the items itself. If the pool is busy with another caller's
+// work, the calling thread does it alone.
+void run_with_helpers(uint32_t helpers, void (*work)(void *context), void *context);
+
+}  // namespace kvx::cpu

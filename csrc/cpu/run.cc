@@ -1,0 +1,344 @@
+#include "cpu/run.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/kernels.h"
+#include "cpu/nest.h"
+#include "cpu/pool.h"
+#include "scale.h"
+
+namespace kvx::cpu {
+namespace {
+
+constexpr uint64_t kBytesPerHelper = 512 << 10;  // less is not worth waking a thread for
+constexpr uint64_t kBytesPerItem = 512 << 10;    // of one layer, K and V together
+constexpr int64_t kStageBytes = 32 << 10;
+
+// FP8 and F16 encoders need subnormal floats; a host application may have switched them off.
+class SubnormalFloats {
+ public:
+#if defined(__x86_64__)
+  SubnormalFloats() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u & ~0x6000u); }
+  ~SubnormalFloats() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+// Copies with the nest of the last token count at hand: most stretches are one block long.
+class Copier {
+ public:
+  Copier(const Side &src, const Side &dst, int64_t heads, int64_t head_dim, bool streaming)
+      : src_(src), dst_(dst), heads_(heads), head_dim_(head_dim), streaming_(streaming),
+        by_element_(!has_nest(src, dst)) {}
+
+  void operator()(uint8_t *dst, const uint8_t *src, int64_t tokens) {
+    if (tokens != tokens_) {
+      nest_ = make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_,
+                        size_of(src_.dtype));
+      tokens_ = tokens;
+    }
+    if (!by_element_) return kernels_.copy(nest_, dst, src, streaming_);
+    for (int64_t d = 0; d < head_dim_; ++d)
+      kernels_.copy(nest_, dst + element_offset(dst_, d), src + element_offset(src_, d), false);
+  }
+
+ private:
+  const Side &src_, &dst_;
+  const int64_t heads_, head_dim_;
+  const bool streaming_, by_element_;
+  const Kernels &kernels_ = kernels();
+  int64_t tokens_ = -1;
+  Nest nest_;
+};
+
+// The scale of each (token, head) from one block and offset on.
+struct ScaleCursor {
+  const Scales &scales;
+  const uint8_t *first;
+
+  ScaleCursor(const Scales &all, const Place &place)
+      : scales(all),
+        first(all.data + place.block * all.block_stride + place.offset * all.token_stride) {}
+
+  bool varies() const { return scales.data && (scales.token_stride || scales.head_stride); }
+  float at(int64_t token, int64_t head) const {
+    if (!scales.data) return 1.0f;
+    return read_scale(first + token * scales.token_stride + head * scales.head_stride,
+                      scales.dtype);
+  }
+};
+
+// Converts through dense stages where a side's rows are not dense.
+class Converter {
+ public:
+  Converter(const TensorPair &pair, bool streaming)
+      : pair_(pair), streaming_(streaming),
+        run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
+        src_is_dense_(is_dense_row(pair.src, pair.head_dim)),
+        dst_is_dense_(is_dense_row(pair.dst, pair.head_dim)) {}
+
+  void operator()(uint8_t *dst, const uint8_t *src, int64_t tokens, const Place &src_place,
+                  const Place &dst_place) {
+    const SubnormalFloats guard;
+    const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
+    const int64_t row_bytes = int64_t{pair_.head_dim} * 4;
+    const int64_t rows = std::max<int64_t>(kStageBytes / row_bytes, 1);
+    const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
+    const int64_t step = rows / heads;
+    if (!src_is_dense_ || !dst_is_dense_) stage(rows * row_bytes);
+    for (int64_t t = 0; t < tokens; t += step) {
+      for (int64_t h = 0; h < pair_.num_heads; h += heads) {
+        convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
+                     src + t * pair_.src.token_stride + h * pair_.src.head_stride, t,
+                     std::min(step, tokens - t), h,
+                     std::min<int64_t>(heads, pair_.num_heads - h), scale, divisor);
+      }
+    }
+  }
+
+ private:
+  void stage(int64_t bytes) {
+    if (static_cast<int64_t>(src_stage_.size()) >= bytes) return;
+    src_stage_.resize(static_cast<size_t>(bytes));
+    dst_stage_.resize(static_cast<size_t>(bytes));
+  }
+
+  void convert_tile(uint8_t *dst, const uint8_t *src, int64_t first_token, int64_t tokens,
+                    int64_t first_head, int64_t heads, const ScaleCursor &scale,
+                    const ScaleCursor &divisor) {
+    const int64_t dim = pair_.head_dim;
+    const Side src_dense = dense_side(src_stage_.data(), pair_.src.dtype, heads, dim);
+    const Side dst_dense = dense_side(dst_stage_.data(), pair_.dst.dtype, heads, dim);
+    const Side &from = src_is_dense_ ? pair_.src : src_dense;
+    const Side &to = dst_is_dense_ ? pair_.dst : dst_dense;
+    if (!src_is_dense_) {
+      Copier(pair_.src, src_dense, heads, dim, false)(src_stage_.data(), src, tokens);
+      src = src_stage_.data();
+    }
+    uint8_t *const out = dst_is_dense_ ? dst : dst_stage_.data();
+    convert_rows(out, to, src, from, first_token, tokens, first_head, heads, scale, divisor);
+    if (!dst_is_dense_) Copier(dst_dense, pair_.dst, heads, dim, streaming_)(dst, out, tokens);
+  }
+
+  // One call per row, or per token, or for all, as far as rows follow each other and share scales.
+  void convert_rows(uint8_t *dst, const Side &to, const uint8_t *src, const Side &from,
+                    int64_t first_token, int64_t tokens, int64_t first_head, int64_t heads,
+                    const ScaleCursor &scale, const ScaleCursor &divisor) {
+    int64_t run = pair_.head_dim;
+    const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
+    const bool varies = scale.varies() || divisor.varies();
+    const auto follows = [&](int64_t src_stride, int64_t dst_stride, int64_t count) {
+      return count == 1 || (src_stride == run * src_size && dst_stride == run * dst_size);
+    };
+    if (!varies && follows(from.head_stride, to.head_stride, heads)) {
+      run *= heads, heads = 1;
+      if (follows(from.token_stride, to.token_stride, tokens)) run *= tokens, tokens = 1;
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t h = 0; h < heads; ++h) {
+        run_(dst + t * to.token_stride + h * to.head_stride,
+             src + t * from.token_stride + h * from.head_stride, run,
+             scale.at(first_token + t, first_head + h),
+             divisor.at(first_token + t, first_head + h));
+      }
+    }
+  }
+
+  const TensorPair &pair_;
+  const bool streaming_;
+  const ConvertRun run_;
+  const bool src_is_dense_, dst_is_dense_;
+  std::vector<uint8_t> src_stage_, dst_stage_;
+};
+
+uint8_t *base_of(const Side &side, const Place &place) {
+  return (place.secondary ? side.secondary : side.base) + place.block * side.block_stride +
+         place.offset * side.token_stride;
+}
+
+// A stretch of tokens that is contiguous token by token at both ends.
+struct Stretch {
+  uint8_t *src = nullptr, *dst = nullptr;
+  int64_t tokens = 0;
+  Place src_place{}, dst_place{};
+};
+
+// Moves a range of tokens of one pair: finds stretches, joins what continues, copies or converts.
+class Mover {
+ public:
+  Mover(const Plan &plan, const TensorPair &pair, bool streaming)
+      : plan_(plan), pair_(pair), copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim,
+                                        streaming),
+        joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
+                      !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
+    if (pair.convert) convert_.emplace(pair, streaming);
+  }
+
+  // Tokens [begin, end) of `row`; token 0 of the row is token `flat` of the plan.
+  void move_row(uint64_t row, uint64_t flat, uint64_t begin, uint64_t end) {
+    const Address &src = plan_.src[pair_.kv], &dst = plan_.dst[pair_.kv];
+    const uint64_t stored = plan_.rows.stored(row);
+    for (uint64_t token = begin; token < end;) {
+      Place from{-1, 0, UINT32_MAX, false};
+      uint64_t run = end - token;
+      if (token < stored) {
+        from = find(src, row, token, flat + token);
+        run = std::min(run, stored - token);
+      }
+      const Place to = find(dst, row, token, flat + token);
+      run = std::min<uint64_t>(run, std::min(from.run, to.run));
+      if (to.block >= 0) {
+        if (from.block >= 0) {
+          add(from, to, static_cast<int64_t>(run));
+        } else if (plan_.zero_fill) {
+          clear(base_of(pair_.dst, to), static_cast<int64_t>(run));
+        }
+      }
+      token += run;
+    }
+  }
+
+  void flush() {
+    if (!pending_.tokens) return;
+    if (convert_) {
+      (*convert_)(pending_.dst, pending_.src, pending_.tokens, pending_.src_place,
+                  pending_.dst_place);
+    } else {
+      copy_(pending_.dst, pending_.src, pending_.tokens);
+    }
+    pending_.tokens = 0;
+  }
+
+ private:
+  void add(const Place &from, const Place &to, int64_t tokens) {
+    uint8_t *src = base_of(pair_.src, from), *dst = base_of(pair_.dst, to);
+    const bool continues = src == pending_.src + pending_.tokens * pair_.src.token_stride &&
+                           dst == pending_.dst + pending_.tokens * pair_.dst.token_stride;
+    const bool same_blocks =
+        from.block == pending_.src_place.block && to.block == pending_.dst_place.block;
+    if (pending_.tokens && continues && (joins_blocks_ || same_blocks)) {
+      pending_.tokens += tokens;
+      return;
+    }
+    flush();
+    pending_ = {src, dst, tokens, from, to};
+  }
+
+  void clear(uint8_t *dst, int64_t tokens) {
+    const int64_t size = size_of(pair_.dst.dtype);
+    const Nest nest =
+        make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size);
+    const Dim once = {1, 0, 0};
+    const auto dim = [&](int i) { return i < nest.num_dims ? nest.dims[i] : once; };
+    for (int64_t a = 0; a < dim(0).count; ++a)
+      for (int64_t b = 0; b < dim(1).count; ++b)
+        for (int64_t c = 0; c < dim(2).count; ++c)
+          for (int64_t d = 0; d < dim(3).count; ++d)
+            memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
+                   static_cast<size_t>(nest.run));
+  }
+
+  const Plan &plan_;
+  const TensorPair &pair_;
+  Copier copy_;
+  std::optional<Converter> convert_;
+  const bool joins_blocks_;
+  Stretch pending_;
+};
+
+// The plan cut into items: a range of tokens of one layer, K and V after each other, so that what
+// the prefetcher brings of one serves the other.
+class Job {
+ public:
+  explicit Job(const Plan &plan) : plan_(plan) {
+    for (uint64_t row = 0; row < plan.rows.count; ++row) tokens_ += plan.rows.length(row);
+    uint64_t layer_bytes = 0;  // of one token, in the widest layer
+    for (uint32_t l = 0; l < plan.num_layers; ++l) {
+      uint64_t bytes = 0;
+      for (uint32_t i = 0; i < plan.pairs_per_layer; ++i) {
+        const TensorPair &pair = plan.pairs[l * plan.pairs_per_layer + i];
+        bytes += uint64_t{pair.num_heads} * pair.head_dim *
+                 static_cast<uint64_t>(size_of(pair.dst.dtype));
+      }
+      layer_bytes = std::max(layer_bytes, bytes);
+      bytes_ += bytes * tokens_;
+    }
+    if (!bytes_) return;
+    tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / layer_bytes, 1);
+    items_per_layer_ = (tokens_ + tokens_per_item_ - 1) / tokens_per_item_;
+  }
+
+  void run() {
+    if (!bytes_) return;
+    const uint64_t items = items_per_layer_ * plan_.num_layers;
+    const uint64_t helpers = std::min({uint64_t{num_threads()} - 1, items - 1,
+                                       bytes_ / kBytesPerHelper});
+    run_with_helpers(static_cast<uint32_t>(helpers),
+                     [](void *job) { static_cast<Job *>(job)->work(); }, this);
+  }
+
+ private:
+  void work() {
+    const bool streaming = bytes_ >= stream_bytes();
+    const uint64_t items = items_per_layer_ * plan_.num_layers;
+    for (uint64_t item; (item = next_++) < items;) {
+      const uint64_t layer = item / items_per_layer_;
+      const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
+      const uint64_t end = std::min(begin + tokens_per_item_, tokens_);
+      for (uint32_t i = 0; i < plan_.pairs_per_layer; ++i) {
+        const TensorPair &pair = plan_.pairs[layer * plan_.pairs_per_layer + i];
+        if (pair.num_heads) move(pair, begin, end, streaming);
+      }
+    }
+#if defined(__x86_64__)
+    if (streaming) _mm_sfence();
+#endif
+  }
+
+  // Tokens [begin, end) of all rows laid end to end.
+  void move(const TensorPair &pair, uint64_t begin, uint64_t end, bool streaming) {
+    Mover mover(plan_, pair, streaming);
+    uint64_t flat = 0;
+    for (uint64_t row = 0; row < plan_.rows.count && flat < end; ++row) {
+      const uint64_t length = plan_.rows.length(row);
+      if (flat + length > begin)
+        mover.move_row(row, flat, std::max(begin, flat) - flat, std::min(end, flat + length) - flat);
+      flat += length;
+    }
+    mover.flush();
+  }
+
+  const Plan &plan_;
+  uint64_t tokens_ = 0, bytes_ = 0, tokens_per_item_ = 1, items_per_layer_ = 0;
+  std::atomic<uint64_t> next_{0};
+};
+
+}  // namespace
+
+uint64_t stream_bytes() {
+  // A quarter of the last cache: below it the destination is still there when it is read.
+  static const uint64_t bytes = [] {
+    uint64_t cache = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    cache = static_cast<uint64_t>(std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), 0L));
+#endif
+    return std::clamp<uint64_t>(cache / 4, 8 << 20, 64 << 20);
+  }();
+  return bytes;
+}
+
+void run(const Plan &plan) { Job(plan).run(); }
+
+}  // namespace kvx::cpu

@@ -1,0 +1,106 @@
+/* KVX beyond v1: the error sentence, options of gather, migration between caches, the backend.
+ *
+ * The conventions of kvx_abi.h hold here too: `size` first, strides in elements, pointers borrowed
+ * for the call, nothing written before the whole call has been validated. */
+#ifndef KVX_EXT_H_
+#define KVX_EXT_H_
+
+#include "kvx/kvx_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Why the last failed call on this thread failed: one sentence with the field, what it is, what was
+ * expected, the spec section and, where there is one, the way out. "" if none has failed. Valid
+ * until the next failing call on the same thread. */
+KVX_API const char *kvx_last_error(void);
+
+/* What this build and this machine offer. */
+typedef struct kvx_backend_info_t {
+  uint32_t size;
+  uint32_t has_cuda;     /* 1: built with CUDA kernels */
+  uint32_t num_threads;  /* threads that a large call on HOST memory uses, the caller's included */
+  uint32_t reserved;
+  const char *cpu_isa;   /* instruction set that the copies use: "avx512", "avx2" or "portable" */
+  const char *version;   /* version of the library, "major.minor.patch" */
+  uint64_t stream_bytes; /* calls that move at least this many bytes store past the caches */
+} kvx_backend_info_t;
+
+KVX_API kvx_status_t kvx_backend_info(kvx_backend_info_t *info);
+
+/* Sets how many threads a large call on HOST memory uses, for the whole process. 1: the caller
+ * alone. 0: back to the default, KVX_NUM_THREADS or else the cores of the process, at most 16. */
+KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
+
+/* Zero the destination tokens that have no source: null blocks and, for gather, rows past the
+ * sequence's length. Without the flag they keep what they held. */
+#define KVX_FLAG_ZERO_FILL (1u << 0)
+
+/* A null_block_id that no table contains. Negative table entries are null in any case. */
+#define KVX_NO_NULL_BLOCK ((int64_t)-1)
+
+/* What kvx_gather_desc_t cannot say. */
+typedef struct kvx_gather_options_t {
+  uint32_t size;
+  uint32_t flags;                 /* KVX_FLAG_ZERO_FILL or 0 */
+  int64_t null_block_id;          /* block id that holds nothing (vLLM: 0), or KVX_NO_NULL_BLOCK */
+  uint32_t secondary_num_blocks;  /* blocks in cache.pool.secondary; 0: as many as num_blocks */
+  uint32_t reserved;
+  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
+  const kvx_scale_desc_t *v_scale;
+} kvx_gather_options_t;
+
+/* kvx_gather_kv with options; NULL options are those of kvx_gather_kv. */
+KVX_API kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache,
+                                       const kvx_gather_desc_t *gather,
+                                       const kvx_gather_options_t *options, void *stream);
+
+/* One end of a migration: the layers of one engine's cache and where each sequence lies in them.
+ *
+ * At most one of `block_table` and `slots` is given:
+ *   block_table  PACKED, RAGGED or KV_OFFSETS, shared by all layers
+ *   slots        one slot per moved token, the sequences one after the other
+ *   neither      dense: sequence s is block s (HF's [batch, head, token, dim], a StaticCache, ...)
+ */
+typedef struct kvx_view_t {
+  uint32_t size;
+  uint32_t num_layers;
+  const kvx_cache_desc_t *const *layers; /* [num_layers] */
+  const kvx_block_table_t *block_table;
+  const kvx_slot_mapping_t *slots;
+  const kvx_seq_lens_t *starts;          /* first token of each sequence here; NULL: 0 */
+  uint32_t head_start;                   /* first KV head here */
+  uint32_t secondary_num_blocks;         /* as in kvx_gather_options_t */
+  int64_t null_block_id;                 /* as in kvx_gather_options_t */
+  const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
+  const kvx_scale_desc_t *const *v_scales;
+} kvx_view_t;
+
+/* kvx_migrate_kv's arguments.
+ *
+ * Token `src.starts[s] + i` of sequence s goes to token `dst.starts[s] + i`, for i < seq_lens[s],
+ * heads src.head_start + h to dst.head_start + h, for h < num_heads, in layers l of both ends. */
+typedef struct kvx_migrate_desc_t {
+  uint32_t size;
+  uint32_t flags;              /* KVX_FLAG_ZERO_FILL or 0 */
+  uint32_t num_heads;          /* 0: all heads; both ends then hold the same number */
+  uint32_t reserved;
+  const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */
+  const kvx_view_t *src;
+  const kvx_view_t *dst;
+} kvx_migrate_desc_t;
+
+/* Moves sequences from one cache into another in one pass: other layout, block size, dtype, scales,
+ * table and head range, all layers in one call, no staging.
+ *
+ * Mutates the destination tokens named above, nothing else. Both ends may be the same pool if their
+ * blocks are disjoint. Null blocks are skipped on either side. On HOST memory a slot, block or
+ * length out of range gives OUT_OF_RANGE and nothing is written. Spec: E.3 */
+KVX_API kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *stream);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KVX_EXT_H_ */

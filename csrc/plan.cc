@@ -1,0 +1,389 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "scale.h"
+
+namespace kvx {
+namespace {
+
+Ints ints(const void *data, kvx_dtype_t dtype) { return {data, dtype == KVX_DTYPE_S64}; }
+
+// Drops the `pack` level where the axis is one stride anyway.
+void set_dim(Side *side, int64_t outer, int64_t inner, int64_t pack, int64_t dim) {
+  if (pack == 1) pack = dim, inner = outer;
+  if (outer == pack * inner) pack = dim;
+  side->outer_stride = outer;
+  side->inner_stride = inner;
+  side->pack = static_cast<uint32_t>(pack);
+}
+
+Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
+  Side side{};
+  const Axes axes = axes_of(tensor);
+  const int64_t size = size_of(tensor.dtype);
+  side.dtype = tensor.dtype;
+  side.block_stride = tensor.stride[axes.block] * size;
+  side.token_stride = tensor.stride[axes.token] * size;
+  side.head_stride = tensor.stride[axes.head] * size;
+  side.base = static_cast<uint8_t *>(tensor.data) + head_start * side.head_stride;
+  const int64_t inner = tensor.stride[axes.inner] * size;
+  const int64_t outer = axes.outer < 0 ? inner : tensor.stride[axes.outer] * size;
+  set_dim(&side, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
+  return side;
+}
+
+// The secondary pool mirrors the primary: the same place within a block.
+void add_secondary(Side *side, const kvx_pool_desc_t &pool) {
+  if (!pool.secondary) return;
+  side->secondary =
+      static_cast<uint8_t *>(pool.secondary) + (side->base - static_cast<uint8_t *>(pool.primary));
+}
+
+// A dense [rows, tokens, heads, dim] tensor, or the same as [rows * tokens, heads, dim].
+Side io_side(const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
+  Side side{};
+  const int64_t size = size_of(tensor.dtype);
+  const uint32_t head = tensor.ndim - 2;
+  side.base = static_cast<uint8_t *>(tensor.data);
+  side.dtype = tensor.dtype;
+  side.token_stride = tensor.stride[head - 1] * size;
+  side.block_stride = tensor.ndim == 4 ? tensor.stride[0] * size
+                                       : static_cast<int64_t>(tokens_per_row) * side.token_stride;
+  side.head_stride = tensor.stride[head] * size;
+  const int64_t inner = tensor.stride[head + 1] * size;
+  set_dim(&side, inner, inner, 1, tensor.shape[head + 1]);
+  return side;
+}
+
+Scales scales_of(const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype, uint32_t head_start) {
+  Scales scales{};
+  if (!desc || !desc->data || !is_fp8(tensor_dtype)) return scales;
+  const int64_t size = size_of(desc->dtype);
+  scales.data = static_cast<const uint8_t *>(desc->data);
+  scales.dtype = desc->dtype;
+  switch (desc->granularity) {
+    case KVX_SCALE_PER_BLOCK:
+      scales.block_stride = desc->stride[0] * size;
+      break;
+    case KVX_SCALE_PER_HEAD:
+      scales.head_stride = desc->stride[0] * size;
+      break;
+    case KVX_SCALE_PER_BLOCK_HEAD:
+      scales.block_stride = desc->stride[0] * size;
+      scales.head_stride = desc->stride[1] * size;
+      break;
+    case KVX_SCALE_PER_TOKEN_HEAD:
+      scales.block_stride = desc->stride[0] * size;
+      scales.token_stride = desc->stride[1] * size;
+      scales.head_stride = desc->stride[2] * size;
+      break;
+    default:
+      break;
+  }
+  scales.data += head_start * scales.head_stride;
+  return scales;
+}
+
+bool is_one_scale(const Scales &scales) {
+  return scales.block_stride == 0 && scales.token_stride == 0 && scales.head_stride == 0;
+}
+
+// One scale for the whole tensor that is 1, or none.
+bool is_unit(const Scales &scales) {
+  return !scales.data || (is_one_scale(scales) && read_scale(scales.data, scales.dtype) == 1.0f);
+}
+
+void finish(TensorPair *pair, bool scales_readable) {
+  if (scales_readable) {
+    if (is_unit(pair->src_scales)) pair->src_scales = {};
+    if (is_unit(pair->dst_scales)) pair->dst_scales = {};
+  }
+  const Scales &src = pair->src_scales, &dst = pair->dst_scales;
+  const bool same_scale =
+      (!src.data && !dst.data) ||
+      (src.data && dst.data && is_one_scale(src) && is_one_scale(dst) && scales_readable &&
+       read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
+  pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
+  if (!pair->convert) pair->src_scales = pair->dst_scales = {};
+}
+
+bool rows_follow(const Side &k, const Side &v, uint32_t k_dim, uint32_t v_dim) {
+  const int64_t size = size_of(k.dtype);
+  return k.dtype == v.dtype && k.pack == k_dim && v.pack == v_dim && k.inner_stride == size &&
+         v.inner_stride == size && v.base == k.base + k_dim * size && !k.secondary &&
+         !v.secondary && k.block_stride == v.block_stride && k.token_stride == v.token_stride &&
+         k.head_stride == v.head_stride;
+}
+
+// Where V's row follows K's at both ends, as in vLLM's [.., 2 * head_dim] caches, one pair moves both.
+void merge_kv(TensorPair *k, TensorPair *v) {
+  if (k->convert || v->convert || k->num_heads != v->num_heads ||
+      !rows_follow(k->src, v->src, k->head_dim, v->head_dim) ||
+      !rows_follow(k->dst, v->dst, k->head_dim, v->head_dim)) {
+    return;
+  }
+  k->head_dim += v->head_dim;
+  k->src.pack = k->dst.pack = k->head_dim;
+  v->num_heads = 0;
+}
+
+bool is_kv_offsets(const kvx_block_table_t &table) {
+  return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+}
+
+Address dense_address(uint64_t rows, uint64_t tokens_per_row) {
+  Address a{};
+  a.mode = Addressing::kDense;
+  a.block_size = static_cast<uint32_t>(tokens_per_row);
+  a.num_blocks = rows;
+  a.null_block = KVX_NO_NULL_BLOCK;
+  return a;
+}
+
+Address slots_address(const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
+  Address a = dense_address(cache.num_blocks, cache.block_size);
+  a.mode = Addressing::kSlots;
+  a.indices = ints(slots.slots, slots.dtype);
+  a.indices_count = slots.token_count;
+  a.invalid_slot = slots.invalid_slot;
+  return a;
+}
+
+// `tensor` is the cache's K (kv 0) or V (kv 1).
+Address table_address(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor, uint8_t kv,
+                      const kvx_block_table_t &table, int64_t null_block,
+                      uint32_t secondary_num_blocks) {
+  Address a = dense_address(cache.num_blocks, cache.block_size);
+  a.kv = kv;
+  a.null_block = null_block;
+  a.max_blocks_per_seq = table.max_blocks_per_seq;
+  a.indices = ints(table.indices, table.index_dtype);
+  a.indices_count = table.indices_count;
+  switch (table.format) {
+    case KVX_BLOCK_TABLE_PACKED:
+      a.mode = Addressing::kPacked;
+      break;
+    case KVX_BLOCK_TABLE_RAGGED:
+      a.mode = Addressing::kRagged;
+      a.indptr = ints(table.indptr, table.indptr_dtype);
+      break;
+    default: {
+      a.mode = Addressing::kKvOffsets;
+      const int64_t block_bytes = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
+      const auto *k = static_cast<const uint8_t *>(cache.k.data);
+      a.sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
+      a.sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
+                                          cache.pool.bytes_per_block);
+      if (cache.pool.secondary)
+        a.secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
+    }
+  }
+  return a;
+}
+
+Address view_address(const kvx_view_t &view, uint8_t kv) {
+  const kvx_cache_desc_t &cache = *view.layers[0];
+  const kvx_tensor_desc_t &tensor = kv && !is_absent(cache.v) ? cache.v : cache.k;
+  Address a;
+  if (view.slots) {
+    a = slots_address(cache, *view.slots);
+  } else if (view.block_table) {
+    a = table_address(cache, tensor, kv, *view.block_table, view.null_block_id,
+                      view.secondary_num_blocks);
+  } else {
+    a = dense_address(cache.num_blocks, cache.block_size);
+  }
+  if (view.starts) a.starts = ints(view.starts->lengths, view.starts->dtype);
+  return a;
+}
+
+Extent all_of(const kvx_view_t &view) {
+  Extent all = extent_of(view.layers[0]->k);
+  for (uint32_t l = 0; l < view.num_layers; ++l) {
+    for (const kvx_tensor_desc_t *tensor : {&view.layers[l]->k, &view.layers[l]->v}) {
+      if (is_absent(*tensor)) continue;
+      const Extent one = extent_of(*tensor);
+      all = {std::min(all.begin, one.begin), std::max(all.end, one.end)};
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+Axes axes_of(const kvx_tensor_desc_t &tensor) {
+  if (tensor.layout == KVX_LAYOUT_BLOCK_NHD) return {0, 1, 2, -1, 3};
+  if (tensor.ndim == 5) return {0, 3, 1, 2, 4};
+  return {0, 2, 1, -1, 3};
+}
+
+int64_t dim_of(const kvx_tensor_desc_t &tensor) {
+  const Axes axes = axes_of(tensor);
+  return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
+}
+
+Extent extent_of(const kvx_tensor_desc_t &tensor) {
+  int64_t last = 0;
+  for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
+    last += (tensor.shape[axis] - 1) * tensor.stride[axis];
+  const auto *data = static_cast<const uint8_t *>(tensor.data);
+  return {data, data + (last + 1) * size_of(tensor.dtype)};
+}
+
+kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor) {
+  if (desc.data || !per_tensor) return desc;
+  kvx_scale_desc_t scale{};
+  scale.size = sizeof scale;
+  scale.dtype = KVX_DTYPE_F32;
+  scale.granularity = KVX_SCALE_PER_TENSOR;
+  scale.data = per_tensor;
+  return scale;
+}
+
+bool share_memory(const kvx_view_t &src, const kvx_view_t &dst) {
+  return intersect(all_of(src), all_of(dst));
+}
+
+bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
+  const auto same_tensor = [](const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
+    if (is_absent(x) || is_absent(y)) return is_absent(x) && is_absent(y);
+    return x.data == y.data && extent_of(x).end == extent_of(y).end &&
+           x.stride[0] * size_of(x.dtype) == y.stride[0] * size_of(y.dtype);
+  };
+  for (uint32_t l = 0; l < src.num_layers; ++l) {
+    const kvx_cache_desc_t &x = *src.layers[l], &y = *dst.layers[l];
+    if (x.num_blocks != y.num_blocks || x.block_size != y.block_size || !same_tensor(x.k, y.k) ||
+        !same_tensor(x.v, y.v)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, TensorPair *pairs,
+                Plan *plan) {
+  const bool has_v = !is_absent(cache.v);
+  *plan = {};
+  plan->pairs = pairs;
+  plan->has_v = has_v;
+  plan->num_layers = 1;
+  plan->pairs_per_layer = has_v ? 2 : 1;
+  plan->rows.count = 1;
+  plan->rows.rows_per_len = 1;
+  plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
+  plan->names = {"", "write.slots.slots", "", "", ""};
+  plan->src[0] = plan->src[1] = dense_address(1, write.io.num_tokens);
+  plan->dst[0] = plan->dst[1] = slots_address(cache, write.slots);
+  for (uint8_t kv = 0; kv < plan->pairs_per_layer; ++kv) {
+    const kvx_tensor_desc_t &io = kv ? write.io.value : write.io.key;
+    const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
+    const kvx_scale_desc_t scale = scale_or_pointer(kv ? write.v_scale_desc : write.k_scale_desc,
+                                                    kv ? write.v_scale : write.k_scale);
+    TensorPair &pair = pairs[kv];
+    pair = {};
+    pair.kv = kv;
+    pair.num_heads = cache.num_kv_heads;
+    pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
+    pair.src = io_side(io, write.io.num_tokens);
+    pair.dst = side_of(tensor, 0);
+    pair.dst_scales = scales_of(&scale, tensor.dtype, 0);
+    finish(&pair, tensor.memory == KVX_MEMORY_HOST);
+  }
+  if (has_v) merge_kv(&pairs[0], &pairs[1]);
+}
+
+void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
+                 const kvx_gather_options_t &options, TensorPair *pairs, Plan *plan) {
+  const bool has_v = !is_absent(cache.v);
+  const uint32_t beams = is_kv_offsets(gather.block_table) ? gather.block_table.beam_width : 1;
+  *plan = {};
+  plan->pairs = pairs;
+  plan->has_v = has_v;
+  plan->num_layers = 1;
+  plan->pairs_per_layer = has_v ? 2 : 1;
+  plan->zero_fill = options.flags & KVX_FLAG_ZERO_FILL;
+  plan->rows.count = uint64_t{gather.seq_lens.seq_count} * beams;
+  plan->rows.rows_per_len = beams;
+  plan->rows.lens = ints(gather.seq_lens.lengths, gather.seq_lens.dtype);
+  plan->rows.max_len = gather.max_seq_len;
+  plan->rows.fill_to_max = plan->zero_fill;
+  plan->names = {"gather.block_table", "", "", "", "gather.seq_lens.lengths"};
+  for (uint8_t kv = 0; kv < plan->pairs_per_layer; ++kv) {
+    const kvx_tensor_desc_t &io = kv ? gather.io.value : gather.io.key;
+    const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
+    plan->src[kv] = table_address(cache, tensor, kv, gather.block_table, options.null_block_id,
+                                  options.secondary_num_blocks);
+    plan->dst[kv] = dense_address(plan->rows.count, gather.max_seq_len);
+    TensorPair &pair = pairs[kv];
+    pair = {};
+    pair.kv = kv;
+    pair.num_heads = cache.num_kv_heads;
+    pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
+    pair.src = side_of(tensor, 0);
+    if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, cache.pool);
+    pair.dst = io_side(io, gather.max_seq_len);
+    pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
+    finish(&pair, tensor.memory == KVX_MEMORY_HOST);
+  }
+  if (has_v && !is_kv_offsets(gather.block_table)) merge_kv(&pairs[0], &pairs[1]);
+}
+
+void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *plan) {
+  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  *plan = {};
+  plan->pairs = pairs;
+  plan->num_layers = src.num_layers;
+  plan->pairs_per_layer = 2;
+  plan->has_v = !is_absent(src.layers[0]->v);
+  plan->zero_fill = migrate.flags & KVX_FLAG_ZERO_FILL;
+  plan->check_same_pool = share_memory(src, dst) && are_same_pool(src, dst);
+  plan->rows.count = migrate.seq_lens->seq_count;
+  for (const kvx_view_t *view : {&src, &dst}) {
+    if (view->block_table && is_kv_offsets(*view->block_table))
+      plan->rows.count =
+          uint64_t{view->block_table->seq_count} * view->block_table->beam_width;
+    else if (view->block_table)
+      plan->rows.count = std::max<uint64_t>(plan->rows.count, view->block_table->seq_count);
+  }
+  const uint32_t sequences = std::max(migrate.seq_lens->seq_count, 1u);
+  plan->rows.rows_per_len = static_cast<uint32_t>(plan->rows.count / sequences);
+  plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
+  plan->rows.max_len = UINT64_MAX;
+  plan->names = {src.slots ? "src.slots.slots" : "src.block_table",
+                 dst.slots ? "dst.slots.slots" : "dst.block_table", "src.starts.lengths",
+                 "dst.starts.lengths", "migrate.seq_lens.lengths"};
+  const bool mergeable = !(src.block_table && is_kv_offsets(*src.block_table)) &&
+                !(dst.block_table && is_kv_offsets(*dst.block_table));
+  for (uint8_t kv = 0; kv < 2; ++kv) {
+    plan->src[kv] = view_address(src, kv);
+    plan->dst[kv] = view_address(dst, kv);
+  }
+  for (uint32_t l = 0; l < plan->num_layers; ++l) {
+    for (uint8_t kv = 0; kv < 2; ++kv) {
+      const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
+      const kvx_tensor_desc_t &src_tensor = kv ? from.v : from.k;
+      const kvx_tensor_desc_t &dst_tensor = kv ? to.v : to.k;
+      TensorPair &pair = pairs[l * 2 + kv];
+      pair = {};
+      pair.kv = kv;
+      if (is_absent(src_tensor)) continue;
+      pair.num_heads = migrate.num_heads ? migrate.num_heads : from.num_kv_heads;
+      pair.head_dim = static_cast<uint32_t>(dim_of(src_tensor));
+      pair.src = side_of(src_tensor, src.head_start);
+      pair.dst = side_of(dst_tensor, dst.head_start);
+      const auto *src_scale = kv ? src.v_scales : src.k_scales;
+      const auto *dst_scale = kv ? dst.v_scales : dst.k_scales;
+      pair.src_scales =
+          scales_of(src_scale ? src_scale[l] : nullptr, src_tensor.dtype, src.head_start);
+      pair.dst_scales =
+          scales_of(dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype, dst.head_start);
+      if (src.block_table && is_kv_offsets(*src.block_table)) add_secondary(&pair.src, from.pool);
+      if (dst.block_table && is_kv_offsets(*dst.block_table)) add_secondary(&pair.dst, to.pool);
+      finish(&pair, src_tensor.memory == KVX_MEMORY_HOST && dst_tensor.memory == KVX_MEMORY_HOST);
+    }
+    if (mergeable) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);
+  }
+}
+
+}  // namespace kvx

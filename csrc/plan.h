@@ -1,0 +1,131 @@
+// What a backend runs: descriptors reduced to byte strides. The last to know a layout's name.
+#pragma once
+
+#include "address.h"
+#include "kvx/kvx_ext.h"
+
+namespace kvx {
+
+// One end of a tensor pair. Element d of a (block, token, head) lies at
+// block * block_stride + token * token_stride + head * head_stride
+//   + (d / pack) * outer_stride + (d % pack) * inner_stride bytes from the base.
+struct Side {
+  uint8_t *base;
+  uint8_t *secondary;  // base in the secondary pool, or NULL
+  int64_t block_stride, token_stride, head_stride;
+  int64_t outer_stride, inner_stride;
+  uint32_t pack;
+  kvx_dtype_t dtype;
+};
+
+// The scale of (block, token, head) lies at data + block * block_stride + ...; NULL data means 1.
+struct Scales {
+  const uint8_t *data;
+  kvx_dtype_t dtype;
+  int64_t block_stride, token_stride, head_stride;
+};
+
+// K or V of one layer, from one cache to the other.
+struct TensorPair {
+  Side src, dst;
+  Scales src_scales, dst_scales;
+  uint32_t num_heads, head_dim;
+  uint8_t kv;    // which address of the plan: K 0, V 1
+  bool convert;  // dtype or scale differs; otherwise bytes are copied
+};
+
+// The tokens that move: row r has min(lens[r / rows_per_len], max_len) of them, or `uniform_len`
+// when there are no lens.
+struct Rows {
+  uint64_t count;
+  uint32_t rows_per_len;
+  uint64_t uniform_len;
+  uint64_t max_len;
+  Ints lens;
+  bool fill_to_max;  // rows go on to max_len with tokens that have no source
+
+  KVX_HD uint64_t stored(uint64_t row) const {
+    if (!lens.data) return uniform_len;
+    const uint64_t len = static_cast<uint64_t>(lens[row / rows_per_len]);
+    return len < max_len ? len : max_len;
+  }
+  KVX_HD uint64_t length(uint64_t row) const { return fill_to_max ? max_len : stored(row); }
+};
+
+// What the caller calls the fields whose data can be out of range.
+struct Names {
+  const char *src_table, *dst_table, *src_starts, *dst_starts, *lens;
+};
+
+struct Plan {
+  Rows rows;
+  Address src[2], dst[2];  // K, V
+  bool has_v;
+  bool zero_fill;
+  bool check_same_pool;  // both ends share memory: their blocks must be disjoint
+  Names names;
+
+  // K and V of layer l are pairs[l * pairs_per_layer + kv]; num_heads 0: nothing to move, because the
+  // cache has no V or because K's pair moves both.
+  const TensorPair *pairs;
+  uint32_t num_layers, pairs_per_layer;
+};
+
+// Position of each axis in a layout's shape; outer is -1 where dim is one axis.
+struct Axes {
+  int block, token, head, outer, inner;
+};
+Axes axes_of(const kvx_tensor_desc_t &tensor);
+
+constexpr int64_t size_of(kvx_dtype_t dtype) {
+  switch (dtype) {
+    case KVX_DTYPE_F32:
+    case KVX_DTYPE_S32:
+    case KVX_DTYPE_U32:
+      return 4;
+    case KVX_DTYPE_S64:
+    case KVX_DTYPE_U64:
+      return 8;
+    case KVX_DTYPE_F16:
+    case KVX_DTYPE_BF16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+constexpr bool is_fp8(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2;
+}
+
+inline bool is_absent(const kvx_tensor_desc_t &tensor) {
+  return tensor.data == nullptr && tensor.ndim == 0;
+}
+
+// Elements of dim per token and head.
+int64_t dim_of(const kvx_tensor_desc_t &tensor);
+
+// The v1 per-tensor F32 pointer as a descriptor, for when `desc` is empty.
+kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor);
+
+// The bytes from a tensor's first element to its last.
+struct Extent {
+  const uint8_t *begin, *end;
+};
+Extent extent_of(const kvx_tensor_desc_t &tensor);
+
+inline bool intersect(const Extent &a, const Extent &b) { return a.begin < b.end && b.begin < a.end; }
+
+// Both ends of a migration lie in one stretch of memory.
+bool share_memory(const kvx_view_t &src, const kvx_view_t &dst);
+// Both ends are the same tensors, so that their block ids mean the same blocks.
+bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
+
+// Each takes validated arguments and fills `plan`; `pairs` has room for two pairs per layer.
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, TensorPair *pairs,
+                Plan *plan);
+void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
+                 const kvx_gather_options_t &options, TensorPair *pairs, Plan *plan);
+void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *plan);
+
+}  // namespace kvx
