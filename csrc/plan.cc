@@ -18,17 +18,23 @@ void set_dim(Side *side, int64_t outer, int64_t inner, int64_t pack, int64_t dim
   side->pack = static_cast<uint32_t>(pack);
 }
 
+// Bytes from one to the next along an axis. Where there is no next, the stride may be anything.
+template <class Desc>
+int64_t step_bytes(const Desc &desc, int axis) {
+  const int64_t size = size_of(desc.dtype);
+  return desc.shape[axis] > 1 ? desc.stride[axis] * size : size;
+}
+
 Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
   Side side{};
   const Axes axes = axes_of(tensor);
-  const int64_t size = size_of(tensor.dtype);
   side.dtype = tensor.dtype;
-  side.block_stride = tensor.stride[axes.block] * size;
-  side.token_stride = tensor.stride[axes.token] * size;
-  side.head_stride = tensor.stride[axes.head] * size;
+  side.block_stride = step_bytes(tensor, axes.block);
+  side.token_stride = step_bytes(tensor, axes.token);
+  side.head_stride = step_bytes(tensor, axes.head);
   side.base = static_cast<uint8_t *>(tensor.data) + head_start * side.head_stride;
-  const int64_t inner = tensor.stride[axes.inner] * size;
-  const int64_t outer = axes.outer < 0 ? inner : tensor.stride[axes.outer] * size;
+  const int64_t inner = step_bytes(tensor, axes.inner);
+  const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer);
   set_dim(&side, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
   return side;
 }
@@ -43,15 +49,14 @@ void add_secondary(Side *side, const kvx_pool_desc_t &pool) {
 // A dense [rows, tokens, heads, dim] tensor, or the same as [rows * tokens, heads, dim].
 Side io_side(const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
   Side side{};
-  const int64_t size = size_of(tensor.dtype);
-  const uint32_t head = tensor.ndim - 2;
+  const int head = static_cast<int>(tensor.ndim) - 2;
   side.base = static_cast<uint8_t *>(tensor.data);
   side.dtype = tensor.dtype;
-  side.token_stride = tensor.stride[head - 1] * size;
-  side.block_stride = tensor.ndim == 4 ? tensor.stride[0] * size
+  side.token_stride = step_bytes(tensor, head - 1);
+  side.block_stride = tensor.ndim == 4 ? step_bytes(tensor, 0)
                                        : static_cast<int64_t>(tokens_per_row) * side.token_stride;
-  side.head_stride = tensor.stride[head] * size;
-  const int64_t inner = tensor.stride[head + 1] * size;
+  side.head_stride = step_bytes(tensor, head);
+  const int64_t inner = step_bytes(tensor, head + 1);
   set_dim(&side, inner, inner, 1, tensor.shape[head + 1]);
   return side;
 }
@@ -59,24 +64,23 @@ Side io_side(const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
 Scales scales_of(const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype, uint32_t head_start) {
   Scales scales{};
   if (!desc || !desc->data || !is_fp8(tensor_dtype)) return scales;
-  const int64_t size = size_of(desc->dtype);
   scales.data = static_cast<const uint8_t *>(desc->data);
   scales.dtype = desc->dtype;
   switch (desc->granularity) {
     case KVX_SCALE_PER_BLOCK:
-      scales.block_stride = desc->stride[0] * size;
+      scales.block_stride = step_bytes(*desc, 0);
       break;
     case KVX_SCALE_PER_HEAD:
-      scales.head_stride = desc->stride[0] * size;
+      scales.head_stride = step_bytes(*desc, 0);
       break;
     case KVX_SCALE_PER_BLOCK_HEAD:
-      scales.block_stride = desc->stride[0] * size;
-      scales.head_stride = desc->stride[1] * size;
+      scales.block_stride = step_bytes(*desc, 0);
+      scales.head_stride = step_bytes(*desc, 1);
       break;
     case KVX_SCALE_PER_TOKEN_HEAD:
-      scales.block_stride = desc->stride[0] * size;
-      scales.token_stride = desc->stride[1] * size;
-      scales.head_stride = desc->stride[2] * size;
+      scales.block_stride = step_bytes(*desc, 0);
+      scales.token_stride = step_bytes(*desc, 1);
+      scales.head_stride = step_bytes(*desc, 2);
       break;
     default:
       break;
@@ -249,7 +253,7 @@ bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
   const auto same_tensor = [](const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
     if (is_absent(x) || is_absent(y)) return is_absent(x) && is_absent(y);
     return x.data == y.data && extent_of(x).end == extent_of(y).end &&
-           x.stride[0] * size_of(x.dtype) == y.stride[0] * size_of(y.dtype);
+           step_bytes(x, 0) == step_bytes(y, 0);
   };
   for (uint32_t l = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &x = *src.layers[l], &y = *dst.layers[l];
@@ -346,8 +350,8 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
     else if (view->block_table)
       plan->rows.count = std::max<uint64_t>(plan->rows.count, view->block_table->seq_count);
   }
-  const uint32_t sequences = std::max(migrate.seq_lens->seq_count, 1u);
-  plan->rows.rows_per_len = static_cast<uint32_t>(plan->rows.count / sequences);
+  const uint32_t sequences = migrate.seq_lens->seq_count;
+  plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
   plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
   plan->rows.max_len = UINT64_MAX;
   plan->names = {src.slots ? "src.slots.slots" : "src.block_table",

@@ -277,13 +277,15 @@ kvx_status_t check_pool_tensor(const Path &path, const kvx_tensor_desc_t &tensor
         "%s has blocks of %lld bytes, expected at most pool.bytes_per_block %lld (spec 6.7)",
         KVX_AT(path), static_cast<ll>(extent * size), static_cast<ll>(bytes_per_block));
   }
-  const int64_t block_stride = tensor.stride[axes.block] * size;
+  int64_t block_stride;
+  if (__builtin_mul_overflow(tensor.stride[axes.block], size, &block_stride)) block_stride = 0;
   if (block_stride == 0 || block_stride % bytes_per_block != 0 ||
       block_stride / bytes_per_block > INT32_MAX) {
     return KVX_INVALID(
-        "%s.stride[%d] is %lld bytes, expected a multiple of pool.bytes_per_block %lld (spec E.8)",
-        KVX_AT(path), axes.block, static_cast<ll>(block_stride),
-        static_cast<ll>(bytes_per_block));
+        "%s.stride[%d] is %lld (x %lld bytes), expected a multiple of pool.bytes_per_block %lld "
+        "(spec E.8)",
+        KVX_AT(path), axes.block, static_cast<ll>(tensor.stride[axes.block]),
+        static_cast<ll>(size), static_cast<ll>(bytes_per_block));
   }
   return KVX_STATUS_OK;
 }
@@ -303,6 +305,16 @@ kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache) {
                        cache.k.data, cache.pool.primary);
   }
   KVX_TRY(check_pool_tensor({&path, "k"}, cache.k, cache));
+  for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
+    if (is_absent(*tensor)) continue;
+    const int64_t size = size_of(tensor->dtype);
+    if (reinterpret_cast<uintptr_t>(cache.pool.secondary) % static_cast<uintptr_t>(size) != 0) {
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "%s.secondary is %p, expected a multiple of %lld bytes (%s, spec 4.4)",
+                  KVX_AT(pool), cache.pool.secondary, static_cast<ll>(size),
+                  name_of(tensor->dtype));
+    }
+  }
   if (is_absent(cache.v)) return KVX_STATUS_OK;
   KVX_TRY(check_pool_tensor({&path, "v"}, cache.v, cache));
   const int64_t k_step = cache.k.stride[axes_of(cache.k).block] * size_of(cache.k.dtype);
@@ -584,6 +596,7 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
     return KVX_INVALID("%s has a block_table and slots, expected at most one (spec E.3)",
                        KVX_AT(path));
   }
+  if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
   const bool offsets =
       view->block_table && view->block_table->format == KVX_BLOCK_TABLE_KV_OFFSETS;
   for (uint32_t l = 0; l < view->num_layers; ++l) {
@@ -613,11 +626,11 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
       const Path scales{&path, is_v ? "v_scales" : "k_scales", l};
       const kvx_scale_desc_t *desc = entry(is_v ? view->v_scales : view->k_scales, l);
       if (!desc) continue;
+      KVX_TRY(check_struct(scales, desc));
       KVX_TRY(check_scales(scales, *desc, *cache, is_v ? cache->v : cache->k, is_v ? v : k));
       if (offsets) KVX_TRY(check_secondary_scales(scales, *cache, *desc));
     }
   }
-  if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
   if (view->slots) {
     KVX_TRY(check_slots({&path, "slots"}, *view->slots));
     if (view->starts) {
@@ -774,6 +787,7 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
     const kvx_scale_desc_t *desc = is_v ? options->v_scale : options->k_scale;
     if (!desc) continue;
     const Path scale{&with, is_v ? "v_scale" : "k_scale"};
+    KVX_TRY(check_struct(scale, desc));
     KVX_TRY(check_scales(scale, *desc, *cache, is_v ? cache->v : cache->k,
                          {&cache_path, is_v ? "v" : "k"}));
     if (offsets) KVX_TRY(check_secondary_scales(scale, *cache, *desc));

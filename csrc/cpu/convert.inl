@@ -5,7 +5,7 @@ template <class Src, class Dst, class Map>
 KVX_INLINE void convert_each(void *dst, const void *src, int64_t count, Map map) {
   auto *__restrict to = static_cast<typename Dst::Bits *>(dst);
   const auto *__restrict from = static_cast<const typename Src::Bits *>(src);
-  for (int64_t i = 0; i < count; ++i) to[i] = Dst::encode(map(Src::decode(from[i])));
+  for (int64_t i = 0; i < count; ++i) to[i] = map(Src::decode(from[i]));
 }
 
 // Dividing by a power of two is multiplying by its inverse, exactly, and several times faster.
@@ -16,13 +16,18 @@ KVX_INLINE bool has_exact_inverse(float divisor) {
 
 template <class Src, class Dst>
 void convert_run(void *dst, const void *src, int64_t count, float scale, float divisor) {
+  const auto convert = [=](auto map) __attribute__((always_inline)) {
+    convert_each<Src, Dst>(dst, src, count, map);
+  };
   if (scale == 1.0f && divisor == 1.0f) {
-    convert_each<Src, Dst>(dst, src, count, [](float x) { return x; });
+    constexpr bool exact = std::is_same_v<Dst, Bf16> && sizeof(typename Src::Bits) == 1;
+    if constexpr (exact) return convert([](float x) { return Bf16::encode_exact(x); });
+    convert([](float x) { return Dst::encode(x); });
   } else if (has_exact_inverse(divisor)) {
     const float inverse = 1.0f / divisor;
-    convert_each<Src, Dst>(dst, src, count, [=](float x) { return x * scale * inverse; });
+    convert([=](float x) { return Dst::encode(x * scale * inverse); });
   } else {
-    convert_each<Src, Dst>(dst, src, count, [=](float x) { return x * scale / divisor; });
+    convert([=](float x) { return Dst::encode(x * scale / divisor); });
   }
 }
 

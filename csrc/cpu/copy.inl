@@ -16,6 +16,9 @@ KVX_INLINE void store_streaming(uint8_t *dst, Vector value) {
 #endif
 }
 
+constexpr int64_t kLineBytes = 64;
+
+KVX_INLINE void prefetch(const uint8_t *src) { __builtin_prefetch(src, 0, 2); }
 KVX_INLINE Vector load(const uint8_t *src) { return *reinterpret_cast<const Vector *>(src); }
 KVX_INLINE void store(uint8_t *dst, Vector value) { *reinterpret_cast<Vector *>(dst) = value; }
 
@@ -34,8 +37,9 @@ KVX_INLINE void copy_short(uint8_t *dst, const uint8_t *src, int64_t n) {
   }
 }
 
+// `ahead`: from here to the same place of the source that comes next, fetched on the way.
 template <bool kStreaming>
-KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
+KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead = 0) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
   if (kStreaming) {
@@ -49,6 +53,9 @@ KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
     kStreaming ? store_streaming(to, value) : store(to, value);
   };
   for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
+    if (kStreaming) {
+      for (int64_t line = 0; line < 4 * kVector; line += kLineBytes) prefetch(src + ahead + line);
+    }
     const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),
                  d = load(src + 3 * kVector);
     put(dst, a), put(dst + kVector, b), put(dst + 2 * kVector, c), put(dst + 3 * kVector, d);
@@ -66,7 +73,8 @@ KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
 
 // Runs of a size known here become one load and one store.
 template <bool kStreaming>
-KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src) {
+KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src,
+                          int64_t ahead) {
   const auto each = [&](auto copy) __attribute__((always_inline)) {
     for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
   };
@@ -82,8 +90,14 @@ KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8
     case 16:
       return each([&] { memcpy(dst, src, 16); });
     default:
-      return each([&] { copy_run<kStreaming>(dst, src, run); });
+      return each([&] { copy_run<kStreaming>(dst, src, run, ahead); });
   }
+}
+
+// The elements of a, then those of b.
+template <class Part, int... kByte>
+KVX_INLINE auto join(Part a, Part b, std::integer_sequence<int, kByte...>) {
+  return __builtin_shufflevector(a, b, kByte...);
 }
 
 struct Bytes16 {
@@ -139,16 +153,23 @@ KVX_INLINE void transpose_scalar(uint8_t *dst, int64_t dst_step, const uint8_t *
   }
 }
 
+// Fetches what follows the line that a square begins, for each of its rows.
+KVX_INLINE void prefetch_rows(const uint8_t *src, int64_t src_step, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i) prefetch(src + i * src_step);
+}
+
 template <class Unit>
 void transpose(uint8_t *dst, int64_t dst_step, const uint8_t *src, int64_t src_step, int64_t rows,
-               int64_t columns) {
+               int64_t columns, int64_t ahead) {
   constexpr int64_t n = Lanes<Unit>::kCount, size = sizeof(Unit);
   const int64_t whole_rows = rows / n * n, whole_columns = columns / n * n;
   for (int64_t r = 0; r < whole_rows; r += n) {
     const uint8_t *from = src + r * src_step;
     uint8_t *to = dst + r * size;
-    for (int64_t c = 0; c < whole_columns; c += n)
+    for (int64_t c = 0; c < whole_columns; c += n) {
+      if (ahead && c * size % kLineBytes == 0) prefetch_rows(from + c * size + ahead, src_step, n);
       transpose_square<Unit>(to + c * dst_step, dst_step, from + c * size, src_step);
+    }
     transpose_scalar<Unit>(to + whole_columns * dst_step, dst_step, from + whole_columns * size,
                            src_step, n, columns - whole_columns);
   }
@@ -157,73 +178,145 @@ void transpose(uint8_t *dst, int64_t dst_step, const uint8_t *src, int64_t src_s
 }
 
 void transpose_runs(int64_t run, uint8_t *dst, int64_t dst_step, const uint8_t *src,
-                    int64_t src_step, int64_t rows, int64_t columns) {
+                    int64_t src_step, int64_t rows, int64_t columns, int64_t ahead) {
   switch (run) {
     case 1:
-      return transpose<uint8_t>(dst, dst_step, src, src_step, rows, columns);
+      return transpose<uint8_t>(dst, dst_step, src, src_step, rows, columns, ahead);
     case 2:
-      return transpose<uint16_t>(dst, dst_step, src, src_step, rows, columns);
+      return transpose<uint16_t>(dst, dst_step, src, src_step, rows, columns, ahead);
     case 4:
-      return transpose<uint32_t>(dst, dst_step, src, src_step, rows, columns);
+      return transpose<uint32_t>(dst, dst_step, src, src_step, rows, columns, ahead);
     case 8:
-      return transpose<uint64_t>(dst, dst_step, src, src_step, rows, columns);
+      return transpose<uint64_t>(dst, dst_step, src, src_step, rows, columns, ahead);
     default:
       return transpose_scalar<Bytes16>(dst, dst_step, src, src_step, rows, columns);
   }
 }
 
-// Transposes into a stage in L1 and streams it out, so that the destination sees whole lines.
-void transpose_streaming(int64_t run, const Dim &in_dst, const Dim &in_src, uint8_t *dst,
-                         const uint8_t *src) {
-  constexpr int64_t kStageBytes = 16 << 10;
-  alignas(64) uint8_t stage[kStageBytes];
-  const int64_t rows = in_dst.count < 2048 / run ? in_dst.count : 2048 / run;
-  const int64_t columns = kStageBytes / (rows * run);
-  for (int64_t r = 0; r < in_dst.count; r += rows) {
-    const int64_t n = in_dst.count - r < rows ? in_dst.count - r : rows;
-    for (int64_t c = 0; c < in_src.count; c += columns) {
-      const int64_t m = in_src.count - c < columns ? in_src.count - c : columns;
-      transpose_runs(run, stage, n * run, src + r * in_dst.src + c * run, in_dst.src, n, m);
-      uint8_t *to = dst + c * in_src.dst + r * run;
-      if (in_src.dst == n * run) {
-        copy_run<true>(to, stage, m * n * run);
-      } else {
-        for (int64_t i = 0; i < m; ++i) copy_run<true>(to + i * in_src.dst, stage + i * n * run, n * run);
-      }
+// One vector from 16 bytes each of rows `step` bytes apart.
+KVX_INLINE Vector gather_rows(const uint8_t *src, int64_t step) {
+  const auto row = [&](int i) __attribute__((always_inline)) {
+    return *reinterpret_cast<const Half *>(src + i * step);
+  };
+#if KVX_VECTOR_BYTES == 16
+  return row(0);
+#elif KVX_VECTOR_BYTES == 32
+  return join(row(0), row(1), std::make_integer_sequence<int, 32>{});
+#else
+  return join(join(row(0), row(1), std::make_integer_sequence<int, 32>{}),
+              join(row(2), row(3), std::make_integer_sequence<int, 32>{}),
+              std::make_integer_sequence<int, 64>{});
+#endif
+}
+
+// 16-byte units, straight from source to destination: a whole vector of it at a time. The caller has
+// made sure that rows are a multiple of a vector and every destination row is aligned to one.
+void transpose_units_streaming(uint8_t *dst, int64_t dst_step, const uint8_t *src,
+                               int64_t src_step, int64_t rows, int64_t columns, int64_t ahead) {
+  constexpr int64_t kUnits = KVX_VECTOR_BYTES / 16, kLineUnits = kLineBytes / 16;
+  for (int64_t r = 0; r < rows; r += kLineUnits) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint8_t *from = src + r * src_step + c * 16;
+      uint8_t *to = dst + c * dst_step + r * 16;
+      if (c % kLineUnits == 0) prefetch_rows(from + ahead, src_step, kLineUnits);
+      for (int64_t i = 0; i < kLineUnits; i += kUnits)
+        store_streaming(to + i * 16, gather_rows(from + i * src_step, src_step));
     }
   }
 }
 
+// Transposes into a stage in L1 and streams it out one tile later, when the stores to it have long
+// left the store buffer, so that the destination sees whole lines.
+class StreamingTranspose {
+ public:
+  ~StreamingTranspose() { drain(); }
+
+  void add(int64_t run, const Dim &in_dst, const Dim &in_src, uint8_t *dst, const uint8_t *src,
+           int64_t ahead) {
+    const bool whole_lines =
+        run == 16 && in_dst.count % (kLineBytes / 16) == 0 &&
+        (reinterpret_cast<intptr_t>(dst) | in_src.dst) % kLineBytes == 0;
+    if (whole_lines) {
+      return transpose_units_streaming(dst, in_src.dst, src, in_dst.src, in_dst.count,
+                                       in_src.count, ahead);
+    }
+    // As many rows as leave room for a line of each: wide enough for whole registers both ways.
+    const int64_t line = kLineBytes / run;
+    const int64_t most_rows = kStageBytes / run / (in_src.count < line ? in_src.count : line);
+    const int64_t rows = in_dst.count < most_rows ? in_dst.count : most_rows;
+    const int64_t columns = kStageBytes / run / rows;
+    for (int64_t r = 0; r < in_dst.count; r += rows) {
+      const int64_t n = in_dst.count - r < rows ? in_dst.count - r : rows;
+      for (int64_t c = 0; c < in_src.count; c += columns) {
+        const int64_t m = in_src.count - c < columns ? in_src.count - c : columns;
+        const uint8_t *from = src + r * in_dst.src + c * run;
+        uint8_t *const stage = stages_[turn_];
+        transpose_runs(run, stage, n * run, from, in_dst.src, n, m, ahead);
+        drain();
+        filled_ = {dst + c * in_src.dst + r * run, in_src.dst, stage, n * run, m};
+        turn_ ^= 1;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kStageBytes = 8 << 10;
+
+  struct Tile {
+    uint8_t *dst;
+    int64_t dst_step;
+    const uint8_t *stage;
+    int64_t run, count;
+  };
+
+  void drain() {
+    if (filled_.dst_step == filled_.run) filled_.run *= filled_.count, filled_.count = 1;
+    for (int64_t i = 0; i < filled_.count; ++i)
+      copy_run<true>(filled_.dst + i * filled_.dst_step, filled_.stage + i * filled_.run,
+                     filled_.run);
+    filled_.count = 0;
+  }
+
+  alignas(64) uint8_t stages_[2][kStageBytes];
+  int turn_ = 0;
+  Tile filled_{};
+};
+
 // ---- The nest ----
 
 template <bool kStreaming>
-void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src) {
+void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src, int64_t ahead) {
   const int inner = nest.transposes ? 2 : 1;
   Dim outer[Nest::kMaxDims - 1] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
   for (int i = 0; i < nest.num_dims - inner; ++i)
     outer[Nest::kMaxDims - 1 - (nest.num_dims - inner) + i] = nest.dims[i];
   const Dim one = {1, 0, 0}, *last = nest.num_dims ? &nest.dims[nest.num_dims - 1] : &one;
-  for (int64_t a = 0; a < outer[0].count; ++a) {
-    for (int64_t b = 0; b < outer[1].count; ++b) {
-      for (int64_t c = 0; c < outer[2].count; ++c) {
-        for (int64_t d = 0; d < outer[3].count; ++d) {
-          uint8_t *to = dst + a * outer[0].dst + b * outer[1].dst + c * outer[2].dst + d * outer[3].dst;
-          const uint8_t *from =
-              src + a * outer[0].src + b * outer[1].src + c * outer[2].src + d * outer[3].src;
-          if (!nest.transposes) {
-            copy_runs<kStreaming>(*last, nest.run, to, from);
-          } else if (kStreaming) {
-            transpose_streaming(nest.run, last[-1], *last, to, from);
-          } else {
-            transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count,
-                           last->count);
-          }
-        }
-      }
-    }
+  const auto each = [&](auto body) __attribute__((always_inline)) {
+    for (int64_t a = 0; a < outer[0].count; ++a)
+      for (int64_t b = 0; b < outer[1].count; ++b)
+        for (int64_t c = 0; c < outer[2].count; ++c)
+          for (int64_t d = 0; d < outer[3].count; ++d)
+            body(dst + a * outer[0].dst + b * outer[1].dst + c * outer[2].dst + d * outer[3].dst,
+                 src + a * outer[0].src + b * outer[1].src + c * outer[2].src + d * outer[3].src);
+  };
+  if (!nest.transposes) {
+    each([&](uint8_t *to, const uint8_t *from) {
+      copy_runs<kStreaming>(*last, nest.run, to, from, ahead);
+    });
+  } else if (kStreaming) {
+    StreamingTranspose transpose;
+    each([&](uint8_t *to, const uint8_t *from) {
+      transpose.add(nest.run, last[-1], *last, to, from, ahead);
+    });
+  } else {
+    each([&](uint8_t *to, const uint8_t *from) {
+      transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count, last->count,
+                     0);
+    });
   }
 }
 
-void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, bool streaming) {
-  streaming ? copy_nest<true>(nest, dst, src) : copy_nest<false>(nest, dst, src);
+void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next,
+          bool streaming) {
+  streaming ? copy_nest<true>(nest, dst, src, next - src) : copy_nest<false>(nest, dst, src, 0);
 }

@@ -1,6 +1,7 @@
 #include "cpu/kernels.h"
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)

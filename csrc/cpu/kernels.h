@@ -12,8 +12,10 @@ using ConvertRun = void (*)(void *dst, const void *src, int64_t count, float sca
 
 struct Kernels {
   const char *isa;
-  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them.
-  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, bool streaming);
+  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them; it
+  // fetches meanwhile what the same nest will read from `next`.
+  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next,
+               bool streaming);
   ConvertRun convert[5][5];  // [src][dst], by convert_index
 };
 

@@ -21,7 +21,7 @@ namespace kvx::cpu {
 namespace {
 
 constexpr uint64_t kBytesPerHelper = 512 << 10;  // less is not worth waking a thread for
-constexpr uint64_t kBytesPerItem = 512 << 10;    // of one layer, K and V together
+constexpr uint64_t kBytesPerItem = 2 << 20;      // of one layer, K and V together
 constexpr int64_t kStageBytes = 32 << 10;
 
 // FP8 and F16 encoders need subnormal floats; a host application may have switched them off.
@@ -43,15 +43,18 @@ class Copier {
       : src_(src), dst_(dst), heads_(heads), head_dim_(head_dim), streaming_(streaming),
         by_element_(!has_nest(src, dst)) {}
 
-  void operator()(uint8_t *dst, const uint8_t *src, int64_t tokens) {
+  // `next`: the source of the following call, if it is known; else `src`.
+  void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens) {
     if (tokens != tokens_) {
       nest_ = make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_,
                         size_of(src_.dtype));
       tokens_ = tokens;
     }
-    if (!by_element_) return kernels_.copy(nest_, dst, src, streaming_);
-    for (int64_t d = 0; d < head_dim_; ++d)
-      kernels_.copy(nest_, dst + element_offset(dst_, d), src + element_offset(src_, d), false);
+    if (!by_element_) return kernels_.copy(nest_, dst, src, next, streaming_);
+    for (int64_t d = 0; d < head_dim_; ++d) {
+      const uint8_t *element = src + element_offset(src_, d);
+      kernels_.copy(nest_, dst + element_offset(dst_, d), element, element, false);
+    }
   }
 
  private:
@@ -86,22 +89,22 @@ class Converter {
   Converter(const TensorPair &pair, bool streaming)
       : pair_(pair), streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
-        src_is_dense_(is_dense_row(pair.src, pair.head_dim)),
-        dst_is_dense_(is_dense_row(pair.dst, pair.head_dim)) {}
+        stages_src_(!is_dense_row(pair.src, pair.head_dim)),
+        stages_dst_(!is_dense_row(pair.dst, pair.head_dim)) {}
 
-  void operator()(uint8_t *dst, const uint8_t *src, int64_t tokens, const Place &src_place,
-                  const Place &dst_place) {
+  void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
+                  const Place &src_place, const Place &dst_place) {
     const SubnormalFloats guard;
     const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
     const int64_t row_bytes = int64_t{pair_.head_dim} * 4;
     const int64_t rows = std::max<int64_t>(kStageBytes / row_bytes, 1);
     const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
     const int64_t step = rows / heads;
-    if (!src_is_dense_ || !dst_is_dense_) stage(rows * row_bytes);
+    if (stages_src_ || stages_dst_) make_stages(rows * row_bytes);
     for (int64_t t = 0; t < tokens; t += step) {
       for (int64_t h = 0; h < pair_.num_heads; h += heads) {
         convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
-                     src + t * pair_.src.token_stride + h * pair_.src.head_stride, t,
+                     src + t * pair_.src.token_stride + h * pair_.src.head_stride, next - src, t,
                      std::min(step, tokens - t), h,
                      std::min<int64_t>(heads, pair_.num_heads - h), scale, divisor);
       }
@@ -109,32 +112,33 @@ class Converter {
   }
 
  private:
-  void stage(int64_t bytes) {
+  void make_stages(int64_t bytes) {
     if (static_cast<int64_t>(src_stage_.size()) >= bytes) return;
     src_stage_.resize(static_cast<size_t>(bytes));
     dst_stage_.resize(static_cast<size_t>(bytes));
   }
 
-  void convert_tile(uint8_t *dst, const uint8_t *src, int64_t first_token, int64_t tokens,
-                    int64_t first_head, int64_t heads, const ScaleCursor &scale,
+  void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
+                    int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
                     const ScaleCursor &divisor) {
     const int64_t dim = pair_.head_dim;
-    const Side src_dense = dense_side(src_stage_.data(), pair_.src.dtype, heads, dim);
-    const Side dst_dense = dense_side(dst_stage_.data(), pair_.dst.dtype, heads, dim);
-    const Side &from = src_is_dense_ ? pair_.src : src_dense;
-    const Side &to = dst_is_dense_ ? pair_.dst : dst_dense;
-    if (!src_is_dense_) {
-      Copier(pair_.src, src_dense, heads, dim, false)(src_stage_.data(), src, tokens);
-      src = src_stage_.data();
+    const Side src_stage = dense_side(src_stage_.data(), pair_.src.dtype, heads, dim);
+    const Side dst_stage = dense_side(dst_stage_.data(), pair_.dst.dtype, heads, dim);
+    const Side &from = stages_src_ ? src_stage : pair_.src;
+    const Side &to = stages_dst_ ? dst_stage : pair_.dst;
+    if (stages_src_) {
+      Copier(pair_.src, src_stage, heads, dim, false)(src_stage.base, src, src, tokens);
+      src = src_stage.base;
+      ahead = 0;
     }
-    uint8_t *const out = dst_is_dense_ ? dst : dst_stage_.data();
-    convert_rows(out, to, src, from, first_token, tokens, first_head, heads, scale, divisor);
-    if (!dst_is_dense_) Copier(dst_dense, pair_.dst, heads, dim, streaming_)(dst, out, tokens);
+    uint8_t *const out = stages_dst_ ? dst_stage.base : dst;
+    convert_rows(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor);
+    if (stages_dst_) Copier(dst_stage, pair_.dst, heads, dim, streaming_)(dst, out, out, tokens);
   }
 
   // One call per row, or per token, or for all, as far as rows follow each other and share scales.
   void convert_rows(uint8_t *dst, const Side &to, const uint8_t *src, const Side &from,
-                    int64_t first_token, int64_t tokens, int64_t first_head, int64_t heads,
+                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head, int64_t heads,
                     const ScaleCursor &scale, const ScaleCursor &divisor) {
     int64_t run = pair_.head_dim;
     const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
@@ -148,18 +152,33 @@ class Converter {
     }
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t h = 0; h < heads; ++h) {
-        run_(dst + t * to.token_stride + h * to.head_stride,
-             src + t * from.token_stride + h * from.head_stride, run,
-             scale.at(first_token + t, first_head + h),
-             divisor.at(first_token + t, first_head + h));
+        convert_run(dst + t * to.token_stride + h * to.head_stride, dst_size,
+                    src + t * from.token_stride + h * from.head_stride, src_size, ahead, run,
+                    scale.at(first_token + t, first_head + h),
+                    divisor.at(first_token + t, first_head + h));
       }
+    }
+  }
+
+  // In pieces, between which the source that comes next is fetched.
+  void convert_run(uint8_t *dst, int64_t dst_size, const uint8_t *src, int64_t src_size,
+                   int64_t ahead, int64_t count, float scale, float divisor) const {
+    constexpr int64_t kPiece = 512;  // elements
+    while (count > 0) {
+      const int64_t n = std::min(count, kPiece);
+      if (ahead) {
+        for (int64_t line = 0; line < n * src_size; line += 64)
+          __builtin_prefetch(src + ahead + line, 0, 2);
+      }
+      run_(dst, src, n, scale, divisor);
+      dst += n * dst_size, src += n * src_size, count -= n;
     }
   }
 
   const TensorPair &pair_;
   const bool streaming_;
   const ConvertRun run_;
-  const bool src_is_dense_, dst_is_dense_;
+  const bool stages_src_, stages_dst_;
   std::vector<uint8_t> src_stage_, dst_stage_;
 };
 
@@ -210,16 +229,7 @@ class Mover {
     }
   }
 
-  void flush() {
-    if (!pending_.tokens) return;
-    if (convert_) {
-      (*convert_)(pending_.dst, pending_.src, pending_.tokens, pending_.src_place,
-                  pending_.dst_place);
-    } else {
-      copy_(pending_.dst, pending_.src, pending_.tokens);
-    }
-    pending_.tokens = 0;
-  }
+  void flush() { flush(pending_.src); }
 
  private:
   void add(const Place &from, const Place &to, int64_t tokens) {
@@ -232,8 +242,19 @@ class Mover {
       pending_.tokens += tokens;
       return;
     }
-    flush();
+    flush(src);
     pending_ = {src, dst, tokens, from, to};
+  }
+
+  void flush(const uint8_t *next) {
+    if (!pending_.tokens) return;
+    if (convert_) {
+      (*convert_)(pending_.dst, pending_.src, next, pending_.tokens, pending_.src_place,
+                  pending_.dst_place);
+    } else {
+      copy_(pending_.dst, pending_.src, next, pending_.tokens);
+    }
+    pending_.tokens = 0;
   }
 
   void clear(uint8_t *dst, int64_t tokens) {
