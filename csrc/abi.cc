@@ -3,6 +3,7 @@
 #include <new>
 #include <vector>
 
+#include "cpu/float_env.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
 #include "cpu/run.h"
@@ -85,6 +86,7 @@ kvx_status_t migrate(const kvx_migrate_desc_t *migrate) {
 // No exception leaves the library: all that can throw here is memory running out.
 template <class Call>
 kvx_status_t guarded(Call call) {
+  const cpu::StandardFloats standard;
   try {
     return call();
   } catch (const std::bad_alloc &) {
@@ -99,21 +101,19 @@ extern "C" {
 
 kvx_status_t kvx_get_version(kvx_version_t *version) {
   if (!version) return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "version is NULL");
-  *version = {sizeof *version, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR,
-              KVX_ABI_VERSION_PATCH};
+  *version = {sizeof *version, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR, KVX_ABI_VERSION_PATCH};
   return KVX_STATUS_OK;
 }
 
 kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t *cache) {
-  return kvx::validate_cache(cache);
+  return kvx::guarded([=] { return kvx::validate_cache(cache); });
 }
 
 kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write, void *) {
   return kvx::guarded([=] { return kvx::write(cache, write); });
 }
 
-kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                           void *) {
+kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather, void *) {
   return kvx::guarded([=] { return kvx::gather(cache, gather, nullptr); });
 }
 
@@ -131,8 +131,8 @@ const char *kvx_last_error(void) { return kvx::last_error(); }
 kvx_status_t kvx_backend_info(kvx_backend_info_t *info) {
   if (!info) return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "info is NULL");
   if (info->size < sizeof *info) {
-    return kvx::fail(KVX_STATUS_INVALID_ARGUMENT,
-                     "info.size is %u, expected at least %zu (spec 6)", info->size, sizeof *info);
+    return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "info.size is %u, expected at least %zu (spec 6)",
+                     info->size, sizeof *info);
   }
   const uint32_t size = info->size;
   *info = {};

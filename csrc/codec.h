@@ -39,7 +39,8 @@ struct SmallFloat {
   static KVX_HD uint32_t round(uint32_t magnitude) {
     const uint32_t own_exponent = magnitude & kInfinity;
     const uint32_t exponent = own_exponent < kMinNormal ? kMinNormal : own_exponent;
-    // Added to a float whose last mantissa bit is worth one step, the magnitude becomes whole steps.
+    // Added to a float whose last mantissa bit is worth one step, the magnitude becomes whole
+    // steps.
     const uint32_t steps_base = exponent + (static_cast<uint32_t>(kDropped) << 23);
     const uint32_t steps = bits_of(float_of(magnitude) + float_of(steps_base)) - steps_base;
     return steps + ((exponent - kMinNormal) >> kDropped);

@@ -12,8 +12,8 @@ const char *last_error();
 
 }  // namespace kvx
 
-#define KVX_TRY(call)                                       \
-  do {                                                      \
-    const kvx_status_t kvx_try_status = (call);             \
+#define KVX_TRY(call)                                           \
+  do {                                                          \
+    const kvx_status_t kvx_try_status = (call);                 \
     if (kvx_try_status != KVX_STATUS_OK) return kvx_try_status; \
   } while (0)

@@ -120,7 +120,8 @@ bool rows_follow(const Side &k, const Side &v, uint32_t k_dim, uint32_t v_dim) {
          k.head_stride == v.head_stride;
 }
 
-// Where V's row follows K's at both ends, as in vLLM's [.., 2 * head_dim] caches, one pair moves both.
+// Where V's row follows K's at both ends, as in vLLM's [.., 2 * head_dim] caches, one pair moves
+// both.
 void merge_kv(TensorPair *k, TensorPair *v) {
   if (k->convert || v->convert || k->num_heads != v->num_heads ||
       !rows_follow(k->src, v->src, k->head_dim, v->head_dim) ||
@@ -202,12 +203,23 @@ Address view_address(const kvx_view_t &view, uint8_t kv) {
   return a;
 }
 
-Extent all_of(const kvx_view_t &view) {
-  Extent all = extent_of(view.layers[0]->k);
+// The memory of all layers, in the primary or the secondary pool.
+Extent all_of(const kvx_view_t &view, bool secondary) {
+  Extent all = {reinterpret_cast<const uint8_t *>(UINTPTR_MAX), nullptr};
   for (uint32_t l = 0; l < view.num_layers; ++l) {
-    for (const kvx_tensor_desc_t *tensor : {&view.layers[l]->k, &view.layers[l]->v}) {
+    const kvx_cache_desc_t &cache = *view.layers[l];
+    for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
       if (is_absent(*tensor)) continue;
-      const Extent one = extent_of(*tensor);
+      Extent one = extent_of(*tensor);
+      if (secondary) {
+        const int64_t offset = one.begin - static_cast<const uint8_t *>(cache.pool.primary);
+        const int64_t step = tensor->stride[axes_of(*tensor).block] * size_of(tensor->dtype);
+        const int64_t blocks =
+            view.secondary_num_blocks ? view.secondary_num_blocks : cache.num_blocks;
+        const int64_t last_block = one.end - one.begin - (cache.num_blocks - 1) * step;
+        one.begin = static_cast<const uint8_t *>(cache.pool.secondary) + offset;
+        one.end = one.begin + (blocks - 1) * step + last_block;
+      }
       all = {std::min(all.begin, one.begin), std::max(all.end, one.end)};
     }
   }
@@ -245,8 +257,19 @@ kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_
   return scale;
 }
 
+bool has_secondary(const kvx_view_t &view) {
+  return view.block_table && is_kv_offsets(*view.block_table) && view.layers[0]->pool.secondary;
+}
+
 bool share_memory(const kvx_view_t &src, const kvx_view_t &dst) {
-  return intersect(all_of(src), all_of(dst));
+  for (const bool src_secondary : {false, true}) {
+    for (const bool dst_secondary : {false, true}) {
+      if ((src_secondary && !has_secondary(src)) || (dst_secondary && !has_secondary(dst)))
+        continue;
+      if (intersect(all_of(src, src_secondary), all_of(dst, dst_secondary))) return true;
+    }
+  }
+  return false;
 }
 
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
@@ -255,6 +278,10 @@ bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
     return x.data == y.data && extent_of(x).end == extent_of(y).end &&
            step_bytes(x, 0) == step_bytes(y, 0);
   };
+  if (has_secondary(src) && has_secondary(dst) &&
+      src.layers[0]->pool.secondary != dst.layers[0]->pool.secondary) {
+    return false;
+  }
   for (uint32_t l = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &x = *src.layers[l], &y = *dst.layers[l];
     if (x.num_blocks != y.num_blocks || x.block_size != y.block_size || !same_tensor(x.k, y.k) ||
@@ -292,7 +319,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
     pair.src = io_side(io, write.io.num_tokens);
     pair.dst = side_of(tensor, 0);
     pair.dst_scales = scales_of(&scale, tensor.dtype, 0);
-    finish(&pair, tensor.memory == KVX_MEMORY_HOST);
+    finish(&pair, is_readable(tensor.memory));
   }
   if (has_v) merge_kv(&pairs[0], &pairs[1]);
 }
@@ -328,7 +355,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, cache.pool);
     pair.dst = io_side(io, gather.max_seq_len);
     pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
-    finish(&pair, tensor.memory == KVX_MEMORY_HOST);
+    finish(&pair, is_readable(tensor.memory));
   }
   if (has_v && !is_kv_offsets(gather.block_table)) merge_kv(&pairs[0], &pairs[1]);
 }
@@ -345,8 +372,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   plan->rows.count = migrate.seq_lens->seq_count;
   for (const kvx_view_t *view : {&src, &dst}) {
     if (view->block_table && is_kv_offsets(*view->block_table))
-      plan->rows.count =
-          uint64_t{view->block_table->seq_count} * view->block_table->beam_width;
+      plan->rows.count = uint64_t{view->block_table->seq_count} * view->block_table->beam_width;
     else if (view->block_table)
       plan->rows.count = std::max<uint64_t>(plan->rows.count, view->block_table->seq_count);
   }
@@ -358,7 +384,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
                  dst.slots ? "dst.slots.slots" : "dst.block_table", "src.starts.lengths",
                  "dst.starts.lengths", "migrate.seq_lens.lengths"};
   const bool mergeable = !(src.block_table && is_kv_offsets(*src.block_table)) &&
-                !(dst.block_table && is_kv_offsets(*dst.block_table));
+                         !(dst.block_table && is_kv_offsets(*dst.block_table));
   for (uint8_t kv = 0; kv < 2; ++kv) {
     plan->src[kv] = view_address(src, kv);
     plan->dst[kv] = view_address(dst, kv);
@@ -384,7 +410,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
           scales_of(dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype, dst.head_start);
       if (src.block_table && is_kv_offsets(*src.block_table)) add_secondary(&pair.src, from.pool);
       if (dst.block_table && is_kv_offsets(*dst.block_table)) add_secondary(&pair.dst, to.pool);
-      finish(&pair, src_tensor.memory == KVX_MEMORY_HOST && dst_tensor.memory == KVX_MEMORY_HOST);
+      finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
     }
     if (mergeable) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);
   }

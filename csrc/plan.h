@@ -65,8 +65,8 @@ struct Plan {
   bool check_same_pool;  // both ends share memory: their blocks must be disjoint
   Names names;
 
-  // K and V of layer l are pairs[l * pairs_per_layer + kv]; num_heads 0: nothing to move, because the
-  // cache has no V or because K's pair moves both.
+  // K and V of layer l are pairs[l * pairs_per_layer + kv]; num_heads 0: nothing to move, because
+  // the cache has no V or because K's pair moves both.
   const TensorPair *pairs;
   uint32_t num_layers, pairs_per_layer;
 };
@@ -102,6 +102,15 @@ inline bool is_absent(const kvx_tensor_desc_t &tensor) {
   return tensor.data == nullptr && tensor.ndim == 0;
 }
 
+// The host may read it while the call is prepared. A build without CUDA treats UNIFIED as HOST.
+inline bool is_readable(kvx_memory_type_t memory) {
+#if KVX_WITH_CUDA
+  return memory == KVX_MEMORY_HOST;
+#else
+  return memory != KVX_MEMORY_DEVICE;
+#endif
+}
+
 // Elements of dim per token and head.
 int64_t dim_of(const kvx_tensor_desc_t &tensor);
 
@@ -114,9 +123,14 @@ struct Extent {
 };
 Extent extent_of(const kvx_tensor_desc_t &tensor);
 
-inline bool intersect(const Extent &a, const Extent &b) { return a.begin < b.end && b.begin < a.end; }
+inline bool intersect(const Extent &a, const Extent &b) {
+  return a.begin < b.end && b.begin < a.end;
+}
 
-// Both ends of a migration lie in one stretch of memory.
+// A KV_OFFSETS table may name blocks of a secondary pool.
+bool has_secondary(const kvx_view_t &view);
+
+// Both ends of a migration lie in one stretch of memory, or their secondary pools do.
 bool share_memory(const kvx_view_t &src, const kvx_view_t &dst);
 // Both ends are the same tensors, so that their block ids mean the same blocks.
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);

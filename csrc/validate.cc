@@ -48,27 +48,43 @@ Spelled spell(const Path &path) {
 
 const char *name_of(kvx_dtype_t dtype) {
   switch (dtype) {
-    case KVX_DTYPE_F16: return "F16";
-    case KVX_DTYPE_BF16: return "BF16";
-    case KVX_DTYPE_F32: return "F32";
-    case KVX_DTYPE_F8_E4M3: return "F8_E4M3";
-    case KVX_DTYPE_F8_E5M2: return "F8_E5M2";
-    case KVX_DTYPE_S32: return "S32";
-    case KVX_DTYPE_S64: return "S64";
-    case KVX_DTYPE_U32: return "U32";
-    case KVX_DTYPE_U64: return "U64";
-    case KVX_DTYPE_U8: return "U8";
-    default: return "no kvx_dtype_t";
+    case KVX_DTYPE_F16:
+      return "F16";
+    case KVX_DTYPE_BF16:
+      return "BF16";
+    case KVX_DTYPE_F32:
+      return "F32";
+    case KVX_DTYPE_F8_E4M3:
+      return "F8_E4M3";
+    case KVX_DTYPE_F8_E5M2:
+      return "F8_E5M2";
+    case KVX_DTYPE_S32:
+      return "S32";
+    case KVX_DTYPE_S64:
+      return "S64";
+    case KVX_DTYPE_U32:
+      return "U32";
+    case KVX_DTYPE_U64:
+      return "U64";
+    case KVX_DTYPE_U8:
+      return "U8";
+    default:
+      return "no kvx_dtype_t";
   }
 }
 
 const char *name_of(kvx_layout_t layout) {
   switch (layout) {
-    case KVX_LAYOUT_BLOCK_NHD: return "BLOCK_NHD";
-    case KVX_LAYOUT_BLOCK_HND: return "BLOCK_HND";
-    case KVX_LAYOUT_BLOCK_HND_PACKED: return "BLOCK_HND_PACKED";
-    case KVX_LAYOUT_BLOCK_CUSTOM: return "BLOCK_CUSTOM";
-    default: return "no kvx_layout_t";
+    case KVX_LAYOUT_BLOCK_NHD:
+      return "BLOCK_NHD";
+    case KVX_LAYOUT_BLOCK_HND:
+      return "BLOCK_HND";
+    case KVX_LAYOUT_BLOCK_HND_PACKED:
+      return "BLOCK_HND_PACKED";
+    case KVX_LAYOUT_BLOCK_CUSTOM:
+      return "BLOCK_CUSTOM";
+    default:
+      return "no kvx_layout_t";
   }
 }
 
@@ -151,7 +167,8 @@ kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape
                             __builtin_add_overflow(extent, reach, &extent) ||
                             extent > (int64_t{1} << 62) / size_of(dtype))) {
       return KVX_INVALID(
-          "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec 4.2)",
+          "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec "
+          "4.2)",
           KVX_AT(path), axis, static_cast<ll>(stride[axis]), axis, static_cast<ll>(shape[axis]));
     }
   }
@@ -233,11 +250,10 @@ kvx_status_t check_cache_tensor(const Path &path, const kvx_cache_desc_t &cache,
     const int64_t pack = tensor.shape[axes.inner];
     if (head_dim % pack != 0) {
       return KVX_INVALID("%s.shape[%d] (pack) is %lld, expected a divisor of head_dim %lld (%s)",
-                         KVX_AT(path), axes.inner, static_cast<ll>(pack),
-                         static_cast<ll>(head_dim), section);
+                         KVX_AT(path), axes.inner, static_cast<ll>(pack), static_cast<ll>(head_dim),
+                         section);
     }
-    KVX_TRY(
-        check_shape(path, tensor, axes.outer, head_dim / pack, "head_dim / pack", section));
+    KVX_TRY(check_shape(path, tensor, axes.outer, head_dim / pack, "head_dim / pack", section));
   }
   int64_t dim;
   if (__builtin_mul_overflow(tensor.shape[axes.inner],
@@ -284,8 +300,8 @@ kvx_status_t check_pool_tensor(const Path &path, const kvx_tensor_desc_t &tensor
     return KVX_INVALID(
         "%s.stride[%d] is %lld (x %lld bytes), expected a multiple of pool.bytes_per_block %lld "
         "(spec E.8)",
-        KVX_AT(path), axes.block, static_cast<ll>(tensor.stride[axes.block]),
-        static_cast<ll>(size), static_cast<ll>(bytes_per_block));
+        KVX_AT(path), axes.block, static_cast<ll>(tensor.stride[axes.block]), static_cast<ll>(size),
+        static_cast<ll>(bytes_per_block));
   }
   return KVX_STATUS_OK;
 }
@@ -323,15 +339,13 @@ kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache) {
     return KVX_INVALID("%s.v steps %lld bytes per block, expected that of k, %lld (spec E.8)",
                        KVX_AT(path), static_cast<ll>(v_step), static_cast<ll>(k_step));
   }
-  const int64_t apart =
-      static_cast<int64_t>(reinterpret_cast<uintptr_t>(cache.v.data) -
-                           reinterpret_cast<uintptr_t>(cache.k.data));
+  const int64_t apart = static_cast<int64_t>(reinterpret_cast<uintptr_t>(cache.v.data) -
+                                             reinterpret_cast<uintptr_t>(cache.k.data));
   if (apart < 0 || apart >= k_step || apart % cache.pool.bytes_per_block != 0) {
     return KVX_INVALID(
         "%s.v.data is %lld bytes past k.data, expected a multiple of pool.bytes_per_block %u below "
         "the block's %lld bytes (spec E.8)",
-        KVX_AT(path), static_cast<ll>(apart), cache.pool.bytes_per_block,
-        static_cast<ll>(k_step));
+        KVX_AT(path), static_cast<ll>(apart), cache.pool.bytes_per_block, static_cast<ll>(k_step));
   }
   return KVX_STATUS_OK;
 }
@@ -401,7 +415,7 @@ kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t &desc,
     KVX_TRY(check_strides(path, ndim, desc.shape, desc.stride, desc.dtype));
   }
   KVX_TRY(check_aligned(path, desc.data, desc.dtype));
-  const bool readable = tensor.memory == KVX_MEMORY_HOST;
+  const bool readable = is_readable(tensor.memory);
   if (!is_fp8(tensor.dtype)) {
     const bool one = desc.granularity == KVX_SCALE_PER_TENSOR &&
                      (!readable || read_scale(desc.data, desc.dtype) == 1.0f);
@@ -429,10 +443,11 @@ bool varies_by_block(const kvx_scale_desc_t &desc) {
 kvx_status_t check_secondary_scales(const Path &path, const kvx_cache_desc_t &cache,
                                     const kvx_scale_desc_t &desc) {
   if (!cache.pool.secondary || !varies_by_block(desc)) return KVX_STATUS_OK;
-  return fail(KVX_STATUS_UNSUPPORTED,
-              "%s varies by block, but the pool has a secondary pool whose blocks it cannot number; "
-              "use PER_TENSOR or PER_HEAD (spec E.8)",
-              KVX_AT(path));
+  return fail(
+      KVX_STATUS_UNSUPPORTED,
+      "%s varies by block, but the pool has a secondary pool whose blocks it cannot number; "
+      "use PER_TENSOR or PER_HEAD (spec E.8)",
+      KVX_AT(path));
 }
 
 // `one` becomes `other` without loss of meaning: both numbers, or both opaque bytes.
@@ -506,8 +521,7 @@ kvx_status_t check_io(const Path &path, const kvx_cache_desc_t &cache, const kvx
 kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots) {
   KVX_TRY(check_struct(path, &slots));
   KVX_TRY(check_index_type(path, "dtype", slots.dtype, "5.2"));
-  return slots.token_count ? check_indices(path, "slots", slots.slots, slots.dtype)
-                           : KVX_STATUS_OK;
+  return slots.token_count ? check_indices(path, "slots", slots.slots, slots.dtype) : KVX_STATUS_OK;
 }
 
 kvx_status_t check_lens(const Path &path, const kvx_seq_lens_t &lens) {
@@ -544,8 +558,8 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
                          KVX_AT(path), table.flags);
     }
   } else if (table.beam_width > 1) {
-    return KVX_INVALID("%s.beam_width is %u, expected 1 unless KV_OFFSETS (spec 5.1)",
-                       KVX_AT(path), table.beam_width);
+    return KVX_INVALID("%s.beam_width is %u, expected 1 unless KV_OFFSETS (spec 5.1)", KVX_AT(path),
+                       table.beam_width);
   }
   if (ragged) {
     KVX_TRY(check_index_type(path, "indptr_dtype", table.indptr_dtype, "5.1"));
@@ -553,7 +567,8 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
                         "seq_count + 1"));
     KVX_TRY(check_indices(path, "indptr", table.indptr, table.indptr_dtype));
   } else {
-    if (table.seq_count) KVX_TRY(check_nonzero(path, "max_blocks_per_seq", table.max_blocks_per_seq));
+    if (table.seq_count)
+      KVX_TRY(check_nonzero(path, "max_blocks_per_seq", table.max_blocks_per_seq));
     KVX_TRY(check_count(path, "indptr_count", table.indptr_count, 0, "none"));
     if (table.indptr) {
       return KVX_INVALID("%s.indptr is %p, expected NULL unless RAGGED (spec 5.1)", KVX_AT(path),
@@ -597,8 +612,7 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
                        KVX_AT(path));
   }
   if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
-  const bool offsets =
-      view->block_table && view->block_table->format == KVX_BLOCK_TABLE_KV_OFFSETS;
+  const bool offsets = view->block_table && view->block_table->format == KVX_BLOCK_TABLE_KV_OFFSETS;
   for (uint32_t l = 0; l < view->num_layers; ++l) {
     const Path layer{&path, "layers", l};
     const kvx_cache_desc_t *cache = view->layers[l], *first = view->layers[0];
@@ -615,10 +629,12 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
       if (cache->pool.bytes_per_block != first->pool.bytes_per_block ||
           cache->k.stride[axes_of(cache->k).block] * size_of(cache->k.dtype) !=
               first->k.stride[axes_of(first->k).block] * size_of(first->k.dtype) ||
-          is_absent(cache->v) != is_absent(first->v) || !cache->pool.secondary != !first->pool.secondary) {
-        return KVX_INVALID("%s is not of the same pool as layers[0]: one KV_OFFSETS table serves "
-                           "one pool; migrate pool by pool (spec E.8)",
-                           KVX_AT(layer));
+          is_absent(cache->v) != is_absent(first->v) ||
+          !cache->pool.secondary != !first->pool.secondary) {
+        return KVX_INVALID(
+            "%s is not of the same pool as layers[0]: one KV_OFFSETS table serves "
+            "one pool; migrate pool by pool (spec E.8)",
+            KVX_AT(layer));
       }
     }
     const Path k{&layer, "k"}, v{&layer, "v"};
@@ -634,9 +650,10 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
   if (view->slots) {
     KVX_TRY(check_slots({&path, "slots"}, *view->slots));
     if (view->starts) {
-      return KVX_INVALID("%s has slots and starts, expected starts NULL: slots name every token "
-                         "(spec E.3)",
-                         KVX_AT(path));
+      return KVX_INVALID(
+          "%s has slots and starts, expected starts NULL: slots name every token "
+          "(spec E.3)",
+          KVX_AT(path));
     }
   }
   return view->starts ? check_lens({&path, "starts"}, *view->starts) : KVX_STATUS_OK;
@@ -647,7 +664,8 @@ kvx_status_t check_heads(const Path &path, const kvx_view_t &view, uint32_t laye
   const uint32_t held = view.layers[layer]->num_kv_heads;
   if (view.head_start <= held && num_heads <= held - view.head_start) return KVX_STATUS_OK;
   return KVX_INVALID(
-      "%s.head_start is %u: with num_heads %u it reaches past the %u heads of layers[%u] (spec E.3)",
+      "%s.head_start is %u: with num_heads %u it reaches past the %u heads of layers[%u] (spec "
+      "E.3)",
       KVX_AT(path), view.head_start, num_heads, held, layer);
 }
 
@@ -703,13 +721,19 @@ kvx_status_t check_overlap(const Path &src_path, const Path &dst_path,
       if (is_absent(from) || is_absent(to) || !intersect(extent_of(from), extent_of(to))) continue;
       const Path from_layer{&src_path, "layers", i / 2}, to_layer{&dst_path, "layers", j / 2};
       return KVX_INVALID(
-          "%s shares memory with %s, but the two views are not the same pool, so their blocks cannot "
+          "%s shares memory with %s, but the two views are not the same pool, so their blocks "
+          "cannot "
           "be told apart; migrate through other memory (spec E.3)",
           KVX_AT((Path{&to_layer, j % 2 ? "v" : "k"})),
           KVX_AT((Path{&from_layer, i % 2 ? "v" : "k"})));
     }
   }
-  return KVX_STATUS_OK;
+  // Tensors that interleave without touching share no memory; secondary pools are taken as a whole.
+  if (!has_secondary(src) && !has_secondary(dst)) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "dst shares memory with src through a secondary pool, but they are not the same pool; "
+      "migrate "
+      "through other memory (spec E.3)");
 }
 
 kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {
@@ -778,8 +802,8 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
         "%s.num_tokens is %u, expected seq_count * beam_width * max_seq_len = %llu (spec 6.10)",
         KVX_AT(io), gather->io.num_tokens, static_cast<ull>(tokens));
   }
-  KVX_TRY(check_io(io, *cache, gather->io,
-                   {true, static_cast<uint32_t>(rows), gather->max_seq_len}, /*output=*/true));
+  KVX_TRY(check_io(io, *cache, gather->io, {true, static_cast<uint32_t>(rows), gather->max_seq_len},
+                   /*output=*/true));
   if (!options) return KVX_STATUS_OK;
   KVX_TRY(check_struct(with, options));
   KVX_TRY(check_flags(with, options->flags));

@@ -1,4 +1,5 @@
-// What only the data can show: lengths, slots, block ids, scales. Every rule once, before any write.
+// What only the data can show: lengths, slots, block ids, scales. Every rule once, before any
+// write.
 #include <algorithm>
 #include <vector>
 
@@ -13,6 +14,7 @@ using ll = long long;
 using ull = unsigned long long;
 
 #define KVX_OUT_OF_RANGE(...) fail(KVX_STATUS_OUT_OF_RANGE, __VA_ARGS__)
+#define KVX_INVALID(...) fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__)
 
 kvx_status_t check_lengths(const Plan &plan, uint64_t *tokens) {
   const Rows &rows = plan.rows;
@@ -97,22 +99,21 @@ kvx_status_t check_pool_index(const End &end, uint64_t at, int64_t value) {
 kvx_status_t check_indptr(const End &end, uint64_t rows, uint32_t indices_count) {
   const Ints &indptr = end.address.indptr;
   if (indptr[0] != 0) {
-    return KVX_OUT_OF_RANGE("%s.indptr[0] is %lld, expected 0 (spec 5.1)", end.table,
-                            static_cast<ll>(indptr[0]));
+    return KVX_INVALID("%s.indptr[0] is %lld, expected 0 (spec 5.1)", end.table,
+                       static_cast<ll>(indptr[0]));
   }
   for (uint64_t row = 0; row < rows; ++row) {
     if (indptr[row + 1] < indptr[row]) {
-      return KVX_OUT_OF_RANGE("%s.indptr[%llu] is %lld, expected at least indptr[%llu] %lld "
-                              "(spec 5.1)",
-                              end.table, static_cast<ull>(row + 1),
-                              static_cast<ll>(indptr[row + 1]), static_cast<ull>(row),
-                              static_cast<ll>(indptr[row]));
+      return KVX_INVALID(
+          "%s.indptr[%llu] is %lld, expected at least indptr[%llu] %lld "
+          "(spec 5.1)",
+          end.table, static_cast<ull>(row + 1), static_cast<ll>(indptr[row + 1]),
+          static_cast<ull>(row), static_cast<ll>(indptr[row]));
     }
   }
   if (indptr[rows] != indices_count) {
-    return KVX_OUT_OF_RANGE("%s.indptr[%llu] is %lld, expected indices_count %u (spec 5.1)",
-                            end.table, static_cast<ull>(rows), static_cast<ll>(indptr[rows]),
-                            indices_count);
+    return KVX_INVALID("%s.indptr[%llu] is %lld, expected indices_count %u (spec 5.1)", end.table,
+                       static_cast<ull>(rows), static_cast<ll>(indptr[rows]), indices_count);
   }
   return KVX_STATUS_OK;
 }
@@ -120,9 +121,9 @@ kvx_status_t check_indptr(const End &end, uint64_t rows, uint32_t indices_count)
 kvx_status_t check_slots(const End &end, uint64_t tokens) {
   const Address &a = end.address;
   if (tokens != a.indices_count) {
-    return fail(KVX_STATUS_INVALID_ARGUMENT,
-                "%s has %u entries (token_count), expected %llu, the sum of seq_lens (spec E.3)",
-                end.table, a.indices_count, static_cast<ull>(tokens));
+    return KVX_INVALID(
+        "%s has %u entries (token_count), expected %llu, the sum of seq_lens (spec E.3)", end.table,
+        a.indices_count, static_cast<ull>(tokens));
   }
   const auto limit = static_cast<int64_t>(a.num_blocks * a.block_size);
   for (uint64_t i = 0; i < tokens; ++i) {
@@ -141,8 +142,7 @@ kvx_status_t check_end(const Plan &plan, const End &end, uint64_t tokens) {
   const Address &a = end.address;
   const Rows &rows = plan.rows;
   if (a.mode == Addressing::kSlots) return check_slots(end, tokens);
-  if (a.mode == Addressing::kRagged)
-    KVX_TRY(check_indptr(end, rows.count, a.indices_count));
+  if (a.mode == Addressing::kRagged) KVX_TRY(check_indptr(end, rows.count, a.indices_count));
   for (uint64_t row = 0; row < rows.count; ++row) {
     uint64_t first = 0;
     if (a.starts.data) {
@@ -202,10 +202,10 @@ kvx_status_t check_distinct_blocks(const Plan &plan) {
     }));
     KVX_TRY(for_each_place(plan, dst, [&](uint64_t row, const Place &place) {
       if (!is_source[bit(dst, place)]) return KVX_STATUS_OK;
-      return fail(KVX_STATUS_INVALID_ARGUMENT,
-                  "block %lld is a destination of row %llu and a source in the same pool, expected "
-                  "disjoint blocks (spec E.3)",
-                  static_cast<ll>(place.block), static_cast<ull>(row));
+      return KVX_INVALID(
+          "block %lld is a destination of row %llu and a source in the same pool, expected "
+          "disjoint blocks (spec E.3)",
+          static_cast<ll>(place.block), static_cast<ull>(row));
     }));
   }
   return KVX_STATUS_OK;
@@ -215,9 +215,9 @@ kvx_status_t check_scale_at(const Scales &scales, const uint8_t *at, const char 
                             int64_t block, uint32_t head) {
   const float scale = read_scale(at, scales.dtype);
   if (is_usable_scale(scale)) return KVX_STATUS_OK;
-  return fail(KVX_STATUS_INVALID_ARGUMENT,
-              "%s %c scale of block %lld, head %u is %g, expected a finite scale above 0 (spec E.6)",
-              end, kv ? 'V' : 'K', static_cast<ll>(block), head, static_cast<double>(scale));
+  return KVX_INVALID(
+      "%s %c scale of block %lld, head %u is %g, expected a finite scale above 0 (spec E.6)", end,
+      kv ? 'V' : 'K', static_cast<ll>(block), head, static_cast<double>(scale));
 }
 
 // Scales of one pair at one end, where a token uses them.

@@ -1,5 +1,5 @@
 // Converting a contiguous run of elements; plain loops that the compiler vectorises.
-// Included by kernels.cc once per instruction set, inside its namespace.
+// Included by kernels.inl.
 
 template <class Src, class Dst, class Map>
 KVX_INLINE void convert_each(void *dst, const void *src, int64_t count, Map map) {
@@ -30,19 +30,3 @@ void convert_run(void *dst, const void *src, int64_t count, float scale, float d
     convert([=](float x) { return Dst::encode(x * scale / divisor); });
   }
 }
-
-constexpr Kernels kKernels = {
-    KVX_ISA,
-    copy,
-    {
-        {nullptr, convert_run<F16, Bf16>, convert_run<F16, F32>, convert_run<F16, E4m3>,
-         convert_run<F16, E5m2>},
-        {convert_run<Bf16, F16>, nullptr, convert_run<Bf16, F32>, convert_run<Bf16, E4m3>,
-         convert_run<Bf16, E5m2>},
-        {convert_run<F32, F16>, convert_run<F32, Bf16>, nullptr, convert_run<F32, E4m3>,
-         convert_run<F32, E5m2>},
-        {convert_run<E4m3, F16>, convert_run<E4m3, Bf16>, convert_run<E4m3, F32>,
-         convert_run<E4m3, E4m3>, convert_run<E4m3, E5m2>},
-        {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
-         convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
-    }};

@@ -1,5 +1,5 @@
 // Copying a nest: runs forward, or short runs transposed through registers.
-// Included by kernels.cc once per instruction set, inside its namespace, with KVX_VECTOR_BYTES set.
+// Included by kernels.inl.
 
 typedef uint8_t Vector __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(1), may_alias));
 typedef uint8_t Half __attribute__((vector_size(16), aligned(1), may_alias));
@@ -209,10 +209,10 @@ KVX_INLINE Vector gather_rows(const uint8_t *src, int64_t step) {
 #endif
 }
 
-// 16-byte units, straight from source to destination: a whole vector of it at a time. The caller has
-// made sure that rows are a multiple of a vector and every destination row is aligned to one.
-void transpose_units_streaming(uint8_t *dst, int64_t dst_step, const uint8_t *src,
-                               int64_t src_step, int64_t rows, int64_t columns, int64_t ahead) {
+// 16-byte units, straight from source to destination: a whole vector of it at a time. The caller
+// has made sure that rows are a multiple of a vector and every destination row is aligned to one.
+void transpose_units_streaming(uint8_t *dst, int64_t dst_step, const uint8_t *src, int64_t src_step,
+                               int64_t rows, int64_t columns, int64_t ahead) {
   constexpr int64_t kUnits = KVX_VECTOR_BYTES / 16, kLineUnits = kLineBytes / 16;
   for (int64_t r = 0; r < rows; r += kLineUnits) {
     for (int64_t c = 0; c < columns; ++c) {
@@ -233,12 +233,11 @@ class StreamingTranspose {
 
   void add(int64_t run, const Dim &in_dst, const Dim &in_src, uint8_t *dst, const uint8_t *src,
            int64_t ahead) {
-    const bool whole_lines =
-        run == 16 && in_dst.count % (kLineBytes / 16) == 0 &&
-        (reinterpret_cast<intptr_t>(dst) | in_src.dst) % kLineBytes == 0;
+    const bool whole_lines = run == 16 && in_dst.count % (kLineBytes / 16) == 0 &&
+                             (reinterpret_cast<intptr_t>(dst) | in_src.dst) % kLineBytes == 0;
     if (whole_lines) {
-      return transpose_units_streaming(dst, in_src.dst, src, in_dst.src, in_dst.count,
-                                       in_src.count, ahead);
+      return transpose_units_streaming(dst, in_src.dst, src, in_dst.src, in_dst.count, in_src.count,
+                                       ahead);
     }
     // As many rows as leave room for a line of each: wide enough for whole registers both ways.
     const int64_t line = kLineBytes / run;
@@ -310,13 +309,11 @@ void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src, int64_t ahead
     });
   } else {
     each([&](uint8_t *to, const uint8_t *from) {
-      transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count, last->count,
-                     0);
+      transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count, last->count, 0);
     });
   }
 }
 
-void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next,
-          bool streaming) {
+void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next, bool streaming) {
   streaming ? copy_nest<true>(nest, dst, src, next - src) : copy_nest<false>(nest, dst, src, 0);
 }

@@ -1,5 +1,6 @@
 #include "cpu/kernels.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -17,8 +18,7 @@ namespace kvx::cpu {
 namespace portable {
 #define KVX_ISA "portable"
 #define KVX_VECTOR_BYTES 16
-#include "cpu/copy.inl"
-#include "cpu/convert.inl"
+#include "cpu/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 }  // namespace portable
@@ -31,8 +31,7 @@ namespace portable {
 namespace avx2 {
 #define KVX_ISA "avx2"
 #define KVX_VECTOR_BYTES 32
-#include "cpu/copy.inl"
-#include "cpu/convert.inl"
+#include "cpu/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 }  // namespace avx2
@@ -43,23 +42,49 @@ namespace avx2 {
 namespace avx512 {
 #define KVX_ISA "avx512"
 #define KVX_VECTOR_BYTES 64
-#include "cpu/copy.inl"
-#include "cpu/convert.inl"
+#include "cpu/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 }  // namespace avx512
 #pragma GCC pop_options
 #endif
 
-const Kernels &kernels() {
+namespace {
+
+// From the best down; the last runs everywhere.
+const Kernels *const kBuilt[] = {
 #if KVX_X86_KERNELS
-  static const Kernels &best = __builtin_cpu_supports("x86-64-v4")   ? avx512::kKernels
-                               : __builtin_cpu_supports("x86-64-v3") ? avx2::kKernels
-                                                                     : portable::kKernels;
-  return best;
-#else
-  return portable::kKernels;
+    &avx512::kKernels,
+    &avx2::kKernels,
 #endif
+    &portable::kKernels,
+};
+
+bool runs_here(const Kernels &kernels) {
+#if KVX_X86_KERNELS
+  if (&kernels == &avx512::kKernels) return __builtin_cpu_supports("x86-64-v4");
+  if (&kernels == &avx2::kKernels) return __builtin_cpu_supports("x86-64-v3");
+#endif
+  return &kernels == &portable::kKernels;
+}
+
+// KVX_CPU_ISA names one for tests and for comparing; kvx_backend_info tells which is used.
+const Kernels &choose() {
+  const char *wanted = std::getenv("KVX_CPU_ISA");
+  const Kernels *best = nullptr;
+  for (const Kernels *kernels : kBuilt) {
+    if (!runs_here(*kernels)) continue;
+    if (!best) best = kernels;
+    if (wanted && std::strcmp(wanted, kernels->isa) == 0) return *kernels;
+  }
+  return *best;
+}
+
+}  // namespace
+
+const Kernels &kernels() {
+  static const Kernels &chosen = choose();
+  return chosen;
 }
 
 }  // namespace kvx::cpu

@@ -8,10 +8,7 @@
 #include <optional>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "cpu/float_env.h"
 #include "cpu/kernels.h"
 #include "cpu/nest.h"
 #include "cpu/pool.h"
@@ -24,30 +21,22 @@ constexpr uint64_t kBytesPerHelper = 512 << 10;  // less is not worth waking a t
 constexpr uint64_t kBytesPerItem = 2 << 20;      // of one layer, K and V together
 constexpr int64_t kStageBytes = 32 << 10;
 
-// FP8 and F16 encoders need subnormal floats; a host application may have switched them off.
-class SubnormalFloats {
- public:
-#if defined(__x86_64__)
-  SubnormalFloats() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u & ~0x6000u); }
-  ~SubnormalFloats() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#endif
-};
-
 // Copies with the nest of the last token count at hand: most stretches are one block long.
 class Copier {
  public:
   Copier(const Side &src, const Side &dst, int64_t heads, int64_t head_dim, bool streaming)
-      : src_(src), dst_(dst), heads_(heads), head_dim_(head_dim), streaming_(streaming),
+      : src_(src),
+        dst_(dst),
+        heads_(heads),
+        head_dim_(head_dim),
+        streaming_(streaming),
         by_element_(!has_nest(src, dst)) {}
 
   // `next`: the source of the following call, if it is known; else `src`.
   void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens) {
     if (tokens != tokens_) {
-      nest_ = make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_,
-                        size_of(src_.dtype));
+      nest_ =
+          make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype));
       tokens_ = tokens;
     }
     if (!by_element_) return kernels_.copy(nest_, dst, src, next, streaming_);
@@ -87,14 +76,14 @@ struct ScaleCursor {
 class Converter {
  public:
   Converter(const TensorPair &pair, bool streaming)
-      : pair_(pair), streaming_(streaming),
+      : pair_(pair),
+        streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
         stages_src_(!is_dense_row(pair.src, pair.head_dim)),
         stages_dst_(!is_dense_row(pair.dst, pair.head_dim)) {}
 
   void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
                   const Place &src_place, const Place &dst_place) {
-    const SubnormalFloats guard;
     const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
     const int64_t row_bytes = int64_t{pair_.head_dim} * 4;
     const int64_t rows = std::max<int64_t>(kStageBytes / row_bytes, 1);
@@ -105,8 +94,8 @@ class Converter {
       for (int64_t h = 0; h < pair_.num_heads; h += heads) {
         convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
                      src + t * pair_.src.token_stride + h * pair_.src.head_stride, next - src, t,
-                     std::min(step, tokens - t), h,
-                     std::min<int64_t>(heads, pair_.num_heads - h), scale, divisor);
+                     std::min(step, tokens - t), h, std::min<int64_t>(heads, pair_.num_heads - h),
+                     scale, divisor);
       }
     }
   }
@@ -138,8 +127,8 @@ class Converter {
 
   // One call per row, or per token, or for all, as far as rows follow each other and share scales.
   void convert_rows(uint8_t *dst, const Side &to, const uint8_t *src, const Side &from,
-                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head, int64_t heads,
-                    const ScaleCursor &scale, const ScaleCursor &divisor) {
+                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
+                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor) {
     int64_t run = pair_.head_dim;
     const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
     const bool varies = scale.varies() || divisor.varies();
@@ -198,8 +187,9 @@ struct Stretch {
 class Mover {
  public:
   Mover(const Plan &plan, const TensorPair &pair, bool streaming)
-      : plan_(plan), pair_(pair), copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim,
-                                        streaming),
+      : plan_(plan),
+        pair_(pair),
+        copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
         joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
                       !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
     if (pair.convert) convert_.emplace(pair, streaming);
@@ -304,14 +294,15 @@ class Job {
   void run() {
     if (!bytes_) return;
     const uint64_t items = items_per_layer_ * plan_.num_layers;
-    const uint64_t helpers = std::min({uint64_t{num_threads()} - 1, items - 1,
-                                       bytes_ / kBytesPerHelper});
-    run_with_helpers(static_cast<uint32_t>(helpers),
-                     [](void *job) { static_cast<Job *>(job)->work(); }, this);
+    const uint64_t helpers =
+        std::min({uint64_t{num_threads()} - 1, items - 1, bytes_ / kBytesPerHelper});
+    run_with_helpers(
+        static_cast<uint32_t>(helpers), [](void *job) { static_cast<Job *>(job)->work(); }, this);
   }
 
  private:
   void work() {
+    const StandardFloats standard;
     const bool streaming = bytes_ >= stream_bytes();
     const uint64_t items = items_per_layer_ * plan_.num_layers;
     for (uint64_t item; (item = next_++) < items;) {
@@ -335,7 +326,8 @@ class Job {
     for (uint64_t row = 0; row < plan_.rows.count && flat < end; ++row) {
       const uint64_t length = plan_.rows.length(row);
       if (flat + length > begin)
-        mover.move_row(row, flat, std::max(begin, flat) - flat, std::min(end, flat + length) - flat);
+        mover.move_row(row, flat, std::max(begin, flat) - flat,
+                       std::min(end, flat + length) - flat);
       flat += length;
     }
     mover.flush();

@@ -76,7 +76,7 @@ typedef enum kvx_layout_t {
   KVX_LAYOUT_INVALID = 0,
   KVX_LAYOUT_BLOCK_NHD = 1,        /* [num_blocks, block_size, num_kv_heads, head_dim] */
   KVX_LAYOUT_BLOCK_HND = 2,        /* [num_blocks, num_kv_heads, block_size, head_dim] */
-  KVX_LAYOUT_BLOCK_HND_PACKED = 3, /* [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] */
+  KVX_LAYOUT_BLOCK_HND_PACKED = 3, /* [num_blocks, num_kv_heads, head_dim/pack, block_size, pack] */
   KVX_LAYOUT_BLOCK_CUSTOM = 15     /* 4-D as HND, 5-D as HND_PACKED; no canonical strides implied */
 } kvx_layout_t;
 
@@ -132,8 +132,8 @@ typedef struct kvx_tensor_desc_t {
 /* The pool behind a KV_OFFSETS table, seen from one layer. Frozen (embedded). 32 bytes. Spec: 6.7
  *
  * A KVCacheIndex counts sub-blocks of `bytes_per_block` bytes from `primary` or, with bit 31 set,
- * from `secondary`; -1 is null. One table serves all layers of a pool: the layer is chosen by moving
- * both base pointers, so here they are the pool's addresses plus the layer's offset. */
+ * from `secondary`; -1 is null. One table serves all layers of a pool: the layer is chosen by
+ * moving both base pointers, so here they are the pool's addresses plus the layer's offset. */
 typedef struct kvx_pool_desc_t {
   uint32_t size;
   kvx_memory_type_t memory; /* of `primary` */
@@ -167,15 +167,16 @@ typedef struct kvx_block_table_t {
   uint32_t beam_width;         /* KV_OFFSETS: >= 1; else 1, or 0 for unset */
   uint32_t max_blocks_per_seq; /* columns of PACKED and KV_OFFSETS; not used by RAGGED */
   const void *indices;         /* [indices_count] */
-  const void *indptr;          /* RAGGED: [seq_count + 1] running token counts, first 0; else NULL */
-  uint32_t indices_count;      /* PACKED: seq_count * max_blocks_per_seq
-                                  RAGGED: indptr[seq_count]
-                                  KV_OFFSETS: seq_count * beam_width * 2 * max_blocks_per_seq */
-  uint32_t indptr_count;       /* RAGGED: seq_count + 1; else 0 */
-  uint32_t flags;              /* kvx_block_table_flags_t */
+  const void *indptr;     /* RAGGED: [seq_count + 1] running token counts, first 0; else NULL */
+  uint32_t indices_count; /* PACKED: seq_count * max_blocks_per_seq
+                             RAGGED: indptr[seq_count]
+                             KV_OFFSETS: seq_count * beam_width * 2 * max_blocks_per_seq */
+  uint32_t indptr_count;  /* RAGGED: seq_count + 1; else 0 */
+  uint32_t flags;         /* kvx_block_table_flags_t */
 } kvx_block_table_t;
 
-/* Where each new token goes: slot = block_id * block_size + block_offset. 32 bytes. Spec: 5.2, 6.4 */
+/* Where each new token goes: slot = block_id * block_size + block_offset. 32 bytes. Spec: 5.2, 6.4
+ */
 typedef struct kvx_slot_mapping_t {
   uint32_t size;
   kvx_dtype_t dtype;    /* S32 or S64 */
@@ -187,8 +188,8 @@ typedef struct kvx_slot_mapping_t {
 /* Cached tokens per sequence. 24 bytes. Spec: 5.3, 6.5 */
 typedef struct kvx_seq_lens_t {
   uint32_t size;
-  kvx_dtype_t dtype;  /* S32 or S64 */
-  uint32_t seq_count; /* equals the table's */
+  kvx_dtype_t dtype;   /* S32 or S64 */
+  uint32_t seq_count;  /* equals the table's */
   const void *lengths; /* [seq_count], tokens, >= 0 */
 } kvx_seq_lens_t;
 

@@ -19,8 +19,8 @@ KVX_API const char *kvx_last_error(void);
 /* What this build and this machine offer. */
 typedef struct kvx_backend_info_t {
   uint32_t size;
-  uint32_t has_cuda;     /* 1: built with CUDA kernels */
-  uint32_t num_threads;  /* threads that a large call on HOST memory uses, the caller's included */
+  uint32_t has_cuda;    /* 1: built with CUDA kernels */
+  uint32_t num_threads; /* threads that a large call on HOST memory uses, the caller's included */
   uint32_t reserved;
   const char *cpu_isa;   /* instruction set that the copies use: "avx512", "avx2" or "portable" */
   const char *version;   /* version of the library, "major.minor.patch" */
@@ -43,9 +43,9 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 /* What kvx_gather_desc_t cannot say. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
-  uint32_t flags;                 /* KVX_FLAG_ZERO_FILL or 0 */
-  int64_t null_block_id;          /* block id that holds nothing (vLLM: 0), or KVX_NO_NULL_BLOCK */
-  uint32_t secondary_num_blocks;  /* blocks in cache.pool.secondary; 0: as many as num_blocks */
+  uint32_t flags;                /* KVX_FLAG_ZERO_FILL or 0 */
+  int64_t null_block_id;         /* block id that holds nothing (vLLM: 0), or KVX_NO_NULL_BLOCK */
+  uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
   uint32_t reserved;
   const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
@@ -69,10 +69,10 @@ typedef struct kvx_view_t {
   const kvx_cache_desc_t *const *layers; /* [num_layers] */
   const kvx_block_table_t *block_table;
   const kvx_slot_mapping_t *slots;
-  const kvx_seq_lens_t *starts;          /* first token of each sequence here; NULL: 0 */
-  uint32_t head_start;                   /* first KV head here */
-  uint32_t secondary_num_blocks;         /* as in kvx_gather_options_t */
-  int64_t null_block_id;                 /* as in kvx_gather_options_t */
+  const kvx_seq_lens_t *starts;            /* first token of each sequence here; NULL: 0 */
+  uint32_t head_start;                     /* first KV head here */
+  uint32_t secondary_num_blocks;           /* as in kvx_gather_options_t */
+  int64_t null_block_id;                   /* as in kvx_gather_options_t */
   const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
   const kvx_scale_desc_t *const *v_scales;
 } kvx_view_t;
@@ -83,8 +83,8 @@ typedef struct kvx_view_t {
  * heads src.head_start + h to dst.head_start + h, for h < num_heads, in layers l of both ends. */
 typedef struct kvx_migrate_desc_t {
   uint32_t size;
-  uint32_t flags;              /* KVX_FLAG_ZERO_FILL or 0 */
-  uint32_t num_heads;          /* 0: all heads; both ends then hold the same number */
+  uint32_t flags;     /* KVX_FLAG_ZERO_FILL or 0 */
+  uint32_t num_heads; /* 0: all heads; both ends then hold the same number */
   uint32_t reserved;
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */
   const kvx_view_t *src;

@@ -1,0 +1,21 @@
+// The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES its register.
+// Included by kernels.cc once per instruction set, inside its namespace.
+
+#include "cpu/convert.inl"
+#include "cpu/copy.inl"
+
+constexpr Kernels kKernels = {
+    KVX_ISA,
+    copy,
+    {
+        {nullptr, convert_run<F16, Bf16>, convert_run<F16, F32>, convert_run<F16, E4m3>,
+         convert_run<F16, E5m2>},
+        {convert_run<Bf16, F16>, nullptr, convert_run<Bf16, F32>, convert_run<Bf16, E4m3>,
+         convert_run<Bf16, E5m2>},
+        {convert_run<F32, F16>, convert_run<F32, Bf16>, nullptr, convert_run<F32, E4m3>,
+         convert_run<F32, E5m2>},
+        {convert_run<E4m3, F16>, convert_run<E4m3, Bf16>, convert_run<E4m3, F32>,
+         convert_run<E4m3, E4m3>, convert_run<E4m3, E5m2>},
+        {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
+         convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
+    }};
