@@ -300,6 +300,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
   plan->has_v = has_v;
   plan->num_layers = 1;
   plan->pairs_per_layer = has_v ? 2 : 1;
+  plan->same_places = true;
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
@@ -334,6 +335,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
   plan->num_layers = 1;
   plan->pairs_per_layer = has_v ? 2 : 1;
   plan->zero_fill = options.flags & KVX_FLAG_ZERO_FILL;
+  plan->same_places = !is_kv_offsets(gather.block_table);
   plan->rows.count = uint64_t{gather.seq_lens.seq_count} * beams;
   plan->rows.rows_per_len = beams;
   plan->rows.lens = ints(gather.seq_lens.lengths, gather.seq_lens.dtype);
@@ -357,7 +359,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
     finish(&pair, is_readable(tensor.memory));
   }
-  if (has_v && !is_kv_offsets(gather.block_table)) merge_kv(&pairs[0], &pairs[1]);
+  if (has_v && plan->same_places) merge_kv(&pairs[0], &pairs[1]);
 }
 
 void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *plan) {
@@ -383,8 +385,8 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   plan->names = {src.slots ? "src.slots.slots" : "src.block_table",
                  dst.slots ? "dst.slots.slots" : "dst.block_table", "src.starts.lengths",
                  "dst.starts.lengths", "migrate.seq_lens.lengths"};
-  const bool mergeable = !(src.block_table && is_kv_offsets(*src.block_table)) &&
-                         !(dst.block_table && is_kv_offsets(*dst.block_table));
+  plan->same_places = !(src.block_table && is_kv_offsets(*src.block_table)) &&
+                      !(dst.block_table && is_kv_offsets(*dst.block_table));
   for (uint8_t kv = 0; kv < 2; ++kv) {
     plan->src[kv] = view_address(src, kv);
     plan->dst[kv] = view_address(dst, kv);
@@ -412,7 +414,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
       if (dst.block_table && is_kv_offsets(*dst.block_table)) add_secondary(&pair.dst, to.pool);
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
     }
-    if (mergeable) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);
+    if (plan->same_places) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);
   }
 }
 

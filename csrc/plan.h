@@ -60,6 +60,7 @@ struct Names {
 struct Plan {
   Rows rows;
   Address src[2], dst[2];  // K, V
+  bool same_places;        // K and V are found at the same blocks and offsets
   bool has_v;
   bool zero_fill;
   bool check_same_pool;  // both ends share memory: their blocks must be disjoint

@@ -73,18 +73,16 @@ const char *name_of(kvx_dtype_t dtype) {
   }
 }
 
-const char *name_of(kvx_layout_t layout) {
+const char *section_of(kvx_layout_t layout) {
   switch (layout) {
     case KVX_LAYOUT_BLOCK_NHD:
-      return "BLOCK_NHD";
+      return "BLOCK_NHD, spec 4.2";
     case KVX_LAYOUT_BLOCK_HND:
-      return "BLOCK_HND";
+      return "BLOCK_HND, spec 4.2";
     case KVX_LAYOUT_BLOCK_HND_PACKED:
-      return "BLOCK_HND_PACKED";
-    case KVX_LAYOUT_BLOCK_CUSTOM:
-      return "BLOCK_CUSTOM";
+      return "BLOCK_HND_PACKED, spec 4.2";
     default:
-      return "no kvx_layout_t";
+      return "BLOCK_CUSTOM, spec 4.2";
   }
 }
 
@@ -223,8 +221,8 @@ kvx_status_t check_cache_layout(const Path &path, const kvx_tensor_desc_t &tenso
   }
   KVX_TRY(check_memory(path, tensor.memory));
   if (tensor.ndim != ndim) {
-    return KVX_INVALID("%s.ndim is %u, expected %u (%s, spec 4.2)", KVX_AT(path), tensor.ndim, ndim,
-                       name_of(tensor.layout));
+    return KVX_INVALID("%s.ndim is %u, expected %u (%s)", KVX_AT(path), tensor.ndim, ndim,
+                       section_of(tensor.layout));
   }
   return KVX_STATUS_OK;
 }
@@ -234,8 +232,7 @@ kvx_status_t check_cache_tensor(const Path &path, const kvx_cache_desc_t &cache,
                                 const kvx_tensor_desc_t &tensor, int64_t head_dim) {
   KVX_TRY(check_cache_layout(path, tensor));
   const Axes axes = axes_of(tensor);
-  char section[40];
-  std::snprintf(section, sizeof section, "%s, spec 4.2", name_of(tensor.layout));
+  const char *section = section_of(tensor.layout);
   KVX_TRY(check_shape(path, tensor, axes.block, cache.num_blocks, "num_blocks", section));
   KVX_TRY(check_shape(path, tensor, axes.token, cache.block_size, "block_size", section));
   KVX_TRY(check_shape(path, tensor, axes.head, cache.num_kv_heads, "num_kv_heads", section));

@@ -248,14 +248,9 @@ kvx_status_t check_scales(const Plan &plan, const TensorPair &pair, const Scales
 kvx_status_t check_data(const Plan &plan) {
   uint64_t tokens;
   KVX_TRY(check_lengths(plan, &tokens));
-  // K and V share indices except in a KV_OFFSETS table, which has a row for each.
-  for (int kv = 0; kv < 2; ++kv) {
-    const bool has_v = kv == 0 || plan.has_v;
-    const Address &src = plan.src[kv], &dst = plan.dst[kv];
-    if (kv == 0 || (has_v && src.mode == Addressing::kKvOffsets))
-      KVX_TRY(check_end(plan, {src, plan.names.src_table, plan.names.src_starts}, tokens));
-    if (kv == 0 || (has_v && dst.mode == Addressing::kKvOffsets))
-      KVX_TRY(check_end(plan, {dst, plan.names.dst_table, plan.names.dst_starts}, tokens));
+  for (int kv = 0; kv < (plan.has_v && !plan.same_places ? 2 : 1); ++kv) {
+    KVX_TRY(check_end(plan, {plan.src[kv], plan.names.src_table, plan.names.src_starts}, tokens));
+    KVX_TRY(check_end(plan, {plan.dst[kv], plan.names.dst_table, plan.names.dst_starts}, tokens));
   }
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan));
   for (uint32_t i = 0; i < plan.num_layers * plan.pairs_per_layer; ++i) {

@@ -42,7 +42,7 @@ template <bool kStreaming>
 KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead = 0) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
-  if (kStreaming) {
+  if (kStreaming || n >= 8 * kVector) {
     const int64_t misaligned = -reinterpret_cast<intptr_t>(dst) & (kVector - 1);
     if (misaligned) {
       store(dst, load(src));

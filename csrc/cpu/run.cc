@@ -183,45 +183,18 @@ struct Stretch {
   Place src_place{}, dst_place{};
 };
 
-// Moves a range of tokens of one pair: finds stretches, joins what continues, copies or converts.
+// Moves stretches of one pair: joins what continues, copies or converts.
 class Mover {
  public:
-  Mover(const Plan &plan, const TensorPair &pair, bool streaming)
-      : plan_(plan),
-        pair_(pair),
+  Mover(const TensorPair &pair, bool streaming)
+      : pair_(pair),
         copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
         joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
                       !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
     if (pair.convert) convert_.emplace(pair, streaming);
   }
+  ~Mover() { flush(pending_.src); }
 
-  // Tokens [begin, end) of `row`; token 0 of the row is token `flat` of the plan.
-  void move_row(uint64_t row, uint64_t flat, uint64_t begin, uint64_t end) {
-    const Address &src = plan_.src[pair_.kv], &dst = plan_.dst[pair_.kv];
-    const uint64_t stored = plan_.rows.stored(row);
-    for (uint64_t token = begin; token < end;) {
-      Place from{-1, 0, UINT32_MAX, false};
-      uint64_t run = end - token;
-      if (token < stored) {
-        from = find(src, row, token, flat + token);
-        run = std::min(run, stored - token);
-      }
-      const Place to = find(dst, row, token, flat + token);
-      run = std::min<uint64_t>(run, std::min(from.run, to.run));
-      if (to.block >= 0) {
-        if (from.block >= 0) {
-          add(from, to, static_cast<int64_t>(run));
-        } else if (plan_.zero_fill) {
-          clear(base_of(pair_.dst, to), static_cast<int64_t>(run));
-        }
-      }
-      token += run;
-    }
-  }
-
-  void flush() { flush(pending_.src); }
-
- private:
   void add(const Place &from, const Place &to, int64_t tokens) {
     uint8_t *src = base_of(pair_.src, from), *dst = base_of(pair_.dst, to);
     const bool continues = src == pending_.src + pending_.tokens * pair_.src.token_stride &&
@@ -236,6 +209,22 @@ class Mover {
     pending_ = {src, dst, tokens, from, to};
   }
 
+  void clear(const Place &to, int64_t tokens) {
+    const int64_t size = size_of(pair_.dst.dtype);
+    const Nest nest =
+        make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size);
+    const Dim once = {1, 0, 0};
+    const auto dim = [&](int i) { return i < nest.num_dims ? nest.dims[i] : once; };
+    uint8_t *dst = base_of(pair_.dst, to);
+    for (int64_t a = 0; a < dim(0).count; ++a)
+      for (int64_t b = 0; b < dim(1).count; ++b)
+        for (int64_t c = 0; c < dim(2).count; ++c)
+          for (int64_t d = 0; d < dim(3).count; ++d)
+            memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
+                   static_cast<size_t>(nest.run));
+  }
+
+ private:
   void flush(const uint8_t *next) {
     if (!pending_.tokens) return;
     if (convert_) {
@@ -247,27 +236,44 @@ class Mover {
     pending_.tokens = 0;
   }
 
-  void clear(uint8_t *dst, int64_t tokens) {
-    const int64_t size = size_of(pair_.dst.dtype);
-    const Nest nest =
-        make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size);
-    const Dim once = {1, 0, 0};
-    const auto dim = [&](int i) { return i < nest.num_dims ? nest.dims[i] : once; };
-    for (int64_t a = 0; a < dim(0).count; ++a)
-      for (int64_t b = 0; b < dim(1).count; ++b)
-        for (int64_t c = 0; c < dim(2).count; ++c)
-          for (int64_t d = 0; d < dim(3).count; ++d)
-            memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
-                   static_cast<size_t>(nest.run));
-  }
-
-  const Plan &plan_;
   const TensorPair &pair_;
   Copier copy_;
   std::optional<Converter> convert_;
   const bool joins_blocks_;
   Stretch pending_;
 };
+
+// Tokens [begin, end) of all rows laid end to end, of the pairs that find them at the same places.
+template <size_t kPairs>
+void move_tokens(const Plan &plan, const Address &src, const Address &dst,
+                 Mover *const (&movers)[kPairs], uint64_t begin, uint64_t end) {
+  uint64_t flat = 0;  // token 0 of the row
+  for (uint64_t row = 0; row < plan.rows.count && flat < end; ++row) {
+    const uint64_t length = plan.rows.length(row), stored = plan.rows.stored(row);
+    const uint64_t last = std::min(end - flat, length);
+    for (uint64_t token = begin > flat ? begin - flat : 0; token < last;) {
+      Place from{-1, 0, UINT32_MAX, false};
+      uint64_t run = last - token;
+      if (token < stored) {
+        from = find(src, row, token, flat + token);
+        run = std::min(run, stored - token);
+      }
+      const Place to = find(dst, row, token, flat + token);
+      run = std::min<uint64_t>(run, std::min(from.run, to.run));
+      if (to.block >= 0) {
+        for (Mover *mover : movers) {
+          if (from.block >= 0) {
+            mover->add(from, to, static_cast<int64_t>(run));
+          } else if (plan.zero_fill) {
+            mover->clear(to, static_cast<int64_t>(run));
+          }
+        }
+      }
+      token += run;
+    }
+    flat += length;
+  }
+}
 
 // The plan cut into items: a range of tokens of one layer, K and V after each other, so that what
 // the prefetcher brings of one serves the other.
@@ -309,28 +315,23 @@ class Job {
       const uint64_t layer = item / items_per_layer_;
       const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
       const uint64_t end = std::min(begin + tokens_per_item_, tokens_);
-      for (uint32_t i = 0; i < plan_.pairs_per_layer; ++i) {
-        const TensorPair &pair = plan_.pairs[layer * plan_.pairs_per_layer + i];
-        if (pair.num_heads) move(pair, begin, end, streaming);
-      }
+      move_layer(plan_.pairs + layer * plan_.pairs_per_layer, begin, end, streaming);
     }
 #if defined(__x86_64__)
     if (streaming) _mm_sfence();
 #endif
   }
 
-  // Tokens [begin, end) of all rows laid end to end.
-  void move(const TensorPair &pair, uint64_t begin, uint64_t end, bool streaming) {
-    Mover mover(plan_, pair, streaming);
-    uint64_t flat = 0;
-    for (uint64_t row = 0; row < plan_.rows.count && flat < end; ++row) {
-      const uint64_t length = plan_.rows.length(row);
-      if (flat + length > begin)
-        mover.move_row(row, flat, std::max(begin, flat) - flat,
-                       std::min(end, flat + length) - flat);
-      flat += length;
-    }
-    mover.flush();
+  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, bool streaming) {
+    Mover k(pairs[0], streaming);
+    if (plan_.pairs_per_layer == 1 || !pairs[1].num_heads)
+      return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
+    Mover v(pairs[1], streaming);
+    // Small calls find K's and V's places once; large ones write fewer streams at a time.
+    if (plan_.same_places && !streaming)
+      return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k, &v}, begin, end);
+    move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
+    move_tokens(plan_, plan_.src[1], plan_.dst[1], {&v}, begin, end);
   }
 
   const Plan &plan_;
