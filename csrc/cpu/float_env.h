@@ -11,13 +11,17 @@ namespace kvx::cpu {
 class StandardFloats {
  public:
 #if defined(__x86_64__)
-  StandardFloats() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~(kFlush | kRounding)); }
-  ~StandardFloats() { _mm_setcsr(saved_); }
+  StandardFloats() : saved_(_mm_getcsr()) {
+    if (saved_ & kOurs) _mm_setcsr(saved_ & ~kOurs);
+  }
+  ~StandardFloats() {
+    if (saved_ & kOurs) _mm_setcsr(saved_);
+  }
   StandardFloats(const StandardFloats &) = delete;
   StandardFloats &operator=(const StandardFloats &) = delete;
 
  private:
-  static constexpr unsigned kFlush = 0x8040, kRounding = 0x6000;  // FTZ and DAZ, RC of MXCSR
+  static constexpr unsigned kOurs = 0x8040 | 0x6000;  // of MXCSR: FTZ and DAZ, rounding control
   const unsigned saved_;
 #endif
 };

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "cpu/float_env.h"
@@ -17,8 +19,8 @@
 namespace kvx::cpu {
 namespace {
 
-constexpr uint64_t kBytesPerHelper = 512 << 10;  // less is not worth waking a thread for
-constexpr uint64_t kBytesPerItem = 2 << 20;      // of one layer, K and V together
+constexpr uint64_t kBytesPerHelper = 1 << 20;  // less is not worth waking a thread for
+constexpr uint64_t kBytesPerItem = 2 << 20;    // of one layer, K and V together
 constexpr int64_t kStageBytes = 32 << 10;
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
@@ -72,11 +74,32 @@ struct ScaleCursor {
   }
 };
 
+// Room for converting: rows as they come from the source and as they go to the destination.
+struct Stages {
+  std::vector<uint8_t> src, dst;
+
+  // Of float32 at most, and one row at least.
+  static int64_t rows_of(const TensorPair &pair) {
+    return std::max<int64_t>(kStageBytes / (int64_t{pair.head_dim} * 4), 1);
+  }
+  explicit Stages(const Plan &plan) {
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < plan.num_layers * plan.pairs_per_layer; ++i) {
+      const TensorPair &pair = plan.pairs[i];
+      if (pair.num_heads && pair.convert)
+        bytes = std::max(bytes, static_cast<size_t>(rows_of(pair)) * pair.head_dim * 4);
+    }
+    src.resize(bytes);
+    dst.resize(bytes);
+  }
+};
+
 // Converts through dense stages where a side's rows are not dense.
 class Converter {
  public:
-  Converter(const TensorPair &pair, bool streaming)
+  Converter(const TensorPair &pair, Stages *stages, bool streaming)
       : pair_(pair),
+        stages_(*stages),
         streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
         stages_src_(!is_dense_row(pair.src, pair.head_dim)),
@@ -85,11 +108,9 @@ class Converter {
   void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
                   const Place &src_place, const Place &dst_place) {
     const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
-    const int64_t row_bytes = int64_t{pair_.head_dim} * 4;
-    const int64_t rows = std::max<int64_t>(kStageBytes / row_bytes, 1);
+    const int64_t rows = Stages::rows_of(pair_);
     const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
     const int64_t step = rows / heads;
-    if (stages_src_ || stages_dst_) make_stages(rows * row_bytes);
     for (int64_t t = 0; t < tokens; t += step) {
       for (int64_t h = 0; h < pair_.num_heads; h += heads) {
         convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
@@ -101,18 +122,12 @@ class Converter {
   }
 
  private:
-  void make_stages(int64_t bytes) {
-    if (static_cast<int64_t>(src_stage_.size()) >= bytes) return;
-    src_stage_.resize(static_cast<size_t>(bytes));
-    dst_stage_.resize(static_cast<size_t>(bytes));
-  }
-
   void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
                     int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
                     const ScaleCursor &divisor) {
     const int64_t dim = pair_.head_dim;
-    const Side src_stage = dense_side(src_stage_.data(), pair_.src.dtype, heads, dim);
-    const Side dst_stage = dense_side(dst_stage_.data(), pair_.dst.dtype, heads, dim);
+    const Side src_stage = dense_side(stages_.src.data(), pair_.src.dtype, heads, dim);
+    const Side dst_stage = dense_side(stages_.dst.data(), pair_.dst.dtype, heads, dim);
     const Side &from = stages_src_ ? src_stage : pair_.src;
     const Side &to = stages_dst_ ? dst_stage : pair_.dst;
     if (stages_src_) {
@@ -165,10 +180,10 @@ class Converter {
   }
 
   const TensorPair &pair_;
+  Stages &stages_;
   const bool streaming_;
   const ConvertRun run_;
   const bool stages_src_, stages_dst_;
-  std::vector<uint8_t> src_stage_, dst_stage_;
 };
 
 uint8_t *base_of(const Side &side, const Place &place) {
@@ -186,12 +201,12 @@ struct Stretch {
 // Moves stretches of one pair: joins what continues, copies or converts.
 class Mover {
  public:
-  Mover(const TensorPair &pair, bool streaming)
+  Mover(const TensorPair &pair, Stages *stages, bool streaming)
       : pair_(pair),
         copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
         joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
                       !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
-    if (pair.convert) convert_.emplace(pair, streaming);
+    if (pair.convert) convert_.emplace(pair, stages, streaming);
   }
   ~Mover() { flush(pending_.src); }
 
@@ -302,12 +317,32 @@ class Job {
     const uint64_t items = items_per_layer_ * plan_.num_layers;
     const uint64_t helpers =
         std::min({uint64_t{num_threads()} - 1, items - 1, bytes_ / kBytesPerHelper});
-    run_with_helpers(
-        static_cast<uint32_t>(helpers), [](void *job) { static_cast<Job *>(job)->work(); }, this);
+    // The caller's stages come before the first write: without memory for them nothing is written.
+    Stages stages(plan_);
+    Context context{this, &stages, std::this_thread::get_id()};
+    run_with_helpers(static_cast<uint32_t>(helpers), help, &context);
   }
 
  private:
-  void work() {
+  struct Context {
+    Job *job;
+    Stages *callers_stages;
+    std::thread::id caller;
+  };
+
+  static void help(void *argument) {
+    const auto *context = static_cast<const Context *>(argument);
+    if (std::this_thread::get_id() == context->caller)
+      return context->job->work(context->callers_stages);
+    try {
+      Stages own(context->job->plan_);
+      context->job->work(&own);
+    } catch (const std::bad_alloc &) {
+      // The others, the caller at least, do this thread's share.
+    }
+  }
+
+  void work(Stages *stages) {
     const StandardFloats standard;
     const bool streaming = bytes_ >= stream_bytes();
     const uint64_t items = items_per_layer_ * plan_.num_layers;
@@ -315,18 +350,19 @@ class Job {
       const uint64_t layer = item / items_per_layer_;
       const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
       const uint64_t end = std::min(begin + tokens_per_item_, tokens_);
-      move_layer(plan_.pairs + layer * plan_.pairs_per_layer, begin, end, streaming);
+      move_layer(plan_.pairs + layer * plan_.pairs_per_layer, begin, end, stages, streaming);
     }
 #if defined(__x86_64__)
     if (streaming) _mm_sfence();
 #endif
   }
 
-  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, bool streaming) {
-    Mover k(pairs[0], streaming);
+  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, Stages *stages,
+                  bool streaming) {
+    Mover k(pairs[0], stages, streaming);
     if (plan_.pairs_per_layer == 1 || !pairs[1].num_heads)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
-    Mover v(pairs[1], streaming);
+    Mover v(pairs[1], stages, streaming);
     // Small calls find K's and V's places once; large ones write fewer streams at a time.
     if (plan_.same_places && !streaming)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k, &v}, begin, end);
