@@ -275,8 +275,11 @@ bool share_memory(const kvx_view_t &src, const kvx_view_t &dst) {
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
   const auto same_tensor = [](const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
     if (is_absent(x) || is_absent(y)) return is_absent(x) && is_absent(y);
-    return x.data == y.data && extent_of(x).end == extent_of(y).end &&
-           step_bytes(x, 0) == step_bytes(y, 0);
+    const Side a = side_of(x, 0), b = side_of(y, 0);
+    return a.base == b.base && size_of(x.dtype) == size_of(y.dtype) && dim_of(x) == dim_of(y) &&
+           a.block_stride == b.block_stride && a.token_stride == b.token_stride &&
+           a.head_stride == b.head_stride && a.outer_stride == b.outer_stride &&
+           a.inner_stride == b.inner_stride && a.pack == b.pack;
   };
   if (has_secondary(src) && has_secondary(dst) &&
       src.layers[0]->pool.secondary != dst.layers[0]->pool.secondary) {
@@ -284,8 +287,8 @@ bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
   }
   for (uint32_t l = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &x = *src.layers[l], &y = *dst.layers[l];
-    if (x.num_blocks != y.num_blocks || x.block_size != y.block_size || !same_tensor(x.k, y.k) ||
-        !same_tensor(x.v, y.v)) {
+    if (x.num_blocks != y.num_blocks || x.block_size != y.block_size ||
+        x.num_kv_heads != y.num_kv_heads || !same_tensor(x.k, y.k) || !same_tensor(x.v, y.v)) {
       return false;
     }
   }
