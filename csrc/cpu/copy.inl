@@ -37,60 +37,89 @@ KVX_INLINE void copy_short(uint8_t *dst, const uint8_t *src, int64_t n) {
   }
 }
 
-// `ahead`: from here to the same place of the source that comes next, fetched on the way.
-template <bool kStreaming>
-KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead = 0) {
+KVX_INLINE int64_t bytes_to_alignment(const uint8_t *dst) {
+  return -reinterpret_cast<intptr_t>(dst) & (KVX_VECTOR_BYTES - 1);
+}
+
+KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
-  if (kStreaming || n >= 8 * kVector) {
-    const int64_t misaligned = -reinterpret_cast<intptr_t>(dst) & (kVector - 1);
-    if (misaligned) {
-      store(dst, load(src));
-      dst += misaligned, src += misaligned, n -= misaligned;
-    }
+  if (n >= 8 * kVector) {
+    const int64_t head = bytes_to_alignment(dst);
+    store(dst, load(src));
+    dst += head, src += head, n -= head;
   }
-  const auto put = [](uint8_t *to, Vector value) __attribute__((always_inline)) {
-    kStreaming ? store_streaming(to, value) : store(to, value);
-  };
   for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
-    if (kStreaming) {
-      for (int64_t line = 0; line < 4 * kVector; line += kLineBytes) prefetch(src + ahead + line);
-    }
     const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),
                  d = load(src + 3 * kVector);
-    put(dst, a), put(dst + kVector, b), put(dst + 2 * kVector, c), put(dst + 3 * kVector, d);
+    store(dst, a), store(dst + kVector, b);
+    store(dst + 2 * kVector, c), store(dst + 3 * kVector, d);
   }
-  for (; n >= kVector; n -= kVector, dst += kVector, src += kVector) put(dst, load(src));
+  for (; n >= kVector; n -= kVector, dst += kVector, src += kVector) store(dst, load(src));
   // The end again, as one vector that overlaps what is there.
-  if (n) {
-    if (kStreaming) {
-      copy_short(dst, src, n);
-    } else {
-      store(dst + n - kVector, load(src + n - kVector));
-    }
+  if (n) store(dst + n - kVector, load(src + n - kVector));
+}
+
+// Whole vectors to an aligned place, past the caches. `ahead`: from here to the same place of the
+// source that comes next, fetched on the way.
+KVX_INLINE void stream_vectors(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
+  constexpr int64_t kVector = KVX_VECTOR_BYTES;
+  for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
+    for (int64_t line = 0; line < 4 * kVector; line += kLineBytes) prefetch(src + ahead + line);
+    const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),
+                 d = load(src + 3 * kVector);
+    store_streaming(dst, a), store_streaming(dst + kVector, b);
+    store_streaming(dst + 2 * kVector, c), store_streaming(dst + 3 * kVector, d);
+  }
+  for (; n > 0; n -= kVector, dst += kVector, src += kVector) {
+    prefetch(src + ahead);
+    store_streaming(dst, load(src));
   }
 }
 
-// Runs of a size known here become one load and one store.
+// What does not fill a vector at either end goes through the caches.
+KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
+  const int64_t head = bytes_to_alignment(dst);
+  if (n < head + KVX_VECTOR_BYTES) return copy_run(dst, src, n);
+  const int64_t whole = (n - head) & -KVX_VECTOR_BYTES;
+  copy_short(dst, src, head);
+  stream_vectors(dst + head, src + head, whole, ahead);
+  copy_short(dst + head + whole, src + head + whole, n - head - whole);
+}
+
+// Runs of a size known here become a few instructions.
 template <bool kStreaming>
 KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src,
                           int64_t ahead) {
   const auto each = [&](auto copy) __attribute__((always_inline)) {
     for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
   };
+  const auto copies = [&](auto size) __attribute__((always_inline)) {
+    each([&]() __attribute__((always_inline)) { memcpy(dst, src, size()); });
+  };
+  const auto streams = [&](auto size) __attribute__((always_inline)) {
+    each([&]() __attribute__((always_inline)) { stream_vectors(dst, src, size(), ahead); });
+  };
+  if (kStreaming && bytes_to_alignment(dst) == 0 && dim.dst % KVX_VECTOR_BYTES == 0) {
+    if (run == 128) return streams(std::integral_constant<int64_t, 128>{});
+    if (run == 256) return streams(std::integral_constant<int64_t, 256>{});
+    if (run == 512) return streams(std::integral_constant<int64_t, 512>{});
+  }
   switch (run) {
     case 1:
-      return each([&] { *dst = *src; });
+      return copies(std::integral_constant<size_t, 1>{});
     case 2:
-      return each([&] { memcpy(dst, src, 2); });
+      return copies(std::integral_constant<size_t, 2>{});
     case 4:
-      return each([&] { memcpy(dst, src, 4); });
+      return copies(std::integral_constant<size_t, 4>{});
     case 8:
-      return each([&] { memcpy(dst, src, 8); });
+      return copies(std::integral_constant<size_t, 8>{});
     case 16:
-      return each([&] { memcpy(dst, src, 16); });
+      return copies(std::integral_constant<size_t, 16>{});
     default:
-      return each([&] { copy_run<kStreaming>(dst, src, run, ahead); });
+      return each([&]() __attribute__((always_inline)) {
+        kStreaming ? stream_run(dst, src, run, ahead) : copy_run(dst, src, run);
+      });
   }
 }
 
@@ -271,8 +300,8 @@ class StreamingTranspose {
   void drain() {
     if (filled_.dst_step == filled_.run) filled_.run *= filled_.count, filled_.count = 1;
     for (int64_t i = 0; i < filled_.count; ++i)
-      copy_run<true>(filled_.dst + i * filled_.dst_step, filled_.stage + i * filled_.run,
-                     filled_.run);
+      stream_run(filled_.dst + i * filled_.dst_step, filled_.stage + i * filled_.run, filled_.run,
+                 0);
     filled_.count = 0;
   }
 

@@ -20,7 +20,7 @@ namespace kvx::cpu {
 namespace {
 
 constexpr uint64_t kBytesPerHelper = 1 << 20;  // less is not worth waking a thread for
-constexpr uint64_t kBytesPerItem = 2 << 20;    // of one layer, K and V together
+constexpr uint64_t kBytesPerItem = 4 << 20;    // of one layer, K and V together
 constexpr int64_t kStageBytes = 32 << 10;
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
