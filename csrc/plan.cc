@@ -39,9 +39,11 @@ Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
   return side;
 }
 
-// The secondary pool mirrors the primary: the same place within a block.
-void add_secondary(Side *side, const kvx_pool_desc_t &pool) {
+// The secondary pool mirrors the primary: the same place within a block, the same step from block
+// to block, which counts even where the primary has one block.
+void add_secondary(Side *side, const kvx_tensor_desc_t &tensor, const kvx_pool_desc_t &pool) {
   if (!pool.secondary) return;
+  side->block_stride = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
   side->secondary =
       static_cast<uint8_t *>(pool.secondary) + (side->base - static_cast<uint8_t *>(pool.primary));
 }
@@ -210,16 +212,7 @@ Extent all_of(const kvx_view_t &view, bool secondary) {
     const kvx_cache_desc_t &cache = *view.layers[l];
     for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
       if (is_absent(*tensor)) continue;
-      Extent one = extent_of(*tensor);
-      if (secondary) {
-        const int64_t offset = one.begin - static_cast<const uint8_t *>(cache.pool.primary);
-        const int64_t step = tensor->stride[axes_of(*tensor).block] * size_of(tensor->dtype);
-        const int64_t blocks =
-            view.secondary_num_blocks ? view.secondary_num_blocks : cache.num_blocks;
-        const int64_t last_block = one.end - one.begin - (cache.num_blocks - 1) * step;
-        one.begin = static_cast<const uint8_t *>(cache.pool.secondary) + offset;
-        one.end = one.begin + (blocks - 1) * step + last_block;
-      }
+      const Extent one = extent_of(view, cache, *tensor, secondary);
       all = {std::min(all.begin, one.begin), std::max(all.end, one.end)};
     }
   }
@@ -245,6 +238,21 @@ Extent extent_of(const kvx_tensor_desc_t &tensor) {
     last += (tensor.shape[axis] - 1) * tensor.stride[axis];
   const auto *data = static_cast<const uint8_t *>(tensor.data);
   return {data, data + (last + 1) * size_of(tensor.dtype)};
+}
+
+Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,
+                 const kvx_tensor_desc_t &tensor, bool secondary) {
+  Extent extent = extent_of(tensor);
+  if (!secondary) return extent;
+  const int64_t offset = extent.begin - static_cast<const uint8_t *>(cache.pool.primary);
+  const int64_t step = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
+  int64_t blocks = view.secondary_num_blocks ? view.secondary_num_blocks : cache.num_blocks;
+  // An index of 31 bits names no sub-block further out.
+  blocks = std::min(blocks, (int64_t{1} << 31) * cache.pool.bytes_per_block / step + 1);
+  const int64_t last_block = extent.end - extent.begin - (cache.num_blocks - 1) * step;
+  extent.begin = static_cast<const uint8_t *>(cache.pool.secondary) + offset;
+  extent.end = extent.begin + (blocks - 1) * step + last_block;
+  return extent;
 }
 
 kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor) {
@@ -357,7 +365,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     pair.num_heads = cache.num_kv_heads;
     pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
     pair.src = side_of(tensor, 0);
-    if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, cache.pool);
+    if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, tensor, cache.pool);
     pair.dst = io_side(io, gather.max_seq_len);
     pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
     finish(&pair, is_readable(tensor.memory));
@@ -413,8 +421,10 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
           scales_of(src_scale ? src_scale[l] : nullptr, src_tensor.dtype, src.head_start);
       pair.dst_scales =
           scales_of(dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype, dst.head_start);
-      if (src.block_table && is_kv_offsets(*src.block_table)) add_secondary(&pair.src, from.pool);
-      if (dst.block_table && is_kv_offsets(*dst.block_table)) add_secondary(&pair.dst, to.pool);
+      if (src.block_table && is_kv_offsets(*src.block_table))
+        add_secondary(&pair.src, src_tensor, from.pool);
+      if (dst.block_table && is_kv_offsets(*dst.block_table))
+        add_secondary(&pair.dst, dst_tensor, to.pool);
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
     }
     if (plan->same_places) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);

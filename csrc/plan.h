@@ -123,6 +123,9 @@ struct Extent {
   const uint8_t *begin, *end;
 };
 Extent extent_of(const kvx_tensor_desc_t &tensor);
+// The same in the primary or, for a view that has one, the secondary pool.
+Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,
+                 const kvx_tensor_desc_t &tensor, bool secondary);
 
 inline bool intersect(const Extent &a, const Extent &b) {
   return a.begin < b.end && b.begin < a.end;

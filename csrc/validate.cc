@@ -711,26 +711,35 @@ kvx_status_t check_overlap(const Path &src_path, const Path &dst_path,
                            const kvx_migrate_desc_t &migrate) {
   const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
   if (!share_memory(src, dst) || are_same_pool(src, dst)) return KVX_STATUS_OK;
-  for (uint32_t i = 0; i < src.num_layers * 2; ++i) {
-    for (uint32_t j = 0; j < dst.num_layers * 2; ++j) {
-      const kvx_tensor_desc_t &from = i % 2 ? src.layers[i / 2]->v : src.layers[i / 2]->k;
-      const kvx_tensor_desc_t &to = j % 2 ? dst.layers[j / 2]->v : dst.layers[j / 2]->k;
-      if (is_absent(from) || is_absent(to) || !intersect(extent_of(from), extent_of(to))) continue;
-      const Path from_layer{&src_path, "layers", i / 2}, to_layer{&dst_path, "layers", j / 2};
-      return KVX_INVALID(
-          "%s shares memory with %s, but the two views are not the same pool, so their blocks "
-          "cannot "
-          "be told apart; migrate through other memory (spec E.3)",
-          KVX_AT((Path{&to_layer, j % 2 ? "v" : "k"})),
-          KVX_AT((Path{&from_layer, i % 2 ? "v" : "k"})));
+  // The two lie in one stretch of memory; tensors that interleave without touching share none.
+  for (const auto &[src_second, dst_second] :
+       {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
+    if ((src_second && !has_secondary(src)) || (dst_second && !has_secondary(dst))) continue;
+    for (uint32_t i = 0; i < src.num_layers * 2; ++i) {
+      for (uint32_t j = 0; j < dst.num_layers * 2; ++j) {
+        const kvx_cache_desc_t &from_cache = *src.layers[i / 2], &to_cache = *dst.layers[j / 2];
+        const kvx_tensor_desc_t &from = i % 2 ? from_cache.v : from_cache.k;
+        const kvx_tensor_desc_t &to = j % 2 ? to_cache.v : to_cache.k;
+        if (is_absent(from) || is_absent(to) ||
+            !intersect(extent_of(src, from_cache, from, src_second),
+                       extent_of(dst, to_cache, to, dst_second))) {
+          continue;
+        }
+        if (src_second || dst_second) {
+          return KVX_INVALID(
+              "dst shares memory with src through a secondary pool, but they are not the same "
+              "pool; migrate through other memory (spec E.3)");
+        }
+        const Path from_layer{&src_path, "layers", i / 2}, to_layer{&dst_path, "layers", j / 2};
+        return KVX_INVALID(
+            "%s shares memory with %s, but the two views are not the same pool, so their blocks "
+            "cannot be told apart; migrate through other memory (spec E.3)",
+            KVX_AT((Path{&to_layer, j % 2 ? "v" : "k"})),
+            KVX_AT((Path{&from_layer, i % 2 ? "v" : "k"})));
+      }
     }
   }
-  // Tensors that interleave without touching share no memory; secondary pools are taken as a whole.
-  if (!has_secondary(src) && !has_secondary(dst)) return KVX_STATUS_OK;
-  return KVX_INVALID(
-      "dst shares memory with src through a secondary pool, but they are not the same pool; "
-      "migrate "
-      "through other memory (spec E.3)");
+  return KVX_STATUS_OK;
 }
 
 kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {

@@ -192,7 +192,7 @@ kvx_status_t check_distinct_blocks(const Plan &plan) {
   const auto bit = [](const Address &a, const Place &place) {
     return static_cast<size_t>(place.block) + (place.secondary ? a.num_blocks : 0);
   };
-  for (int kv = 0; kv < 2; ++kv) {
+  for (int kv = 0; kv < (plan.has_v ? 2 : 1); ++kv) {
     const Address &src = plan.src[kv], &dst = plan.dst[kv];
     std::vector<bool> is_source(src.num_blocks +
                                 std::max(src.secondary_blocks, dst.secondary_blocks));

@@ -1,0 +1,1 @@
+"""Benchmarks of KVX on CPU, each against the copies one would write without it. See README.md."""

@@ -1,0 +1,106 @@
+"""`python -m benchmarks`, which `make bench` runs: benchmarks, printed and saved as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, report
+from benchmarks.pools import Shape
+
+_ROOT = Path(__file__).resolve().parent.parent
+_DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
+_ALL = (*_DEFAULT, "migrate_vs_lmcache")
+
+
+def main() -> None:
+    options = _options()
+    for name in options.benchmarks or _DEFAULT:
+        print(f"\n== {name} ==")
+        before = machine.load()
+        if before["load_average"] > 0.5:
+            print(
+                f"note: the load average is {before['load_average']:.2f}, so others use the cores "
+                "too: expect noise, most of all with 2 threads"
+            )
+        rows = _run(name, options)
+        result = {
+            "benchmark": name,
+            **machine.facts(*(["lmcache"] if name == "migrate_vs_lmcache" else [])),
+            "settings": _settings(options),
+            "load": {"before": before, "after": machine.load()},
+            "results": rows,
+        }
+        report.save(options.results, name, result)
+
+
+def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    threads, rounds = options.threads, options.rounds
+    shape = Shape(num_tokens=options.tokens)
+    if name == "cpu_copy":
+        from benchmarks import cpu_copy
+
+        return cpu_copy.run(shape, threads, rounds, options.only)
+    if name == "in_cache":
+        from benchmarks import in_cache
+
+        return in_cache.run(shape, threads, rounds, options.only)
+    if name == "call_overhead":
+        from benchmarks import call_overhead
+
+        return call_overhead.run(rounds)
+    from benchmarks import migrate_vs_lmcache  # needs lmcache: an environment of its own
+
+    return migrate_vs_lmcache.run(threads, rounds, num_layers=4 if options.quick else 32)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    shape = Shape(num_tokens=options.tokens)
+    return {
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "only": options.only,
+        "num_tokens": shape.num_tokens,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "block_size": shape.block_size,
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "benchmarks",
+        nargs="*",
+        metavar="BENCHMARK",
+        help=f"{', '.join(_ALL)}; default: all but the last, which needs an environment of its own",
+    )
+    parser.add_argument("--rounds", type=int, help="timings per contestant (21; quick: 3)")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default: 1 2")
+    parser.add_argument("--tokens", type=int, help="of cpu_copy (32768; quick: 4096)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--quick", action="store_true", help="small and rough, to see it run")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=_ROOT / "build" / "benchmarks",
+        metavar="DIR",
+        help="where the JSON goes (build/benchmarks)",
+    )
+    options = parser.parse_args()
+    for name in options.benchmarks:
+        if name not in _ALL:
+            parser.error(f"benchmark is {name!r}, expected one of {', '.join(_ALL)}")
+    options.rounds = options.rounds or (3 if options.quick else 21)
+    options.tokens = options.tokens or (4096 if options.quick else 32768)
+    options.threads = options.threads or [n for n in (1, 2) if n <= machine.cores()]
+    if min(options.rounds, options.tokens, *options.threads) < 1:
+        parser.error("--rounds, --tokens and --threads are expected to be at least 1")
+    if options.tokens % Shape().block_size:
+        parser.error(f"--tokens is {options.tokens}, expected a multiple of {Shape().block_size}")
+    return options
+
+
+main()

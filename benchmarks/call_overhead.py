@@ -1,0 +1,140 @@
+"""What a call costs when there is next to nothing to copy: one token, one layer, on one thread.
+
+Every way of calling is timed in batches, interleaved, beside five `tensor.data_ptr()` calls: the
+least that any binding for torch tensors has to do. Run with `python -m benchmarks call_overhead`.
+"""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kvx_core
+import kvx_core.torch_ops  # registers torch.ops.kvx
+from benchmarks import native
+from benchmarks.cases import check
+from benchmarks.pools import Pool, Shape, one_layer, random_numbers
+from benchmarks.rounds import Contestant, batched, compete
+from kvx_core import CacheFacts, CacheView, GatherPlan, Layout, SlotMapping, WritePlan, _abi
+
+_FLOOR = "5 x data_ptr()"
+_IN_C = "kvx_write_kv in C"
+_CALLS = {  # what it is: (statement, the result that is checked)
+    "WritePlan": ("write_plan(key, value, slots)", "write"),
+    "write_kv": ("kvx_core.write_kv(cache, key, value, slots)", "write"),
+    "torch.ops.kvx.write_kv": ("ops.write_kv(key, value, k, v, slots, 'BLOCK_NHD')", "write"),
+    "torch: index_copy_ of K and V": (
+        "k_rows.index_copy_(0, slots, key); v_rows.index_copy_(0, slots, value)",
+        "write",
+    ),
+    "GatherPlan": ("gather_plan(out_key, out_value, table, lens)", "gather"),
+    "gather_kv, out=": (
+        "kvx_core.gather_kv(cache, table, lens, out=(out_key, out_value))",
+        "gather",
+    ),
+    "torch.ops.kvx.gather_kv_out": (
+        "ops.gather_kv_out(k, v, table, lens, out_key, out_value, 'BLOCK_NHD')",
+        "gather",
+    ),
+    "migrate, 1 layer": ("kvx_core.migrate(src, dst, lens)", "migrate"),
+    "migrate, 32 layers": ("kvx_core.migrate(all_src, all_dst, lens)", "migrate"),
+    _FLOOR: (
+        "key.data_ptr(); value.data_ptr(); k.data_ptr(); v.data_ptr(); slots.data_ptr()",
+        "",
+    ),
+}
+_AT_MOST_US = {"WritePlan": 1.5, "GatherPlan": 1.5}
+
+
+def run(rounds: int) -> list[dict[str, Any]]:
+    """Measures every way of calling; prints and returns the results."""
+    kvx_core.set_num_threads(1)
+    torch.set_num_threads(1)
+    shape = Shape(num_tokens=1024)
+    numbers = random_numbers(2 * shape.elements)
+    pool, other = Pool.new(shape, "NHD").fill(numbers), Pool.new(shape, "HND").fill(numbers)
+    cache, (k, v) = pool.desc(), pool.tensors
+    key, value = random_numbers(2 * shape.token_elements).view(2, 1, *k.shape[2:])
+    out_key, out_value = torch.empty(2, 1, 1, *k.shape[2:], dtype=torch.bfloat16)
+    slots, table, lens = torch.tensor([37]), torch.tensor([[2, 5]]), torch.tensor([1])
+    write_plan = WritePlan(cache, key, value)
+    gather_plan = GatherPlan(cache, out_key, out_value)
+    src, dst = (one_layer(p.desc()).at(table) for p in (pool, other))
+    all_src, all_dst = (CacheView((p.desc(),) * 32, CacheFacts()).at(table) for p in (pool, other))
+    ops, first = torch.ops.kvx, table[0, :1] * shape.block_size
+    k_rows, v_rows = (t.view(shape.num_tokens, *t.shape[2:]) for t in pool.tensors)
+    write = _abi.kvx_write_desc_t(
+        io=_abi.kvx_kv_io_desc_t(
+            key=kvx_core.describe(key, Layout.BLOCK_CUSTOM).to_c(),
+            value=kvx_core.describe(value, Layout.BLOCK_CUSTOM).to_c(),
+            num_tokens=1,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        ),
+        slots=SlotMapping.of(slots).to_c(),
+    )
+
+    names: dict[str, Any] = globals() | locals()
+    expected = {
+        "write": "k_rows.index_copy_(0, slots, key); v_rows.index_copy_(0, slots, value)",
+        "gather": "torch.index_select(k_rows, 0, first, out=out_key[0]); "
+        "torch.index_select(v_rows, 0, first, out=out_value[0])",
+        "migrate": "other.k[2, :, 0] = k[2, 0]; other.v[2, :, 0] = v[2, 0]",
+    }
+    outputs = {
+        "write": pool.tensors,
+        "gather": (out_key, out_value),
+        "migrate": other.tensors,
+    }
+    for name, (statement, what) in _CALLS.items():
+        if what:
+            pool.fill(numbers)
+            check(
+                name, _compiled(statement, names), _compiled(expected[what], names), outputs[what]
+            )
+    contestants: dict[str, Contestant] = {
+        _IN_C: batched(native.timed("write", cache.to_c(), write)),
+        **{name: _timed(statement, names) for name, (statement, _) in _CALLS.items()},
+    }
+    timing = compete(contestants, rounds)
+    kvx_core.set_num_threads(0)
+
+    print(f"\n{'':32} {'us':>7} {'x floor':>8}   goal")
+    rows = []
+    for name in contestants:
+        us = 1e6 * timing.median(name)
+        at_most = _AT_MOST_US.get(name)
+        rows.append(
+            {
+                "call": name,
+                "median_us": round(us, 3),
+                "times_floor": round(timing.speedup(name, _FLOOR), 2),
+                "verified": bool(_CALLS.get(name, ("", ""))[1]),
+                "goal": None if at_most is None else {"at_most_us": at_most, "met": us <= at_most},
+                "samples_us": [round(1e6 * s, 3) for s in timing.samples[name]],
+            }
+        )
+        print(f"{name:32} {us:>7.2f} {rows[-1]['times_floor']:>8.2f}   {goal_text(rows[-1])}")
+    return rows
+
+
+def _timed(statement: str, names: dict[str, Any]) -> Contestant:
+    """The statement in a loop of its own, as it stands: no function call around it."""
+    timer = timeit.Timer(statement, globals=names)
+    return batched(lambda repeats: timer.timeit(repeats) / repeats)
+
+
+def _compiled(statement: str, names: dict[str, Any]) -> Callable[[], object]:
+    code = compile(statement, statement, "exec")
+    return lambda: exec(code, names)
+
+
+def goal_text(row: dict[str, Any]) -> str:
+    """The goal beside whether it was met."""
+    goal = row["goal"]
+    if goal is None:
+        return "-"
+    return f"<= {goal['at_most_us']} us {'met' if goal['met'] else 'NOT MET'}"

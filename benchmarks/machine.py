@@ -1,0 +1,104 @@
+"""What a result needs to be understood later: machine, versions, commit, command, load."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvx_core
+from benchmarks import native
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def cache_bytes() -> int:
+    """Size of the last-level cache; 32 MiB where the system does not say."""
+    for level in ("SC_LEVEL4_CACHE_SIZE", "SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
+        try:
+            size = os.sysconf(level)
+        except (ValueError, OSError):
+            continue
+        if size > 0:
+            return size
+    return 32 << 20
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def facts(*packages: str) -> dict[str, Any]:
+    """Machine, versions, commit, command and date, ready for JSON.
+
+    packages: whose versions matter besides those of KVX, torch and Python
+    """
+    backend = kvx_core.backend_info()
+    versions = {
+        "kvx": kvx_core.__version__,
+        "libkvx": backend.version,
+        "python": platform.python_version(),
+        "cc": native.compiler(),
+        **{name: importlib.metadata.version(name) for name in ("torch", *packages)},
+    }
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_modified": _git("status", "--porcelain", "--", "csrc", "kvx_core", "benchmarks/*.py")
+        != "",
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": cores(),
+            "last_level_cache_bytes": cache_bytes(),
+            "kernel": f"{platform.system()} {platform.release()}",
+            "libc": " ".join(platform.libc_ver()),
+            "kvx_isa": backend.cpu_isa,
+            "kvx_stream_bytes": backend.stream_bytes,
+            "reference_stream_isa": native.stream_isa(),
+        },
+        "versions": versions,
+    }
+
+
+def load() -> dict[str, float]:
+    """Load average of the last minute, and seconds that the hypervisor has kept cores busy with
+    other guests since boot."""
+    found = {"load_average": os.getloadavg()[0]}
+    try:
+        ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        found["stolen_seconds"] = int(ticks[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        pass
+    return found
+
+
+def _module() -> str:
+    main = sys.modules["__main__"]
+    spec = main.__spec__
+    return Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = {key: re.search(rf"^{key}\s*:\s*(.*)$", text, re.M) for key in _CPU_KEYS}
+    return ", ".join(f"{key} {match[1]}" for key, match in found.items() if match)
+
+
+_CPU_KEYS = ("model name", "cpu family", "model", "stepping")
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None

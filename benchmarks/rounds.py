@@ -1,0 +1,105 @@
+"""Interleaved timing: every contestant once per round, so that what disturbs one disturbs all.
+
+A ratio is the median over rounds of the ratio within a round, never a ratio of two medians taken at
+different times.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+SPIN_SECONDS = 0.01  # for which torch's threads keep their cores busy after their work has ended
+
+Contestant = Callable[[], float]  # works, and returns the seconds that one call took
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`contestant` is to be at least `at_least` times as fast as `versus`."""
+
+    versus: str
+    at_least: float
+    contestant: str = "kvx"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of each contestant, one number per round."""
+
+    samples: Mapping[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Seconds of the median round."""
+        return median(self.samples[name])
+
+    def speedup(self, versus: str, name: str = "kvx") -> float:
+        """How many times as fast as `versus` `name` is: the median round's ratio."""
+        pairs = zip(self.samples[versus], self.samples[name], strict=True)
+        return median(other / own for other, own in pairs)
+
+
+def compete(
+    contestants: Mapping[str, Contestant],
+    rounds: int,
+    *,
+    before: Callable[[str], object] = lambda name: None,
+) -> Timing:
+    """Times every contestant once per round; each round begins with another of them.
+
+    before: called with the contestant's name ahead of every timing, untimed
+    """
+    names = list(contestants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:  # first touches, lazy set-up, thread start
+        before(name)
+        contestants[name]()
+    gc.collect()
+    gc.disable()
+    try:
+        for r in range(rounds):
+            for i in range(len(names)):
+                name = names[(r + i) % len(names)]
+                before(name)
+                samples[name].append(contestants[name]())
+    finally:
+        gc.enable()
+    return Timing(samples)
+
+
+def once(call: Callable[[], object]) -> Contestant:
+    """One call, timed from Python."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def repeated(call: Callable[[], object], seconds: float = 2e-3) -> Contestant:
+    """As many calls as take about `seconds`, timed together from Python."""
+
+    def several(repeats: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
+
+    return batched(several, seconds)
+
+
+def batched(several: Callable[[int], float], seconds: float = 2e-3) -> Contestant:
+    """`several(n)` with an n that takes about `seconds`; it times itself, per call."""
+    several(2)
+    repeats = max(1, round(seconds / several(8)))
+
+    def run() -> float:
+        several(1 + repeats // 8)  # caches and clock as in the midst of such calls
+        return several(repeats)
+
+    return run

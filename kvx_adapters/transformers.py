@@ -1,0 +1,236 @@
+"""HF transformers 5: DynamicCache and StaticCache as KVX views. Imports no transformers.
+
+A layer's keys and values are two tensors (batch, num_kv_heads, num_tokens, head_dim), K stored
+after the rotation. That is a paged cache with one block per sequence: num_blocks is the batch,
+block_size the number of tokens, and a batch padded on the left starts each sequence inside its
+block. Sliding-window, quantised and linear-attention layers keep something else and are refused.
+
+DynamicCache concatenates on every forward pass, so a view is good until the next one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheGeometry,
+    CacheView,
+    InvalidArgumentError,
+    Layout,
+    SeqLens,
+    SlotMapping,
+    UnsupportedError,
+    describe,
+)
+
+# Layers whose keys and values are every token of the sequence, in order, as computed.
+# Source: transformers 5.19 cache_utils.py
+_LAYERS = ("DynamicLayer", "StaticLayer")
+
+
+def cache_desc(layer: Any) -> CacheDesc:
+    """One layer of a transformers cache, zero-copy: batch rows are blocks.
+
+    layer: cache.layers[i], a DynamicLayer or StaticLayer that holds tokens (see `reserve`)
+    Raises UnsupportedError, InvalidArgumentError.
+    Source: transformers 5.19 cache_utils.py, DynamicLayer.update, StaticLayer.update
+    """
+    kind = type(layer).__name__
+    if kind not in _LAYERS:
+        raise UnsupportedError(
+            f"layer is a {kind}, expected {' or '.join(_LAYERS)}: others do not hold each token's "
+            "keys and values at its own place"
+        )
+    if layer.keys is None or layer.keys.ndim != 4:
+        raise InvalidArgumentError(
+            "layer.keys is empty, expected (batch, num_kv_heads, num_tokens, head_dim). Call "
+            "reserve(cache, model, ...) or run the model once"
+        )
+    return CacheDesc.from_kv(
+        describe(layer.keys, Layout.BLOCK_HND), describe(layer.values, Layout.BLOCK_HND)
+    )
+
+
+def slot_mapping(attention_mask: Tensor) -> SlotMapping:
+    """Where each real token of a padded batch goes, the sequences one after the other.
+
+    attention_mask: (batch, num_tokens) as the cache is, 1 for tokens and 0 for padding
+    """
+    return SlotMapping.of(attention_mask.flatten().nonzero().flatten())
+
+
+def block_table(rows: Sequence[int]) -> BlockTable:
+    """The block of each sequence: its row in the batch."""
+    return BlockTable.packed([[row] for row in rows])
+
+
+def seq_lens(attention_mask: Tensor) -> SeqLens:
+    """Real tokens of each sequence of a padded batch.
+
+    attention_mask: (batch, num_tokens), 1 for tokens and 0 for padding on one side or both
+    Raises InvalidArgumentError if the tokens of a sequence are not in one piece.
+    """
+    return SeqLens.of(_run_of_ones(attention_mask)[1])
+
+
+def starts(attention_mask: Tensor) -> SeqLens:
+    """First real token of each sequence of a padded batch: `starts` of CacheView.at.
+
+    attention_mask: as in `seq_lens`
+    Raises InvalidArgumentError if the tokens of a sequence are not in one piece.
+    """
+    return SeqLens.of(_run_of_ones(attention_mask)[0])
+
+
+def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
+    """All layers of a DynamicCache or StaticCache, zero-copy.
+
+    cache: as it is now; the next forward pass of a DynamicCache moves it elsewhere
+    facts: see `cache_facts`
+    Raises UnsupportedError, InvalidArgumentError.
+    """
+    return CacheView(layers=tuple(map(cache_desc, cache.layers)), facts=facts)
+
+
+def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
+    """What the keys and values of a transformers model mean; None where it cannot be told.
+
+    model:       a PreTrainedModel with a decoder, on one device. Its rotary embedding is run once
+    fingerprint: of model, weights and tokenizer, see kvx_core.fingerprint
+    """
+    config = model.config.get_text_config(decoder=True)
+    rotary, rotary_dim = _rotary(model)
+    return CacheFacts(
+        engine=f"transformers {sys.modules['transformers'].__version__}",
+        fingerprint=fingerprint,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+        rope_applied=None if rotary is None else True,
+        hadamard=False,
+        scale_convention="multiply",  # there are no scales, so that of KVX holds
+        num_layers=config.num_hidden_layers,
+        first_layer=0,
+        window=_window(config),
+        total_kv_heads=_num_kv_heads(config),
+        first_kv_head=0,
+        negative_slots="wrap",  # as an index: -1 is the last token
+    )
+
+
+def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
+    """Sizes of a cache for `model` that holds `num_tokens` tokens of each of `batch_size` rows.
+
+    Raises InvalidArgumentError naming the wrong number, UnsupportedError for latent attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedError(
+            f"model is a {type(model).__name__} with latent attention (config.kv_lora_rank), whose "
+            "keys and values have sizes of their own. Run it once instead, to make its cache"
+        )
+    head_dim = getattr(config, "head_dim", None)
+    return CacheGeometry(
+        num_layers=config.num_hidden_layers,
+        num_blocks=batch_size,
+        block_size=num_tokens,
+        num_kv_heads=_num_kv_heads(config),
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        dtype=model.dtype,
+    )
+
+
+def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None:
+    """Makes an empty cache hold `num_tokens` tokens per row, to migrate into.
+
+    cache: an empty DynamicCache(config=model.config), or a StaticCache of at least that length
+    Mutates the cache: its keys and values are then (batch_size, num_kv_heads, num_tokens,
+    head_dim), zero, since attention multiplies padding by 0 and the padding must be finite.
+    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError.
+    """
+    if cache.get_seq_length() != 0:
+        raise InvalidArgumentError(
+            f"cache holds {int(cache.get_seq_length())} tokens, expected none. Pass a new one"
+        )
+    sizes = geometry(model, batch_size=batch_size, num_tokens=num_tokens)
+    # update() copies what it is given, so one zero stands for all of them.
+    zeros = torch.zeros((), dtype=model.dtype, device=model.device).expand(
+        sizes.k_shape(Layout.BLOCK_HND)
+    )
+    for layer_idx in range(sizes.num_layers):
+        cache.update(zeros, zeros, layer_idx)
+
+
+def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(first, count) of the ones of each row, int64."""
+    mask = attention_mask != 0
+    num_tokens = mask.shape[1]
+    position = torch.arange(num_tokens, device=mask.device)
+    first = position.where(mask, num_tokens).amin(1)
+    last = position.where(mask, -1).amax(1)
+    count = mask.sum(1)
+    torn = ((count > 0) & (last - first + 1 != count)).nonzero().flatten()
+    if torn.numel():
+        row = int(torn[0])
+        raise InvalidArgumentError(
+            f"attention_mask[{row}] has {int(count[row])} ones between {int(first[row])} and "
+            f"{int(last[row])}, expected them in one piece. Use slot_mapping"
+        )
+    return first.where(count > 0, 0), count
+
+
+def _num_kv_heads(config: Any) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window that all layers share, 0 for full attention; None if layers differ."""
+    window: int = getattr(config, "sliding_window", None) or 0
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds == {"full_attention"}:
+        return 0
+    return window if kinds <= {"sliding_attention"} else None
+
+
+def _rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | None]:
+    """Which dims of a key turn together, and how many turn, by turning one; else (None, None).
+
+    With cos 0 and sin 1 a rotation by 90 degrees is left: of the dims (1, 2, .. D) it makes
+    (-D/2-1, .., -D, 1, .., D/2) if halves turn together, (-2, 1, -4, 3, ..) if neighbours do.
+    Source: transformers 5.19 models/*/modeling_*.py, apply_rotary_pos_emb
+    """
+    module = vars(sys.modules[type(model).__module__])
+    if [name for name in module if name.startswith("apply_") and "rotary" in name] != [
+        "apply_rotary_pos_emb"
+    ]:
+        return None, None
+    embeddings = [part for name, part in model.named_modules() if name.endswith("rotary_emb")]
+    if not embeddings:
+        return None, None
+    dims = set()
+    try:
+        for embedding in embeddings:
+            like = torch.zeros(1, 1, 1, device=model.device)
+            cos, _ = embedding(like, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+            dims.add(cos.shape[-1])
+        (dim,) = dims
+        key = torch.arange(1.0, dim + 1).expand(1, 1, 1, dim)
+        zero, one = torch.zeros(1, 1, dim), torch.ones(1, 1, dim)
+        _, turned = module["apply_rotary_pos_emb"](key, key, zero, one)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None, None  # not the usual signature: unknown
+    half = torch.cat([-key[..., dim // 2 :], key[..., : dim // 2]], dim=-1)
+    interleaved = torch.stack([-key[..., 1::2], key[..., 0::2]], dim=-1).flatten(-2)
+    if torch.equal(turned, half):
+        return "half", dim
+    if torch.equal(turned, interleaved):
+        return "interleaved", dim
+    return None, None

@@ -1,0 +1,406 @@
+"""libkvx through ctypes: the structs of kvx_abi.h and kvx_ext.h, and the calls.
+
+Nothing else in KVX imports ctypes. Structs carry the names, field order and sizes of the headers;
+what a field means is written there. Spec: 3, 6
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, InvalidArgumentError
+
+ABI_MAJOR = 1
+MAX_TENSOR_DIMS = 5
+FLAG_KVCACHEINDEX = 1 << 0
+FLAG_ZERO_FILL = 1 << 0
+NO_NULL_BLOCK = -1
+
+_Dims = c_int64 * MAX_TENSOR_DIMS
+
+
+class _Struct(ctypes.Structure):
+    """A struct that begins with `size`, which the constructor fills in."""
+
+    _counts: ClassVar[set[str]]  # names of its uint32 fields
+
+    def __init__(self, **fields: Any) -> None:
+        for name in self._counts & fields.keys():
+            check_uint32(name, fields[name])
+        super().__init__(size=sizeof(self), **fields)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._counts = {name for name, field_type, *_ in cls._fields_ if field_type is c_uint32}
+
+
+def check_uint32(name: str, count: int) -> None:
+    """Refuses a count that ctypes would silently cut to 32 bits."""
+    if not 0 <= count < 2**32:
+        raise InvalidArgumentError(f"{name} is {count}, expected 0 to {2**32 - 1}")
+
+
+class kvx_version_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("abi_major", c_uint32),
+        ("abi_minor", c_uint32),
+        ("abi_patch", c_uint32),
+    )
+
+
+class kvx_tensor_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("dtype", c_int),
+        ("layout", c_int),
+        ("memory", c_int),
+        ("ndim", c_uint32),
+        ("shape", _Dims),
+        ("stride", _Dims),
+        ("data", c_void_p),
+    )
+
+
+class kvx_pool_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("memory", c_int),
+        ("bytes_per_block", c_uint32),
+        ("primary", c_void_p),
+        ("secondary", c_void_p),
+    )
+
+
+class kvx_cache_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("num_blocks", c_uint32),
+        ("block_size", c_uint32),
+        ("num_kv_heads", c_uint32),
+        ("head_dim", c_uint32),
+        ("k", kvx_tensor_desc_t),
+        ("v", kvx_tensor_desc_t),
+        ("pool", kvx_pool_desc_t),
+    )
+
+
+class kvx_block_table_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("format", c_int),
+        ("index_dtype", c_int),
+        ("indptr_dtype", c_int),
+        ("seq_count", c_uint32),
+        ("beam_width", c_uint32),
+        ("max_blocks_per_seq", c_uint32),
+        ("indices", c_void_p),
+        ("indptr", c_void_p),
+        ("indices_count", c_uint32),
+        ("indptr_count", c_uint32),
+        ("flags", c_uint32),
+    )
+
+
+class kvx_slot_mapping_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("dtype", c_int),
+        ("token_count", c_uint32),
+        ("invalid_slot", c_int64),
+        ("slots", c_void_p),
+    )
+
+
+class kvx_seq_lens_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("dtype", c_int),
+        ("seq_count", c_uint32),
+        ("lengths", c_void_p),
+    )
+
+
+class kvx_kv_io_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("key", kvx_tensor_desc_t),
+        ("value", kvx_tensor_desc_t),
+        ("num_tokens", c_uint32),
+        ("num_kv_heads", c_uint32),
+        ("head_dim", c_uint32),
+    )
+
+
+class kvx_scale_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("dtype", c_int),
+        ("granularity", c_int),
+        ("ndim", c_uint32),
+        ("shape", _Dims),
+        ("stride", _Dims),
+        ("data", c_void_p),
+    )
+
+
+class kvx_write_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("io", kvx_kv_io_desc_t),
+        ("slots", kvx_slot_mapping_t),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        ("k_scale_desc", kvx_scale_desc_t),
+        ("v_scale_desc", kvx_scale_desc_t),
+    )
+
+
+class kvx_gather_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("io", kvx_kv_io_desc_t),
+        ("block_table", kvx_block_table_t),
+        ("seq_lens", kvx_seq_lens_t),
+        ("max_seq_len", c_uint32),
+    )
+
+
+class kvx_backend_info_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("has_cuda", c_uint32),
+        ("num_threads", c_uint32),
+        ("reserved", c_uint32),
+        ("cpu_isa", c_char_p),
+        ("version", c_char_p),
+        ("stream_bytes", c_uint64),
+    )
+
+
+class kvx_gather_options_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("flags", c_uint32),
+        ("null_block_id", c_int64),
+        ("secondary_num_blocks", c_uint32),
+        ("reserved", c_uint32),
+        ("k_scale", POINTER(kvx_scale_desc_t)),
+        ("v_scale", POINTER(kvx_scale_desc_t)),
+    )
+
+
+class kvx_view_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("num_layers", c_uint32),
+        ("layers", POINTER(POINTER(kvx_cache_desc_t))),
+        ("block_table", POINTER(kvx_block_table_t)),
+        ("slots", POINTER(kvx_slot_mapping_t)),
+        ("starts", POINTER(kvx_seq_lens_t)),
+        ("head_start", c_uint32),
+        ("secondary_num_blocks", c_uint32),
+        ("null_block_id", c_int64),
+        ("k_scales", POINTER(POINTER(kvx_scale_desc_t))),
+        ("v_scales", POINTER(POINTER(kvx_scale_desc_t))),
+    )
+
+
+class kvx_migrate_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("flags", c_uint32),
+        ("num_heads", c_uint32),
+        ("reserved", c_uint32),
+        ("seq_lens", POINTER(kvx_seq_lens_t)),
+        ("src", POINTER(kvx_view_t)),
+        ("dst", POINTER(kvx_view_t)),
+    )
+
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "kvx_get_version": (POINTER(kvx_version_t),),
+    "kvx_validate_cache_desc": (POINTER(kvx_cache_desc_t),),
+    "kvx_write_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_write_desc_t), c_void_p),
+    "kvx_gather_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_gather_desc_t), c_void_p),
+    "kvx_gather_kv_ext": (
+        POINTER(kvx_cache_desc_t),
+        POINTER(kvx_gather_desc_t),
+        POINTER(kvx_gather_options_t),
+        c_void_p,
+    ),
+    "kvx_migrate_kv": (POINTER(kvx_migrate_desc_t), c_void_p),
+    "kvx_backend_info": (POINTER(kvx_backend_info_t),),
+    "kvx_set_num_threads": (c_uint32,),
+}
+
+
+@cache
+def library() -> Any:
+    """libkvx, loaded once: the file $KVX_LIBRARY names, or else libkvx.so beside this file.
+
+    Raises ImportError if there is none, IncompatibleError if its ABI major is not ours.
+    """
+    named = os.environ.get("KVX_LIBRARY")
+    path = Path(named) if named else Path(__file__).with_name("libkvx.so")
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"libkvx is not at {path} ({error}). Build it with `pip install -e .` in the KVX "
+            "repository, or set KVX_LIBRARY to its path"
+        ) from None
+    try:
+        lib.kvx_last_error.restype = c_char_p
+        lib.kvx_last_error.argtypes = ()
+        for name, argtypes in _FUNCTIONS.items():
+            function = getattr(lib, name)
+            function.restype = c_int
+            function.argtypes = argtypes
+    except AttributeError as error:
+        raise IncompatibleError(
+            f"{path} is not the libkvx that this kvx_core was made for: {error}. Rebuild it"
+        ) from None
+    version = kvx_version_t()
+    lib.kvx_get_version(version)
+    if version.abi_major != ABI_MAJOR:
+        raise IncompatibleError(
+            f"{path} has ABI major version {version.abi_major}, expected {ABI_MAJOR} (spec 3). "
+            "Install kvx_core and libkvx from the same release"
+        )
+    return lib
+
+
+def check(status: int) -> None:
+    """Raises the exception of a failing `status` with the sentence that C left for it."""
+    if status:
+        sentence = library().kvx_last_error().decode()
+        raise BY_STATUS.get(status, InternalError)(sentence)
+
+
+_S = TypeVar("_S", bound=_Struct)
+
+
+def dims(extents: Sequence[int]) -> Any:
+    """`extents` as the ABI's int64[5], the unused ones zero."""
+    return _Dims(*extents)
+
+
+def pointer_to(struct: _S | None) -> Any:
+    """A pointer that keeps `struct` alive; NULL for None."""
+    return None if struct is None else pointer(struct)
+
+
+def pointer_array(structs: Sequence[_S | None], struct_type: type[_S]) -> Any:
+    """A C array of pointers that keeps `structs` alive; NULL where one is None."""
+    array = (POINTER(struct_type) * len(structs))()
+    for i, struct in enumerate(structs):
+        if struct is not None:
+            array[i] = pointer(struct)
+    return array
+
+
+def words(struct: _Struct) -> tuple[memoryview, memoryview]:
+    """The struct as writable arrays of int64 and of uint32: the cheapest way to set a field."""
+    octets = memoryview(struct).cast("B")
+    return octets.cast("q"), octets.cast("I")
+
+
+def offset(struct_type: Any, *path: str) -> int:
+    """Byte offset of the field at `path`, such as ("io", "key", "data")."""
+    total = 0
+    for name in path:
+        total += getattr(struct_type, name).offset
+        struct_type = {field[0]: field[1] for field in struct_type._fields_}[name]
+    return total
+
+
+def read(address: int, num_bytes: int) -> memoryview:
+    """`num_bytes` of HOST memory, read-only and uncopied; the caller keeps it alive."""
+    array = (ctypes.c_char * num_bytes).from_address(address)
+    return memoryview(array).toreadonly()
+
+
+# --- DLPack: https://dmlc.github.io/dlpack/latest/c_api.html
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    )
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", c_uint32),
+        ("minor", c_uint32),
+        ("manager_ctx", c_void_p),
+        ("deleter", c_void_p),
+        ("flags", c_uint64),
+        ("dl_tensor", _DLTensor),
+    )
+
+
+_DLPACK_FLAG_READ_ONLY = 1 << 0
+
+_PyCapsule_IsValid = ctypes.pythonapi.PyCapsule_IsValid
+_PyCapsule_IsValid.restype = c_int
+_PyCapsule_IsValid.argtypes = (ctypes.py_object, c_char_p)
+_PyCapsule_GetPointer = ctypes.pythonapi.PyCapsule_GetPointer
+_PyCapsule_GetPointer.restype = c_void_p
+_PyCapsule_GetPointer.argtypes = (ctypes.py_object, c_char_p)
+
+
+class DLPackTensor(NamedTuple):
+    """What a DLPack capsule says of its tensor."""
+
+    data: int
+    device_type: int
+    code: int
+    bits: int
+    lanes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # elements; None: row-major
+    writable: bool
+
+
+def read_dlpack(capsule: object) -> DLPackTensor:
+    """Reads a DLPack capsule without consuming it: whoever keeps the capsule keeps the memory."""
+    writable = True
+    if _PyCapsule_IsValid(capsule, b"dltensor_versioned"):
+        address = _PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+        managed = _DLManagedTensorVersioned.from_address(address)
+        if managed.major != 1:
+            raise IncompatibleError(
+                f"the DLPack capsule has major version {managed.major}, expected 1"
+            )
+        writable = not managed.flags & _DLPACK_FLAG_READ_ONLY
+        tensor = managed.dl_tensor
+    else:  # DLManagedTensor begins with its DLTensor
+        tensor = _DLTensor.from_address(_PyCapsule_GetPointer(capsule, b"dltensor"))
+    ndim = tensor.ndim
+    return DLPackTensor(
+        data=(tensor.data or 0) + tensor.byte_offset,
+        device_type=tensor.device_type,
+        code=tensor.code,
+        bits=tensor.bits,
+        lanes=tensor.lanes,
+        shape=tuple(tensor.shape[:ndim]),
+        strides=tuple(tensor.strides[:ndim]) if tensor.strides else None,
+        writable=writable,
+    )

@@ -1,0 +1,76 @@
+"""The exceptions of KVX: one per failing status of the ABI, each also the builtin it resembles.
+
+Every message says which field, what it is, what was expected, and the way out where there is one.
+Spec: 8
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """Result of an ABI call. Spec: 8"""
+
+    OK = 0
+    INVALID_ARGUMENT = 1
+    UNSUPPORTED = 2
+    OUT_OF_RANGE = 3
+    INCOMPATIBLE = 4
+    INTERNAL_ERROR = 5
+
+
+class KvxError(Exception):
+    """Any failure of KVX; `status` is the ABI's word for it."""
+
+    status = Status.INTERNAL_ERROR
+
+
+class InvalidArgumentError(KvxError, ValueError):
+    """A descriptor or argument is missing, wrong or inconsistent."""
+
+    status = Status.INVALID_ARGUMENT
+
+
+class UnsupportedError(KvxError, NotImplementedError):
+    """Well formed, but not something this build can do."""
+
+    status = Status.UNSUPPORTED
+
+
+class OutOfRangeError(KvxError, IndexError):
+    """A slot, block, offset or length points outside the cache; nothing was written."""
+
+    status = Status.OUT_OF_RANGE
+
+
+class IncompatibleError(KvxError, RuntimeError):
+    """libkvx and kvx_core speak different major versions of the ABI."""
+
+    status = Status.INCOMPATIBLE
+
+
+class InternalError(KvxError, RuntimeError):
+    """A bug in KVX or an exhausted system resource."""
+
+    status = Status.INTERNAL_ERROR
+
+
+class FactsMismatchError(InvalidArgumentError):
+    """Bytes could be copied but would not mean the same; `reasons` says why, one per fact."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("the copy would not mean the same: " + "; ".join(reasons))
+        self.reasons = tuple(reasons)
+
+
+BY_STATUS: dict[int, type[KvxError]] = {
+    error.status: error
+    for error in (
+        InvalidArgumentError,
+        UnsupportedError,
+        OutOfRangeError,
+        IncompatibleError,
+        InternalError,
+    )
+}

@@ -1,0 +1,132 @@
+"""What the bytes of a cache mean beyond layout and dtype, so that a copy means the same.
+
+An adapter fills in what it knows of its engine; the caller adds what only the caller knows (which
+model). Unknown is None, and is never taken for agreement with something known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvx_core.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """The meaning of one engine's cache; None where unknown.
+
+    `engine` and `negative_slots` inform the reader; all other fields are compared.
+    """
+
+    engine: str | None = None  # name and version, such as "vllm 0.32.0"
+    fingerprint: str | None = None  # of model, weights and tokenizer: see fingerprint()
+    rotary: Literal["half", "interleaved", "none"] | None = None  # how the dims of K pair up
+    rotary_dim: int | None = None  # dims of a head that rotate; 0 for "none"
+    rope_applied: bool | None = None  # K is stored after its rotation
+    hadamard: bool | None = None  # K or V is stored Hadamard-rotated
+    scale_convention: Literal["multiply", "divide"] | None = None  # KVX: value = stored * scale
+    num_layers: int | None = None  # layers of the model held here
+    first_layer: int | None = None  # index in the model of the first of them
+    window: int | None = None  # sliding window in tokens; 0 for full attention
+    total_kv_heads: int | None = None  # of the model, over all tensor-parallel ranks
+    first_kv_head: int | None = None  # index in the model of the first head held here
+    negative_slots: Literal["skip", "wrap", "undefined"] | None = None  # in the engine's own write
+
+
+_EQUAL = (
+    "fingerprint",
+    "rotary",
+    "rotary_dim",
+    "rope_applied",
+    "hadamard",
+    "num_layers",
+    "first_layer",
+    "window",
+    "total_kv_heads",
+)
+
+
+def compare(
+    src: CacheFacts, dst: CacheFacts, *, src_head_start: int = 0, dst_head_start: int = 0
+) -> list[str]:
+    """Why bytes copied from `src` to `dst` would not mean the same: a sentence each, or none.
+
+    src_head_start, dst_head_start: the first head to be copied at either end, counted from the
+    first that the end holds; both have to be the same head of the model.
+    A fact that only one end knows is a reason too; one that neither knows is not.
+    """
+    reasons = [
+        reason
+        for name in _EQUAL
+        for reason in _unequal(name, getattr(src, name), getattr(dst, name), src, dst)
+    ]
+    src_head = None if src.first_kv_head is None else src.first_kv_head + src_head_start
+    dst_head = None if dst.first_kv_head is None else dst.first_kv_head + dst_head_start
+    name = "first_kv_head" if src_head is None or dst_head is None else "first_kv_head + head_start"
+    reasons += _unequal(name, src_head, dst_head, src, dst)
+    for end, facts in (("source", src), ("destination", dst)):
+        if facts.scale_convention not in (None, "multiply"):
+            reasons.append(
+                f"scale_convention is {facts.scale_convention!r} at the {_named(end, facts)}, "
+                "expected 'multiply': give its scales as value = stored * scale"
+            )
+    return reasons
+
+
+def _unequal(
+    name: str, at_src: object, at_dst: object, src: CacheFacts, dst: CacheFacts
+) -> Iterator[str]:
+    """The reason, if there is one, why `name` keeps the two ends apart."""
+    source, destination = _named("source", src), _named("destination", dst)
+    if at_src == at_dst:
+        return
+    if at_src is None:
+        yield (
+            f"{name} is {at_dst!r} at the {destination} and unknown at the {source}: "
+            f"set CacheFacts.{name} of the source"
+        )
+    elif at_dst is None:
+        yield (
+            f"{name} is {at_src!r} at the {source} and unknown at the {destination}: "
+            f"set CacheFacts.{name} of the destination"
+        )
+    else:
+        yield f"{name} is {at_src!r} at the {source} and {at_dst!r} at the {destination}"
+
+
+def _named(end: str, facts: CacheFacts) -> str:
+    return end if facts.engine is None else f"{end} ({facts.engine})"
+
+
+def fingerprint(*parts: bytes | str | Path) -> str:
+    """SHA-256, as hex, of `parts` in order: equal only if every part is.
+
+    parts: bytes and str stand for themselves (str as UTF-8); a Path for the content of a file, or
+           of all files below a directory together with their names there.
+    Raises OSError for a file that cannot be read, InvalidArgumentError for a path that is neither.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            content = _path_digest(part)
+        else:
+            content = hashlib.sha256(part.encode() if isinstance(part, str) else part).digest()
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _path_digest(path: Path) -> bytes:
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    if not path.is_dir():
+        raise InvalidArgumentError(f"fingerprint: {path} is neither a file nor a directory")
+    digest = hashlib.sha256()
+    for file_path in sorted(found for found in path.rglob("*") if found.is_file()):
+        digest.update(hashlib.sha256(file_path.relative_to(path).as_posix().encode()).digest())
+        digest.update(_path_digest(file_path))
+    return digest.digest()

@@ -1,0 +1,74 @@
+"""What the axes of each layout are. Spec: 4.2"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.types import Layout
+
+
+class Axes(NamedTuple):
+    """The sizes that a cache tensor's shape states."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    pack: int  # elements of a head stored side by side before the next token; 1 if not packed
+
+
+def axes(layout: Layout, shape: Sequence[int]) -> Axes:
+    """Reads the sizes of a cache off the shape of its K or V tensor.
+
+    layout: BLOCK_CUSTOM reads as BLOCK_HND with 4 axes and as BLOCK_HND_PACKED with 5.
+    Raises InvalidArgumentError if the layout has another number of axes.
+    Spec: 4.2
+    """
+    ndim = len(shape)
+    if layout is Layout.BLOCK_NHD and ndim == 4:
+        num_blocks, block_size, num_kv_heads, head_dim = shape
+        return Axes(num_blocks, block_size, num_kv_heads, head_dim, 1)
+    if layout in (Layout.BLOCK_HND, Layout.BLOCK_CUSTOM) and ndim == 4:
+        num_blocks, num_kv_heads, block_size, head_dim = shape
+        return Axes(num_blocks, block_size, num_kv_heads, head_dim, 1)
+    if layout in (Layout.BLOCK_HND_PACKED, Layout.BLOCK_CUSTOM) and ndim == 5:
+        num_blocks, num_kv_heads, chunks, block_size, pack = shape
+        return Axes(num_blocks, block_size, num_kv_heads, chunks * pack, pack)
+    expected = {Layout.BLOCK_HND_PACKED: "5", Layout.BLOCK_CUSTOM: "4 or 5"}.get(layout, "4")
+    raise InvalidArgumentError(
+        f"tensor.ndim is {ndim}, expected {expected} ({layout.name}, spec 4.2)"
+    )
+
+
+def shape(
+    layout: Layout,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    pack: int = 1,
+) -> tuple[int, ...]:
+    """The shape of a K or V tensor of `layout`; `axes` is its inverse.
+
+    pack: of BLOCK_HND_PACKED only; it divides head_dim.
+    Raises InvalidArgumentError.
+    Spec: 4.2
+    """
+    if layout is Layout.BLOCK_NHD:
+        return (num_blocks, block_size, num_kv_heads, head_dim)
+    if layout is Layout.BLOCK_HND:
+        return (num_blocks, num_kv_heads, block_size, head_dim)
+    if layout is Layout.BLOCK_HND_PACKED:
+        if pack < 1 or head_dim % pack:
+            raise InvalidArgumentError(
+                f"pack is {pack}, expected a divisor of head_dim {head_dim} "
+                "(BLOCK_HND_PACKED, spec 4.2)"
+            )
+        return (num_blocks, num_kv_heads, head_dim // pack, block_size, pack)
+    raise InvalidArgumentError(
+        f"layout is {layout.name}, expected one with a shape of its own: BLOCK_NHD, BLOCK_HND or "
+        "BLOCK_HND_PACKED (spec 4.2)"
+    )

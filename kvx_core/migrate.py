@@ -1,0 +1,90 @@
+"""migrate: sequences from one engine's cache into another's, in one pass. Spec: E.3"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvx_core import _abi, facts
+from kvx_core.descriptors import SeqLens, require_writable, same_memory
+from kvx_core.errors import FactsMismatchError
+from kvx_core.tensors import TensorLike
+from kvx_core.view import CacheSpan, CacheView
+
+
+def migrate(
+    src: CacheView | CacheSpan,
+    dst: CacheView | CacheSpan,
+    seq_lens: SeqLens | TensorLike | Sequence[int],
+    *,
+    num_heads: int | None = None,
+    zero_fill: bool = False,
+    stream: int | None = None,
+) -> int:
+    """Moves sequences from one cache into another: all layers, K and V, in one call and one pass.
+
+    Token src.starts[s] + i of sequence s goes to dst.starts[s] + i, for i < seq_lens[s], heads
+    src.head_start + h to dst.head_start + h, for h < num_heads. Layout, strides, block size, dtype,
+    scales and table of the two ends may differ.
+
+    src, dst:  a CacheView for a dense cache (sequence s is block s), or CacheView.at(...)
+    seq_lens:  (seq_count,), int32 or int64, or a list of int: the tokens to move; lengths on a
+               device are read back
+    num_heads: None: all heads, of which both ends hold the same number
+    zero_fill: zero the destination tokens whose source block is null; they keep what they held
+               otherwise
+    stream:    CUDA stream; None: the default stream. Ignored for HOST memory
+    Mutates the destination tokens named above, nothing else.
+    Returns the bytes of those tokens as the destination stores them.
+    Raises FactsMismatchError if a copy would not mean the same, else InvalidArgumentError,
+    UnsupportedError, OutOfRangeError; then nothing was written.
+    Spec: E.3
+    """
+    src, dst, lens = CacheSpan.of(src), CacheSpan.of(dst), SeqLens.of(seq_lens)
+    reasons = facts.compare(
+        src.view.facts,
+        dst.view.facts,
+        src_head_start=src.head_start,
+        dst_head_start=dst.head_start,
+    )
+    if reasons:
+        raise FactsMismatchError(reasons)
+    num_tokens = int(lens.to_numpy().sum()) * rows_per_sequence(src, dst, lens)
+    copy_tokens(src, dst, lens, num_heads=num_heads, zero_fill=zero_fill, stream=stream)
+    return num_tokens * sum(
+        (num_heads or layer.num_kv_heads) * head_dim * tensor.dtype.itemsize
+        for layer in dst.view.layers
+        for tensor, head_dim in zip(
+            layer.tensors.values(), (layer.head_dim, layer.v_head_dim), strict=False
+        )
+    )
+
+
+def copy_tokens(
+    src: CacheSpan,
+    dst: CacheSpan,
+    lens: SeqLens,
+    *,
+    num_heads: int | None = None,
+    zero_fill: bool = False,
+    stream: int | None = None,
+) -> None:
+    """What migrate does after it has compared facts."""
+    for i, layer in enumerate(dst.view.layers):
+        for name, tensor in layer.tensors.items():
+            require_writable(f"dst.layers[{i}].{name}", tensor)
+    if src.view.layers and lens.seq_count:
+        same_memory("seq_lens", lens.memory, "src.layers[0].k", src.view.layers[0].k.memory)
+    struct = _abi.kvx_migrate_desc_t(
+        flags=_abi.FLAG_ZERO_FILL if zero_fill else 0,
+        num_heads=num_heads or 0,
+        seq_lens=_abi.pointer_to(lens.to_c()),
+        src=_abi.pointer_to(src.to_c()),
+        dst=_abi.pointer_to(dst.to_c()),
+    )
+    _abi.check(_abi.library().kvx_migrate_kv(struct, stream))
+
+
+def rows_per_sequence(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> int:
+    """Rows that share one length: the beams of a KV_OFFSETS table, else 1."""
+    rows = [end.block_table.num_rows for end in (src, dst) if end.block_table is not None]
+    return max(rows, default=lens.seq_count) // max(lens.seq_count, 1) or 1

@@ -1,0 +1,473 @@
+"""write_kv and gather_kv: new tokens into a paged cache, cached tokens out of it.
+
+A call describes its tensors, hands them to libkvx and returns. A plan keeps the descriptions and
+refreshes what changes from call to call. Spec: 6.8 to 6.10, 7
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, overload
+
+from kvx_core import _abi
+from kvx_core.descriptors import (
+    BlockTable,
+    CacheDesc,
+    ScaleDesc,
+    SeqLens,
+    SlotMapping,
+    TensorDesc,
+    describe,
+    require_writable,
+    same_memory,
+)
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import TensorLike, empty_like_owner, is_torch
+from kvx_core.types import DType, Layout
+
+Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
+
+
+def write_kv(
+    cache: CacheDesc,
+    key: TensorLike | TensorDesc,
+    value: TensorLike | TensorDesc | None,
+    slots: SlotMapping | TensorLike | Sequence[int],
+    *,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    stream: int | None = None,
+) -> None:
+    """Writes new tokens into a paged cache, converting dtype and scale on the way.
+
+    key, value: (>= num_tokens, num_kv_heads, head_dim), any strides and any dtype that converts to
+                the cache's; rows past num_tokens are padding; value is None if there is no V
+    slots:      (num_tokens,), int32 or int64, or a list of int; negative slots are skipped
+    k_scale, v_scale: of an FP8 cache
+    stream:     CUDA stream; None: the default stream. Ignored for HOST memory
+    Mutates the slots named, nothing else.
+    Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
+    Spec: 6.9, 7
+    """
+    scales = _scale(k_scale), _scale(v_scale)
+    _write(cache, _io(key), _io(value), SlotMapping.of(slots), scales, stream)
+
+
+def gather_kv(
+    cache: CacheDesc,
+    block_table: BlockTable | TensorLike | Sequence[Sequence[int]],
+    seq_lens: SeqLens | TensorLike | Sequence[int],
+    *,
+    max_seq_len: int | None = None,
+    out: tuple[Any, Any] | None = None,
+    dtype: DType | str | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    null_block_id: int = _abi.NO_NULL_BLOCK,
+    zero_fill: bool = False,
+    secondary_num_blocks: int = 0,
+    stream: int | None = None,
+) -> tuple[Any, Any]:
+    """Gathers the first min(length, max_seq_len) cached tokens of every sequence.
+
+    block_table: a BlockTable, or block ids (seq_count, max_blocks_per_seq), int32 or int64; entries
+                 past a sequence's blocks are never read, negative ones are null
+    seq_lens:    (seq_count,), int32 or int64, or a list of int
+    max_seq_len: rows per sequence; None: those of `out`, or the longest sequence, for which lengths
+                 on a device are read back
+    out:         (key, value) to fill: (seq_count * beam_width, max_seq_len, num_kv_heads, head_dim)
+                 or the same rows as 3-D, any strides and any dtype that the cache's converts to;
+                 value is None if there is no V. None: new tensors of torch or numpy, whichever the
+                 cache's memory belongs to
+    dtype:       of new tensors; None: the cache's
+    k_scale, v_scale: of an FP8 cache
+    null_block_id: a block id that holds nothing (vLLM: 0)
+    zero_fill:   zero the rows without a source, of null blocks and past a sequence's length; they
+                 keep what they held otherwise. New tensors are always zero there
+    secondary_num_blocks: blocks in the secondary pool; 0: as many as num_blocks
+    stream:      CUDA stream; None: the default stream. Ignored for HOST memory
+    Mutates those rows of `out`, nothing else. Returns (key, value).
+    Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
+    Spec: 6.10, 7, E.2
+    """
+    table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+    if out is None:
+        scaled = k_scale is not None or v_scale is not None
+        if max_seq_len is None:
+            max_seq_len = int(lens.to_numpy().max(initial=0))
+        _abi.check_uint32("max_seq_len", max_seq_len)
+        out = _new_outputs(cache, table, max_seq_len, dtype, scaled=scaled)
+        zero_fill = True
+    elif dtype is not None:
+        raise InvalidArgumentError(
+            f"dtype is {dtype!r}, expected None with out, whose tensors have dtypes of their own"
+        )
+    key, value = out
+    options = _GatherOptions(
+        _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks
+    )
+    _gather(cache, _io(key), _io(value), table, lens, max_seq_len, options, stream)
+    return key, value
+
+
+class WritePlan:
+    """write_kv with its descriptions kept: about a microsecond per call.
+
+    Torch tensors whose dtype, device, strides and shape past the first axis are those of the last
+    call cost a refresh of addresses and counts. Whatever else write_kv takes is described anew, as
+    write_kv does. Threads may share a plan.
+    """
+
+    def __init__(
+        self,
+        cache: CacheDesc,
+        key_like: TensorLike | TensorDesc,
+        value_like: TensorLike | TensorDesc | None,
+        *,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Checks that tokens like these can be written; writes nothing.
+
+        cache, k_scale, v_scale, stream: as for write_kv; the plan keeps them alive
+        key_like, value_like: (any, num_kv_heads, head_dim), such as calls will pass
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        self._cache = cache
+        self._scales = _scale(k_scale), _scale(v_scale)
+        self._stream = stream
+        self._thread = threading.local()  # .call: a thread's own struct, as calls drop the GIL
+        _write(cache, _io(key_like), _io(value_like), SlotMapping.of(()), self._scales, stream)
+
+    def __call__(self, key: Any, value: Any, slots: Any) -> None:
+        """write_kv(cache, key, value, slots). Raises as write_kv."""
+        try:
+            status = self._thread.call(key, value, slots)
+        except (AttributeError, TypeError):  # a first call, or no torch tensors
+            status = None
+        if status is None:
+            mapping = SlotMapping.of(slots)
+            _write(self._cache, _io(key), _io(value), mapping, self._scales, self._stream)
+            tensors = [t for t in (key, value, slots) if t is not None]
+            # One slot is contiguous with any stride, several are not.
+            if all(map(is_torch, tensors)) and slots.stride() == (1,):
+                self._thread.call = self._bind(key, value, slots)
+        elif status:
+            _abi.check(status)
+
+    def _bind(self, key: Any, value: Any, slots: Any) -> Callable[[Any, Any, Any], int | None]:
+        """A call for tensors like these. For others it does nothing and returns None."""
+        write = _write_desc(self._cache, _io(key), _io(value), SlotMapping.of(slots), self._scales)
+        words, counts = _abi.words(write)
+        at = partial(_abi.offset, _abi.kvx_write_desc_t)
+        key_data, key_rows = at("io", "key", "data") // 8, at("io", "key", "shape") // 8
+        value_data, value_rows = at("io", "value", "data") // 8, at("io", "value", "shape") // 8
+        slots_data = at("slots", "slots") // 8
+        num_tokens, token_count = at("io", "num_tokens") // 4, at("slots", "token_count") // 4
+
+        kvx_write_kv, stream = _abi.library().kvx_write_kv, self._stream
+        cache = self._cache.to_c()
+        has_value = value is not None
+        like = _like([key, value, slots] if has_value else [key, slots], free_rows=True)
+        key_row = key.shape[1] * key.shape[2]
+        value_row = value.shape[1] * value.shape[2] if has_value else 0
+
+        def call(key: Any, value: Any, slots: Any) -> int | None:
+            if has_value:
+                if not like(key, value, slots):
+                    return None
+                words[value_data] = value.data_ptr()
+                words[value_rows] = value.numel() // value_row
+            elif value is not None or not like(key, slots):
+                return None
+            words[key_data] = key.data_ptr()
+            words[key_rows] = key.numel() // key_row
+            words[slots_data] = slots.data_ptr()
+            counts[num_tokens] = counts[token_count] = slots.numel()
+            return kvx_write_kv(cache, write, stream)  # type: ignore[no-any-return]
+
+        return call
+
+
+class GatherPlan:
+    """gather_kv with its descriptions kept.
+
+    Torch tensors of the dtypes, devices, shapes and strides of the last call cost a refresh of
+    their addresses. Whatever else gather_kv takes is described anew, as gather_kv does. Threads may
+    share a plan.
+    """
+
+    def __init__(
+        self,
+        cache: CacheDesc,
+        key_like: TensorLike | TensorDesc,
+        value_like: TensorLike | TensorDesc | None,
+        *,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        null_block_id: int = _abi.NO_NULL_BLOCK,
+        zero_fill: bool = False,
+        secondary_num_blocks: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        """Checks that tokens can be gathered into outputs like these; writes nothing.
+
+        cache and the options: as for gather_kv; the plan keeps them alive
+        key_like, value_like: outputs as gather_kv takes them, with any number of rows
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        self._cache = cache
+        self._options = _GatherOptions(
+            _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks
+        )
+        self._stream = stream
+        self._thread = threading.local()  # .call: a thread's own struct, as calls drop the GIL
+        key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
+        self._gather(key, value, BlockTable.packed([]), SeqLens.of([]))
+
+    def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
+        """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
+        try:
+            status = self._thread.call(key, value, block_table, seq_lens)
+        except (AttributeError, TypeError):  # a first call, or no torch tensors
+            status = None
+        if status is None:
+            table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+            self._gather(_io(key), _io(value), table, lens)
+            tensors = [t for t in (key, value, block_table, seq_lens) if t is not None]
+            if all(map(is_torch, tensors)):
+                self._thread.call = self._bind(key, value, block_table, seq_lens)
+        elif status:
+            _abi.check(status)
+
+    def _gather(
+        self, key: TensorDesc, value: TensorDesc | None, table: BlockTable, lens: SeqLens
+    ) -> None:
+        _gather(self._cache, key, value, table, lens, None, self._options, self._stream)
+
+    def _bind(
+        self, key: Any, value: Any, block_table: Any, seq_lens: Any
+    ) -> Callable[[Any, Any, Any, Any], int | None]:
+        """A call for tensors like these. For others it does nothing and returns None."""
+        table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+        gather = _gather_desc(self._cache, _io(key), _io(value), table, lens, None)
+        options = self._options.to_c()
+        words, _ = _abi.words(gather)
+        at = partial(_abi.offset, _abi.kvx_gather_desc_t)
+        key_data, value_data = at("io", "key", "data") // 8, at("io", "value", "data") // 8
+        indices = at("block_table", "indices") // 8
+        lengths = at("seq_lens", "lengths") // 8
+
+        kvx_gather_kv_ext, stream = _abi.library().kvx_gather_kv_ext, self._stream
+        cache = self._cache.to_c()
+        has_value = value is not None
+        outputs = [key, value] if has_value else [key]
+        like = _like([*outputs, block_table, seq_lens], free_rows=False)
+
+        def call(key: Any, value: Any, block_table: Any, seq_lens: Any) -> int | None:
+            if has_value:
+                if not like(key, value, block_table, seq_lens):
+                    return None
+                words[value_data] = value.data_ptr()
+            elif value is not None or not like(key, block_table, seq_lens):
+                return None
+            words[key_data] = key.data_ptr()
+            words[indices] = block_table.data_ptr()
+            words[lengths] = seq_lens.data_ptr()
+            return kvx_gather_kv_ext(cache, gather, options, stream)  # type: ignore[no-any-return]
+
+        return call
+
+
+def _like(tensors: Sequence[Any], *, free_rows: bool) -> Callable[..., bool]:
+    """A test that tensors have the dtype, device, strides and shape of these torch tensors.
+
+    free_rows: the first axis may have any extent
+    """
+    try:  # what torch.compile checks its inputs with: one call for all of them
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes = [[None, *t.shape[1:]] if free_rows else list(t.shape) for t in tensors]
+        strides = [list(t.stride()) for t in tensors]
+        guards = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # torch's own stub is too narrow
+            dynamic_dims_strides=strides,  # type: ignore[arg-type]
+        )
+        check: Callable[..., bool] = guards.check
+        return check
+    except (ImportError, TypeError):  # a torch without it
+        expected = [_signature(t, free_rows) for t in tensors]
+        return lambda *tensors: [_signature(t, free_rows) for t in tensors] == expected
+
+
+def _signature(tensor: Any, free_rows: bool) -> tuple[Any, ...]:
+    shape = tensor.shape[1:] if free_rows else tensor.shape
+    return shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+# From here on only descriptors, which the callers hold until C is done: the structs made of them
+# hold bare addresses.
+
+_Scales = tuple[ScaleDesc | None, ScaleDesc | None]  # of K and of V
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherOptions:
+    k_scale: ScaleDesc | None
+    v_scale: ScaleDesc | None
+    null_block_id: int
+    zero_fill: bool
+    secondary_num_blocks: int
+
+    def to_c(self) -> _abi.kvx_gather_options_t:
+        return _abi.kvx_gather_options_t(
+            flags=_abi.FLAG_ZERO_FILL if self.zero_fill else 0,
+            null_block_id=self.null_block_id,
+            secondary_num_blocks=self.secondary_num_blocks,
+            k_scale=None if self.k_scale is None else _abi.pointer_to(self.k_scale.to_c()),
+            v_scale=None if self.v_scale is None else _abi.pointer_to(self.v_scale.to_c()),
+        )
+
+
+def _write(
+    cache: CacheDesc,
+    key: TensorDesc,
+    value: TensorDesc | None,
+    slots: SlotMapping,
+    scales: _Scales,
+    stream: int | None,
+) -> None:
+    for name, tensor in cache.tensors.items():
+        require_writable(f"cache.{name}", tensor)
+    write = _write_desc(cache, key, value, slots, scales)
+    _abi.check(_abi.library().kvx_write_kv(cache.to_c(), write, stream))
+
+
+def _gather(
+    cache: CacheDesc,
+    key: TensorDesc,
+    value: TensorDesc | None,
+    table: BlockTable,
+    lens: SeqLens,
+    max_seq_len: int | None,
+    options: _GatherOptions,
+    stream: int | None,
+) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor is not None:
+            require_writable(name, tensor)
+    _check_scales_memory(cache, (options.k_scale, options.v_scale))
+    gather = _gather_desc(cache, key, value, table, lens, max_seq_len)
+    _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), stream))
+
+
+def _write_desc(
+    cache: CacheDesc,
+    key: TensorDesc,
+    value: TensorDesc | None,
+    slots: SlotMapping,
+    scales: _Scales,
+) -> _abi.kvx_write_desc_t:
+    if slots.token_count:
+        same_memory("slots", slots.memory, "cache.k", cache.k.memory)
+    _check_scales_memory(cache, scales)
+    k_scale, v_scale = scales
+    write = _abi.kvx_write_desc_t(
+        io=_io_desc(cache, key, value, slots.token_count), slots=slots.to_c()
+    )
+    if k_scale is not None:
+        write.k_scale_desc = k_scale.to_c()
+    if v_scale is not None:
+        write.v_scale_desc = v_scale.to_c()
+    return write
+
+
+def _gather_desc(
+    cache: CacheDesc,
+    key: TensorDesc,
+    value: TensorDesc | None,
+    table: BlockTable,
+    lens: SeqLens,
+    max_seq_len: int | None,
+) -> _abi.kvx_gather_desc_t:
+    rows = table.num_rows
+    if rows:
+        same_memory("block_table", table.memory, "cache.k", cache.k.memory)
+        same_memory("seq_lens", lens.memory, "cache.k", cache.k.memory)
+    if max_seq_len is None:
+        max_seq_len = key.shape[1] if key.ndim == 4 else key.shape[0] // max(rows, 1)
+    return _abi.kvx_gather_desc_t(
+        io=_io_desc(cache, key, value, rows * max_seq_len),
+        block_table=table.to_c(),
+        seq_lens=lens.to_c(),
+        max_seq_len=max_seq_len,
+    )
+
+
+def _io_desc(
+    cache: CacheDesc, key: TensorDesc, value: TensorDesc | None, num_tokens: int
+) -> _abi.kvx_kv_io_desc_t:
+    return _abi.kvx_kv_io_desc_t(
+        key=key.to_c(),
+        value=_abi.kvx_tensor_desc_t() if value is None else value.to_c(),
+        num_tokens=num_tokens,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+    )
+
+
+def _check_scales_memory(cache: CacheDesc, scales: _Scales) -> None:
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            same_memory(name, scale.memory, "cache.k", cache.k.memory)
+
+
+@overload
+def _io(tensor: TensorLike | TensorDesc) -> TensorDesc: ...
+@overload
+def _io(tensor: TensorLike | TensorDesc | None) -> TensorDesc | None: ...
+def _io(tensor: TensorLike | TensorDesc | None) -> TensorDesc | None:
+    if tensor is None or isinstance(tensor, TensorDesc):
+        return tensor
+    return describe(tensor, Layout.BLOCK_CUSTOM)
+
+
+def _scale(scale: Scale | None) -> ScaleDesc | None:
+    return None if scale is None else ScaleDesc.of(scale)
+
+
+@overload
+def _no_rows(desc: TensorDesc) -> TensorDesc: ...
+@overload
+def _no_rows(desc: TensorDesc | None) -> TensorDesc | None: ...
+def _no_rows(desc: TensorDesc | None) -> TensorDesc | None:
+    return None if desc is None else replace(desc, shape=(0, *desc.shape[1:]))
+
+
+def _new_outputs(
+    cache: CacheDesc,
+    table: BlockTable,
+    max_seq_len: int,
+    dtype: DType | str | None,
+    *,
+    scaled: bool,
+) -> tuple[Any, Any]:
+    if dtype is None and scaled:
+        raise InvalidArgumentError(
+            "dtype is None, expected the dtype to convert to, since scales are given and the "
+            "outputs have none"
+        )
+
+    def new(tensor: TensorDesc, head_dim: int) -> Any:
+        shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
+        return empty_like_owner(
+            tensor.owner, shape, tensor.dtype if dtype is None else DType.of(dtype)
+        )
+
+    key = new(cache.k, cache.head_dim)
+    return key, None if cache.v is None else new(cache.v, cache.v_head_dim)

@@ -1,0 +1,263 @@
+"""Zero-copy access to the memory of any tensor: torch, numpy, or whatever speaks DLPack.
+
+What a tensor means (which axis is which) is for layouts.py and descriptors.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.types import DType, Memory
+
+
+class TensorLike(Protocol):
+    """A tensor in memory: torch.Tensor, numpy.ndarray, or any object with the DLPack methods."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A tensor's memory, without a copy. `owner` keeps it alive."""
+
+    data: int  # address of element [0, 0, ...]; 0 if the tensor is empty
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    dtype: DType
+    memory: Memory
+    writable: bool
+    owner: object = field(compare=False, repr=False)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps; the strides of axes of extent 1 do not count."""
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if extent != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= extent
+        return True
+
+
+def borrow(tensor: TensorLike) -> Borrowed:
+    """The memory of `tensor`, without copying it.
+
+    tensor: torch.Tensor, numpy.ndarray (ml_dtypes included), or an object with __dlpack__; any
+            shape and strides. Memory is HOST, or for other devices DEVICE (UNIFIED if DLPack
+            calls it managed).
+    A device's pending work is not waited for.
+    Raises InvalidArgumentError, UnsupportedError.
+    """
+    if is_torch(tensor):
+        return _borrow_torch(tensor)
+    if isinstance(tensor, np.ndarray):
+        return _borrow_numpy(tensor)
+    if hasattr(tensor, "__dlpack__"):
+        return _borrow_dlpack(tensor)
+    raise InvalidArgumentError(
+        f"tensor is a {type(tensor).__name__}, expected a torch.Tensor, a numpy.ndarray or an "
+        "object with __dlpack__"
+    )
+
+
+def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
+    """A tensor as `borrow` sees it, or a list of integers as a new int64 array.
+
+    Raises InvalidArgumentError, which calls the numbers `name`, or UnsupportedError.
+    """
+    if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Sequence):
+        return borrow(numbers)  # type: ignore[arg-type]
+    return borrow(int64_array(name, numbers))
+
+
+def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
+    try:
+        return np.array(array("q", numbers), np.int64)
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgumentError(f"{name}: {error}, expected integers of 64 bits") from None
+
+
+def is_torch(tensor: object) -> TypeGuard[Any]:
+    """Whether `tensor` is a torch.Tensor; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def empty_like_owner(owner: object, shape: Sequence[int], dtype: DType) -> Any:
+    """A new uninitialised tensor of `shape` from the library, and on the device, of `owner`.
+
+    Raises UnsupportedError if that is not torch or numpy, or does not know the dtype.
+    """
+    if is_torch(owner):
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.array_name), device=owner.device)
+    if isinstance(owner, np.ndarray):
+        return np.empty(shape, _numpy_dtype(dtype))
+    raise UnsupportedError(
+        f"the cache's memory belongs to a {type(owner).__name__}, expected a torch.Tensor or a "
+        "numpy.ndarray to allocate beside it. Pass out=(key, value)"
+    )
+
+
+def read_array(
+    name: str,
+    address: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: DType,
+    memory: Memory,
+) -> npt.NDArray[Any]:
+    """A copy, as numpy, of a tensor on the host; strides in elements, BF16 widened to float32.
+
+    Raises UnsupportedError if `memory` cannot be read from the host; `name` says what it is.
+    """
+    if memory is Memory.DEVICE:
+        raise UnsupportedError(
+            f"{name}.memory is DEVICE, expected HOST, where it can be read. Pass a copy"
+        )
+    stored = np.dtype(np.uint16 if dtype is DType.BF16 else dtype.array_name)
+    if 0 in shape:
+        return np.empty(shape, stored)
+    last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+    flat = np.frombuffer(_abi.read(address, (last + 1) * stored.itemsize), stored)
+    steps = [step * stored.itemsize for step in stride]
+    values = np.lib.stride_tricks.as_strided(flat, shape, steps).copy()
+    if dtype is DType.BF16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    try:
+        return np.dtype(dtype.array_name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UnsupportedError(
+            f"numpy has no {dtype.array_name}. Install ml_dtypes, or pass out=(key, value)"
+        ) from None
+    extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.array_name))
+    return extended
+
+
+def _borrow_torch(tensor: Any) -> Borrowed:
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"tensor.layout is {tensor.layout}, expected torch.strided")
+    device = tensor.device.type
+    if device == "meta":
+        raise UnsupportedError("tensor.device is meta, expected a device that holds the data")
+    return Borrowed(
+        data=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=_dtype_of(tensor.dtype),
+        memory=Memory.HOST if device == "cpu" else Memory.DEVICE,
+        writable=True,
+        owner=tensor,
+    )
+
+
+def _borrow_numpy(tensor: npt.NDArray[Any]) -> Borrowed:
+    itemsize = tensor.dtype.itemsize
+    if not tensor.dtype.isnative:
+        raise UnsupportedError(
+            f"tensor.dtype is {tensor.dtype.str}, expected native byte order. Pass "
+            "tensor.astype(tensor.dtype.newbyteorder('='))"
+        )
+    dtype = _dtype_of(tensor.dtype)
+    if any(stride % itemsize for stride in tensor.strides):
+        raise UnsupportedError(
+            f"tensor.strides is {tensor.strides} bytes, expected multiples of itemsize {itemsize}"
+        )
+    return Borrowed(
+        data=tensor.__array_interface__["data"][0],
+        shape=tensor.shape,
+        stride=tuple(stride // itemsize for stride in tensor.strides),
+        dtype=dtype,
+        memory=Memory.HOST,
+        writable=tensor.flags.writeable,
+        owner=tensor,
+    )
+
+
+# DLDeviceType: kDLCPU, kDLCUDAHost and kDLROCMHost; kDLCUDAManaged. All others are devices.
+_DLPACK_HOST = (1, 3, 11)
+_DLPACK_MANAGED = 13
+
+# (DLDataTypeCode, bits): kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.
+_DLPACK_DTYPE = {
+    (2, 16): DType.F16,
+    (4, 16): DType.BF16,
+    (2, 32): DType.F32,
+    (10, 8): DType.F8_E4M3,
+    (12, 8): DType.F8_E5M2,
+    (0, 32): DType.S32,
+    (0, 64): DType.S64,
+    (1, 32): DType.U32,
+    (1, 64): DType.U64,
+    (1, 8): DType.U8,
+}
+
+
+def _borrow_dlpack(tensor: TensorLike) -> Borrowed:
+    device_type = int(tensor.__dlpack_device__()[0])
+    # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
+    options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
+    try:
+        capsule = tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
+    except TypeError:  # a producer from before DLPack 1.0
+        capsule = tensor.__dlpack__(**options)
+    found = _abi.read_dlpack(capsule)
+    dtype = _DLPACK_DTYPE.get((found.code, found.bits))
+    if dtype is None or found.lanes != 1:
+        raise UnsupportedError(
+            f"the DLPack tensor has type code {found.code} with {found.bits} bits and "
+            f"{found.lanes} lanes, expected a KVX dtype (spec 4.3)"
+        )
+    return Borrowed(
+        data=found.data,
+        shape=found.shape,
+        stride=found.strides if found.strides is not None else row_major(found.shape),
+        dtype=dtype,
+        memory=(
+            Memory.HOST
+            if found.device_type in _DLPACK_HOST
+            else Memory.UNIFIED
+            if found.device_type == _DLPACK_MANAGED
+            else Memory.DEVICE
+        ),
+        writable=found.writable,
+        owner=(tensor, capsule),
+    )
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of `shape`: the canonical ones of spec 4.2."""
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def _dtype_of(dtype: object) -> DType:
+    try:
+        return DType.of(dtype)
+    except InvalidArgumentError as error:
+        raise UnsupportedError(f"tensor.{error}") from None

@@ -1,0 +1,302 @@
+"""torch.ops.kvx: write_kv, gather_kv, gather_kv_out and migrate_kv, as torch.compile sees them.
+
+Importing this module registers the ops. They do what the functions of ops.py and migrate.py do, on
+plain tensors and without CacheFacts, and raise what those raise.
+
+    write_kv       mutates the named slots of k_cache and v_cache
+    gather_kv      returns new (key, value), zero where a row has no source; without v_cache the
+                   head_dim of value is 0
+    gather_kv_out  mutates key and value; rows without a source keep what they held
+    migrate_kv     mutates the named tokens of dst_k and dst_v, one tensor per layer
+
+    k_cache, v_cache     one layer's cache, any strides; they may be views of one tensor
+    layout, v_layout     names of Layout, such as "BLOCK_NHD"; v_layout: that of K if not given
+    cache_dtype          what a cache holds if its tensor says otherwise, such as FP8 in uint8
+    scale_granularity    of the call's scales: a name of ScaleGranularity
+    block_table          (seq_count, max_blocks_per_seq) block ids
+    src_dtype, dst_dtype as cache_dtype
+    src_v, dst_v         empty if there is no V
+    num_heads            0: all
+
+torch 2.13 with dynamic=True miscompiles every mutation, in-place ops included, of two graph inputs
+that share storage. There, give the graph the whole tensor and make the views of K and V inside.
+
+Spec: 6.9, 6.10, E.2, E.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvx_core import layouts, ops
+from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc, describe
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.facts import CacheFacts
+from kvx_core.migrate import copy_tokens
+from kvx_core.types import DType, Layout, ScaleGranularity
+from kvx_core.view import CacheView
+
+_CACHE = """str layout, str? v_layout=None, *, ScalarType? cache_dtype=None,
+    Tensor? k_scale=None, Tensor? v_scale=None, str scale_granularity="PER_TENSOR" """
+
+_SCHEMAS = {
+    "write_kv": f"""(Tensor key, Tensor? value, Tensor(a!) k_cache, Tensor(b!)? v_cache,
+        Tensor slots, {_CACHE}) -> ()""",
+    "gather_kv": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
+        SymInt max_seq_len, {_CACHE}, ScalarType? dtype=None, int null_block_id=-1)
+        -> (Tensor, Tensor)""",
+    "gather_kv_out": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
+        Tensor(a!) key, Tensor(b!)? value, {_CACHE}, int null_block_id=-1, bool zero_fill=False)
+        -> ()""",
+    "migrate_kv": """(Tensor[] src_k, Tensor[] src_v, Tensor(a!)[] dst_k, Tensor(b!)[] dst_v,
+        Tensor seq_lens, str src_layout, str dst_layout, str? src_v_layout=None,
+        str? dst_v_layout=None, *, Tensor? src_block_table=None, Tensor? dst_block_table=None,
+        Tensor? src_slots=None, Tensor? dst_slots=None, Tensor? src_starts=None,
+        Tensor? dst_starts=None, ScalarType? src_dtype=None, ScalarType? dst_dtype=None,
+        int src_head_start=0, int dst_head_start=0, int num_heads=0, int src_null_block_id=-1,
+        int dst_null_block_id=-1, bool zero_fill=False) -> ()""",
+}
+
+# By all that a description depends on. The plans own no tensor: an entry whose memory was freed is
+# met again only by a tensor that lies in the same place in the same way.
+_write_plans: dict[tuple[Any, ...], ops.WritePlan] = {}
+_MAX_PLANS = 4096
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    slots: Tensor,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale_granularity: str = "PER_TENSOR",
+) -> None:
+    places = [
+        None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        for t in (k_cache, v_cache, k_scale, v_scale)
+    ]
+    call = (*places, layout, v_layout, cache_dtype, scale_granularity)
+    plan = _write_plans.get(call)
+    if plan is None:
+        cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
+        plan = ops.WritePlan(
+            CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
+            key,
+            value,
+            k_scale=_unowned(_scale(k_scale, scale_granularity)),
+            v_scale=_unowned(_scale(v_scale, scale_granularity)),
+        )
+        if len(_write_plans) >= _MAX_PLANS:
+            _write_plans.clear()
+        _write_plans[call] = plan
+    plan(key, value, slots)
+
+
+def gather_kv(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale_granularity: str = "PER_TENSOR",
+    dtype: torch.dtype | None = None,
+    null_block_id: int = -1,
+) -> tuple[Tensor, Tensor]:
+    key, value = _new_outputs(
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        max_seq_len,
+        layout,
+        v_layout,
+        cache_dtype=cache_dtype,
+        dtype=dtype,
+    )
+    gather_kv_out(
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        key,
+        value if v_cache is not None else None,
+        layout,
+        v_layout,
+        cache_dtype=cache_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale_granularity=scale_granularity,
+        null_block_id=null_block_id,
+        zero_fill=True,
+    )
+    return key, value
+
+
+def gather_kv_out(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale_granularity: str = "PER_TENSOR",
+    null_block_id: int = -1,
+    zero_fill: bool = False,
+) -> None:
+    ops.gather_kv(
+        _cache(k_cache, v_cache, layout, v_layout, cache_dtype),
+        block_table,
+        seq_lens,
+        out=(key, value),
+        k_scale=_scale(k_scale, scale_granularity),
+        v_scale=_scale(v_scale, scale_granularity),
+        null_block_id=null_block_id,
+        zero_fill=zero_fill,
+    )
+
+
+def migrate_kv(
+    src_k: Sequence[Tensor],
+    src_v: Sequence[Tensor],
+    dst_k: Sequence[Tensor],
+    dst_v: Sequence[Tensor],
+    seq_lens: Tensor,
+    src_layout: str,
+    dst_layout: str,
+    src_v_layout: str | None = None,
+    dst_v_layout: str | None = None,
+    *,
+    src_block_table: Tensor | None = None,
+    dst_block_table: Tensor | None = None,
+    src_slots: Tensor | None = None,
+    dst_slots: Tensor | None = None,
+    src_starts: Tensor | None = None,
+    dst_starts: Tensor | None = None,
+    src_dtype: torch.dtype | None = None,
+    dst_dtype: torch.dtype | None = None,
+    src_head_start: int = 0,
+    dst_head_start: int = 0,
+    num_heads: int = 0,
+    src_null_block_id: int = -1,
+    dst_null_block_id: int = -1,
+    zero_fill: bool = False,
+) -> None:
+    src = _view(src_k, src_v, src_layout, src_v_layout, src_dtype, src_null_block_id)
+    dst = _view(dst_k, dst_v, dst_layout, dst_v_layout, dst_dtype, dst_null_block_id)
+    copy_tokens(
+        src.at(src_block_table, src_slots, src_starts, src_head_start),
+        dst.at(dst_block_table, dst_slots, dst_starts, dst_head_start),
+        SeqLens.of(seq_lens),
+        num_heads=num_heads,
+        zero_fill=zero_fill,
+    )
+
+
+def _new_outputs(
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The tensors that gather_kv returns: on meta tensors, all that it does."""
+    sizes = layouts.axes(_named(Layout, layout), k_cache.shape)
+    v_head_dim = 0
+    if v_cache is not None:
+        v_head_dim = layouts.axes(_named(Layout, v_layout or layout), v_cache.shape).head_dim
+    rows = (block_table.shape[0], max_seq_len, sizes.num_kv_heads)
+    k_dtype = dtype or cache_dtype or k_cache.dtype
+    v_dtype = k_dtype if v_cache is None else dtype or cache_dtype or v_cache.dtype
+    return (
+        k_cache.new_empty((*rows, sizes.head_dim), dtype=k_dtype),
+        k_cache.new_empty((*rows, v_head_dim), dtype=v_dtype),
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What an op that only mutates does on meta tensors."""
+
+
+def _cache(
+    k: Tensor, v: Tensor | None, layout: str, v_layout: str | None, dtype: torch.dtype | None
+) -> CacheDesc:
+    stored = None if dtype is None else DType.of(dtype)
+    return CacheDesc.from_kv(
+        describe(k, _named(Layout, layout), dtype=stored),
+        None if v is None else describe(v, _named(Layout, v_layout or layout), dtype=stored),
+    )
+
+
+def _view(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    layout: str,
+    v_layout: str | None,
+    dtype: torch.dtype | None,
+    null_block_id: int,
+) -> CacheView:
+    if v and len(v) != len(k):
+        raise InvalidArgumentError(f"V has {len(v)} layers, expected {len(k)} as K, or none")
+    layers = [_cache(k[i], v[i] if v else None, layout, v_layout, dtype) for i in range(len(k))]
+    return CacheView(layers=tuple(layers), facts=CacheFacts(), null_block_id=null_block_id)
+
+
+def _scale(scale: Tensor | None, granularity: str) -> ScaleDesc | None:
+    return None if scale is None else ScaleDesc.of(scale, _named(ScaleGranularity, granularity))
+
+
+_Desc = TypeVar("_Desc", TensorDesc, ScaleDesc)
+
+
+def _unowned(desc: _Desc | None) -> _Desc | None:
+    return None if desc is None else replace(desc, owner=None)
+
+
+_Enum = TypeVar("_Enum", bound=IntEnum)
+
+
+def _named(enum: type[_Enum], name: str) -> _Enum:
+    try:
+        return enum[name]
+    except KeyError:
+        expected = ", ".join(member.name for member in enum)
+        raise InvalidArgumentError(
+            f"{enum.__name__} is named {name!r}, expected one of {expected}"
+        ) from None
+
+
+_library: Any = torch.library.Library("kvx", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
+    _library.impl(_name, _new_outputs if _name == "gather_kv" else _nothing, "Meta")

@@ -1,0 +1,337 @@
+"""verify: compares the tokens of two caches through their descriptors. Spec: E.3
+
+Either end is copied, a piece at a time, into a small array by the kvx_migrate_kv that migrate uses.
+So whatever can be migrated can be verified, and all that happens here is to compare two arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc
+from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError
+from kvx_core.facts import CacheFacts
+from kvx_core.migrate import copy_tokens, rows_per_sequence
+from kvx_core.tensors import TensorLike, row_major
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory
+from kvx_core.view import CacheSpan, CacheView
+
+_PIECE_BYTES = 4 << 20  # of the F32 copy of one tensor of one end: stays in cache
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One place where two caches differ."""
+
+    layer: int
+    kv: Literal["K", "V"]
+    sequence: int  # row of the table: a sequence, or one beam of it
+    token: int  # within the tokens compared of that sequence
+    head: int  # within the heads compared
+    dim: int
+    src_value: float  # with its scale; the byte of a U8 cache
+    dst_value: float
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer} {self.kv}, sequence {self.sequence}, token {self.token}, "
+            f"head {self.head}, dim {self.dim}: {self.src_value!r} at the source, "
+            f"{self.dst_value!r} at the destination"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verify found. True if the caches agree."""
+
+    ok: bool
+    num_tokens: int  # stored at both ends
+    num_values: int  # compared, in all layers, until the first difference
+    difference: Difference | None  # by layer, K before V, sequence, token, head, dim the first
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"differs at {self.difference}"
+        return f"equal: {self.num_tokens} tokens, {self.num_values} values"
+
+
+def verify(
+    src: CacheView | CacheSpan,
+    dst: CacheView | CacheSpan,
+    seq_lens: SeqLens | TensorLike | Sequence[int],
+    *,
+    num_heads: int | None = None,
+    tolerance: Literal["exact", "codec"] = "exact",
+) -> Verification:
+    """Compares what migrate with the same arguments reads with what it writes.
+
+    src, dst, seq_lens, num_heads: as for migrate. Tokens that either end has not (null blocks,
+               negative slots) are passed over.
+    tolerance: "exact": the same bytes where dtypes are the same and there are no scales, else the
+               same values, where NaN equals NaN. "codec": each value is the other one rounded to
+               its dtype and scale
+    Reads a few MiB at a time. Mutates nothing.
+    Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+    Spec: E.3, E.6
+    """
+    if tolerance not in ("exact", "codec"):
+        raise InvalidArgumentError(f"tolerance is {tolerance!r}, expected 'exact' or 'codec'")
+    src, dst, lens = CacheSpan.of(src), CacheSpan.of(dst), SeqLens.of(seq_lens)
+    _check_pairs(src, dst, num_heads)
+    rows = np.repeat(lens.to_numpy(), rows_per_sequence(src, dst, lens))
+    if (rows < 0).any():
+        raise OutOfRangeError(
+            f"seq_lens has {rows.min()}, expected lengths of at least 0 (spec 5.3)"
+        )
+    ends = _End("src", src, rows, num_heads), _End("dst", dst, rows, num_heads)
+    stored = {kv: ends[0].is_stored(kv) & ends[1].is_stored(kv) for kv in ends[0].halves(0)}
+    num_tokens = int(np.count_nonzero(stored["K"]))
+    num_values = 0
+    for layer in range(len(src.view.layers)):
+        for kv in ends[0].halves(layer):
+            for lo, hi in ends[0].pieces(layer, kv):
+                differs = _differing(*ends, layer, kv, lo, hi, tolerance)
+                differs &= stored[kv][lo:hi, None, None]
+                num_values += int(np.count_nonzero(stored[kv][lo:hi])) * differs[0].size
+                if differs.any():
+                    token, head, dim = map(int, np.unravel_index(differs.argmax(), differs.shape))
+                    difference = _difference(*ends, layer, kv, lo + token, head, dim)
+                    return Verification(False, num_tokens, num_values, difference)
+    return Verification(True, num_tokens, num_values, None)
+
+
+_Half = Literal["K", "V"]
+_Array = npt.NDArray[Any]
+
+
+def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
+    """The rules of a migration that need both ends; the others are checked as each is read."""
+    at_src, at_dst = src.view.layers, dst.view.layers
+    if not at_src or len(at_src) != len(at_dst):
+        raise InvalidArgumentError(
+            f"dst has {len(at_dst)} layers, expected as many as src has, {len(at_src)}, and not 0 "
+            "(spec E.3)"
+        )
+    for i, (a, b) in enumerate(zip(at_src, at_dst, strict=True)):
+        sizes = (
+            ["head_dim", "v_head_dim"] if num_heads else ["head_dim", "v_head_dim", "num_kv_heads"]
+        )
+        for name in sizes:
+            if getattr(a, name) != getattr(b, name):
+                raise InvalidArgumentError(
+                    f"dst.layers[{i}].{name} is {getattr(b, name)}, expected {getattr(a, name)} as "
+                    "at src (spec E.3)"
+                )
+
+
+class _End:
+    """One end. Its tokens are numbered through all rows."""
+
+    def __init__(
+        self, name: str, span: CacheSpan, rows: npt.NDArray[np.int64], num_heads: int | None
+    ) -> None:
+        self.name = name
+        self.span = span
+        self.rows = rows  # tokens of each
+        self.ends = rows.cumsum()  # number of the token after each
+        self.num_tokens = int(self.ends[-1]) if len(rows) else 0
+        self.num_heads = num_heads
+        if span.slots is not None and span.slots.token_count != self.num_tokens:
+            raise InvalidArgumentError(
+                f"{name}.slots.token_count is {span.slots.token_count}, expected the sum of "
+                f"seq_lens {self.num_tokens} (spec E.3)"
+            )
+        self.starts = np.zeros_like(rows) if span.starts is None else span.starts.to_numpy()
+
+    def halves(self, layer: int) -> tuple[_Half, ...]:
+        return ("K",) if self.span.view.layers[layer].v is None else ("K", "V")
+
+    def pieces(self, layer: int, kv: _Half) -> Iterator[tuple[int, int]]:
+        """Ranges that cover all tokens, each small enough to be copied."""
+        _, heads, head_dim = self._shape(layer, kv, 0)
+        step = max(1, _PIECE_BYTES // (heads * head_dim * 4))
+        for lo in range(0, self.num_tokens, step):
+            yield lo, min(lo + step, self.num_tokens)
+
+    def dtype(self, layer: int, kv: _Half) -> DType:
+        return self._tensor(layer, kv).dtype
+
+    def scale(self, layer: int, kv: _Half) -> ScaleDesc | None:
+        scales = self.span.view.k_scales if kv == "K" else self.span.view.v_scales
+        return None if scales is None else scales[layer]
+
+    def values(self, layer: int, kv: _Half, lo: int, hi: int, *, scaled: bool = True) -> _Array:
+        """Tokens lo to hi: (hi - lo, heads, head_dim), float32."""
+        scale = self.scale(layer, kv) if scaled else None
+        shape = self._shape(layer, kv, hi - lo)
+        return self._read(layer, kv, lo, np.zeros(shape, np.float32), DType.F32, scale)
+
+    def stored(self, layer: int, kv: _Half, lo: int, hi: int) -> _Array:
+        """Tokens lo to hi: (hi - lo, heads, head_dim), the bytes as unsigned integers."""
+        dtype = self.dtype(layer, kv)
+        shape = self._shape(layer, kv, hi - lo)
+        return self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
+
+    def is_stored(self, kv: _Half) -> npt.NDArray[np.bool_]:
+        """Which tokens are stored: those whose copy does not depend on what it overwrites."""
+        dtype = self.dtype(0, kv)
+        found = np.empty(self.num_tokens, np.bool_)
+        for lo, hi in self.pieces(0, kv):
+            zeros = np.zeros((hi - lo, 1, self._shape(0, kv, 0)[2]), f"u{dtype.itemsize}")
+            ones = ~zeros
+            for array in (zeros, ones):
+                self._read(0, kv, lo, array, dtype)
+            found[lo:hi] = (zeros == ones)[:, 0, 0]
+        return found
+
+    def _tensor(self, layer: int, kv: _Half) -> TensorDesc:
+        return self.span.view.layers[layer].tensors[kv.lower()]
+
+    def _shape(self, layer: int, kv: _Half, num_tokens: int) -> tuple[int, int, int]:
+        cache = self.span.view.layers[layer]
+        heads = self.num_heads or cache.num_kv_heads
+        return num_tokens, heads, cache.head_dim if kv == "K" else cache.v_head_dim
+
+    def _read(
+        self,
+        layer: int,
+        kv: _Half,
+        lo: int,
+        out: _Array,
+        dtype: DType,
+        scale: ScaleDesc | None = None,
+    ) -> _Array:
+        """Fills `out`, (tokens, heads, head_dim) of `dtype`, with tokens from `lo` on.
+
+        Those that are not stored keep what they held. Returns `out`.
+        """
+        cache, table = self.span.view.layers[layer], self.span.block_table
+        view = replace(self.span.view, k_scales=None, v_scales=None)
+        if kv == "V" and table is not None and table.format is BlockTableFormat.KV_OFFSETS:
+            # Such a table finds V only beside K.
+            k_shape = (*out.shape[:2], cache.head_dim)
+            k_out = _dense(np.zeros(k_shape, f"u{cache.k.dtype.itemsize}"), cache.k.dtype)
+            target = CacheDesc.from_kv(k_out, _dense(out, dtype))
+            view = replace(view, layers=(cache,), v_scales=(scale,))
+        else:
+            alone = CacheDesc.from_kv(self._tensor(layer, kv), pool=cache.pool)
+            target = CacheDesc.from_kv(_dense(out, dtype))
+            view = replace(view, layers=(alone,), k_scales=(scale,))
+        hi = lo + out.shape[0]
+        begins = np.clip(lo - (self.ends - self.rows), 0, self.rows)
+        lens = np.clip(hi - (self.ends - self.rows), 0, self.rows) - begins
+        span = replace(self.span, view=view)
+        if self.span.slots is None:
+            span = replace(span, starts=SeqLens.of(self.starts + begins))
+        else:
+            span = replace(span, slots=self.span.slots.part(lo, hi))
+        copy = CacheView(layers=(target,), facts=CacheFacts()).at(slots=np.arange(hi - lo))
+        try:
+            copy_tokens(span, copy, SeqLens.of(lens), num_heads=out.shape[1])
+        except KvxError as error:
+            raise type(error)(f"verify reads {self.name} as src: {error}") from None
+        return out
+
+
+def _dense(array: _Array, dtype: DType) -> TensorDesc:
+    """(tokens, heads, head_dim) as the K or V of a cache of one block."""
+    shape = (1, *array.shape)
+    address = array.__array_interface__["data"][0]
+    return TensorDesc(
+        dtype=dtype,
+        layout=Layout.BLOCK_NHD,
+        memory=Memory.HOST,
+        shape=shape,
+        stride=row_major(shape),
+        data=address,
+        owner=array,
+    )
+
+
+def _differing(
+    src: _End,
+    dst: _End,
+    layer: int,
+    kv: _Half,
+    lo: int,
+    hi: int,
+    tolerance: Literal["exact", "codec"],
+) -> npt.NDArray[np.bool_]:
+    """Which values of tokens lo to hi differ: (hi - lo, heads, head_dim)."""
+    at = layer, kv, lo, hi
+    scales = src.scale(layer, kv), dst.scale(layer, kv)
+    if src.dtype(layer, kv) is dst.dtype(layer, kv) and scales == (None, None):
+        return np.not_equal(src.stored(*at), dst.stored(*at))
+    x, y = src.values(*at), dst.values(*at)
+    differs: npt.NDArray[np.bool_] = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    if tolerance == "codec" and differs.any():
+        x, y = x[differs], y[differs]
+        x_stored, y_stored = (end.values(*at, scaled=False)[differs] for end in (src, dst))
+        differs[differs] = ~(
+            _is_rounded(x, y, y_stored, dst.dtype(layer, kv), dst.scale(layer, kv))
+            | _is_rounded(y, x, x_stored, src.dtype(layer, kv), src.scale(layer, kv))
+        )
+    return differs
+
+
+# Of each dtype: bits of mantissa, exponent of the smallest normal number, largest number.
+_FORMAT = {
+    DType.F16: (10, -14, 65504.0),
+    DType.BF16: (7, -126, 2.0**127 * (2 - 2.0**-7)),
+    DType.F32: (23, -126, 2.0**127 * (2 - 2.0**-23)),
+    DType.F8_E4M3: (3, -6, 448.0),
+    DType.F8_E5M2: (2, -14, 57344.0),
+}
+
+
+def _is_rounded(
+    exact: _Array, value: _Array, stored: _Array, dtype: DType, scale: ScaleDesc | None
+) -> npt.NDArray[np.bool_]:
+    """Which of `value` = `stored` * scale are `exact` rounded to nearest in `dtype`, saturating."""
+    mantissa, smallest, largest = _FORMAT[dtype]
+    exact, value, stored = (a.astype(np.float64) for a in (exact, value, stored))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Where 0 is stored its scale cannot be told: the largest bounds it.
+        step = np.where(stored == 0, _largest_scale(scale), value / stored)
+        step *= np.ldexp(1.0, np.maximum(np.frexp(stored)[1] - 1, smallest) - mantissa)
+        # Both the division by the scale and the product with it round in float32.
+        near = np.abs(exact - value) <= step / 2 + np.abs(exact) * 2.0**-22
+        saturated = (np.abs(stored) >= largest) & (np.abs(exact) >= np.abs(value) * (1 - 2**-22))
+    rounded: npt.NDArray[np.bool_] = near | (saturated & (np.sign(exact) == np.sign(value)))
+    return rounded
+
+
+def _largest_scale(scale: ScaleDesc | None) -> float:
+    if scale is None:
+        return 1.0
+    return float(scale.to_numpy().max())
+
+
+def _difference(
+    src: _End, dst: _End, layer: int, kv: _Half, number: int, head: int, dim: int
+) -> Difference:
+    sequence = int(np.searchsorted(src.ends, number, side="right"))
+
+    def value(end: _End) -> float:
+        at = layer, kv, number, number + 1
+        array = end.stored(*at) if end.dtype(layer, kv) is DType.U8 else end.values(*at)
+        return float(array[0, head, dim])
+
+    return Difference(
+        layer=layer,
+        kv=kv,
+        sequence=sequence,
+        token=number - int(src.ends[sequence] - src.rows[sequence]),
+        head=head,
+        dim=dim,
+        src_value=value(src),
+        dst_value=value(dst),
+    )

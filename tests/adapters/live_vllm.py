@@ -1,0 +1,94 @@
+"""A vLLM engine that runs, through live_view, against HF's own keys and values. A script, since
+vLLM changes the process that it runs in: test_vllm.py runs it.
+
+    python tests/adapters/live_vllm.py DIRECTORY KV_CACHE_DTYPE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from vllm import LLM, SamplingParams
+
+from kvx_adapters import transformers as hf
+from kvx_adapters import vllm
+from kvx_adapters.cli.demo import make_model
+from kvx_core import DType, InvalidArgumentError, compare, gather_kv
+
+directory, kv_cache_dtype = Path(sys.argv[1]), sys.argv[2]
+make_model(directory, "float32", 0)
+
+# 64 tokens per step and blocks of 64: prompts are prefilled in chunks, while others decode.
+llm = LLM(
+    model=str(directory),
+    dtype="float32",
+    kv_cache_dtype=kv_cache_dtype,
+    enforce_eager=True,
+    max_model_len=512,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    block_size=64,
+    num_gpu_blocks_override=24,
+)
+engine = llm.llm_engine
+generator = torch.Generator().manual_seed(3)
+prompts = [torch.randint(1, 257, (n,), generator=generator).tolist() for n in (131, 1, 64, 77)]
+prompts[3][:70] = prompts[0][:70]  # shares its first block
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+request_ids = [
+    engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for i, prompt in enumerate(prompts)
+]
+started: set[str] = set()
+while len(started) < len(prompts):
+    for output in engine.step():
+        assert not output.finished
+        started.add(output.request_id)
+
+view = vllm.live_view(llm, fingerprint="f")
+table = vllm.live_block_table(llm, request_ids)
+layers = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
+assert [layer.k.data for layer in view.layers] == [layer.data_ptr() for layer in layers]
+assert view.null_block_id == 0
+assert (view.layers[0].num_blocks, view.layers[0].block_size) == (24, 64)
+
+model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+for row, prompt in enumerate(prompts):
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+    for i, (layer, wanted) in enumerate(zip(view.layers, cache.layers, strict=True)):
+        key, value = gather_kv(
+            layer,
+            table,
+            [len(prompt) if s == row else 0 for s in range(len(prompts))],
+            dtype="float32",
+            k_scale=view.k_scales and view.k_scales[i],
+            v_scale=view.v_scales and view.v_scales[i],
+        )
+        for found, tensor in ((key, wanted.keys), (value, wanted.values)):
+            # vLLM's FP8 op drops the bits that E4M3 has no room for: up to an eighth, and what
+            # that does to the next layer's input.
+            error = (found[row] - tensor[0].transpose(0, 1)).norm() / tensor.norm()
+            bound = 1e-4 if kv_cache_dtype == "auto" else 0.2
+            assert error < bound, f"prompt {row}, layer {i}: {error}"
+
+facts = hf.cache_facts(model, fingerprint="f")
+assert compare(view.facts, facts) == []
+if kv_cache_dtype == "fp8":
+    assert view.layers[0].k.dtype is DType.F8_E4M3
+
+engine.abort_request([request_ids[2]], internal=True)
+engine.step()
+with pytest.raises(InvalidArgumentError, match=r"request_ids has '2-.*', which is not an unfin"):
+    vllm.live_block_table(llm, request_ids)
+print("as HF computed them")

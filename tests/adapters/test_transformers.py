@@ -1,0 +1,382 @@
+"""transformers' caches through the adapter and back, with real models of random weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import transformers as hf
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    FactsMismatchError,
+    InvalidArgumentError,
+    Layout,
+    UnsupportedError,
+    compare,
+    describe,
+    gather_kv,
+    migrate,
+    verify,
+    write_kv,
+)
+
+transformers = pytest.importorskip("transformers")
+
+NUM_LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_model(name: str = "Llama", **fields: Any) -> Any:
+    """A model of random weights; a field that is ... is left to the config's default."""
+    torch.manual_seed(0)
+    fields = {key: value for key, value in (SIZES | fields).items() if value is not ...}
+    config = getattr(transformers, f"{name}Config")(**fields)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return make_model()
+
+
+def filled(cache: Any, batch: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    for layer_idx in range(NUM_LAYERS):
+        shape = (batch, KV_HEADS, num_tokens, DIM)
+        key = torch.randn(shape, generator=generator).to(dtype)
+        cache.update(key, -key, layer_idx)
+    return cache
+
+
+def padded_mask(lengths: list[int], num_tokens: int) -> Tensor:
+    return (torch.arange(num_tokens) >= num_tokens - torch.tensor(lengths)[:, None]).long()
+
+
+# ---- the cache is described in place ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dynamic_cache_is_described_in_place(llama: Any, dtype: torch.dtype) -> None:
+    cache = filled(transformers.DynamicCache(config=llama.config), 3, 11, dtype)
+    view = hf.cache_view(cache, CacheFacts())
+    for layer, desc in zip(cache.layers, view.layers, strict=True):
+        assert desc.v is not None
+        assert (desc.k.data, desc.v.data) == (layer.keys.data_ptr(), layer.values.data_ptr())
+        assert (desc.num_blocks, desc.block_size) == (3, 11)
+        assert (desc.num_kv_heads, desc.head_dim) == (KV_HEADS, DIM)
+        assert desc.k.stride == layer.keys.stride()
+        desc.validate()
+
+
+def test_static_cache_is_described_in_place(llama: Any) -> None:
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=32)
+    filled(cache, 2, 11)
+    desc = hf.cache_view(cache, CacheFacts()).layers[2]
+    assert desc.k.data == cache.layers[2].keys.data_ptr()
+    assert (desc.num_blocks, desc.block_size) == (2, 32)
+
+
+def test_a_cropped_cache_keeps_its_strides(llama: Any) -> None:
+    cache = filled(transformers.DynamicCache(config=llama.config), 2, 11)
+    cache.crop(-4)
+    desc = hf.cache_desc(cache.layers[0])
+    assert desc.block_size == 7
+    key, _ = gather_kv(desc, hf.block_table([1]), [7])
+    assert torch.equal(key[0], cache.layers[0].keys[1].transpose(0, 1))
+
+
+def test_kvx_writes_what_transformers_reads(llama: Any) -> None:
+    cache = filled(transformers.DynamicCache(config=llama.config), 3, 9)
+    before = copy.deepcopy(cache)
+    mask = padded_mask([4, 0, 9], 9)
+    tokens = torch.randn(13, KV_HEADS, DIM)
+    write_kv(hf.cache_desc(cache.layers[1]), tokens, -tokens, hf.slot_mapping(mask))
+    keys, values = cache.layers[1].keys, cache.layers[1].values
+    assert torch.equal(keys[0, :, 5:], tokens[:4].transpose(0, 1))
+    assert torch.equal(values[2], -tokens[4:].transpose(0, 1))
+    assert torch.equal(keys[0, :, :5], before.layers[1].keys[0, :, :5])
+    assert torch.equal(keys[1], before.layers[1].keys[1])
+    for i in (0, 2):
+        assert torch.equal(cache.layers[i].keys, before.layers[i].keys)
+        assert torch.equal(cache.layers[i].values, before.layers[i].values)
+
+
+# ---- a cache to migrate into ----
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reserve(llama: Any, kind: str) -> None:
+    if kind == "dynamic":
+        cache = transformers.DynamicCache(config=llama.config)
+    else:
+        cache = transformers.StaticCache(config=llama.config, max_cache_len=20)
+    hf.reserve(cache, llama, batch_size=3, num_tokens=13)
+    assert int(cache.get_seq_length()) == 13
+    assert len(cache.layers) == NUM_LAYERS
+    for layer in cache.layers:
+        length = 13 if kind == "dynamic" else 20
+        assert layer.keys.shape == layer.values.shape == (3, KV_HEADS, length, DIM)
+        assert layer.keys.dtype == torch.float32
+        assert not layer.keys.any()
+        assert not layer.values.any()
+        assert layer.keys.data_ptr() != layer.values.data_ptr()
+
+
+def test_reserve_without_head_dim() -> None:
+    model = make_model("GPTNeoX", num_key_value_heads=..., head_dim=..., hidden_size=40)
+    cache = transformers.DynamicCache(config=model.config)
+    hf.reserve(cache, model, batch_size=1, num_tokens=2)
+    assert cache.layers[0].keys.shape == (1, HEADS, 2, 10)
+
+
+def test_reserve_refuses_a_cache_with_tokens(llama: Any) -> None:
+    cache = filled(transformers.DynamicCache(config=llama.config), 1, 5)
+    with pytest.raises(InvalidArgumentError, match=r"cache holds 5 tokens, expected none\. Pass a"):
+        hf.reserve(cache, llama, batch_size=1, num_tokens=3)
+
+
+def test_reserve_names_the_wrong_number(llama: Any) -> None:
+    cache = transformers.DynamicCache(config=llama.config)
+    with pytest.raises(InvalidArgumentError, match=r"geometry\.block_size is 0: "):
+        hf.reserve(cache, llama, batch_size=1, num_tokens=0)
+    assert cache.get_seq_length() == 0
+
+
+def test_reserve_refuses_latent_attention() -> None:
+    model = make_model("DeepseekV3", n_routed_experts=2, num_experts_per_tok=1, n_group=1)
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(UnsupportedError, match="DeepseekV3ForCausalLM with latent attention"):
+        hf.reserve(cache, model, batch_size=1, num_tokens=3)
+
+
+# ---- prefill here, continue there ----
+
+BLOCK_SIZE = 4
+PROMPTS = [[5, 17, 3, 96, 41, 8, 8, 20, 77], [60], [31, 2, 90, 14, 55, 6]]
+NUM_NEW = 12
+
+
+def paged_pool(num_blocks: int, facts: CacheFacts) -> tuple[CacheView, list[Tensor]]:
+    """A pool of NHD pages full of NaN, as another engine might own it."""
+    shape = (num_blocks, BLOCK_SIZE, KV_HEADS, DIM)
+    tensors = [torch.full(shape, torch.nan) for _ in range(2 * NUM_LAYERS)]
+    layers = tuple(
+        CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+        for k, v in zip(tensors[::2], tensors[1::2], strict=True)
+    )
+    return CacheView(layers=layers, facts=facts), tensors
+
+
+@torch.inference_mode()
+def decode(model: Any, cache: Any, mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, logits) of a greedy continuation, one token per pass."""
+    all_tokens, all_logits = [], []
+    for _ in range(NUM_NEW):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        logits = model(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+        ).logits[:, -1]
+        tokens = logits.argmax(-1)
+        all_tokens.append(tokens)
+        all_logits.append(logits)
+    return torch.stack(all_tokens, 1), torch.stack(all_logits, 1)
+
+
+def test_a_batch_prefilled_one_by_one_goes_on_as_if_never_moved(llama: Any) -> None:
+    """Prompts alone -> pages of another engine, scattered -> one batch padded on the left."""
+    facts = hf.cache_facts(llama, fingerprint="the same weights")
+    pool, tensors = paged_pool(9, facts)
+    tables = [[7, 0, 4], [2], [5, 1]]
+    first_tokens, wanted, alone = [], [], []
+    for prompt, table in zip(PROMPTS, tables, strict=True):
+        cache = transformers.DynamicCache(config=llama.config)
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            logits = llama(input_ids=ids, past_key_values=cache).logits
+        first_tokens.append(int(logits[0, -1].argmax()))
+        migrate(hf.cache_view(cache, facts), pool.at([table]), [len(prompt)])
+        alone.append(cache)
+        rest = decode(
+            llama, copy.deepcopy(cache), torch.ones_like(ids), torch.tensor(first_tokens[-1:])
+        )
+        wanted.append(rest)
+
+    lengths = [len(prompt) for prompt in PROMPTS]
+    mask = padded_mask(lengths, max(lengths))
+    cache = transformers.DynamicCache(config=llama.config)
+    hf.reserve(cache, llama, batch_size=3, num_tokens=max(lengths))
+    src = pool.at([row + [-1] * (3 - len(row)) for row in tables])
+    dst = hf.cache_view(cache, facts).at(starts=hf.starts(mask))
+    moved = migrate(src, dst, hf.seq_lens(mask))
+    assert moved == sum(lengths) * NUM_LAYERS * 2 * KV_HEADS * DIM * 4
+    assert verify(src, dst, lengths).ok
+
+    for row, length in enumerate(lengths):
+        for layer, there in zip(alone[row].layers, cache.layers, strict=True):
+            pad = max(lengths) - length
+            assert torch.equal(there.keys[row, :, pad:], layer.keys[0])
+            assert torch.equal(there.values[row, :, pad:], layer.values[0])
+            assert not there.keys[row, :, :pad].any()
+    tokens, logits = decode(llama, cache, mask, torch.tensor(first_tokens))
+    for row in range(3):
+        assert torch.equal(tokens[row], wanted[row][0][0])
+        torch.testing.assert_close(logits[row], wanted[row][1][0], rtol=1e-4, atol=1e-4)
+    assert torch.isnan(torch.stack(tensors)[:, [3, 6, 8]]).all()  # blocks of nobody
+
+
+def test_into_a_static_cache(llama: Any) -> None:
+    facts = hf.cache_facts(llama)
+    ids = torch.tensor(PROMPTS[:1])
+    src = transformers.DynamicCache(config=llama.config)
+    with torch.inference_mode():
+        first = llama(input_ids=ids, past_key_values=src).logits[:, -1].argmax(-1)
+    dst = transformers.StaticCache(config=llama.config, max_cache_len=24)
+    hf.reserve(dst, llama, batch_size=1, num_tokens=ids.shape[1])
+    migrate(hf.cache_view(src, facts), hf.cache_view(dst, facts), [ids.shape[1]])
+    wanted, _ = decode(llama, src, torch.ones_like(ids), first)
+    found, _ = decode(llama, dst, torch.ones_like(ids), first)
+    assert torch.equal(found, wanted)
+
+
+def test_without_the_cache_it_would_say_something_else(llama: Any) -> None:
+    """The tests above would pass on anything if the continuation did not depend on the cache."""
+    ids = torch.tensor(PROMPTS[:1])
+    cache = transformers.DynamicCache(config=llama.config)
+    with torch.inference_mode():
+        first = llama(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(-1)
+    zeros = transformers.DynamicCache(config=llama.config)
+    hf.reserve(zeros, llama, batch_size=1, num_tokens=ids.shape[1])
+    wanted, _ = decode(llama, cache, torch.ones_like(ids), first)
+    found, _ = decode(llama, zeros, torch.ones_like(ids), first)
+    assert not torch.equal(found, wanted)
+
+
+# ---- padded batches ----
+
+
+def test_lengths_and_starts_of_a_padded_batch() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    assert hf.seq_lens(mask).to_numpy().tolist() == [3, 5, 2, 0]
+    assert hf.starts(mask).to_numpy().tolist() == [2, 0, 0, 0]
+    slots = torch.as_tensor(hf.slot_mapping(mask).owner).tolist()
+    assert slots == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("ask", [hf.seq_lens, hf.starts])
+def test_a_torn_sequence_is_refused(ask: Any) -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    with pytest.raises(
+        InvalidArgumentError, match=r"attention_mask\[1\] has 2 ones between 0 and 2"
+    ):
+        ask(mask)
+
+
+# ---- what the bytes mean ----
+
+
+def test_facts_of_a_llama(llama: Any) -> None:
+    facts = hf.cache_facts(llama, fingerprint="f")
+    assert facts == CacheFacts(
+        engine=f"transformers {transformers.__version__}",
+        fingerprint="f",
+        rotary="half",
+        rotary_dim=DIM,
+        rope_applied=True,
+        hadamard=False,
+        scale_convention="multiply",
+        num_layers=NUM_LAYERS,
+        first_layer=0,
+        window=0,
+        total_kv_heads=KV_HEADS,
+        first_kv_head=0,
+        negative_slots="wrap",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "rotary", "rotary_dim"),
+    [
+        ("Qwen3", {}, "half", DIM),
+        ("Cohere", {}, "interleaved", DIM),
+        ("GPTNeoX", {"num_key_value_heads": ..., "head_dim": ..., "hidden_size": 64}, "half", 4),
+        ("Phi", {"head_dim": ..., "hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 8),
+        ("Glm", {"partial_rotary_factor": 0.5}, "interleaved", DIM // 2),
+        ("NanoChat", {}, None, None),  # turns the other way round
+        ("GPT2", {"n_embd": 48, "n_head": 4, "n_layer": 2}, None, None),  # does not turn
+    ],
+)
+def test_rotary_convention(
+    name: str, fields: dict[str, Any], rotary: str | None, rotary_dim: int | None
+) -> None:
+    if name == "GPT2":
+        config = transformers.GPT2Config(vocab_size=97, **fields)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        model = make_model(name, **fields)
+    facts = hf.cache_facts(model)
+    assert (facts.rotary, facts.rotary_dim) == (rotary, rotary_dim)
+    assert facts.rope_applied == (None if rotary is None else True)
+
+
+def test_neighbours_do_not_go_into_halves(llama: Any) -> None:
+    interleaved = make_model("Cohere")
+    reasons = compare(hf.cache_facts(interleaved), hf.cache_facts(llama))
+    assert any(reason.startswith("rotary is 'interleaved' at the source") for reason in reasons)
+    src = filled(transformers.DynamicCache(config=llama.config), 1, 3)
+    dst = filled(transformers.DynamicCache(config=llama.config), 1, 3)
+    dst_before = copy.deepcopy(dst)
+    with pytest.raises(FactsMismatchError, match="rotary is 'interleaved'"):
+        migrate(
+            hf.cache_view(src, hf.cache_facts(interleaved)),
+            hf.cache_view(dst, hf.cache_facts(llama)),
+            [3],
+        )
+    assert torch.equal(dst.layers[0].keys, dst_before.layers[0].keys)
+
+
+# ---- what cannot be described ----
+
+
+def test_sliding_windows_are_refused() -> None:
+    model = make_model("Mistral", sliding_window=8)
+    cache = filled(transformers.DynamicCache(config=model.config), 1, 11)
+    assert hf.cache_facts(model).window == 8
+    with pytest.raises(UnsupportedError, match="layer is a DynamicSlidingWindowLayer, expected Dy"):
+        hf.cache_view(cache, CacheFacts())
+
+
+def test_mixed_windows_are_unknown() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    model = make_model("Qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert hf.cache_facts(model).window is None
+
+
+def test_an_empty_cache_is_refused(llama: Any) -> None:
+    cache = transformers.DynamicCache(config=llama.config)
+    with pytest.raises(InvalidArgumentError, match=r"layer\.keys is empty, .*Call reserve\(cache"):
+        hf.cache_view(cache, CacheFacts())
+    cache.early_initialization(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+    with pytest.raises(InvalidArgumentError, match=r"layer\.keys is empty"):
+        hf.cache_view(cache, CacheFacts())

@@ -1,0 +1,130 @@
+// Random numbers, and memory whose every byte is accounted for.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "kvx/kvx_abi.h"
+
+namespace fuzz {
+
+using Wide = __int128;
+
+struct Random {
+  uint64_t state;
+
+  uint64_t next() {  // splitmix64
+    uint64_t z = (state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  uint32_t below(uint64_t n) { return static_cast<uint32_t>(next() % n); }
+  bool one_in(uint32_t n) { return below(n) == 0; }
+  template <class T>
+  T pick(std::initializer_list<T> values) {
+    return values.begin()[below(values.size())];
+  }
+  template <class T>
+  T &pick(std::vector<T> &values) {
+    return values[below(values.size())];
+  }
+};
+
+struct Block {
+  std::unique_ptr<uint8_t[]> data;
+  size_t size = 0;
+  std::vector<uint8_t> before;
+  std::vector<uint8_t> writes;    // how often an accepted call may write this byte: 0, 1, 2 (many)
+  std::vector<uint8_t> expected;  // what one write stores, where that is known
+  std::vector<uint8_t> known;
+};
+
+struct Memory {
+  std::vector<std::unique_ptr<Block>> blocks;
+
+  uint8_t *allocate(Random &random, size_t size) {
+    auto block = std::make_unique<Block>();
+    block->size = std::max<size_t>(size, 1);
+    block->data.reset(new uint8_t[block->size]);
+    for (size_t i = 0; i < block->size; ++i) block->data[i] = static_cast<uint8_t>(random.next());
+    blocks.push_back(std::move(block));
+    return blocks.back()->data.get();
+  }
+  Block *find(const void *pointer) {
+    const auto *p = static_cast<const uint8_t *>(pointer);
+    for (auto &block : blocks) {
+      if (p >= block->data.get() && p <= block->data.get() + block->size) return block.get();
+    }
+    return nullptr;
+  }
+  bool holds(const void *pointer, Wide bytes) {
+    const Block *block = find(pointer);
+    if (!block) return false;
+    return bytes <= block->data.get() + block->size - static_cast<const uint8_t *>(pointer);
+  }
+  void snapshot() {
+    for (auto &block : blocks)
+      block->before.assign(block->data.get(), block->data.get() + block->size);
+  }
+  bool unchanged() const {
+    for (const auto &block : blocks) {
+      if (std::memcmp(block->data.get(), block->before.data(), block->size) != 0) return false;
+    }
+    return true;
+  }
+};
+
+inline int64_t size_of(kvx_dtype_t dtype) {
+  switch (dtype) {
+    case KVX_DTYPE_F16:
+    case KVX_DTYPE_BF16:
+      return 2;
+    case KVX_DTYPE_F32:
+    case KVX_DTYPE_S32:
+    case KVX_DTYPE_U32:
+      return 4;
+    case KVX_DTYPE_S64:
+    case KVX_DTYPE_U64:
+      return 8;
+    default:
+      return 1;
+  }
+}
+
+inline bool is_fp8(kvx_dtype_t dtype) { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
+
+inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
+
+inline int64_t read_int(const void *data, kvx_dtype_t dtype, uint64_t i) {
+  if (dtype == KVX_DTYPE_S64) return static_cast<const int64_t *>(data)[i];
+  return static_cast<const int32_t *>(data)[i];
+}
+
+inline float read_scale(const void *data, kvx_dtype_t dtype) {
+  uint32_t bits = 0;
+  float value;
+  if (dtype == KVX_DTYPE_F16) {
+    uint16_t half;
+    std::memcpy(&half, data, sizeof half);
+    const int exponent = (half >> 10) & 31, mantissa = half & 1023;
+    value = exponent == 31 ? (mantissa ? NAN : INFINITY)
+            : exponent     ? std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25)
+                           : std::ldexp(static_cast<float>(mantissa), -24);
+    return half & 0x8000 ? -value : value;
+  }
+  if (dtype == KVX_DTYPE_BF16) {
+    std::memcpy(reinterpret_cast<uint8_t *>(&bits) + 2, data, 2);
+  } else {
+    std::memcpy(&bits, data, sizeof bits);
+  }
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+}  // namespace fuzz

@@ -1,0 +1,397 @@
+// What the spec says a call does, one element at a time. Knows docs/spec.md, not libkvx.
+#pragma once
+
+#include <cmath>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "case.h"
+
+namespace fuzz {
+
+struct Place {
+  int64_t block = -1;  // -1: null
+  int64_t offset = 0;
+  bool secondary = false;
+  bool unsure = false;  // null, and otherwise out of range: either answer is right
+};
+
+// Spec: 5.1, 5.2, E.3, E.8. False: the index is out of range.
+inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots, bool table, int kv,
+                uint64_t row, Wide token, uint64_t flat, Place *place) {
+  const int64_t block_size = cache.block_size;
+  *place = Place{};
+  if (slots) {
+    const int64_t slot = read_int(end.slots.slots, end.slots.dtype, flat);
+    if (slot < 0 || slot == end.slots.invalid_slot) return true;
+    if (slot >= int64_t{cache.num_blocks} * block_size) return false;
+    place->block = slot / block_size;
+    place->offset = slot % block_size;
+    return true;
+  }
+  place->offset = static_cast<int64_t>(token % block_size);
+  if (!table) {
+    place->block = static_cast<int64_t>(row);
+    return row < cache.num_blocks && token < block_size;
+  }
+  const kvx_block_table_t &t = end.table;
+  const int64_t null_block = end.view.null_block_id;
+  int64_t id;
+  if (t.format == KVX_BLOCK_TABLE_RAGGED) {
+    id = read_int(t.indices, t.index_dtype,
+                  static_cast<uint64_t>(read_int(t.indptr, t.indptr_dtype, row) + token));
+  } else if (t.format == KVX_BLOCK_TABLE_PACKED) {
+    id = read_int(t.indices, t.index_dtype,
+                  static_cast<uint64_t>(row * Wide{t.max_blocks_per_seq} + token / block_size));
+  } else {
+    const uint64_t at =
+        static_cast<uint64_t>((row * Wide{2} + kv) * t.max_blocks_per_seq + token / block_size);
+    const auto index = static_cast<int32_t>(read_int(t.indices, t.index_dtype, at));
+    if (index == -1) return true;
+    const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
+    const int64_t unit = cache.pool.bytes_per_block;
+    const int64_t n = tensor.stride[0] * size_of(tensor.dtype) / unit;
+    const int64_t i = index & INT32_MAX;
+    const int64_t mine =
+        (static_cast<const uint8_t *>(tensor.data) - static_cast<const uint8_t *>(cache.k.data)) /
+        unit;
+    place->secondary = index < 0;
+    place->block = i / n;
+    int64_t blocks = cache.num_blocks;
+    if (place->secondary && end.view.secondary_num_blocks) blocks = end.view.secondary_num_blocks;
+    if (place->secondary && !cache.pool.secondary) blocks = 0;
+    const bool good = i % n == mine && place->block < blocks;
+    if (place->block != null_block) return good;
+    place->block = -1;
+    place->unsure = !good;
+    return true;
+  }
+  if (id < 0 || id == null_block) return true;
+  place->block = id;
+  return id < cache.num_blocks;
+}
+
+inline uint8_t *element_of(const kvx_cache_desc_t &cache, int kv, const Place &place, int64_t head,
+                    int64_t d) {
+  const kvx_tensor_desc_t &t = kv ? cache.v : cache.k;
+  Wide at;
+  if (t.ndim == 5) {
+    const int64_t pack = t.shape[4];
+    at = Wide{place.block} * t.stride[0] + Wide{head} * t.stride[1] + Wide{d / pack} * t.stride[2] +
+         Wide{place.offset} * t.stride[3] + Wide{d % pack} * t.stride[4];
+  } else {
+    const bool nhd = t.layout == KVX_LAYOUT_BLOCK_NHD;
+    at = Wide{place.block} * t.stride[0] + Wide{place.offset} * t.stride[nhd ? 1 : 2] +
+         Wide{head} * t.stride[nhd ? 2 : 1] + Wide{d} * t.stride[3];
+  }
+  auto *base = static_cast<uint8_t *>(t.data);
+  if (place.secondary) {
+    base = static_cast<uint8_t *>(cache.pool.secondary) +
+           (base - static_cast<uint8_t *>(cache.pool.primary));
+  }
+  return base + static_cast<int64_t>(at * size_of(t.dtype));
+}
+
+inline uint8_t *io_element(const kvx_tensor_desc_t &t, uint64_t row, uint64_t token,
+                    uint64_t tokens_per_row, int64_t head, int64_t d) {
+  Wide at = Wide{head} * t.stride[t.ndim - 2] + Wide{d} * t.stride[t.ndim - 1];
+  if (t.ndim == 4) {
+    at += static_cast<Wide>(row) * t.stride[0] + static_cast<Wide>(token) * t.stride[1];
+  } else {
+    at += static_cast<Wide>(row * tokens_per_row + token) * t.stride[0];
+  }
+  return static_cast<uint8_t *>(t.data) + static_cast<int64_t>(at * size_of(t.dtype));
+}
+
+inline int64_t dim_of(const kvx_tensor_desc_t &t) {
+  return t.ndim == 5 ? t.shape[2] * t.shape[4] : t.shape[3];
+}
+
+struct Oracle {
+  Case &c;
+  const char *bad_index = nullptr;  // what the spec wants refused: the first index out of range
+  bool scales_good = true;          // those that are used
+  bool unsure = false;              // a bad scale that no token uses: either answer is right
+  std::string complaint{};
+
+  void allow() { unsure = true; }
+  void refuse(const char *what) {
+    if (!bad_index) bad_index = what;
+  }
+
+  void mark(uint8_t *dst, int64_t size, const uint8_t *src, bool same_bytes) {
+    Block *block = c.memory.find(dst);
+    if (!block || dst + size > block->data.get() + block->size) {
+      complaint = "the call names an element outside its memory";
+      return;
+    }
+    const Block *from = src ? c.memory.find(src) : nullptr;
+    if (src && (!from || src + size_of(KVX_DTYPE_U8) > from->data.get() + from->size)) {
+      complaint = "the call reads an element outside its memory";
+      return;
+    }
+    const auto at = static_cast<size_t>(dst - block->data.get());
+    for (size_t i = at; i < at + static_cast<size_t>(size); ++i) {
+      if (block->writes[i] < 2) ++block->writes[i];
+      block->known[i] = !src || same_bytes;
+      block->expected[i] = !src ? 0
+                           : same_bytes
+                               ? from->before[static_cast<size_t>(src - from->data.get()) + i - at]
+                               : 0;
+    }
+  }
+
+  // The scale of an element must be usable.
+  void use_scale(const End &end, int kv, size_t layer, const Place &place, int64_t head) {
+    if (!scaled(end, kv, layer) || place.block < 0) return;
+    const kvx_scale_desc_t &s = end.scales[kv][layer];
+    int64_t at = 0;
+    switch (s.granularity) {
+      case KVX_SCALE_PER_BLOCK:
+        at = place.block * s.stride[0];
+        break;
+      case KVX_SCALE_PER_HEAD:
+        at = head * s.stride[0];
+        break;
+      case KVX_SCALE_PER_BLOCK_HEAD:
+        at = place.block * s.stride[0] + head * s.stride[1];
+        break;
+      case KVX_SCALE_PER_TOKEN_HEAD:
+        at = place.block * s.stride[0] + place.offset * s.stride[1] + head * s.stride[2];
+        break;
+      default:
+        break;
+    }
+    const float value =
+        read_scale(static_cast<const uint8_t *>(s.data) + at * size_of(s.dtype), s.dtype);
+    if (!(value > 0 && std::isfinite(value))) scales_good = false;
+  }
+
+  bool scaled(const End &end, int kv, size_t layer) const {
+    if (c.op == kMigrate && !(kv ? end.view.v_scales : end.view.k_scales)) return false;
+    return !end.scales[kv].empty() && end.scales[kv][layer].data;
+  }
+
+  // Every scale, used or not.
+  void look_at_scales(const End &end) {
+    for (const auto &scales : end.scales) {
+      for (const kvx_scale_desc_t &s : scales) {
+        Block *block = s.data ? c.memory.find(s.data) : nullptr;
+        if (!block) continue;
+        for (size_t at = 0; at + static_cast<size_t>(size_of(s.dtype)) <= block->size;
+             at += static_cast<size_t>(size_of(s.dtype))) {
+          const float value = read_scale(block->data.get() + at, s.dtype);
+          if (!(value > 0 && std::isfinite(value))) unsure = true;
+        }
+      }
+    }
+  }
+
+  // What a row holds at an end; -1: the table itself is wrong.
+  Wide held(const End &end, const kvx_cache_desc_t &cache, bool table, uint64_t row) {
+    if (!table) return cache.block_size;
+    const kvx_block_table_t &t = end.table;
+    if (t.format != KVX_BLOCK_TABLE_RAGGED) return Wide{t.max_blocks_per_seq} * cache.block_size;
+    return Wide{read_int(t.indptr, t.indptr_dtype, row + 1)} -
+           read_int(t.indptr, t.indptr_dtype, row);
+  }
+
+  void check_indptr(const kvx_block_table_t &t) {
+    if (t.format != KVX_BLOCK_TABLE_RAGGED) return;
+    int64_t last = 0;
+    for (uint32_t i = 0; i <= t.seq_count; ++i) {
+      const int64_t value = read_int(t.indptr, t.indptr_dtype, i);
+      if ((i == 0 && value != 0) || value < last) refuse("indptr");
+      last = value;
+    }
+    if (last != t.indices_count) refuse("the end of indptr");
+  }
+
+  void write() {
+    const kvx_cache_desc_t &cache = c.dst.layers[0];
+    for (int kv = 0; kv < (is_absent(cache.v) ? 1 : 2); ++kv) {
+      const kvx_tensor_desc_t &io = kv ? c.io.value : c.io.key, &to = kv ? cache.v : cache.k;
+      const bool same = io.dtype == to.dtype && !scaled(c.dst, kv, 0);
+      for (uint64_t t = 0; t < c.io.num_tokens; ++t) {
+        Place place;
+        if (!find_place(c.dst, cache, true, false, kv, 0, 0, t, &place)) refuse("a slot");
+        if (bad_index) return;
+        if (place.block < 0) continue;
+        for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+          use_scale(c.dst, kv, 0, place, h);
+          for (int64_t d = 0; d < dim_of(to); ++d) {
+            mark(element_of(cache, kv, place, h, d), size_of(to.dtype),
+                 io_element(io, 0, t, 0, h, d), same);
+          }
+        }
+      }
+    }
+  }
+
+  void gather() {
+    const kvx_cache_desc_t &cache = c.src.layers[0];
+    const kvx_block_table_t &table = c.src.table;
+    const bool zero_fill = c.with_options && (c.options.flags & KVX_FLAG_ZERO_FILL);
+    const uint32_t beams = table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? table.beam_width : 1;
+    check_indptr(table);
+    for (uint64_t row = 0; !bad_index && row < uint64_t{table.seq_count} * beams; ++row) {
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
+      const Wide most = held(c.src, cache, true, row);
+      if (length < 0 || length > most) {
+        std::min<Wide>(length, c.gather.max_seq_len) <= most &&length > 0 ? allow()
+                                                                          : refuse("a length");
+      }
+      for (int kv = 0; !bad_index && kv < (is_absent(cache.v) ? 1 : 2); ++kv) {
+        const kvx_tensor_desc_t &io = kv ? c.io.value : c.io.key, &from = kv ? cache.v : cache.k;
+        const bool same = io.dtype == from.dtype && !scaled(c.src, kv, 0);
+        for (uint64_t t = 0; t < c.gather.max_seq_len; ++t) {
+          Place place;
+          const bool stored = t < static_cast<uint64_t>(length);
+          if (stored && !find_place(c.src, cache, false, true, kv, row, t, 0, &place))
+            refuse("a table entry");
+          if (bad_index) return;
+          if (place.unsure) allow();
+          if (place.block < 0 && !zero_fill) continue;
+          for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+            use_scale(c.src, kv, 0, place, h);
+            for (int64_t d = 0; d < dim_of(from); ++d) {
+              uint8_t *to = io_element(io, row, t, c.gather.max_seq_len, h, d);
+              const uint8_t *src = place.block < 0 ? nullptr : element_of(cache, kv, place, h, d);
+              mark(to, size_of(io.dtype), src, same);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  void migrate() {
+    const End *ends[2] = {&c.src, &c.dst};
+    uint64_t rows = c.lens.seq_count;
+    for (const End *end : ends) {
+      if (!end->view.block_table) continue;
+      check_indptr(end->table);
+      rows = std::max(rows, uint64_t{end->table.seq_count} * std::max(end->table.beam_width, 1u));
+    }
+    if (rows == 0) return;
+    const uint64_t per_length = rows / c.lens.seq_count;
+    const bool zero_fill = c.migrate.flags & KVX_FLAG_ZERO_FILL;
+    Wide total = 0;
+    for (uint64_t row = 0; row < rows; ++row) {
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / per_length);
+      if (length < 0) refuse("a length");
+      total += length;
+      for (const End *end : ends) {
+        if (end->view.slots) continue;
+        const int64_t start =
+            end->view.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
+        const Wide beyond =
+            Wide{start} + length - held(*end, end->layers[0], end->view.block_table, row);
+        if (start < 0 || beyond > 0)
+          length == 0 && start >= 0 ? allow() : refuse("a start or a length");
+      }
+    }
+    for (const End *end : ends) {
+      if (end->view.slots && total != end->slots.token_count) refuse("token_count");
+    }
+    // Blocks of tokens that move, and of tokens whose other end is null: K or V, pool, id.
+    std::set<std::tuple<int, bool, int64_t>> used[2], touched[2];
+    uint64_t flat = 0;
+    for (uint64_t row = 0; !bad_index && row < rows; ++row) {
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / per_length);
+      for (int64_t t = 0; !bad_index && t < length; ++t, ++flat) {
+        for (size_t l = 0; l < c.src.view.num_layers; ++l) {
+          const kvx_cache_desc_t *caches[2] = {&c.src.layers[l], &c.dst.layers[l]};
+          for (int kv = 0; kv < (is_absent(caches[0]->v) ? 1 : 2); ++kv) {
+            Place place[2];
+            for (int e = 0; e < 2; ++e) {
+              const kvx_view_t &view = ends[e]->view;
+              const int64_t start =
+                  view.starts ? read_int(ends[e]->starts.lengths, ends[e]->starts.dtype, row) : 0;
+              if (!find_place(*ends[e], *caches[e], view.slots, view.block_table, kv, row,
+                              Wide{start} + t, flat, &place[e])) {
+                refuse("a table entry or slot");
+              }
+            }
+            if (bad_index) return;
+            for (int e = 0; e < 2; ++e) {
+              if (place[e].unsure) allow();
+              const bool moves = place[0].block >= 0 && place[1].block >= 0;
+              if (place[e].block >= 0)
+                (moves ? used : touched)[e].insert({kv, place[e].secondary, place[e].block});
+            }
+            if (place[1].block < 0 || (place[0].block < 0 && !zero_fill)) continue;
+            const kvx_tensor_desc_t &from = kv ? caches[0]->v : caches[0]->k,
+                                    &to = kv ? caches[1]->v : caches[1]->k;
+            const bool same =
+                from.dtype == to.dtype && !scaled(c.src, kv, l) && !scaled(c.dst, kv, l);
+            const int64_t heads =
+                c.migrate.num_heads ? c.migrate.num_heads : caches[0]->num_kv_heads;
+            for (int64_t h = 0; h < heads; ++h) {
+              const int64_t src_head = c.src.view.head_start + h,
+                            dst_head = c.dst.view.head_start + h;
+              if (place[0].block >= 0) {
+                use_scale(c.src, kv, l, place[0], src_head);
+                use_scale(c.dst, kv, l, place[1], dst_head);
+              }
+              for (int64_t d = 0; d < dim_of(from); ++d) {
+                const uint8_t *src = place[0].block < 0
+                                         ? nullptr
+                                         : element_of(*caches[0], kv, place[0], src_head, d);
+                mark(element_of(*caches[1], kv, place[1], dst_head, d), size_of(to.dtype), src,
+                     same);
+              }
+            }
+          }
+        }
+      }
+    }
+    if (c.src.layers[0].k.data != c.dst.layers[0].k.data) return;  // not the same pool
+    for (const auto &block : used[1]) {
+      if (used[0].count(block)) refuse("a block of the same pool is read and written");
+    }
+    for (int e = 0; e < 2; ++e) {
+      for (const auto &[kv, secondary, id] : touched[e]) {
+        for (const int any : {0, 1}) {
+          if (used[1 - e].count({any, secondary, id}) || touched[1 - e].count({any, secondary, id}))
+            allow();
+        }
+      }
+    }
+  }
+
+  void run() {
+    for (auto &block : c.memory.blocks) {
+      block->writes.assign(block->size, 0);
+      block->known.assign(block->size, 0);
+      block->expected.assign(block->size, 0);
+    }
+    if (!c.mutated) look_at_scales(c.src), look_at_scales(c.dst);
+    if (c.op == kWrite) write();
+    if (c.op == kGather) gather();
+    if (c.op == kMigrate) migrate();
+  }
+
+  // Compares memory with what an accepted call may have done to it.
+  void compare() {
+    for (size_t b = 0; b < c.memory.blocks.size() && complaint.empty(); ++b) {
+      const Block &block = *c.memory.blocks[b];
+      for (size_t i = 0; i < block.size; ++i) {
+        const uint8_t now = block.data[i];
+        const bool right = block.writes[i] == 0
+                               ? now == block.before[i]
+                               : block.writes[i] > 1 || !block.known[i] || now == block.expected[i];
+        if (right) continue;
+        complaint = "byte " + std::to_string(i) + " of buffer " + std::to_string(b) + " is " +
+                    std::to_string(now) + ", expected " +
+                    std::to_string(block.writes[i] ? block.expected[i] : block.before[i]) +
+                    (block.writes[i] ? " (a token's)" : " (untouched)");
+        break;
+      }
+    }
+  }
+};
+
+}  // namespace fuzz

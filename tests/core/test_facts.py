@@ -1,0 +1,133 @@
+"""CacheFacts: what keeps two caches apart although their bytes could be copied."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvx_core import CacheFacts, InvalidArgumentError, compare, fingerprint
+
+FACTS = CacheFacts(
+    engine="here 1.0",
+    fingerprint="abc",
+    rotary="half",
+    rotary_dim=64,
+    rope_applied=True,
+    hadamard=False,
+    scale_convention="multiply",
+    num_layers=3,
+    first_layer=0,
+    window=0,
+    total_kv_heads=8,
+    first_kv_head=0,
+    negative_slots="skip",
+)
+OTHER: dict[str, Any] = {
+    "fingerprint": "abd",
+    "rotary": "interleaved",
+    "rotary_dim": 32,
+    "rope_applied": False,
+    "hadamard": True,
+    "num_layers": 4,
+    "first_layer": 3,
+    "window": 4096,
+    "total_kv_heads": 4,
+    "first_kv_head": 4,
+}
+THERE = replace(FACTS, engine="there 2.0")
+
+
+def test_equal_facts_agree() -> None:
+    assert compare(FACTS, FACTS) == []
+    assert compare(CacheFacts(), CacheFacts()) == []
+
+
+def test_every_fact_is_compared_or_known_not_to_be() -> None:
+    not_compared = {"engine", "negative_slots", "scale_convention"}
+    assert {field.name for field in fields(CacheFacts)} == set(OTHER) | not_compared
+
+
+def test_facts_that_only_inform_do_not_keep_apart() -> None:
+    assert compare(FACTS, replace(THERE, negative_slots="wrap", scale_convention=None)) == []
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_difference_is_a_reason(name: str) -> None:
+    [reason] = compare(FACTS, replace(THERE, **{name: OTHER[name]}))
+    called = name if name != "first_kv_head" else "first_kv_head + head_start"
+    assert reason == (
+        f"{called} is {getattr(FACTS, name)!r} at the source (here 1.0) and {OTHER[name]!r} at the "
+        "destination (there 2.0)"
+    )
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_only_one_end_knows_is_a_reason(name: str) -> None:
+    [reason] = compare(FACTS, replace(THERE, **{name: None}))
+    assert reason == (
+        f"{name} is {getattr(FACTS, name)!r} at the source (here 1.0) and unknown at the "
+        f"destination (there 2.0): set CacheFacts.{name} of the destination"
+    )
+    [reason] = compare(replace(FACTS, engine=None, **{name: None}), THERE)
+    assert reason == (
+        f"{name} is {getattr(FACTS, name)!r} at the destination (there 2.0) and unknown at the "
+        f"source: set CacheFacts.{name} of the source"
+    )
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_neither_end_knows_is_no_reason(name: str) -> None:
+    unknown = {name: None}
+    assert compare(replace(FACTS, **unknown), replace(THERE, **unknown)) == []
+
+
+def test_all_reasons_are_given() -> None:
+    assert len(compare(FACTS, replace(THERE, **OTHER))) == len(OTHER)
+
+
+def test_heads_are_those_of_the_model() -> None:
+    """Rank 1 of 2, whose first head is the model's fifth, out of a cache with all of them."""
+    rank = replace(THERE, first_kv_head=4)
+    assert compare(FACTS, rank, src_head_start=4) == []
+    assert compare(rank, FACTS, src_head_start=1, dst_head_start=5) == []
+    [reason] = compare(FACTS, rank, src_head_start=3)
+    assert reason.startswith("first_kv_head + head_start is 3 at the source")
+
+
+@pytest.mark.parametrize(("src", "dst"), [("divide", "multiply"), ("multiply", "divide")])
+def test_scales_that_divide_are_a_reason(src: Any, dst: Any) -> None:
+    [reason] = compare(replace(FACTS, scale_convention=src), replace(THERE, scale_convention=dst))
+    assert reason.startswith("scale_convention is 'divide' at the ")
+    assert reason.endswith("expected 'multiply': give its scales as value = stored * scale")
+
+
+def test_fingerprint_of_parts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert len(fingerprint("model")) == 64
+    assert fingerprint("model") == fingerprint(b"model")
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint("a", "b") != fingerprint("b", "a")
+    assert fingerprint(tmp_path / "config.json") == fingerprint("{}")
+
+
+def test_fingerprint_of_a_directory_sees_names_and_contents(tmp_path: Path) -> None:
+    def of(files: dict[str, str]) -> str:
+        root = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        return fingerprint(root)
+
+    model = {"config.json": "{}", "weights/0.bin": "abc"}
+    assert of(model) == of(dict(reversed(model.items())))
+    assert of(model) != of({**model, "weights/0.bin": "abd"})
+    assert of(model) != of({"config.json": "{}", "weights/1.bin": "abc"})
+    assert of(model) != of({"config.json": "{}"})
+
+
+def test_fingerprint_of_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="is neither a file nor a directory"):
+        fingerprint(tmp_path / "none")

@@ -1,0 +1,319 @@
+"""Bound plans: the bytes of write_kv and gather_kv, from any thread, at a fraction of the cost."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvx_core import (
+    CacheDesc,
+    GatherPlan,
+    InvalidArgumentError,
+    Layout,
+    OutOfRangeError,
+    WritePlan,
+    describe,
+    gather_kv,
+    write_kv,
+)
+
+NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
+NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
+
+
+class Cache:
+    """A cache of halves filled with sevens, as vLLM has it."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.kv = torch.full((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM), 7.0).to(dtype)
+        k, v = self.kv.split(DIM, dim=-1)
+        self.desc = CacheDesc.from_kv(describe(k, Layout.BLOCK_HND), describe(v, Layout.BLOCK_HND))
+
+
+def qkv(n: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """Keys and values as a model makes them: slices of one projection, not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, 3, HEADS, DIM, generator=generator).to(dtype)
+    return rows[:, 1], rows[:, 2]
+
+
+@pytest.fixture(params=["guards", "signatures"])
+def like(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to tell whether tensors are like the last ones; the second is for other torches."""
+    if request.param == "signatures":
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+
+
+def calls_of(plan: WritePlan | GatherPlan) -> Callable[..., Any]:
+    """The bound call of this thread."""
+    call: Callable[..., Any] = plan._thread.call
+    return call
+
+
+def test_making_a_plan_writes_nothing() -> None:
+    cache = Cache()
+    WritePlan(cache.desc, *qkv(3, 0))
+    assert (cache.kv == 7).all()
+
+
+@pytest.mark.usefixtures("like")
+def test_write_is_write_kv_whatever_comes() -> None:
+    """Decode and prefill batches in turn, then other strides, dtypes, index types and libraries."""
+    batches: list[tuple[Any, Any, Any]] = []
+    for seed, n in enumerate([1, 1, 5, 1, 40, 0, 3]):
+        slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed))[:n]
+        batches.append((*qkv(n, seed), slots))
+    key, value = qkv(4, 10)
+    slots = torch.tensor([1, -1, 9, 30])
+    batches += [
+        (key.contiguous(), value, slots),
+        (key, value.contiguous(), slots.int()),
+        (key.float(), value.half(), slots),
+        (key.transpose(0, 1).contiguous().transpose(0, 1), value, slots),
+        (key, value, [3, 4, 5, 6]),
+        (key.float().numpy(), value.float().numpy(), np.array([7, 8, 9, 10])),
+        (key, value, slots[:2]),  # keys padded past the slots
+        (key, value, slots),
+    ]
+    planned, plain = Cache(), Cache()
+    plan = WritePlan(planned.desc, *qkv(1, 0))
+    for batch in batches:
+        plan(*batch)
+        write_kv(plain.desc, *batch)
+        assert torch.equal(planned.kv, plain.kv)
+
+
+@pytest.mark.usefixtures("like")
+@pytest.mark.parametrize(
+    ("change", "rebinds"),
+    [
+        (lambda k, v, s: (k[:1], v[:1], s[:1]), False),
+        (lambda k, v, s: (k.clone(), v.clone(), s), True),
+        (lambda k, v, s: (k.half(), v, s), True),
+        (lambda k, v, s: (k, v.half(), s), True),
+        (lambda k, v, s: (k, v, s.int()), True),
+    ],
+)
+def test_only_tensors_like_the_last_are_refreshed(change: Any, rebinds: bool) -> None:
+    cache = Cache()
+    key, value = qkv(4, 0)
+    slots = torch.arange(4)
+    plan = WritePlan(cache.desc, key, value)
+    plan(key, value, slots)
+    bound = calls_of(plan)
+    plan(*change(key, value, slots))
+    assert (calls_of(plan) is not bound) is rebinds
+
+
+@pytest.mark.usefixtures("like")
+def test_fewer_heads_in_the_same_strides_are_seen() -> None:
+    cache = Cache()
+    key, value = qkv(4, 0)
+    plan = WritePlan(cache.desc, key, value)
+    plan(key, value, torch.arange(4))
+    with pytest.raises(InvalidArgumentError, match=r"write\.io\.key\.shape\[1\] is 1, expected"):
+        plan(key[:, :1], value, torch.arange(4))
+    with pytest.raises(InvalidArgumentError, match=r"write\.io\.value\.shape\[2\] is 8, expected"):
+        plan(key, value[:, :, :8], torch.arange(4))
+    with pytest.raises(InvalidArgumentError, match="expected at least num_tokens 5"):
+        plan(key, value, torch.arange(5))
+
+
+@pytest.mark.usefixtures("like")
+def test_one_slot_of_a_strided_tensor_does_not_stand_for_many() -> None:
+    """One slot is contiguous with any stride; the next batch of that stride is not."""
+    cache = Cache()
+    slots = torch.arange(20)[::2]
+    key, value = qkv(5, 0)
+    plan = WritePlan(cache.desc, key, value)
+    plan(key, value, slots[:1])
+    with pytest.raises(InvalidArgumentError, match=r"slots\.stride is \(2,\), expected \(1,\)"):
+        plan(key, value, slots[:5])
+
+
+def test_a_plan_refuses_what_write_kv_refuses() -> None:
+    cache = Cache()
+    key, value = qkv(2, 0)
+    plan = WritePlan(cache.desc, key, value)
+    for _ in range(2):  # described anew, then refreshed
+        with pytest.raises(OutOfRangeError) as raised:
+            plan(key, value, torch.tensor([0, NUM_SLOTS]))
+        assert str(raised.value) == (
+            "write.slots.slots[1] is 48, expected below num_blocks * block_size = 48 (spec 5.2)"
+        )
+        plan(key, value, torch.tensor([-1, -1]))
+    assert (cache.kv == 7).all()
+    with pytest.raises(InvalidArgumentError, match="expected num_kv_heads 2"):
+        WritePlan(cache.desc, key[:, :1], value)
+    with pytest.raises(InvalidArgumentError, match=r"write\.io\.value"):
+        plan(key, None, torch.tensor([0, 1]))
+
+
+@pytest.mark.usefixtures("like")
+def test_a_plan_without_v() -> None:
+    k = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, DIM)
+    cache = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD))
+    key = torch.randn(2, 1, DIM)
+    plan = WritePlan(cache, key, None)
+    for slots in ([0, 1], [8, 9], [3, 5]):
+        plan(key, None, torch.tensor(slots))
+        assert torch.equal(k.view(-1, 1, DIM)[slots], key)
+    with pytest.raises(InvalidArgumentError, match=r"write\.io\.value is given, but cache\.v is"):
+        plan(key, key, torch.tensor([0, 1]))
+    out = torch.zeros(1, 4, 1, DIM)
+    gather = GatherPlan(cache, out, None)
+    for block in (0, 1):
+        gather(out, None, torch.tensor([[block]]), torch.tensor([4]))
+        assert torch.equal(out[0], k[block, :4])
+
+
+def test_a_plan_keeps_the_scales_it_was_given() -> None:
+    k = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM, dtype=torch.float8_e4m3fn)
+    v = k.clone()
+    cache = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+    ones = torch.ones(1, HEADS, DIM)
+    write = WritePlan(cache, ones, ones, k_scale=0.5, v_scale=0.25)
+    out = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 1, HEADS, DIM)
+    gather = GatherPlan(cache, *out, k_scale=0.5, v_scale=0.25)
+    for slot in range(3):
+        write(ones, ones, torch.tensor([slot * BLOCK_SIZE]))
+        assert (k[slot, 0].float() == 2).all()
+        assert (v[slot, 0].float() == 4).all()
+        gather(*out, torch.tensor([[slot]]), torch.tensor([1]))
+        assert (out[0] == 1).all()
+        assert (out[1] == 1).all()
+
+
+@pytest.mark.usefixtures("like")
+def test_gather_is_gather_kv_whatever_comes() -> None:
+    cache = Cache()
+    write_kv(cache.desc, *qkv(NUM_SLOTS, 0), torch.arange(NUM_SLOTS))
+    shapes: list[tuple[int, int, torch.dtype, torch.dtype]] = [
+        (1, 8, torch.bfloat16, torch.int64),
+        (1, 8, torch.bfloat16, torch.int64),
+        (3, 16, torch.bfloat16, torch.int32),
+        (3, 16, torch.float32, torch.int32),
+        (1, 8, torch.bfloat16, torch.int64),
+    ]
+    like_ = torch.zeros(1, 8, HEADS, DIM, dtype=torch.bfloat16)
+    plan = GatherPlan(cache.desc, like_, like_, null_block_id=0)
+    for seed, (rows, length, dtype, index) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randint(0, NUM_BLOCKS, (rows, 2), generator=generator).to(index)
+        lens = torch.randint(0, length + 1, (rows,), generator=generator)
+        outs = [torch.full((rows, length, HEADS, DIM), 5.0).to(dtype) for _ in range(4)]
+        plan(outs[0], outs[1], table, lens)
+        gather_kv(cache.desc, table, lens, out=(outs[2], outs[3]), null_block_id=0)
+        assert torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[1], outs[3])
+    plan(outs[0], outs[1], [[1]], [3])
+    gather_kv(cache.desc, [[1]], [3], out=(outs[2], outs[3]), null_block_id=0)
+    assert torch.equal(outs[0], outs[2])
+    with pytest.raises(OutOfRangeError):
+        plan(outs[0], outs[1], torch.tensor([[NUM_BLOCKS]]), torch.tensor([1]))
+
+
+def test_making_a_gather_plan_checks_its_outputs() -> None:
+    cache = Cache()
+    good, bad = torch.zeros(1, 8, HEADS, DIM), torch.zeros(1, 8, HEADS + 1, DIM)
+    with pytest.raises(InvalidArgumentError, match=r"gather\.io\.value\.shape\[2\] is 3, expected"):
+        GatherPlan(cache.desc, good, bad)
+    with pytest.raises(InvalidArgumentError, match="secondary_num_blocks is -1, expected 0 to"):
+        GatherPlan(cache.desc, good, good, secondary_num_blocks=-1)
+
+
+def run_in_threads(work: Callable[[int], None], num_threads: int) -> None:
+    """Runs work(i) in threads that start together; the first exception is raised here."""
+    barrier = threading.Barrier(num_threads)
+    errors: list[BaseException] = []
+
+    def body(i: int) -> None:
+        barrier.wait()
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_share_a_plan() -> None:
+    """Every thread writes its own blocks, with its own dtype, and reads them back."""
+    cache = Cache(torch.float32)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    write = WritePlan(cache.desc, *qkv(1, 0, torch.float32))
+    like_ = torch.zeros(1, BLOCK_SIZE, HEADS, DIM)
+    gather = GatherPlan(cache.desc, like_, like_)
+
+    def work(block: int) -> None:
+        out = torch.zeros(1, BLOCK_SIZE, HEADS, DIM), torch.zeros(1, BLOCK_SIZE, HEADS, DIM)
+        slots = torch.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+        table, lens = torch.tensor([[block]]), torch.tensor([BLOCK_SIZE])
+        batches = [qkv(BLOCK_SIZE, 100 * block + i, dtypes[block % 3]) for i in range(10)]
+        for i in range(600):
+            key, value = batches[i % 10]
+            write(key, value, slots)
+            gather(*out, table, lens)
+            assert torch.equal(out[0][0], key.float())
+            assert torch.equal(out[1][0], value.float())
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        run_in_threads(work, NUM_BLOCKS)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_an_error_belongs_to_its_thread() -> None:
+    """The sentence of a failure is that of the thread's own call."""
+    cache = Cache()
+    key, value = qkv(1, 0)
+    plan = WritePlan(cache.desc, key, value)
+
+    def work(i: int) -> None:
+        slot = NUM_SLOTS + i
+        for _ in range(300):
+            with pytest.raises(OutOfRangeError, match=rf"slots\[0\] is {slot}, expected"):
+                plan(key, value, torch.tensor([slot]))
+
+    run_in_threads(work, 4)
+
+
+def cost(call: Callable[[], object]) -> float:
+    """Seconds of one call: the best of many short runs, which other processes did not disturb."""
+    timer = timeit.Timer(call)
+    timer.timeit(200)
+    return min(timer.repeat(60, 200)) / 200
+
+
+def test_a_call_costs_microseconds() -> None:
+    """On a quiet machine 1 to 2 us; the bounds leave room for a slow and busy one."""
+    cache = Cache()
+    key, value = qkv(1, 0)
+    slots = torch.tensor([3])
+    plan = WritePlan(cache.desc, key, value)
+    planned = cost(lambda: plan(key, value, slots))
+    plain = cost(lambda: write_kv(cache.desc, key, value, slots))
+    assert planned < 15e-6
+    assert planned < plain / 3
+
+    out = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 1, HEADS, DIM)
+    table, lens = torch.tensor([[0]]), torch.tensor([1])
+    gather = GatherPlan(cache.desc, *out)
+    planned = cost(lambda: gather(*out, table, lens))
+    assert planned < 15e-6
+    assert planned < cost(lambda: gather_kv(cache.desc, table, lens, out=out)) / 3

@@ -1,0 +1,248 @@
+"""borrow: the same memory, seen from torch, numpy and DLPack, and kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kvx_core import (
+    DType,
+    IncompatibleError,
+    InvalidArgumentError,
+    Memory,
+    UnsupportedError,
+    borrow,
+)
+from kvx_core.tensors import row_major
+from tests.core import dlpack
+from tests.core.dlpack import OldProducer, Producer
+
+TORCH = {
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.F32,
+    torch.float8_e4m3fn: DType.F8_E4M3,
+    torch.float8_e5m2: DType.F8_E5M2,
+    torch.int32: DType.S32,
+    torch.int64: DType.S64,
+    torch.uint32: DType.U32,
+    torch.uint64: DType.U64,
+    torch.uint8: DType.U8,
+}
+NUMPY = {
+    "float16": DType.F16,
+    "float32": DType.F32,
+    "int32": DType.S32,
+    "int64": DType.S64,
+    "uint32": DType.U32,
+    "uint64": DType.U64,
+    "uint8": DType.U8,
+    ml_dtypes.bfloat16: DType.BF16,
+    ml_dtypes.float8_e4m3fn: DType.F8_E4M3,
+    ml_dtypes.float8_e5m2: DType.F8_E5M2,
+}
+
+
+class OnlyDLPack:
+    """Hides everything of a tensor but its DLPack methods."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), TORCH.items(), ids=str)
+def test_torch(dtype: torch.dtype, expected: DType) -> None:
+    tensor = torch.zeros(5, 4, 6, dtype=dtype)[1:, ::2, 1:5]
+    found = borrow(tensor)
+    assert found.data == tensor.data_ptr()
+    assert found.shape == (4, 2, 4)
+    assert found.stride == (24, 12, 1)
+    assert found.dtype is expected
+    assert found.memory is Memory.HOST
+    assert found.writable
+    assert expected.itemsize == tensor.itemsize
+
+
+@pytest.mark.parametrize(("dtype", "expected"), NUMPY.items(), ids=str)
+def test_numpy(dtype: Any, expected: DType) -> None:
+    array = np.zeros((5, 4, 6), dtype)[1:, ::2, 1:5]
+    found = borrow(array)
+    assert found.data == array.ctypes.data
+    assert found.shape == (4, 2, 4)
+    assert found.stride == (24, 12, 1)
+    assert found.dtype is expected
+    assert found.memory is Memory.HOST
+    assert found.writable
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+def test_dlpack_of_torch(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(5, 4, 6, dtype=dtype)[1:, ::2, 1:5]
+    assert borrow(OnlyDLPack(tensor)) == borrow(tensor)
+
+
+def test_dlpack_of_read_only_numpy() -> None:
+    array = np.zeros((3, 4), np.float32)
+    array.setflags(write=False)
+    found = borrow(OnlyDLPack(array))
+    assert found == borrow(array)
+    assert not found.writable
+
+
+def test_dlpack_byte_offset_and_implied_strides() -> None:
+    found = borrow(Producer(data=4096, shape=(3, 4, 5), byte_offset=64))
+    assert found.data == 4160
+    assert found.stride == (20, 5, 1)
+    assert found.dtype is DType.BF16
+
+
+def test_dlpack_from_before_1_0() -> None:
+    found = borrow(OldProducer(data=4096, shape=(3, 4), strides=(8, 2)))
+    assert (found.data, found.shape, found.stride) == (4096, (3, 4), (8, 2))
+    assert found.writable
+
+
+@pytest.mark.parametrize(
+    ("device_type", "memory"),
+    [
+        (dlpack.CPU, Memory.HOST),
+        (dlpack.CUDA_HOST, Memory.HOST),
+        (dlpack.CUDA, Memory.DEVICE),
+        (dlpack.ROCM, Memory.DEVICE),
+        (dlpack.MANAGED, Memory.UNIFIED),
+    ],
+)
+def test_dlpack_device(device_type: int, memory: Memory) -> None:
+    producer = Producer(data=4096, shape=(2,), device_type=device_type)
+    assert borrow(producer).memory is memory
+    # Producers on a device are asked not to synchronise; the CPU takes no stream.
+    assert ("stream" in producer.calls[0]) == (memory is not Memory.HOST)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"dtype": (2, 64)}, UnsupportedError, "type code 2 with 64 bits and 1 lanes"),
+        ({"lanes": 4}, UnsupportedError, "type code 4 with 16 bits and 4 lanes"),
+        ({"major": 2}, IncompatibleError, "major version 2, expected 1"),
+    ],
+)
+def test_dlpack_refused(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        borrow(Producer(data=4096, shape=(2,), **change))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (torch.zeros(2, dtype=torch.int8), "tensor.dtype is 'torch.int8', expected one of float16"),
+        (np.zeros(2), "tensor.dtype is 'float64', expected one of float16"),
+        (torch.zeros(2, device="meta"), "tensor.device is meta, expected a device that holds"),
+        (torch.eye(3).to_sparse(), "tensor.layout is torch.sparse_coo, expected torch.strided"),
+        (np.zeros(2, ">i4"), "tensor.dtype is >i4, expected native byte order"),
+        (
+            np.zeros(4, [("a", "u1"), ("b", "f4")])["b"],
+            r"tensor.strides is \(5,\) bytes, expected multiples of itemsize 4",
+        ),
+    ],
+    ids=["torch dtype", "numpy dtype", "meta", "sparse", "byte order", "unaligned stride"],
+)
+def test_refused(tensor: Any, sentence: str) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        borrow(tensor)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"tensor is a list, expected a torch\.Tensor"):
+        borrow([1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(1000),
+        lambda: np.zeros(1000, np.float32),
+        lambda: OnlyDLPack(torch.zeros(1000)),
+    ],
+    ids=["torch", "numpy", "dlpack"],
+)
+def test_the_owner_is_kept_alive(make: Any) -> None:
+    tensor = make()
+    alive = weakref.ref(tensor)
+    found = borrow(tensor)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    del found
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_dlpack_capsule_is_released_once() -> None:
+    """The deleter runs when the description goes, not before, and the storage with it."""
+    tensor = torch.zeros(1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    found = borrow(OnlyDLPack(tensor))
+    assert found.owner is not None
+    del tensor, found
+    gc.collect()
+    assert storage() is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "contiguous"),
+    [
+        ((2, 3), (3, 1), True),
+        ((2, 3), (4, 1), False),
+        ((1, 3), (99, 1), True),
+        ((2, 3), (1, 2), False),
+        ((0, 3), (7, 7), True),
+        ((), (), True),
+    ],
+)
+def test_is_contiguous(shape: Any, stride: Any, contiguous: bool) -> None:
+    tensor = torch.zeros(1000).as_strided(shape, stride)
+    assert borrow(tensor).is_contiguous is contiguous
+    assert tensor.is_contiguous() is contiguous
+
+
+def test_row_major() -> None:
+    assert row_major((2, 3, 4)) == (12, 4, 1)
+    assert row_major(()) == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [torch.float8_e4m3fn, np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn", "F8_E4M3"],
+)
+def test_dtype_of_any_name(name: object) -> None:
+    assert DType.of(name) is DType.F8_E4M3
+    assert DType.of(DType.F8_E4M3) is DType.F8_E4M3
+
+
+def test_dtype_of_a_scalar_type() -> None:
+    assert DType.of(np.float16) is DType.F16
+    assert DType.from_name("bfloat16") is DType.BF16
+
+
+def test_dtype_unknown() -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        DType.from_name("fp8")
+    assert str(raised.value) == (
+        "dtype is 'fp8', expected one of float16, bfloat16, float32, float8_e4m3fn, float8_e5m2, "
+        "int32, int64, uint32, uint64, uint8 (spec 4.3)"
+    )
+    with pytest.raises(UnsupportedError, match=r"DType.INVALID has no torch or numpy type"):
+        _ = DType.INVALID.array_name

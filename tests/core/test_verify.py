@@ -1,0 +1,581 @@
+"""verify: what it finds equal is equal, and what differs is named, wherever and however stored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvx_core
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    Difference,
+    InvalidArgumentError,
+    Layout,
+    OutOfRangeError,
+    PoolDesc,
+    ScaleDesc,
+    ScaleGranularity,
+    UnsupportedError,
+    Verification,
+    describe,
+    migrate,
+    verify,
+)
+from tests.core import dlpack
+from tests.core.dlpack import Producer
+
+verify_module = sys.modules["kvx_core.verify"]
+
+LAYERS, BLOCKS, BLOCK_SIZE, HEADS, DIM, V_DIM = 2, 7, 4, 3, 10, 6
+TABLE = [[4, 1, 3], [2, 6, 0]]
+LENS = [11, 6]
+FLOATS = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def make(*shape: int, dtype: torch.dtype, fill: float | None, layers: int = LAYERS) -> Layers:
+    """K and V of every layer, V's head_dim its own; random if `fill` is None."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tensor(dim: int) -> torch.Tensor:
+        if fill is not None:
+            return torch.full((*shape, dim), fill).to(dtype)
+        return torch.randn(*shape, dim, generator=generator).to(dtype)
+
+    return [(tensor(DIM), tensor(V_DIM)) for _ in range(layers)]
+
+
+def view_of(layers: Any, layout: Layout, **options: Any) -> CacheView:
+    caches = [CacheDesc.from_kv(describe(k, layout), describe(v, layout)) for k, v in layers]
+    return CacheView(layers=tuple(caches), facts=CacheFacts(), **options)
+
+
+def paged(
+    dtype: torch.dtype = torch.bfloat16, fill: float | None = None
+) -> tuple[Layers, CacheView]:
+    layers = make(BLOCKS, HEADS, BLOCK_SIZE, dtype=dtype, fill=fill)
+    return layers, view_of(layers, Layout.BLOCK_HND)
+
+
+def dense(dtype: torch.dtype = torch.bfloat16) -> tuple[Layers, CacheView]:
+    layers = make(2, 12, HEADS, dtype=dtype, fill=9.0)
+    return layers, view_of(layers, Layout.BLOCK_NHD)
+
+
+@pytest.fixture(params=[1, 100, 4 << 20], ids=lambda n: f"pieces of {n}")
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token at a time, a few at a time, all at once."""
+    monkeypatch.setattr(verify_module, "_PIECE_BYTES", request.param)
+
+
+def change(tensor: torch.Tensor, place: tuple[int, ...]) -> None:
+    """Flips the lowest bit that is stored at `place`."""
+    storage = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    storage[place] ^= 1
+
+
+@pytest.mark.usefixtures("pieces")
+def test_what_migrate_moved_is_equal() -> None:
+    _, src = paged()
+    _, dst = dense()
+    migrate(src.at(TABLE), dst, LENS)
+    found = verify(src.at(TABLE), dst, LENS)
+    assert found == Verification(
+        ok=True,
+        num_tokens=17,
+        num_values=17 * LAYERS * HEADS * (DIM + V_DIM),
+        difference=None,
+    )
+    assert found
+    assert str(found) == "equal: 17 tokens, 1632 values"
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("end", ["src", "dst"])
+def test_one_bit_anywhere_is_found_and_named(end: str) -> None:
+    """At either end, in any layer, K or V, sequence, token, head and dim."""
+    places = [
+        (layer, kv, s, t, h, d)
+        for layer, (kv, dim) in itertools.product(range(LAYERS), (("K", DIM), ("V", V_DIM)))
+        for s, n in enumerate(LENS)
+        for t, h, d in itertools.product(range(n), range(HEADS), range(dim))
+    ]
+    for layer, kv, s, t, h, d in random.Random(0).sample(places, 60):
+        src_layers, src = paged()
+        dst_layers, dst = dense()
+        migrate(src.at(TABLE), dst, LENS)
+        half = 0 if kv == "K" else 1
+        if end == "dst":
+            change(dst_layers[layer][half], (s, t, h, d))
+        else:
+            place = TABLE[s][t // BLOCK_SIZE], h, t % BLOCK_SIZE, d
+            change(src_layers[layer][half], place)
+        found = verify(src.at(TABLE), dst, LENS)
+        assert not found
+        assert found.difference is not None
+        expected = Difference(
+            layer,
+            kv,
+            s,
+            t,
+            h,
+            d,
+            float(src_layers[layer][half][TABLE[s][t // BLOCK_SIZE], h, t % BLOCK_SIZE, d]),
+            float(dst_layers[layer][half][s, t, h, d]),
+        )
+        assert found.difference == expected
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_first_of_several_differences_is_named() -> None:
+    """By layer, K before V, sequence, token, head, dim."""
+    places = [
+        (1, 1, (1, 5, 2, 5)),
+        (1, 1, (1, 5, 2, 3)),
+        (1, 1, (1, 5, 1, 4)),
+        (1, 1, (1, 4, 2, 5)),
+        (1, 1, (0, 10, 2, 5)),
+        (1, 0, (1, 5, 2, 9)),
+        (0, 1, (1, 5, 2, 5)),
+        (0, 0, (1, 5, 2, 9)),
+    ]
+    _, src = paged()
+    layers, dst = dense()
+    migrate(src.at(TABLE), dst, LENS)
+    for layer, half, place in places:
+        change(layers[layer][half], place)
+        difference = verify(src.at(TABLE), dst, LENS).difference
+        assert difference is not None
+        named = difference.layer, difference.kv, difference.sequence, difference.token
+        assert (*named, difference.head, difference.dim) == (layer, "KV"[half], *place)
+
+
+def test_a_difference_in_one_line() -> None:
+    difference = Difference(3, "V", 1, 17, 2, 40, -0.25, 1.5)
+    assert str(difference) == (
+        "layer 3 V, sequence 1, token 17, head 2, dim 40: -0.25 at the source, 1.5 at the "
+        "destination"
+    )
+    found = Verification(False, 20, 300, difference)
+    assert str(found) == f"differs at {difference}"
+
+
+def test_nothing_but_the_tokens_is_compared() -> None:
+    src_layers, src = paged()
+    dst_layers, dst = dense()
+    migrate(src.at(TABLE), dst, LENS)
+    for k, v in dst_layers:  # past the lengths
+        for tensor in (k, v):
+            tensor[0, 11:] = 1.0
+            tensor[1, 6:] = 2.0
+    for k, v in src_layers:
+        for tensor in (k, v):
+            tensor[3, :, 3] = 3.0
+            tensor[0] = 4.0
+    assert verify(src.at(TABLE), dst, LENS)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_tokens_that_one_end_has_not_are_passed_over() -> None:
+    """A null block at the source, skipped slots at the destination."""
+    _, src = paged()
+    src = replace(src, null_block_id=1)
+    layers, dst = dense()
+    slots = [*range(11), -1, -1, *range(14, 18)]
+    migrate(src.at(TABLE), dst.at(slots=slots), LENS)
+    found = verify(src.at(TABLE), dst.at(slots=slots), LENS)
+    assert found
+    assert found.num_tokens == 17 - 4 - 2
+    change(layers[1][0], (1, 2, 0, 0))  # slot 14: sequence 1, token 2
+    difference = verify(src.at(TABLE), dst.at(slots=slots), LENS).difference
+    assert difference is not None
+    assert (difference.sequence, difference.token) == (1, 2)
+    everything = verify(src.at([[1], [1]]), dst, [3, 4])
+    assert everything == Verification(True, 0, 0, None)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_every_kind_of_end() -> None:
+    layers, src = paged()
+    indices = [4, 4, 4, 4, 1, 1, 1, 1, 3, 3, 3, 2, 2, 2, 2, 6, 6]
+    slots = [
+        TABLE[s][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE
+        for s, n in enumerate(LENS)
+        for t in range(n)
+    ]
+    ends = {
+        "packed": src.at(TABLE),
+        "ragged": src.at(BlockTable.ragged(indices, [0, 11, 17])),
+        "slots": src.at(slots=slots),
+    }
+    for one, other in itertools.product(ends, repeat=2):
+        assert verify(ends[one], ends[other], LENS), (one, other)
+    _, dst = dense()
+    begun = dst.at(starts=[1, 3])
+    migrate(src.at(TABLE, starts=[2, 0]), begun, [9, 6])
+    assert verify(src.at(TABLE, starts=[2, 0]), begun, [9, 6])
+    difference = verify(src.at(TABLE, starts=[1, 0]), begun, [9, 6]).difference
+    assert difference is not None
+    assert (difference.layer, difference.sequence, difference.token) == (0, 0, 0)
+    change(layers[0][1], (1, 0, 0, 0))
+    difference = verify(src.at(TABLE, starts=[2, 0]), begun, [9, 6]).difference
+    assert difference is not None
+    assert (difference.kv, difference.sequence, difference.token) == ("V", 0, 2)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_kv_offsets_with_beams() -> None:
+    pool = torch.randn(5, 2, HEADS, BLOCK_SIZE, DIM)
+    second = torch.randn(3, 2, HEADS, BLOCK_SIZE, DIM)
+    cache = CacheDesc.from_kv(
+        describe(pool[:, 0], Layout.BLOCK_HND),
+        describe(pool[:, 1], Layout.BLOCK_HND),
+        pool=PoolDesc.of(pool, pool[0, 0].nbytes, second),
+    )
+    src = CacheView((cache,), CacheFacts(), secondary_num_blocks=3)
+    in_second = -(2**31)
+    table = torch.tensor(
+        [
+            [[[8, 2], [9, 3]], [[in_second + 4, -1], [in_second + 5, -1]]],
+        ],
+        dtype=torch.int32,
+    )
+    out = torch.zeros(2, 2, 7, HEADS, DIM)
+    dst = view_of([tuple(out)], Layout.BLOCK_NHD)
+    span = src.at(BlockTable.kv_offsets(table))
+    migrate(span, dst, [7])
+    assert torch.equal(out[1, 1, :4], second[2, 1].transpose(0, 1))
+    found = verify(span, dst, [7])
+    assert found
+    assert found.num_tokens == 7 + 4
+    out[1, 1, 3, 0, 5] += 1
+    difference = verify(span, dst, [7]).difference
+    assert difference is not None
+    assert difference == Difference(
+        0, "V", 1, 3, 0, 5, float(second[2, 1, 0, 3, 5]), float(out[1, 1, 3, 0, 5])
+    )
+
+
+def test_a_range_of_heads() -> None:
+    _, src = paged()
+    layers = make(2, 12, 2, dtype=torch.bfloat16, fill=9.0)
+    dst = view_of(layers, Layout.BLOCK_NHD)
+    migrate(src.at(TABLE, head_start=1), dst, LENS, num_heads=2)
+    assert verify(src.at(TABLE, head_start=1), dst, LENS, num_heads=2)
+    assert not verify(src.at(TABLE), dst, LENS, num_heads=2)
+    assert verify(src.at(TABLE, head_start=2), dst.at(head_start=1), LENS, num_heads=1)
+
+
+def test_a_cache_without_v() -> None:
+    k = torch.randn(2, 8, 1, 576)
+    src, dst = (
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), CacheFacts())
+        for t in (k, k.clone())
+    )
+    found = verify(src, dst, [8, 8])
+    assert found == Verification(True, 16, k.numel(), None)
+
+
+def test_layers_may_differ() -> None:
+    """Heads and head_dim of their own in each layer."""
+    shapes = [(2, 8, 4, 10), (2, 8, 1, 30)]
+    layers = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
+    copies = [(k.clone(), v.clone()) for k, v in layers]
+    src, dst = view_of(layers, Layout.BLOCK_NHD), view_of(copies, Layout.BLOCK_NHD)
+    found = verify(src, dst, [8, 8])
+    assert found == Verification(True, 16, sum(k.numel() * 2 for k, _ in layers), None)
+    copies[1][1][1, 7, 0, 29] += 1
+    difference = verify(src, dst, [8, 8]).difference
+    assert difference is not None
+    assert (difference.layer, difference.kv, difference.dim) == (1, "V", 29)
+
+
+def pair(
+    src: torch.Tensor, dst: torch.Tensor, scale: ScaleDesc | None = None
+) -> tuple[CacheView, CacheView]:
+    """Two caches of one layer without V; `scale` is the destination's."""
+    one, other = (
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), CacheFacts())
+        for t in (src, dst)
+    )
+    return one, replace(other, k_scales=None if scale is None else (scale,))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8], ids=str)
+def test_one_dtype_means_the_same_bytes(dtype: torch.dtype) -> None:
+    """Every byte pattern equals itself, NaN included, and no other one, -0 and 0 included."""
+    patterns = torch.arange(256, dtype=torch.uint8).repeat_interleave(dtype.itemsize)
+    tensor = patterns.view(dtype).reshape(4, 4, 2, 8)
+    src, dst = pair(tensor, tensor.clone())
+    assert verify(src, dst, [4, 4, 4, 4])
+    zero = torch.zeros(1, 1, 1, 8, dtype=dtype)
+    other = zero.clone()
+    other.view(torch.uint8)[..., -1] = 0x80  # -0.0; of U8 the byte 128
+    difference = verify(*pair(zero, other), [1]).difference
+    assert difference is not None
+    assert difference.dim == 7
+    assert difference.dst_value == (128.0 if dtype is torch.uint8 else 0.0)
+
+
+@pytest.mark.parametrize("src_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dst_dtype", FLOATS, ids=str)
+def test_other_dtypes_mean_the_same_values(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, 1.0, -1.5, 448.0, float("nan"), 0.25, -0.0, 2.0**-6])
+    src = values.to(src_dtype).reshape(1, 1, 1, 8)
+    dst = values.to(dst_dtype).reshape(1, 1, 1, 8)
+    assert verify(*pair(src, dst), [1]), "these values are exact in every dtype, and NaN is NaN"
+    if src_dtype is not dst_dtype:
+        dst[..., 6] = 0.0
+        assert verify(*pair(src, dst), [1]), "-0 and 0 are the same value"
+    dst[..., 4] = 0.0
+    difference = verify(*pair(src, dst), [1]).difference
+    assert difference is not None
+    assert difference.dim == 4
+    assert np.isnan(difference.src_value)
+
+
+def neighbours(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor with every number one step of its dtype up, then down in magnitude."""
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    yield (bits + 1).view(tensor.dtype)
+    yield (bits - 1).view(tensor.dtype)
+
+
+GRANULARITIES = {
+    None: None,
+    ScaleGranularity.PER_TENSOR: (),
+    ScaleGranularity.PER_HEAD: (4,),
+    ScaleGranularity.PER_BLOCK: (3,),
+    ScaleGranularity.PER_BLOCK_HEAD: (3, 4),
+    ScaleGranularity.PER_TOKEN_HEAD: (3, 8, 4),
+}
+
+
+@pytest.mark.parametrize("src_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dst_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_codec_accepts_rounding_and_nothing_more(
+    src_dtype: torch.dtype, dst_dtype: torch.dtype, granularity: ScaleGranularity | None
+) -> None:
+    """From subnormal numbers to saturation. The next number in either direction is refused."""
+    fp8 = dst_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    if granularity is not None and not fp8:
+        granularity = None
+    generator = torch.Generator().manual_seed(3)
+    magnitude = torch.randint(-14, 10, (3, 8, 4, 16), generator=generator)
+    src = (torch.randn(3, 8, 4, 16, generator=generator) * 2.0**magnitude).to(src_dtype)
+    dst = torch.zeros(3, 8, 4, 16, dtype=dst_dtype)
+    scale = None
+    if granularity is not None:
+        shape = GRANULARITIES[granularity]
+        assert shape is not None
+        factors = torch.rand(shape, generator=generator) * 0.5 + 0.05
+        scale = ScaleDesc.of(factors, granularity)
+    one, other = pair(src, dst, scale)
+    lens = [8, 8, 8]
+    migrate(one, other, lens)
+    assert verify(one, other, lens, tolerance="codec")
+    assert verify(other, one, lens, tolerance="codec"), "either end may be the rounded one"
+    rounded = dst.clone()
+    wide = torch.finfo(dst_dtype).bits >= torch.finfo(src_dtype).bits and scale is None
+    exact_before = torch.equal(rounded.float(), src.float())
+    assert bool(verify(one, other, lens)) == exact_before
+    assert exact_before or not wide or dst_dtype is torch.float16 or dst_dtype is torch.bfloat16
+    # One wrong number is found, wherever it is. Those next to a saturated number or to zero may
+    # be right too: they are left out.
+    largest = torch.finfo(dst_dtype).max
+    usable = (rounded.float().abs() < largest / 2) & (rounded.float() != 0)
+    candidates = usable.nonzero().tolist()
+    for moved in neighbours(rounded):
+        for place in random.Random(4).sample(candidates, 20):
+            index = tuple(place)
+            dst.copy_(rounded)
+            dst[index] = moved[index]
+            difference = verify(one, other, lens, tolerance="codec").difference
+            x, y = float(src[index]), float(dst[index])
+            if scale is None and abs(x - y) == abs(x - float(rounded[index])):
+                assert difference is None, "a tie rounds either way"
+                continue
+            assert difference is not None, (index, x, y)
+            found = difference.sequence, difference.token, difference.head, difference.dim
+            assert found == index
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_codec_saturates(dtype: torch.dtype, factor: float | None) -> None:
+    largest = torch.finfo(dtype).max * (factor or 1.0)
+    src = torch.tensor([1e9, -1e9, largest, -largest, 1e5, float("inf"), float("nan"), 0.0])
+    src = src.reshape(1, 1, 1, 8)
+    dst = torch.zeros(1, 1, 1, 8, dtype=dtype)
+    one, other = pair(src, dst, None if factor is None else ScaleDesc.of(factor))
+    migrate(one, other, [1])
+    assert float(dst[..., 0]) == torch.finfo(dtype).max
+    assert verify(one, other, [1], tolerance="codec")
+    dst[..., 1] = torch.finfo(dtype).max  # the sign
+    difference = verify(one, other, [1], tolerance="codec").difference
+    assert difference is not None
+    assert difference.dim == 1
+    dst[..., 1] = -torch.finfo(dtype).max
+    dst[..., 2] = torch.finfo(dtype).max / 2
+    difference = verify(one, other, [1], tolerance="codec").difference
+    assert difference is not None
+    assert difference.dim == 2
+
+
+def test_codec_of_one_dtype_is_exact() -> None:
+    _, src = paged()
+    layers, dst = dense()
+    migrate(src.at(TABLE), dst, LENS)
+    change(layers[1][1], (1, 5, 2, 5))
+    assert not verify(src.at(TABLE), dst, LENS, tolerance="codec")
+
+
+def test_scales_count_although_the_bytes_are_the_same() -> None:
+    stored = torch.randn(1, 8, 2, 8).to(torch.float8_e4m3fn)
+    src, dst = pair(stored, stored.clone(), ScaleDesc.of(0.5))
+    assert not verify(src, dst, [8])
+    assert not verify(src, dst, [8], tolerance="codec")
+    assert verify(replace(src, k_scales=dst.k_scales), dst, [8])
+
+
+def test_scales_in_bfloat16() -> None:
+    src = torch.randn(1, 8, 2, 8) * 2.0**-12  # far below what is stored: all zero but for the scale
+    dst = torch.zeros(1, 8, 2, 8, dtype=torch.float8_e4m3fn)
+    scales = torch.tensor([0.5, 0.125], dtype=torch.bfloat16)
+    one, other = pair(src, dst, ScaleDesc.of(scales, ScaleGranularity.PER_HEAD))
+    migrate(one, other, [8])
+    assert verify(one, other, [8], tolerance="codec")
+    src[0, 3, 1, 2] = 0.5 * 2.0**-9  # beyond half a step of the largest scale
+    dst[0, 3, 1, 2] = 0
+    difference = verify(one, other, [8], tolerance="codec").difference
+    assert difference is not None
+    assert (difference.token, difference.head, difference.dim) == (3, 1, 2)
+
+
+def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies stay as small as a piece, whatever the cache."""
+    sizes: list[int] = []
+    read = verify_module._End._read
+
+    def watched(self: Any, layer: int, kv: Any, lo: int, out: Any, *args: Any) -> Any:
+        sizes.append(out.nbytes)
+        return read(self, layer, kv, lo, out, *args)
+
+    monkeypatch.setattr(verify_module._End, "_read", watched)
+    k = torch.randn(2, 20_000, 8, 32)
+    layers = [(k, k)]
+    src, dst = view_of(layers, Layout.BLOCK_NHD), view_of([(k.clone(), k)], Layout.BLOCK_NHD)
+    assert verify(src, dst, [20_000, 19_999])
+    assert max(sizes) <= verify_module._PIECE_BYTES
+    assert sum(sizes) >= 2 * k.nbytes
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "expected"),
+    [
+        (
+            lambda src, dst: verify(src.at(TABLE), dst, LENS, tolerance="close"),  # type: ignore[arg-type]
+            InvalidArgumentError,
+            "tolerance is 'close', expected 'exact' or 'codec'",
+        ),
+        (
+            lambda src, dst: verify(src.at(TABLE), replace(dst, layers=dst.layers[:1]), LENS),
+            InvalidArgumentError,
+            "dst has 1 layers, expected as many as src has, 2, and not 0 (spec E.3)",
+        ),
+        (
+            lambda src, dst: verify(*[CacheView((), CacheFacts())] * 2, []),
+            InvalidArgumentError,
+            "dst has 0 layers, expected as many as src has, 0, and not 0 (spec E.3)",
+        ),
+        (
+            lambda src, dst: verify(src.at(TABLE), dst, [3, -1]),
+            OutOfRangeError,
+            "seq_lens has -1, expected at least 0 (spec 5.3)",
+        ),
+        (
+            lambda src, dst: verify(src.at(TABLE), dst.at(slots=[1, 2, 3]), [3, 1]),
+            InvalidArgumentError,
+            "dst.slots.token_count is 3, expected the sum of seq_lens 4 (spec E.3)",
+        ),
+        (
+            lambda src, dst: verify(src.at([[7], [1]]), dst, [3, 1]),
+            OutOfRangeError,
+            "verify reads src as src: src.block_table.indices[0] is 7, expected below num_blocks 7",
+        ),
+        (
+            lambda src, dst: verify(dst, src.at([[1], [7]]), [3, 1]),
+            OutOfRangeError,
+            "verify reads dst as src: src.block_table.indices[1] is 7, expected below num_blocks 7",
+        ),
+        (
+            lambda src, dst: verify(src.at(TABLE), dst, LENS, num_heads=4),
+            InvalidArgumentError,
+            "verify reads src as src: src.head_start is 0: with num_heads 4 it reaches past the 3",
+        ),
+        (
+            lambda src, dst: verify(
+                src.at(TABLE),
+                view_of(make(2, 12, HEADS + 1, dtype=torch.half, fill=0), Layout.BLOCK_NHD),
+                LENS,
+            ),
+            InvalidArgumentError,
+            "dst.layers[0].num_kv_heads is 4, expected 3 as at src (spec E.3)",
+        ),
+        (
+            lambda src, dst: verify(
+                src.at(TABLE),
+                view_of(
+                    [(k, k) for k, _ in make(2, 12, 3, dtype=torch.half, fill=0)], Layout.BLOCK_NHD
+                ),
+                LENS,
+            ),
+            InvalidArgumentError,
+            "dst.layers[0].v_head_dim is 10, expected 6 as at src (spec E.3)",
+        ),
+        (
+            lambda src, dst: verify(
+                pair(
+                    Producer(4096, (1, 1, 1, 8), device_type=dlpack.CUDA), torch.zeros(1, 1, 1, 8)
+                )[0],
+                pair(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))[1],
+                [1],
+            ),
+            KeyError,
+            "",
+        ),
+    ],
+)
+def test_refused(call: Any, error: type[Exception], expected: str) -> None:
+    _, src = paged()
+    _, dst = dense()
+    with pytest.raises(error) as raised:
+        call(src, dst)
+    assert str(raised.value).startswith(expected)
+
+
+def test_verify_reads_memory_that_is_read_only() -> None:
+    array = np.ones((2, 12, HEADS, DIM), np.float32)
+    array.setflags(write=False)
+    view = view_of([(array, array)], Layout.BLOCK_NHD)
+    assert verify(view, view, [12, 12])
+    assert kvx_core.verify is verify

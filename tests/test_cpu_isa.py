@@ -1,0 +1,53 @@
+"""The instruction sets that libkvx can choose from: each of them passes the same tests.
+
+KVX_CPU_ISA is read once per process, so the tests run again in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ISA = "from kvx_core import backend_info; print(backend_info().cpu_isa)"
+# What goes through every kernel: all conversions, all layouts on both sides, odd sizes, threads.
+SUBSET = (
+    "test_every_value or test_every_granularity or every_layout_and_geometry or "
+    "test_migrate_every_pair or test_gather_into_any_strides or test_a_call_larger_than"
+)
+
+
+def python(*arguments: str, isa: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A Python process in which libkvx is told to use `isa`."""
+    environment = {k: v for k, v in os.environ.items() if k != "KVX_CPU_ISA"}
+    if isa is not None:
+        environment["KVX_CPU_ISA"] = isa
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_another_instruction_set_passes_the_same_tests(isa: str) -> None:
+    used = python("-c", ISA, isa=isa).stdout.strip()
+    if used != isa:
+        assert isa != "portable", f"portable is always there, but {used} is used"
+        pytest.skip(f"this processor has no {isa}, {used} is used")
+    files = [f"tests/test_{name}.py" for name in ("codecs", "write_gather", "migrate")]
+    result = python(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", SUBSET, *files, isa=isa
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert " passed" in result.stdout
+    assert "deselected" in result.stdout
+
+
+def test_an_unknown_instruction_set_is_ignored() -> None:
+    best, unknown = python("-c", ISA), python("-c", ISA, isa="mmx")
+    assert best.returncode == 0, best.stderr
+    assert unknown.stdout == best.stdout
+    assert best.stdout.strip() in ("avx512", "avx2", "portable")

@@ -1,0 +1,166 @@
+"""The `kvx` command and the examples, run as a user runs them; the demo on the real engines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvx_core
+from kvx_adapters.cli import app
+from kvx_adapters.cli import demo as demo_module
+
+ROOT = Path(__file__).parent.parent
+KVX = "from kvx_adapters.cli import main; main()"
+needs_engines = pytest.mark.skipif(
+    find_spec("vllm") is None or find_spec("transformers") is None,
+    reason="vllm and transformers are not installed",
+)
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a new process: vLLM changes the process that it runs in."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What each line of the demo says, by its name; the lines that rich wrapped are joined."""
+    text = re.sub(r"\n(?![✓✗┏ ])", " ", result.stdout)
+    return {name: mark + rest for mark, name, rest in re.findall(r"^([✓✗]) (\w+)(.*)$", text, re.M)}
+
+
+@needs_engines
+def test_vllm_prefills_and_transformers_goes_on() -> None:
+    result = python("-c", KVX, "demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = told(result)
+    assert all(line.startswith("✓") for line in lines.values())
+    lengths = [int(n) for n in re.findall(r"\d+", lines["prefill"].partition("prompts of")[2])][:5]
+    assert all(length % 2 for length in lengths)
+    num_values = sum(lengths) * 4 * 2 * 2 * 64
+    assert f"equal: {sum(lengths)} tokens, {num_values} values" in lines["verify"]
+    assert f"{num_values * 4 / 1e6:.2f} MB in one call" in lines["migrate"]
+    assert re.search(r"\d GB/s", lines["migrate"])
+    assert "5 of 5 continuations equal" in lines["tokens"]
+    assert "5 of 5" not in lines["control"]
+    assert "remembered.<eos>" in result.stdout  # vLLM said what the model has learnt
+    assert "INFO" not in result.stdout + result.stderr  # its logs stay out of the way
+
+
+@needs_engines
+def test_a_flipped_bit_is_found() -> None:
+    result = python("-c", KVX, "demo", "--corrupt", "--dtype", "bfloat16", "--seed", "5")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = told(result)
+    flipped = re.search(
+        r"bit \d+ of ([KV]), layer (\d+), (sequence \d+, token \d+, head \d+, dim \d+) of the",
+        lines["corrupt"],
+    )
+    assert flipped is not None
+    kv, layer, place = flipped.groups()
+    assert f"differs at layer {layer} {kv}, {place}:" in lines["verify"]
+    assert "the bit is flipped back: equal" in lines["mended"]
+
+
+@needs_engines
+def test_a_wrong_description_fails_the_demo() -> None:
+    """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell."""
+    sabotage = """
+from kvx_adapters import vllm
+planes = vllm._cpu_planes
+def not_transposed(kv_cache):
+    k, v = planes(kv_cache)
+    return k.transpose(2, 3).flatten(2).unflatten(2, v.shape[2:]), v
+vllm._cpu_planes = not_transposed
+"""
+    result = python("-c", sabotage + KVX, "demo")
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = told(result)
+    assert lines["verify"].startswith("✓")
+    assert re.match(r"✗ *[0-4] of 5 continuations equal", lines["tokens"])
+
+
+@needs_engines
+def test_example_vllm_to_transformers(tmp_path: Path) -> None:
+    made = python(
+        "-c",
+        "import sys; from pathlib import Path; from kvx_adapters.cli.demo import make_model;"
+        "make_model(Path(sys.argv[1]), 'float32', 0)",
+        tmp_path,
+    )
+    assert made.returncode == 0, made.stderr
+    result = python("examples/vllm_to_transformers.py", tmp_path, "Odd lengths leave the")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^migrated \d+ bytes of 9 tokens; equal: 9 tokens", result.stdout, re.M)
+    ours = re.search(r"^HF: +(.*)$", result.stdout, re.M)
+    theirs = re.search(r"^vLLM: +(.*)$", result.stdout, re.M)
+    assert ours is not None
+    assert theirs is not None
+    assert ours[1] == theirs[1]
+    assert ours[1].startswith("' last block half filled")
+
+
+def test_example_torch_caches() -> None:
+    pytest.importorskip("torch")
+    result = python("examples/torch_caches.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == f"{21 * 2 * 2 * 64 * 4} bytes migrated"
+    assert "equal: 21 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--dtyp", "float32"], "No such option: --dtyp"),
+        (["demo", "--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16'"),
+        (["demo", "--max-new-tokens", "1"], "Invalid value for '--max-new-tokens'"),
+        (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["dema"], "No such command 'dema'"),
+    ],
+)
+def test_wrong_flags(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"kvx {kvx_core.__version__} (libkvx ")
+
+
+def test_info() -> None:
+    backend = kvx_core.backend_info()
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 0
+    lines = [line.split(maxsplit=1) for line in result.output.splitlines()]
+    assert ["threads", str(backend.num_threads)] in [[w.strip() for w in line] for line in lines]
+    assert backend.cpu_isa in result.output
+
+
+def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_vllm(name: str) -> Any:
+        return None if name == "vllm" else find_spec(name)
+
+    monkeypatch.setattr(demo_module, "find_spec", find_no_vllm)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    message = " ".join(result.output.split())
+    assert "vllm is not installed" in message
+    assert "pip install kvx[vllm,transformers]" in message

@@ -1,0 +1,612 @@
+"""Every rule of validation, broken alone, and the sentence that says so.
+
+The rules are in validation_rules.txt: a valid call, the fields that are changed in it, and the
+whole sentence that must come back. This file makes the calls, breaks them, checks that nothing was
+written, and reads the sources to find sentences that no rule covers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
+from kvx_core.types import ScaleGranularity
+from tests.caches import LAYOUTS, Cache, Geometry
+from tests.calls import CPU, View
+from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
+from tests.tables import POISON
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+# --- valid calls ------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A valid call whose fields a test may change, by the names that the sentences use."""
+
+    function: str
+    arguments: tuple[str, ...]
+    roots: dict[str, Any]  # structs of the call and tensors that they point to
+    kept: Any  # whatever else they point to
+    caches: tuple[Cache, ...]
+
+    def run(self) -> None:
+        structs = [self.roots[name] for name in self.arguments]
+        pointers = [None if struct is None else ctypes.byref(struct) for struct in structs]
+        stream = [] if self.function == "kvx_validate_cache_desc" else [None]
+        _abi.check(getattr(_abi.library(), self.function)(*pointers, *stream))
+
+    def set(self, path: str, value: int | str) -> None:
+        """Sets a field or an entry: `cache.k.shape[1]`, `src.layers[0].v.dtype`, `slots[2]`.
+
+        value: a number, NULL for no pointer, or MISALIGNED for a pointer one byte further on.
+        """
+        *steps, last = re.findall(r"\w+", path)
+        at: Any = self.roots
+        for step in steps:
+            at = follow(at, step)
+        if isinstance(at, ctypes._Pointer) and not last.isdigit():
+            at = at.contents
+        if value == "MISALIGNED":
+            value = follow(at, last) + 1
+        if isinstance(at, Tensor):
+            at.view(-1)[int(last)] = value
+        elif last.isdigit():
+            at[int(last)] = at._type_() if value == "NULL" else value
+        elif isinstance(at, dict):
+            assert value == "NULL", path
+            at[last] = None
+        else:
+            assert hasattr(at, last), path
+            setattr(at, last, None if value == "NULL" else value)
+
+    def memory(self) -> list[Tensor]:
+        """A copy of everything that the call could write to."""
+        tensors = [t for t in self.roots.values() if isinstance(t, Tensor)]
+        return [t.clone() for t in tensors + [s for cache in self.caches for s in cache.storages]]
+
+
+def follow(at: Any, step: str) -> Any:
+    """One step of a path: an index, a root, or a field of a struct or of a pointer's target."""
+    if step.isdigit():
+        return at[int(step)]
+    if isinstance(at, dict):
+        return at[step]
+    return getattr(at.contents if isinstance(at, ctypes._Pointer) else at, step)
+
+
+def scaled(cache: Cache, granularity: ScaleGranularity) -> Cache:
+    """The cache with scales of 0.5, if it is FP8."""
+    if cache.layers[0].k.tensor.dtype != E4M3:
+        return cache
+
+    def scale(half: Half, name: str) -> tuple[Tensor, ScaleGranularity]:
+        shapes = {
+            ScaleGranularity.PER_TENSOR: (),
+            ScaleGranularity.PER_HEAD: (half.num_kv_heads,),
+            ScaleGranularity.PER_BLOCK_HEAD: (half.num_blocks, half.num_kv_heads),
+        }
+        return torch.full(shapes[granularity], 0.5), granularity
+
+    return cache.with_scales(scale)
+
+
+def write(dtype: torch.dtype = BF16, layout: str = "mixed") -> Call:
+    """3 tokens into 5 blocks of 4 tokens, 2 heads of 16: NHD keys, values in packs of 4."""
+    cache = LAYOUTS[layout](Geometry(num_layers=1), dtype, 1)
+    cache = scaled(cache, ScaleGranularity.PER_BLOCK_HEAD)
+    layer = cache.layers[0]
+    key, value = torch.zeros(2, 3, 2, 16, dtype=dtype)
+    slots = torch.tensor([3, -1, 17])
+    roots = {
+        "cache": CPU.layer(layer),
+        "write": _abi.kvx_write_desc_t(
+            io=CPU.io(key, None if layer.v is None else value, 3),
+            slots=CPU.slots(slots),
+            k_scale_desc=CPU.scale(layer.k),
+            v_scale_desc=CPU.scale(layer.v),
+        ),
+        "slots": slots,
+    }
+    if layer.k.scale is not None:
+        roots |= {"k_scale": layer.k.scale, "v_scale": layer.v.scale}
+    return Call("kvx_write_kv", ("cache", "write"), roots, (key, value), (cache,))
+
+
+def describe(layout: str = "mixed") -> Call:
+    call = write(layout=layout)
+    return replace(call, function="kvx_validate_cache_desc", arguments=("cache",))
+
+
+def describe_packed() -> Call:
+    """Keys in packs of 8."""
+    return describe("packed8")
+
+
+def write_mla() -> Call:
+    """A cache without V."""
+    return write(layout="mla")
+
+
+def write_fp8() -> Call:
+    """Scales PER_BLOCK_HEAD."""
+    return write(E4M3)
+
+
+def write_one_scale() -> Call:
+    """The scale pointers of v1, both to 0.5."""
+    call = write(E4M3)
+    scale = call.roots["scale"] = torch.tensor([0.5])
+    desc = call.roots["write"]
+    desc.k_scale_desc = desc.v_scale_desc = _abi.kvx_scale_desc_t()
+    desc.k_scale = desc.v_scale = scale.data_ptr()
+    return call
+
+
+def write_unit_scale() -> Call:
+    """A scale of 1 on a cache that is not FP8, which is allowed."""
+    call = write()
+    scale = call.roots["scale"] = torch.tensor([1.0])
+    call.roots["write"].k_scale = scale.data_ptr()
+    return call
+
+
+def gather(
+    end: Packed | Ragged | KvOffsets | None = None, layout: str = "nhd", dtype: torch.dtype = BF16
+) -> Call:
+    """9 and 5 tokens out of 5 blocks of 4, at most 12 of a sequence."""
+    end = end or Packed(torch.tensor([[1, 4, 0], [2, 3, POISON]]), 4)
+    cache = LAYOUTS[layout](Geometry(), dtype, 1)
+    granularity = ScaleGranularity.PER_HEAD if layout == "tensorrt_llm" else None
+    cache = scaled(cache, granularity or ScaleGranularity.PER_BLOCK_HEAD)
+    layer = cache.layers[0]
+    assert layer.v is not None
+    table = CPU.block_table(end)
+    rows = 2 * table.beam_width
+    key, value = torch.zeros(2, rows, 12, 2, 16, dtype=dtype)
+    lengths = torch.tensor([9, 5])
+    scales = [ctypes.pointer(CPU.scale(half)) for half in (layer.k, layer.v)]
+    roots = {
+        "cache": CPU.layer(layer, cache.bytes_per_block),
+        "gather": _abi.kvx_gather_desc_t(
+            io=CPU.io(key, value, rows * 12),
+            block_table=table,
+            seq_lens=CPU.seq_lens(lengths),
+            max_seq_len=12,
+        ),
+        "options": _abi.kvx_gather_options_t(
+            null_block_id=-1,
+            secondary_num_blocks=7 if cache.bytes_per_block else 0,
+            k_scale=scales[0],
+            v_scale=scales[1],
+        ),
+        "lengths": lengths,
+        "indices": end.indices,
+        "key": key,
+        "value": value,
+    }
+    if isinstance(end, Ragged):
+        roots["indptr"] = end.indptr
+    if layer.k.scale is not None:
+        roots |= {"k_scale": layer.k.scale, "v_scale": layer.v.scale}
+    arguments = ("cache", "gather", "options")
+    return Call("kvx_gather_kv_ext", arguments, roots, (end, scales), (cache,))
+
+
+def gather_fp8() -> Call:
+    """Scales PER_BLOCK_HEAD."""
+    return gather(dtype=E4M3)
+
+
+def gather_ragged() -> Call:
+    blocks = torch.tensor([1] * 4 + [4] * 4 + [0] + [2] * 4 + [3])
+    return gather(Ragged(blocks, torch.tensor([0, 9, 14]), 4))
+
+
+def offsets() -> KvOffsets:
+    """Two sequences of two beams, in a pool of 5 blocks of 4 sub-blocks; one block is elsewhere."""
+    blocks = torch.tensor([[[1, 4, 0], [2, 0, 3]], [[2, 3, 0], [0, 1, 0]]])
+    indices = torch.stack([blocks * 4, blocks * 4 + 1], dim=2)
+    indices[0, 1, 0, 1] = 6 * 4 - (1 << 31)  # block 6 of the secondary pool
+    indices[1, :, :, 2] = POISON
+    return KvOffsets(indices.to(torch.int32), 4, 4)
+
+
+def gather_offsets() -> Call:
+    return gather(offsets(), "tensorrt_llm")
+
+
+def gather_offsets_fp8() -> Call:
+    """Scales PER_HEAD, since there is a secondary pool."""
+    return gather(offsets(), "tensorrt_llm", E4M3)
+
+
+def migrate(
+    src_end: End | None = None,
+    dst_end: End | None = None,
+    *,
+    layout: str = "nhd",
+    dtype: torch.dtype = BF16,
+    heads: int = 2,
+    lengths: tuple[int, int] = (9, 5),
+) -> Call:
+    """9 and 5 tokens of two layers, from 5 blocks of 4 tokens to 8 blocks of 8."""
+    src_end = src_end or Packed(torch.tensor([[1, 4, 0], [2, 3, POISON]]), 4)
+    dst_end = dst_end or Packed(torch.tensor([[6, 2], [5, POISON]]), 8)
+    src = LAYOUTS[layout](Geometry(num_kv_heads=heads), dtype, 1)
+    dst = LAYOUTS["hnd"](Geometry(num_blocks=8, block_size=8), dtype, 2)
+    with_pools = layout == "tensorrt_llm"
+    granularity = ScaleGranularity.PER_TENSOR if with_pools else ScaleGranularity.PER_BLOCK_HEAD
+    src = scaled(src, granularity)
+    dst = scaled(dst, ScaleGranularity.PER_BLOCK_HEAD)
+    roots: dict[str, Any] = {"lengths": torch.tensor(lengths)}
+    views = []
+    for name, cache, end in (("src", src, src_end), ("dst", dst, dst_end)):
+        starts = None
+        if isinstance(end, Slots):
+            roots[f"{name}_slots"] = end.slots
+        else:
+            rows = 4 if isinstance(src_end, KvOffsets) else 2
+            starts = roots[f"{name}_starts"] = torch.zeros(rows, dtype=torch.int64)
+        if isinstance(end, Packed | KvOffsets):
+            roots[f"{name}_indices"] = end.indices
+        views.append(View(CPU, cache, end, starts, 0))
+        roots[name] = views[-1].desc
+        if cache.layers[0].k.scale is not None:
+            roots[f"{name}_scale"] = cache.layers[0].k.scale
+    seq_lens = CPU.seq_lens(roots["lengths"])
+    roots["migrate"] = _abi.kvx_migrate_desc_t(
+        num_heads=0 if heads == 2 else 2,
+        seq_lens=ctypes.pointer(seq_lens),
+        src=ctypes.pointer(roots["src"]),
+        dst=ctypes.pointer(roots["dst"]),
+    )
+    kept = (src_end, dst_end, views, seq_lens)
+    return Call("kvx_migrate_kv", ("migrate",), roots, kept, (src, dst))
+
+
+def migrate_fp8() -> Call:
+    """Scales PER_BLOCK_HEAD at both ends."""
+    return migrate(dtype=E4M3)
+
+
+def migrate_heads() -> Call:
+    """2 of the source's 3 heads."""
+    return migrate(heads=3)
+
+
+def migrate_to_slots() -> Call:
+    return migrate(dst_end=Slots(torch.arange(40, 54), [9, 5], 8))
+
+
+def migrate_to_dense() -> Call:
+    """8 and 5 tokens into rows of 8."""
+    return migrate(dst_end=Dense(), lengths=(8, 5))
+
+
+def migrate_slots_and_table() -> Call:
+    """Two ways to find a token at one end: never valid."""
+    call, other = migrate_to_slots(), migrate()
+    call.roots["dst"].block_table = other.roots["dst"].block_table
+    return replace(call, kept=(call.kept, other))
+
+
+def migrate_slots_and_starts() -> Call:
+    """Slots with a start: never valid."""
+    call, other = migrate_to_slots(), migrate()
+    call.roots["dst"].starts = other.roots["dst"].starts
+    return replace(call, kept=(call.kept, other))
+
+
+def migrate_out_of_secondary() -> Call:
+    """The secondary pool of the source is the destination under another name: never valid."""
+    call = migrate_offsets()
+    pool = call.caches[0]
+    layers = tuple(
+        Layer(*(Half(half.secondary, half.layout) for half in layer.halves()))
+        for layer in pool.layers
+    )
+    view = View(CPU, Cache(pool.storages, layers), Dense(), None, 0)
+    call.roots["migrate"].dst = ctypes.pointer(view.desc)
+    call.roots["dst"] = view.desc
+    return replace(call, kept=(call.kept, view))
+
+
+def migrate_offsets_fp8() -> Call:
+    """Scales PER_TENSOR at the source, since there is a secondary pool."""
+    return migrate(offsets(), Dense(), layout="tensorrt_llm", dtype=E4M3, lengths=(8, 5))
+
+
+def migrate_offsets() -> Call:
+    """Two beams of each sequence, to four dense rows."""
+    return migrate(offsets(), Dense(), layout="tensorrt_llm", lengths=(8, 5))
+
+
+def migrate_mla() -> Call:
+    """From a cache without V into another."""
+    call = migrate(layout="mla")
+    for layer in range(2):
+        call.roots["dst"].layers[layer].contents.v = _abi.kvx_tensor_desc_t()
+    return call
+
+
+def migrate_within() -> Call:
+    """From some blocks of a pool to others."""
+    call = migrate()
+    (src, _), views = call.caches, call.kept[2]
+    end = Packed(torch.tensor([[3], [POISON]]), 4)
+    views[1] = View(CPU, src, end, call.roots["dst_starts"], 0)
+    call.roots |= {"dst": views[1].desc, "dst_indices": end.indices}
+    call.roots["migrate"].dst = ctypes.pointer(views[1].desc)
+    call.roots["lengths"].copy_(torch.tensor([4, 0]))
+    return replace(call, kept=(call.kept, end), caches=(src,))
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    make.__name__: make
+    for make in (
+        describe,
+        describe_packed,
+        write,
+        write_mla,
+        write_fp8,
+        write_one_scale,
+        write_unit_scale,
+        gather,
+        gather_fp8,
+        gather_ragged,
+        gather_offsets,
+        gather_offsets_fp8,
+        migrate,
+        migrate_fp8,
+        migrate_heads,
+        migrate_to_slots,
+        migrate_to_dense,
+        migrate_offsets,
+        migrate_offsets_fp8,
+        migrate_mla,
+        migrate_within,
+    )
+}
+NEVER_VALID: dict[str, Callable[[], Call]] = {
+    make.__name__: make
+    for make in (migrate_slots_and_table, migrate_slots_and_starts, migrate_out_of_secondary)
+}
+
+
+# --- the rules --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`call` with `changes` made to it is refused with `sentence`."""
+
+    line: int
+    call: str
+    changes: tuple[tuple[str, int | float | str], ...]
+    error: type[KvxError] | None  # None: does not hold in this build
+    sentence: str
+
+    def __str__(self) -> str:
+        return "-".join([str(self.line), self.call, *(path for path, _ in self.changes[:1])])
+
+
+def read_rules() -> list[Rule]:
+    """validation_rules.txt; its first lines say how it reads."""
+    info = _abi.kvx_backend_info_t()
+    _abi.check(_abi.library().kvx_backend_info(info))
+    errors = {
+        "UNSUPPORTED without CUDA": None if info.has_cuda else UnsupportedError,
+        "INVALID_ARGUMENT": InvalidArgumentError,
+        "UNSUPPORTED": UnsupportedError,
+        "OUT_OF_RANGE": OutOfRangeError,
+    }
+    rules: list[Rule] = []
+    error: type[KvxError] | None = InvalidArgumentError
+    lines = (TESTS / "validation_rules.txt").read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line.startswith("["):
+            error = errors[line.strip("[]")]
+        elif not line.startswith(" "):
+            call, _, text = line.partition(": ")
+            changes = [] if text == "as it is" else [c.split(" = ") for c in text.split(", ")]
+            values = tuple((path, number_or_word(value)) for path, value in changes)
+            rules.append(Rule(number, call, values, error, ""))
+        else:
+            sentence = f"{rules[-1].sentence} {line.strip()}".strip()
+            rules[-1] = replace(rules[-1], sentence=sentence)
+    return [rule for rule in rules if rule.error]
+
+
+def number_or_word(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+RULES = read_rules()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_are_valid_until_a_rule_is_broken(name: str) -> None:
+    CALLS[name]().run()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rule(rule: Rule) -> None:
+    call = (CALLS | NEVER_VALID)[rule.call]()
+    for path, value in rule.changes:
+        call.set(path, value)
+    before = call.memory()
+    with pytest.raises(rule.error) as refusal:
+        call.run()
+    assert type(refusal.value) is rule.error
+    said = re.sub(r"0x[0-9a-f]{9,}|\(nil\)", "<address>", str(refusal.value))
+    assert said == rule.sentence, f"validation_rules.txt:{rule.line}"
+    for now, then in zip(call.memory(), before, strict=True):
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (now, then))), (
+            "something was written"
+        )
+
+
+def sentences_in(source: Path) -> list[str]:
+    """The printf formats of every failure in a source file."""
+    literals = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
+    calls = rf"(?:KVX_INVALID|KVX_OUT_OF_RANGE|fail)\(\s*(?:KVX_STATUS_\w+,\s*)?{literals}"
+    found = re.findall(calls, source.read_text())
+    return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal)) for literal in found]
+
+
+@pytest.mark.parametrize("name", ["validate.cc", "cpu/check.cc", "abi.cc"])
+def test_every_sentence_has_a_rule(name: str) -> None:
+    """A new rule in the sources without one in validation_rules.txt fails here."""
+    sentences = sentences_in(CSRC / name)
+    assert sentences, "the sources no longer look as this test expects"
+    covered_elsewhere = {
+        "out of memory",  # cannot be provoked
+        "version is NULL",  # test_the_other_functions_refuse_null
+        "info is NULL",
+        "info.size is %u, expected at least %zu (spec 6)",
+    }
+    said = [rule.sentence for rule in RULES]
+    missing = []
+    for sentence in sentences:
+        pattern = re.escape(sentence.replace("%%", "%"))
+        pattern = re.sub(r"%\\?#?(?:ll|z)?[a-z]", ".*", pattern)
+        if sentence not in covered_elsewhere and not any(re.fullmatch(pattern, s) for s in said):
+            missing.append(sentence)
+    assert not missing, f"{name} says what no rule in validation_rules.txt makes it say: {missing}"
+
+
+# --- what is no rule of one field -------------------------------------------------------------
+
+
+def test_the_other_functions_refuse_null() -> None:
+    library = _abi.library()
+    with pytest.raises(InvalidArgumentError, match=r"^version is NULL$"):
+        _abi.check(library.kvx_get_version(None))
+    with pytest.raises(InvalidArgumentError, match=r"^info is NULL$"):
+        _abi.check(library.kvx_backend_info(None))
+    info = _abi.kvx_backend_info_t()
+    size, info.size = info.size, info.size - 1
+    message = rf"^info\.size is {size - 1}, expected at least {size} \(spec 6\)$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        _abi.check(library.kvx_backend_info(info))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_larger_size_is_a_newer_header(name: str) -> None:
+    """Spec: 3. Every struct of the call says that it is 8 bytes longer than we know."""
+    call = CALLS[name]()
+
+    def enlarge(struct: Any) -> None:
+        struct.size += 8
+        for field in struct._fields_:
+            value = getattr(struct, field[0])
+            if isinstance(value, _abi._Struct):
+                enlarge(value)
+            elif isinstance(value, ctypes._Pointer) and value:
+                if isinstance(value.contents, _abi._Struct):
+                    enlarge(value.contents)
+                else:  # [num_layers] pointers
+                    for layer in range(struct.num_layers):
+                        enlarge(value[layer].contents)
+
+    for argument in call.arguments:
+        enlarge(call.roots[argument])
+    call.run()
+
+
+def test_gather_without_options_is_gather() -> None:
+    call = gather()
+    call.roots["options"] = None
+    call.run()
+    v1 = gather()
+    replace(v1, function="kvx_gather_kv", arguments=("cache", "gather")).run()
+    for name in ("key", "value"):
+        got, expected = (c.roots[name].view(torch.int16) for c in (call, v1))
+        assert torch.equal(got, expected)
+        assert got.any()
+
+
+@pytest.mark.parametrize("pointers", ["NULL", "dangling"])
+def test_nothing_to_do_needs_no_pointers(pointers: str) -> None:
+    """Spec: 7. With no tokens, the pointers to data are not looked at."""
+    value: int | str = "NULL" if pointers == "NULL" else 4096  # no process has memory there
+    call = write()
+    for path in ("write.io.num_tokens", "write.slots.token_count"):
+        call.set(path, 0)
+    for path in ("write.io.key.data", "write.io.value.data", "write.slots.slots"):
+        call.set(path, value)
+    call.run()
+
+    call = gather()
+    for tensor in ("key", "value"):
+        call.set(f"gather.io.{tensor}.shape[0]", 0)
+        call.set(f"gather.io.{tensor}.data", value)
+    for path in ("io.num_tokens", "block_table.seq_count", "block_table.indices_count"):
+        call.set(f"gather.{path}", 0)
+    call.set("gather.seq_lens.seq_count", 0)
+    for path in ("block_table.indices", "seq_lens.lengths"):
+        call.set(f"gather.{path}", value)
+    call.run()
+
+    call = gather()  # two sequences, but no room for a token of theirs
+    for tensor in ("key", "value"):
+        call.set(f"gather.io.{tensor}.shape[1]", 0)
+        call.set(f"gather.io.{tensor}.data", value)
+    for path in ("io.num_tokens", "max_seq_len"):
+        call.set(f"gather.{path}", 0)
+    call.run()
+
+    call = migrate()
+    call.set("migrate.seq_lens.seq_count", 0)
+    call.set("migrate.seq_lens.lengths", value)
+    for end in ("src", "dst"):
+        for path in ("block_table.seq_count", "block_table.indices_count", "starts.seq_count"):
+            call.set(f"{end}.{path}", 0)
+        call.set(f"{end}.block_table.indices", value)
+        call.set(f"{end}.starts.lengths", value)
+    call.run()
+
+
+def test_a_failing_call_leaves_its_sentence_and_a_good_one_keeps_it() -> None:
+    """Spec: E.7. The sentence is that of the last failing call of this thread."""
+    call = write()
+    call.set("cache.block_size", 0)
+    with pytest.raises(InvalidArgumentError):
+        call.run()
+    sentence = _abi.library().kvx_last_error()
+    assert sentence == b"cache.block_size is 0, expected at least 1 (spec 7.1)"
+    write().run()
+    assert _abi.library().kvx_last_error() == sentence
+
+
+def test_the_sentence_belongs_to_its_thread() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    call = write()
+    call.set("cache.block_size", 0)
+    with pytest.raises(InvalidArgumentError):
+        call.run()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(_abi.library().kvx_last_error).result() == b""
