@@ -16,6 +16,9 @@ from typing import Any
 import kvx_core
 from benchmarks import native
 
+# What a result depends on, besides the machine.
+_SOURCES = ("csrc", "kvx_core", "benchmarks", ":!benchmarks/results", ":!benchmarks/README.md")
+
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,8 +56,7 @@ def facts(*packages: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_modified": _git("status", "--porcelain", "--", "csrc", "kvx_core", "benchmarks/*.py")
-        != "",
+        "git_modified": _git("status", "--porcelain", "--", *_SOURCES) != "",
         "machine": {
             "cpu": _cpu_model(),
             "cores": cores(),
@@ -92,11 +94,10 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
-    found = {key: re.search(rf"^{key}\s*:\s*(.*)$", text, re.M) for key in _CPU_KEYS}
-    return ", ".join(f"{key} {match[1]}" for key, match in found.items() if match)
-
-
-_CPU_KEYS = ("model name", "cpu family", "model", "stepping")
+    keys = ("model name", "cpu family", "model", "stepping")
+    found = [re.search(rf"^{key}\s*:\s*(.*)$", text, re.M) for key in keys]
+    name, *numbers = (match[1] if match else "?" for match in found)
+    return f"{name} (family {', model '.join(numbers[:2])}, stepping {numbers[2]})"
 
 
 def _git(*arguments: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,5 +48,7 @@ def save(directory: Path, name: str, result: dict[str, Any]) -> None:
     """Writes `directory`/`name`.json."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1)
+    samples_in_a_line = re.sub(r"\[[-\d.,\s]+\]", lambda m: " ".join(m[0].split()), text)
+    path.write_text(samples_in_a_line + "\n")
     print(f"\nwrote {path}")

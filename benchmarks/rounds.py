@@ -19,11 +19,10 @@ Contestant = Callable[[], float]  # works, and returns the seconds that one call
 
 @dataclass(frozen=True)
 class Goal:
-    """`contestant` is to be at least `at_least` times as fast as `versus`."""
+    """KVX is to be at least `at_least` times as fast as `versus`."""
 
     versus: str
     at_least: float
-    contestant: str = "kvx"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Timing:
         return median(self.samples[name])
 
     def speedup(self, versus: str, name: str = "kvx") -> float:
-        """How many times as fast as `versus` `name` is: the median round's ratio."""
+        """How many times as fast as `versus` the contestant `name` is: the median round's ratio."""
         pairs = zip(self.samples[versus], self.samples[name], strict=True)
         return median(other / own for other, own in pairs)
 

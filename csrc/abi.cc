@@ -1,6 +1,5 @@
 // The exported functions: validate, plan, run.
-#include <cstring>
-#include <new>
+#include <exception>
 #include <vector>
 
 #include "cpu/float_env.h"
@@ -51,6 +50,7 @@ kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write)
   KVX_TRY(check_reachable("cache.k", "cache.v", *cache));
   KVX_TRY(check_reachable("write.io.key", write->io.key));
   KVX_TRY(check_reachable("write.io.value", write->io.value));
+  if (write->io.num_tokens == 0) return KVX_STATUS_OK;
   TensorPair pairs[2];
   Plan plan;
   plan_write(*cache, *write, pairs, &plan);
@@ -63,6 +63,7 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
   KVX_TRY(check_reachable("cache.k", "cache.v", *cache));
   KVX_TRY(check_reachable("gather.io.key", gather->io.key));
   KVX_TRY(check_reachable("gather.io.value", gather->io.value));
+  if (gather->io.num_tokens == 0) return KVX_STATUS_OK;
   kvx_gather_options_t defaults{};
   defaults.null_block_id = KVX_NO_NULL_BLOCK;
   TensorPair pairs[2];
@@ -83,14 +84,14 @@ kvx_status_t migrate(const kvx_migrate_desc_t *migrate) {
   return run_plan(plan);
 }
 
-// No exception leaves the library: all that can throw here is memory running out.
+// No exception leaves the library; it is memory that runs out, before the first write.
 template <class Call>
 kvx_status_t guarded(Call call) {
   const cpu::StandardFloats standard;
   try {
     return call();
-  } catch (const std::bad_alloc &) {
-    return fail(KVX_STATUS_INTERNAL_ERROR, "out of memory");
+  } catch (const std::exception &error) {
+    return fail(KVX_STATUS_INTERNAL_ERROR, "%s", error.what());
   }
 }
 

@@ -10,7 +10,13 @@ namespace kvx {
 
 const char *last_error();
 
+using ll = long long;  // what %lld and %llu print
+using ull = unsigned long long;
+
 }  // namespace kvx
+
+#define KVX_INVALID(...) ::kvx::fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__)
+#define KVX_OUT_OF_RANGE(...) ::kvx::fail(KVX_STATUS_OUT_OF_RANGE, __VA_ARGS__)
 
 #define KVX_TRY(call)                                           \
   do {                                                          \

@@ -135,10 +135,6 @@ void merge_kv(TensorPair *k, TensorPair *v) {
   v->num_heads = 0;
 }
 
-bool is_kv_offsets(const kvx_block_table_t &table) {
-  return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
-}
-
 Address dense_address(uint64_t rows, uint64_t tokens_per_row) {
   Address a{};
   a.mode = Addressing::kDense;
@@ -227,17 +223,28 @@ Axes axes_of(const kvx_tensor_desc_t &tensor) {
   return {0, 2, 1, -1, 3};
 }
 
+uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
+  uint64_t rows = migrate.seq_lens->seq_count;
+  for (const kvx_view_t *view : {migrate.src, migrate.dst})
+    if (view->block_table) rows = std::max(rows, rows_of(*view->block_table));
+  return rows;
+}
+
 int64_t dim_of(const kvx_tensor_desc_t &tensor) {
   const Axes axes = axes_of(tensor);
   return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
 }
 
-Extent extent_of(const kvx_tensor_desc_t &tensor) {
+int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
   int64_t last = 0;
   for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
     last += (tensor.shape[axis] - 1) * tensor.stride[axis];
+  return (last + 1) * size_of(tensor.dtype);
+}
+
+Extent extent_of(const kvx_tensor_desc_t &tensor) {
   const auto *data = static_cast<const uint8_t *>(tensor.data);
-  return {data, data + (last + 1) * size_of(tensor.dtype)};
+  return {data, data + extent_bytes(tensor)};
 }
 
 Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,
@@ -310,7 +317,6 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
   plan->pairs = pairs;
   plan->has_v = has_v;
   plan->num_layers = 1;
-  plan->pairs_per_layer = has_v ? 2 : 1;
   plan->same_places = true;
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
@@ -318,7 +324,8 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
   plan->names = {"", "write.slots.slots", "", "", ""};
   plan->src[0] = plan->src[1] = dense_address(1, write.io.num_tokens);
   plan->dst[0] = plan->dst[1] = slots_address(cache, write.slots);
-  for (uint8_t kv = 0; kv < plan->pairs_per_layer; ++kv) {
+  pairs[1] = {};
+  for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? write.io.value : write.io.key;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
     const kvx_scale_desc_t scale = scale_or_pointer(kv ? write.v_scale_desc : write.k_scale_desc,
@@ -339,21 +346,20 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
                  const kvx_gather_options_t &options, TensorPair *pairs, Plan *plan) {
   const bool has_v = !is_absent(cache.v);
-  const uint32_t beams = is_kv_offsets(gather.block_table) ? gather.block_table.beam_width : 1;
   *plan = {};
   plan->pairs = pairs;
   plan->has_v = has_v;
   plan->num_layers = 1;
-  plan->pairs_per_layer = has_v ? 2 : 1;
   plan->zero_fill = options.flags & KVX_FLAG_ZERO_FILL;
   plan->same_places = !is_kv_offsets(gather.block_table);
-  plan->rows.count = uint64_t{gather.seq_lens.seq_count} * beams;
-  plan->rows.rows_per_len = beams;
+  plan->rows.count = rows_of(gather.block_table);
+  plan->rows.rows_per_len = is_kv_offsets(gather.block_table) ? gather.block_table.beam_width : 1;
   plan->rows.lens = ints(gather.seq_lens.lengths, gather.seq_lens.dtype);
   plan->rows.max_len = gather.max_seq_len;
   plan->rows.fill_to_max = plan->zero_fill;
   plan->names = {"gather.block_table", "", "", "", "gather.seq_lens.lengths"};
-  for (uint8_t kv = 0; kv < plan->pairs_per_layer; ++kv) {
+  pairs[1] = {};
+  for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? gather.io.value : gather.io.key;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
     plan->src[kv] = table_address(cache, tensor, kv, gather.block_table, options.null_block_id,
@@ -378,17 +384,10 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   *plan = {};
   plan->pairs = pairs;
   plan->num_layers = src.num_layers;
-  plan->pairs_per_layer = 2;
   plan->has_v = !is_absent(src.layers[0]->v);
   plan->zero_fill = migrate.flags & KVX_FLAG_ZERO_FILL;
-  plan->check_same_pool = share_memory(src, dst) && are_same_pool(src, dst);
-  plan->rows.count = migrate.seq_lens->seq_count;
-  for (const kvx_view_t *view : {&src, &dst}) {
-    if (view->block_table && is_kv_offsets(*view->block_table))
-      plan->rows.count = uint64_t{view->block_table->seq_count} * view->block_table->beam_width;
-    else if (view->block_table)
-      plan->rows.count = std::max<uint64_t>(plan->rows.count, view->block_table->seq_count);
-  }
+  plan->check_same_pool = are_same_pool(src, dst);
+  plan->rows.count = rows_of(migrate);
   const uint32_t sequences = migrate.seq_lens->seq_count;
   plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
   plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);

@@ -66,10 +66,10 @@ struct Plan {
   bool check_same_pool;  // both ends share memory: their blocks must be disjoint
   Names names;
 
-  // K and V of layer l are pairs[l * pairs_per_layer + kv]; num_heads 0: nothing to move, because
-  // the cache has no V or because K's pair moves both.
+  // K and V of layer l are pairs[2 * l + kv]. num_heads 0: nothing to move, because the cache has
+  // no V or because K's pair moves both.
   const TensorPair *pairs;
-  uint32_t num_layers, pairs_per_layer;
+  uint32_t num_layers;
 };
 
 // Position of each axis in a layout's shape; outer is -1 where dim is one axis.
@@ -112,6 +112,18 @@ inline bool is_readable(kvx_memory_type_t memory) {
 #endif
 }
 
+inline bool is_kv_offsets(const kvx_block_table_t &table) {
+  return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+}
+
+// Sequences, or their beams.
+inline uint64_t rows_of(const kvx_block_table_t &table) {
+  return uint64_t{table.seq_count} * (is_kv_offsets(table) ? table.beam_width : 1);
+}
+
+// Rows of a migration: those of its tables or, if there are none, its sequences.
+uint64_t rows_of(const kvx_migrate_desc_t &migrate);
+
 // Elements of dim per token and head.
 int64_t dim_of(const kvx_tensor_desc_t &tensor);
 
@@ -122,6 +134,7 @@ kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_
 struct Extent {
   const uint8_t *begin, *end;
 };
+int64_t extent_bytes(const kvx_tensor_desc_t &tensor);
 Extent extent_of(const kvx_tensor_desc_t &tensor);
 // The same in the primary or, for a view that has one, the secondary pool.
 Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,

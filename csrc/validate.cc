@@ -1,9 +1,7 @@
 #include "validate.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 
 #include "error.h"
 #include "plan.h"
@@ -14,8 +12,6 @@ namespace {
 
 using std::int64_t;
 using std::uint64_t;
-using ll = long long;
-using ull = unsigned long long;
 
 // Where a field stands, for sentences: built on the stack, spelled out only when a check fails.
 struct Path {
@@ -44,7 +40,6 @@ Spelled spell(const Path &path) {
 }
 
 #define KVX_AT(path) static_cast<const char *>(spell(path))
-#define KVX_INVALID(...) fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__)
 
 const char *name_of(kvx_dtype_t dtype) {
   switch (dtype) {
@@ -133,6 +128,15 @@ kvx_status_t check_indices(const Path &path, const char *field, const void *data
                        data, static_cast<ll>(size_of(dtype)), name_of(dtype));
   }
   return KVX_STATUS_OK;
+}
+
+// The address space does not end within the tensor.
+kvx_status_t check_reach(const Path &path, const kvx_tensor_desc_t &tensor) {
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
+  const auto bytes = static_cast<uintptr_t>(extent_bytes(tensor));
+  if (begin <= UINTPTR_MAX - bytes) return KVX_STATUS_OK;
+  return KVX_INVALID("%s.data is %p: its %llu bytes reach past the end of memory (spec 4.2)",
+                     KVX_AT(path), tensor.data, static_cast<ull>(bytes));
 }
 
 kvx_status_t check_aligned(const Path &path, const void *data, kvx_dtype_t dtype) {
@@ -261,6 +265,7 @@ kvx_status_t check_cache_tensor(const Path &path, const kvx_cache_desc_t &cache,
   KVX_TRY(check_strides(path, tensor.ndim, tensor.shape, tensor.stride, tensor.dtype));
   KVX_TRY(check_disjoint(path, tensor));
   if (!tensor.data) return KVX_INVALID("%s.data is NULL (spec 6.2)", KVX_AT(path));
+  KVX_TRY(check_reach(path, tensor));
   return check_aligned(path, tensor.data, tensor.dtype);
 }
 
@@ -321,7 +326,10 @@ kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache) {
   for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
     if (is_absent(*tensor)) continue;
     const int64_t size = size_of(tensor->dtype);
-    if (reinterpret_cast<uintptr_t>(cache.pool.secondary) % static_cast<uintptr_t>(size) != 0) {
+    const uintptr_t offset =
+        reinterpret_cast<uintptr_t>(tensor->data) - reinterpret_cast<uintptr_t>(cache.k.data);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(cache.pool.secondary) + offset;
+    if (cache.pool.secondary && address % static_cast<uintptr_t>(size) != 0) {
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%s.secondary is %p, expected a multiple of %lld bytes (%s, spec 4.4)",
                   KVX_AT(pool), cache.pool.secondary, static_cast<ll>(size),
@@ -489,6 +497,7 @@ kvx_status_t check_io_tensor(const Path &path, const kvx_kv_io_desc_t &io,
   if (output) KVX_TRY(check_disjoint(path, tensor));
   if (io.num_tokens == 0) return KVX_STATUS_OK;
   if (!tensor.data) return KVX_INVALID("%s.data is NULL (spec 6.2)", KVX_AT(path));
+  KVX_TRY(check_reach(path, tensor));
   return check_aligned(path, tensor.data, tensor.dtype);
 }
 
@@ -585,10 +594,6 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   return KVX_STATUS_OK;
 }
 
-uint64_t rows_of(const kvx_block_table_t &table) {
-  return uint64_t{table.seq_count} * std::max(table.beam_width, 1u);
-}
-
 kvx_status_t check_flags(const Path &path, uint32_t flags) {
   if (!(flags & ~KVX_FLAG_ZERO_FILL)) return KVX_STATUS_OK;
   return KVX_INVALID("%s.flags is %#x, expected 0 or ZERO_FILL (1) (spec E.2)", KVX_AT(path),
@@ -598,6 +603,13 @@ kvx_status_t check_flags(const Path &path, uint32_t flags) {
 // The scale entry of a list that may be missing altogether.
 const kvx_scale_desc_t *entry(const kvx_scale_desc_t *const *list, uint32_t layer) {
   return list ? list[layer] : nullptr;
+}
+
+// Bytes from K to V of the same block.
+ptrdiff_t v_offset(const kvx_cache_desc_t &cache) {
+  return is_absent(cache.v) ? 0
+                            : static_cast<const uint8_t *>(cache.v.data) -
+                                  static_cast<const uint8_t *>(cache.k.data);
 }
 
 kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
@@ -626,7 +638,7 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
       if (cache->pool.bytes_per_block != first->pool.bytes_per_block ||
           cache->k.stride[axes_of(cache->k).block] * size_of(cache->k.dtype) !=
               first->k.stride[axes_of(first->k).block] * size_of(first->k.dtype) ||
-          is_absent(cache->v) != is_absent(first->v) ||
+          is_absent(cache->v) != is_absent(first->v) || v_offset(*cache) != v_offset(*first) ||
           !cache->pool.secondary != !first->pool.secondary) {
         return KVX_INVALID(
             "%s is not of the same pool as layers[0]: one KV_OFFSETS table serves "
@@ -841,9 +853,7 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   for (uint32_t l = 0; l < migrate->src->num_layers; ++l)
     KVX_TRY(check_layer_pair(src, dst, *migrate, l));
   const uint64_t sequences = migrate->seq_lens->seq_count;
-  uint64_t rows = sequences;
-  for (const kvx_view_t *view : {migrate->src, migrate->dst})
-    if (view->block_table) rows = std::max(rows, rows_of(*view->block_table));
+  const uint64_t rows = rows_of(*migrate);
   if (sequences ? rows % sequences != 0 : rows != 0) {
     return KVX_INVALID(
         "%s.seq_count is %llu, expected a divisor of the %llu rows of the tables (spec E.3)",

@@ -128,33 +128,35 @@ def slot_mapping(slots: Tensor) -> SlotMapping:
 
 
 def block_table(
-    table: Tensor | Sequence[Sequence[int]], *, kernel_blocks_per_block: int = 1
+    table: Tensor | Sequence[Sequence[int]],
+    *,
+    kernel_blocks_per_block: int = 1,
+    kernel_ids: bool = False,
 ) -> BlockTable:
-    """The blocks of each request.
+    """The blocks of each request, as ids into the cache that `cache_desc` described.
 
-    table: (num_reqs, max_num_blocks), int32, the worker's table, whose ids are kernel blocks; or
-           the scheduler's ids, one list per request, which count whole blocks
-    kernel_blocks_per_block: kernel blocks of one block, kv_cache.shape[0] / num_blocks. Above 1
-           the ids are rewritten, so that no part of the null block is taken for data.
-    Source: vllm 0.32 v1/worker/block_table.py, BlockTable.map_to_kernel_blocks
+    table: (num_reqs, max_num_blocks), int32: the model runner's, or the scheduler's ids, one list
+           per request; or the table of attention metadata
+    kernel_blocks_per_block: kv_cache.shape[0] / num_blocks, kernel blocks that vLLM cuts a block
+           into. Only if it is 1 is a tensor not copied
+    kernel_ids: the ids count kernel blocks already, as in attention metadata; others count blocks
+    All kernel blocks of the null block become the null block.
+    Raises InvalidArgumentError.
+    Source: vllm 0.32 v1/worker/utils.py, AttentionGroup.map_to_kernel_block_table
     """
     n = kernel_blocks_per_block
     if n < 1:
         raise InvalidArgumentError(f"kernel_blocks_per_block is {n}, expected at least 1")
-    if isinstance(table, Tensor):
-        return BlockTable.packed(
-            table if n == 1 else table.masked_fill((table >= 0) & (table < n), NULL_BLOCK_ID)
-        )
-    return BlockTable.packed(
-        [
-            [
-                NULL_BLOCK_ID if block == NULL_BLOCK_ID else block * n + i
-                for block in row
-                for i in range(n)
-            ]
-            for row in table
-        ]
-    )
+    if n == 1:
+        return BlockTable.packed(table)
+    if not isinstance(table, Tensor):
+        rows = [torch.tensor(row, dtype=torch.int32) for row in table]
+        table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    if not kernel_ids:
+        within = torch.arange(n, dtype=table.dtype, device=table.device)
+        table = (table[..., None] * n + within).flatten(1)
+    null = (table >= NULL_BLOCK_ID) & (table < NULL_BLOCK_ID + n)
+    return BlockTable.packed(table.masked_fill(null, NULL_BLOCK_ID))
 
 
 def seq_lens(lengths: Tensor | Sequence[int]) -> SeqLens:
@@ -174,13 +176,18 @@ def cache_view(
 
     kv_caches:          per layer, as in `cache_desc`
     specs:              one for all layers, or one per layer
-    k_scales, v_scales: per layer, of an FP8 cache: layer._k_scale, one float32 or one per KV head
+    k_scales, v_scales: per layer, needed for FP8: layer._k_scale, one float32 or one per KV head
     Raises UnsupportedError, InvalidArgumentError.
     """
     if isinstance(specs, LayerSpec):
         specs = [specs] * len(kv_caches)
     if len(specs) != len(kv_caches):
         raise InvalidArgumentError(f"specs has {len(specs)} layers, kv_caches {len(kv_caches)}")
+    if any(spec.kv_cache_dtype in _FP8 for spec in specs) and None in (k_scales, v_scales):
+        raise InvalidArgumentError(
+            "k_scales or v_scales is None, expected one scale per layer of an FP8 cache. They are "
+            "layer._k_scale and layer._v_scale, or 1.0"
+        )
     return CacheView(
         layers=tuple(map(cache_desc, kv_caches, specs)),
         facts=facts,
@@ -297,7 +304,7 @@ def _checked_dtype(spec: LayerSpec) -> DType:
                 f"kv_cache_dtype is {name!r} on ROCm, whose FP8 may be the FNUZ variant, which "
                 "KVX does not have"
             )
-        if spec.dtype.itemsize != 1:
+        if spec.dtype not in (torch.uint8, getattr(torch, _FP8[name].array_name)):
             raise InvalidArgumentError(
                 f"dtype is {spec.dtype}, expected torch.uint8 for kv_cache_dtype {name!r}"
             )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, InvalidArgumentError
 
@@ -227,14 +227,10 @@ class kvx_migrate_desc_t(_Struct):
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_get_version": (POINTER(kvx_version_t),),
     "kvx_validate_cache_desc": (POINTER(kvx_cache_desc_t),),
-    "kvx_write_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_write_desc_t), c_void_p),
-    "kvx_gather_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_gather_desc_t), c_void_p),
-    "kvx_gather_kv_ext": (
-        POINTER(kvx_cache_desc_t),
-        POINTER(kvx_gather_desc_t),
-        POINTER(kvx_gather_options_t),
-        c_void_p,
-    ),
+    # These take a reference or, from a plan, an address: that is an object less for each struct.
+    "kvx_write_kv": (c_void_p, c_void_p, c_void_p),
+    "kvx_gather_kv": (c_void_p, c_void_p, c_void_p),
+    "kvx_gather_kv_ext": (c_void_p, c_void_p, c_void_p, c_void_p),
     "kvx_migrate_kv": (POINTER(kvx_migrate_desc_t), c_void_p),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),
@@ -292,9 +288,15 @@ def dims(extents: Sequence[int]) -> Any:
     return _Dims(*extents)
 
 
-def pointer_to(struct: _S | None) -> Any:
-    """A pointer that keeps `struct` alive; NULL for None."""
-    return None if struct is None else pointer(struct)
+class Described(Protocol):
+    """A descriptor, which can be made a struct of."""
+
+    def to_c(self) -> _Struct: ...
+
+
+def pointer_to(desc: Described | None) -> Any:
+    """A pointer to the struct of `desc` that keeps the struct alive; NULL for None."""
+    return None if desc is None else pointer(desc.to_c())
 
 
 def pointer_array(structs: Sequence[_S | None], struct_type: type[_S]) -> Any:
@@ -306,19 +308,28 @@ def pointer_array(structs: Sequence[_S | None], struct_type: type[_S]) -> Any:
     return array
 
 
-def words(struct: _Struct) -> tuple[memoryview, memoryview]:
-    """The struct as writable arrays of int64 and of uint32: the cheapest way to set a field."""
-    octets = memoryview(struct).cast("B")
-    return octets.cast("q"), octets.cast("I")
+def reference(struct: _Struct) -> Any:
+    """`struct` as the argument of a call, for which it is kept alive."""
+    return ctypes.byref(struct)
 
 
-def offset(struct_type: Any, *path: str) -> int:
-    """Byte offset of the field at `path`, such as ("io", "key", "data")."""
-    total = 0
+def address_of(struct: _Struct) -> int:
+    """`struct` as the argument of a call; the caller keeps it alive."""
+    return ctypes.addressof(struct)
+
+
+def words(struct: _Struct) -> memoryview:
+    """The struct as a writable array of int64: the cheapest way to set an address in it."""
+    return memoryview(struct).cast("B").cast("q")
+
+
+def word(struct_type: Any, *path: str) -> int:
+    """Index in `words` of the field at `path`, such as ("io", "key", "data")."""
+    offset = 0
     for name in path:
-        total += getattr(struct_type, name).offset
+        offset += getattr(struct_type, name).offset
         struct_type = {field[0]: field[1] for field in struct_type._fields_}[name]
-    return total
+    return offset // 8
 
 
 def read(address: int, num_bytes: int) -> memoryview:

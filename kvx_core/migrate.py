@@ -77,9 +77,9 @@ def copy_tokens(
     struct = _abi.kvx_migrate_desc_t(
         flags=_abi.FLAG_ZERO_FILL if zero_fill else 0,
         num_heads=num_heads or 0,
-        seq_lens=_abi.pointer_to(lens.to_c()),
-        src=_abi.pointer_to(src.to_c()),
-        dst=_abi.pointer_to(dst.to_c()),
+        seq_lens=_abi.pointer_to(lens),
+        src=_abi.pointer_to(src),
+        dst=_abi.pointer_to(dst),
     )
     _abi.check(_abi.library().kvx_migrate_kv(struct, stream))
 

@@ -116,9 +116,9 @@ def gather_kv(
 class WritePlan:
     """write_kv with its descriptions kept: about a microsecond per call.
 
-    Torch tensors whose dtype, device, strides and shape past the first axis are those of the last
-    call cost a refresh of addresses and counts. Whatever else write_kv takes is described anew, as
-    write_kv does. Threads may share a plan.
+    A plan remembers the last call with each number of tokens. Torch tensors of the same dtypes,
+    devices, shapes and strides then cost a refresh of their addresses; whatever else write_kv takes
+    is described anew, as write_kv does. Threads may share a plan.
     """
 
     def __init__(
@@ -140,55 +140,41 @@ class WritePlan:
         self._cache = cache
         self._scales = _scale(k_scale), _scale(v_scale)
         self._stream = stream
-        self._thread = threading.local()  # .call: a thread's own struct, as calls drop the GIL
+        self._bound = _BoundCalls()
         _write(cache, _io(key_like), _io(value_like), SlotMapping.of(()), self._scales, stream)
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
         try:
-            status = self._thread.call(key, value, slots)
-        except (AttributeError, TypeError):  # a first call, or no torch tensors
+            status = self._bound.calls[slots.numel()](key, value, slots)
+        except (AttributeError, KeyError, TypeError):  # the first such call, or no torch tensors
             status = None
         if status is None:
             mapping = SlotMapping.of(slots)
             _write(self._cache, _io(key), _io(value), mapping, self._scales, self._stream)
-            tensors = [t for t in (key, value, slots) if t is not None]
-            # One slot is contiguous with any stride, several are not.
-            if all(map(is_torch, tensors)) and slots.stride() == (1,):
-                self._thread.call = self._bind(key, value, slots)
+            if _are_torch(key, value, slots):
+                self._bound.add(slots.numel(), self._bind(key, value, slots))
         elif status:
             _abi.check(status)
 
-    def _bind(self, key: Any, value: Any, slots: Any) -> Callable[[Any, Any, Any], int | None]:
-        """A call for tensors like these. For others it does nothing and returns None."""
+    def _bind(self, key: Any, value: Any, slots: Any) -> _BoundCall:
         write = _write_desc(self._cache, _io(key), _io(value), SlotMapping.of(slots), self._scales)
-        words, counts = _abi.words(write)
-        at = partial(_abi.offset, _abi.kvx_write_desc_t)
-        key_data, key_rows = at("io", "key", "data") // 8, at("io", "key", "shape") // 8
-        value_data, value_rows = at("io", "value", "data") // 8, at("io", "value", "shape") // 8
-        slots_data = at("slots", "slots") // 8
-        num_tokens, token_count = at("io", "num_tokens") // 4, at("slots", "token_count") // 4
-
+        words = _abi.words(write)  # keeps `write` alive
+        at = partial(_abi.word, _abi.kvx_write_desc_t)
+        key_data, value_data = at("io", "key", "data"), at("io", "value", "data")
+        slots_data = at("slots", "slots")
+        cache_c, write_c = _abi.address_of(self._cache.to_c()), _abi.address_of(write)
         kvx_write_kv, stream = _abi.library().kvx_write_kv, self._stream
-        cache = self._cache.to_c()
-        has_value = value is not None
-        like = _like([key, value, slots] if has_value else [key, slots], free_rows=True)
-        key_row = key.shape[1] * key.shape[2]
-        value_row = value.shape[1] * value.shape[2] if has_value else 0
+        like = _like(key, value, slots)
 
         def call(key: Any, value: Any, slots: Any) -> int | None:
-            if has_value:
-                if not like(key, value, slots):
-                    return None
-                words[value_data] = value.data_ptr()
-                words[value_rows] = value.numel() // value_row
-            elif value is not None or not like(key, slots):
+            if not like(key, value, slots):
                 return None
             words[key_data] = key.data_ptr()
-            words[key_rows] = key.numel() // key_row
+            if value is not None:
+                words[value_data] = value.data_ptr()
             words[slots_data] = slots.data_ptr()
-            counts[num_tokens] = counts[token_count] = slots.numel()
-            return kvx_write_kv(cache, write, stream)  # type: ignore[no-any-return]
+            return kvx_write_kv(cache_c, write_c, stream)  # type: ignore[no-any-return]
 
         return call
 
@@ -196,9 +182,9 @@ class WritePlan:
 class GatherPlan:
     """gather_kv with its descriptions kept.
 
-    Torch tensors of the dtypes, devices, shapes and strides of the last call cost a refresh of
-    their addresses. Whatever else gather_kv takes is described anew, as gather_kv does. Threads may
-    share a plan.
+    A plan remembers the last call with each number of sequences. Torch tensors of the same dtypes,
+    devices, shapes and strides then cost a refresh of their addresses; whatever else gather_kv
+    takes is described anew, as gather_kv does. Threads may share a plan.
     """
 
     def __init__(
@@ -224,23 +210,24 @@ class GatherPlan:
         self._options = _GatherOptions(
             _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks
         )
+        self._options_c = self._options.to_c()
         self._stream = stream
-        self._thread = threading.local()  # .call: a thread's own struct, as calls drop the GIL
+        self._bound = _BoundCalls()
         key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
         self._gather(key, value, BlockTable.packed([]), SeqLens.of([]))
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
         try:
-            status = self._thread.call(key, value, block_table, seq_lens)
-        except (AttributeError, TypeError):  # a first call, or no torch tensors
+            call = self._bound.calls[seq_lens.numel()]
+            status = call(key, value, block_table, seq_lens)
+        except (AttributeError, KeyError, TypeError):  # the first such call, or no torch tensors
             status = None
         if status is None:
             table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
             self._gather(_io(key), _io(value), table, lens)
-            tensors = [t for t in (key, value, block_table, seq_lens) if t is not None]
-            if all(map(is_torch, tensors)):
-                self._thread.call = self._bind(key, value, block_table, seq_lens)
+            if _are_torch(key, value, block_table, seq_lens):
+                self._bound.add(seq_lens.numel(), self._bind(key, value, block_table, seq_lens))
         elif status:
             _abi.check(status)
 
@@ -249,65 +236,80 @@ class GatherPlan:
     ) -> None:
         _gather(self._cache, key, value, table, lens, None, self._options, self._stream)
 
-    def _bind(
-        self, key: Any, value: Any, block_table: Any, seq_lens: Any
-    ) -> Callable[[Any, Any, Any, Any], int | None]:
-        """A call for tensors like these. For others it does nothing and returns None."""
+    def _bind(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> _BoundCall:
         table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
         gather = _gather_desc(self._cache, _io(key), _io(value), table, lens, None)
-        options = self._options.to_c()
-        words, _ = _abi.words(gather)
-        at = partial(_abi.offset, _abi.kvx_gather_desc_t)
-        key_data, value_data = at("io", "key", "data") // 8, at("io", "value", "data") // 8
-        indices = at("block_table", "indices") // 8
-        lengths = at("seq_lens", "lengths") // 8
-
+        words = _abi.words(gather)  # keeps `gather` alive
+        at = partial(_abi.word, _abi.kvx_gather_desc_t)
+        key_data, value_data = at("io", "key", "data"), at("io", "value", "data")
+        indices, lengths = at("block_table", "indices"), at("seq_lens", "lengths")
+        cache_c, gather_c = _abi.address_of(self._cache.to_c()), _abi.address_of(gather)
+        options_c = _abi.address_of(self._options_c)
         kvx_gather_kv_ext, stream = _abi.library().kvx_gather_kv_ext, self._stream
-        cache = self._cache.to_c()
-        has_value = value is not None
-        outputs = [key, value] if has_value else [key]
-        like = _like([*outputs, block_table, seq_lens], free_rows=False)
+        like = _like(key, value, block_table, seq_lens)
 
         def call(key: Any, value: Any, block_table: Any, seq_lens: Any) -> int | None:
-            if has_value:
-                if not like(key, value, block_table, seq_lens):
-                    return None
-                words[value_data] = value.data_ptr()
-            elif value is not None or not like(key, block_table, seq_lens):
+            if not like(key, value, block_table, seq_lens):
                 return None
             words[key_data] = key.data_ptr()
+            if value is not None:
+                words[value_data] = value.data_ptr()
             words[indices] = block_table.data_ptr()
             words[lengths] = seq_lens.data_ptr()
-            return kvx_gather_kv_ext(cache, gather, options, stream)  # type: ignore[no-any-return]
+            return kvx_gather_kv_ext(cache_c, gather_c, options_c, stream)  # type: ignore[no-any-return]
 
         return call
 
 
-def _like(tensors: Sequence[Any], *, free_rows: bool) -> Callable[..., bool]:
-    """A test that tensors have the dtype, device, strides and shape of these torch tensors.
+# The status of the call, or None, nothing done, for tensors that are not like those it is bound to.
+_BoundCall = Callable[..., int | None]
 
-    free_rows: the first axis may have any extent
+
+class _BoundCalls(threading.local):
+    """A thread's own bound calls, each with a struct of its own: calls drop the GIL."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, _BoundCall] = {}
+
+    def add(self, count: int, call: _BoundCall) -> None:
+        if len(self.calls) >= 256:
+            self.calls.clear()
+        self.calls[count] = call
+
+
+def _are_torch(*tensors: object) -> bool:
+    return all(tensor is None or is_torch(tensor) for tensor in tensors)
+
+
+def _like(*tensors: Any) -> Callable[..., bool]:
+    """A test that tensors are like these torch tensors in dtype, device, shape and strides.
+
+    Where one of these is None the other is None too.
     """
+    absent = [tensor is None for tensor in tensors]
+    present = [tensor for tensor in tensors if tensor is not None]
+    check = _guard(present)
+    if not any(absent):
+        return check
+    return lambda *others: (
+        [other is None for other in others] == absent
+        and check(*(other for other in others if other is not None))
+    )
+
+
+def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     try:  # what torch.compile checks its inputs with: one call for all of them
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes = [[None, *t.shape[1:]] if free_rows else list(t.shape) for t in tensors]
-        strides = [list(t.stride()) for t in tensors]
-        guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # torch's own stub is too narrow
-            dynamic_dims_strides=strides,  # type: ignore[arg-type]
-        )
-        check: Callable[..., bool] = guards.check
+        check: Callable[..., bool] = TensorGuards(*tensors).check
         return check
-    except (ImportError, TypeError):  # a torch without it
-        expected = [_signature(t, free_rows) for t in tensors]
-        return lambda *tensors: [_signature(t, free_rows) for t in tensors] == expected
+    except (ImportError, TypeError):  # a torch that has it not, or another one
+        signatures = [_signature(t) for t in tensors]
+        return lambda *others: [_signature(t) for t in others] == signatures
 
 
-def _signature(tensor: Any, free_rows: bool) -> tuple[Any, ...]:
-    shape = tensor.shape[1:] if free_rows else tensor.shape
-    return shape, tensor.stride(), tensor.dtype, tensor.device
+def _signature(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 # From here on only descriptors, which the callers hold until C is done: the structs made of them
@@ -329,8 +331,8 @@ class _GatherOptions:
             flags=_abi.FLAG_ZERO_FILL if self.zero_fill else 0,
             null_block_id=self.null_block_id,
             secondary_num_blocks=self.secondary_num_blocks,
-            k_scale=None if self.k_scale is None else _abi.pointer_to(self.k_scale.to_c()),
-            v_scale=None if self.v_scale is None else _abi.pointer_to(self.v_scale.to_c()),
+            k_scale=_abi.pointer_to(self.k_scale),
+            v_scale=_abi.pointer_to(self.v_scale),
         )
 
 
@@ -345,7 +347,8 @@ def _write(
     for name, tensor in cache.tensors.items():
         require_writable(f"cache.{name}", tensor)
     write = _write_desc(cache, key, value, slots, scales)
-    _abi.check(_abi.library().kvx_write_kv(cache.to_c(), write, stream))
+    kvx_write_kv, ref = _abi.library().kvx_write_kv, _abi.reference
+    _abi.check(kvx_write_kv(ref(cache.to_c()), ref(write), stream))
 
 
 def _gather(
@@ -363,7 +366,8 @@ def _gather(
             require_writable(name, tensor)
     _check_scales_memory(cache, (options.k_scale, options.v_scale))
     gather = _gather_desc(cache, key, value, table, lens, max_seq_len)
-    _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), stream))
+    kvx_gather_kv_ext, ref = _abi.library().kvx_gather_kv_ext, _abi.reference
+    _abi.check(kvx_gather_kv_ext(ref(cache.to_c()), ref(gather), ref(options.to_c()), stream))
 
 
 def _write_desc(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc
-from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError
+from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens, rows_per_sequence
 from kvx_core.tensors import TensorLike, row_major
@@ -88,11 +88,12 @@ def verify(
     _check_pairs(src, dst, num_heads)
     rows = np.repeat(lens.to_numpy(), rows_per_sequence(src, dst, lens))
     if (rows < 0).any():
-        raise OutOfRangeError(
-            f"seq_lens has {rows.min()}, expected lengths of at least 0 (spec 5.3)"
-        )
+        raise OutOfRangeError(f"seq_lens has {rows.min()}, expected at least 0 (spec 5.3)")
     ends = _End("src", src, rows, num_heads), _End("dst", dst, rows, num_heads)
-    stored = {kv: ends[0].is_stored(kv) & ends[1].is_stored(kv) for kv in ends[0].halves(0)}
+    halves = {kv: layer for layer in range(len(src.view.layers)) for kv in ends[0].halves(layer)}
+    stored = {
+        kv: ends[0].is_stored(at, kv) & ends[1].is_stored(at, kv) for kv, at in halves.items()
+    }
     num_tokens = int(np.count_nonzero(stored["K"]))
     num_values = 0
     for layer in range(len(src.view.layers)):
@@ -120,14 +121,18 @@ def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
             f"dst has {len(at_dst)} layers, expected as many as src has, {len(at_src)}, and not 0 "
             "(spec E.3)"
         )
+    for name, layers in (("src", at_src), ("dst", at_dst)):
+        if layers[0].k.memory is Memory.DEVICE:
+            raise UnsupportedError(
+                f"{name}.layers[0].k.memory is DEVICE, expected HOST, where verify compares. Copy "
+                "the cache there first"
+            )
+    sizes = ["head_dim", "v_head_dim"] if num_heads else ["head_dim", "v_head_dim", "num_kv_heads"]
     for i, (a, b) in enumerate(zip(at_src, at_dst, strict=True)):
-        sizes = (
-            ["head_dim", "v_head_dim"] if num_heads else ["head_dim", "v_head_dim", "num_kv_heads"]
-        )
-        for name in sizes:
-            if getattr(a, name) != getattr(b, name):
+        for size in sizes:
+            if getattr(a, size) != getattr(b, size):
                 raise InvalidArgumentError(
-                    f"dst.layers[{i}].{name} is {getattr(b, name)}, expected {getattr(a, name)} as "
+                    f"dst.layers[{i}].{size} is {getattr(b, size)}, expected {getattr(a, size)} as "
                     "at src (spec E.3)"
                 )
 
@@ -180,15 +185,18 @@ class _End:
         shape = self._shape(layer, kv, hi - lo)
         return self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
 
-    def is_stored(self, kv: _Half) -> npt.NDArray[np.bool_]:
-        """Which tokens are stored: those whose copy does not depend on what it overwrites."""
-        dtype = self.dtype(0, kv)
+    def is_stored(self, layer: int, kv: _Half) -> npt.NDArray[np.bool_]:
+        """Which tokens are stored: those whose copy does not depend on what it overwrites.
+
+        The same in all layers, since they share a table.
+        """
+        dtype = self.dtype(layer, kv)
         found = np.empty(self.num_tokens, np.bool_)
-        for lo, hi in self.pieces(0, kv):
-            zeros = np.zeros((hi - lo, 1, self._shape(0, kv, 0)[2]), f"u{dtype.itemsize}")
+        for lo, hi in self.pieces(layer, kv):
+            zeros = np.zeros((hi - lo, 1, self._shape(layer, kv, 0)[2]), f"u{dtype.itemsize}")
             ones = ~zeros
             for array in (zeros, ones):
-                self._read(0, kv, lo, array, dtype)
+                self._read(layer, kv, lo, array, dtype)
             found[lo:hi] = (zeros == ones)[:, 0, 0]
         return found
 
@@ -273,12 +281,8 @@ def _differing(
     x, y = src.values(*at), dst.values(*at)
     differs: npt.NDArray[np.bool_] = (x != y) & ~(np.isnan(x) & np.isnan(y))
     if tolerance == "codec" and differs.any():
-        x, y = x[differs], y[differs]
-        x_stored, y_stored = (end.values(*at, scaled=False)[differs] for end in (src, dst))
-        differs[differs] = ~(
-            _is_rounded(x, y, y_stored, dst.dtype(layer, kv), dst.scale(layer, kv))
-            | _is_rounded(y, x, x_stored, src.dtype(layer, kv), src.scale(layer, kv))
-        )
+        differs &= ~_is_rounded(x, y, dst, layer, kv, lo, hi)
+        differs &= ~_is_rounded(y, x, src, layer, kv, lo, hi)
     return differs
 
 
@@ -293,26 +297,32 @@ _FORMAT = {
 
 
 def _is_rounded(
-    exact: _Array, value: _Array, stored: _Array, dtype: DType, scale: ScaleDesc | None
+    exact: _Array, value: _Array, end: _End, layer: int, kv: _Half, lo: int, hi: int
 ) -> npt.NDArray[np.bool_]:
-    """Which of `value` = `stored` * scale are `exact` rounded to nearest in `dtype`, saturating."""
-    mantissa, smallest, largest = _FORMAT[dtype]
-    exact, value, stored = (a.astype(np.float64) for a in (exact, value, stored))
+    """Where `value`, read from `end`, is `exact` rounded to nearest in its codec, saturating."""
+    mantissa, smallest, largest = _FORMAT[end.dtype(layer, kv)]
+    scale = end.scale(layer, kv)
+    stored = value if scale is None else end.values(layer, kv, lo, hi, scaled=False)
+    exact, value, stored = (array.astype(np.float64) for array in (exact, value, stored))
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Where 0 is stored its scale cannot be told: the largest bounds it.
-        step = np.where(stored == 0, _largest_scale(scale), value / stored)
-        step *= np.ldexp(1.0, np.maximum(np.frexp(stored)[1] - 1, smallest) - mantissa)
-        # Both the division by the scale and the product with it round in float32.
-        near = np.abs(exact - value) <= step / 2 + np.abs(exact) * 2.0**-22
-        saturated = (np.abs(stored) >= largest) & (np.abs(exact) >= np.abs(value) * (1 - 2**-22))
-    rounded: npt.NDArray[np.bool_] = near | (saturated & (np.sign(exact) == np.sign(value)))
+        if scale is None:
+            factor, slack = np.ones(()), np.zeros(())
+        else:
+            # A token and head has one scale, which any number but 0 tells; if there is none, the
+            # largest scale bounds it. Dividing by the scale and multiplying with it each round.
+            told = np.where((stored != 0) & np.isfinite(stored), value / stored, 0.0)
+            factor = told.max(axis=-1, keepdims=True)
+            factor = np.where(factor == 0, scale.to_numpy().max(), factor)
+            slack = np.abs(exact) * 2.0**-22
+        # The smaller of the two has the finer step where they lie on both sides of a power of 2.
+        finer = np.minimum(np.abs(exact / factor), np.abs(stored))
+        exponent = np.where(finer == 0, smallest, np.maximum(np.frexp(finer)[1] - 1, smallest))
+        half_step = np.ldexp(factor, exponent - mantissa - 1)
+        near = np.abs(exact - value) <= half_step + slack
+        reached = np.minimum(np.abs(value), largest * factor)  # F16 and BF16 go on to infinity
+        cut = (np.abs(stored) >= largest) & (np.abs(exact) >= reached - slack)
+        rounded: npt.NDArray[np.bool_] = near | (cut & (np.sign(exact) == np.sign(value)))
     return rounded
-
-
-def _largest_scale(scale: ScaleDesc | None) -> float:
-    if scale is None:
-        return 1.0
-    return float(scale.to_numpy().max())
 
 
 def _difference(

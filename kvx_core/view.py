@@ -111,11 +111,9 @@ class CacheSpan:
         return _abi.kvx_view_t(
             num_layers=len(view.layers),
             layers=view._layers,
-            block_table=_abi.pointer_to(
-                None if self.block_table is None else self.block_table.to_c()
-            ),
-            slots=_abi.pointer_to(None if self.slots is None else self.slots.to_c()),
-            starts=_abi.pointer_to(None if self.starts is None else self.starts.to_c()),
+            block_table=_abi.pointer_to(self.block_table),
+            slots=_abi.pointer_to(self.slots),
+            starts=_abi.pointer_to(self.starts),
             head_start=self.head_start,
             secondary_num_blocks=view.secondary_num_blocks,
             null_block_id=view.null_block_id,

@@ -6,8 +6,10 @@ first tests check the oracle itself against torch where torch follows the same r
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import platform
 import warnings
 from collections.abc import Iterator
 
@@ -363,6 +365,19 @@ def test_a_scale_that_is_no_scale_is_refused(
         assert_same_bytes(cache, expected)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1, 1, 1)])
+def test_one_scale_of_any_shape(backend: Backend, shape: tuple[int, ...]) -> None:
+    cache = LAYOUTS["tgi"](Geometry(), E5M2, 1)
+    scale = torch.full(shape, 0.7)
+    cache = cache.with_scales(lambda half, name: (scale, ScaleGranularity.PER_TENSOR))
+    expected = cache.clone()
+    key, value = random_values((2, 5, 2, 16), torch.float32, 2)
+    slots = tables.slots(cache, 5, 3)
+    reference.write(expected.layers[-1], key, value, slots)
+    backend.write(cache.layers[-1], key, value, slots)
+    assert_same_bytes(cache, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_scale_of_one_is_welcome_on_any_cache(backend: Backend, dtype: torch.dtype) -> None:
     cache = LAYOUTS["nhd"](Geometry(), dtype, 1)
@@ -408,6 +423,28 @@ def test_subnormal_scales_with_flush_to_zero(
     got = convert(backend, values, torch.float32, src_scale=scale)
     torch.set_flush_denormal(False)
     assert_converted(got, values, expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="FE_UPWARD is x86's number")
+def test_every_value_with_another_rounding_mode(backend: Backend) -> None:
+    """The caller's rounding mode changes nothing, and is what it was afterwards."""
+    upward, libm = 0x800, ctypes.CDLL("libm.so.6")
+    values, divisor = hard_floats(E4M3), torch.tensor(0.3)
+    expected = {
+        dtype: reference.convert(values, dtype, None, divisor if dtype in FP8 else None)
+        for dtype in SMALL
+    }
+    try:
+        for dtype in SMALL:
+            scale = divisor if dtype in FP8 else None
+            assert libm.fesetround(upward) == 0
+            got = convert(backend, values, dtype, dst_scale=scale)
+            kept = libm.fegetround()
+            libm.fesetround(0)
+            assert kept == upward
+            assert_converted(got, values, expected[dtype])
+    finally:
+        libm.fesetround(0)
 
 
 def test_threads_change_nothing(backend: Backend) -> None:

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 ISA = "from kvx_core import backend_info; print(backend_info().cpu_isa)"
 # What goes through every kernel: all conversions, all layouts on both sides, odd sizes, threads.
 SUBSET = (
-    "test_every_value or test_every_granularity or every_layout_and_geometry or "
-    "test_migrate_every_pair or test_gather_into_any_strides or test_a_call_larger_than"
+    "(test_every_value and not flush) or test_write_every_layout or every_pair_of_dtypes or "
+    "(test_calls_that_store and tgi) or (every_pair_of_layouts and (custom or tgi-packed16))"
 )
 
 

@@ -164,3 +164,12 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = " ".join(result.output.split())
     assert "vllm is not installed" in message
     assert "pip install kvx[vllm,transformers]" in message
+
+
+def test_adapters_import_no_engine() -> None:
+    code = (
+        "import sys, kvx_adapters.vllm, kvx_adapters.transformers, kvx_adapters.cli.demo;"
+        "print([name for name in ('vllm', 'transformers', 'tokenizers') if name in sys.modules])"
+    )
+    result = python("-c", code)
+    assert result.stdout == "[]\n", result.stderr

@@ -326,6 +326,45 @@ def test_migrate_within_a_pool(backend: Backend, layout: str) -> None:
     assert_same_bytes(cache, expected)
 
 
+def test_one_pool_under_two_names(backend: Backend) -> None:
+    """NHD here, the same memory as 4-D CUSTOM there, in another format of the same size."""
+
+    def renamed(cache: Cache) -> Cache:
+        def half(other: Half) -> Half:
+            tensor = other.tensor.view(torch.float16).transpose(1, 2)
+            return Half(tensor, Layout.BLOCK_CUSTOM)
+
+        layers = (Layer(*map(half, layer.halves())) for layer in cache.layers)
+        return replace(cache, layers=tuple(layers))
+
+    cache = LAYOUTS["nhd"](Geometry(num_blocks=8), torch.bfloat16, 1).fill(2)
+    src_end, dst_end = Packed(torch.tensor([[6, 2]]), 4), Packed(torch.tensor([[1, 3]]), 4)
+    expected = cache.clone()
+    reference.migrate(expected.layers, src_end, renamed(expected).layers, dst_end, [7])
+    backend.migrate(cache, src_end, renamed(cache), dst_end, torch.tensor([7]))
+    assert_same_bytes(cache, expected)
+    refused_migrate(
+        backend, r"^block 6 is a destination .*E\.3", InvalidArgumentError,
+        cache, src_end, renamed(cache), Packed(torch.tensor([[6, 3]]), 4), [7],
+    )  # fmt: skip
+
+
+def test_blocks_that_interleave_differently_are_not_one_pool(backend: Backend) -> None:
+    """The same extent and block stride, yet block 0 here meets block 1 there."""
+    memory = Allocation(200 * 2, seed=1)
+    flat = memory.take((200,), torch.bfloat16)
+    caches = []
+    for token_stride, head_stride in ((50, 100), (45, 105)):
+        k = flat.as_strided((5, 2, 2, 8), (8, token_stride, head_stride, 1), flat.storage_offset())
+        layer = Layer(Half(k, Layout.BLOCK_NHD), None)
+        caches.append(Cache((memory.storage,), (layer,)))
+    src_end, dst_end = Packed(torch.tensor([[0]]), 2), Packed(torch.tensor([[1]]), 2)
+    refused_migrate(
+        backend, r"shares memory with .*E\.3", InvalidArgumentError,
+        caches[0], src_end, caches[1], dst_end, [2],
+    )  # fmt: skip
+
+
 def test_blocks_that_are_not_moved_may_be_at_both_ends_of_a_pool(backend: Backend) -> None:
     cache = LAYOUTS["nhd"](Geometry(num_blocks=8), torch.bfloat16, 1)
     src_end = Packed(torch.tensor([[6, 2, 1]]), 4)  # block 1 holds tokens from 8 on

@@ -497,6 +497,21 @@ def test_every_sentence_has_a_rule(name: str) -> None:
     assert not missing, f"{name} says what no rule in validation_rules.txt makes it say: {missing}"
 
 
+def test_every_section_that_is_named_exists() -> None:
+    """ "(spec 4.2)" in a sentence and "Spec: 4.2" in a header lead to a heading of docs/spec.md."""
+    spec = (TESTS.parent / "docs" / "spec.md").read_text()
+    headings = set(re.findall(r"^##+ (E?[0-9.]*[0-9])\.? ", spec, re.MULTILINE))
+    assert {"3", "4.2", "6.10", "7.1", "11", "E.8"} <= headings
+    named = set()
+    for source in [*CSRC.rglob("*.cc"), *CSRC.rglob("*.h")]:
+        for text in re.findall(
+            r"[Ss]pec:? (E?[0-9.]*[0-9](?:, E?[0-9.]*[0-9])*)", source.read_text()
+        ):
+            named |= set(text.split(", "))
+    assert len(named) > 15, "the sources no longer look as this test expects"
+    assert named <= headings, f"not in docs/spec.md: {sorted(named - headings)}"
+
+
 # --- what is no rule of one field -------------------------------------------------------------
 
 

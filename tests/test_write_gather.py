@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError
-from kvx_core.types import Layout, ScaleGranularity
+from kvx_core.types import Layout, Memory, ScaleGranularity
 from tests import reference, tables
 from tests.caches import (
     DTYPES,
@@ -33,7 +33,7 @@ from tests.caches import (
     mixed,
     random_values,
 )
-from tests.calls import Backend
+from tests.calls import CPU, Backend
 from tests.reference import Half, KvOffsets, Layer, Packed, Ragged
 
 # Each breaks an assumption that fast code likes to make.
@@ -255,7 +255,7 @@ def test_write_with_the_v1_scale_pointers(backend: Backend) -> None:
         v_scale=scales.data_ptr() + 4,
     )
     layer = backend.layer(cache.layers[-1])
-    _abi.check(_abi.library().kvx_write_kv(layer, write, None))
+    _abi.check(_abi.library().kvx_write_kv(_abi.reference(layer), _abi.reference(write), None))
     assert_same_bytes(cache, expected)
 
 
@@ -347,6 +347,16 @@ def test_gather_never_reads_null_blocks(
         lengths = torch.tensor([9, 4, 16, 0])
         end = make(cache, lengths.tolist(), seed=3, nulls=0.4, null_block_id=null_block_id)
         check_gather(backend, cache, end, lengths, 17, dtype=io_dtype, zero_fill=zero_fill)
+
+
+def test_a_null_block_id_need_not_be_a_block(backend: Backend) -> None:
+    cache = LAYOUTS["nhd"](Geometry(), torch.float16, seed=1)
+    end = Packed(torch.tensor([[1, 999, 2], [999, 4, tables.POISON]]), 4, null_block_id=999)
+    check_gather(backend, cache, end, torch.tensor([11, 7]), 12, zero_fill=True)
+    pool = LAYOUTS["tensorrt_llm"](Geometry(), torch.float16, seed=1)
+    offsets = tables.kv_offsets(pool, [11, 7], seed=2)
+    offsets.indices[0, 0, :, 1] = torch.tensor([999 * 4, 999 * 4 + 1])
+    check_gather(backend, pool, replace(offsets, null_block_id=999), torch.tensor([11, 7]), 12)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -621,37 +631,72 @@ def test_strides_beyond_2_to_the_31_elements(backend: Backend, ten_gigabytes: Te
             assert_same_elements(half[slot // 4, slot % 4], expected, f"slot {slot}")
 
 
-def test_a_call_larger_than_the_threading_threshold(backend: Backend) -> None:
-    """32 MiB in blocks: threads and streaming stores, if there are any, change nothing."""
-    g = Geometry(num_blocks=128, block_size=32, num_kv_heads=8, head_dim=128, num_layers=1)
-    for layout in ("vllm_LBHNC", "tgi"):
-        cache = LAYOUTS[layout](g, torch.bfloat16, seed=1)
-        table = torch.randperm(128, generator=torch.Generator().manual_seed(2)).reshape(2, 64)
-        end = Packed(table, 32)
-        lengths = torch.tensor([64 * 32 - 3, 64 * 32])
-        result = output(cache.layers[0], 2, 64 * 32, torch.bfloat16, "dense")
+def tokens_first(half: Half) -> Tensor:
+    """A view of a cache tensor as [block, token, head, dim], or [.., dim / pack, pack]."""
+    if half.layout == Layout.BLOCK_NHD:
+        return half.tensor
+    return (
+        half.tensor.permute(0, 3, 1, 2, 4) if half.tensor.ndim == 5 else half.tensor.transpose(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_dim"),
+    [("vllm_LBHNC", 128), ("tgi", 72), ("custom_padded_rows", 104)],
+)
+def test_calls_that_store_past_the_caches(backend: Backend, layout: str, head_dim: int) -> None:
+    """Large enough for threads and streaming stores; torch's indexing is the oracle here."""
+    info = _abi.kvx_backend_info_t()
+    _abi.check(_abi.library().kvx_backend_info(info))
+    block_size, heads = 32, 8
+    num_blocks = info.stream_bytes // (2 * block_size * heads * head_dim * 2) + 2
+    g = Geometry(num_blocks, block_size, heads, head_dim, num_layers=1)
+    cache = LAYOUTS[layout](g, torch.bfloat16, seed=1).fill(seed=2)
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randperm(num_blocks, generator=generator)[None]
+    length = num_blocks * block_size - 3
+    lengths = torch.tensor([length])
+    for dtype in (torch.bfloat16, torch.float32):
+        result = output(cache.layers[0], 1, length, dtype, "dense")
         expected = result.clone()
-        backend.gather(cache.layers[0], end, lengths, *outputs(result), max_seq_len=64 * 32)
+        backend.gather(
+            cache.layers[0],
+            Packed(table, block_size),
+            lengths,
+            *outputs(result),
+            max_seq_len=length,
+        )
         for half, out in zip(cache.layers[0].halves(), outputs(expected), strict=True):
-            rows = half.tensor
-            if rows.ndim == 5:
-                rows = rows.permute(0, 1, 3, 2, 4).flatten(3)
-            dense = rows[table].permute(0, 1, 3, 2, 4).reshape(2, 64 * 32, 8, 128)
-            for row, length in enumerate(lengths.tolist()):
-                out[row, :length] = dense[row, :length]
+            assert out is not None
+            dense = tokens_first(half)[table[0]].flatten(3).flatten(0, 1)
+            out[0] = dense[:length]
         assert_same_bytes(result, expected)
 
-        target = LAYOUTS[layout](g, torch.bfloat16, seed=3)
-        slots = torch.randperm(128 * 32, generator=torch.Generator().manual_seed(4))
-        tokens = [t.flatten(0, 1) for t in outputs(result) if t is not None]
+    slots = torch.randperm(num_blocks * block_size, generator=generator)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        shape = (len(slots), heads, head_dim)
+        tokens = torch.rand((2, *shape), generator=generator).bfloat16()
+        target = LAYOUTS[layout](g, dtype, seed=4)
         expected = target.clone()
         for half, rows in zip(expected.layers[0].halves(), tokens, strict=True):
-            x = half.tensor.shape[-1]
-            view = half.tensor if half.tensor.ndim == 5 else half.tensor[:, :, None]
-            blocks, offsets = slots // 32, slots % 32
-            view[blocks, :, :, offsets] = rows.unflatten(-1, (-1, x))
+            place = tokens_first(half)
+            values = rows.to(dtype).unflatten(-1, place.shape[3:])
+            as_int = torch.uint8 if dtype.itemsize == 1 else torch.int16
+            index = (slots // block_size, slots % block_size)
+            place.view(as_int)[index] = values.view(as_int)
         backend.write(target.layers[0], *tokens, slots)
         assert_same_bytes(target, expected)
+
+
+def test_unified_memory_is_used_where_the_call_runs() -> None:
+    """Spec: 4.3, 6.6. In a build without CUDA that is the CPU, scales and all."""
+    unified = replace(CPU, memory=Memory.UNIFIED)
+    cache = LAYOUTS["nhd"](Geometry(), torch.bfloat16, seed=1)
+    tokens = key_value(cache.layers[-1], 7, torch.bfloat16, seed=2)
+    check_write(unified, cache, tokens, tables.slots(cache, 7, seed=3))
+    two = cache.with_scales(lambda half, name: (torch.tensor(2.0), ScaleGranularity.PER_TENSOR))
+    with pytest.raises(InvalidArgumentError, match=r"k_scale_desc is given, but cache\.k\.dtype"):
+        unified.write(two.layers[-1], *tokens, torch.zeros(7, dtype=torch.int32))
 
 
 def test_element_addresses_of_every_layout() -> None:

@@ -4,17 +4,12 @@
 #include <vector>
 
 #include "cpu/run.h"
+#include "cpu/walk.h"
 #include "error.h"
 #include "scale.h"
 
 namespace kvx::cpu {
 namespace {
-
-using ll = long long;
-using ull = unsigned long long;
-
-#define KVX_OUT_OF_RANGE(...) fail(KVX_STATUS_OUT_OF_RANGE, __VA_ARGS__)
-#define KVX_INVALID(...) fail(KVX_STATUS_INVALID_ARGUMENT, __VA_ARGS__)
 
 kvx_status_t check_lengths(const Plan &plan, uint64_t *tokens) {
   const Rows &rows = plan.rows;
@@ -62,7 +57,8 @@ kvx_status_t check_capacity(const End &end, uint64_t row, uint64_t first, uint64
 
 kvx_status_t check_block(const End &end, uint64_t index, int64_t block) {
   const Address &a = end.address;
-  if (block < 0 || static_cast<uint64_t>(block) < a.num_blocks) return KVX_STATUS_OK;
+  const bool null = block < 0 || block == a.null_block;
+  if (null || static_cast<uint64_t>(block) < a.num_blocks) return KVX_STATUS_OK;
   return KVX_OUT_OF_RANGE("%s.indices[%llu] is %lld, expected below num_blocks %llu (spec 5.1)",
                           end.table, static_cast<ull>(index), static_cast<ll>(block),
                           static_cast<ull>(a.num_blocks));
@@ -74,6 +70,7 @@ kvx_status_t check_pool_index(const End &end, uint64_t at, int64_t value) {
   const auto index = static_cast<uint32_t>(static_cast<int32_t>(value));
   const bool secondary = index & kSecondaryPool;
   const uint32_t id = index & ~kSecondaryPool;
+  if (id / a.sub_blocks == a.null_block) return KVX_STATUS_OK;
   const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
   if (secondary && blocks == 0) {
     return KVX_OUT_OF_RANGE(
@@ -118,7 +115,7 @@ kvx_status_t check_indptr(const End &end, uint64_t rows, uint32_t indices_count)
   return KVX_STATUS_OK;
 }
 
-kvx_status_t check_slots(const End &end, uint64_t tokens) {
+kvx_status_t check_slot_values(const End &end, uint64_t tokens) {
   const Address &a = end.address;
   if (tokens != a.indices_count) {
     return KVX_INVALID(
@@ -141,7 +138,7 @@ kvx_status_t check_slots(const End &end, uint64_t tokens) {
 kvx_status_t check_end(const Plan &plan, const End &end, uint64_t tokens) {
   const Address &a = end.address;
   const Rows &rows = plan.rows;
-  if (a.mode == Addressing::kSlots) return check_slots(end, tokens);
+  if (a.mode == Addressing::kSlots) return check_slot_values(end, tokens);
   if (a.mode == Addressing::kRagged) KVX_TRY(check_indptr(end, rows.count, a.indices_count));
   for (uint64_t row = 0; row < rows.count; ++row) {
     uint64_t first = 0;
@@ -170,25 +167,8 @@ kvx_status_t check_end(const Plan &plan, const End &end, uint64_t tokens) {
   return KVX_STATUS_OK;
 }
 
-// Calls visit(row, place) for each stretch of stored tokens within one block.
-template <class Visit>
-kvx_status_t for_each_place(const Plan &plan, const Address &a, Visit visit) {
-  uint64_t flat = 0;
-  for (uint64_t row = 0; row < plan.rows.count; ++row) {
-    const uint64_t stored = plan.rows.stored(row);
-    for (uint64_t token = 0; token < stored;) {
-      Place place = find(a, row, token, flat + token);
-      if (place.run > stored - token) place.run = static_cast<uint32_t>(stored - token);
-      if (place.block >= 0) KVX_TRY(visit(row, place));
-      token += place.run;
-    }
-    flat += stored;
-  }
-  return KVX_STATUS_OK;
-}
-
-// Source and destination blocks of one pool must differ.
-kvx_status_t check_distinct_blocks(const Plan &plan) {
+// Source and destination blocks of one pool must differ, as far as tokens move.
+kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
   const auto bit = [](const Address &a, const Place &place) {
     return static_cast<size_t>(place.block) + (place.secondary ? a.num_blocks : 0);
   };
@@ -196,17 +176,20 @@ kvx_status_t check_distinct_blocks(const Plan &plan) {
     const Address &src = plan.src[kv], &dst = plan.dst[kv];
     std::vector<bool> is_source(src.num_blocks +
                                 std::max(src.secondary_blocks, dst.secondary_blocks));
-    KVX_TRY(for_each_place(plan, src, [&](uint64_t, const Place &place) {
-      is_source[bit(src, place)] = true;
-      return KVX_STATUS_OK;
-    }));
-    KVX_TRY(for_each_place(plan, dst, [&](uint64_t row, const Place &place) {
-      if (!is_source[bit(dst, place)]) return KVX_STATUS_OK;
-      return KVX_INVALID(
-          "block %lld is a destination of row %llu and a source in the same pool, expected "
-          "disjoint blocks (spec E.3)",
-          static_cast<ll>(place.block), static_cast<ull>(row));
-    }));
+    KVX_TRY(walk(plan, src, dst, 0, tokens,
+                 [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+                   if (from.block >= 0 && to.block >= 0) is_source[bit(src, from)] = true;
+                   return KVX_STATUS_OK;
+                 }));
+    KVX_TRY(walk(plan, src, dst, 0, tokens,
+                 [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
+                   const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
+                   if (!written || !is_source[bit(dst, to)]) return KVX_STATUS_OK;
+                   return KVX_INVALID(
+                       "block %lld is a destination of row %llu and a source in the same pool, "
+                       "expected disjoint blocks (spec E.3)",
+                       static_cast<ll>(to.block), static_cast<ull>(row));
+                 }));
   }
   return KVX_STATUS_OK;
 }
@@ -220,27 +203,33 @@ kvx_status_t check_scale_at(const Scales &scales, const uint8_t *at, const char 
       kv ? 'V' : 'K', static_cast<ll>(block), head, static_cast<double>(scale));
 }
 
-// Scales of one pair at one end, where a token uses them.
-kvx_status_t check_scales(const Plan &plan, const TensorPair &pair, const Scales &scales,
-                          const Address &a, const char *end) {
+// The scales of `count` tokens from `place` on.
+kvx_status_t check_scales_at(const TensorPair &pair, const Scales &scales, const Place &place,
+                             uint64_t count, const char *end) {
   if (!scales.data) return KVX_STATUS_OK;
+  const uint64_t tokens = scales.token_stride ? count : 1;
   const uint32_t heads = scales.head_stride ? pair.num_heads : 1;
-  if (!scales.block_stride && !scales.token_stride) {
-    for (uint32_t h = 0; h < heads; ++h)
-      KVX_TRY(check_scale_at(scales, scales.data + h * scales.head_stride, end, pair.kv, 0, h));
-    return KVX_STATUS_OK;
-  }
-  return for_each_place(plan, a, [&](uint64_t, const Place &place) -> kvx_status_t {
-    const uint32_t tokens = scales.token_stride ? place.run : 1;
-    for (uint32_t t = 0; t < tokens; ++t) {
-      for (uint32_t h = 0; h < heads; ++h) {
-        const uint8_t *at = scales.data + place.block * scales.block_stride +
-                            (place.offset + t) * scales.token_stride + h * scales.head_stride;
-        KVX_TRY(check_scale_at(scales, at, end, pair.kv, place.block, h));
-      }
+  for (uint64_t t = 0; t < tokens; ++t) {
+    for (uint32_t h = 0; h < heads; ++h) {
+      const uint8_t *at = scales.data + place.block * scales.block_stride +
+                          (place.offset + static_cast<int64_t>(t)) * scales.token_stride +
+                          h * scales.head_stride;
+      KVX_TRY(check_scale_at(scales, at, end, pair.kv, place.block, h));
     }
-    return KVX_STATUS_OK;
-  });
+  }
+  return KVX_STATUS_OK;
+}
+
+// Every scale that a moving token uses, at both ends.
+kvx_status_t check_scale_values(const Plan &plan, const TensorPair &pair, uint64_t tokens) {
+  const Scales &src = pair.src_scales, &dst = pair.dst_scales;
+  if (!src.data && !dst.data) return KVX_STATUS_OK;
+  return walk(plan, plan.src[pair.kv], plan.dst[pair.kv], 0, tokens,
+              [&](uint64_t, const Place &from, const Place &to, uint64_t count) -> kvx_status_t {
+                if (from.block < 0 || to.block < 0) return KVX_STATUS_OK;
+                KVX_TRY(check_scales_at(pair, src, from, count, "source"));
+                return check_scales_at(pair, dst, to, count, "destination");
+              });
 }
 
 }  // namespace
@@ -252,13 +241,10 @@ kvx_status_t check_data(const Plan &plan) {
     KVX_TRY(check_end(plan, {plan.src[kv], plan.names.src_table, plan.names.src_starts}, tokens));
     KVX_TRY(check_end(plan, {plan.dst[kv], plan.names.dst_table, plan.names.dst_starts}, tokens));
   }
-  if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan));
-  for (uint32_t i = 0; i < plan.num_layers * plan.pairs_per_layer; ++i) {
-    const TensorPair &pair = plan.pairs[i];
-    if (!pair.num_heads) continue;
-    KVX_TRY(check_scales(plan, pair, pair.src_scales, plan.src[pair.kv], "source"));
-    KVX_TRY(check_scales(plan, pair, pair.dst_scales, plan.dst[pair.kv], "destination"));
-  }
+  tokens = count_tokens(plan);
+  if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, tokens));
+  for (uint32_t i = 0; i < plan.num_layers * 2; ++i)
+    if (plan.pairs[i].num_heads) KVX_TRY(check_scale_values(plan, plan.pairs[i], tokens));
   return KVX_STATUS_OK;
 }
 

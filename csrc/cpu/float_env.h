@@ -7,21 +7,17 @@
 
 namespace kvx::cpu {
 
-// Round to nearest with subnormal floats, whatever the caller's thread is set to.
+// Round to nearest, subnormal floats, no traps; afterwards the caller's settings and flags again.
 class StandardFloats {
  public:
 #if defined(__x86_64__)
-  StandardFloats() : saved_(_mm_getcsr()) {
-    if (saved_ & kOurs) _mm_setcsr(saved_ & ~kOurs);
-  }
-  ~StandardFloats() {
-    if (saved_ & kOurs) _mm_setcsr(saved_);
-  }
+  StandardFloats() : saved_(_mm_getcsr()) { _mm_setcsr(kStandard); }
+  ~StandardFloats() { _mm_setcsr(saved_); }
   StandardFloats(const StandardFloats &) = delete;
   StandardFloats &operator=(const StandardFloats &) = delete;
 
  private:
-  static constexpr unsigned kOurs = 0x8040 | 0x6000;  // of MXCSR: FTZ and DAZ, rounding control
+  static constexpr unsigned kStandard = 0x1f80;  // MXCSR at reset
   const unsigned saved_;
 #endif
 };

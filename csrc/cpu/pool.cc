@@ -1,14 +1,16 @@
 #include "cpu/pool.h"
 
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace kvx::cpu {
@@ -18,15 +20,30 @@ constexpr uint32_t kMaxThreads = 256, kMaxDefaultThreads = 16;
 
 std::atomic<uint32_t> chosen_threads{0};
 
+#if defined(__linux__)
+// The cores of the process, whatever single thread happens to ask.
+bool process_cores(cpu_set_t *cores) {
+  return sched_getaffinity(getpid(), sizeof *cores, cores) == 0;
+}
+#endif
+
+// A helper would inherit the cores of the thread that started it, which may be pinned to one.
+void use_process_cores() {
+#if defined(__linux__)
+  cpu_set_t cores;
+  if (process_cores(&cores)) sched_setaffinity(0, sizeof cores, &cores);
+#endif
+}
+
 uint32_t default_threads() {
   if (const char *text = std::getenv("KVX_NUM_THREADS")) {
     const long count = std::strtol(text, nullptr, 10);
     if (count > 0) return static_cast<uint32_t>(std::min<long>(count, kMaxThreads));
   }
 #if defined(__linux__)
-  cpu_set_t cpus;
-  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
-    return std::clamp<uint32_t>(static_cast<uint32_t>(CPU_COUNT(&cpus)), 1, kMaxDefaultThreads);
+  cpu_set_t cores;
+  if (process_cores(&cores))
+    return std::clamp<uint32_t>(static_cast<uint32_t>(CPU_COUNT(&cores)), 1, kMaxDefaultThreads);
 #endif
   return std::clamp<uint32_t>(std::thread::hardware_concurrency(), 1, kMaxDefaultThreads);
 }
@@ -36,9 +53,9 @@ class Pool {
  public:
   bool is_mine() const { return process_ == getpid(); }
 
-  void run(uint32_t helpers, void (*work)(void *), void *context) {
+  void run(uint32_t helpers, Work work, void *context) {
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
-    if (!owner.owns_lock()) return work(context);
+    if (!owner.owns_lock()) return work(context, true);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       grow(helpers);
@@ -47,7 +64,7 @@ class Pool {
       wanted_ = running_ = std::min(helpers, size_);
     }
     wake_.notify_all();
-    work(context);
+    work(context, true);
     std::unique_lock<std::mutex> lock(mutex_);
     running_ -= wanted_;  // those that have not begun need not
     wanted_ = 0;
@@ -55,23 +72,30 @@ class Pool {
   }
 
  private:
+  // Helpers leave signals to the host's threads.
   void grow(uint32_t size) {
+    if (size_ >= size) return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; size_ < size; ++size_) std::thread(&Pool::serve, this).detach();
-    } catch (const std::system_error &) {
+    } catch (const std::exception &) {
       // No more threads to be had: those that are there do the work.
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void serve() {
+    use_process_cores();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       wake_.wait(lock, [this] { return wanted_ > 0; });
       --wanted_;
-      void (*work)(void *) = work_;
+      const Work work = work_;
       void *context = context_;
       lock.unlock();
-      work(context);
+      work(context, false);
       lock.lock();
       if (--running_ == 0) done_.notify_one();
     }
@@ -82,7 +106,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   uint32_t size_ = 0, wanted_ = 0, running_ = 0;
-  void (*work_)(void *) = nullptr;
+  Work work_ = nullptr;
   void *context_ = nullptr;
 };
 
@@ -110,8 +134,8 @@ void set_num_threads(uint32_t count) {
   chosen_threads.store(std::min(count, kMaxThreads), std::memory_order_relaxed);
 }
 
-void run_with_helpers(uint32_t helpers, void (*work)(void *context), void *context) {
-  if (helpers == 0) return work(context);
+void run_with_helpers(uint32_t helpers, Work work, void *context) {
+  if (helpers == 0) return work(context, true);
   pool().run(helpers, work, context);
 }
 

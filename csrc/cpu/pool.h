@@ -9,9 +9,11 @@ namespace kvx::cpu {
 uint32_t num_threads();
 void set_num_threads(uint32_t count);  // 0: the default
 
-// Runs `work(context)` on the calling thread and on up to `helpers` others, and returns when all
-// have returned; `work` shares out the items itself. If the pool is busy with another caller's
-// work, the calling thread does it alone.
-void run_with_helpers(uint32_t helpers, void (*work)(void *context), void *context);
+// What each thread runs; it shares out the items of `context` itself.
+using Work = void (*)(void *context, bool is_caller);
+
+// Runs `work` on the calling thread and on up to `helpers` others, and returns when all have
+// returned. If the pool is busy with another caller's work, the calling thread does it alone.
+void run_with_helpers(uint32_t helpers, Work work, void *context);
 
 }  // namespace kvx::cpu

@@ -5,15 +5,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <optional>
-#include <thread>
-#include <vector>
 
 #include "cpu/float_env.h"
 #include "cpu/kernels.h"
 #include "cpu/nest.h"
 #include "cpu/pool.h"
+#include "cpu/walk.h"
 #include "scale.h"
 
 namespace kvx::cpu {
@@ -74,24 +74,38 @@ struct ScaleCursor {
   }
 };
 
-// Room for converting: rows as they come from the source and as they go to the destination.
-struct Stages {
-  std::vector<uint8_t> src, dst;
+// Room for converting rows that are not dense, as they come from the source and as they go to the
+// destination; for small calls as much as they need.
+class Stages {
+ public:
+  Stages(const Plan &plan, uint64_t tokens) {
+    size_t src_bytes = 0, dst_bytes = 0;
+    for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+      const TensorPair &pair = plan.pairs[i];
+      if (!pair.num_heads || !pair.convert) continue;
+      const auto most_rows = static_cast<uint64_t>(rows_of(pair));
+      const uint64_t rows =
+          tokens < most_rows ? std::min(tokens * pair.num_heads, most_rows) : most_rows;
+      const auto bytes = [&](const Side &side) {
+        return static_cast<size_t>(rows * pair.head_dim) * static_cast<size_t>(size_of(side.dtype));
+      };
+      if (!is_dense_row(pair.src, pair.head_dim)) src_bytes = std::max(src_bytes, bytes(pair.src));
+      if (!is_dense_row(pair.dst, pair.head_dim)) dst_bytes = std::max(dst_bytes, bytes(pair.dst));
+    }
+    if (src_bytes) src_.reset(new uint8_t[src_bytes]);
+    if (dst_bytes) dst_.reset(new uint8_t[dst_bytes]);
+  }
 
-  // Of float32 at most, and one row at least.
+  // Rows that are converted at a time: one at least.
   static int64_t rows_of(const TensorPair &pair) {
     return std::max<int64_t>(kStageBytes / (int64_t{pair.head_dim} * 4), 1);
   }
-  explicit Stages(const Plan &plan) {
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < plan.num_layers * plan.pairs_per_layer; ++i) {
-      const TensorPair &pair = plan.pairs[i];
-      if (pair.num_heads && pair.convert)
-        bytes = std::max(bytes, static_cast<size_t>(rows_of(pair)) * pair.head_dim * 4);
-    }
-    src.resize(bytes);
-    dst.resize(bytes);
-  }
+
+  uint8_t *src() { return src_.get(); }
+  uint8_t *dst() { return dst_.get(); }
+
+ private:
+  std::unique_ptr<uint8_t[]> src_, dst_;
 };
 
 // Converts through dense stages where a side's rows are not dense.
@@ -126,8 +140,8 @@ class Converter {
                     int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
                     const ScaleCursor &divisor) {
     const int64_t dim = pair_.head_dim;
-    const Side src_stage = dense_side(stages_.src.data(), pair_.src.dtype, heads, dim);
-    const Side dst_stage = dense_side(stages_.dst.data(), pair_.dst.dtype, heads, dim);
+    const Side src_stage = dense_side(stages_.src(), pair_.src.dtype, heads, dim);
+    const Side dst_stage = dense_side(stages_.dst(), pair_.dst.dtype, heads, dim);
     const Side &from = stages_src_ ? src_stage : pair_.src;
     const Side &to = stages_dst_ ? dst_stage : pair_.dst;
     if (stages_src_) {
@@ -258,85 +272,62 @@ class Mover {
   Stretch pending_;
 };
 
-// Tokens [begin, end) of all rows laid end to end, of the pairs that find them at the same places.
+// Tokens [begin, end) of the pairs that find them at the same places.
 template <size_t kPairs>
 void move_tokens(const Plan &plan, const Address &src, const Address &dst,
                  Mover *const (&movers)[kPairs], uint64_t begin, uint64_t end) {
-  uint64_t flat = 0;  // token 0 of the row
-  for (uint64_t row = 0; row < plan.rows.count && flat < end; ++row) {
-    const uint64_t length = plan.rows.length(row), stored = plan.rows.stored(row);
-    const uint64_t last = std::min(end - flat, length);
-    for (uint64_t token = begin > flat ? begin - flat : 0; token < last;) {
-      Place from{-1, 0, UINT32_MAX, false};
-      uint64_t run = last - token;
-      if (token < stored) {
-        from = find(src, row, token, flat + token);
-        run = std::min(run, stored - token);
-      }
-      const Place to = find(dst, row, token, flat + token);
-      run = std::min<uint64_t>(run, std::min(from.run, to.run));
-      if (to.block >= 0) {
-        for (Mover *mover : movers) {
-          if (from.block >= 0) {
-            mover->add(from, to, static_cast<int64_t>(run));
-          } else if (plan.zero_fill) {
-            mover->clear(to, static_cast<int64_t>(run));
-          }
-        }
-      }
-      token += run;
-    }
-    flat += length;
-  }
+  walk(plan, src, dst, begin, end,
+       [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+         for (Mover *mover : movers) {
+           if (to.block < 0) continue;
+           if (from.block >= 0) {
+             mover->add(from, to, static_cast<int64_t>(count));
+           } else if (plan.zero_fill) {
+             mover->clear(to, static_cast<int64_t>(count));
+           }
+         }
+         return KVX_STATUS_OK;
+       });
 }
 
 // The plan cut into items: a range of tokens of one layer, K and V after each other, so that what
 // the prefetcher brings of one serves the other.
 class Job {
  public:
-  explicit Job(const Plan &plan) : plan_(plan) {
-    for (uint64_t row = 0; row < plan.rows.count; ++row) tokens_ += plan.rows.length(row);
-    uint64_t layer_bytes = 0;  // of one token, in the widest layer
+  explicit Job(const Plan &plan) : plan_(plan), tokens_(count_tokens(plan)) {
+    uint64_t all_layers = 0;  // bytes of one token
     for (uint32_t l = 0; l < plan.num_layers; ++l) {
       uint64_t bytes = 0;
-      for (uint32_t i = 0; i < plan.pairs_per_layer; ++i) {
-        const TensorPair &pair = plan.pairs[l * plan.pairs_per_layer + i];
-        bytes += uint64_t{pair.num_heads} * pair.head_dim *
-                 static_cast<uint64_t>(size_of(pair.dst.dtype));
+      for (const TensorPair *pair : {&plan.pairs[2 * l], &plan.pairs[2 * l + 1]}) {
+        bytes += uint64_t{pair->num_heads} * pair->head_dim *
+                 static_cast<uint64_t>(size_of(pair->dst.dtype));
       }
-      layer_bytes = std::max(layer_bytes, bytes);
-      bytes_ += bytes * tokens_;
+      widest_layer_ = std::max(widest_layer_, bytes);
+      all_layers += bytes;
     }
-    if (!bytes_) return;
-    tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / layer_bytes, 1);
-    items_per_layer_ = (tokens_ + tokens_per_item_ - 1) / tokens_per_item_;
+    if (__builtin_mul_overflow(all_layers, tokens_, &bytes_)) bytes_ = UINT64_MAX;
   }
 
   void run() {
     if (!bytes_) return;
-    const uint64_t items = items_per_layer_ * plan_.num_layers;
+    tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
+    items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
+    streaming_ = bytes_ >= stream_bytes();
+    if (__builtin_mul_overflow(items_per_layer_, plan_.num_layers, &items_)) items_ = UINT64_MAX;
     const uint64_t helpers =
-        std::min({uint64_t{num_threads()} - 1, items - 1, bytes_ / kBytesPerHelper});
+        std::min({uint64_t{num_threads()} - 1, items_ - 1, bytes_ / kBytesPerHelper});
     // The caller's stages come before the first write: without memory for them nothing is written.
-    Stages stages(plan_);
-    Context context{this, &stages, std::this_thread::get_id()};
-    run_with_helpers(static_cast<uint32_t>(helpers), help, &context);
+    callers_stages_.emplace(plan_, tokens_);
+    run_with_helpers(static_cast<uint32_t>(helpers), help, this);
   }
 
  private:
-  struct Context {
-    Job *job;
-    Stages *callers_stages;
-    std::thread::id caller;
-  };
-
-  static void help(void *argument) {
-    const auto *context = static_cast<const Context *>(argument);
-    if (std::this_thread::get_id() == context->caller)
-      return context->job->work(context->callers_stages);
+  static void help(void *context, bool is_caller) {
+    auto *job = static_cast<Job *>(context);
+    if (is_caller) return job->work(&*job->callers_stages_);
     try {
-      Stages own(context->job->plan_);
-      context->job->work(&own);
+      Stages own(job->plan_, job->tokens_);
+      job->work(&own);
     } catch (const std::bad_alloc &) {
       // The others, the caller at least, do this thread's share.
     }
@@ -344,34 +335,35 @@ class Job {
 
   void work(Stages *stages) {
     const StandardFloats standard;
-    const bool streaming = bytes_ >= stream_bytes();
-    const uint64_t items = items_per_layer_ * plan_.num_layers;
-    for (uint64_t item; (item = next_++) < items;) {
+    for (uint64_t item; (item = next_++) < items_;) {
       const uint64_t layer = item / items_per_layer_;
       const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
-      const uint64_t end = std::min(begin + tokens_per_item_, tokens_);
-      move_layer(plan_.pairs + layer * plan_.pairs_per_layer, begin, end, stages, streaming);
+      const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
+      move_layer(plan_.pairs + 2 * layer, begin, end, stages);
     }
 #if defined(__x86_64__)
-    if (streaming) _mm_sfence();
+    if (streaming_) _mm_sfence();
 #endif
   }
 
-  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, Stages *stages,
-                  bool streaming) {
-    Mover k(pairs[0], stages, streaming);
-    if (plan_.pairs_per_layer == 1 || !pairs[1].num_heads)
+  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, Stages *stages) {
+    Mover k(pairs[0], stages, streaming_);
+    if (!pairs[1].num_heads)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
-    Mover v(pairs[1], stages, streaming);
+    Mover v(pairs[1], stages, streaming_);
     // Small calls find K's and V's places once; large ones write fewer streams at a time.
-    if (plan_.same_places && !streaming)
+    if (plan_.same_places && !streaming_)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k, &v}, begin, end);
     move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
     move_tokens(plan_, plan_.src[1], plan_.dst[1], {&v}, begin, end);
   }
 
   const Plan &plan_;
-  uint64_t tokens_ = 0, bytes_ = 0, tokens_per_item_ = 1, items_per_layer_ = 0;
+  const uint64_t tokens_;
+  uint64_t widest_layer_ = 0, bytes_ = 0;  // of one token; of the job
+  uint64_t tokens_per_item_ = 1, items_per_layer_ = 0, items_ = 0;
+  bool streaming_ = false;
+  std::optional<Stages> callers_stages_;
   std::atomic<uint64_t> next_{0};
 };
 

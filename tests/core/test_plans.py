@@ -51,10 +51,9 @@ def like(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
 
 
-def calls_of(plan: WritePlan | GatherPlan) -> Callable[..., Any]:
-    """The bound call of this thread."""
-    call: Callable[..., Any] = plan._thread.call
-    return call
+def bound_calls(plan: WritePlan | GatherPlan) -> dict[int, Callable[..., Any]]:
+    """What this thread has bound, by number of tokens or sequences."""
+    return dict(plan._bound.calls)
 
 
 def test_making_a_plan_writes_nothing() -> None:
@@ -94,8 +93,10 @@ def test_write_is_write_kv_whatever_comes() -> None:
 @pytest.mark.parametrize(
     ("change", "rebinds"),
     [
-        (lambda k, v, s: (k[:1], v[:1], s[:1]), False),
-        (lambda k, v, s: (k.clone(), v.clone(), s), True),
+        (lambda k, v, s: (k.clone(memory_format=torch.preserve_format), v, s), True),
+        (lambda k, v, s: (*qkv(4, 1), s + 4), False),
+        (lambda k, v, s: (k.contiguous(), v.contiguous(), s), True),
+        (lambda k, v, s: (*qkv(6, 1), s), True),
         (lambda k, v, s: (k.half(), v, s), True),
         (lambda k, v, s: (k, v.half(), s), True),
         (lambda k, v, s: (k, v, s.int()), True),
@@ -107,9 +108,24 @@ def test_only_tensors_like_the_last_are_refreshed(change: Any, rebinds: bool) ->
     slots = torch.arange(4)
     plan = WritePlan(cache.desc, key, value)
     plan(key, value, slots)
-    bound = calls_of(plan)
+    before = bound_calls(plan)
     plan(*change(key, value, slots))
-    assert (calls_of(plan) is not bound) is rebinds
+    assert (bound_calls(plan) != before) is rebinds
+
+
+def test_every_number_of_tokens_is_remembered_up_to_a_bound() -> None:
+    cache = Cache()
+    plan = WritePlan(cache.desc, *qkv(1, 0))
+    slots = torch.full((300,), -1)
+    for n in (1, 2, 1, 5):
+        plan(*qkv(n, n), slots[:n])
+    assert set(bound_calls(plan)) == {1, 2, 5}
+    one = bound_calls(plan)[1]
+    plan(*qkv(1, 7), slots[:1])
+    assert bound_calls(plan)[1] is one
+    for n in range(300):
+        plan(*qkv(n, 0), slots[:n])
+        assert len(bound_calls(plan)) <= 256
 
 
 @pytest.mark.usefixtures("like")

@@ -37,7 +37,8 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
  * sequence's length. Without the flag they keep what they held. */
 #define KVX_FLAG_ZERO_FILL (1u << 0)
 
-/* A null_block_id that no table contains. Negative table entries are null in any case. */
+/* A null_block_id that no table contains. Negative table entries are null in any case. Mind that a
+ * struct filled with zeros names block 0 as null. */
 #define KVX_NO_NULL_BLOCK ((int64_t)-1)
 
 /* What kvx_gather_desc_t cannot say. */

@@ -47,19 +47,27 @@ struct Block {
 
 struct Memory {
   std::vector<std::unique_ptr<Block>> blocks;
+  Block *last = nullptr;  // the one found before: neighbours are asked for one after the other
 
   uint8_t *allocate(Random &random, size_t size) {
     auto block = std::make_unique<Block>();
     block->size = std::max<size_t>(size, 1);
     block->data.reset(new uint8_t[block->size]);
-    for (size_t i = 0; i < block->size; ++i) block->data[i] = static_cast<uint8_t>(random.next());
+    for (size_t i = 0; i < block->size; i += 8) {
+      const uint64_t bits = random.next();
+      std::memcpy(block->data.get() + i, &bits, std::min<size_t>(8, block->size - i));
+    }
     blocks.push_back(std::move(block));
     return blocks.back()->data.get();
   }
   Block *find(const void *pointer) {
     const auto *p = static_cast<const uint8_t *>(pointer);
+    const auto holds = [p](const Block &block) {
+      return p >= block.data.get() && p < block.data.get() + block.size;
+    };
+    if (last && holds(*last)) return last;
     for (auto &block : blocks) {
-      if (p >= block->data.get() && p <= block->data.get() + block->size) return block.get();
+      if (holds(*block)) return last = block.get();
     }
     return nullptr;
   }
@@ -97,7 +105,9 @@ inline int64_t size_of(kvx_dtype_t dtype) {
   }
 }
 
-inline bool is_fp8(kvx_dtype_t dtype) { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
+inline bool is_fp8(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2;
+}
 
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
 

@@ -19,8 +19,8 @@ struct Place {
 };
 
 // Spec: 5.1, 5.2, E.3, E.8. False: the index is out of range.
-inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots, bool table, int kv,
-                uint64_t row, Wide token, uint64_t flat, Place *place) {
+inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots, bool table,
+                       int kv, uint64_t row, Wide token, uint64_t flat, Place *place) {
   const int64_t block_size = cache.block_size;
   *place = Place{};
   if (slots) {
@@ -74,7 +74,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
 }
 
 inline uint8_t *element_of(const kvx_cache_desc_t &cache, int kv, const Place &place, int64_t head,
-                    int64_t d) {
+                           int64_t d) {
   const kvx_tensor_desc_t &t = kv ? cache.v : cache.k;
   Wide at;
   if (t.ndim == 5) {
@@ -95,7 +95,7 @@ inline uint8_t *element_of(const kvx_cache_desc_t &cache, int kv, const Place &p
 }
 
 inline uint8_t *io_element(const kvx_tensor_desc_t &t, uint64_t row, uint64_t token,
-                    uint64_t tokens_per_row, int64_t head, int64_t d) {
+                           uint64_t tokens_per_row, int64_t head, int64_t d) {
   Wide at = Wide{head} * t.stride[t.ndim - 2] + Wide{d} * t.stride[t.ndim - 1];
   if (t.ndim == 4) {
     at += static_cast<Wide>(row) * t.stride[0] + static_cast<Wide>(token) * t.stride[1];

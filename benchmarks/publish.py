@@ -1,0 +1,180 @@
+"""`python -m benchmarks.publish`: takes the last runs into the repository.
+
+Copies the JSON of full runs from build/benchmarks to benchmarks/results, draws ratios.png from all
+that is there, and rewrites the tables of README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from benchmarks import call_overhead, report
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RUNS = _ROOT / "build" / "benchmarks"
+_RESULTS = _ROOT / "benchmarks" / "results"
+_README = _ROOT / "benchmarks" / "README.md"
+_NAMES = ("cpu_copy", "in_cache", "call_overhead", "migrate_vs_lmcache")
+_VERSUS = {
+    "memcpy": "memcpy",
+    "stream": "streaming copy",
+    "torch": "torch",
+    "rows": "memcpy per row",
+    "lmcache": "LMCache",
+}
+_COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
+
+
+def main() -> None:
+    for path in map(_run_of, _NAMES):
+        if path.exists():
+            _refuse_partial(path)
+            _RESULTS.mkdir(exist_ok=True)
+            shutil.copy(path, _RESULTS / path.name)
+    found = {
+        name: json.loads((_RESULTS / f"{name}.json").read_text())
+        for name in _NAMES
+        if (_RESULTS / f"{name}.json").exists()
+    }
+    if not found:
+        raise SystemExit(f"no results in {_RUNS} or {_RESULTS}. Run `make bench` first")
+    _draw(found, _RESULTS / "ratios.png")
+    text = "\n".join(_section(name, result) for name, result in found.items())
+    begin, end = "<!-- results -->\n", "<!-- end of results -->"
+    readme = _README.read_text()
+    _README.write_text(
+        re.sub(f"{begin}.*{end}", lambda _: f"{begin}{text}{end}", readme, flags=re.S)
+    )
+    print(f"wrote {', '.join(found)}, ratios.png and the tables of README.md")
+
+
+def _run_of(name: str) -> Path:
+    return _RUNS / f"{name}.json"
+
+
+def _refuse_partial(path: Path) -> None:
+    settings = json.loads(path.read_text())["settings"]
+    if settings["quick"] or settings["only"]:
+        raise SystemExit(
+            f"{path} is a run with --quick or --only, expected a full one. Run it again without"
+        )
+
+
+# ---- Tables ----
+
+
+def _section(name: str, result: dict[str, Any]) -> str:
+    machine, versions, load = result["machine"], result["versions"], result["load"]
+    packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("kvx", "libkvx"))
+    modified = " with changes" if result["git_modified"] else ""
+    return f"""### {name}
+
+{machine["cpu"]}; {machine["cores"]} cores, last-level cache \
+{machine["last_level_cache_bytes"] >> 20} MiB; libkvx {machine["kvx_isa"]}; {packages}. \
+{result["date"]}, commit {result["git_commit"][:12]}{modified}, `{result["command"]}`, \
+load average {load["before"]["load_average"]:.2f} before and \
+{load["after"]["load_average"]:.2f} after, {result["settings"]["rounds"]} rounds.
+
+{_calls(result) if name == "call_overhead" else _ratios(result)}
+"""
+
+
+def _ratios(result: dict[str, Any]) -> str:
+    rows = result["results"]
+    versus = [v for v in _VERSUS if any(v in row["kvx_speedup"] for row in rows)]
+    head = ["case", "threads", "us", "GB/s", *(f"x {_VERSUS[v]}" for v in versus), "goals"]
+    lines = [head, ["---", *["--:"] * (len(head) - 2), "---"]]
+    for row in rows:
+        speedups = row["kvx_speedup"]
+        us = row["median_us"]["kvx"]
+        lines.append(
+            [
+                row["case"].replace("|", "\\|"),
+                str(row["threads"]),
+                f"{us:.0f}" if us >= 100 else f"{us:.2f}",
+                f"{report.gb_per_s(row):.1f}",
+                *(f"{speedups[v]:.2f}" if v in speedups else "" for v in versus),
+                ", ".join(_goal(goal) for goal in row["goals"]),
+            ]
+        )
+    return _table(lines)
+
+
+def _goal(goal: dict[str, Any]) -> str:
+    verdict = "met" if goal["met"] else "**not met**"
+    return f"{_VERSUS[goal['versus']]} >= {goal['at_least']:g} {verdict}"
+
+
+def _calls(result: dict[str, Any]) -> str:
+    lines = [["call", "us", "x floor", "goal"], ["---", "--:", "--:", "---"]]
+    for row in result["results"]:
+        goal = call_overhead.goal_text(row).replace("NOT MET", "**not met**").replace("-", "", 1)
+        lines.append([row["call"], f"{row['median_us']:.2f}", f"{row['times_floor']:.1f}", goal])
+    return _table(lines)
+
+
+def _table(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# ---- The drawing ----
+
+
+def _draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Bars of how many times as fast KVX is; a tick where a goal lies."""
+    large = found.get("cpu_copy", {"results": []})["results"]
+    migrations = found.get("migrate_vs_lmcache", {"results": []})["results"]
+    small = found.get("in_cache", {"results": []})["results"]
+    panels = [(large, v) for v in ("memcpy", "stream", "torch")]
+    panels += [(migrations, v) for v in ("lmcache", "torch", "memcpy")]
+    panels += [(small, "rows")]
+    figure = plt.figure(figsize=(15, 16), layout="constrained")
+    grid = figure.add_gridspec(3, 3, height_ratios=[17, 3, 17])
+    places = [grid[0, 0], grid[0, 1], grid[0, 2], grid[1, 0], grid[1, 1], grid[1, 2], grid[2, :]]
+    for (rows, versus), place in zip(panels, places, strict=True):
+        if rows:
+            first = place.colspan.start == 0
+            _bars(figure.add_subplot(place), rows, versus, names=first)
+    cpu = next(iter(found.values()))["machine"]["cpu"]
+    figure.suptitle(f"How many times as fast KVX is; a black tick is the goal. {cpu}")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
+    words = [f"{threads} thread{'s' if threads > 1 else ''}" for threads in _COLORS]
+    figure.legend(handles, words, loc="outside lower center", ncols=len(words))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], versus: str, *, names: bool) -> None:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    threads = sorted({row["threads"] for row in rows})
+    height = 0.8 / len(threads)
+    for row in rows:
+        if versus not in row["kvx_speedup"]:
+            continue
+        i = threads.index(row["threads"])
+        y = cases.index(row["case"]) + (i - (len(threads) - 1) / 2) * height
+        value = row["kvx_speedup"][versus]
+        axes.barh(y, value, height, color=_COLORS.get(row["threads"], "#777777"))
+        axes.text(value, y, f" {value:.2f}", va="center", fontsize=7)
+        for goal in row["goals"]:
+            if goal["versus"] == versus:
+                x = goal["at_least"]
+                axes.plot([x, x], [y - height / 2, y + height / 2], color="black", linewidth=2)
+    axes.axvline(1, color="#999999", linewidth=0.8)
+    axes.set_yticks(range(len(cases)), cases if names else [""] * len(cases), fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_title(f"x {_VERSUS[versus]}", fontsize=10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,583 @@
+// Valid calls: odd sizes, any strides, every layout, dtype, table and scale. On request with one
+// hostile index or with unusable scales, everything else being right.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "case.h"
+
+namespace fuzz {
+
+struct Geometry {
+  uint32_t blocks, block_size, heads, dim[2];  // dim of K and V
+  bool has_v;
+  uint32_t no_v;  // bit per layer that is without V although others have it
+
+  int64_t room() const { return int64_t{blocks} * block_size; }  // tokens
+  bool power_of_two() const { return (block_size & (block_size - 1)) == 0; }
+};
+
+// Elements from the first to the last.
+inline int64_t span_of(uint32_t ndim, const int64_t *shape, const int64_t *stride) {
+  int64_t span = 1;
+  for (uint32_t axis = 0; axis < ndim; ++axis) {
+    if (shape[axis] > 1) span += (shape[axis] - 1) * stride[axis];
+  }
+  return span;
+}
+
+class Generator {
+ public:
+  Generator(Random &random, Op op, bool hostile, bool big, Case *out)
+      : random(random), c(*out), memory(out->memory), big(big) {
+    c.op = op;
+    bad_scales = hostile && random.one_in(4);
+    bad_indices = hostile && !bad_scales;
+    opaque = random.one_in(10);
+    g = random_geometry();
+    random_dtypes(dtypes);
+    if (random.one_in(2)) dtypes[1] = dtypes[0];
+    pool = g.power_of_two() && random.one_in(4);
+    if (op == kValidate) make_end(g, dtypes, 1, pool, &c.dst);
+    if (op == kWrite) make_write();
+    if (op == kGather) make_gather();
+    if (op == kMigrate) make_migrate();
+  }
+
+ private:
+  using Dtypes = kvx_dtype_t[2];
+
+  Random &random;
+  Case &c;
+  Memory &memory;
+  const bool big;
+  bool bad_scales, bad_indices, opaque, pool;
+  Geometry g{};
+  Dtypes dtypes;
+
+  uint8_t *allocate(int64_t bytes) { return memory.allocate(random, static_cast<size_t>(bytes)); }
+  int64_t below(int64_t n) { return random.below(static_cast<uint64_t>(n)); }
+
+  // ---- sizes, dtypes, strides ----
+
+  Geometry random_geometry() {
+    Geometry made{};
+    made.blocks = 1 + random.below(6);
+    made.block_size = random.pick<uint32_t>({1, 2, 3, 4, 7, 8, 16});
+    made.heads = 1 + random.below(4);
+    for (uint32_t &dim : made.dim) dim = random.pick<uint32_t>({1, 2, 3, 5, 8, 12, 16, 20, 33});
+    if (random.one_in(2)) made.dim[1] = made.dim[0];
+    made.has_v = !random.one_in(6);
+    if (big) {  // enough for the library to use its threads
+      made.blocks = 64 + random.below(8);
+      made.block_size = 32;
+      made.heads = 4;
+      made.dim[0] = made.dim[1] = random.pick<uint32_t>({64, 80});
+    }
+    return made;
+  }
+
+  void random_dtypes(Dtypes &made) {
+    for (kvx_dtype_t &dtype : made) {
+      dtype = opaque ? KVX_DTYPE_U8
+                     : random.pick({KVX_DTYPE_F16, KVX_DTYPE_BF16, KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3,
+                                    KVX_DTYPE_F8_E5M2});
+    }
+  }
+
+  kvx_dtype_t int_dtype() { return random.pick({KVX_DTYPE_S32, KVX_DTYPE_S64}); }
+
+  // Strides for `shape`: row-major, or any order of axes with gaps. Where an axis has no second
+  // element its stride may be anything.
+  void random_strides(uint32_t ndim, const int64_t *shape, int64_t *stride) {
+    uint32_t order[KVX_MAX_TENSOR_DIMS] = {0, 1, 2, 3, 4};
+    const bool row_major = random.one_in(2);
+    for (uint32_t i = 0; i < ndim && !row_major; ++i)
+      std::swap(order[i], order[random.below(ndim)]);
+    int64_t next = 1;
+    for (uint32_t i = ndim; i-- > 0;) {
+      const uint32_t axis = order[i];
+      const bool gap = !row_major && random.one_in(2);
+      stride[axis] = next + (gap ? below(4) : 0);
+      if (shape[axis] > 1) {
+        next += (shape[axis] - 1) * stride[axis];
+      } else if (random.one_in(4)) {
+        stride[axis] = random.pick<int64_t>({0, 1, 77, int64_t{1} << 40, INT64_MAX});
+      }
+    }
+  }
+
+  // ---- caches ----
+
+  kvx_tensor_desc_t tensor_of(kvx_dtype_t dtype) {
+    kvx_tensor_desc_t tensor{};
+    tensor.size = sizeof tensor;
+    tensor.dtype = dtype;
+    tensor.layout = random.pick({KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_HND,
+                                 KVX_LAYOUT_BLOCK_HND_PACKED, KVX_LAYOUT_BLOCK_CUSTOM});
+    tensor.memory = KVX_MEMORY_HOST;
+    return tensor;
+  }
+
+  void set_shape(const Geometry &of, int kv, kvx_tensor_desc_t *tensor) {
+    const int64_t dim = of.dim[kv];
+    const bool custom_packed = tensor->layout == KVX_LAYOUT_BLOCK_CUSTOM && random.one_in(2);
+    if (tensor->layout == KVX_LAYOUT_BLOCK_HND_PACKED || custom_packed) {
+      int64_t pack = 1 + below(dim);
+      while (dim % pack) --pack;
+      const int64_t shape[] = {of.blocks, of.heads, dim / pack, of.block_size, pack};
+      tensor->ndim = 5;
+      std::copy(shape, shape + 5, tensor->shape);
+    } else {
+      const bool nhd = tensor->layout == KVX_LAYOUT_BLOCK_NHD;
+      const int64_t shape[] = {of.blocks, nhd ? of.block_size : of.heads,
+                               nhd ? of.heads : of.block_size, dim};
+      tensor->ndim = 4;
+      std::copy(shape, shape + 4, tensor->shape);
+    }
+  }
+
+  kvx_cache_desc_t cache_of(const Geometry &of) {
+    kvx_cache_desc_t cache{};
+    cache.size = sizeof cache;
+    cache.num_blocks = of.blocks;
+    cache.block_size = of.block_size;
+    cache.num_kv_heads = of.heads;
+    cache.head_dim = of.dim[0];
+    cache.v.size = sizeof cache.v;
+    return cache;
+  }
+
+  kvx_tensor_desc_t cache_tensor(const Geometry &of, int kv, kvx_dtype_t dtype) {
+    kvx_tensor_desc_t tensor = tensor_of(dtype);
+    set_shape(of, kv, &tensor);
+    random_strides(tensor.ndim, tensor.shape, tensor.stride);
+    const int64_t span = span_of(tensor.ndim, tensor.shape, tensor.stride);
+    const int64_t lead = below(3), size = size_of(dtype);
+    tensor.data = allocate((lead + span) * size) + lead * size;
+    return tensor;
+  }
+
+  void make_layers(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
+    for (uint32_t l = 0; l < num_layers; ++l) {
+      kvx_cache_desc_t cache = cache_of(of);
+      cache.k = cache_tensor(of, 0, types[0]);
+      if (of.has_v && !(of.no_v >> l & 1)) cache.v = cache_tensor(of, 1, types[1]);
+      end->layers.push_back(cache);
+    }
+  }
+
+  // The layers of a TensorRT-LLM pool: [num_blocks, layer, K or V, bytes_per_block]. Spec: E.8
+  void make_pool(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
+    const uint32_t kv_factor = of.has_v ? 2 : 1;
+    kvx_tensor_desc_t tensors[2]{};
+    int64_t bytes_per_block = 0;
+    for (uint32_t kv = 0; kv < kv_factor; ++kv) {
+      kvx_tensor_desc_t &tensor = tensors[kv] = tensor_of(types[kv]);
+      set_shape(of, static_cast<int>(kv), &tensor);
+      random_strides(tensor.ndim - 1, tensor.shape + 1, tensor.stride + 1);
+      const int64_t span = span_of(tensor.ndim - 1, tensor.shape + 1, tensor.stride + 1);
+      bytes_per_block = std::max(bytes_per_block, span * size_of(tensor.dtype));
+    }
+    bytes_per_block = (bytes_per_block + 3) / 4 * 4 + 4 * below(3);
+    const int64_t step = bytes_per_block * num_layers * kv_factor;
+    const uint32_t second_blocks = random.pick<uint32_t>({0, 1, 3});
+    end->view.secondary_num_blocks = second_blocks;
+    uint8_t *primary = allocate(step * of.blocks), *secondary = nullptr;
+    if (random.one_in(2)) secondary = allocate(step * (second_blocks ? second_blocks : of.blocks));
+    for (uint32_t l = 0; l < num_layers; ++l) {
+      kvx_cache_desc_t cache = cache_of(of);
+      const int64_t layer_bytes = l * kv_factor * bytes_per_block;
+      cache.pool.size = sizeof cache.pool;
+      cache.pool.memory = KVX_MEMORY_HOST;
+      cache.pool.bytes_per_block = static_cast<uint32_t>(bytes_per_block);
+      cache.pool.primary = primary + layer_bytes;
+      cache.pool.secondary = secondary ? secondary + layer_bytes : nullptr;
+      for (uint32_t kv = 0; kv < kv_factor; ++kv) {
+        kvx_tensor_desc_t tensor = tensors[kv];
+        tensor.stride[0] = step / size_of(tensor.dtype);
+        tensor.data = primary + layer_bytes + kv * bytes_per_block;
+        (kv ? cache.v : cache.k) = tensor;
+      }
+      end->layers.push_back(cache);
+    }
+    end->from_pool = true;
+  }
+
+  void make_end(const Geometry &of, const Dtypes &types, uint32_t num_layers, bool as_pool,
+                End *end) {
+    end->view.null_block_id = KVX_NO_NULL_BLOCK;
+    as_pool ? make_pool(of, types, num_layers, end) : make_layers(of, types, num_layers, end);
+  }
+
+  // ---- scales ----
+
+  // A number around 1 in the scale's dtype, or one that no scale may be.
+  void write_scale(kvx_dtype_t dtype, bool bad, uint8_t *at) {
+    const uint32_t f32 = bad ? random.pick({0u, 0x7f800000u, 0x7fc00000u, 0xbf800000u})
+                             : 0x3f000000u + random.below(0x1000000);
+    const auto bf16 = static_cast<uint16_t>(f32 >> 16);
+    const auto f16 = bad ? random.pick<uint16_t>({0, 0x7c00, 0x7e00, 0xbc00})
+                         : static_cast<uint16_t>(0x3800u + random.below(0x800));
+    if (dtype == KVX_DTYPE_F32) std::memcpy(at, &f32, sizeof f32);
+    if (dtype == KVX_DTYPE_F16) std::memcpy(at, &f16, sizeof f16);
+    if (dtype == KVX_DTYPE_BF16) std::memcpy(at, &bf16, sizeof bf16);
+  }
+
+  kvx_scale_desc_t make_scale(const Geometry &of) {
+    kvx_scale_desc_t scale{};
+    scale.size = sizeof scale;
+    scale.dtype = random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16});
+    scale.granularity = random.pick({KVX_SCALE_PER_TENSOR, KVX_SCALE_PER_BLOCK, KVX_SCALE_PER_HEAD,
+                                     KVX_SCALE_PER_BLOCK_HEAD, KVX_SCALE_PER_TOKEN_HEAD});
+    const auto set = [&](std::initializer_list<int64_t> shape) {
+      scale.ndim = static_cast<uint32_t>(shape.size());
+      std::copy(shape.begin(), shape.end(), scale.shape);
+    };
+    if (scale.granularity == KVX_SCALE_PER_TENSOR) random.one_in(2) ? set({}) : set({1, 1});
+    if (scale.granularity == KVX_SCALE_PER_BLOCK) set({of.blocks});
+    if (scale.granularity == KVX_SCALE_PER_HEAD) set({of.heads});
+    if (scale.granularity == KVX_SCALE_PER_BLOCK_HEAD) set({of.blocks, of.heads});
+    if (scale.granularity == KVX_SCALE_PER_TOKEN_HEAD) set({of.blocks, of.block_size, of.heads});
+    random_strides(scale.ndim, scale.shape, scale.stride);
+    const int64_t span = span_of(scale.ndim, scale.shape, scale.stride);
+    uint8_t *data = allocate(span * size_of(scale.dtype));
+    for (int64_t i = 0; i < span; ++i) {
+      write_scale(scale.dtype, bad_scales && random.one_in(4), data + i * size_of(scale.dtype));
+    }
+    scale.data = data;
+    return scale;
+  }
+
+  // For the FP8 tensors of an end, some of the time.
+  void make_scales(const Geometry &of, End *end) {
+    for (int kv = 0; kv < 2; ++kv) {
+      const kvx_tensor_desc_t &first = kv ? end->layers[0].v : end->layers[0].k;
+      if (is_absent(first) || !is_fp8(first.dtype) || random.one_in(3)) continue;
+      for (const kvx_cache_desc_t &cache : end->layers) {
+        kvx_scale_desc_t scale = make_scale(of);
+        const bool by_block =
+            scale.granularity != KVX_SCALE_PER_TENSOR && scale.granularity != KVX_SCALE_PER_HEAD;
+        if ((by_block && cache.pool.secondary) || is_absent(kv ? cache.v : cache.k)) {
+          scale.data = nullptr;
+        }
+        end->scales[kv].push_back(scale);
+      }
+    }
+  }
+
+  // ---- indices ----
+
+  const void *make_ints(const std::vector<int64_t> &values, kvx_dtype_t dtype) {
+    const int64_t size = size_of(dtype);
+    uint8_t *data = allocate(static_cast<int64_t>(values.size()) * size);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const auto narrow = static_cast<int32_t>(values[i]);
+      const void *value = size == 8 ? static_cast<const void *>(&values[i]) : &narrow;
+      std::memcpy(data + static_cast<int64_t>(i) * size, value, static_cast<size_t>(size));
+    }
+    return data;
+  }
+
+  // One value becomes hostile: just past the bound, or something that overflows further on.
+  void poison(std::vector<int64_t> *values, int64_t bound) {
+    if (values->empty()) return;
+    random.pick(*values) =
+        random.one_in(3)
+            ? bound + below(2)
+            : random.pick<int64_t>({-1, -2, -7, 0, 1, 5, 1000, INT32_MAX, INT32_MIN,
+                                    int64_t{1} << 31, int64_t{1} << 32, INT64_MAX, INT64_MIN});
+  }
+
+  kvx_seq_lens_t make_lens(const std::vector<int64_t> &lengths) {
+    kvx_seq_lens_t lens{};
+    lens.size = sizeof lens;
+    lens.dtype = int_dtype();
+    lens.seq_count = static_cast<uint32_t>(lengths.size());
+    lens.lengths = make_ints(lengths, lens.dtype);
+    return lens;
+  }
+
+  // Slots in blocks [low, high), each once as long as there are enough, in random order.
+  kvx_slot_mapping_t make_slots(const Geometry &of, int64_t tokens, uint32_t low, uint32_t high,
+                                bool hostile) {
+    kvx_slot_mapping_t mapping{};
+    mapping.size = sizeof mapping;
+    mapping.dtype = int_dtype();
+    mapping.token_count = static_cast<uint32_t>(tokens);
+    mapping.invalid_slot = random.pick<int64_t>({-1, -1, 2, INT64_MAX, INT64_MIN});
+    std::vector<int64_t> slots;
+    for (int64_t t = 0; t < tokens; ++t) {
+      slots.push_back(low * int64_t{of.block_size} + t % (int64_t{high - low} * of.block_size));
+    }
+    for (size_t i = slots.size(); i > 1; --i) std::swap(slots[i - 1], slots[random.below(i)]);
+    const int64_t skipped = mapping.invalid_slot == 2 ? 2 : -3;
+    for (int64_t &slot : slots) {
+      if (random.one_in(6)) slot = random.pick<int64_t>({-1, -9, skipped});
+    }
+    if (hostile) poison(&slots, of.room());
+    mapping.slots = make_ints(slots, mapping.dtype);
+    return mapping;
+  }
+
+  // A table over blocks [low, high) for rows that need `needs[r]` tokens.
+  void make_table(const Geometry &of, uint32_t seq_count, uint32_t beams,
+                  const std::vector<int64_t> &needs, uint32_t low, uint32_t high, bool hostile,
+                  End *end) {
+    kvx_block_table_t &table = end->table;
+    table.size = sizeof table;
+    table.seq_count = seq_count;
+    table.beam_width = beams;
+    if (beams > 1 || (end->from_pool && random.one_in(2))) {
+      table.format = KVX_BLOCK_TABLE_KV_OFFSETS;
+    } else {
+      table.format = random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED});
+      table.beam_width = random.below(2);
+    }
+    if (random.one_in(3)) end->view.null_block_id = random.below(of.blocks);
+    uint32_t next = random.below(high - low);
+    const auto block = [&]() -> int64_t {
+      if (random.one_in(8)) return random.one_in(2) ? -1 : end->view.null_block_id;
+      return low + next++ % (high - low);
+    };
+    table.index_dtype = int_dtype();
+    std::vector<int64_t> indices;
+    int64_t bound = of.blocks;
+    if (table.format == KVX_BLOCK_TABLE_RAGGED) {
+      std::vector<int64_t> indptr{0};
+      for (const int64_t need : needs) {
+        const int64_t held = need + below(3);
+        int64_t id = -1;
+        for (int64_t t = 0; t < held; ++t) {
+          if (t % of.block_size == 0) id = block();
+          indices.push_back(t < need ? id : 999);
+        }
+        indptr.push_back(indptr.back() + held);
+      }
+      if (hostile && random.one_in(2)) poison(&indptr, indptr.back()), hostile = false;
+      table.indptr_dtype = int_dtype();
+      table.indptr_count = static_cast<uint32_t>(indptr.size());
+      table.indptr = make_ints(indptr, table.indptr_dtype);
+    } else {
+      int64_t columns = 1;
+      for (const int64_t need : needs) {
+        columns = std::max(columns, (need + of.block_size - 1) / of.block_size);
+      }
+      columns += below(2);
+      table.max_blocks_per_seq = static_cast<uint32_t>(columns);
+      const bool offsets = table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+      const int64_t sub_blocks = static_cast<int64_t>(end->layers.size()) * (of.has_v ? 2 : 1);
+      if (offsets) {
+        table.index_dtype = KVX_DTYPE_S32;
+        table.flags = KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX;
+        bound *= sub_blocks;
+      }
+      for (const int64_t need : needs) {
+        std::vector<int64_t> row;
+        for (int64_t i = 0; i < columns; ++i)
+          row.push_back(i * of.block_size < need ? block() : 998);
+        if (!offsets) indices.insert(indices.end(), row.begin(), row.end());
+        for (int kv = 0; offsets && kv < 2; ++kv) {
+          for (const int64_t id : row) {
+            indices.push_back(id < 0 || id == 998 ? id : pool_index(*end, id, sub_blocks, kv));
+          }
+        }
+      }
+    }
+    if (hostile) poison(&indices, bound);
+    table.indices_count = static_cast<uint32_t>(indices.size());
+    table.indices = make_ints(indices, table.index_dtype);
+  }
+
+  // The KVCacheIndex of a block, sometimes of one in the secondary pool instead.
+  int64_t pool_index(const End &end, int64_t block, int64_t sub_blocks, int kv) {
+    const bool secondary = end.layers[0].pool.secondary && random.one_in(3);
+    if (secondary && end.view.secondary_num_blocks) block = below(end.view.secondary_num_blocks);
+    const int64_t index =
+        block * sub_blocks + (sub_blocks > 1 && !is_absent(end.layers[0].v) ? kv : 0);
+    return secondary ? index - (int64_t{1} << 31) : index;
+  }
+
+  // ---- the calls ----
+
+  kvx_tensor_desc_t io_tensor(kvx_dtype_t dtype, std::initializer_list<int64_t> shape) {
+    kvx_tensor_desc_t tensor = tensor_of(dtype);
+    tensor.ndim = static_cast<uint32_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), tensor.shape);
+    random_strides(tensor.ndim, tensor.shape, tensor.stride);
+    const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+    const int64_t span = empty ? 0 : span_of(tensor.ndim, tensor.shape, tensor.stride);
+    tensor.data = allocate(span * size_of(dtype));
+    return tensor;
+  }
+
+  // For a write rows is 0: key and value are 3-D. For a gather they may be 4-D.
+  void make_io(const kvx_cache_desc_t &cache, int64_t num_tokens, uint32_t rows, uint32_t max_len) {
+    kvx_kv_io_desc_t &io = c.io;
+    io.size = sizeof io;
+    io.num_tokens = static_cast<uint32_t>(num_tokens);
+    io.num_kv_heads = g.heads;
+    io.head_dim = g.dim[0];
+    io.value.size = sizeof io.value;
+    Dtypes types;
+    random_dtypes(types);
+    const bool same = random.one_in(2);  // so that bytes are copied
+    for (int kv = 0; kv < (g.has_v ? 2 : 1); ++kv) {
+      const kvx_dtype_t dtype = same ? (kv ? cache.v : cache.k).dtype : types[kv];
+      kvx_tensor_desc_t &tensor = kv ? io.value : io.key;
+      const int64_t heads = g.heads, dim = g.dim[kv];
+      if (c.op == kWrite) {
+        tensor = io_tensor(dtype, {num_tokens + below(3), heads, dim});
+        if (random.one_in(8)) tensor.stride[1] = 0;  // one head for all: input may be expanded
+      } else if (random.one_in(2)) {
+        tensor = io_tensor(dtype, {rows, max_len, heads, dim});
+      } else {
+        tensor = io_tensor(dtype, {num_tokens, heads, dim});
+      }
+    }
+  }
+
+  void make_write() {
+    make_end(g, dtypes, 1, pool, &c.dst);
+    const int64_t tokens = big ? g.room() : below(g.room() + 1);
+    c.dst.slots = make_slots(g, tokens, 0, g.blocks, bad_indices);
+    make_scales(g, &c.dst);
+    make_io(c.dst.layers[0], tokens, 0, 0);
+    c.write.size = sizeof c.write;
+  }
+
+  void make_gather() {
+    const uint32_t layers = pool ? 1 + random.below(3) : 1;
+    make_end(g, dtypes, layers, pool, &c.src);
+    std::swap(c.src.layers[0], random.pick(c.src.layers));
+    const uint32_t seqs = random.below(4), beams = pool ? 1 + random.below(2) : 1;
+    const int64_t max_len = big ? g.room() / 2 : below(g.room() + 2);
+    std::vector<int64_t> lengths, needs;
+    for (uint32_t s = 0; s < seqs; ++s) {
+      lengths.push_back(big ? max_len : below(g.room() + 1));
+      needs.insert(needs.end(), beams, lengths.back());
+    }
+    const bool bad_lens = bad_indices && random.one_in(3);
+    make_table(g, seqs, beams, needs, 0, g.blocks, bad_indices && !bad_lens, &c.src);
+    if (bad_lens) poison(&lengths, g.room() + 1);
+    c.lens = make_lens(lengths);
+    make_scales(g, &c.src);
+    make_io(c.src.layers[0], seqs * beams * max_len, seqs * beams, static_cast<uint32_t>(max_len));
+    c.gather.size = sizeof c.gather;
+    c.gather.max_seq_len = static_cast<uint32_t>(max_len);
+    c.options.size = sizeof c.options;
+    c.with_options = random.one_in(2);
+    if (c.with_options) {
+      c.options.flags = random.one_in(2) ? KVX_FLAG_ZERO_FILL : 0;
+    } else {
+      c.src.view.null_block_id = KVX_NO_NULL_BLOCK;
+      c.src.view.secondary_num_blocks = 0;
+      for (auto &scales : c.src.scales) scales.clear();
+    }
+  }
+
+  enum Way { kDense, kSlots, kTable };
+
+  void make_migrate() {
+    const bool same_pool = g.blocks > 1 && random.one_in(8);
+    Geometry other = g;
+    if (!same_pool && random.one_in(2)) {
+      other.block_size = random.pick<uint32_t>({1, 2, 3, 4, 8, 16});
+    }
+    if (!same_pool && random.one_in(2)) other.blocks = 1 + random.below(8);
+    if (!same_pool && random.one_in(4)) other.heads += random.below(3);
+    const bool other_pool = other.power_of_two() && random.one_in(4);
+    if (!pool && !other_pool && random.one_in(6)) g.no_v = other.no_v = random.below(8);
+    const uint32_t layers = 1 + random.below(3);
+    make_end(g, dtypes, layers, pool, &c.src);
+    if (same_pool) {
+      c.dst = c.src;
+    } else {
+      Dtypes types;
+      random_dtypes(types);
+      if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
+      make_end(other, types, layers, other_pool, &c.dst);
+    }
+    c.migrate.size = sizeof c.migrate;
+    c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
+    if (g.heads != other.heads || random.one_in(3)) {
+      c.migrate.num_heads = 1 + random.below(std::min(g.heads, other.heads));
+      c.src.view.head_start = random.below(g.heads - c.migrate.num_heads + 1);
+      c.dst.view.head_start = random.below(other.heads - c.migrate.num_heads + 1);
+    }
+
+    // How each end is addressed; beams need tables of a pool at both ends, or a dense end.
+    const Geometry *geometry[2] = {&g, &other};
+    End *ends[2] = {&c.src, &c.dst};
+    Way way[2];
+    uint32_t seqs = random.below(4), beams = 1 + random.below(2);
+    for (int e = 0; e < 2; ++e) {
+      way[e] = same_pool ? random.pick({kSlots, kTable}) : random.pick({kDense, kSlots, kTable});
+      if (way[e] == kDense) seqs = std::min(seqs, geometry[e]->blocks);
+    }
+    if (way[0] != kTable && way[1] != kTable) beams = 1;
+    for (int e = 0; e < 2; ++e) {
+      if (way[e] == kSlots || (way[e] == kTable && !ends[e]->from_pool)) beams = 1;
+      if (way[e] == kDense && seqs * beams > geometry[e]->blocks) beams = 1;
+    }
+    const bool with_starts[2] = {way[0] != kSlots && random.one_in(2),
+                                 way[1] != kSlots && random.one_in(2)};
+    std::vector<int64_t> lengths, needs[2], starts[2];
+    int64_t moved = 0, most = INT64_MAX;
+    for (int e = 0; e < 2; ++e) {
+      const int64_t held = way[e] == kDense ? geometry[e]->block_size : geometry[e]->room();
+      most = std::min(most, same_pool ? held / 2 : held);
+    }
+    for (uint32_t s = 0; s < seqs; ++s) {
+      const int64_t length = big ? most : below(most + 1);
+      lengths.push_back(length);
+      moved += length * beams;
+      for (uint32_t row = 0; row < 2 * beams; ++row) {
+        const int e = row % 2;
+        const int64_t last_start = way[e] == kDense ? geometry[e]->block_size - length : 3;
+        starts[e].push_back(with_starts[e] ? below(last_start + 1) : 0);
+        needs[e].push_back(starts[e].back() + length);
+      }
+    }
+
+    const uint32_t half = g.blocks / 2;
+    const int hostile = bad_indices ? static_cast<int>(random.below(5)) : -1;
+    for (int e = 0; e < 2; ++e) {
+      End &end = *ends[e];
+      kvx_view_t &view = end.view;
+      const uint32_t low = same_pool && e == 1 ? half : 0;
+      const uint32_t high = same_pool && e == 0 ? half : geometry[e]->blocks;
+      view.size = sizeof view;
+      view.num_layers = layers;
+      give(&view.layers);
+      if (way[e] == kTable) {
+        make_table(*geometry[e], seqs, beams, needs[e], low, high, hostile == e, &end);
+        give(&view.block_table);
+      } else if (way[e] == kSlots) {
+        end.slots = make_slots(*geometry[e], moved, low, high, hostile == e);
+        give(&view.slots);
+      }
+      if (with_starts[e]) {
+        if (hostile == 2 + e) poison(&starts[e], geometry[e]->room());
+        end.starts = make_lens(starts[e]);
+        give(&view.starts);
+      }
+      make_scales(*geometry[e], &end);
+      if (!end.scales[0].empty()) give(&view.k_scales);
+      if (!end.scales[1].empty()) give(&view.v_scales);
+    }
+    if (hostile == 4) poison(&lengths, g.room() + 1);
+    c.lens = make_lens(lengths);
+    give(&c.migrate.seq_lens);
+    give(&c.migrate.src);
+    give(&c.migrate.dst);
+  }
+
+  template <class T>
+  static void give(const T **pointer) {
+    *pointer = static_cast<const T *>(kGiven);
+  }
+};
+
+}  // namespace fuzz

@@ -1,0 +1,88 @@
+"""Builds libkvx in other ways than the installed one, and C and C++ programs against it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CXX = os.environ.get("CXX", "g++")
+CC = os.environ.get("CC", "gcc")
+
+# Enum values are the caller's and may be any int; see KVX_SANITIZE in CMakeLists.txt.
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize=enum", "-fno-sanitize-recover=all")
+THREAD = ("-fsanitize=thread",)
+
+
+def run(
+    command: Iterable[str | Path], *, env: Mapping[str, str] | None = None, timeout: float = 600
+) -> str:
+    """Runs a command in the repository and returns its output; raises with the output if it fails.
+
+    env: variables on top of this process's.
+    """
+    command = [str(part) for part in command]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{shlex.join(command)}\nexit {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    """Path of a build tool, first of all the one beside this Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise AssertionError(f"{name} is not on PATH: pip install 'kvx[test]'")
+    return found
+
+
+@cache
+def sanitized_library(sanitize: str) -> Path:
+    """Builds libkvx.so with KVX_SANITIZE=ON or THREAD under build/, and returns its path."""
+    build = ROOT / "build" / f"sanitize-{sanitize.lower()}"
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+    options = [f"-DKVX_SANITIZE={sanitize}", "-DKVX_CUDA=OFF", f"-DCMAKE_CXX_COMPILER={CXX}"]
+    run([tool("cmake"), "-S", ROOT, "-B", build, *generator, *options])
+    run([tool("cmake"), "--build", build])
+    return build / "libkvx.so"
+
+
+def compile_program(
+    compiler: Iterable[str], source: Path, program: Path, *, include: Path, library: Path
+) -> Path:
+    """Compiles `source` against the headers in `include` and links it to `library`."""
+    folder = library.parent
+    link = [f"-L{folder}", "-lkvx", f"-Wl,-rpath,{folder}", "-pthread"]
+    run([*compiler, f"-I{include}", source, "-o", program, *link])
+    return program
+
+
+@cache
+def sanitized_program(source: str, sanitize: str) -> Path:
+    """A C++ program of tests/c, built with the same sanitizers as the library that it calls."""
+    library = sanitized_library(sanitize)
+    flags = THREAD if sanitize == "THREAD" else ADDRESS
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    return compile_program(
+        [CXX, "-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", *warnings, *flags],
+        ROOT / "tests/c" / source,
+        library.parent / Path(source).stem,
+        include=ROOT / "csrc/include",
+        library=library,
+    )

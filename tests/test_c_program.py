@@ -1,0 +1,100 @@
+"""KVX as a C program and another Python get it: the wheel's headers, library and packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.native import CC, CXX, ROOT, compile_program, run
+
+PROGRAM = ROOT / "tests/c/conformance.c"
+WARNINGS = ("-Wall", "-Wextra", "-pedantic", "-Werror")
+LANGUAGES = {
+    "c11": (CC, "-std=c11", "-x", "c"),
+    "c++17": (CXX, "-std=c++17", "-x", "c++"),
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT])
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked as an installer would."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_conformance_program(language: str, installed: Path, tmp_path: Path) -> None:
+    core = installed / "kvx_core"
+    program = compile_program(
+        [*LANGUAGES[language], *WARNINGS],
+        PROGRAM,
+        tmp_path / "conformance",
+        include=core / "include",
+        library=core / "libkvx.so",
+    )
+    checks, failures = re.findall(r"(\d+) checks, (\d+) failures", run([program]))[0]
+    assert (int(failures), int(checks) > 500) == (0, True)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("header", ["kvx/kvx_abi.h", "kvx/kvx_ext.h"])
+def test_header_stands_alone(language: str, header: str, installed: Path, tmp_path: Path) -> None:
+    source = tmp_path / "only.c"
+    source.write_text(f'#include "{header}"\n')
+    include = installed / "kvx_core/include"
+    run([*LANGUAGES[language], *WARNINGS, f"-I{include}", "-fsyntax-only", source])
+
+
+def test_library_exports_what_the_headers_declare(installed: Path) -> None:
+    core = installed / "kvx_core"
+    text = "".join(path.read_text() for path in (core / "include/kvx").glob("*.h"))
+    declared = set(re.findall(r"^KVX_API [\w ]+[ *](kvx_\w+)\(", text, re.MULTILINE))
+    symbols = run(["nm", "-D", "--defined-only", "--format=posix", core / "libkvx.so"])
+    assert {line.split()[0] for line in symbols.splitlines()} == declared
+    assert len(declared) >= 9
+
+
+def test_library_needs_only_the_c_library(installed: Path) -> None:
+    dynamic = run(["readelf", "-d", installed / "kvx_core/libkvx.so"])
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", dynamic))
+    assert {"libc"} <= needed <= {"libc", "libgcc_s", "libm", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_wheel_is_for_every_python(wheel: Path, installed: Path) -> None:
+    assert re.fullmatch(r"kvx-[\d.]+-py3-none-\w*linux\w+\.whl", wheel.name)
+    files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
+    for package in ("kvx_core", "kvx_adapters"):
+        source = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert source | {f"{package}/py.typed"} <= files
+    assert {file.split("/")[0].split("-")[0] for file in files} == {
+        "kvx_core",
+        "kvx_adapters",
+        "kvx",
+    }
+    assert [file for file in files if file.endswith(".so")] == ["kvx_core/libkvx.so"]
+
+
+def test_wheel_imports_outside_the_source_tree(installed: Path, tmp_path: Path) -> None:
+    """Without .pth files (-S), so that an editable install of this tree is not found."""
+    code = "import kvx_core; print(kvx_core.__file__); print(kvx_core.backend_info())"
+    paths = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
+    environment = {"PYTHONPATH": paths, "KVX_LIBRARY": ""}
+    lines = run([sys.executable, "-S", "-P", "-c", code], env=environment).splitlines()
+    assert Path(lines[0]).is_relative_to(installed)
+    assert "version" in lines[1]

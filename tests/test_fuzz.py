@@ -1,0 +1,37 @@
+"""Hostile calls, by the million if asked: never a crash, never a byte where none should be.
+
+KVX_FUZZ_SECONDS and KVX_FUZZ_SEED set how long tests/c/fuzz runs per test and where it starts. A failure
+prints the arguments that repeat it alone: build/sanitize-on/fuzz 0 SEED ITERATION 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.native import run, sanitized_program
+
+SECONDS = int(os.environ.get("KVX_FUZZ_SECONDS", "5"))
+SEED = int(os.environ.get("KVX_FUZZ_SEED", "1"))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+def test_hostile_calls(isa: str) -> None:
+    """On a processor without `isa` the best that it has is used once more."""
+    output = run(
+        [sanitized_program("fuzz/fuzz.cc", "ON"), str(SECONDS), str(SEED)],
+        env={"KVX_CPU_ISA": isa, "UBSAN_OPTIONS": "print_stacktrace=1"},
+        timeout=SECONDS + 120,
+    )
+    print(output)
+    line = re.compile(r"(\w+): (\d+) calls, (\d+) accepted, (\d+) refused, (\d+) of them out")
+    counts = {name: list(map(int, numbers)) for name, *numbers in line.findall(output)}
+    assert counts.keys() == {"validate", "write", "gather", "migrate"}
+    # Half of the work would be missing if nearly all calls were refused, or nearly none.
+    for operation, (calls, accepted, refused, out_of_range) in counts.items():
+        assert calls > 10 * SECONDS, operation
+        assert accepted > calls / 10, operation
+        assert refused > calls / 10, operation
+        assert (out_of_range > 0) == (operation != "validate"), operation
