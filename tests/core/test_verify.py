@@ -537,6 +537,11 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             "dst.slots.token_count is 3, expected the sum of seq_lens 4 (spec E.3)",
         ),
         (
+            lambda src, dst: verify(src.at(TABLE, starts=[1]), dst, [3, 1]),
+            InvalidArgumentError,
+            "src.starts.seq_count is 1, expected 2, one per row (spec E.3)",
+        ),
+        (
             lambda src, dst: verify(src.at([[7], [1]]), dst, [3, 1]),
             OutOfRangeError,
             "verify reads src as src: src.block_table.indices[0] is 7, expected below num_blocks 7",
