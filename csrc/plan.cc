@@ -224,10 +224,13 @@ Axes axes_of(const kvx_tensor_desc_t &tensor) {
 }
 
 uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
-  uint64_t rows = migrate.seq_lens->seq_count;
-  for (const kvx_view_t *view : {migrate.src, migrate.dst})
-    if (view->block_table) rows = std::max(rows, rows_of(*view->block_table));
-  return rows;
+  uint64_t beams = 1;
+  for (const kvx_view_t *view : {migrate.src, migrate.dst}) {
+    const kvx_block_table_t *table = view->block_table;
+    if (table && is_kv_offsets(*table) && table->seq_count == migrate.seq_lens->seq_count)
+      beams = std::max<uint64_t>(beams, table->beam_width);
+  }
+  return migrate.seq_lens->seq_count * beams;
 }
 
 int64_t dim_of(const kvx_tensor_desc_t &tensor) {

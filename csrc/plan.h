@@ -121,7 +121,8 @@ inline uint64_t rows_of(const kvx_block_table_t &table) {
   return uint64_t{table.seq_count} * (is_kv_offsets(table) ? table.beam_width : 1);
 }
 
-// Rows of a migration: those of its tables or, if there are none, its sequences.
+// Rows of a migration: one per length or, where a KV_OFFSETS table has as many sequences as there
+// are lengths, one per beam of each.
 uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 
 // Elements of dim per token and head.

@@ -24,8 +24,9 @@ void grow_run(Nest *nest) {
 
 // Reads forward through the source: the widest step outermost.
 void sort_by_source(Nest *nest) {
-  std::stable_sort(nest->dims, nest->dims + nest->num_dims,
-                   [](const Dim &a, const Dim &b) { return a.src > b.src; });
+  for (int i = 1; i < nest->num_dims; ++i)
+    for (int j = i; j > 0 && nest->dims[j].src > nest->dims[j - 1].src; --j)
+      std::swap(nest->dims[j], nest->dims[j - 1]);
 }
 
 void merge_loops(Nest *nest) {

@@ -235,6 +235,7 @@ struct Oracle {
     const kvx_block_table_t &table = c.src.table;
     const bool zero_fill = c.with_options && (c.options.flags & KVX_FLAG_ZERO_FILL);
     const uint32_t beams = table.format == KVX_BLOCK_TABLE_KV_OFFSETS ? table.beam_width : 1;
+    if (c.io.num_tokens == 0) return allow();  // indices that no token uses
     check_indptr(table);
     for (uint64_t row = 0; !bad_index && row < uint64_t{table.seq_count} * beams; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
@@ -269,18 +270,20 @@ struct Oracle {
 
   void migrate() {
     const End *ends[2] = {&c.src, &c.dst};
-    uint64_t rows = c.lens.seq_count;
+    uint32_t beams = 1;
     for (const End *end : ends) {
-      if (!end->view.block_table) continue;
-      check_indptr(end->table);
-      rows = std::max(rows, uint64_t{end->table.seq_count} * std::max(end->table.beam_width, 1u));
+      const bool offsets = end->table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+      if (end->view.block_table && offsets) beams = std::max(beams, end->table.beam_width);
     }
-    if (rows == 0) return;
-    const uint64_t per_length = rows / c.lens.seq_count;
+    const uint64_t rows = uint64_t{c.lens.seq_count} * beams;
+    if (rows == 0) return allow();
+    for (const End *end : ends) {
+      if (end->view.block_table) check_indptr(end->table);
+    }
     const bool zero_fill = c.migrate.flags & KVX_FLAG_ZERO_FILL;
     Wide total = 0;
     for (uint64_t row = 0; row < rows; ++row) {
-      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / per_length);
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       if (length < 0) refuse("a length");
       total += length;
       for (const End *end : ends) {
@@ -300,7 +303,7 @@ struct Oracle {
     std::set<std::tuple<int, bool, int64_t>> used[2], touched[2];
     uint64_t flat = 0;
     for (uint64_t row = 0; !bad_index && row < rows; ++row) {
-      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / per_length);
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       for (int64_t t = 0; !bad_index && t < length; ++t, ++flat) {
         for (size_t l = 0; l < c.src.view.num_layers; ++l) {
           const kvx_cache_desc_t *caches[2] = {&c.src.layers[l], &c.dst.layers[l]};
