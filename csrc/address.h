@@ -52,54 +52,64 @@ struct Place {
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
 
-KVX_HD Place place_in_block(const Address &a, int64_t block, uint64_t position) {
-  const uint32_t offset = static_cast<uint32_t>(position % a.block_size);
+KVX_HD Place place_in_block(const Address &a, int64_t block, uint32_t offset) {
   const bool null = block < 0 || block == a.null_block;
   return {null ? -1 : block, offset, a.block_size - offset, false};
 }
 
+// Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
+struct Division {
+  uint64_t quotient;
+  uint32_t remainder;
+};
+KVX_HD Division divide(uint64_t number, uint32_t divisor) {
+  if (number <= UINT32_MAX) {
+    const auto narrow = static_cast<uint32_t>(number);
+    return {narrow / divisor, narrow % divisor};
+  }
+  return {number / divisor, static_cast<uint32_t>(number % divisor)};
+}
+
 // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
 // Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
-KVX_HD Place place_in_pool(const Address &a, int32_t index, uint64_t position) {
-  if (index == -1) return place_in_block(a, -1, position);
+KVX_HD Place place_in_pool(const Address &a, int32_t index, uint32_t offset) {
+  if (index == -1) return place_in_block(a, -1, offset);
   const uint32_t sub_block_id = static_cast<uint32_t>(index) & ~kSecondaryPool;
-  Place place = place_in_block(a, sub_block_id / a.sub_blocks, position);
+  Place place = place_in_block(a, sub_block_id / a.sub_blocks, offset);
   place.secondary = (static_cast<uint32_t>(index) & kSecondaryPool) != 0;
   return place;
 }
 
-KVX_HD uint64_t table_entry(const Address &a, uint64_t row, uint64_t position) {
-  const uint64_t column = position / a.block_size;
+// The entry of a PACKED or KV_OFFSETS table for a row's column.
+KVX_HD uint64_t table_entry(const Address &a, uint64_t row, uint64_t column) {
   const uint64_t table_row = a.mode == Addressing::kKvOffsets ? row * 2 + a.kv : row;
   return table_row * a.max_blocks_per_seq + column;
 }
 
 // Where token `token` of row `row` lies; `flat` numbers the tokens of all rows, for slots.
 KVX_HD Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat) {
-  const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
-  switch (a.mode) {
-    case Addressing::kDense:
-      return place_in_block(a, static_cast<int64_t>(row), position);
-    case Addressing::kSlots: {
-      const int64_t slot = a.indices[flat];
-      if (slot < 0 || slot == a.invalid_slot) return {-1, 0, 1, false};
-      Place place = place_in_block(a, slot / a.block_size, static_cast<uint64_t>(slot));
-      place.run = 1;
-      return place;
-    }
-    case Addressing::kPacked:
-      return place_in_block(a, a.indices[table_entry(a, row, position)], position);
-    case Addressing::kRagged: {
-      Place place =
-          place_in_block(a, a.indices[static_cast<uint64_t>(a.indptr[row]) + position], position);
-      place.run = 1;
-      return place;
-    }
-    case Addressing::kKvOffsets:
-      return place_in_pool(a, static_cast<int32_t>(a.indices[table_entry(a, row, position)]),
-                           position);
+  if (a.mode == Addressing::kSlots) {
+    const int64_t slot = a.indices[flat];
+    if (slot < 0 || slot == a.invalid_slot) return {-1, 0, 1, false};
+    const Division at = divide(static_cast<uint64_t>(slot), a.block_size);
+    Place place = place_in_block(a, static_cast<int64_t>(at.quotient), at.remainder);
+    place.run = 1;
+    return place;
   }
-  __builtin_unreachable();
+  const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
+  if (a.mode == Addressing::kDense)  // the row is the block
+    return place_in_block(a, static_cast<int64_t>(row), static_cast<uint32_t>(position));
+  const Division at = divide(position, a.block_size);
+  if (a.mode == Addressing::kRagged) {
+    const uint64_t entry = static_cast<uint64_t>(a.indptr[row]) + position;
+    Place place = place_in_block(a, a.indices[entry], at.remainder);
+    place.run = 1;
+    return place;
+  }
+  const int64_t entry = a.indices[table_entry(a, row, at.quotient)];
+  return a.mode == Addressing::kPacked
+             ? place_in_block(a, entry, at.remainder)
+             : place_in_pool(a, static_cast<int32_t>(entry), at.remainder);
 }
 
 }  // namespace kvx

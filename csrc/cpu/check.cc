@@ -157,8 +157,8 @@ kvx_status_t check_end(const Plan &plan, const End &end, uint64_t tokens) {
       const auto begin = static_cast<uint64_t>(a.indptr[row]) + first;
       for (uint64_t i = begin; i < begin + count; ++i) KVX_TRY(check_block(end, i, a.indices[i]));
     } else if (a.mode != Addressing::kDense) {
-      const uint64_t last = table_entry(a, row, first + count - 1);
-      for (uint64_t i = table_entry(a, row, first); i <= last; ++i) {
+      const uint64_t last = table_entry(a, row, (first + count - 1) / a.block_size);
+      for (uint64_t i = table_entry(a, row, first / a.block_size); i <= last; ++i) {
         KVX_TRY(a.mode == Addressing::kPacked ? check_block(end, i, a.indices[i])
                                               : check_pool_index(end, i, a.indices[i]));
       }

@@ -46,6 +46,14 @@ KVX_INLINE int64_t bytes_to_alignment(const uint8_t *dst) {
 KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
+#if defined(__x86_64__) && KVX_VECTOR_BYTES == 64 && !defined(__SANITIZE_ADDRESS__)
+  // Processors of this generation move strings faster than any loop of vectors; sanitizers see only
+  // the loop.
+  if (n >= 512) {
+    asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(n) : : "memory");
+    return;
+  }
+#endif
   if (n >= 8 * kVector) {
     const int64_t head = bytes_to_alignment(dst);
     store(dst, load(src));
@@ -347,5 +355,6 @@ void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src, int64_t ahead
 }
 
 void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next, bool streaming) {
+  if (nest.num_dims == 0 && !streaming) return copy_run(dst, src, nest.run);
   streaming ? copy_nest<true>(nest, dst, src, next - src) : copy_nest<false>(nest, dst, src, 0);
 }
