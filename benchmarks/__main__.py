@@ -11,6 +11,7 @@ from benchmarks.pools import Shape
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
+_QUIET_CORES = 0.1  # that others may use without a remark
 _ALL = (*_DEFAULT, "migrate_vs_lmcache")
 
 
@@ -18,18 +19,17 @@ def main() -> None:
     options = _options()
     for name in options.benchmarks or _DEFAULT:
         print(f"\n== {name} ==")
-        before = machine.load()
-        if before["load_average"] > 0.5:
-            print(
-                f"note: the load average is {before['load_average']:.2f}, so others use the cores "
-                "too: expect noise, most of all with 2 threads"
-            )
+        disturbance = machine.Disturbance()
         rows = _run(name, options)
+        meanwhile = disturbance.so_far()
+        others = sum(meanwhile.values())
+        if others > _QUIET_CORES:
+            print(f"\nothers used {others:.2f} cores meanwhile: expect noise, most with 2 threads")
         result = {
             "benchmark": name,
             **machine.facts(*(["lmcache"] if name == "migrate_vs_lmcache" else [])),
             "settings": _settings(options),
-            "load": {"before": before, "after": machine.load()},
+            "disturbance": meanwhile,
             "results": rows,
         }
         report.save(options.results, name, result)

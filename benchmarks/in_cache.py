@@ -8,6 +8,7 @@ Run with `python -m benchmarks in_cache`.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,9 +142,9 @@ def _paged(shape: Shape, src_layout: str, dst_layout: str) -> InCache:
     src_end, dst_end = src.view().at(src_table[None]), dst.view().at(dst_table[None])
     lens = SeqLens.of([shape.num_tokens])
     migrate = _abi.kvx_migrate_desc_t(
-        seq_lens=_abi.pointer_to(lens.to_c()),
-        src=_abi.pointer_to(src_end.to_c()),
-        dst=_abi.pointer_to(dst_end.to_c()),
+        seq_lens=ctypes.pointer(lens.to_c()),
+        src=ctypes.pointer(src_end.to_c()),
+        dst=ctypes.pointer(dst_end.to_c()),
     )
     run_elements = _common_run(shape, src_layout, dst_layout)
     to, from_ = _row_starts(src, dst, src_table, dst_table, run_elements)

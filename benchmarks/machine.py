@@ -1,4 +1,4 @@
-"""What a result needs to be understood later: machine, versions, commit, command, load."""
+"""What a result needs to be understood later: machine, versions, commit, command, disturbance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,37 @@ def facts(*packages: str) -> dict[str, Any]:
     }
 
 
-def load() -> dict[str, float]:
-    """Load average of the last minute, and seconds that the hypervisor has kept cores busy with
-    other guests since boot."""
-    found = {"load_average": os.getloadavg()[0]}
-    try:
-        ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-        found["stolen_seconds"] = int(ticks[8]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        pass
-    return found
+class Disturbance:
+    """How much of the cores others have used since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = self._seconds()
+
+    def so_far(self) -> dict[str, float]:
+        """Cores that other processes kept busy, and that the hypervisor gave to other guests, on
+        average; nothing where the system does not say."""
+        elapsed, *used = (
+            now - then for now, then in zip(self._seconds(), self._before, strict=True)
+        )
+        names = ("other_processes_cores", "stolen_cores")
+        return {
+            name: round(seconds / elapsed, 3) for name, seconds in zip(names, used, strict=False)
+        }
+
+    @staticmethod
+    def _seconds() -> list[float]:
+        """Elapsed; busy with other processes; stolen."""
+        try:
+            first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
+        except OSError:
+            return [time.monotonic()]
+        ticks = map(int, first_line.split()[1:9])
+        user, nice, system, _, _, irq, softirq, stolen = (
+            t / os.sysconf("SC_CLK_TCK") for t in ticks
+        )
+        own = os.times()
+        others = user + nice + system + irq + softirq - own.user - own.system
+        return [time.monotonic(), others, stolen]
 
 
 def _module() -> str:

@@ -130,13 +130,18 @@ class Model:
     # ---- torch ----
 
     def _torch_stages(self) -> None:
-        self._staged = torch.empty_like(self.vllm[0][0])
+        self._src_staged = torch.empty_like(self.vllm[0][0])
+        self._dst_staged = torch.empty_like(
+            self.trtllm[:, 0, 0], memory_format=torch.contiguous_format
+        )
 
     def torch(self) -> None:
         for layer, kv in self._halves():
-            half = torch.index_select(self.vllm[layer][kv], 0, self.src_table, out=self._staged)
-            blocks = half.view(-1, _DST_BLOCK, _HEADS, _DIM).permute(0, 2, 1, 3)
-            self.trtllm[:, layer, kv].index_copy_(0, self.dst_table, blocks)
+            half = self.vllm[layer][kv]
+            torch.index_select(half, 0, self.src_table, out=self._src_staged)
+            blocks = self._src_staged.view(-1, _DST_BLOCK, _HEADS, _DIM)
+            self._dst_staged.copy_(blocks.permute(0, 2, 1, 3))
+            self.trtllm[:, layer, kv].index_copy_(0, self.dst_table, self._dst_staged)
 
     def expect(self) -> None:
         """The definition: token by token."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks.publish`: takes the last runs into the repository.
 
-Copies the JSON of full runs from build/benchmarks to benchmarks/results, draws ratios.png from all
-that is there, and rewrites the tables of README.md.
+Copies the JSON of full, undisturbed runs from build/benchmarks to benchmarks/results, draws
+ratios.png from all that is there, and rewrites the tables of README.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 from benchmarks import call_overhead, report
 
@@ -31,13 +32,14 @@ _VERSUS = {
     "rows": "memcpy per row",
     "lmcache": "LMCache",
 }
+_MAX_OTHERS_CORES = 0.2
 _COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
 
 
 def main() -> None:
     for path in map(_run_of, _NAMES):
         if path.exists():
-            _refuse_partial(path)
+            _refuse_unfit(path)
             _RESULTS.mkdir(exist_ok=True)
             shutil.copy(path, _RESULTS / path.name)
     found = {
@@ -61,8 +63,14 @@ def _run_of(name: str) -> Path:
     return _RUNS / f"{name}.json"
 
 
-def _refuse_partial(path: Path) -> None:
-    settings = json.loads(path.read_text())["settings"]
+def _refuse_unfit(path: Path) -> None:
+    result = json.loads(path.read_text())
+    settings, others = result["settings"], sum(result["disturbance"].values())
+    if others > _MAX_OTHERS_CORES:
+        raise SystemExit(
+            f"{path}: others used {others:.2f} cores meanwhile, expected at most "
+            f"{_MAX_OTHERS_CORES}. Run it again on a quiet machine"
+        )
     if settings["quick"] or settings["only"]:
         raise SystemExit(
             f"{path} is a run with --quick or --only, expected a full one. Run it again without"
@@ -73,7 +81,7 @@ def _refuse_partial(path: Path) -> None:
 
 
 def _section(name: str, result: dict[str, Any]) -> str:
-    machine, versions, load = result["machine"], result["versions"], result["load"]
+    machine, versions = result["machine"], result["versions"]
     packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("kvx", "libkvx"))
     modified = " with changes" if result["git_modified"] else ""
     return f"""### {name}
@@ -81,8 +89,8 @@ def _section(name: str, result: dict[str, Any]) -> str:
 {machine["cpu"]}; {machine["cores"]} cores, last-level cache \
 {machine["last_level_cache_bytes"] >> 20} MiB; libkvx {machine["kvx_isa"]}; {packages}. \
 {result["date"]}, commit {result["git_commit"][:12]}{modified}, `{result["command"]}`, \
-load average {load["before"]["load_average"]:.2f} before and \
-{load["after"]["load_average"]:.2f} after, {result["settings"]["rounds"]} rounds.
+{result["settings"]["rounds"]} rounds; others used \
+{sum(result["disturbance"].values()):.2f} cores meanwhile.
 
 {_calls(result) if name == "call_overhead" else _ratios(result)}
 """
@@ -146,7 +154,7 @@ def _draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             _bars(figure.add_subplot(place), rows, versus, names=first)
     cpu = next(iter(found.values()))["machine"]["cpu"]
     figure.suptitle(f"How many times as fast KVX is; a black tick is the goal. {cpu}")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
+    handles = [Patch(color=color) for color in _COLORS.values()]
     words = [f"{threads} thread{'s' if threads > 1 else ''}" for threads in _COLORS]
     figure.legend(handles, words, loc="outside lower center", ncols=len(words))
     figure.savefig(path, dpi=110)

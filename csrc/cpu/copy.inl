@@ -20,7 +20,7 @@ KVX_INLINE void store_streaming(uint8_t *dst, Vector value) {
 
 constexpr int64_t kLineBytes = 64;
 
-KVX_INLINE void prefetch(const uint8_t *src) { __builtin_prefetch(src, 0, 2); }
+KVX_INLINE void prefetch(const uint8_t *src) { __builtin_prefetch(src, 0, 3); }
 KVX_INLINE Vector load(const uint8_t *src) { return *reinterpret_cast<const Vector *>(src); }
 KVX_INLINE void store(uint8_t *dst, Vector value) { *reinterpret_cast<Vector *>(dst) = value; }
 
