@@ -46,7 +46,8 @@ KVX_INLINE int64_t bytes_to_alignment(const uint8_t *dst) {
 KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
-#if defined(__x86_64__) && KVX_VECTOR_BYTES == 64 && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && KVX_VECTOR_BYTES == 64 && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
   // Processors of this generation move strings faster than any loop of vectors; sanitizers see only
   // the loop.
   if (n >= 512) {
