@@ -370,13 +370,14 @@ class Job {
 }  // namespace
 
 uint64_t stream_bytes() {
-  // A quarter of the last cache: below it the destination is still there when it is read.
+  // A quarter of the last cache: below it the destination is still there when it is read. Virtual
+  // machines often report the host's, so not more than what pays off on any.
   static const uint64_t bytes = [] {
     uint64_t cache = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
     cache = static_cast<uint64_t>(std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), 0L));
 #endif
-    return std::clamp<uint64_t>(cache / 4, 8 << 20, 64 << 20);
+    return std::clamp<uint64_t>(cache / 4, 8 << 20, 16 << 20);
   }();
   return bytes;
 }
