@@ -86,7 +86,8 @@ class Disturbance:
         )
         names = ("other_processes_cores", "stolen_cores")
         return {
-            name: round(seconds / elapsed, 3) for name, seconds in zip(names, used, strict=False)
+            name: max(0.0, round(seconds / elapsed, 3))
+            for name, seconds in zip(names, used, strict=False)
         }
 
     @staticmethod
