@@ -122,8 +122,9 @@ def _write(shape: Shape, num_tokens: int) -> InCache:
         k_rows.index_copy_(0, slots, key)
         v_rows.index_copy_(0, slots, value)
 
+    plural = "s" if num_tokens > 1 else ""
     return InCache(
-        f"write {num_tokens} token{'s' if num_tokens > 1 else ''}, {_size(2 * num_tokens * row_bytes)}",
+        f"write {num_tokens} token{plural}, {_size(2 * num_tokens * row_bytes)}",
         native.timed("write", cache.to_c(), write),
         native.RowCopy([(k_rows, key, to, from_), (v_rows, value, to, from_)], row_bytes),
         by_torch,
