@@ -1,6 +1,6 @@
 /* The copies that KVX is measured against, and the timing of calls too short to time from Python.
  *
- * bench_copy is a plain copy of whole tensors by one of three methods, on one thread or several.
+ * bench_copy is a plain copy of whole tensors by one of two methods, on one thread or several.
  * bench_rows is the loop that one would write by hand: a memcpy per contiguous piece. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -59,10 +59,6 @@ __attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint
   }
   memcpy(dst, src, bytes);
 }
-
-static void move_string(uint8_t *dst, const uint8_t *src, size_t bytes) {
-  __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
-}
 #endif
 
 static void plain_memcpy(uint8_t *dst, const uint8_t *src, size_t bytes) {
@@ -71,12 +67,11 @@ static void plain_memcpy(uint8_t *dst, const uint8_t *src, size_t bytes) {
 
 typedef void (*copy_t)(uint8_t *dst, const uint8_t *src, size_t bytes);
 
-enum method_t { METHOD_MEMCPY = 0, METHOD_STREAM = 1, METHOD_MOVSB = 2 };
+enum method_t { METHOD_MEMCPY = 0, METHOD_STREAM = 1 };
 
 static copy_t copy_of(int method) {
   if (method == METHOD_MEMCPY) return plain_memcpy;
 #if defined(__x86_64__)
-  if (method == METHOD_MOVSB) return move_string;
   if (__builtin_cpu_supports("avx512f")) return stream_avx512;
   if (__builtin_cpu_supports("avx2")) return stream_avx2;
 #endif

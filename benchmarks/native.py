@@ -21,7 +21,7 @@ _SOURCE = _ROOT / "benchmarks" / "native.c"
 _LIBRARY = _ROOT / "build" / "benchmarks" / "native.so"
 _FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
 
-METHODS = {"memcpy": 0, "stream": 1, "movsb": 2}
+METHODS = {"memcpy": 0, "stream": 1}
 _STREAM_PIECE_BYTES = 1 << 20  # short enough that threads end together
 
 
@@ -85,7 +85,7 @@ class PlainCopy:
     """The bytes of whole tensors, copied by one method.
 
     pairs:  (destination, source) tensors, contiguous, of the same number of bytes each
-    method: "memcpy", one call per tensor and thread; "stream" or "movsb", in pieces of 1 MiB
+    method: "memcpy", one call per tensor and thread; "stream", in pieces of 1 MiB
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], method: str, threads: int) -> None:
