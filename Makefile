@@ -17,6 +17,12 @@ CXX    ?= g++
 export CXX
 ARGS   ?=
 
+# The CUDA compiler is the machine's or, without one, PyPI's; it builds for the GPU that is here, else
+# for one architecture. `make wheel` builds for all.
+NVCC       := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+CUDA_ARCHS ?= $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
+    2>/dev/null | tr -d .) 90)-real
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The real engine that the demo and the adapter tests run, on CPU.
@@ -29,7 +35,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench setup build wheel clean distclean prerequisites
+.PHONY: help demo test lint format bench gpu setup build wheel clean distclean prerequisites
 
 help:
 	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
@@ -37,6 +43,7 @@ help:
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
+	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so, beside the Python files in kvx_core/"
 	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
 	@echo "make setup     the environment in VENV (.venv): 3.4 GB, some minutes, once"
@@ -61,6 +68,10 @@ format: setup
 
 bench: build
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Sets nothing up: a machine with a GPU has a Python with its torch.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(or $(OUT),build/gpu) $(ARGS)
 
 # The editable install has configured build/editable; this brings it up to date.
 build: setup
@@ -134,5 +145,8 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 $(VENV)/.kvx-4-installed: $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
 	$(PIP) install --quiet $(BUILD_TOOLS)
-	$(PIP) install --quiet --no-build-isolation --editable ".[test,lint]"
+	$(if $(NVCC),,$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \
+	    open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["nvcc"])'))
+	$(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
+	    --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)
 	@touch $@

@@ -1,4 +1,5 @@
 // The exported functions: validate, plan, run.
+#include <array>
 #include <exception>
 #include <vector>
 
@@ -9,6 +10,9 @@
 #include "error.h"
 #include "plan.h"
 #include "validate.h"
+#if KVX_WITH_CUDA
+#include "cuda/run.h"
+#endif
 
 static_assert(sizeof(kvx_version_t) == 16);
 static_assert(sizeof(kvx_tensor_desc_t) == 112);
@@ -25,63 +29,109 @@ static_assert(sizeof(kvx_gather_desc_t) == 352);
 namespace kvx {
 namespace {
 
-// This build runs on HOST memory, and on UNIFIED memory as the same.
-kvx_status_t check_reachable(const char *name, const kvx_tensor_desc_t &tensor) {
-  if (is_absent(tensor) || tensor.memory != KVX_MEMORY_DEVICE) return KVX_STATUS_OK;
-  return fail(KVX_STATUS_UNSUPPORTED,
-              "libkvx was built without CUDA; %s.memory is DEVICE. Rebuild with nvcc on PATH "
-              "(spec 4.3)",
-              name);
+struct Named {
+  const char *name;
+  const kvx_tensor_desc_t *tensor;
+};
+
+// Whether the call runs on the device: if any of its tensors lies there.
+template <class Tensors>
+kvx_status_t place(const Tensors &tensors, bool *on_device) {
+  *on_device = false;
+  for (const Named &named : tensors) {
+    if (is_absent(*named.tensor)) continue;
+    const kvx_memory_type_t memory = named.tensor->memory;
+#if KVX_WITH_CUDA
+    if (memory == KVX_MEMORY_DEVICE && !cuda::has_device()) {
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "%s.memory is DEVICE, but no CUDA device can be used here: is there a driver? "
+                  "(spec 4.3)",
+                  named.name);
+    }
+    *on_device |= memory != KVX_MEMORY_HOST && cuda::has_device();
+#else
+    if (memory == KVX_MEMORY_DEVICE) {
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "libkvx was built without CUDA; %s.memory is DEVICE. Rebuild with nvcc on PATH "
+                  "(spec 4.3)",
+                  named.name);
+    }
+#endif
+  }
+  return KVX_STATUS_OK;
 }
 
-kvx_status_t check_reachable(const char *k, const char *v, const kvx_cache_desc_t &cache) {
-  KVX_TRY(check_reachable(k, cache.k));
-  return check_reachable(v, cache.v);
-}
-
-kvx_status_t run_plan(const Plan &plan) {
+template <class Tensors>
+kvx_status_t run_plan(const Plan &plan, [[maybe_unused]] const Tensors &tensors,
+                      [[maybe_unused]] bool on_device, [[maybe_unused]] void *stream) {
+#if KVX_WITH_CUDA
+  if (on_device) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto &[name, tensor] = tensors[i];
+      // Of many layers on the device the first speaks for the others.
+      if (is_absent(*tensor) || (i >= 4 && tensor->memory != KVX_MEMORY_HOST)) continue;
+      // Copy engines reach all host memory, unless to fill it.
+      if (plan.copy_engine && !plan.zero_fill && tensor->memory == KVX_MEMORY_HOST) continue;
+      KVX_TRY(cuda::check_reachable(name, tensor->data));
+    }
+    return cuda::run(plan, stream);
+  }
+#endif
   KVX_TRY(cpu::check_data(plan));
   cpu::run(plan);
   return KVX_STATUS_OK;
 }
 
-kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write) {
-  KVX_TRY(validate_write(cache, write));
-  KVX_TRY(check_reachable("cache.k", "cache.v", *cache));
-  KVX_TRY(check_reachable("write.io.key", write->io.key));
-  KVX_TRY(check_reachable("write.io.value", write->io.value));
+kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                   const kvx_write_options_t *options, void *stream) {
+  KVX_TRY(validate_write(cache, write, options));
+  const std::array<Named, 4> tensors = {{{"cache.k", &cache->k},
+                                         {"cache.v", &cache->v},
+                                         {"write.io.key", &write->io.key},
+                                         {"write.io.value", &write->io.value}}};
+  bool on_device;
+  KVX_TRY(place(tensors, &on_device));
   if (write->io.num_tokens == 0) return KVX_STATUS_OK;
   TensorPair pairs[2];
   Plan plan;
-  plan_write(*cache, *write, pairs, &plan);
-  return run_plan(plan);
+  plan_write(*cache, *write, options ? options->flags : 0, pairs, &plan);
+  return run_plan(plan, tensors, on_device, stream);
 }
 
 kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                    const kvx_gather_options_t *options) {
+                    const kvx_gather_options_t *options, void *stream) {
   KVX_TRY(validate_gather(cache, gather, options));
-  KVX_TRY(check_reachable("cache.k", "cache.v", *cache));
-  KVX_TRY(check_reachable("gather.io.key", gather->io.key));
-  KVX_TRY(check_reachable("gather.io.value", gather->io.value));
+  const std::array<Named, 4> tensors = {{{"cache.k", &cache->k},
+                                         {"cache.v", &cache->v},
+                                         {"gather.io.key", &gather->io.key},
+                                         {"gather.io.value", &gather->io.value}}};
+  bool on_device;
+  KVX_TRY(place(tensors, &on_device));
   if (gather->io.num_tokens == 0) return KVX_STATUS_OK;
   kvx_gather_options_t defaults{};
   defaults.null_block_id = KVX_NO_NULL_BLOCK;
   TensorPair pairs[2];
   Plan plan;
   plan_gather(*cache, *gather, options ? *options : defaults, pairs, &plan);
-  return run_plan(plan);
+  return run_plan(plan, tensors, on_device, stream);
 }
 
-kvx_status_t migrate(const kvx_migrate_desc_t *migrate) {
+kvx_status_t migrate(const kvx_migrate_desc_t *migrate, void *stream) {
   KVX_TRY(validate_migrate(migrate));
+  std::vector<Named> tensors;
   for (uint32_t l = 0; l < migrate->src->num_layers; ++l) {
-    KVX_TRY(check_reachable("src.layers[].k", "src.layers[].v", *migrate->src->layers[l]));
-    KVX_TRY(check_reachable("dst.layers[].k", "dst.layers[].v", *migrate->dst->layers[l]));
+    const kvx_cache_desc_t &src = *migrate->src->layers[l], &dst = *migrate->dst->layers[l];
+    tensors.push_back({"src.layers[].k", &src.k});
+    tensors.push_back({"src.layers[].v", &src.v});
+    tensors.push_back({"dst.layers[].k", &dst.k});
+    tensors.push_back({"dst.layers[].v", &dst.v});
   }
+  bool on_device;
+  KVX_TRY(place(tensors, &on_device));
   std::vector<TensorPair> pairs(size_t{2} * migrate->src->num_layers);
   Plan plan;
   plan_migrate(*migrate, pairs.data(), &plan);
-  return run_plan(plan);
+  return run_plan(plan, tensors, on_device, stream);
 }
 
 // No exception leaves the library; it is memory that runs out, before the first write.
@@ -110,21 +160,37 @@ kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t *cache) {
   return kvx::guarded([=] { return kvx::validate_cache(cache); });
 }
 
-kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write, void *) {
-  return kvx::guarded([=] { return kvx::write(cache, write); });
+kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                          void *stream) {
+  return kvx::guarded([=] { return kvx::write(cache, write, nullptr, stream); });
 }
 
-kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather, void *) {
-  return kvx::guarded([=] { return kvx::gather(cache, gather, nullptr); });
+kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                              const kvx_write_options_t *options, void *stream) {
+  return kvx::guarded([=] { return kvx::write(cache, write, options, stream); });
+}
+
+kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
+                           void *stream) {
+  return kvx::guarded([=] { return kvx::gather(cache, gather, nullptr, stream); });
 }
 
 kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                               const kvx_gather_options_t *options, void *) {
-  return kvx::guarded([=] { return kvx::gather(cache, gather, options); });
+                               const kvx_gather_options_t *options, void *stream) {
+  return kvx::guarded([=] { return kvx::gather(cache, gather, options, stream); });
 }
 
-kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *) {
-  return kvx::guarded([=] { return kvx::migrate(migrate); });
+kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *stream) {
+  return kvx::guarded([=] { return kvx::migrate(migrate, stream); });
+}
+
+kvx_status_t kvx_device_status(void *stream) {
+#if KVX_WITH_CUDA
+  if (kvx::cuda::has_device())
+    return kvx::guarded([=] { return kvx::cuda::report_status(stream); });
+#endif
+  static_cast<void>(stream);
+  return KVX_STATUS_OK;
 }
 
 const char *kvx_last_error(void) { return kvx::last_error(); }
@@ -138,6 +204,9 @@ kvx_status_t kvx_backend_info(kvx_backend_info_t *info) {
   const uint32_t size = info->size;
   *info = {};
   info->size = size;
+#if KVX_WITH_CUDA
+  info->has_cuda = 1;
+#endif
   info->num_threads = kvx::cpu::num_threads();
   info->cpu_isa = kvx::cpu::kernels().isa;
   info->version = KVX_VERSION;

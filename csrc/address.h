@@ -58,16 +58,17 @@ KVX_HD Place place_in_block(const Address &a, int64_t block, uint32_t offset) {
 }
 
 // Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
+// Kernels are given no others (cuda/run.cu refuses them).
 struct Division {
   uint64_t quotient;
   uint32_t remainder;
 };
 KVX_HD Division divide(uint64_t number, uint32_t divisor) {
-  if (number <= UINT32_MAX) {
-    const auto narrow = static_cast<uint32_t>(number);
-    return {narrow / divisor, narrow % divisor};
-  }
-  return {number / divisor, static_cast<uint32_t>(number % divisor)};
+#if !defined(__CUDA_ARCH__)
+  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
+#endif
+  const auto narrow = static_cast<uint32_t>(number);
+  return {narrow / divisor, narrow % divisor};
 }
 
 // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
@@ -86,30 +87,86 @@ KVX_HD uint64_t table_entry(const Address &a, uint64_t row, uint64_t column) {
   return table_row * a.max_blocks_per_seq + column;
 }
 
+// The place that a slot or a table's entry names, `offset` tokens into the block of an entry.
+KVX_HD Place place_of(const Address &a, int64_t entry, uint32_t offset) {
+  if (a.mode == Addressing::kPacked) return place_in_block(a, entry, offset);
+  if (a.mode == Addressing::kKvOffsets)
+    return place_in_pool(a, static_cast<int32_t>(entry), offset);
+  if (a.mode == Addressing::kSlots) {
+    if (entry < 0 || entry == a.invalid_slot) return {-1, 0, 1, false};
+    const Division at = divide(static_cast<uint64_t>(entry), a.block_size);
+    entry = static_cast<int64_t>(at.quotient);
+    offset = at.remainder;
+  }
+  Place place = place_in_block(a, entry, offset);
+  place.run = 1;
+  return place;
+}
+
 // Where token `token` of row `row` lies; `flat` numbers the tokens of all rows, for slots.
 KVX_HD Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat) {
-  if (a.mode == Addressing::kSlots) {
-    const int64_t slot = a.indices[flat];
-    if (slot < 0 || slot == a.invalid_slot) return {-1, 0, 1, false};
-    const Division at = divide(static_cast<uint64_t>(slot), a.block_size);
-    Place place = place_in_block(a, static_cast<int64_t>(at.quotient), at.remainder);
-    place.run = 1;
-    return place;
-  }
+  if (a.mode == Addressing::kSlots) return place_of(a, a.indices[flat], 0);
   const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
   if (a.mode == Addressing::kDense)  // the row is the block
     return place_in_block(a, static_cast<int64_t>(row), static_cast<uint32_t>(position));
   const Division at = divide(position, a.block_size);
-  if (a.mode == Addressing::kRagged) {
-    const uint64_t entry = static_cast<uint64_t>(a.indptr[row]) + position;
-    Place place = place_in_block(a, a.indices[entry], at.remainder);
-    place.run = 1;
-    return place;
+  const uint64_t entry = a.mode == Addressing::kRagged
+                             ? static_cast<uint64_t>(a.indptr[row]) + position
+                             : table_entry(a, row, at.quotient);
+  return place_of(a, a.indices[entry], at.remainder);
+}
+
+// What an index can be that only the data shows.
+enum class Fault : uint8_t {
+  kNone,
+  kSlot,         // past the cache
+  kBlock,        // past the cache
+  kNoSecondary,  // in a secondary pool that is not there
+  kPoolBlock,    // past its pool
+  kSubBlock,     // another tensor's
+  kLength,       // negative
+  kStart,        // negative
+  kCapacity,     // a row needs more than its table, or its block, holds
+  kIndptr,       // out of order
+  kSlotCount,    // fewer slots than tokens
+  kScale,        // not finite or not positive
+};
+
+// Whether a slot or an entry of a table is in range; null is.
+KVX_HD Fault fault_of(const Address &a, int64_t entry) {
+  if (a.mode == Addressing::kSlots) {
+    const auto limit = static_cast<int64_t>(a.num_blocks * a.block_size);
+    return entry < limit || entry == a.invalid_slot ? Fault::kNone : Fault::kSlot;
   }
-  const int64_t entry = a.indices[table_entry(a, row, at.quotient)];
-  return a.mode == Addressing::kPacked
-             ? place_in_block(a, entry, at.remainder)
-             : place_in_pool(a, static_cast<int32_t>(entry), at.remainder);
+  if (a.mode != Addressing::kKvOffsets) {
+    const bool null = entry < 0 || entry == a.null_block;
+    return null || static_cast<uint64_t>(entry) < a.num_blocks ? Fault::kNone : Fault::kBlock;
+  }
+  if (entry == -1) return Fault::kNone;
+  const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
+  const uint32_t id = index & ~kSecondaryPool;
+  const bool secondary = (index & kSecondaryPool) != 0;
+  if (id / a.sub_blocks == a.null_block) return Fault::kNone;
+  const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
+  if (secondary && blocks == 0) return Fault::kNoSecondary;
+  if (id / a.sub_blocks >= blocks) return Fault::kPoolBlock;
+  return id % a.sub_blocks == a.sub_block ? Fault::kNone : Fault::kSubBlock;
+}
+
+// What an entry that fault_of refuses had to stay below: tokens, or blocks of its pool.
+KVX_HD uint64_t limit_of(const Address &a, int64_t entry) {
+  if (a.mode == Addressing::kSlots) return a.num_blocks * a.block_size;
+  return a.mode == Addressing::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
+                                                                             : a.num_blocks;
+}
+
+// How many tokens a row can have here.
+KVX_HD uint64_t capacity_of(const Address &a, uint64_t row) {
+  if (a.mode == Addressing::kSlots) return UINT64_MAX;
+  if (a.mode == Addressing::kDense) return a.block_size;
+  if (a.mode == Addressing::kRagged)
+    return static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]);
+  return uint64_t{a.max_blocks_per_seq} * a.block_size;
 }
 
 }  // namespace kvx

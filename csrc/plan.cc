@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "scale.h"
+#if KVX_WITH_CUDA
+#include "cuda/run.h"
+#endif
 
 namespace kvx {
 namespace {
@@ -18,11 +21,11 @@ void set_dim(Side *side, int64_t outer, int64_t inner, int64_t pack, int64_t dim
   side->pack = static_cast<uint32_t>(pack);
 }
 
-// Bytes from one to the next along an axis. Where there is no next, the stride may be anything.
+// Bytes from one to the next along an axis. Where there is no next, the descriptor's stride may be
+// anything, and `none` stands for it: 0 is what vectors like and what repeats nothing.
 template <class Desc>
-int64_t step_bytes(const Desc &desc, int axis) {
-  const int64_t size = size_of(desc.dtype);
-  return desc.shape[axis] > 1 ? desc.stride[axis] * size : size;
+int64_t step_bytes(const Desc &desc, int axis, int64_t none = 0) {
+  return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : none;
 }
 
 Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
@@ -33,8 +36,9 @@ Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
   side.token_stride = step_bytes(tensor, axes.token);
   side.head_stride = step_bytes(tensor, axes.head);
   side.base = static_cast<uint8_t *>(tensor.data) + head_start * side.head_stride;
-  const int64_t inner = step_bytes(tensor, axes.inner);
-  const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer);
+  const int64_t size = size_of(tensor.dtype);
+  const int64_t inner = step_bytes(tensor, axes.inner, size);
+  const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer, size);
   set_dim(&side, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
   return side;
 }
@@ -58,7 +62,7 @@ Side io_side(const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
   side.block_stride = tensor.ndim == 4 ? step_bytes(tensor, 0)
                                        : static_cast<int64_t>(tokens_per_row) * side.token_stride;
   side.head_stride = step_bytes(tensor, head);
-  const int64_t inner = step_bytes(tensor, head + 1);
+  const int64_t inner = step_bytes(tensor, head + 1, size_of(tensor.dtype));
   set_dim(&side, inner, inner, 1, tensor.shape[head + 1]);
   return side;
 }
@@ -103,15 +107,21 @@ bool is_unit(const Scales &scales) {
 void finish(TensorPair *pair, bool scales_readable) {
   if (scales_readable) {
     if (is_unit(pair->src_scales)) pair->src_scales = {};
-    if (is_unit(pair->dst_scales)) pair->dst_scales = {};
+    if (!pair->find_scales && is_unit(pair->dst_scales)) pair->dst_scales = {};
   }
   const Scales &src = pair->src_scales, &dst = pair->dst_scales;
   const bool same_scale =
       (!src.data && !dst.data) ||
       (src.data && dst.data && is_one_scale(src) && is_one_scale(dst) && scales_readable &&
-       read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
+       !pair->find_scales && read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
   pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
   if (!pair->convert) pair->src_scales = pair->dst_scales = {};
+}
+
+void set_flags(Plan *plan, uint32_t flags) {
+  plan->zero_fill = flags & KVX_FLAG_ZERO_FILL;
+  plan->background = flags & KVX_FLAG_BACKGROUND;
+  plan->copy_engine = flags & KVX_FLAG_COPY_ENGINE;
 }
 
 bool rows_follow(const Side &k, const Side &v, uint32_t k_dim, uint32_t v_dim) {
@@ -217,6 +227,13 @@ Extent all_of(const kvx_view_t &view, bool secondary) {
 
 }  // namespace
 
+bool is_readable(kvx_memory_type_t memory) {
+#if KVX_WITH_CUDA
+  if (memory == KVX_MEMORY_UNIFIED) return !cuda::has_device();
+#endif
+  return memory != KVX_MEMORY_DEVICE;
+}
+
 Axes axes_of(const kvx_tensor_desc_t &tensor) {
   if (tensor.layout == KVX_LAYOUT_BLOCK_NHD) return {0, 1, 2, -1, 3};
   if (tensor.ndim == 5) return {0, 3, 1, 2, 4};
@@ -313,8 +330,8 @@ bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
   return true;
 }
 
-void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, TensorPair *pairs,
-                Plan *plan) {
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                TensorPair *pairs, Plan *plan) {
   const bool has_v = !is_absent(cache.v);
   *plan = {};
   plan->pairs = pairs;
@@ -324,7 +341,8 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
-  plan->names = {"", "write.slots.slots", "", "", ""};
+  plan->call = Call::kWrite;
+  set_flags(plan, flags);
   plan->src[0] = plan->src[1] = dense_address(1, write.io.num_tokens);
   plan->dst[0] = plan->dst[1] = slots_address(cache, write.slots);
   pairs[1] = {};
@@ -341,7 +359,8 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, Te
     pair.src = io_side(io, write.io.num_tokens);
     pair.dst = side_of(tensor, 0);
     pair.dst_scales = scales_of(&scale, tensor.dtype, 0);
-    finish(&pair, is_readable(tensor.memory));
+    pair.find_scales = flags & KVX_FLAG_FIND_SCALES;
+    finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
   }
   if (has_v) merge_kv(&pairs[0], &pairs[1]);
 }
@@ -353,14 +372,14 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
   plan->pairs = pairs;
   plan->has_v = has_v;
   plan->num_layers = 1;
-  plan->zero_fill = options.flags & KVX_FLAG_ZERO_FILL;
+  set_flags(plan, options.flags);
   plan->same_places = !is_kv_offsets(gather.block_table);
   plan->rows.count = rows_of(gather.block_table);
   plan->rows.rows_per_len = is_kv_offsets(gather.block_table) ? gather.block_table.beam_width : 1;
   plan->rows.lens = ints(gather.seq_lens.lengths, gather.seq_lens.dtype);
   plan->rows.max_len = gather.max_seq_len;
   plan->rows.fill_to_max = plan->zero_fill;
-  plan->names = {"gather.block_table", "", "", "", "gather.seq_lens.lengths"};
+  plan->call = Call::kGather;
   pairs[1] = {};
   for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? gather.io.value : gather.io.key;
@@ -377,7 +396,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, tensor, cache.pool);
     pair.dst = io_side(io, gather.max_seq_len);
     pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
-    finish(&pair, is_readable(tensor.memory));
+    finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
   }
   if (has_v && plan->same_places) merge_kv(&pairs[0], &pairs[1]);
 }
@@ -388,16 +407,14 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   plan->pairs = pairs;
   plan->num_layers = src.num_layers;
   plan->has_v = !is_absent(src.layers[0]->v);
-  plan->zero_fill = migrate.flags & KVX_FLAG_ZERO_FILL;
+  set_flags(plan, migrate.flags);
   plan->check_same_pool = are_same_pool(src, dst);
   plan->rows.count = rows_of(migrate);
   const uint32_t sequences = migrate.seq_lens->seq_count;
   plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
   plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
   plan->rows.max_len = UINT64_MAX;
-  plan->names = {src.slots ? "src.slots.slots" : "src.block_table",
-                 dst.slots ? "dst.slots.slots" : "dst.block_table", "src.starts.lengths",
-                 "dst.starts.lengths", "migrate.seq_lens.lengths"};
+  plan->call = Call::kMigrate;
   plan->same_places = !(src.block_table && is_kv_offsets(*src.block_table)) &&
                       !(dst.block_table && is_kv_offsets(*dst.block_table));
   for (uint8_t kv = 0; kv < 2; ++kv) {
@@ -427,6 +444,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
         add_secondary(&pair.src, src_tensor, from.pool);
       if (dst.block_table && is_kv_offsets(*dst.block_table))
         add_secondary(&pair.dst, dst_tensor, to.pool);
+      pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
     }
     if (plan->same_places) merge_kv(&pairs[l * 2], &pairs[l * 2 + 1]);

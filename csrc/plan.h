@@ -30,8 +30,9 @@ struct TensorPair {
   Side src, dst;
   Scales src_scales, dst_scales;
   uint32_t num_heads, head_dim;
-  uint8_t kv;    // which address of the plan: K 0, V 1
-  bool convert;  // dtype or scale differs; otherwise bytes are copied
+  uint8_t kv;        // which address of the plan: K 0, V 1
+  bool convert;      // dtype or scale differs; otherwise bytes are copied
+  bool find_scales;  // dst_scales are found on the way and stored
 };
 
 // The tokens that move: row r has min(lens[r / rows_per_len], max_len) of them, or `uniform_len`
@@ -44,13 +45,18 @@ struct Rows {
   Ints lens;
   bool fill_to_max;  // rows go on to max_len with tokens that have no source
 
+  KVX_HD int64_t length_of(uint64_t row) const {
+    if (!lens.data) return static_cast<int64_t>(uniform_len);
+    return lens[divide(row, rows_per_len).quotient];
+  }
   KVX_HD uint64_t stored(uint64_t row) const {
-    if (!lens.data) return uniform_len;
-    const uint64_t len = static_cast<uint64_t>(lens[row / rows_per_len]);
+    const auto len = static_cast<uint64_t>(length_of(row));
     return len < max_len ? len : max_len;
   }
   KVX_HD uint64_t length(uint64_t row) const { return fill_to_max ? max_len : stored(row); }
 };
+
+enum class Call : uint8_t { kWrite, kGather, kMigrate };
 
 // What the caller calls the fields whose data can be out of range.
 struct Names {
@@ -63,8 +69,9 @@ struct Plan {
   bool same_places;        // K and V are found at the same blocks and offsets
   bool has_v;
   bool zero_fill;
-  bool check_same_pool;  // both ends share memory: their blocks must be disjoint
-  Names names;
+  bool background, copy_engine;  // how a device moves it
+  bool check_same_pool;          // both ends share memory: their blocks must be disjoint
+  Call call;
 
   // K and V of layer l are pairs[2 * l + kv]. num_heads 0: nothing to move, because the cache has
   // no V or because K's pair moves both.
@@ -78,7 +85,7 @@ struct Axes {
 };
 Axes axes_of(const kvx_tensor_desc_t &tensor);
 
-constexpr int64_t size_of(kvx_dtype_t dtype) {
+KVX_HD constexpr int64_t size_of(kvx_dtype_t dtype) {
   switch (dtype) {
     case KVX_DTYPE_F32:
     case KVX_DTYPE_S32:
@@ -103,14 +110,9 @@ inline bool is_absent(const kvx_tensor_desc_t &tensor) {
   return tensor.data == nullptr && tensor.ndim == 0;
 }
 
-// The host may read it while the call is prepared. A build without CUDA treats UNIFIED as HOST.
-inline bool is_readable(kvx_memory_type_t memory) {
-#if KVX_WITH_CUDA
-  return memory == KVX_MEMORY_HOST;
-#else
-  return memory != KVX_MEMORY_DEVICE;
-#endif
-}
+// The host may read it while the call is prepared: a call on UNIFIED memory runs on the host where
+// there is no device.
+bool is_readable(kvx_memory_type_t memory);
 
 inline bool is_kv_offsets(const kvx_block_table_t &table) {
   return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
@@ -154,8 +156,8 @@ bool share_memory(const kvx_view_t &src, const kvx_view_t &dst);
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
 
 // Each takes validated arguments and fills `plan`; `pairs` has room for two pairs per layer.
-void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, TensorPair *pairs,
-                Plan *plan);
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                TensorPair *pairs, Plan *plan);
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
                  const kvx_gather_options_t &options, TensorPair *pairs, Plan *plan);
 void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *plan);

@@ -1,4 +1,4 @@
-// One scale as float32, from HOST memory.
+// One scale: in HOST memory, and as it is found for a row.
 #pragma once
 
 #include <cmath>
@@ -13,6 +13,25 @@ inline float read_scale(const void *data, kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_F16 ? F16::decode(bits) : Bf16::decode(bits);
 }
 
+inline void write_scale(void *data, kvx_dtype_t dtype, float scale) {
+  if (dtype == KVX_DTYPE_F32) {
+    *static_cast<float *>(data) = scale;
+  } else {
+    *static_cast<uint16_t *>(data) =
+        dtype == KVX_DTYPE_F16 ? F16::encode(scale) : Bf16::encode(scale);
+  }
+}
+
 inline bool is_usable_scale(float scale) { return std::isfinite(scale) && scale > 0.0f; }
+
+// The scale of an FP8 row whose largest magnitude is `amax`, as it is read back once it is stored.
+// Spec: E.9
+KVX_HD float found_scale(float amax, kvx_dtype_t fp8, kvx_dtype_t scale_dtype) {
+  const float exact = amax / (fp8 == KVX_DTYPE_F8_E4M3 ? 448.0f : 57344.0f);
+  const float stored = scale_dtype == KVX_DTYPE_F32   ? exact
+                       : scale_dtype == KVX_DTYPE_F16 ? F16::decode(F16::encode(exact))
+                                                      : Bf16::decode(Bf16::encode(exact));
+  return stored > 0.0f && bits_of(stored) < kInfinity ? stored : 1.0f;
+}
 
 }  // namespace kvx

@@ -179,7 +179,8 @@ kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape
 
 // No two elements share memory. Sufficient, and met by every order of axes with any padding: seen
 // from the smallest stride up, each stride steps over all that lies below it.
-kvx_status_t check_disjoint(const Path &path, const kvx_tensor_desc_t &tensor) {
+template <class Desc>
+kvx_status_t check_disjoint(const Path &path, const Desc &tensor) {
   uint32_t order[KVX_MAX_TENSOR_DIMS], n = 0;
   for (uint32_t axis = 0; axis < tensor.ndim; ++axis) {
     if (tensor.shape[axis] == 0) return KVX_STATUS_OK;
@@ -594,10 +595,40 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t check_flags(const Path &path, uint32_t flags) {
-  if (!(flags & ~KVX_FLAG_ZERO_FILL)) return KVX_STATUS_OK;
-  return KVX_INVALID("%s.flags is %#x, expected 0 or ZERO_FILL (1) (spec E.2)", KVX_AT(path),
-                     flags);
+kvx_status_t check_flags(const Path &path, uint32_t flags, uint32_t known) {
+  if (flags & ~known) {
+    return KVX_INVALID("%s.flags is %#x, expected no bits but those of %#x (spec E.2)",
+                       KVX_AT(path), flags, known);
+  }
+  constexpr uint32_t kBoth = KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE;
+  if ((flags & kBoth) == kBoth) {
+    return KVX_INVALID(
+        "%s.flags is %#x, expected BACKGROUND (2) or COPY_ENGINE (4), not both "
+        "(spec E.2)",
+        KVX_AT(path), flags);
+  }
+  return KVX_STATUS_OK;
+}
+
+// Scales that the call itself finds and stores.
+kvx_status_t check_found_scales(const Path &path, const kvx_scale_desc_t *desc,
+                                const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
+  if (is_absent(tensor)) return KVX_STATUS_OK;
+  if (!is_fp8(tensor.dtype)) {
+    return KVX_INVALID("%s.dtype is %s, expected FP8 with FIND_SCALES (spec E.9)",
+                       KVX_AT(tensor_path), name_of(tensor.dtype));
+  }
+  if (!desc || !desc->data) {
+    return KVX_INVALID("%s is NULL, expected room for the scales with FIND_SCALES (spec E.9)",
+                       KVX_AT(path));
+  }
+  if (desc->granularity != KVX_SCALE_PER_TOKEN_HEAD) {
+    return KVX_INVALID(
+        "%s.granularity is %d, expected PER_TOKEN_HEAD (16) with FIND_SCALES "
+        "(spec E.9)",
+        KVX_AT(path), desc->granularity);
+  }
+  return check_disjoint(path, *desc);
 }
 
 // The scale entry of a list that may be missing altogether.
@@ -778,9 +809,17 @@ kvx_status_t validate_cache(const kvx_cache_desc_t *cache) {
   return check_cache({nullptr, "cache"}, cache);
 }
 
-kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write) {
-  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"};
+kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                            const kvx_write_options_t *options) {
+  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"}, with{nullptr, "options"};
   KVX_TRY(validate_cache(cache));
+  uint32_t flags = 0;
+  if (options) {
+    KVX_TRY(check_struct(with, options));
+    flags = options->flags;
+    KVX_TRY(check_flags(with, flags,
+                        KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
+  }
   KVX_TRY(check_struct(path, write));
   KVX_TRY(check_io({&path, "io"}, *cache, write->io, {false, 0, 0}, /*output=*/false));
   const Path slots{&path, "slots"};
@@ -789,12 +828,21 @@ kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_
     return KVX_INVALID("%s.token_count is %u, expected io.num_tokens %u (spec 6.4)", KVX_AT(slots),
                        write->slots.token_count, write->io.num_tokens);
   }
-  KVX_TRY(check_scales({&path, write->k_scale_desc.data ? "k_scale_desc" : "k_scale"},
-                       scale_or_pointer(write->k_scale_desc, write->k_scale), *cache, cache->k,
-                       {&cache_path, "k"}));
-  return check_scales({&path, write->v_scale_desc.data ? "v_scale_desc" : "v_scale"},
-                      scale_or_pointer(write->v_scale_desc, write->v_scale), *cache, cache->v,
-                      {&cache_path, "v"});
+  for (const bool is_v : {false, true}) {
+    const kvx_scale_desc_t &desc = is_v ? write->v_scale_desc : write->k_scale_desc;
+    const kvx_tensor_desc_t &tensor = is_v ? cache->v : cache->k;
+    const Path tensor_path{&cache_path, is_v ? "v" : "k"};
+    const char *const field =
+        is_v ? (desc.data ? "v_scale_desc" : "v_scale") : (desc.data ? "k_scale_desc" : "k_scale");
+    KVX_TRY(check_scales({&path, field},
+                         scale_or_pointer(desc, is_v ? write->v_scale : write->k_scale), *cache,
+                         tensor, tensor_path));
+    if (flags & KVX_FLAG_FIND_SCALES) {
+      KVX_TRY(check_found_scales({&path, is_v ? "v_scale_desc" : "k_scale_desc"}, &desc,
+                                 tensor_path, tensor));
+    }
+  }
+  return KVX_STATUS_OK;
 }
 
 kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
@@ -823,7 +871,8 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
                    /*output=*/true));
   if (!options) return KVX_STATUS_OK;
   KVX_TRY(check_struct(with, options));
-  KVX_TRY(check_flags(with, options->flags));
+  KVX_TRY(check_flags(with, options->flags,
+                      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE));
   for (const bool is_v : {false, true}) {
     const kvx_scale_desc_t *desc = is_v ? options->v_scale : options->k_scale;
     if (!desc) continue;
@@ -839,7 +888,9 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   const Path path{nullptr, "migrate"}, src{nullptr, "src"}, dst{nullptr, "dst"};
   KVX_TRY(check_struct(path, migrate));
-  KVX_TRY(check_flags(path, migrate->flags));
+  KVX_TRY(check_flags(
+      path, migrate->flags,
+      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
   const Path lens_path{&path, "seq_lens"};
   if (!migrate->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens_path));
   KVX_TRY(check_lens(lens_path, *migrate->seq_lens));
@@ -851,6 +902,17 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   }
   for (uint32_t l = 0; l < migrate->src->num_layers; ++l)
     KVX_TRY(check_layer_pair(src, dst, *migrate, l));
+  if (migrate->flags & KVX_FLAG_FIND_SCALES) {
+    for (uint32_t i = 0; i < 2 * migrate->dst->num_layers; ++i) {
+      const bool is_v = i % 2;
+      const kvx_view_t &view = *migrate->dst;
+      const Path layer{&dst, "layers", i / 2};
+      KVX_TRY(check_found_scales({&dst, is_v ? "v_scales" : "k_scales", i / 2},
+                                 entry(is_v ? view.v_scales : view.k_scales, i / 2),
+                                 {&layer, is_v ? "v" : "k"},
+                                 is_v ? view.layers[i / 2]->v : view.layers[i / 2]->k));
+    }
+  }
   const uint64_t rows = rows_of(*migrate);
   KVX_TRY(check_rows(src, *migrate->src, rows));
   KVX_TRY(check_rows(dst, *migrate->dst, rows));

@@ -6,7 +6,8 @@
 namespace kvx {
 
 kvx_status_t validate_cache(const kvx_cache_desc_t *cache);
-kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write);
+kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                            const kvx_write_options_t *options);
 kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
                              const kvx_gather_options_t *options);
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate);

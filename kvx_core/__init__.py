@@ -7,6 +7,7 @@ and migrate move tokens; verify compares two caches. Engines are described by kv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvx_core import _abi
 from kvx_core.descriptors import (
@@ -29,15 +30,34 @@ from kvx_core.errors import (
     UnsupportedError,
 )
 from kvx_core.facts import CacheFacts, compare, fingerprint
-from kvx_core.geometry import CacheGeometry
 from kvx_core.migrate import migrate
-from kvx_core.ops import GatherPlan, WritePlan, gather_kv, write_kv
+from kvx_core.ops import GatherPlan, WritePlan, device_status, gather_kv, write_kv
 from kvx_core.tensors import Borrowed, TensorLike, borrow
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity, Status
+from kvx_core.types import (
+    BlockTableFormat,
+    DType,
+    Layout,
+    Memory,
+    ScaleGranularity,
+    Status,
+    Transfer,
+)
 from kvx_core.verify import Difference, Verification, verify
 from kvx_core.view import CacheSpan, CacheView
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvx_core.geometry import CacheGeometry
+else:
+
+    def __getattr__(name: str) -> object:
+        """CacheGeometry, imported when it is first asked for: it alone needs pydantic."""
+        if name != "CacheGeometry":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from kvx_core.geometry import CacheGeometry
+
+        return CacheGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +123,7 @@ __all__ = [
     "Status",
     "TensorDesc",
     "TensorLike",
+    "Transfer",
     "UnsupportedError",
     "Verification",
     "WritePlan",
@@ -111,6 +132,7 @@ __all__ = [
     "borrow",
     "compare",
     "describe",
+    "device_status",
     "fingerprint",
     "gather_kv",
     "migrate",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +20,9 @@ ABI_MAJOR = 1
 MAX_TENSOR_DIMS = 5
 FLAG_KVCACHEINDEX = 1 << 0
 FLAG_ZERO_FILL = 1 << 0
+FLAG_BACKGROUND = 1 << 1
+FLAG_COPY_ENGINE = 1 << 2
+FLAG_FIND_SCALES = 1 << 3
 NO_NULL_BLOCK = -1
 
 _Dims = c_int64 * MAX_TENSOR_DIMS
@@ -184,6 +187,13 @@ class kvx_backend_info_t(_Struct):
     )
 
 
+class kvx_write_options_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("flags", c_uint32),
+    )
+
+
 class kvx_gather_options_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
@@ -227,11 +237,22 @@ class kvx_migrate_desc_t(_Struct):
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_get_version": (POINTER(kvx_version_t),),
     "kvx_validate_cache_desc": (POINTER(kvx_cache_desc_t),),
-    # These take a reference or, from a plan, an address: that is an object less for each struct.
-    "kvx_write_kv": (c_void_p, c_void_p, c_void_p),
-    "kvx_gather_kv": (c_void_p, c_void_p, c_void_p),
-    "kvx_gather_kv_ext": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "kvx_write_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_write_desc_t), c_void_p),
+    "kvx_write_kv_ext": (
+        POINTER(kvx_cache_desc_t),
+        POINTER(kvx_write_desc_t),
+        POINTER(kvx_write_options_t),
+        c_void_p,
+    ),
+    "kvx_gather_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_gather_desc_t), c_void_p),
+    "kvx_gather_kv_ext": (
+        POINTER(kvx_cache_desc_t),
+        POINTER(kvx_gather_desc_t),
+        POINTER(kvx_gather_options_t),
+        c_void_p,
+    ),
     "kvx_migrate_kv": (POINTER(kvx_migrate_desc_t), c_void_p),
+    "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),
 }
@@ -239,12 +260,16 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> Any:
-    """libkvx, loaded once: the file $KVX_LIBRARY names, or else libkvx.so beside this file.
+    """libkvx, loaded once: the file $KVX_LIBRARY names, or else libkvx.so beside this file."""
+    named = os.environ.get("KVX_LIBRARY")
+    return load(Path(named) if named else Path(__file__).with_name("libkvx.so"))
+
+
+def load(path: Path) -> Any:
+    """The libkvx at `path`, its functions ready to be called.
 
     Raises ImportError if there is none, IncompatibleError if its ABI major is not ours.
     """
-    named = os.environ.get("KVX_LIBRARY")
-    path = Path(named) if named else Path(__file__).with_name("libkvx.so")
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
@@ -273,14 +298,19 @@ def library() -> Any:
     return lib
 
 
-def check(status: int) -> None:
+def check(status: int, lib: Any = None) -> None:
     """Raises the exception of a failing `status` with the sentence that C left for it."""
     if status:
-        sentence = library().kvx_last_error().decode()
+        sentence = (lib or library()).kvx_last_error().decode()
         raise BY_STATUS.get(status, InternalError)(sentence)
 
 
 _S = TypeVar("_S", bound=_Struct)
+
+
+def flags(zero_fill: bool = False, find_scales: bool = False) -> int:
+    """The KVX_FLAG_* of a call, but for its Transfer, whose values are flags themselves."""
+    return FLAG_ZERO_FILL * zero_fill | FLAG_FIND_SCALES * find_scales
 
 
 def dims(extents: Sequence[int]) -> Any:
@@ -313,14 +343,29 @@ def reference(struct: _Struct) -> Any:
     return ctypes.byref(struct)
 
 
-def address_of(struct: _Struct) -> int:
-    """`struct` as the argument of a call; the caller keeps it alive."""
-    return ctypes.addressof(struct)
+Stream = int | Callable[[], int] | None  # a CUDA stream, or what to ask for it at each call
+
+
+def stream_now(stream: Stream) -> int | None:
+    """The stream for a call that is made now."""
+    return stream() if callable(stream) else stream
+
+
+def bound(name: str, *structs: _Struct | None, stream: Stream) -> Callable[[], int]:
+    """A call of libkvx, ready to be made many times; it keeps its structs alive.
+
+    Its arguments are converted here, so it has a function object of its own, without argtypes.
+    """
+    converted = [None if struct is None else ctypes.byref(struct) for struct in structs]
+    call = partial(library()[name], *converted)
+    if callable(stream):
+        return lambda: call(c_void_p(stream()))
+    return partial(call, c_void_p(stream) if stream else None)
 
 
 def words(struct: _Struct) -> memoryview:
-    """The struct as a writable array of int64: the cheapest way to set an address in it."""
-    return memoryview(struct).cast("B").cast("q")
+    """The struct as a writable array of addresses: the cheapest way to set one in it."""
+    return memoryview(struct).cast("B").cast("P")
 
 
 def word(struct_type: Any, *path: str) -> int:

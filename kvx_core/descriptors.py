@@ -7,7 +7,7 @@ cannot see is checked here. Spec: 4, 5, 6
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from kvx_core.tensors import (
     read_array,
     row_major,
 )
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class BlockTable:
         """
         ids = _list("block_table.indices", indices)
         ends = _list("block_table.indptr", indptr)
-        same_memory("block_table.indptr", ends.memory, "block_table.indices", ids.memory)
+        same_memory("block_table.indptr", ends.memory, "block_table.indices is", ids.memory)
         return cls(
             format=BlockTableFormat.RAGGED,
             index_dtype=ids.dtype,
@@ -513,9 +513,30 @@ def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None
         expected,
     ):
         raise InvalidArgumentError(
-            f"{name}.memory is {memory.name}, expected {expected.name}, where {other} is. "
+            f"{name}.memory is {memory.name}, expected {expected.name}, where {other}. "
             "Move it there first"
         )
+
+
+def check_index_memory(
+    indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None],
+    tensors: Mapping[str, TensorDesc],
+    transfer: Transfer,
+) -> None:
+    """Refuses slots, tables and lengths that lie where the call does not run.
+
+    A call runs on the device if any of its tensors lies there; with COPY_ENGINE the host reads the
+    indices all the same.
+    """
+    if transfer is Transfer.COPY_ENGINE:
+        other, expected = "COPY_ENGINE reads them", Memory.HOST
+    else:
+        on_device = (name for name, tensor in tensors.items() if tensor.memory is not Memory.HOST)
+        name = next(on_device, next(iter(tensors)))
+        other, expected = f"{name} is", tensors[name].memory
+    for name, index in indices.items():
+        if index is not None:
+            same_memory(name, index.memory, other, expected)
 
 
 def require_writable(name: str, tensor: TensorDesc) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvx_core import _abi, facts
-from kvx_core.descriptors import SeqLens, require_writable, same_memory
+from kvx_core.descriptors import SeqLens, check_index_memory, require_writable
 from kvx_core.errors import FactsMismatchError
-from kvx_core.tensors import TensorLike
+from kvx_core.tensors import TensorLike, current_stream
+from kvx_core.types import Transfer
 from kvx_core.view import CacheSpan, CacheView
 
 
@@ -18,6 +19,8 @@ def migrate(
     *,
     num_heads: int | None = None,
     zero_fill: bool = False,
+    find_scales: bool = False,
+    transfer: Transfer = Transfer.KERNEL,
     stream: int | None = None,
 ) -> int:
     """Moves sequences from one cache into another: all layers, K and V, in one call and one pass.
@@ -32,7 +35,11 @@ def migrate(
     num_heads: None: all heads, of which both ends hold the same number
     zero_fill: zero the destination tokens whose source block is null; they keep what they held
                otherwise
-    stream:    CUDA stream; None: the default stream. Ignored for HOST memory
+    find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
+               per token and head
+    transfer:  how a device moves the bytes
+    stream:    CUDA stream; None: torch's current one if the destination is a torch tensor, else the
+               default stream. Ignored for HOST memory
     Mutates the destination tokens named above, nothing else.
     Returns the bytes of those tokens as the destination stores them.
     Raises FactsMismatchError if a copy would not mean the same, else InvalidArgumentError,
@@ -49,7 +56,16 @@ def migrate(
     if reasons:
         raise FactsMismatchError(reasons)
     num_tokens = int(lens.to_numpy().sum()) * rows_per_sequence(src, dst, lens)
-    copy_tokens(src, dst, lens, num_heads=num_heads, zero_fill=zero_fill, stream=stream)
+    copy_tokens(
+        src,
+        dst,
+        lens,
+        num_heads=num_heads,
+        zero_fill=zero_fill,
+        find_scales=find_scales,
+        transfer=transfer,
+        stream=stream,
+    )
     return num_tokens * sum(
         (num_heads or layer.num_kv_heads) * head_dim * tensor.dtype.itemsize
         for layer in dst.view.layers
@@ -66,16 +82,28 @@ def copy_tokens(
     *,
     num_heads: int | None = None,
     zero_fill: bool = False,
+    find_scales: bool = False,
+    transfer: Transfer = Transfer.KERNEL,
     stream: int | None = None,
 ) -> None:
-    """What migrate does after it has compared facts."""
+    """What migrate does after it has compared facts. Waits for no device."""
     for i, layer in enumerate(dst.view.layers):
         for name, tensor in layer.tensors.items():
             require_writable(f"dst.layers[{i}].{name}", tensor)
-    if src.view.layers and lens.seq_count:
-        same_memory("seq_lens", lens.memory, "src.layers[0].k", src.view.layers[0].k.memory)
+    if src.view.layers and dst.view.layers:
+        tensors = {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
+        indices = {
+            f"{end}.{name}": getattr(span, name)
+            for end, span in (("src", src), ("dst", dst))
+            for name in ("block_table", "slots", "starts")
+        }
+        if lens.seq_count:
+            indices["seq_lens"] = lens
+        check_index_memory(indices, tensors, transfer)
+        if stream is None:
+            stream = _abi.stream_now(current_stream(tensors["dst.layers[0].k"].owner))
     struct = _abi.kvx_migrate_desc_t(
-        flags=_abi.FLAG_ZERO_FILL if zero_fill else 0,
+        flags=_abi.flags(zero_fill, find_scales) | transfer,
         num_heads=num_heads or 0,
         seq_lens=_abi.pointer_to(lens),
         src=_abi.pointer_to(src),

@@ -7,10 +7,8 @@ refreshes what changes from call to call. Spec: 6.8 to 6.10, 7
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, overload
 
 from kvx_core import _abi
@@ -21,13 +19,14 @@ from kvx_core.descriptors import (
     SeqLens,
     SlotMapping,
     TensorDesc,
+    check_index_memory,
     describe,
     require_writable,
     same_memory,
 )
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.tensors import TensorLike, empty_like_owner, is_torch
-from kvx_core.types import DType, Layout
+from kvx_core.tensors import TensorLike, current_stream, empty_like_owner, is_torch
+from kvx_core.types import DType, Layout, Transfer
 
 Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
 
@@ -40,6 +39,8 @@ def write_kv(
     *,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    find_scales: bool = False,
+    transfer: Transfer = Transfer.KERNEL,
     stream: int | None = None,
 ) -> None:
     """Writes new tokens into a paged cache, converting dtype and scale on the way.
@@ -48,13 +49,19 @@ def write_kv(
                 the cache's; rows past num_tokens are padding; value is None if there is no V
     slots:      (num_tokens,), int32 or int64, or a list of int; negative slots are skipped
     k_scale, v_scale: of an FP8 cache
-    stream:     CUDA stream; None: the default stream. Ignored for HOST memory
-    Mutates the slots named, nothing else.
+    find_scales: find the scales on the way and store them in k_scale and v_scale, which are then
+                per token and head
+    transfer:   how a device moves the bytes
+    stream:     CUDA stream; None: torch's current one if the cache is a torch tensor, else the
+                default stream. Ignored for HOST memory
+    Mutates the slots named, with find_scales their scales too, nothing else. On a device it
+    allocates nothing and waits for nothing: a CUDA graph can capture it. Slots that are out of
+    range are skipped there; device_status tells.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.9, 7
     """
-    scales = _scale(k_scale), _scale(v_scale)
-    _write(cache, _io(key), _io(value), SlotMapping.of(slots), scales, stream)
+    options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
+    _write(cache, _io(key), _io(value), SlotMapping.of(slots), options, stream)
 
 
 def gather_kv(
@@ -70,6 +77,7 @@ def gather_kv(
     null_block_id: int = _abi.NO_NULL_BLOCK,
     zero_fill: bool = False,
     secondary_num_blocks: int = 0,
+    transfer: Transfer = Transfer.KERNEL,
     stream: int | None = None,
 ) -> tuple[Any, Any]:
     """Gathers the first min(length, max_seq_len) cached tokens of every sequence.
@@ -89,8 +97,11 @@ def gather_kv(
     zero_fill:   zero the rows without a source, of null blocks and past a sequence's length; they
                  keep what they held otherwise. New tensors are always zero there
     secondary_num_blocks: blocks in the secondary pool; 0: as many as num_blocks
-    stream:      CUDA stream; None: the default stream. Ignored for HOST memory
-    Mutates those rows of `out`, nothing else. Returns (key, value).
+    transfer:    how a device moves the bytes
+    stream:      CUDA stream; None: torch's current one if the cache is a torch tensor, else the
+                 default stream. Ignored for HOST memory
+    Mutates those rows of `out`, nothing else. Returns (key, value). With `out` a CUDA graph can
+    capture it; blocks that are out of range are skipped on a device, and device_status tells.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.10, 7, E.2
     """
@@ -108,13 +119,50 @@ def gather_kv(
         )
     key, value = out
     options = _GatherOptions(
-        _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks
+        _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks, transfer
     )
     _gather(cache, _io(key), _io(value), table, lens, max_seq_len, options, stream)
     return key, value
 
 
-class WritePlan:
+def device_status(stream: int | None = None) -> None:
+    """Waits for `stream` (None: the default one) and raises what device calls could not say before.
+
+    Calls on DEVICE memory skip tokens whose slot, block, length or scale is out of range, and
+    remember. Returns if none has been skipped on the current device since it was last asked.
+    Raises OutOfRangeError, InvalidArgumentError.
+    """
+    _abi.check(_abi.library().kvx_device_status(stream))
+
+
+# Whether tensors are like those that the call was made for; its struct as words; the call itself.
+_Ready = tuple[Callable[..., bool], memoryview, Callable[[], int]]
+
+
+class _Plan:
+    """Calls that are ready to be made again, by number of tokens or sequences.
+
+    C reads a call's struct without the GIL, so whoever makes a call takes it out of its list and
+    puts it back afterwards. One that finds none describes its tensors anew.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[int, list[_Ready]] = {}
+
+    def _keep(self, tensors: Sequence[Any], words: memoryview, call: Callable[[], int]) -> None:
+        """Keeps the call for tensors like these, the last of which has as many elements."""
+        if len(self._ready) >= 256:
+            self._ready.clear()
+        ready = _like(*tensors), words, call
+        self._ready.setdefault(tensors[-1].numel(), []).append(ready)
+
+
+_WRITE_KEY = _abi.word(_abi.kvx_write_desc_t, "io", "key", "data")
+_WRITE_VALUE = _abi.word(_abi.kvx_write_desc_t, "io", "value", "data")
+_WRITE_SLOTS = _abi.word(_abi.kvx_write_desc_t, "slots", "slots")
+
+
+class WritePlan(_Plan):
     """write_kv with its descriptions kept: one to two microseconds per call.
 
     A plan remembers the last call with each number of tokens. Torch tensors of the same dtypes,
@@ -130,57 +178,59 @@ class WritePlan:
         *,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
-        stream: int | None = None,
+        find_scales: bool = False,
+        transfer: Transfer = Transfer.KERNEL,
+        stream: _abi.Stream = None,
     ) -> None:
         """Checks that tokens like these can be written; writes nothing.
 
-        cache, k_scale, v_scale, stream: as for write_kv; the plan keeps them alive
+        cache and the options: as for write_kv; the plan keeps them alive. `stream` may be a
+        function, which each call asks
         key_like, value_like: (any, num_kv_heads, head_dim), such as calls will pass
         Raises InvalidArgumentError, UnsupportedError.
         """
+        super().__init__()
         self._cache = cache
-        self._scales = _scale(k_scale), _scale(v_scale)
-        self._stream = stream
-        self._bound = _BoundCalls()
-        _write(cache, _io(key_like), _io(value_like), SlotMapping.of(()), self._scales, stream)
+        self._options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
+        self._stream = _stream(cache, stream)
+        _write(cache, _io(key_like), _io(value_like), SlotMapping.of(()), self._options, stream)
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
+        status = None
         try:
-            status = self._bound.calls[slots.numel()](key, value, slots)
-        except (AttributeError, KeyError, TypeError):  # the first such call, or no torch tensors
-            status = None
+            calls = self._ready[slots.numel()]
+            ready = like, words, call = calls.pop()
+            if like(key, value, slots):
+                words[_WRITE_KEY] = key.data_ptr()
+                if value is not None:
+                    words[_WRITE_VALUE] = value.data_ptr()
+                words[_WRITE_SLOTS] = slots.data_ptr()
+                status = call()
+                calls.append(ready)
+        except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
+            pass
         if status is None:
-            mapping = SlotMapping.of(slots)
-            _write(self._cache, _io(key), _io(value), mapping, self._scales, self._stream)
-            if _are_torch(key, value, slots):
-                self._bound.add(slots.numel(), self._bind(key, value, slots))
+            self._describe(key, value, slots)
         elif status:
             _abi.check(status)
 
-    def _bind(self, key: Any, value: Any, slots: Any) -> _BoundCall:
-        write = _write_desc(self._cache, _io(key), _io(value), SlotMapping.of(slots), self._scales)
-        words = _abi.words(write)  # keeps `write` alive
-        at = partial(_abi.word, _abi.kvx_write_desc_t)
-        key_data, value_data = at("io", "key", "data"), at("io", "value", "data")
-        slots_data = at("slots", "slots")
-        cache_c, write_c = _abi.address_of(self._cache.to_c()), _abi.address_of(write)
-        kvx_write_kv, stream = _abi.library().kvx_write_kv, self._stream
-        like = _like(key, value, slots)
-
-        def call(key: Any, value: Any, slots: Any) -> int | None:
-            if not like(key, value, slots):
-                return None
-            words[key_data] = key.data_ptr()
-            if value is not None:
-                words[value_data] = value.data_ptr()
-            words[slots_data] = slots.data_ptr()
-            return kvx_write_kv(cache_c, write_c, stream)  # type: ignore[no-any-return]
-
-        return call
+    def _describe(self, key: Any, value: Any, slots: Any) -> None:
+        mapping, stream = SlotMapping.of(slots), self._stream
+        write = _write(self._cache, _io(key), _io(value), mapping, self._options, stream)
+        if _are_torch(key, value, slots):
+            structs = self._cache.to_c(), write, self._options.to_c()
+            call = _abi.bound("kvx_write_kv_ext", *structs, stream=stream)
+            self._keep((key, value, slots), _abi.words(write), call)
 
 
-class GatherPlan:
+_GATHER_KEY = _abi.word(_abi.kvx_gather_desc_t, "io", "key", "data")
+_GATHER_VALUE = _abi.word(_abi.kvx_gather_desc_t, "io", "value", "data")
+_GATHER_TABLE = _abi.word(_abi.kvx_gather_desc_t, "block_table", "indices")
+_GATHER_LENS = _abi.word(_abi.kvx_gather_desc_t, "seq_lens", "lengths")
+
+
+class GatherPlan(_Plan):
     """gather_kv with its descriptions kept.
 
     A plan remembers the last call with each number of sequences. Torch tensors of the same dtypes,
@@ -199,7 +249,8 @@ class GatherPlan:
         null_block_id: int = _abi.NO_NULL_BLOCK,
         zero_fill: bool = False,
         secondary_num_blocks: int = 0,
-        stream: int | None = None,
+        transfer: Transfer = Transfer.KERNEL,
+        stream: _abi.Stream = None,
     ) -> None:
         """Checks that tokens can be gathered into outputs like these; writes nothing.
 
@@ -207,75 +258,50 @@ class GatherPlan:
         key_like, value_like: outputs as gather_kv takes them, with any number of rows
         Raises InvalidArgumentError, UnsupportedError.
         """
+        super().__init__()
         self._cache = cache
         self._options = _GatherOptions(
-            _scale(k_scale), _scale(v_scale), null_block_id, zero_fill, secondary_num_blocks
+            _scale(k_scale),
+            _scale(v_scale),
+            null_block_id,
+            zero_fill,
+            secondary_num_blocks,
+            transfer,
         )
-        self._options_c = self._options.to_c()
-        self._stream = stream
-        self._bound = _BoundCalls()
+        self._stream = _stream(cache, stream)
         key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
-        self._gather(key, value, BlockTable.packed([]), SeqLens.of([]))
+        table, lens = BlockTable.packed([]), SeqLens.of([])
+        _gather(cache, key, value, table, lens, None, self._options, stream)
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
+        status = None
         try:
-            call = self._bound.calls[seq_lens.numel()]
-            status = call(key, value, block_table, seq_lens)
-        except (AttributeError, KeyError, TypeError):  # the first such call, or no torch tensors
-            status = None
+            calls = self._ready[seq_lens.numel()]
+            ready = like, words, call = calls.pop()
+            if like(key, value, block_table, seq_lens):
+                words[_GATHER_KEY] = key.data_ptr()
+                if value is not None:
+                    words[_GATHER_VALUE] = value.data_ptr()
+                words[_GATHER_TABLE] = block_table.data_ptr()
+                words[_GATHER_LENS] = seq_lens.data_ptr()
+                status = call()
+                calls.append(ready)
+        except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
+            pass
         if status is None:
-            table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-            self._gather(_io(key), _io(value), table, lens)
-            if _are_torch(key, value, block_table, seq_lens):
-                self._bound.add(seq_lens.numel(), self._bind(key, value, block_table, seq_lens))
+            self._describe(key, value, block_table, seq_lens)
         elif status:
             _abi.check(status)
 
-    def _gather(
-        self, key: TensorDesc, value: TensorDesc | None, table: BlockTable, lens: SeqLens
-    ) -> None:
-        _gather(self._cache, key, value, table, lens, None, self._options, self._stream)
-
-    def _bind(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> _BoundCall:
+    def _describe(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-        gather = _gather_desc(self._cache, _io(key), _io(value), table, lens, None)
-        words = _abi.words(gather)  # keeps `gather` alive
-        at = partial(_abi.word, _abi.kvx_gather_desc_t)
-        key_data, value_data = at("io", "key", "data"), at("io", "value", "data")
-        indices, lengths = at("block_table", "indices"), at("seq_lens", "lengths")
-        cache_c, gather_c = _abi.address_of(self._cache.to_c()), _abi.address_of(gather)
-        options_c = _abi.address_of(self._options_c)
-        kvx_gather_kv_ext, stream = _abi.library().kvx_gather_kv_ext, self._stream
-        like = _like(key, value, block_table, seq_lens)
-
-        def call(key: Any, value: Any, block_table: Any, seq_lens: Any) -> int | None:
-            if not like(key, value, block_table, seq_lens):
-                return None
-            words[key_data] = key.data_ptr()
-            if value is not None:
-                words[value_data] = value.data_ptr()
-            words[indices] = block_table.data_ptr()
-            words[lengths] = seq_lens.data_ptr()
-            return kvx_gather_kv_ext(cache_c, gather_c, options_c, stream)  # type: ignore[no-any-return]
-
-        return call
-
-
-# The status of the call, or None, nothing done, for tensors that are not like those it is bound to.
-_BoundCall = Callable[..., int | None]
-
-
-class _BoundCalls(threading.local):
-    """A thread's own bound calls, each with a struct of its own: calls drop the GIL."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, _BoundCall] = {}
-
-    def add(self, count: int, call: _BoundCall) -> None:
-        if len(self.calls) >= 256:
-            self.calls.clear()
-        self.calls[count] = call
+        cache, options, stream = self._cache, self._options, self._stream
+        gather = _gather(cache, _io(key), _io(value), table, lens, None, options, stream)
+        if _are_torch(key, value, block_table, seq_lens):
+            structs = cache.to_c(), gather, options.to_c()
+            call = _abi.bound("kvx_gather_kv_ext", *structs, stream=stream)
+            self._keep((key, value, block_table, seq_lens), _abi.words(gather), call)
 
 
 def _are_torch(*tensors: object) -> bool:
@@ -323,7 +349,18 @@ def _signature(tensor: Any) -> tuple[Any, ...]:
 # From here on only descriptors, which the callers hold until C is done: the structs made of them
 # hold bare addresses.
 
-_Scales = tuple[ScaleDesc | None, ScaleDesc | None]  # of K and of V
+
+@dataclass(frozen=True, slots=True)
+class _WriteOptions:
+    k_scale: ScaleDesc | None
+    v_scale: ScaleDesc | None
+    find_scales: bool
+    transfer: Transfer
+
+    def to_c(self) -> _abi.kvx_write_options_t:
+        return _abi.kvx_write_options_t(
+            flags=_abi.flags(find_scales=self.find_scales) | self.transfer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,10 +370,11 @@ class _GatherOptions:
     null_block_id: int
     zero_fill: bool
     secondary_num_blocks: int
+    transfer: Transfer
 
     def to_c(self) -> _abi.kvx_gather_options_t:
         return _abi.kvx_gather_options_t(
-            flags=_abi.FLAG_ZERO_FILL if self.zero_fill else 0,
+            flags=_abi.flags(self.zero_fill) | self.transfer,
             null_block_id=self.null_block_id,
             secondary_num_blocks=self.secondary_num_blocks,
             k_scale=_abi.pointer_to(self.k_scale),
@@ -349,14 +387,15 @@ def _write(
     key: TensorDesc,
     value: TensorDesc | None,
     slots: SlotMapping,
-    scales: _Scales,
-    stream: int | None,
-) -> None:
+    options: _WriteOptions,
+    stream: _abi.Stream,
+) -> _abi.kvx_write_desc_t:
     for name, tensor in cache.tensors.items():
         require_writable(f"cache.{name}", tensor)
-    write = _write_desc(cache, key, value, slots, scales)
-    kvx_write_kv, ref = _abi.library().kvx_write_kv, _abi.reference
-    _abi.check(kvx_write_kv(ref(cache.to_c()), ref(write), stream))
+    write = _write_desc(cache, key, value, slots, options)
+    now = _abi.stream_now(_stream(cache, stream))
+    _abi.check(_abi.library().kvx_write_kv_ext(cache.to_c(), write, options.to_c(), now))
+    return write
 
 
 def _gather(
@@ -367,15 +406,20 @@ def _gather(
     lens: SeqLens,
     max_seq_len: int | None,
     options: _GatherOptions,
-    stream: int | None,
-) -> None:
+    stream: _abi.Stream,
+) -> _abi.kvx_gather_desc_t:
     for name, tensor in (("key", key), ("value", value)):
         if tensor is not None:
             require_writable(name, tensor)
     _check_scales_memory(cache, (options.k_scale, options.v_scale))
-    gather = _gather_desc(cache, key, value, table, lens, max_seq_len)
-    kvx_gather_kv_ext, ref = _abi.library().kvx_gather_kv_ext, _abi.reference
-    _abi.check(kvx_gather_kv_ext(ref(cache.to_c()), ref(gather), ref(options.to_c()), stream))
+    gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options.transfer)
+    now = _abi.stream_now(_stream(cache, stream))
+    _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
+    return gather
+
+
+def _stream(cache: CacheDesc, stream: _abi.Stream) -> _abi.Stream:
+    return current_stream(cache.k.owner) if stream is None else stream
 
 
 def _write_desc(
@@ -383,12 +427,13 @@ def _write_desc(
     key: TensorDesc,
     value: TensorDesc | None,
     slots: SlotMapping,
-    scales: _Scales,
+    options: _WriteOptions,
 ) -> _abi.kvx_write_desc_t:
     if slots.token_count:
-        same_memory("slots", slots.memory, "cache.k", cache.k.memory)
-    _check_scales_memory(cache, scales)
-    k_scale, v_scale = scales
+        tensors = {"cache.k": cache.k, "key": key}
+        check_index_memory({"slots": slots}, tensors, options.transfer)
+    k_scale, v_scale = options.k_scale, options.v_scale
+    _check_scales_memory(cache, (k_scale, v_scale))
     write = _abi.kvx_write_desc_t(
         io=_io_desc(cache, key, value, slots.token_count), slots=slots.to_c()
     )
@@ -406,11 +451,12 @@ def _gather_desc(
     table: BlockTable,
     lens: SeqLens,
     max_seq_len: int | None,
+    transfer: Transfer,
 ) -> _abi.kvx_gather_desc_t:
     rows = table.num_rows
     if rows:
-        same_memory("block_table", table.memory, "cache.k", cache.k.memory)
-        same_memory("seq_lens", lens.memory, "cache.k", cache.k.memory)
+        tensors = {"cache.k": cache.k, "key": key}
+        check_index_memory({"block_table": table, "seq_lens": lens}, tensors, transfer)
     if max_seq_len is None:
         max_seq_len = key.shape[1] if key.ndim == 4 else key.shape[0] // max(rows, 1)
     return _abi.kvx_gather_desc_t(
@@ -433,10 +479,12 @@ def _io_desc(
     )
 
 
-def _check_scales_memory(cache: CacheDesc, scales: _Scales) -> None:
+def _check_scales_memory(
+    cache: CacheDesc, scales: tuple[ScaleDesc | None, ScaleDesc | None]
+) -> None:
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None:
-            same_memory(name, scale.memory, "cache.k", cache.k.memory)
+            same_memory(name, scale.memory, "cache.k is", cache.k.memory)
 
 
 @overload

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -93,6 +94,17 @@ def is_torch(tensor: object) -> TypeGuard[Any]:
     """Whether `tensor` is a torch.Tensor; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def current_stream(owner: object) -> Callable[[], int] | None:
+    """Asks for the CUDA stream that torch works on, on the device of its tensor `owner`.
+
+    None for what is not a CUDA tensor of torch.
+    """
+    if not is_torch(owner) or owner.device.type != "cuda":
+        return None
+    current = sys.modules["torch"]._C._cuda_getCurrentRawStream
+    return partial(current, owner.device.index)
 
 
 def empty_like_owner(owner: object, shape: Sequence[int], dtype: DType) -> Any:

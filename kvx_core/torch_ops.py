@@ -1,9 +1,10 @@
-"""torch.ops.kvx: write_kv, gather_kv, gather_kv_out and migrate_kv, as torch.compile sees them.
+"""torch.ops.kvx: KVX as torch.compile and CUDA graphs see it, on torch's current stream.
 
 Importing this module registers the ops. They do what the functions of ops.py and migrate.py do, on
 plain tensors and without CacheFacts, and raise what those raise.
 
     write_kv       mutates the named slots of k_cache and v_cache
+    write_kv_find_scales  the same into FP8; mutates their scales, per token and head, too
     gather_kv      returns new (key, value), zero where a row has no source; without v_cache the
                    head_dim of value is 0
     gather_kv_out  mutates key and value; rows without a source keep what they held
@@ -39,6 +40,7 @@ from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc, desc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens
+from kvx_core.tensors import current_stream
 from kvx_core.types import DType, Layout, ScaleGranularity
 from kvx_core.view import CacheView
 
@@ -48,6 +50,9 @@ _CACHE = """str layout, str? v_layout=None, *, ScalarType? cache_dtype=None,
 _SCHEMAS = {
     "write_kv": f"""(Tensor key, Tensor? value, Tensor(a!) k_cache, Tensor(b!)? v_cache,
         Tensor slots, {_CACHE}) -> ()""",
+    "write_kv_find_scales": """(Tensor key, Tensor? value, Tensor(a!) k_cache, Tensor(b!)? v_cache,
+        Tensor slots, Tensor(c!) k_scale, Tensor(d!)? v_scale, str layout, str? v_layout=None, *,
+        ScalarType? cache_dtype=None) -> ()""",
     "gather_kv": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
         SymInt max_seq_len, {_CACHE}, ScalarType? dtype=None, int null_block_id=-1)
         -> (Tensor, Tensor)""",
@@ -83,11 +88,47 @@ def write_kv(
     v_scale: Tensor | None = None,
     scale_granularity: str = "PER_TENSOR",
 ) -> None:
+    scales = k_scale, v_scale, scale_granularity
+    plan = _write_plan(key, value, k_cache, v_cache, layout, v_layout, cache_dtype, *scales, False)
+    plan(key, value, slots)
+
+
+def write_kv_find_scales(
+    key: Tensor,
+    value: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    slots: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor | None,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
+    scales = k_scale, v_scale, "PER_TOKEN_HEAD"
+    plan = _write_plan(key, value, k_cache, v_cache, layout, v_layout, cache_dtype, *scales, True)
+    plan(key, value, slots)
+
+
+def _write_plan(
+    key: Tensor,
+    value: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    layout: str,
+    v_layout: str | None,
+    cache_dtype: torch.dtype | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scale_granularity: str,
+    find_scales: bool,
+) -> ops.WritePlan:
     places = [
         None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
         for t in (k_cache, v_cache, k_scale, v_scale)
     ]
-    call = (*places, layout, v_layout, cache_dtype, scale_granularity)
+    call = (*places, layout, v_layout, cache_dtype, scale_granularity, find_scales)
     plan = _write_plans.get(call)
     if plan is None:
         cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
@@ -97,11 +138,13 @@ def write_kv(
             value,
             k_scale=_unowned(_scale(k_scale, scale_granularity)),
             v_scale=_unowned(_scale(v_scale, scale_granularity)),
+            find_scales=find_scales,
+            stream=current_stream(k_cache),
         )
         if len(_write_plans) >= _MAX_PLANS:
             _write_plans.clear()
         _write_plans[call] = plan
-    plan(key, value, slots)
+    return plan
 
 
 def gather_kv(

@@ -105,6 +105,14 @@ class Memory(IntEnum):
     UNIFIED = 3
 
 
+class Transfer(IntEnum):
+    """How a call that runs on a device moves bytes; other calls ignore it. Spec: E.2"""
+
+    KERNEL = 0  # as fast as the device can
+    BACKGROUND = 2  # on a handful of multiprocessors, which leaves the others to the model
+    COPY_ENGINE = 4  # on none; for same bytes at both ends, with indices in HOST memory
+
+
 class BlockTableFormat(IntEnum):
     """How a sequence's tokens are found in a cache. Spec: 5.1"""
 

@@ -54,7 +54,7 @@ class CacheView:
             )
         for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True)):
             if scale is not None:
-                same_memory(f"{name}[{i}]", scale.memory, f"layers[{i}].k", layer.k.memory)
+                same_memory(f"{name}[{i}]", scale.memory, f"layers[{i}].k is", layer.k.memory)
         structs = [None if scale is None else scale.to_c() for scale in scales]
         return _abi.pointer_array(structs, _abi.kvx_scale_desc_t)
 
@@ -92,13 +92,6 @@ class CacheSpan:
     slots: SlotMapping | None = None
     starts: SeqLens | None = None
     head_start: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_table", "slots", "starts"):
-            index = getattr(self, name)
-            if index is not None and self.view.layers:
-                memory = self.view.layers[0].k.memory
-                same_memory(name, index.memory, "layers[0].k", memory)
 
     @classmethod
     def of(cls, end: CacheSpan | CacheView) -> CacheSpan:

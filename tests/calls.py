@@ -6,7 +6,11 @@ The Python API has tests of its own; here every field of a call is in the test's
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from kvx_core import _abi
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory
+from tests import native
 from tests.caches import Cache
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
 
@@ -29,12 +34,73 @@ DTYPE = {
 }
 
 
+class Mirror:
+    """Copies of whole host allocations in other memory, in which a call runs.
+
+    A copy is aligned as the original is, so that a call takes the path that it would take here.
+    """
+
+    alignment = 256
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # by address: all bytes here and there
+        self.stream = torch.cuda.Stream().cuda_stream if self.device.type == "cuda" else None
+
+    def address(self, tensor: Tensor) -> int:
+        """Where the tensor's first element lies in the copy."""
+        storage = tensor.untyped_storage()
+        here = storage.data_ptr()
+        if tensor.is_cuda or not here:  # made there, or nothing
+            return tensor.data_ptr()
+        if here not in self.copies:
+            original = torch.empty(0, dtype=torch.uint8).set_(storage)
+            size = storage.nbytes() + self.alignment
+            room = torch.empty(size, dtype=torch.uint8, device=self.device)
+            shift = (here - room.data_ptr()) % self.alignment
+            self.copies[here] = original, room[shift : shift + storage.nbytes()]
+        return self.copies[here][1].data_ptr() + tensor.data_ptr() - here
+
+    def upload(self) -> None:
+        for here, there in self.copies.values():
+            there.copy_(here)
+        self.wait()
+
+    def download(self) -> None:
+        self.wait()
+        for here, there in self.copies.values():
+            here.copy_(there)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
 @dataclass(frozen=True)
 class Backend:
-    """Where calls run. Descriptors carry `memory`; the tensors of the tests already lie there."""
+    """Where calls run: a library, and the memory that descriptors name.
+
+    The tensors of the tests lie in host memory. Without a mirror, the call reaches it there.
+    """
 
     name: str
     memory: Memory
+    library: Callable[[], Any] = _abi.library
+    mirror: Mirror | None = None
+    stream: int | None = None  # without a mirror, which has its own
+
+    @property
+    def looks_first(self) -> bool:
+        """A call looks at all of its data before it writes; a device skips what is out of range."""
+        return self.memory == Memory.HOST
+
+    def has_kernels(self) -> bool:
+        info = _abi.kvx_backend_info_t()
+        _abi.check(self.library().kvx_backend_info(info))
+        return bool(info.has_cuda)
+
+    def address(self, tensor: Tensor) -> int:
+        return tensor.data_ptr() if self.mirror is None else self.mirror.address(tensor)
 
     # Descriptors. They borrow: keep the tensors alive until the call has returned.
 
@@ -48,7 +114,7 @@ class Backend:
             ndim=tensor.ndim,
             shape=_abi.dims(tensor.shape),
             stride=_abi.dims(tensor.stride()),
-            data=tensor.data_ptr(),
+            data=self.address(tensor),
         )
 
     def layer(self, layer: Layer, bytes_per_block: int = 0) -> Any:
@@ -65,8 +131,8 @@ class Backend:
             desc.pool = _abi.kvx_pool_desc_t(
                 memory=self.memory,
                 bytes_per_block=bytes_per_block,
-                primary=k.tensor.data_ptr(),
-                secondary=None if k.secondary is None else k.secondary.data_ptr(),
+                primary=self.address(k.tensor),
+                secondary=None if k.secondary is None else self.address(k.secondary),
             )
         return desc
 
@@ -75,14 +141,14 @@ class Backend:
             dtype=DTYPE[slots.dtype],
             token_count=slots.numel(),
             invalid_slot=invalid_slot,
-            slots=slots.data_ptr(),
+            slots=self.address(slots),
         )
 
     def seq_lens(self, lengths: Tensor) -> Any:
         return _abi.kvx_seq_lens_t(
             dtype=DTYPE[lengths.dtype],
             seq_count=lengths.numel(),
-            lengths=lengths.data_ptr(),
+            lengths=self.address(lengths),
         )
 
     def scale(self, half: Half | None) -> Any:
@@ -95,7 +161,7 @@ class Backend:
             ndim=half.scale.ndim,
             shape=_abi.dims(half.scale.shape),
             stride=_abi.dims(half.scale.stride()),
-            data=half.scale.data_ptr(),
+            data=self.address(half.scale),
         )
 
     def block_table(self, end: Packed | Ragged | KvOffsets) -> Any:
@@ -103,7 +169,7 @@ class Backend:
             index_dtype=DTYPE[end.indices.dtype],
             seq_count=end.indices.shape[0],
             beam_width=1,
-            indices=end.indices.data_ptr(),
+            indices=self.address(end.indices),
             indices_count=end.indices.numel(),
         )
         if isinstance(end, Packed):
@@ -113,7 +179,7 @@ class Backend:
             desc.format = BlockTableFormat.RAGGED
             desc.seq_count = end.indptr.numel() - 1
             desc.indptr_dtype = DTYPE[end.indptr.dtype]
-            desc.indptr = end.indptr.data_ptr()
+            desc.indptr = self.address(end.indptr)
             desc.indptr_count = end.indptr.numel()
         else:
             desc.format = BlockTableFormat.KV_OFFSETS
@@ -131,7 +197,30 @@ class Backend:
             head_dim=key.shape[-1],
         )
 
-    # Calls. They raise KvxError with libkvx's sentence.
+    # Calls. They raise KvxError with libkvx's sentence, and with what a device has skipped.
+
+    def call(self, function: str, *structs: Any) -> None:
+        """Makes the call of libkvx and waits for it. Descriptors may be used for more calls."""
+        library, mirror = self.library(), self.mirror
+        stream = self.stream if mirror is None else mirror.stream
+        arguments = [None if struct is None else ctypes.byref(struct) for struct in structs]
+        if mirror is not None:
+            mirror.upload()
+        status = getattr(library, function)(*arguments, stream)
+        if mirror is not None:
+            mirror.download()
+        _abi.check(status, library)
+        if self.memory != Memory.HOST:
+            _abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
+
+    def reader(self, flags: int) -> Backend:
+        """Who describes slots, tables, lengths and starts: the copy engines' lie in host memory."""
+        return replace(self, mirror=None) if flags & _abi.FLAG_COPY_ENGINE else self
+
+    def forget(self) -> None:
+        """Drops the copies of the calls' memory; their descriptors must not be used any more."""
+        if self.mirror is not None:
+            self.mirror.copies.clear()
 
     def write(
         self,
@@ -140,15 +229,21 @@ class Backend:
         value: Tensor | None,
         slots: Tensor,
         invalid_slot: int = -1,
+        *,
+        flags: int = 0,
     ) -> None:
         desc = _abi.kvx_write_desc_t(
             io=self.io(key, value, slots.numel()),
-            slots=self.slots(slots, invalid_slot),
+            slots=self.reader(flags).slots(slots, invalid_slot),
             k_scale_desc=self.scale(layer.k),
             v_scale_desc=self.scale(layer.v),
         )
-        cache = self.layer(layer)
-        _abi.check(_abi.library().kvx_write_kv(ctypes.byref(cache), ctypes.byref(desc), None))
+        if flags:
+            options = _abi.kvx_write_options_t(flags=flags)
+            self.call("kvx_write_kv_ext", self.layer(layer), desc, options)
+        else:
+            self.call("kvx_write_kv", self.layer(layer), desc)
+        self.forget()
 
     def gather(
         self,
@@ -163,28 +258,26 @@ class Backend:
         bytes_per_block: int = 0,
         secondary_num_blocks: int = 0,
         null_block_id: int = -1,
+        flags: int = 0,
     ) -> None:
-        table = self.block_table(end)
+        reader = self.reader(flags)
+        table = reader.block_table(end)
         desc = _abi.kvx_gather_desc_t(
             io=self.io(key, value, table.seq_count * table.beam_width * max_seq_len),
             block_table=table,
-            seq_lens=self.seq_lens(seq_lens),
+            seq_lens=reader.seq_lens(seq_lens),
             max_seq_len=max_seq_len,
         )
-        cache = self.layer(layer, bytes_per_block)
         k_scale, v_scale = self.scale(layer.k), self.scale(layer.v)
         options = _abi.kvx_gather_options_t(
-            flags=_abi.FLAG_ZERO_FILL if zero_fill else 0,
+            flags=flags | (_abi.FLAG_ZERO_FILL if zero_fill else 0),
             null_block_id=null_block_id,
             secondary_num_blocks=secondary_num_blocks,
             k_scale=ctypes.pointer(k_scale),
             v_scale=ctypes.pointer(v_scale),
         )
-        _abi.check(
-            _abi.library().kvx_gather_kv_ext(
-                ctypes.byref(cache), ctypes.byref(desc), ctypes.byref(options), None
-            )
-        )
+        self.call("kvx_gather_kv_ext", self.layer(layer, bytes_per_block), desc, options)
+        self.forget()
 
     def migrate(
         self,
@@ -200,31 +293,41 @@ class Backend:
         dst_head: int = 0,
         num_heads: int = 0,
         zero_fill: bool = False,
+        flags: int = 0,
     ) -> None:
+        reader = self.reader(flags)
         views = [
-            View(self, cache, end, starts, head)
+            View(self, cache, end, starts, head, reader)
             for cache, end, starts, head in (
                 (src, src_end, src_starts, src_head),
                 (dst, dst_end, dst_starts, dst_head),
             )
         ]
-        lens = self.seq_lens(seq_lens)
+        lens = reader.seq_lens(seq_lens)
         desc = _abi.kvx_migrate_desc_t(
-            flags=_abi.FLAG_ZERO_FILL if zero_fill else 0,
+            flags=flags | (_abi.FLAG_ZERO_FILL if zero_fill else 0),
             num_heads=num_heads,
             seq_lens=ctypes.pointer(lens),
             src=ctypes.pointer(views[0].desc),
             dst=ctypes.pointer(views[1].desc),
         )
-        _abi.check(_abi.library().kvx_migrate_kv(ctypes.byref(desc), None))
+        self.call("kvx_migrate_kv", desc)
+        self.forget()
 
 
 class View:
     """A kvx_view_t and everything that it points to."""
 
     def __init__(
-        self, backend: Backend, cache: Cache, end: End, starts: Tensor | None, head_start: int
+        self,
+        backend: Backend,
+        cache: Cache,
+        end: End,
+        starts: Tensor | None,
+        head_start: int,
+        reader: Backend | None = None,
     ) -> None:
+        reader = reader or backend
         self.layers = [backend.layer(layer, cache.bytes_per_block) for layer in cache.layers]
         self.scales = [
             [backend.scale(half) for half in (layer.k, layer.v)] for layer in cache.layers
@@ -241,18 +344,29 @@ class View:
         if secondary is not None:
             self.desc.secondary_num_blocks = secondary.shape[0]
         if isinstance(end, Slots):
-            self.slots = backend.slots(end.slots, end.invalid_slot)
+            self.slots = reader.slots(end.slots, end.invalid_slot)
             self.desc.slots = ctypes.pointer(self.slots)
         elif not isinstance(end, Dense):
             assert isinstance(end, Packed | Ragged | KvOffsets)
-            self.block_table = backend.block_table(end)
+            self.block_table = reader.block_table(end)
             self.desc.block_table = ctypes.pointer(self.block_table)
         if starts is not None:
-            self.starts = backend.seq_lens(starts)
+            self.starts = reader.seq_lens(starts)
             self.desc.starts = ctypes.pointer(self.starts)
 
 
-CPU = Backend("cpu", Memory.HOST)
+@cache
+def hostgrid_library() -> Any:
+    """The CUDA kernels built for the CPU: tests/hostgrid, or what $KVX_HOSTGRID_LIBRARY names."""
+    named = os.environ.get("KVX_HOSTGRID_LIBRARY")
+    return _abi.load(Path(named) if named else native.hostgrid_library())
 
-# Every backend of this build that this machine can run. hostgrid and cuda join here.
-BACKENDS = (CPU,)
+
+CPU = Backend("cpu", Memory.HOST)
+# Any stream but the default one, which takes no batches of copies.
+HOSTGRID = Backend("hostgrid", Memory.DEVICE, hostgrid_library, stream=2)
+
+# Every backend that this machine can run.
+BACKENDS = [CPU, HOSTGRID]
+if CPU.has_kernels() and torch.cuda.is_available():
+    BACKENDS.append(Backend("cuda", Memory.DEVICE, mirror=Mirror("cuda")))

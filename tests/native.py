@@ -53,14 +53,26 @@ def tool(name: str) -> str:
 
 
 @cache
-def sanitized_library(sanitize: str) -> Path:
-    """Builds libkvx.so with KVX_SANITIZE=ON or THREAD under build/, and returns its path."""
-    build = ROOT / "build" / f"sanitize-{sanitize.lower()}"
+def library(name: str, **options: str) -> Path:
+    """Builds libkvx.so with these CMake options in build/`name`, and returns its path."""
+    build = ROOT / "build" / name
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
-    options = [f"-DKVX_SANITIZE={sanitize}", "-DKVX_CUDA=OFF", f"-DCMAKE_CXX_COMPILER={CXX}"]
-    run([tool("cmake"), "-S", ROOT, "-B", build, *generator, *options])
+    options = {"KVX_CUDA": "OFF", "CMAKE_CXX_COMPILER": CXX, **options}
+    defined = [f"-D{option}={value}" for option, value in options.items()]
+    run([tool("cmake"), "-S", ROOT, "-B", build, *generator, *defined])
     run([tool("cmake"), "--build", build])
     return build / "libkvx.so"
+
+
+def sanitized_library(sanitize: str) -> Path:
+    """libkvx.so with KVX_SANITIZE=ON or THREAD."""
+    return library(f"sanitize-{sanitize.lower()}", KVX_SANITIZE=sanitize)
+
+
+def hostgrid_library(sanitize: str = "OFF") -> Path:
+    """libkvx.so whose CUDA kernels run on the CPU."""
+    name = "hostgrid" if sanitize == "OFF" else f"hostgrid-{sanitize.lower()}"
+    return library(name, KVX_HOSTGRID="ON", KVX_SANITIZE=sanitize)
 
 
 def compile_program(
@@ -74,10 +86,13 @@ def compile_program(
 
 
 @cache
-def sanitized_program(source: str, sanitize: str) -> Path:
-    """A C++ program of tests/c, built with the same sanitizers as the library that it calls."""
-    library = sanitized_library(sanitize)
-    flags = THREAD if sanitize == "THREAD" else ADDRESS
+def sanitized_program(source: str, sanitize: str, *, hostgrid: bool = False) -> Path:
+    """A C++ program of tests/c, built with the same sanitizers as the library that it calls.
+
+    hostgrid: the library runs CUDA kernels on the CPU, and THREAD is its own race check.
+    """
+    library = hostgrid_library(sanitize) if hostgrid else sanitized_library(sanitize)
+    flags = ADDRESS if sanitize == "ON" else () if hostgrid else THREAD
     warnings = ("-Wall", "-Wextra", "-Werror")
     return compile_program(
         [CXX, "-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", *warnings, *flags],

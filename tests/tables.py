@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,16 @@ POISON = 0x7FFF_FFFF  # a block id that no cache has
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
+
+
+Table = TypeVar("Table", Packed, Ragged, KvOffsets)
+
+
+def with_entry(table: Table, at: tuple[int, ...], entry: int) -> Table:
+    """The table with another entry in one place."""
+    indices = table.indices.clone()
+    indices[at] = entry
+    return replace(table, indices=indices)
 
 
 class Blocks:

@@ -32,8 +32,8 @@ from tests.caches import (
     random_values,
     scaled,
 )
-from tests.calls import Backend
-from tests.reference import FORMATS, MAGNITUDES, Half, Layer, from_bits
+from tests.calls import CPU, Backend
+from tests.reference import FORMATS, MAGNITUDES, Half, Layer, Place, from_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = (E4M3, E5M2)
@@ -193,6 +193,30 @@ def test_every_value_to_scaled_fp8(
     assert_converted(convert(backend, values, dst, dst_scale=divisor), values, expected)
 
 
+@pytest.mark.parametrize("exponent", [-126, -61, -60, -3, 0, 60, 61, 126])
+def test_every_bfloat16_by_scales_that_round_hard(backend: Backend, exponent: int) -> None:
+    """Divisors whose quotients come as close to a rounding decision as any."""
+    values = every_pattern(torch.bfloat16)
+    ulp = 2.0**-23
+    for significand in (1.0, 1 + ulp, 2 - ulp, 2 - 2 * ulp, 4 / 3, 1.0625, 1.0625 + ulp):
+        divisor = torch.tensor(significand * 2.0**exponent)
+        expected = reference.convert(values, E4M3, None, divisor)
+        assert_converted(convert(backend, values, E4M3, dst_scale=divisor), values, expected)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0123])
+def test_conversions_that_store_past_the_caches(scale: float | None) -> None:
+    """On the CPU, which does so in calls of this size."""
+    info = _abi.kvx_backend_info_t()
+    _abi.check(_abi.library().kvx_backend_info(info))
+    values = every_pattern(torch.bfloat16)
+    times = info.stream_bytes // len(values)
+    divisor = None if scale is None else torch.tensor(scale)
+    expected = reference.convert(values, E4M3, None, divisor).repeat(times)
+    many = values.repeat(times)
+    assert_converted(convert(CPU, many, E4M3, dst_scale=divisor), many, expected)
+
+
 @pytest.mark.parametrize("scale", [0.0123, 0.25, 3.0, 448.0, 1e-6, 2.0**-126, 1e-40])
 @pytest.mark.parametrize("dst", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("src", FP8, ids=str)
@@ -324,40 +348,68 @@ def test_scales_of_heads_and_tokens_move_with_ranges(backend: Backend) -> None:
         assert_same_bytes(target, expected)
 
 
+def is_scale(scale: Tensor) -> Tensor:
+    return scale.isfinite() & (scale > 0)
+
+
+def put_back(moved: Tensor, before: Tensor, half: Half, place: Place) -> None:
+    """Undoes the heads of a token that have no usable scale."""
+    scale = half.scale_at(place)
+    assert scale is not None
+    bad = ~is_scale(scale).expand(half.num_kv_heads, 1)[:, 0]
+    moved[bad] = before[bad]
+
+
 @pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", SCALE_SHAPES, ids=lambda g: g.name)
 def test_a_scale_that_is_no_scale_is_refused(
     backend: Backend, granularity: ScaleGranularity, bad: float
 ) -> None:
-    """Where the call would use it, and nothing is written. Elsewhere it may be anything."""
+    """Where the call would use it: the host then writes nothing, a device all heads but those.
+    Elsewhere it may be anything.
+    """
     cache = scaled(LAYOUTS["nhd"](Geometry(), E4M3, 1).fill(2), granularity, 3)
     half = cache.layers[-1].v
     assert half is not None
     assert half.scale is not None
     last = tuple(n - 1 for n in half.scale.shape)  # block 4, token 3, head 1: slot 19
     half.scale[last] = bad
-    before = cache.clone()
+    message = r"expected a finite scale above 0 \(spec E\.6\)"
+    sound = cache.with_scales(lambda h, name: (h.scale.where(is_scale(h.scale), 1), granularity))
+
     key, value = random_values((2, 2, 2, 16), torch.bfloat16, 4)
-    with pytest.raises(
-        InvalidArgumentError, match=r"expected a finite scale above 0 \(spec E\.6\)"
-    ):
-        backend.write(cache.layers[-1], key, value, torch.tensor([0, 19]))
-    assert_same_bytes(cache, before)
-    end = reference.Packed(torch.tensor([[0, 4]]), 4)
-    out = torch.full((2, 1, 8, 2, 16), 7.0)
-    with pytest.raises(
-        InvalidArgumentError, match=r"expected a finite scale above 0 \(spec E\.6\)"
-    ):
+    slots, places = torch.tensor([0, 19]), [Place(0, 0), Place(4, 3)]
+    before, expected = cache.clone().layers[-1].v, sound.clone()
+    if not backend.looks_first:
+        reference.write(expected.layers[-1], key, value, slots)
+        for place in places:
+            put_back(expected.layers[-1].v.at(place), before.at(place), half, place)
+    with pytest.raises(InvalidArgumentError, match=message):
+        backend.write(cache.layers[-1], key, value, slots)
+    assert_same_bytes(cache, expected)
+
+    end, dst_end = (reference.Packed(torch.tensor([blocks]), 4) for blocks in ([0, 4], [1, 3]))
+    out, gathered = torch.full((2, 2, 1, 8, 2, 16), 7.0)
+    if not backend.looks_first:
+        reference.gather(sound.layers[-1], end, [8], *gathered)
+        for token in range(8):
+            put_back(gathered[1, 0, token], out[1, 0, token], half, end.place(0, token, 1))
+    with pytest.raises(InvalidArgumentError, match=message):
         backend.gather(cache.layers[-1], end, torch.tensor([8]), *out, max_seq_len=8)
-    assert (out == 7.0).all()
+    assert torch.equal(out, gathered)
+
     other = LAYOUTS["hnd"](Geometry(), torch.bfloat16, 5)
-    args = (cache, end, other, reference.Packed(torch.tensor([[1, 3]]), 4), torch.tensor([8]))
-    untouched = other.clone()
-    with pytest.raises(
-        InvalidArgumentError, match=r"expected a finite scale above 0 \(spec E\.6\)"
-    ):
-        backend.migrate(*args)
-    assert_same_bytes(other, untouched)
+    before, expected = other.clone().layers[-1].v, other.clone()
+    if not backend.looks_first:
+        reference.migrate(sound.layers, end, expected.layers, dst_end, [8])
+        for token in range(8):
+            there = dst_end.place(0, token, 1)
+            moved, kept = expected.layers[-1].v.at(there), before.at(there)
+            put_back(moved, kept, half, end.place(0, token, 1))
+    with pytest.raises(InvalidArgumentError, match=message):
+        backend.migrate(cache, end, other, dst_end, torch.tensor([8]))
+    assert_same_bytes(other, expected)
+
     if granularity not in (ScaleGranularity.PER_TENSOR, ScaleGranularity.PER_HEAD):
         expected = cache.clone()
         reference.write(expected.layers[-1], key, value, torch.tensor([0, -1]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -78,11 +78,20 @@ def refused_migrate(
     dst: Cache,
     dst_end: End,
     lengths: Sequence[int],
+    kept: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """The migration is refused with `message` and writes nothing."""
-    before, source = dst.clone(), src.clone()
+    """The migration is refused with `message`. The host writes nothing; a device moves what is
+    left when the tokens that are out of range are nowhere: `kept` are the arguments that say so.
+    None: the descriptors show what is wrong, and nobody moves anything.
+    """
+    expected, source = dst.clone(), src.clone()
     for zero_fill in (False, True):
+        if kept is not None and not backend.looks_first:
+            arguments = {"src_end": src_end, "dst_end": dst_end, "row_lens": lengths, **options}
+            reference.migrate(
+                source.layers, dst=expected.layers, zero_fill=zero_fill, **(arguments | dict(kept))
+            )
         with pytest.raises(error, match=message):
             backend.migrate(
                 src,
@@ -93,8 +102,30 @@ def refused_migrate(
                 zero_fill=zero_fill,
                 **{k: torch.tensor(v) for k, v in options.items()},
             )
-    assert_same_bytes(dst, before)
+    assert_same_bytes(dst, expected)
     assert_same_bytes(src, source)
+
+
+def overlap_is_refused(backend: Backend, message: str, *args: Any) -> None:
+    """A block at both ends of one pool: only who looks at all places before it writes can tell."""
+    if backend.looks_first:
+        refused_migrate(backend, message, InvalidArgumentError, *args)
+
+
+@dataclass(frozen=True)
+class Without:
+    """An end where some tokens are nowhere."""
+
+    end: End
+    is_missing: Callable[[int, int], bool]  # (row, token)
+
+    def place(self, row: int, token: int, kv: int) -> reference.Place | None:
+        return None if self.is_missing(row, token) else self.end.place(row, token, kv)
+
+
+def differs(a: End, b: End) -> Callable[[int, int], bool]:
+    """Whether the two ends place a token's K differently."""
+    return lambda row, token: a.place(row, token, 0) != b.place(row, token, 0)
 
 
 def ends(kind: str, cache: Cache, seq_ends: Sequence[int], seed: int, *, target: bool) -> End:
@@ -343,9 +374,9 @@ def test_one_pool_under_two_names(backend: Backend) -> None:
     reference.migrate(expected.layers, src_end, renamed(expected).layers, dst_end, [7])
     backend.migrate(cache, src_end, renamed(cache), dst_end, torch.tensor([7]))
     assert_same_bytes(cache, expected)
-    refused_migrate(
-        backend, r"^block 6 is a destination .*E\.3", InvalidArgumentError,
-        cache, src_end, renamed(cache), Packed(torch.tensor([[6, 3]]), 4), [7],
+    overlap_is_refused(
+        backend, r"^block 6 is a destination .*E\.3", cache, src_end,
+        renamed(cache), Packed(torch.tensor([[6, 3]]), 4), [7],
     )  # fmt: skip
 
 
@@ -383,14 +414,14 @@ def test_a_block_at_both_ends_of_a_pool_is_refused(
 ) -> None:
     cache = LAYOUTS["nhd"](Geometry(num_blocks=8), torch.bfloat16, 1)
     block = next(b for b in dst_blocks if b in src_blocks)
-    refused_migrate(
-        backend, rf"\b({block}|{src_blocks[-1]})\b.*E\.3", InvalidArgumentError,
+    overlap_is_refused(
+        backend, rf"\b({block}|{src_blocks[-1]})\b.*E\.3",
         cache, Packed(torch.tensor([src_blocks]), 4),
         cache, Packed(torch.tensor([dst_blocks]), 4), [7],
     )  # fmt: skip
     slots = Slots(torch.tensor([4 * dst_blocks[0], 4 * dst_blocks[1]]), [2], 4)
-    refused_migrate(
-        backend, r"E\.3", InvalidArgumentError,
+    overlap_is_refused(
+        backend, r"E\.3",
         cache, Slots(torch.tensor([4 * b + 1 for b in src_blocks]), [2], 4), cache, slots, [2],
     )  # fmt: skip
 
@@ -409,7 +440,7 @@ def test_migrate_between_the_pools_of_one_cache(backend: Backend) -> None:
         backend.migrate(cache, a, cache, b, torch.tensor([7]))
         assert_same_bytes(cache, expected)
     for end in (src_end, dst_end):
-        refused_migrate(backend, r"E\.3", InvalidArgumentError, cache, end, cache, end, [7])
+        overlap_is_refused(backend, r"E\.3", cache, end, cache, end, [7])
 
 
 def test_memory_shared_by_different_caches_is_refused(backend: Backend) -> None:
@@ -440,35 +471,39 @@ def test_blocks_out_of_range(backend: Backend, dtype: torch.dtype) -> None:
     src, dst = pair()
     src_end = tables.packed(src, [9, 7], 3, dtype=dtype)
     dst_end = tables.packed(dst, [9, 7], 4, dtype=dtype, shared=False)
-    bad = replace(src_end, indices=src_end.indices.clone())
-    bad.indices[1, 1] = 5
-    refused_migrate(
-        backend, r"src\.block_table.*\b5\b", OutOfRangeError, src, bad, dst, dst_end, [9, 7]
-    )
-    bad = replace(dst_end, indices=dst_end.indices.clone())
-    bad.indices[1, 0] = 6
-    refused_migrate(
-        backend, r"dst\.block_table.*\b6\b", OutOfRangeError, src, src_end, dst, bad, [9, 7]
-    )
-    for end in (Ragged, Packed):
-        for side in (0, 1):
-            cache = (src, dst)[side]
-            make = tables.ragged if end is Ragged else tables.packed
-            table = make(cache, [9, 7], 5, shared=False, dtype=torch.int64)
-            table.indices.view(-1)[-3 - 1 if end is Ragged else 0] = 1 << 33
-            args = (src, table, dst, dst_end) if side == 0 else (src, src_end, dst, table)
-            refused_migrate(backend, r"8589934592", OutOfRangeError, *args, [9, 7])
+    wide = [
+        make(cache, [9, 7], 5, shared=False, dtype=torch.int64)
+        for cache in (src, dst)
+        for make in (tables.packed, tables.ragged)
+    ]
+    last = wide[1].indices.numel() - 3 - 1  # of the tokens that move
+    for side, table, at, block, message in (
+        (0, src_end, (1, 1), 5, r"src\.block_table.*\b5\b"),
+        (1, dst_end, (1, 0), 6, r"dst\.block_table.*\b6\b"),
+        (0, wide[0], (0, 0), 1 << 33, r"src\.block_table.*\b8589934592\b"),
+        (0, wide[1], (last,), 1 << 33, r"src\.block_table.*\b8589934592\b"),
+        (1, wide[2], (0, 0), 1 << 33, r"dst\.block_table.*\b8589934592\b"),
+        (1, wide[3], (last,), 1 << 33, r"dst\.block_table.*\b8589934592\b"),
+    ):
+        broken = tables.with_entry(table, at, block)
+        both = [src_end, dst_end]
+        both[side] = broken
+        kept = {"dst_end": Without(both[1], differs(table, broken))}
+        args = (src, both[0], dst, both[1], [9, 7], kept)
+        refused_migrate(backend, message, OutOfRangeError, *args)
 
 
 def test_slots_out_of_range(backend: Backend) -> None:
     src, dst = pair()
     good = tables.slots(src, 16, 3), tables.slots(dst, 16, 4)
     for side in (0, 1):
-        slots = [s.clone() for s in good]
-        slots[side][11] = (20, 48)[side]
-        message = rf"{('src', 'dst')[side]}\.slots\.slots\[11\] is {(20, 48)[side]}\b"
-        ends_ = [Slots(s, [9, 7], b) for s, b in zip(slots, (4, 8), strict=True)]
-        refused_migrate(backend, message, OutOfRangeError, src, ends_[0], dst, ends_[1], [9, 7])
+        name, bad = ("src", "dst")[side], (20, 48)[side]
+        both = [Slots(s.clone(), [9, 7], b) for s, b in zip(good, (4, 8), strict=True)]
+        both[side].slots[11] = bad
+        message = rf"{name}\.slots\.slots\[11\] is {bad}\b"
+        kept = {"dst_end": Without(both[1], lambda row, token: (row, token) == (1, 2))}
+        args = (src, both[0], dst, both[1], [9, 7], kept)
+        refused_migrate(backend, message, OutOfRangeError, *args)
 
 
 def test_ranges_out_of_range(backend: Backend) -> None:
@@ -476,30 +511,58 @@ def test_ranges_out_of_range(backend: Backend) -> None:
     wide = Packed(torch.zeros(2, 3, dtype=torch.int64), 4)  # 12 tokens
     narrow = Packed(torch.tensor([[1, 2], [3, 4]]), 8)  # 16 tokens
     args = (src, wide, dst, narrow)
-    for lengths, starts, message in (
-        ([3, -1], {}, r"migrate\.seq_lens\.lengths\[1\] is -1\b"),
-        ([13, 1], {}, r"row 0 needs tokens \[0, .* 13\), but src\.block_table holds 12 "),
+    none: dict[str, Any] = {}
+    for lengths, starts, kept, message in (
+        ([3, -1], none, {"row_lens": [3, 0]}, r"migrate\.seq_lens\.lengths\[1\] is -1\b"),
+        (
+            [13, 1],
+            none,
+            {
+                "src_end": Without(wide, lambda row, token: token >= 12),
+                "dst_end": Without(narrow, lambda row, token: token >= 12),
+            },
+            r"row 0 needs tokens \[0, .* 13\), but src\.block_table holds 12 ",
+        ),
         (
             [5, 5],
             {"src_starts": [8, 0]},
+            {
+                "src_end": Without(wide, lambda row, token: token >= 12),
+                "dst_end": Without(narrow, lambda row, token: row == 0 and token >= 12 - 8),
+            },
             r"row 0 needs tokens \[8, .* 5\), but src\.block_table holds 12 ",
         ),
         (
             [5, 5],
             {"dst_starts": [0, 12]},
+            {"dst_end": Without(narrow, lambda row, token: token >= 16)},
             r"row 1 needs tokens \[12, .* 5\), but dst\.block_table holds 16 ",
         ),
-        ([5, 5], {"src_starts": [-1, 0]}, r"src\.starts\.lengths\[0\] is -1\b"),
+        (
+            [5, 5],
+            {"src_starts": [-1, 0]},
+            {"dst_end": Without(narrow, lambda row, token: row == 0)},
+            r"src\.starts\.lengths\[0\] is -1\b",
+        ),
         (
             [5, 5],
             {"dst_starts": [0, (1 << 63) - 2]},
+            {"dst_end": Without(narrow, lambda row, token: row == 1)},
             r"row 1 needs .*\[9223372036854775806, .*dst\.block_table holds 16 ",
         ),
     ):
-        refused_migrate(backend, message, OutOfRangeError, *args, lengths, **starts)
+        refused_migrate(backend, message, OutOfRangeError, *args, lengths, kept, **starts)
     dense = LAYOUTS["hnd"](Geometry(num_blocks=2, block_size=4), torch.bfloat16, 3)
-    refused_migrate(backend, r"5\b.*\b4\b", OutOfRangeError, src, wide, dense, Dense(), [4, 5])
-    refused_migrate(backend, r"5\b.*\b4\b", OutOfRangeError, dense, Dense(), dst, narrow, [5, 4])
+    short = Without(Dense(), lambda row, token: token >= 4)
+    for args, lengths, kept in (
+        ((src, wide, dense, Dense()), [4, 5], {"dst_end": short}),
+        (
+            (dense, Dense(), dst, narrow),
+            [5, 4],
+            {"src_end": short, "dst_end": Without(narrow, lambda row, token: token >= 4)},
+        ),
+    ):
+        refused_migrate(backend, r"5\b.*\b4\b", OutOfRangeError, *args, lengths, kept)
 
 
 @pytest.mark.parametrize("count", [4, 6])
@@ -508,13 +571,30 @@ def test_slots_are_one_per_moved_token(backend: Backend, count: int) -> None:
     end = Slots(torch.arange(count), [2, 3], 8)
     table = tables.packed(src, [2, 3], 3)
     message = rf"dst\.slots\.slots has {count} entries .*expected 5"
-    refused_migrate(backend, message, InvalidArgumentError, src, table, dst, end, [2, 3])
+    args = (src, table, dst, end, [2, 3])
+    if count < 5:
+        kept = {"dst_end": Without(end, lambda row, token: (row, token) == (1, 2))}
+        refused_migrate(backend, message, InvalidArgumentError, *args, kept)
+    elif backend.looks_first:  # no row of a device has a use for the others
+        refused_migrate(backend, message, InvalidArgumentError, *args)
+    else:
+        check_migrate(backend, *args)
 
 
 def test_indptr_out_of_order(backend: Backend) -> None:
     src, dst = pair()
     table = tables.packed(dst, [2, 3], 3, shared=False)
-    end = Ragged(torch.zeros(9, dtype=torch.int32), torch.tensor([0, 7, 9]), 4)
-    end.indptr[1] = 10
-    message = r"src\.block_table\.indptr\[2\] is 9, expected at least indptr\[1\] 10"
-    refused_migrate(backend, message, InvalidArgumentError, src, end, dst, table, [2, 2])
+    for indptr, message in (
+        ([0, 7, 5], r"src\.block_table\.indptr\[2\] is 5, expected at least indptr\[1\] 7"),
+        ([0, 10, 9], r"src\.block_table\.indptr\[2\] is 9, expected at least indptr\[1\] 10"),
+    ):
+        end = Ragged(torch.zeros(9, dtype=torch.int32), torch.tensor(indptr), 4)
+        is_wrong = [indptr[1] > 9, True]
+        kept = {
+            name: Without(of, lambda row, token, is_wrong=is_wrong: is_wrong[row])
+            for name, of in (("src_end", end), ("dst_end", table))
+        }
+        if all(is_wrong) and not backend.looks_first:  # either row is seen first
+            message += r"|src\.block_table\.indptr\[1\] is 10, expected indices_count 9"
+        args = (src, end, dst, table, [2, 2], kept)
+        refused_migrate(backend, message, InvalidArgumentError, *args)

@@ -22,7 +22,7 @@ from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
 from tests.caches import LAYOUTS, Cache, Geometry
-from tests.calls import CPU, View
+from tests.calls import Backend, View
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
 from tests.tables import POISON
 
@@ -38,6 +38,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 class Call:
     """A valid call whose fields a test may change, by the names that the sentences use."""
 
+    on: Backend
     function: str
     arguments: tuple[str, ...]
     roots: dict[str, Any]  # structs of the call and tensors that they point to
@@ -46,9 +47,11 @@ class Call:
 
     def run(self) -> None:
         structs = [self.roots[name] for name in self.arguments]
-        pointers = [None if struct is None else ctypes.byref(struct) for struct in structs]
-        stream = [] if self.function == "kvx_validate_cache_desc" else [None]
-        _abi.check(getattr(_abi.library(), self.function)(*pointers, *stream))
+        if self.function == "kvx_validate_cache_desc":
+            library = self.on.library()
+            _abi.check(library.kvx_validate_cache_desc(*structs), library)
+        else:
+            self.on.call(self.function, *structs)
 
     def set(self, path: str, value: int | str) -> None:
         """Sets a field or an entry: `cache.k.shape[1]`, `src.layers[0].v.dtype`, `slots[2]`.
@@ -99,13 +102,14 @@ def scaled(cache: Cache, granularity: ScaleGranularity) -> Cache:
             ScaleGranularity.PER_TENSOR: (),
             ScaleGranularity.PER_HEAD: (half.num_kv_heads,),
             ScaleGranularity.PER_BLOCK_HEAD: (half.num_blocks, half.num_kv_heads),
+            ScaleGranularity.PER_TOKEN_HEAD: (half.num_blocks, half.block_size, half.num_kv_heads),
         }
         return torch.full(shapes[granularity], 0.5), granularity
 
     return cache.with_scales(scale)
 
 
-def write(dtype: torch.dtype = BF16, layout: str = "mixed") -> Call:
+def write(on: Backend, dtype: torch.dtype = BF16, layout: str = "mixed") -> Call:
     """3 tokens into 5 blocks of 4 tokens, 2 heads of 16: NHD keys, values in packs of 4."""
     cache = LAYOUTS[layout](Geometry(num_layers=1), dtype, 1)
     cache = scaled(cache, ScaleGranularity.PER_BLOCK_HEAD)
@@ -113,60 +117,84 @@ def write(dtype: torch.dtype = BF16, layout: str = "mixed") -> Call:
     key, value = torch.zeros(2, 3, 2, 16, dtype=dtype)
     slots = torch.tensor([3, -1, 17])
     roots = {
-        "cache": CPU.layer(layer),
+        "cache": on.layer(layer),
         "write": _abi.kvx_write_desc_t(
-            io=CPU.io(key, None if layer.v is None else value, 3),
-            slots=CPU.slots(slots),
-            k_scale_desc=CPU.scale(layer.k),
-            v_scale_desc=CPU.scale(layer.v),
+            io=on.io(key, None if layer.v is None else value, 3),
+            slots=on.slots(slots),
+            k_scale_desc=on.scale(layer.k),
+            v_scale_desc=on.scale(layer.v),
         ),
         "slots": slots,
     }
     if layer.k.scale is not None:
         roots |= {"k_scale": layer.k.scale, "v_scale": layer.v.scale}
-    return Call("kvx_write_kv", ("cache", "write"), roots, (key, value), (cache,))
+    return Call(on, "kvx_write_kv", ("cache", "write"), roots, (key, value), (cache,))
 
 
-def describe(layout: str = "mixed") -> Call:
-    call = write(layout=layout)
+def describe(on: Backend, layout: str = "mixed") -> Call:
+    call = write(on, layout=layout)
     return replace(call, function="kvx_validate_cache_desc", arguments=("cache",))
 
 
-def describe_packed() -> Call:
+def describe_packed(on: Backend) -> Call:
     """Keys in packs of 8."""
-    return describe("packed8")
+    return describe(on, "packed8")
 
 
-def write_mla() -> Call:
+def write_mla(on: Backend) -> Call:
     """A cache without V."""
-    return write(layout="mla")
+    return write(on, layout="mla")
 
 
-def write_fp8() -> Call:
+def write_fp8(on: Backend) -> Call:
     """Scales PER_BLOCK_HEAD."""
-    return write(E4M3)
+    return write(on, E4M3)
 
 
-def write_one_scale() -> Call:
+def write_one_scale(on: Backend) -> Call:
     """The scale pointers of v1, both to 0.5."""
-    call = write(E4M3)
+    call = write(on, E4M3)
     scale = call.roots["scale"] = torch.tensor([0.5])
     desc = call.roots["write"]
     desc.k_scale_desc = desc.v_scale_desc = _abi.kvx_scale_desc_t()
-    desc.k_scale = desc.v_scale = scale.data_ptr()
+    desc.k_scale = desc.v_scale = on.address(scale)
     return call
 
 
-def write_unit_scale() -> Call:
+def write_with_options(on: Backend) -> Call:
+    call = write(on)
+    call.roots["options"] = _abi.kvx_write_options_t()
+    arguments = ("cache", "write", "options")
+    return replace(call, function="kvx_write_kv_ext", arguments=arguments)
+
+
+def write_found(on: Backend) -> Call:
+    """Scales PER_TOKEN_HEAD, which the call finds."""
+    call = write_with_options(on)
+    cache = scaled(
+        LAYOUTS["mixed"](Geometry(num_layers=1), E4M3, 1), ScaleGranularity.PER_TOKEN_HEAD
+    )
+    layer = cache.layers[0]
+    call.roots["cache"] = on.layer(layer)
+    call.roots["write"].k_scale_desc = on.scale(layer.k)
+    call.roots["write"].v_scale_desc = on.scale(layer.v)
+    call.roots["options"].flags = _abi.FLAG_FIND_SCALES
+    return replace(call, caches=(cache,))
+
+
+def write_unit_scale(on: Backend) -> Call:
     """A scale of 1 on a cache that is not FP8, which is allowed."""
-    call = write()
+    call = write(on)
     scale = call.roots["scale"] = torch.tensor([1.0])
-    call.roots["write"].k_scale = scale.data_ptr()
+    call.roots["write"].k_scale = on.address(scale)
     return call
 
 
 def gather(
-    end: Packed | Ragged | KvOffsets | None = None, layout: str = "nhd", dtype: torch.dtype = BF16
+    on: Backend,
+    end: Packed | Ragged | KvOffsets | None = None,
+    layout: str = "nhd",
+    dtype: torch.dtype = BF16,
 ) -> Call:
     """9 and 5 tokens out of 5 blocks of 4, at most 12 of a sequence."""
     end = end or Packed(torch.tensor([[1, 4, 0], [2, 3, POISON]]), 4)
@@ -175,17 +203,17 @@ def gather(
     cache = scaled(cache, granularity or ScaleGranularity.PER_BLOCK_HEAD)
     layer = cache.layers[0]
     assert layer.v is not None
-    table = CPU.block_table(end)
+    table = on.block_table(end)
     rows = 2 * table.beam_width
     key, value = torch.zeros(2, rows, 12, 2, 16, dtype=dtype)
     lengths = torch.tensor([9, 5])
-    scales = [ctypes.pointer(CPU.scale(half)) for half in (layer.k, layer.v)]
+    scales = [ctypes.pointer(on.scale(half)) for half in (layer.k, layer.v)]
     roots = {
-        "cache": CPU.layer(layer, cache.bytes_per_block),
+        "cache": on.layer(layer, cache.bytes_per_block),
         "gather": _abi.kvx_gather_desc_t(
-            io=CPU.io(key, value, rows * 12),
+            io=on.io(key, value, rows * 12),
             block_table=table,
-            seq_lens=CPU.seq_lens(lengths),
+            seq_lens=on.seq_lens(lengths),
             max_seq_len=12,
         ),
         "options": _abi.kvx_gather_options_t(
@@ -204,17 +232,17 @@ def gather(
     if layer.k.scale is not None:
         roots |= {"k_scale": layer.k.scale, "v_scale": layer.v.scale}
     arguments = ("cache", "gather", "options")
-    return Call("kvx_gather_kv_ext", arguments, roots, (end, scales), (cache,))
+    return Call(on, "kvx_gather_kv_ext", arguments, roots, (end, scales), (cache,))
 
 
-def gather_fp8() -> Call:
+def gather_fp8(on: Backend) -> Call:
     """Scales PER_BLOCK_HEAD."""
-    return gather(dtype=E4M3)
+    return gather(on, dtype=E4M3)
 
 
-def gather_ragged() -> Call:
+def gather_ragged(on: Backend) -> Call:
     blocks = torch.tensor([1] * 4 + [4] * 4 + [0] + [2] * 4 + [3])
-    return gather(Ragged(blocks, torch.tensor([0, 9, 14]), 4))
+    return gather(on, Ragged(blocks, torch.tensor([0, 9, 14]), 4))
 
 
 def offsets() -> KvOffsets:
@@ -226,16 +254,17 @@ def offsets() -> KvOffsets:
     return KvOffsets(indices.to(torch.int32), 4, 4)
 
 
-def gather_offsets() -> Call:
-    return gather(offsets(), "tensorrt_llm")
+def gather_offsets(on: Backend) -> Call:
+    return gather(on, offsets(), "tensorrt_llm")
 
 
-def gather_offsets_fp8() -> Call:
+def gather_offsets_fp8(on: Backend) -> Call:
     """Scales PER_HEAD, since there is a secondary pool."""
-    return gather(offsets(), "tensorrt_llm", E4M3)
+    return gather(on, offsets(), "tensorrt_llm", E4M3)
 
 
 def migrate(
+    on: Backend,
     src_end: End | None = None,
     dst_end: End | None = None,
     *,
@@ -264,11 +293,11 @@ def migrate(
             starts = roots[f"{name}_starts"] = torch.zeros(rows, dtype=torch.int64)
         if isinstance(end, Packed | KvOffsets):
             roots[f"{name}_indices"] = end.indices
-        views.append(View(CPU, cache, end, starts, 0))
+        views.append(View(on, cache, end, starts, 0))
         roots[name] = views[-1].desc
         if cache.layers[0].k.scale is not None:
             roots[f"{name}_scale"] = cache.layers[0].k.scale
-    seq_lens = CPU.seq_lens(roots["lengths"])
+    seq_lens = on.seq_lens(roots["lengths"])
     roots["migrate"] = _abi.kvx_migrate_desc_t(
         num_heads=0 if heads == 2 else 2,
         seq_lens=ctypes.pointer(seq_lens),
@@ -276,87 +305,87 @@ def migrate(
         dst=ctypes.pointer(roots["dst"]),
     )
     kept = (src_end, dst_end, views, seq_lens)
-    return Call("kvx_migrate_kv", ("migrate",), roots, kept, (src, dst))
+    return Call(on, "kvx_migrate_kv", ("migrate",), roots, kept, (src, dst))
 
 
-def migrate_fp8() -> Call:
+def migrate_fp8(on: Backend) -> Call:
     """Scales PER_BLOCK_HEAD at both ends."""
-    return migrate(dtype=E4M3)
+    return migrate(on, dtype=E4M3)
 
 
-def migrate_heads() -> Call:
+def migrate_heads(on: Backend) -> Call:
     """2 of the source's 3 heads."""
-    return migrate(heads=3)
+    return migrate(on, heads=3)
 
 
-def migrate_to_slots() -> Call:
-    return migrate(dst_end=Slots(torch.arange(40, 54), [9, 5], 8))
+def migrate_to_slots(on: Backend) -> Call:
+    return migrate(on, dst_end=Slots(torch.arange(40, 54), [9, 5], 8))
 
 
-def migrate_to_dense() -> Call:
+def migrate_to_dense(on: Backend) -> Call:
     """8 and 5 tokens into rows of 8."""
-    return migrate(dst_end=Dense(), lengths=(8, 5))
+    return migrate(on, dst_end=Dense(), lengths=(8, 5))
 
 
-def migrate_slots_and_table() -> Call:
+def migrate_slots_and_table(on: Backend) -> Call:
     """Two ways to find a token at one end: never valid."""
-    call, other = migrate_to_slots(), migrate()
+    call, other = migrate_to_slots(on), migrate(on)
     call.roots["dst"].block_table = other.roots["dst"].block_table
     return replace(call, kept=(call.kept, other))
 
 
-def migrate_slots_and_starts() -> Call:
+def migrate_slots_and_starts(on: Backend) -> Call:
     """Slots with a start: never valid."""
-    call, other = migrate_to_slots(), migrate()
+    call, other = migrate_to_slots(on), migrate(on)
     call.roots["dst"].starts = other.roots["dst"].starts
     return replace(call, kept=(call.kept, other))
 
 
-def migrate_out_of_secondary() -> Call:
+def migrate_out_of_secondary(on: Backend) -> Call:
     """The secondary pool of the source is the destination under another name: never valid."""
-    call = migrate_offsets()
+    call = migrate_offsets(on)
     pool = call.caches[0]
     layers = tuple(
         Layer(*(Half(half.secondary, half.layout) for half in layer.halves()))
         for layer in pool.layers
     )
-    view = View(CPU, Cache(pool.storages, layers), Dense(), None, 0)
+    view = View(on, Cache(pool.storages, layers), Dense(), None, 0)
     call.roots["migrate"].dst = ctypes.pointer(view.desc)
     call.roots["dst"] = view.desc
     return replace(call, kept=(call.kept, view))
 
 
-def migrate_offsets_fp8() -> Call:
+def migrate_offsets_fp8(on: Backend) -> Call:
     """Scales PER_TENSOR at the source, since there is a secondary pool."""
-    return migrate(offsets(), Dense(), layout="tensorrt_llm", dtype=E4M3, lengths=(8, 5))
+    return migrate(on, offsets(), Dense(), layout="tensorrt_llm", dtype=E4M3, lengths=(8, 5))
 
 
-def migrate_offsets() -> Call:
+def migrate_offsets(on: Backend) -> Call:
     """Two beams of each sequence, to four dense rows."""
-    return migrate(offsets(), Dense(), layout="tensorrt_llm", lengths=(8, 5))
+    return migrate(on, offsets(), Dense(), layout="tensorrt_llm", lengths=(8, 5))
 
 
-def migrate_mla() -> Call:
+def migrate_mla(on: Backend) -> Call:
     """From a cache without V into another."""
-    call = migrate(layout="mla")
+    call = migrate(on, layout="mla")
     for layer in range(2):
         call.roots["dst"].layers[layer].contents.v = _abi.kvx_tensor_desc_t()
     return call
 
 
-def migrate_within() -> Call:
+def migrate_within(on: Backend) -> Call:
     """From some blocks of a pool to others."""
-    call = migrate()
+    call = migrate(on)
     (src, _), views = call.caches, call.kept[2]
     end = Packed(torch.tensor([[3], [POISON]]), 4)
-    views[1] = View(CPU, src, end, call.roots["dst_starts"], 0)
+    views[1] = View(on, src, end, call.roots["dst_starts"], 0)
     call.roots |= {"dst": views[1].desc, "dst_indices": end.indices}
     call.roots["migrate"].dst = ctypes.pointer(views[1].desc)
     call.roots["lengths"].copy_(torch.tensor([4, 0]))
     return replace(call, kept=(call.kept, end), caches=(src,))
 
 
-CALLS: dict[str, Callable[[], Call]] = {
+CALLS: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
         describe,
@@ -366,6 +395,8 @@ CALLS: dict[str, Callable[[], Call]] = {
         write_fp8,
         write_one_scale,
         write_unit_scale,
+        write_with_options,
+        write_found,
         gather,
         gather_fp8,
         gather_ragged,
@@ -382,7 +413,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         migrate_within,
     )
 }
-NEVER_VALID: dict[str, Callable[[], Call]] = {
+NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (migrate_slots_and_table, migrate_slots_and_starts, migrate_out_of_secondary)
 }
@@ -398,8 +429,10 @@ class Rule:
     line: int
     call: str
     changes: tuple[tuple[str, int | float | str], ...]
-    error: type[KvxError] | None  # None: does not hold in this build
+    error: type[KvxError]
     sentence: str
+    without_cuda: bool  # of a build that has no kernels
+    of_device: tuple[str, ...] = ()  # what a device says as well, or instead
 
     def __str__(self) -> str:
         return "-".join([str(self.line), self.call, *(path for path, _ in self.changes[:1])])
@@ -407,31 +440,33 @@ class Rule:
 
 def read_rules() -> list[Rule]:
     """validation_rules.txt; its first lines say how it reads."""
-    info = _abi.kvx_backend_info_t()
-    _abi.check(_abi.library().kvx_backend_info(info))
     errors = {
-        "UNSUPPORTED without CUDA": None if info.has_cuda else UnsupportedError,
+        "UNSUPPORTED without CUDA": UnsupportedError,
         "INVALID_ARGUMENT": InvalidArgumentError,
         "UNSUPPORTED": UnsupportedError,
         "OUT_OF_RANGE": OutOfRangeError,
     }
     rules: list[Rule] = []
-    error: type[KvxError] | None = InvalidArgumentError
+    status = ""
     lines = (TESTS / "validation_rules.txt").read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
         if line.startswith("["):
-            error = errors[line.strip("[]")]
+            status = line.strip("[]")
         elif not line.startswith(" "):
             call, _, text = line.partition(": ")
             changes = [] if text == "as it is" else [c.split(" = ") for c in text.split(", ")]
             values = tuple((path, number_or_word(value)) for path, value in changes)
-            rules.append(Rule(number, call, values, error, ""))
+            without_cuda = status == "UNSUPPORTED without CUDA"
+            rules.append(Rule(number, call, values, errors[status], "", without_cuda))
+        elif line.startswith("    device: "):
+            said = line.removeprefix("    device: ")
+            rules[-1] = replace(rules[-1], of_device=(*rules[-1].of_device, said))
         else:
             sentence = f"{rules[-1].sentence} {line.strip()}".strip()
             rules[-1] = replace(rules[-1], sentence=sentence)
-    return [rule for rule in rules if rule.error]
+    return rules
 
 
 def number_or_word(text: str) -> int | float | str:
@@ -446,24 +481,34 @@ def number_or_word(text: str) -> int | float | str:
 
 
 RULES = read_rules()
+SKIPPED = r"; such tokens are skipped, [1-9]\d* of them since the last report$"
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_calls_are_valid_until_a_rule_is_broken(name: str) -> None:
-    CALLS[name]().run()
+def test_the_calls_are_valid_until_a_rule_is_broken(backend: Backend, name: str) -> None:
+    CALLS[name](backend).run()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_rule(rule: Rule) -> None:
-    call = (CALLS | NEVER_VALID)[rule.call]()
+def test_rule(backend: Backend, rule: Rule) -> None:
+    if rule.without_cuda and backend.has_kernels():
+        pytest.skip("this build has kernels")
+    call = (CALLS | NEVER_VALID)[rule.call](backend)
     for path, value in rule.changes:
         call.set(path, value)
     before = call.memory()
-    with pytest.raises(rule.error) as refusal:
+    if not backend.looks_first and rule.of_device == ("nothing",):
+        return call.run()
+    with pytest.raises(KvxError) as refusal:
         call.run()
-    assert type(refusal.value) is rule.error
     said = re.sub(r"0x[0-9a-f]{9,}|\(nil\)", "<address>", str(refusal.value))
+    if not backend.looks_first and re.search(SKIPPED, said):
+        said = re.sub(SKIPPED, "", said)
+        allowed = [re.escape(text).replace(r"\.\.\.", ".*") for text in rule.of_device]
+        assert said == rule.sentence or any(re.fullmatch(text, said) for text in allowed), said
+        return  # the other tokens were written
     assert said == rule.sentence, f"validation_rules.txt:{rule.line}"
+    assert type(refusal.value) is rule.error
     for now, then in zip(call.memory(), before, strict=True):
         assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (now, then))), (
             "something was written"
@@ -486,6 +531,8 @@ def test_every_sentence_has_a_rule(name: str) -> None:
     covered_elsewhere = {
         "out of memory",  # cannot be provoked
         "version is NULL",  # test_the_other_functions_refuse_null
+        # It takes a build with CUDA on a machine without a device.
+        "%s.memory is DEVICE, but no CUDA device can be used here: is there a driver? (spec 4.3)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
     }
@@ -531,9 +578,9 @@ def test_the_other_functions_refuse_null() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_larger_size_is_a_newer_header(name: str) -> None:
+def test_a_larger_size_is_a_newer_header(backend: Backend, name: str) -> None:
     """Spec: 3. Every struct of the call says that it is 8 bytes longer than we know."""
-    call = CALLS[name]()
+    call = CALLS[name](backend)
 
     def enlarge(struct: Any) -> None:
         struct.size += 8
@@ -553,11 +600,11 @@ def test_a_larger_size_is_a_newer_header(name: str) -> None:
     call.run()
 
 
-def test_gather_without_options_is_gather() -> None:
-    call = gather()
+def test_gather_without_options_is_gather(backend: Backend) -> None:
+    call = gather(backend)
     call.roots["options"] = None
     call.run()
-    v1 = gather()
+    v1 = gather(backend)
     replace(v1, function="kvx_gather_kv", arguments=("cache", "gather")).run()
     for name in ("key", "value"):
         got, expected = (c.roots[name].view(torch.int16) for c in (call, v1))
@@ -566,17 +613,17 @@ def test_gather_without_options_is_gather() -> None:
 
 
 @pytest.mark.parametrize("pointers", ["NULL", "dangling"])
-def test_nothing_to_do_needs_no_pointers(pointers: str) -> None:
+def test_nothing_to_do_needs_no_pointers(backend: Backend, pointers: str) -> None:
     """Spec: 7. With no tokens, the pointers to data are not looked at."""
     value: int | str = "NULL" if pointers == "NULL" else 4096  # no process has memory there
-    call = write()
+    call = write(backend)
     for path in ("write.io.num_tokens", "write.slots.token_count"):
         call.set(path, 0)
     for path in ("write.io.key.data", "write.io.value.data", "write.slots.slots"):
         call.set(path, value)
     call.run()
 
-    call = gather()
+    call = gather(backend)
     for tensor in ("key", "value"):
         call.set(f"gather.io.{tensor}.shape[0]", 0)
         call.set(f"gather.io.{tensor}.data", value)
@@ -587,7 +634,7 @@ def test_nothing_to_do_needs_no_pointers(pointers: str) -> None:
         call.set(f"gather.{path}", value)
     call.run()
 
-    call = gather()  # two sequences, but no room for a token of theirs
+    call = gather(backend)  # two sequences, but no room for a token of theirs
     for tensor in ("key", "value"):
         call.set(f"gather.io.{tensor}.shape[1]", 0)
         call.set(f"gather.io.{tensor}.data", value)
@@ -595,7 +642,7 @@ def test_nothing_to_do_needs_no_pointers(pointers: str) -> None:
         call.set(f"gather.{path}", 0)
     call.run()
 
-    call = migrate()
+    call = migrate(backend)
     call.set("migrate.seq_lens.seq_count", 0)
     call.set("migrate.seq_lens.lengths", value)
     for end in ("src", "dst"):
@@ -606,24 +653,24 @@ def test_nothing_to_do_needs_no_pointers(pointers: str) -> None:
     call.run()
 
 
-def test_a_failing_call_leaves_its_sentence_and_a_good_one_keeps_it() -> None:
+def test_a_failing_call_leaves_its_sentence_and_a_good_one_keeps_it(backend: Backend) -> None:
     """Spec: E.7. The sentence is that of the last failing call of this thread."""
-    call = write()
+    call = write(backend)
     call.set("cache.block_size", 0)
     with pytest.raises(InvalidArgumentError):
         call.run()
-    sentence = _abi.library().kvx_last_error()
+    sentence = backend.library().kvx_last_error()
     assert sentence == b"cache.block_size is 0, expected at least 1 (spec 7.1)"
-    write().run()
-    assert _abi.library().kvx_last_error() == sentence
+    write(backend).run()
+    assert backend.library().kvx_last_error() == sentence
 
 
-def test_the_sentence_belongs_to_its_thread() -> None:
+def test_the_sentence_belongs_to_its_thread(backend: Backend) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    call = write()
+    call = write(backend)
     call.set("cache.block_size", 0)
     with pytest.raises(InvalidArgumentError):
         call.run()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(_abi.library().kvx_last_error).result() == b""
+        assert pool.submit(backend.library().kvx_last_error).result() == b""

@@ -15,7 +15,15 @@ KVX_INLINE bool has_exact_inverse(float divisor) {
 }
 
 template <class Src, class Dst>
-void convert_run(void *dst, const void *src, int64_t count, float scale, float divisor) {
+void convert_run(void *dst, const void *src, int64_t count, float scale, float divisor,
+                 [[maybe_unused]] bool streaming) {
+#if KVX_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<Src, Bf16> && std::is_same_v<Dst, E4m3>) {
+    const int64_t done = scale == 1.0f ? bf16_to_e4m3(dst, src, count, divisor, streaming) : 0;
+    dst = static_cast<E4m3::Bits *>(dst) + done, src = static_cast<const Bf16::Bits *>(src) + done;
+    count -= done;
+  }
+#endif
   const auto convert = [=](auto map) __attribute__((always_inline)) {
     convert_each<Src, Dst>(dst, src, count, map);
   };

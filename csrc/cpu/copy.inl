@@ -20,7 +20,9 @@ KVX_INLINE void store_streaming(uint8_t *dst, Vector value) {
 
 constexpr int64_t kLineBytes = 64;
 
-KVX_INLINE void prefetch(const uint8_t *src) { __builtin_prefetch(src, 0, 3); }
+KVX_INLINE void prefetch(const uint8_t *src) {
+  kFetchesNear ? __builtin_prefetch(src, 0, 3) : __builtin_prefetch(src, 0, 2);
+}
 KVX_INLINE Vector load(const uint8_t *src) { return *reinterpret_cast<const Vector *>(src); }
 KVX_INLINE void store(uint8_t *dst, Vector value) { *reinterpret_cast<Vector *>(dst) = value; }
 
@@ -43,22 +45,15 @@ KVX_INLINE int64_t bytes_to_alignment(const uint8_t *dst) {
   return -reinterpret_cast<intptr_t>(dst) & (KVX_VECTOR_BYTES - 1);
 }
 
+// The C library knows this processor's best way for runs that are worth a call.
+constexpr int64_t kLibraryRun = 512;
+
 KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   if (n < kVector) return copy_short(dst, src, n);
-#if defined(__x86_64__) && KVX_VECTOR_BYTES == 64 && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
-  // Processors of this generation move strings faster than any loop of vectors; sanitizers see only
-  // the loop.
-  if (n >= 512) {
-    asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(n) : : "memory");
+  if (n >= kLibraryRun) {
+    memcpy(dst, src, static_cast<size_t>(n));
     return;
-  }
-#endif
-  if (n >= 8 * kVector) {
-    const int64_t head = bytes_to_alignment(dst);
-    store(dst, load(src));
-    dst += head, src += head, n -= head;
   }
   for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
     const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),

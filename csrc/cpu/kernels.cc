@@ -1,5 +1,7 @@
 #include "cpu/kernels.h"
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
@@ -14,6 +16,14 @@
 #define KVX_INLINE static inline __attribute__((always_inline))
 
 namespace kvx::cpu {
+
+// What is fetched ahead, 32 KiB of a usual block, stays in a first cache of 48 KiB until it is
+// copied. A smaller one would lose it: there it goes to the second.
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+static const bool kFetchesNear = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+#else
+static const bool kFetchesNear = false;
+#endif
 
 namespace portable {
 #define KVX_ISA "portable"

@@ -7,8 +7,10 @@
 
 namespace kvx::cpu {
 
-// Elements [0, count) of dst = encode(decode(src) * scale / divisor), both contiguous.
-using ConvertRun = void (*)(void *dst, const void *src, int64_t count, float scale, float divisor);
+// Elements [0, count) of dst = encode(decode(src) * scale / divisor), both contiguous. `streaming`:
+// the destination need not be left in the caches.
+using ConvertRun = void (*)(void *dst, const void *src, int64_t count, float scale, float divisor,
+                            bool streaming);
 
 struct Kernels {
   const char *isa;

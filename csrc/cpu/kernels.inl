@@ -1,8 +1,11 @@
 // The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES its register.
 // Included by kernels.cc once per instruction set, inside its namespace.
 
-#include "cpu/convert.inl"
 #include "cpu/copy.inl"
+#if KVX_VECTOR_BYTES == 64
+#include "cpu/e4m3.inl"
+#endif
+#include "cpu/convert.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,

@@ -67,12 +67,13 @@ bool has_nest(const Side &src, const Side &dst) {
   return src.pack % dst.pack == 0 || dst.pack % src.pack == 0;
 }
 
-Nest make_nest(const Side &src, const Side &dst, int64_t tokens, int64_t heads, int64_t head_dim,
-               int64_t element_bytes) {
-  Nest nest{};
-  nest.run = element_bytes;
+void make_nest(const Side &src, const Side &dst, int64_t tokens, int64_t heads, int64_t head_dim,
+               int64_t element_bytes, Nest *nest) {
+  nest->run = element_bytes;
+  nest->num_dims = 0;
+  nest->transposes = false;
   const auto add = [&](int64_t count, int64_t src_step, int64_t dst_step) {
-    if (count > 1) nest.dims[nest.num_dims++] = {count, src_step, dst_step};
+    if (count > 1) nest->dims[nest->num_dims++] = {count, src_step, dst_step};
   };
   add(tokens, src.token_stride, dst.token_stride);
   add(heads, src.head_stride, dst.head_stride);
@@ -81,11 +82,10 @@ Nest make_nest(const Side &src, const Side &dst, int64_t tokens, int64_t heads, 
   add(head_dim / wide, element_offset(src, wide), element_offset(dst, wide));
   add(wide / narrow, element_offset(src, narrow), element_offset(dst, narrow));
   add(narrow, src.inner_stride, dst.inner_stride);
-  grow_run(&nest);
-  sort_by_source(&nest);
-  merge_loops(&nest);
-  find_transpose(&nest);
-  return nest;
+  grow_run(nest);
+  sort_by_source(nest);
+  merge_loops(nest);
+  find_transpose(nest);
 }
 
 Side dense_side(uint8_t *base, kvx_dtype_t dtype, int64_t heads, int64_t head_dim) {

@@ -26,8 +26,8 @@ struct Nest {
 bool has_nest(const Side &src, const Side &dst);
 
 // The copy of `tokens` tokens x `heads` heads x `head_dim` elements of `element_bytes`.
-Nest make_nest(const Side &src, const Side &dst, int64_t tokens, int64_t heads, int64_t head_dim,
-               int64_t element_bytes);
+void make_nest(const Side &src, const Side &dst, int64_t tokens, int64_t heads, int64_t head_dim,
+               int64_t element_bytes, Nest *nest);
 
 // Bytes from element 0 to element d of a row.
 inline int64_t element_offset(const Side &side, int64_t d) {

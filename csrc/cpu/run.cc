@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -21,6 +23,7 @@ namespace {
 
 constexpr uint64_t kBytesPerHelper = 1 << 20;  // less is not worth waking a thread for
 constexpr uint64_t kBytesPerItem = 4 << 20;    // of one layer, K and V together
+constexpr uint64_t kSmallBytes = 512 << 10;    // the nearer caches hold source and destination
 constexpr int64_t kStageBytes = 32 << 10;
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
@@ -37,8 +40,8 @@ class Copier {
   // `next`: the source of the following call, if it is known; else `src`.
   void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens) {
     if (tokens != tokens_) {
-      nest_ =
-          make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype));
+      make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype),
+                &nest_);
       tokens_ = tokens;
     }
     if (!by_element_) return kernels_.copy(nest_, dst, src, next, streaming_);
@@ -69,8 +72,15 @@ struct ScaleCursor {
   bool varies() const { return scales.data && (scales.token_stride || scales.head_stride); }
   float at(int64_t token, int64_t head) const {
     if (!scales.data) return 1.0f;
-    return read_scale(first + token * scales.token_stride + head * scales.head_stride,
-                      scales.dtype);
+    return read_scale(address(token, head), scales.dtype);
+  }
+  void store(int64_t token, int64_t head, float scale) const {
+    write_scale(const_cast<uint8_t *>(address(token, head)), scales.dtype, scale);
+  }
+
+ private:
+  const uint8_t *address(int64_t token, int64_t head) const {
+    return first + token * scales.token_stride + head * scales.head_stride;
   }
 };
 
@@ -116,6 +126,7 @@ class Converter {
         stages_(*stages),
         streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
+        decode_(kernels().convert[convert_index(pair.src.dtype)][convert_index(KVX_DTYPE_F32)]),
         stages_src_(!is_dense_row(pair.src, pair.head_dim)),
         stages_dst_(!is_dense_row(pair.dst, pair.head_dim)) {}
 
@@ -160,7 +171,7 @@ class Converter {
                     int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor) {
     int64_t run = pair_.head_dim;
     const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
-    const bool varies = scale.varies() || divisor.varies();
+    const bool varies = pair_.find_scales || scale.varies() || divisor.varies();
     const auto follows = [&](int64_t src_stride, int64_t dst_stride, int64_t count) {
       return count == 1 || (src_stride == run * src_size && dst_stride == run * dst_size);
     };
@@ -170,12 +181,28 @@ class Converter {
     }
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t h = 0; h < heads; ++h) {
-        convert_run(dst + t * to.token_stride + h * to.head_stride, dst_size,
-                    src + t * from.token_stride + h * from.head_stride, src_size, ahead, run,
-                    scale.at(first_token + t, first_head + h),
-                    divisor.at(first_token + t, first_head + h));
+        const uint8_t *const row = src + t * from.token_stride + h * from.head_stride;
+        const float factor = scale.at(first_token + t, first_head + h);
+        if (pair_.find_scales)
+          divisor.store(first_token + t, first_head + h, find_scale(row, src_size, factor));
+        convert_run(dst + t * to.token_stride + h * to.head_stride, dst_size, row, src_size, ahead,
+                    run, factor, divisor.at(first_token + t, first_head + h));
       }
     }
+  }
+
+  float find_scale(const uint8_t *row, int64_t src_size, float factor) const {
+    float amax = 0.0f, values[256];
+    for (int64_t d = 0; d < pair_.head_dim; d += 256) {
+      const int64_t count = std::min<int64_t>(pair_.head_dim - d, 256);
+      if (decode_) {
+        decode_(values, row + d * src_size, count, factor, 1.0f, false);
+      } else {  // F32, which has no scale
+        memcpy(values, row + d * src_size, static_cast<size_t>(count * src_size));
+      }
+      for (int64_t i = 0; i < count; ++i) amax = std::max(amax, std::abs(values[i]));  // not NaN
+    }
+    return found_scale(amax, pair_.dst.dtype, pair_.dst_scales.dtype);
   }
 
   // In pieces, between which the source that comes next is fetched.
@@ -188,7 +215,7 @@ class Converter {
         for (int64_t line = 0; line < n * src_size; line += 64)
           __builtin_prefetch(src + ahead + line, 0, 2);
       }
-      run_(dst, src, n, scale, divisor);
+      run_(dst, src, n, scale, divisor, streaming_ && !stages_dst_);
       dst += n * dst_size, src += n * src_size, count -= n;
     }
   }
@@ -196,7 +223,7 @@ class Converter {
   const TensorPair &pair_;
   Stages &stages_;
   const bool streaming_;
-  const ConvertRun run_;
+  const ConvertRun run_, decode_;
   const bool stages_src_, stages_dst_;
 };
 
@@ -240,8 +267,8 @@ class Mover {
 
   void clear(const Place &to, int64_t tokens) {
     const int64_t size = size_of(pair_.dst.dtype);
-    const Nest nest =
-        make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size);
+    Nest nest;
+    make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size, &nest);
     const Dim once = {1, 0, 0};
     const auto dim = [&](int i) { return i < nest.num_dims ? nest.dims[i] : once; };
     uint8_t *dst = base_of(pair_.dst, to);
@@ -251,6 +278,10 @@ class Mover {
           for (int64_t d = 0; d < dim(3).count; ++d)
             memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
                    static_cast<size_t>(nest.run));
+    if (!pair_.find_scales) return;
+    const ScaleCursor scale(pair_.dst_scales, to);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; h < pair_.num_heads; ++h) scale.store(t, h, 1.0f);
   }
 
  private:
@@ -271,6 +302,11 @@ class Mover {
   const bool joins_blocks_;
   Stretch pending_;
 };
+
+// V begins within K's first token: they are halves of a last axis, say.
+bool interleave(const Side &k, const Side &v) {
+  return std::abs(v.base - k.base) < std::max(k.token_stride, k.head_stride);
+}
 
 // Tokens [begin, end) of the pairs that find them at the same places.
 template <size_t kPairs>
@@ -325,6 +361,7 @@ class Job {
   static void help(void *context, bool is_caller) {
     auto *job = static_cast<Job *>(context);
     if (is_caller) return job->work(&*job->callers_stages_);
+    const StandardFloats standard;  // which the caller has set for itself
     try {
       Stages own(job->plan_, job->tokens_);
       job->work(&own);
@@ -334,7 +371,6 @@ class Job {
   }
 
   void work(Stages *stages) {
-    const StandardFloats standard;
     for (uint64_t item; (item = next_++) < items_;) {
       const uint64_t layer = item / items_per_layer_;
       const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
@@ -351,8 +387,10 @@ class Job {
     if (!pairs[1].num_heads)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
     Mover v(pairs[1], stages, streaming_);
-    // Small calls find K's and V's places once; large ones write fewer streams at a time.
-    if (plan_.same_places && !streaming_)
+    // Small calls find K's and V's places once; large ones write fewer streams at a time, unless
+    // that would read every other piece of the source.
+    const bool small = bytes_ < kSmallBytes;
+    if (plan_.same_places && (small || interleave(pairs[0].src, pairs[1].src)))
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k, &v}, begin, end);
     move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
     move_tokens(plan_, plan_.src[1], plan_.dst[1], {&v}, begin, end);

@@ -51,9 +51,9 @@ def like(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvx_core.ops._TORCH_WITH_GUARDS", releases[request.param])
 
 
-def bound_calls(plan: WritePlan | GatherPlan) -> dict[int, Callable[..., Any]]:
-    """What this thread has bound, by number of tokens or sequences."""
-    return dict(plan._bound.calls)
+def ready_calls(plan: WritePlan | GatherPlan) -> dict[int, tuple[Any, ...]]:
+    """What the plan can refresh, by number of tokens or sequences."""
+    return {count: tuple(calls) for count, calls in plan._ready.items()}
 
 
 def test_making_a_plan_writes_nothing() -> None:
@@ -82,7 +82,7 @@ def test_write_is_write_kv_whatever_comes() -> None:
         (key, value, slots),
     ]
     planned, plain = Cache(), Cache()
-    plan = WritePlan(planned.desc, *qkv(1, 0))
+    plan = WritePlan(planned.desc, *qkv(1, 0), stream=1 << 40)  # which HOST memory ignores
     for batch in batches:
         plan(*batch)
         write_kv(plain.desc, *batch)
@@ -108,9 +108,9 @@ def test_only_tensors_like_the_last_are_refreshed(change: Any, rebinds: bool) ->
     slots = torch.arange(4)
     plan = WritePlan(cache.desc, key, value)
     plan(key, value, slots)
-    before = bound_calls(plan)
+    before = ready_calls(plan)
     plan(*change(key, value, slots))
-    assert (bound_calls(plan) != before) is rebinds
+    assert (ready_calls(plan) != before) is rebinds
 
 
 def test_every_number_of_tokens_is_remembered_up_to_a_bound() -> None:
@@ -119,13 +119,13 @@ def test_every_number_of_tokens_is_remembered_up_to_a_bound() -> None:
     slots = torch.full((300,), -1)
     for n in (1, 2, 1, 5):
         plan(*qkv(n, n), slots[:n])
-    assert set(bound_calls(plan)) == {1, 2, 5}
-    one = bound_calls(plan)[1]
+    assert set(ready_calls(plan)) == {1, 2, 5}
+    one = ready_calls(plan)[1]
     plan(*qkv(1, 7), slots[:1])
-    assert bound_calls(plan)[1] is one
+    assert ready_calls(plan)[1] == one
     for n in range(300):
         plan(*qkv(n, 0), slots[:n])
-        assert len(bound_calls(plan)) <= 256
+        assert len(ready_calls(plan)) <= 256
 
 
 @pytest.mark.usefixtures("like")
@@ -246,7 +246,7 @@ def test_making_a_gather_plan_checks_its_outputs() -> None:
 
 
 def run_in_threads(work: Callable[[int], None], num_threads: int) -> None:
-    """Runs work(i) in threads that start together; the first exception is raised here."""
+    """Runs work(i) in threads that start together and take turns often. Raises the first error."""
     barrier = threading.Barrier(num_threads)
     errors: list[BaseException] = []
 
@@ -258,10 +258,15 @@ def run_in_threads(work: Callable[[int], None], num_threads: int) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=body, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     if errors:
         raise errors[0]
 
@@ -286,12 +291,54 @@ def test_threads_share_a_plan() -> None:
             assert torch.equal(out[0][0], key.float())
             assert torch.equal(out[1][0], value.float())
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        run_in_threads(work, NUM_BLOCKS)
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads(work, NUM_BLOCKS)
+
+
+@pytest.mark.usefixtures("like")
+def test_threads_share_ready_calls() -> None:
+    """Tensors of all threads are alike: what one thread has described, the others refresh."""
+    num_threads, num_tokens = 8, 3
+    k = torch.zeros(num_threads, num_tokens, HEADS, DIM)
+    v = torch.zeros_like(k)
+    cache = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+    write = WritePlan(cache, *qkv(1, 0, torch.float32))
+    gather = GatherPlan(cache, k, v)
+
+    def work(block: int) -> None:
+        slots = torch.arange(num_tokens) + block * num_tokens
+        table, lens = torch.tensor([[block]]), torch.tensor([num_tokens])
+        out = torch.zeros(2, 1, num_tokens, HEADS, DIM)
+        batches = [qkv(num_tokens, 100 * block + i, torch.float32) for i in range(10)]
+        for i in range(1000):
+            key, value = batches[i % 10]
+            write(key, value, slots)
+            gather(out[0], out[1], table, lens)
+            assert torch.equal(out[0, 0], key)
+            assert torch.equal(out[1, 0], value)
+
+    run_in_threads(work, num_threads)
+    for plan in (write, gather):
+        (calls,) = ready_calls(plan).values()
+        assert len(calls) <= num_threads
+
+
+@pytest.mark.usefixtures("like")
+def test_a_call_within_a_call() -> None:
+    """As a signal handler or a finalizer may make one, when a struct is half refreshed."""
+    cache = Cache()
+    plan = WritePlan(cache.desc, *qkv(1, 0))
+    inner, outer = qkv(1, 1), qkv(1, 2)
+
+    class Interrupted(torch.Tensor):
+        def data_ptr(self) -> int:
+            plan(*inner, torch.tensor([1]))
+            return super().data_ptr()
+
+    for _ in range(3):
+        cache.kv.fill_(7)
+        plan(outer[0], outer[1].as_subclass(Interrupted), torch.tensor([0]))
+        for slot, (key, value) in enumerate((outer, inner)):
+            assert torch.equal(cache.kv[0, :, slot], torch.cat((key[0], value[0]), dim=-1))
 
 
 def test_an_error_belongs_to_its_thread() -> None:

@@ -128,6 +128,7 @@ def test_schemas_name_what_is_mutated() -> None:
     }
     assert mutated == {
         "write_kv": ["k_cache", "v_cache"],
+        "write_kv_find_scales": ["k_cache", "v_cache", "k_scale", "v_scale"],
         "gather_kv": [],
         "gather_kv_out": ["key", "value"],
         "migrate_kv": ["dst_k", "dst_v"],

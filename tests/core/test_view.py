@@ -260,7 +260,7 @@ def test_facts_are_compared_first() -> None:
                 src.at(Producer(4096, (2, 2), dtype=(0, 32), device_type=dlpack.CUDA)), dst, LENS
             ),
             InvalidArgumentError,
-            "block_table.memory is DEVICE, expected HOST, where layers[0].k is. Move it there",
+            "src.block_table.memory is DEVICE, expected HOST, where src.layers[0].k is. Move it ",
         ),
     ],
 )

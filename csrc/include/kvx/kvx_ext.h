@@ -29,6 +29,13 @@ typedef struct kvx_backend_info_t {
 
 KVX_API kvx_status_t kvx_backend_info(kvx_backend_info_t *info);
 
+/* What calls on DEVICE memory skipped because an index, a length or a scale in the data was out of
+ * range. A device call cannot look before it runs, so it skips such tokens and remembers. This
+ * waits for `stream` and answers OK if nothing has been skipped on the current device, by calls on
+ * any stream, since it was last asked; otherwise what a call on HOST memory would have answered,
+ * with the first of them and their number in the sentence. */
+KVX_API kvx_status_t kvx_device_status(void *stream);
+
 /* Sets how many threads a large call on HOST memory uses, for the whole process. 1: the caller
  * alone. 0: back to the default, KVX_NUM_THREADS or else the cores of the process, at most 16. */
 KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
@@ -37,14 +44,37 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
  * sequence's length. Without the flag they keep what they held. */
 #define KVX_FLAG_ZERO_FILL (1u << 0)
 
+/* Of a call that runs on the device: a background transfer, which uses a handful of
+ * multiprocessors and leaves the others to the model. */
+#define KVX_FLAG_BACKGROUND (1u << 1)
+
+/* Of a call that runs on the device: the copy engines move the bytes, no multiprocessor does. Both
+ * ends must store the same bytes. Slots, tables, lengths and starts are read by the host, so they
+ * lie in HOST memory, and are checked as for HOST memory before anything moves. */
+#define KVX_FLAG_COPY_ENGINE (1u << 2)
+
+/* Of a write or a migration into FP8: the scales are found on the way, one per token and head, and
+ * stored where PER_TOKEN_HEAD scales of the destination point. Spec: E.9 */
+#define KVX_FLAG_FIND_SCALES (1u << 3)
+
 /* A null_block_id that no table contains. Negative table entries are null in any case. Mind that a
  * struct filled with zeros names block 0 as null. */
 #define KVX_NO_NULL_BLOCK ((int64_t)-1)
 
+/* What kvx_write_desc_t cannot say. */
+typedef struct kvx_write_options_t {
+  uint32_t size;
+  uint32_t flags; /* KVX_FLAG_BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
+} kvx_write_options_t;
+
+/* kvx_write_kv with options; NULL options are those of kvx_write_kv. */
+KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                                      const kvx_write_options_t *options, void *stream);
+
 /* What kvx_gather_desc_t cannot say. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
-  uint32_t flags;                /* KVX_FLAG_ZERO_FILL or 0 */
+  uint32_t flags;                /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE */
   int64_t null_block_id;         /* block id that holds nothing (vLLM: 0), or KVX_NO_NULL_BLOCK */
   uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
   uint32_t reserved;
@@ -84,7 +114,7 @@ typedef struct kvx_view_t {
  * heads src.head_start + h to dst.head_start + h, for h < num_heads, in layers l of both ends. */
 typedef struct kvx_migrate_desc_t {
   uint32_t size;
-  uint32_t flags;     /* KVX_FLAG_ZERO_FILL or 0 */
+  uint32_t flags;     /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
   uint32_t num_heads; /* 0: all heads; both ends then hold the same number */
   uint32_t reserved;
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */

@@ -9,9 +9,15 @@
 //   a valid call must not be refused; one with a hostile index that is used must be
 //
 //   fuzz [seconds [seed [first iteration [iterations]]]]
-//   fuzz threads [seconds [seed]]     valid calls from several threads at once, for ThreadSanitizer
+//   fuzz device [seconds [...]]       calls on DEVICE memory, which tests/hostgrid takes from the
+//   host fuzz threads [seconds [seed]]     valid calls from several threads at once, for
+//   ThreadSanitizer
+//
+// A device skips what is out of range. Such calls must not touch other memory; the rest is
+// compared.
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +29,10 @@
 #include "mutate.h"
 #include "oracle.h"
 
+// The race check of tests/hostgrid, where it is linked.
+extern "C" __attribute__((weak)) unsigned long hostgrid_races();
+extern "C" __attribute__((weak)) unsigned long hostgrid_accesses();
+
 namespace fuzz {
 namespace {
 
@@ -32,7 +42,7 @@ struct Counts {
 
 constexpr const char *kOpNames[] = {"validate", "write", "gather", "migrate"};
 
-std::string g_where = "fuzz threads";  // for the report of a sanitizer
+std::string g_where = "fuzz threads";  // for the report of a sanitizer or of the hostgrid
 
 void print_where() { std::fprintf(stderr, "while running: %s\n", g_where.c_str()); }
 
@@ -40,6 +50,35 @@ bool fail(const Case &c, const std::string &what) {
   std::printf("FAILED: %s\n%s: %s\n%slast error: %s\n", g_where.c_str(), kOpNames[c.op],
               what.c_str(), c.story.c_str(), kvx_last_error());
   return false;
+}
+
+void put_on_device(Case *c) {
+  for (End *end : {&c->src, &c->dst}) {
+    for (kvx_cache_desc_t &cache : end->layers)
+      cache.k.memory = cache.v.memory = cache.pool.memory = KVX_MEMORY_DEVICE;
+  }
+  c->io.key.memory = c->io.value.memory = KVX_MEMORY_DEVICE;
+}
+
+bool run_on_device(Random random, Counts *counts, bool big) {
+  const Op op = random.pick({kWrite, kGather, kMigrate});
+  Case c;
+  Generator(random, op, random.one_in(3), big, &c);
+  put_on_device(&c);
+  c.memory.snapshot();
+  Oracle oracle{c};
+  oracle.run();
+  const bool skips = oracle.bad_index || !oracle.scales_good;
+  if (hostgrid_races && (skips || oracle.writes_twice())) return ++counts->unfair, true;
+  ++counts->calls[op];
+  if (call(c) != KVX_STATUS_OK) return fail(c, "a valid call was refused");
+  const kvx_status_t skipped = kvx_device_status(nullptr);
+  ++(skipped == KVX_STATUS_OK ? counts->accepted : counts->refused)[op];
+  if (skipped == KVX_STATUS_OUT_OF_RANGE) ++counts->out_of_range[op];
+  if (skips) return true;
+  if (skipped != KVX_STATUS_OK && !oracle.unsure) return fail(c, "a token was skipped");
+  if (oracle.complaint.empty()) oracle.compare();
+  return oracle.complaint.empty() ? true : fail(c, oracle.complaint);
 }
 
 bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
@@ -97,15 +136,20 @@ uint64_t argument(int argc, char **argv, int i, uint64_t otherwise) {
 
 using Clock = std::chrono::steady_clock;
 
-int run_fuzz(double seconds, uint64_t seed, uint64_t first, uint64_t iterations) {
+int run_fuzz(bool device, double seconds, uint64_t seed, uint64_t first, uint64_t iterations) {
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   Counts counts;
   uint64_t i = first;
   for (; i < first + iterations && (seconds == 0 || Clock::now() < end); ++i) {
-    g_where = "fuzz 0 " + std::to_string(seed) + " " + std::to_string(i) + " 1";
+    const std::string number = std::to_string(i);
+    g_where = std::string("fuzz ") + (device ? "device " : "") + "0 " + std::to_string(seed) + " " +
+              number + " 1";
+    if (device) setenv("HOSTGRID_SEED", number.c_str(), 1);
     Random random{seed * 0x2545f4914f6cdd1du + i};
     random.next();
-    if (!run_one(random, &counts, false, i % 4096 == 4095)) return EXIT_FAILURE;
+    const bool big = i % 4096 == 4095;
+    if (!(device ? run_on_device(random, &counts, big) : run_one(random, &counts, false, big)))
+      return EXIT_FAILURE;
   }
   for (int op = 0; op < kOps; ++op) {
     std::printf("%s: %llu calls, %llu accepted, %llu refused, %llu of them out of range\n",
@@ -114,10 +158,12 @@ int run_fuzz(double seconds, uint64_t seed, uint64_t first, uint64_t iterations)
                 static_cast<unsigned long long>(counts.refused[op]),
                 static_cast<unsigned long long>(counts.out_of_range[op]));
   }
-  std::printf("%llu iterations, %llu not called: they claim indices that are not there\n",
-              static_cast<unsigned long long>(i - first),
-              static_cast<unsigned long long>(counts.unfair));
-  return EXIT_SUCCESS;
+  std::printf("%llu iterations, %llu not called: %s\n", static_cast<unsigned long long>(i - first),
+              static_cast<unsigned long long>(counts.unfair),
+              device ? "they write a byte twice" : "they claim indices that are not there");
+  if (!hostgrid_races) return EXIT_SUCCESS;
+  std::printf("%lu races in %lu accesses\n", hostgrid_races(), hostgrid_accesses());
+  return hostgrid_races() == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 // Large calls share the library's threads, small ones run beside them.
@@ -160,7 +206,10 @@ int main(int argc, char **argv) {
     return fuzz::run_threads(static_cast<double>(argument(argc, argv, 2, 5)),
                              argument(argc, argv, 3, 1));
   }
-  return fuzz::run_fuzz(static_cast<double>(argument(argc, argv, 1, 10)),
+  const bool device = argc > 1 && std::strcmp(argv[1], "device") == 0;
+  if (device) --argc, ++argv;
+  std::signal(SIGABRT, [](int) { fuzz::print_where(); });  // the hostgrid has said why
+  return fuzz::run_fuzz(device, static_cast<double>(argument(argc, argv, 1, 10)),
                         argument(argc, argv, 2, 1), argument(argc, argv, 3, 0),
                         argument(argc, argv, 4, UINT64_MAX >> 1));
 }

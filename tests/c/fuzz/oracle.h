@@ -377,6 +377,15 @@ struct Oracle {
     if (c.op == kMigrate) migrate();
   }
 
+  // Tokens share a place, so what is stored there, and by whom last, is left open.
+  bool writes_twice() const {
+    for (const auto &block : c.memory.blocks) {
+      for (const uint8_t writes : block->writes)
+        if (writes > 1) return true;
+    }
+    return false;
+  }
+
   // Compares memory with what an accepted call may have done to it.
   void compare() {
     for (size_t b = 0; b < c.memory.blocks.size() && complaint.empty(); ++b) {

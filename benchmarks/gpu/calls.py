@@ -1,0 +1,102 @@
+"""KVX's calls for these caches, ready to be made: what a CUDA graph captures is their launches."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from benchmarks.gpu.caches import Layer
+from benchmarks.gpu.places import Call, Place
+from kvx_core import (
+    BlockTable,
+    CacheSpan,
+    Layout,
+    ScaleDesc,
+    SeqLens,
+    SlotMapping,
+    TensorDesc,
+    Transfer,
+    describe,
+    gather_kv,
+    write_kv,
+)
+from kvx_core.migrate import copy_tokens
+
+Scales = tuple[ScaleDesc, ScaleDesc]  # of K and V
+Index = TypeVar("Index", BlockTable, SeqLens, SlotMapping)
+
+
+def write(
+    place: Place,
+    layer: Layer,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    *,
+    scales: Scales | None = None,
+    find_scales: bool = False,
+    transfer: Transfer = Transfer.KERNEL,
+) -> Call:
+    """key, value: (num_tokens, num_kv_heads, head_dim)"""
+    k_scale, v_scale = scales or (None, None)
+    return partial(
+        write_kv,
+        layer.desc,
+        _dense(place, key),
+        _dense(place, value),
+        indices(place, SlotMapping.of(slots)),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        find_scales=find_scales,
+        transfer=transfer,
+    )
+
+
+def gather(
+    place: Place,
+    layer: Layer,
+    table: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scales: Scales | None = None,
+    transfer: Transfer = Transfer.KERNEL,
+) -> Call:
+    """key, value: (seq_count, max_seq_len, num_kv_heads, head_dim)"""
+    k_scale, v_scale = scales or (None, None)
+    return partial(
+        gather_kv,
+        layer.desc,
+        indices(place, BlockTable.packed(table), transfer),
+        indices(place, SeqLens.of(seq_lens), transfer),
+        out=(_dense(place, key), _dense(place, value)),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        transfer=transfer,
+    )
+
+
+def migrate(
+    place: Place,
+    src: CacheSpan,
+    dst: CacheSpan,
+    seq_lens: Tensor,
+    *,
+    find_scales: bool = False,
+    transfer: Transfer = Transfer.KERNEL,
+) -> Call:
+    """All layers."""
+    lens = indices(place, SeqLens.of(seq_lens), transfer)
+    return partial(copy_tokens, src, dst, lens, find_scales=find_scales, transfer=transfer)
+
+
+def indices(place: Place, desc: Index, transfer: Transfer = Transfer.KERNEL) -> Index:
+    """What says where tokens lie. The copy engines do not read it, so then the host has it."""
+    return desc if transfer is Transfer.COPY_ENGINE else place.located(desc)
+
+
+def _dense(place: Place, tokens: Tensor) -> TensorDesc:
+    return place.located(describe(tokens, Layout.BLOCK_CUSTOM))

@@ -1,0 +1,120 @@
+// Same bytes, long runs, in the background: a handful of thread blocks whose warps pass runs
+// through shared memory with bulk copies. Each warp has a span and a stage of its own, so that some
+// load while others store.
+#include <atomic>
+
+#include "cuda/bulk.cuh"
+#include "cuda/runs.cuh"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr uint32_t kStageBytes = 8 << 10;  // of a warp
+
+struct Shared {
+  alignas(128) uint8_t stages[kWarps][kStageBytes];
+  uint64_t words[kWarps];
+};
+
+// The stretch that begins at this lane's token: as many runs as follow each other at both ends.
+// None for the other lanes.
+struct Stretch {
+  uint64_t begin, end;  // bytes of the span
+};
+
+// False if a block is not whole, or has no source.
+__device__ __forceinline__ bool find_stretch(const Common &p, const Runs &runs, const Token &token,
+                                             uint32_t tokens, Stretch *stretch) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const uint32_t run = lane / runs.tokens, in_run = lane - run * runs.tokens;
+  const uint64_t run_bytes = uint64_t{runs.vectors} * kVectorBytes;
+  // Where the lane's run begins, as far as its own token can tell
+  uint64_t src = reinterpret_cast<uintptr_t>(token.src),
+           dst = reinterpret_cast<uintptr_t>(token.dst);
+  if (src) src -= in_run * p.shape.src.token_stride;
+  if (dst) dst -= in_run * p.shape.dst.token_stride;
+  const uint64_t src_before = __shfl_up_sync(~0u, src, 1), dst_before = __shfl_up_sync(~0u, dst, 1);
+  const bool same = src == src_before && dst == dst_before;
+  const bool next = src == src_before + run_bytes && dst == dst_before + run_bytes;
+  const bool is_member = lane < tokens;
+  const bool whole = tokens % runs.tokens == 0 && (in_run == 0 || same) && (src || !dst);
+  if (!__all_sync(~0u, !is_member || whole)) return false;
+  const bool begins = is_member && in_run == 0 && (lane == 0 || !next);
+  const uint32_t later = __ballot_sync(~0u, begins) & ~((2u << lane) - 1);
+  const uint32_t end = later ? __ffs(later) - 1 : tokens;
+  *stretch = {run * run_bytes, begins && dst ? end / runs.tokens * run_bytes : 0};
+  return true;
+}
+
+// All stretches of a warp through its stage.
+__device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint32_t tokens,
+                                     const Stretch &stretch, uint8_t *stage, BulkLoads *loads) {
+  const uint64_t bytes = tokens / runs.tokens * uint64_t{runs.vectors} * kVectorBytes;
+  for (uint64_t begin = 0; begin < bytes; begin += kStageBytes) {
+    // Load what the stage holds of this lane's stretch
+    const uint64_t first = max(begin, stretch.begin);
+    const uint64_t last = min(begin + kStageBytes, stretch.end);
+    const auto count = static_cast<uint32_t>(first < last ? last - first : 0);
+    const auto in_stage = static_cast<uint32_t>(first - begin);
+    const uint64_t in_stretch = first - stretch.begin;
+    if (count) loads->start(stage + in_stage, token.src + in_stretch, count);
+    loads->wait();
+    // Store it
+    if (count) start_bulk_store(token.dst + in_stretch, stage + in_stage, count);
+    wait_for_stores_to_read();
+    __syncwarp();
+  }
+}
+
+template <class P>
+__global__ void __launch_bounds__(kThreads, 4)
+    bulk_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs) {
+  KVX_DYNAMIC_SHARED(Shared, shared);
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint8_t *const stage = shared->stages[warp];
+  BulkLoads loads(&shared->words[warp]);
+  const Pair pair = this_pair(p);
+  for (uint32_t item = blockIdx.x * kWarps + warp; item < p.spans; item += gridDim.x * kWarps) {
+    const Span span = span_of(p, pair.kv, item, pair.reports && lane == 0);
+    for (uint64_t begin = span.begin; begin < span.end; begin += runs.round) {
+      // Find all tokens, one per lane
+      const auto tokens = static_cast<uint32_t>(min(span.end - begin, uint64_t{runs.round}));
+      Token token{};
+      if (lane < tokens) token = token_at(p, pair, span, begin + lane, pair.reports);
+      Stretch stretch;
+      if (kHasBulk && find_stretch(p, runs, token, tokens, &stretch)) {
+        pass(runs, token, tokens, stretch, stage, &loads);
+        continue;
+      }
+      for (uint32_t i = 0; i < tokens; ++i) {
+        const auto src = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(token.src), i);
+        const auto dst = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(token.dst), i);
+        if (dst)
+          move_token(p, runs, reinterpret_cast<const uint8_t *>(src),
+                     reinterpret_cast<uint8_t *>(dst));
+      }
+    }
+  }
+  wait_for_stores();
+}
+
+}  // namespace
+
+template <class P>
+void launch_bulk(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared);
+  static std::atomic<uint64_t> allowed{0};  // a bit per device that knows what the kernel needs
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (!(allowed & bit) &&
+      cudaFuncSetAttribute(bulk_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) ==
+          cudaSuccess) {
+    allowed |= bit;
+  }
+  KVX_LAUNCH((bulk_kernel<P>), grid, kThreads, kBytes, stream, params, Runs(params, choice, kWarp));
+}
+
+}  // namespace kvx::cuda
+
+KVX_INSTANTIATE(launch_bulk);

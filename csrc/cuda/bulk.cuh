@@ -1,0 +1,110 @@
+// Bulk copies: the processor's own engine moves stretches between global and shared memory, of
+// multiples of 16 bytes at multiples of 16. Elsewhere than on sm_90 and later: a plain loop.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/vector.h"
+
+namespace kvx::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+constexpr bool kHasBulk = true;
+
+__device__ __forceinline__ uint32_t shared_address(const void *shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// Where a warp waits for the loads of its lanes. Each lane has one of these, for the same `word` of
+// shared memory.
+class BulkLoads {
+ public:
+  __device__ __forceinline__ explicit BulkLoads(uint64_t *word) : word_(shared_address(word)) {
+    if (threadIdx.x % kWarp == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(word_), "r"(kWarp) : "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void start(uint8_t *shared, const uint8_t *global, uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(word_), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(shared)),
+        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(word_)
+        : "memory");
+  }
+
+  // All lanes; returns when what they have started has arrived.
+  __device__ __forceinline__ void wait() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(word_) : "memory");
+    for (uint32_t done = 0; !done;) {
+      asm volatile(
+          "{ .reg .pred done;\n\t"
+          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, done; }"
+          : "=r"(done)
+          : "r"(word_), "r"(parity_)
+          : "memory");
+    }
+    parity_ ^= 1;
+  }
+
+ private:
+  uint32_t word_, parity_ = 0;
+};
+
+__device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t *shared,
+                                                 uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(global)),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+// Until the shared memory that this lane's stores read may be written again.
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Until this lane's stores are done.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#else
+
+#if defined(__CUDA_ARCH__)
+constexpr bool kHasBulk = false;
+#else
+constexpr bool kHasBulk = true;  // so that tests without a device see who copies what
+#endif
+
+__device__ __forceinline__ void copy_vectors(uint8_t *to, const uint8_t *from, uint32_t bytes) {
+  for (uint32_t at = 0; at < bytes; at += sizeof(Vector<16>))
+    *reinterpret_cast<Vector<16> *>(to + at) = *reinterpret_cast<const Vector<16> *>(from + at);
+}
+
+class BulkLoads {
+ public:
+  __device__ __forceinline__ explicit BulkLoads(uint64_t *) {}
+  __device__ __forceinline__ void start(uint8_t *shared, const uint8_t *global, uint32_t bytes) {
+    copy_vectors(shared, global, bytes);
+  }
+  __device__ __forceinline__ void wait() { __syncwarp(); }
+};
+
+__device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t *shared,
+                                                 uint32_t bytes) {
+  copy_vectors(global, shared, bytes);
+}
+
+__device__ __forceinline__ void wait_for_stores_to_read() {}
+__device__ __forceinline__ void wait_for_stores() {}
+
+#endif
+
+}  // namespace kvx::cuda

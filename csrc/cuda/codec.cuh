@@ -1,0 +1,314 @@
+// Elements and scales on the device: codec.h, with the processor's own conversions where it has
+// them. They give the same bits, save that a NaN of 16 bits may be another NaN. Spec: E.6
+#pragma once
+
+#include "codec.h"
+#include "cuda/places.cuh"
+#include "cuda/vector.h"
+
+namespace kvx::cuda {
+
+// ---- one element ----
+
+template <class Format>
+__device__ __forceinline__ float load_as(const uint8_t *at) {
+  return Format::decode(*reinterpret_cast<const typename Format::Bits *>(at));
+}
+
+template <class Format>
+__device__ __forceinline__ void store_as(uint8_t *at, float value) {
+  *reinterpret_cast<typename Format::Bits *>(at) = Format::encode(value);
+}
+
+__device__ __forceinline__ float load_element(const uint8_t *at, kvx_dtype_t dtype) {
+  switch (dtype) {
+    case KVX_DTYPE_F32:
+      return load_as<F32>(at);
+    case KVX_DTYPE_F16:
+      return load_as<F16>(at);
+    case KVX_DTYPE_BF16:
+      return load_as<Bf16>(at);
+    case KVX_DTYPE_F8_E4M3:
+      return load_as<E4m3>(at);
+    default:
+      return load_as<E5m2>(at);
+  }
+}
+
+__device__ __forceinline__ void store_element(uint8_t *at, float value, kvx_dtype_t dtype) {
+  switch (dtype) {
+    case KVX_DTYPE_F32:
+      return store_as<F32>(at, value);
+    case KVX_DTYPE_F16:
+      return store_as<F16>(at, value);
+    case KVX_DTYPE_BF16:
+      return store_as<Bf16>(at, value);
+    case KVX_DTYPE_F8_E4M3:
+      return store_as<E4m3>(at, value);
+    default:
+      return store_as<E5m2>(at, value);
+  }
+}
+
+// An element as it is; NULL is zero.
+__device__ __forceinline__ void copy_element(uint8_t *to, const uint8_t *from, int64_t bytes) {
+  if (bytes == 4) {
+    *reinterpret_cast<uint32_t *>(to) = from ? *reinterpret_cast<const uint32_t *>(from) : 0;
+  } else if (bytes == 2) {
+    *reinterpret_cast<uint16_t *>(to) = from ? *reinterpret_cast<const uint16_t *>(from) : 0;
+  } else {
+    *to = from ? *from : 0;
+  }
+}
+
+// ---- two elements, the first one in the low bits ----
+
+template <class Format>
+__device__ __forceinline__ float2 decode_two(uint32_t bits) {
+  using Bits = typename Format::Bits;
+  return {Format::decode(static_cast<Bits>(bits)),
+          Format::decode(static_cast<Bits>(bits >> (8 * sizeof(Bits))))};
+}
+
+template <class Format>
+__device__ __forceinline__ uint32_t encode_two(float first, float second) {
+  constexpr uint32_t kBits = 8 * sizeof(typename Format::Bits);
+  return Format::encode(first) | static_cast<uint32_t>(Format::encode(second)) << kBits;
+}
+
+#if defined(__CUDA_ARCH__)
+
+template <>
+__device__ __forceinline__ float2 decode_two<F16>(uint32_t bits) {
+  float2 values;
+  asm("{.reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.f32.f16 %0, first;\n"
+      "cvt.f32.f16 %1, second;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(bits));
+  return values;
+}
+
+template <>
+__device__ __forceinline__ uint32_t encode_two<F16>(float first, float second) {
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+template <>
+__device__ __forceinline__ uint32_t encode_two<Bf16>(float first, float second) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+// E5M2 is the upper half of F16.
+template <>
+__device__ __forceinline__ float2 decode_two<E5m2>(uint32_t bits) {
+  return decode_two<F16>(__byte_perm(bits, 0, 0x1404));
+}
+
+#if __CUDA_ARCH__ >= 890
+
+template <>
+__device__ __forceinline__ float2 decode_two<E4m3>(uint32_t bits) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  return decode_two<F16>(halves);
+}
+
+template <>
+__device__ __forceinline__ uint32_t encode_two<E4m3>(float first, float second) {
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+template <>
+__device__ __forceinline__ uint32_t encode_two<E5m2>(float first, float second) {
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+#endif
+#endif
+
+// ---- eight elements, as they lie in memory ----
+
+template <class Format>
+struct Eight {
+  uint32_t words[2 * sizeof(typename Format::Bits)];
+};
+
+template <class Format>
+using VectorOfEight = Vector<(sizeof(Eight<Format>) < 16 ? sizeof(Eight<Format>) : 16)>;
+
+template <class Format>
+__device__ __forceinline__ Eight<Format> load_eight(const uint8_t *at) {
+  using V = VectorOfEight<Format>;
+  const V *const from = reinterpret_cast<const V *>(global(at));
+  Eight<Format> eight;
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof eight / sizeof(V); ++i) {
+    const V vector = from[i];
+    memcpy(eight.words + i * sizeof(V) / 4, &vector, sizeof vector);
+  }
+  return eight;
+}
+
+template <class Format>
+__device__ __forceinline__ void store_eight(uint8_t *at, const Eight<Format> &eight) {
+  using V = VectorOfEight<Format>;
+  V *const to = reinterpret_cast<V *>(global(at));
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof eight / sizeof(V); ++i) {
+    V vector;
+    memcpy(&vector, eight.words + i * sizeof(V) / 4, sizeof vector);
+    to[i] = vector;
+  }
+}
+
+template <class Format>
+__device__ __forceinline__ void decode(const Eight<Format> &eight, float (&values)[8]) {
+  if constexpr (sizeof(typename Format::Bits) == 4) {
+    memcpy(values, eight.words, sizeof values);
+  } else {
+    constexpr uint32_t kTwosPerWord = 2 / sizeof(typename Format::Bits);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t word = eight.words[i / kTwosPerWord];
+      const float2 two = decode_two<Format>(word >> (16 * (i % kTwosPerWord)));
+      values[2 * i] = two.x;
+      values[2 * i + 1] = two.y;
+    }
+  }
+}
+
+template <class Format>
+__device__ __forceinline__ Eight<Format> encode(const float (&values)[8]) {
+  Eight<Format> eight{};
+  if constexpr (sizeof(typename Format::Bits) == 4) {
+    memcpy(eight.words, values, sizeof values);
+  } else {
+    constexpr uint32_t kTwosPerWord = 2 / sizeof(typename Format::Bits);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t two = encode_two<Format>(values[2 * i], values[2 * i + 1]);
+      eight.words[i / kTwosPerWord] |= two << (16 * (i % kTwosPerWord));
+    }
+  }
+  return eight;
+}
+
+// ---- scales ----
+
+template <class Format>
+constexpr bool kIsFp8 = sizeof(typename Format::Bits) == 1;
+
+// Where the scales of a place's heads begin. NULL if there are none: `data` is the pair's own.
+__device__ __forceinline__ const uint8_t *scales_at(const Scales &shape, const uint8_t *data,
+                                                    const Place &place) {
+  return data ? data + place.block * shape.block_stride + place.offset * shape.token_stride
+              : nullptr;
+}
+
+__device__ __forceinline__ float scale_of(const Scales &shape, const uint8_t *scales,
+                                          uint32_t head) {
+  if (!scales) return 1.0f;
+  scales += head * shape.head_stride;
+  if (shape.dtype == KVX_DTYPE_F32) return load_as<F32>(scales);
+  return shape.dtype == KVX_DTYPE_F16 ? load_as<F16>(scales) : load_as<Bf16>(scales);
+}
+
+__device__ __forceinline__ float scale_at(const Scales &shape, const uint8_t *data,
+                                          const Place &place, uint32_t head) {
+  return scale_of(shape, scales_at(shape, data, place), head);
+}
+
+__device__ __forceinline__ void store_scale(const Scales &shape, uint8_t *data, const Place &place,
+                                            uint32_t head, float scale) {
+  data += place.block * shape.block_stride + place.offset * shape.token_stride +
+          head * shape.head_stride;
+  store_element(data, scale, shape.dtype);
+}
+
+__device__ __forceinline__ bool is_usable(float scale) {
+  return scale > 0.0f && bits_of(scale) < kInfinity;
+}
+
+// Reports the one of the two that is not usable.
+__device__ __forceinline__ void report_scale(const Common &p, const Pair &pair, const Token &token,
+                                             uint32_t head, float scale, float divisor) {
+  Finding found{};
+  found.fault = Fault::kScale;
+  found.kv = pair.kv;
+  found.at_dst = is_usable(scale);
+  found.value = found.at_dst ? token.to.block : token.from.block;
+  found.index = head;
+  found.scale = found.at_dst ? divisor : scale;
+  report(p, pair.kv, found);
+}
+
+// Divides numbers by a scale and encodes them: what IEEE division and rounding give, mostly without
+// a division. Of two multipliers, one on each side of 1 / scale, the products enclose the quotient;
+// where both round to the same number, so does the quotient.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale) : scale_(scale) {
+    const float reciprocal = 1.0f / scale;
+    const bool is_exact = fmaf(-scale, reciprocal, 1.0f) == 0.0f;  // powers of two
+    const bool is_normal = scale > 0x1p-100f && scale < 0x1p100f;
+    below_ = is_exact ? reciprocal : is_normal ? reciprocal * (1 - 0x1p-22f) : 0.0f;
+    above_ = is_exact ? reciprocal : is_normal ? reciprocal * (1 + 0x1p-22f) : float_of(kInfinity);
+  }
+
+  template <class Format>
+  __device__ __forceinline__ Eight<Format> encode_quotients(const float (&values)[8]) const {
+    const Eight<Format> below = encode_products<Format>(values, below_);
+    if (below_ == above_) return below;
+    const Eight<Format> above = encode_products<Format>(values, above_);
+    if (below.words[0] == above.words[0] && below.words[1] == above.words[1]) return below;
+    float quotients[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) quotients[i] = values[i] / scale_;
+    return encode<Format>(quotients);
+  }
+
+ private:
+  template <class Format>
+  static __device__ __forceinline__ Eight<Format> encode_products(const float (&values)[8],
+                                                                  float factor) {
+    float products[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) products[i] = values[i] * factor;
+    return encode<Format>(products);
+  }
+
+  float scale_, below_, above_;
+};
+
+// ---- dtypes as types ----
+
+template <class Visit>
+void with_fp8(kvx_dtype_t dtype, Visit visit) {
+  return dtype == KVX_DTYPE_F8_E4M3 ? visit(E4m3{}) : visit(E5m2{});
+}
+
+template <class Visit>
+void with_format(kvx_dtype_t dtype, Visit visit) {
+  switch (dtype) {
+    case KVX_DTYPE_F32:
+      return visit(F32{});
+    case KVX_DTYPE_F16:
+      return visit(F16{});
+    case KVX_DTYPE_BF16:
+      return visit(Bf16{});
+    default:
+      return with_fp8(dtype, visit);
+  }
+}
+
+}  // namespace kvx::cuda

@@ -1,0 +1,150 @@
+// Another dtype or scale, a warp per token, eight elements per lane and step: any layouts whose
+// rows hold such units on both sides.
+#include <type_traits>
+
+#include "cuda/codec.cuh"
+#include "cuda/kernels.h"
+#include "cuda/places.cuh"
+
+namespace kvx::cuda {
+namespace {
+
+// Where the scales of a token's heads begin at both ends; NULL: none.
+struct TokenScales {
+  const uint8_t *src, *dst;
+};
+
+// What the elements of a head are multiplied by, and divided by.
+template <class Src, class Dst>
+struct HeadScales {
+  float scale = 1.0f, divisor = 1.0f;
+
+  HeadScales() = default;
+  __device__ __forceinline__ HeadScales(const TensorPair &shape, const TokenScales &scales,
+                                        uint32_t head) {
+    if constexpr (kIsFp8<Src>) scale = scale_of(shape.src_scales, scales.src, head);
+    if constexpr (kIsFp8<Dst>) divisor = scale_of(shape.dst_scales, scales.dst, head);
+  }
+
+  __device__ __forceinline__ bool are_usable() const {
+    return is_usable(scale) && is_usable(divisor);
+  }
+};
+
+template <class Src, class Dst>
+struct Conversion {
+  HeadScales<Src, Dst> scales;
+  Divisor divisor;
+
+  __device__ __forceinline__ explicit Conversion(const HeadScales<Src, Dst> &of)
+      : scales(of), divisor(of.divisor) {}
+
+  __device__ __forceinline__ Eight<Dst> operator()(const Eight<Src> &stored) const {
+    float values[8];
+    decode(stored, values);
+    if constexpr (kIsFp8<Src>) {
+#pragma unroll
+      for (float &value : values) value *= scales.scale;
+    }
+    if constexpr (kIsFp8<Dst>) {
+      return divisor.encode_quotients<Dst>(values);
+    } else {
+      return encode<Dst>(values);
+    }
+  }
+};
+
+// Reports the unusable scales of the heads that begin among a lane's units.
+template <class Src, class Dst>
+__device__ __forceinline__ void report_scales(const Common &p, const Pair &pair, const Token &token,
+                                              const TokenScales &token_scales, uint32_t first,
+                                              uint32_t last) {
+  for (uint32_t unit = first; unit < last; unit += kWarp) {
+    const uint32_t head = p.units.per_head.quotient(unit);
+    const HeadScales<Src, Dst> scales(p.shape, token_scales, head);
+    if (head * p.units.per_head.divisor == unit && !scales.are_usable())
+      report_scale(p, pair, token, head, scales.scale, scales.divisor);
+  }
+}
+
+template <class Src, class Dst, class P>
+__global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_constant__ P p) {
+  // Units in flight per lane, as many as registers hold.
+  constexpr uint32_t kUnroll = sizeof(Eight<Src>) > 16 || (kIsFp8<Src> && kIsFp8<Dst>) ? 1 : 2;
+  const TensorPair &shape = p.shape;
+  const bool by_head = shape.src_scales.head_stride != 0 || shape.dst_scales.head_stride != 0;
+  const uint32_t lane = threadIdx.x % kWarp;
+  const Pair pair = this_pair(p);
+  const uint32_t items = p.spans * p.parts.divisor;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
+       item += gridDim.x * kWarps) {
+    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
+    const bool reports = pair.reports && lane == 0 && part == 0;
+    const Span span = span_of(p, pair.kv, index, reports);
+    const uint32_t first = part * p.units_per_part + lane;
+    const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
+    // Counting down takes one register less, and that one matters.
+    auto left = static_cast<uint32_t>(span.begin < span.end ? span.end - span.begin : 0);
+    for (uint64_t t = span.begin; left > 0; ++t, --left) {
+      const Token token = token_at(p, pair, span, t, reports);
+      if (!token.dst) continue;
+      const TokenScales token_scales{scales_at(shape.src_scales, pair.bases.src_scales, token.from),
+                                     scales_at(shape.dst_scales, pair.bases.dst_scales, token.to)};
+      HeadScales<Src, Dst> scales[kUnroll];
+      if (token.src && !by_head) scales[0] = {shape, token_scales, 0};
+      Conversion<Src, Dst> convert(scales[0]);
+      bool all_usable = true;
+      for (uint32_t unit = first; unit < last; unit += kWarp * kUnroll) {
+        Eight<Src> stored[kUnroll];
+#pragma unroll
+        for (uint32_t i = 0; i < kUnroll; ++i) {
+          const uint32_t u = unit + i * kWarp;
+          if (u >= last || !token.src) break;
+          const uint32_t head = p.units.per_head.quotient(u);
+          const uint32_t in_head = u - head * p.units.per_head.divisor;
+          const int64_t from =
+              unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), head, in_head);
+          stored[i] = load_eight<Src>(token.src + from);
+          if (by_head) scales[i] = {shape, token_scales, head};
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kUnroll; ++i) {
+          const uint32_t u = unit + i * kWarp;
+          if (u >= last) break;
+          const uint32_t head = p.units.per_head.quotient(u);
+          const uint32_t in_head = u - head * p.units.per_head.divisor;
+          uint8_t *const to = token.dst + unit_offset(shape.dst, p.units.dst_per_pack,
+                                                      sizeof(Eight<Dst>), head, in_head);
+          if (by_head) convert = Conversion<Src, Dst>(scales[i]);
+          if (!token.src) {
+            store_eight(to, Eight<Dst>{});
+          } else if (convert.scales.are_usable()) {
+            store_eight(to, convert(stored[i]));
+          } else {
+            all_usable = false;
+          }
+        }
+      }
+      if (!all_usable) report_scales<Src, Dst>(p, pair, token, token_scales, first, last);
+    }
+  }
+}
+
+}  // namespace
+
+template <class P>
+void launch_convert(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+  with_format(choice.shape.src.dtype, [&](auto src) {
+    with_format(choice.shape.dst.dtype, [&](auto dst) {
+      using Src = decltype(src);
+      using Dst = decltype(dst);
+      // Without scales, the same dtype is the same bytes.
+      if constexpr (kIsFp8<Src> || !std::is_same_v<Src, Dst>)
+        KVX_LAUNCH((convert_kernel<Src, Dst, P>), grid, kThreads, 0, stream, params);
+    });
+  });
+}
+
+}  // namespace kvx::cuda
+
+KVX_INSTANTIATE(launch_convert);

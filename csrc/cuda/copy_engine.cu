@@ -1,0 +1,239 @@
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "cpu/nest.h"
+#include "cpu/run.h"
+#include "cpu/walk.h"
+#include "cuda/copy_engine.h"
+#include "cuda/runtime.h"
+#include "error.h"
+#include "finding.h"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr size_t kBatch = 4096;            // copies
+constexpr int64_t kMostPitch = INT32_MAX;  // of 2D copies
+
+// Copies on their way to a stream. They may run in any order.
+class Copies {
+ public:
+  Copies(cudaStream_t stream, bool batches) : stream_(stream), batches_(batches) {
+    dsts_.reserve(kBatch);
+    srcs_.reserve(kBatch);
+    sizes_.reserve(kBatch);
+  }
+
+  // NULL `src`: zeros.
+  kvx_status_t add(uint8_t *dst, const uint8_t *src, size_t bytes) {
+    if (!src) {
+      KVX_CUDA_TRY(cudaMemsetAsync(dst, 0, bytes, stream_));
+      return KVX_STATUS_OK;
+    }
+    if (!sizes_.empty() && dst == dsts_.back() + sizes_.back() &&
+        src == srcs_.back() + sizes_.back()) {
+      sizes_.back() += bytes;
+      return KVX_STATUS_OK;
+    }
+    if (sizes_.size() == kBatch) KVX_TRY(flush());
+    dsts_.push_back(dst);
+    srcs_.push_back(src);
+    sizes_.push_back(bytes);
+    return KVX_STATUS_OK;
+  }
+
+  // `rows.count` runs of `bytes`.
+  kvx_status_t add(uint8_t *dst, const uint8_t *src, size_t bytes, const cpu::Dim &rows) {
+    const auto height = static_cast<size_t>(rows.count);
+    const auto src_pitch = static_cast<size_t>(rows.src), dst_pitch = static_cast<size_t>(rows.dst);
+    if (src) {
+      KVX_CUDA_TRY(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, bytes, height,
+                                     cudaMemcpyDefault, stream_));
+    } else {
+      KVX_CUDA_TRY(cudaMemset2DAsync(dst, dst_pitch, 0, bytes, height, stream_));
+    }
+    return KVX_STATUS_OK;
+  }
+
+  kvx_status_t flush() {
+    if (sizes_.empty()) return KVX_STATUS_OK;
+    if (batches_) {
+      KVX_TRY(flush_as_batch());
+    } else {
+      for (size_t i = 0; i < sizes_.size(); ++i)
+        KVX_CUDA_TRY(cudaMemcpyAsync(dsts_[i], srcs_[i], sizes_[i], cudaMemcpyDefault, stream_));
+    }
+    dsts_.clear();
+    srcs_.clear();
+    sizes_.clear();
+    return KVX_STATUS_OK;
+  }
+
+ private:
+  kvx_status_t flush_as_batch() {
+#if CUDART_VERSION >= 13000
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    size_t first = 0;  // of the copies that have these attributes
+    KVX_CUDA_TRY(cudaMemcpyBatchAsync(reinterpret_cast<void *const *>(dsts_.data()),
+                                      reinterpret_cast<const void *const *>(srcs_.data()),
+                                      sizes_.data(), sizes_.size(), &attributes, &first, 1,
+                                      stream_));
+#endif
+    return KVX_STATUS_OK;
+  }
+
+  const cudaStream_t stream_;
+  const bool batches_;
+  std::vector<uint8_t *> dsts_;
+  std::vector<const uint8_t *> srcs_;
+  std::vector<size_t> sizes_;
+};
+
+// Batches are for runtimes that have them (another signature before CUDA 13), and for no stream
+// that is being captured nor the legacy default stream.
+kvx_status_t can_batch(cudaStream_t stream, bool *can) {
+  *can = false;
+  if (CUDART_VERSION < 13000 || !stream || stream == cudaStreamLegacy) return KVX_STATUS_OK;
+  cudaStreamCaptureStatus capture;
+  KVX_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+  *can = capture == cudaStreamCaptureStatusNone;
+  return KVX_STATUS_OK;
+}
+
+// Moves stretches of one pair: joins what continues, then splits it into runs.
+class Mover {
+ public:
+  Mover(const TensorPair &pair, Copies *copies)
+      : pair_(pair), copies_(*copies), by_element_(!cpu::has_nest(pair.src, pair.dst)) {}
+
+  kvx_status_t add(const Place &from, const Place &to, int64_t tokens) {
+    const uint8_t *src = from.block < 0 ? nullptr : address_of(pair_.src, from);
+    uint8_t *dst = address_of(pair_.dst, to);
+    const bool src_continues = src ? src_ && src == src_ + tokens_ * pair_.src.token_stride : !src_;
+    if (tokens_ && src_continues && dst == dst_ + tokens_ * pair_.dst.token_stride) {
+      tokens_ += tokens;
+      return KVX_STATUS_OK;
+    }
+    KVX_TRY(flush());
+    src_ = src;
+    dst_ = dst;
+    tokens_ = tokens;
+    return KVX_STATUS_OK;
+  }
+
+  kvx_status_t flush() {
+    if (!tokens_) return KVX_STATUS_OK;
+    const int64_t tokens = std::exchange(tokens_, 0);
+    const Side &src = src_ ? pair_.src : pair_.dst;
+    const bool by_element = src_ && by_element_;
+    cpu::Nest nest;
+    cpu::make_nest(src, pair_.dst, tokens, pair_.num_heads, by_element ? 1 : pair_.head_dim,
+                   size_of(pair_.dst.dtype), &nest);
+    // The longest loop innermost: the rows of 2D copies
+    std::stable_sort(nest.dims, nest.dims + nest.num_dims,
+                     [](const cpu::Dim &a, const cpu::Dim &b) { return a.count < b.count; });
+    if (!by_element) return copy(nest, dst_, src_);
+    for (int64_t d = 0; d < pair_.head_dim; ++d) {
+      KVX_TRY(copy(nest, dst_ + cpu::element_offset(pair_.dst, d),
+                   src_ + cpu::element_offset(pair_.src, d)));
+    }
+    return KVX_STATUS_OK;
+  }
+
+ private:
+  static uint8_t *address_of(const Side &side, const Place &place) {
+    return (place.secondary ? side.secondary : side.base) + place.block * side.block_stride +
+           place.offset * side.token_stride;
+  }
+
+  kvx_status_t copy(const cpu::Nest &nest, uint8_t *dst, const uint8_t *src) {
+    const auto bytes = static_cast<size_t>(nest.run);
+    const cpu::Dim *const rows = nest.num_dims ? &nest.dims[nest.num_dims - 1] : nullptr;
+    const bool has_rows = rows && std::min(rows->src, rows->dst) >= nest.run &&
+                          std::max(rows->src, rows->dst) <= kMostPitch;
+    const int loops = nest.num_dims - (has_rows ? 1 : 0);
+    int64_t count = 1;
+    for (int i = 0; i < loops; ++i) count *= nest.dims[i].count;
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t rest = n, to = 0, from = 0;
+      for (int i = loops - 1; i >= 0; --i) {
+        const cpu::Dim &dim = nest.dims[i];
+        to += rest % dim.count * dim.dst;
+        from += rest % dim.count * dim.src;
+        rest /= dim.count;
+      }
+      const uint8_t *const source = src ? src + from : nullptr;
+      KVX_TRY(has_rows ? copies_.add(dst + to, source, bytes, *rows)
+                       : copies_.add(dst + to, source, bytes));
+    }
+    return KVX_STATUS_OK;
+  }
+
+  const TensorPair &pair_;
+  Copies &copies_;
+  const bool by_element_;
+  const uint8_t *src_ = nullptr;  // NULL: zeros
+  uint8_t *dst_ = nullptr;
+  int64_t tokens_ = 0;
+};
+
+kvx_status_t check_same_bytes(const TensorPair &pair, uint32_t layer) {
+  if (!pair.num_heads || !pair.convert) return KVX_STATUS_OK;
+  return fail(KVX_STATUS_UNSUPPORTED,
+              "%c of layer %u has another %s at each end, but COPY_ENGINE moves bytes as they are; "
+              "call without the flag (spec E.2)",
+              pair.kv ? 'V' : 'K', layer, pair.src.dtype == pair.dst.dtype ? "scale" : "dtype");
+}
+
+kvx_status_t check_host_memory(const char *name, const Ints &ints) {
+  if (!ints.data) return KVX_STATUS_OK;
+  cudaPointerAttributes attributes{};
+  KVX_CUDA_TRY(cudaPointerGetAttributes(&attributes, ints.data));
+  if (attributes.type != cudaMemoryTypeDevice) return KVX_STATUS_OK;
+  return KVX_INVALID("%s lies in device memory, expected host memory with COPY_ENGINE (spec E.2)",
+                     name);
+}
+
+kvx_status_t check_host_memory(const Plan &plan) {
+  const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
+  KVX_TRY(check_host_memory(names.lens, plan.rows.lens));
+  for (const bool at_dst : {false, true}) {
+    const Address &a = at_dst ? plan.dst[0] : plan.src[0];
+    const char *const table = at_dst ? names.dst_table : names.src_table;
+    KVX_TRY(check_host_memory(table, a.indices));
+    KVX_TRY(check_host_memory(table, a.indptr));
+    KVX_TRY(check_host_memory(at_dst ? names.dst_starts : names.src_starts, a.starts));
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t run_copies(const Plan &plan, void *stream) {
+  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i)
+    KVX_TRY(check_same_bytes(plan.pairs[i], i / 2));
+  KVX_TRY(check_host_memory(plan));
+  KVX_TRY(cpu::check_data(plan));
+  bool batches;
+  KVX_TRY(can_batch(static_cast<cudaStream_t>(stream), &batches));
+  Copies copies(static_cast<cudaStream_t>(stream), batches);
+  const uint64_t tokens = cpu::count_tokens(plan);
+  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+    const TensorPair &pair = plan.pairs[i];
+    if (!pair.num_heads) continue;
+    Mover mover(pair, &copies);
+    KVX_TRY(cpu::walk(plan, plan.src[pair.kv], plan.dst[pair.kv], 0, tokens,
+                      [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+                        const bool moves = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
+                        return moves ? mover.add(from, to, static_cast<int64_t>(count))
+                                     : KVX_STATUS_OK;
+                      }));
+    KVX_TRY(mover.flush());
+  }
+  return copies.flush();
+}
+
+}  // namespace kvx::cuda

@@ -1,0 +1,212 @@
+#include "cuda/family.h"
+
+#include <algorithm>
+
+#include "cpu/nest.h"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr uint32_t kElementsPerUnit = 8;  // of a conversion
+constexpr uint64_t kWarpsWanted = 8192;   // about what a large device runs at a time
+constexpr uint32_t kTokensPerWarp = 4;    // where there are many
+constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
+constexpr uint32_t kTileBytes = 128;      // of tokens at the inner end of a tile
+constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large device one
+constexpr uint64_t kSpansWanted = 1024;   // of runs
+constexpr uint64_t kLeastBytes = 4 << 10, kMostBytes = 32 << 10, kMostBulkBytes = 128 << 10;
+
+bool has_dense_rows(const Side &side, uint32_t head_dim) {
+  return side.pack == head_dim && side.inner_stride == size_of(side.dtype);
+}
+
+bool varies(const Scales &scales) { return scales.head_stride != 0; }
+
+// Heads that follow each other at both ends are one long head.
+void merge_heads(TensorPair *shape) {
+  const auto follow = [&](const Side &side) {
+    return has_dense_rows(side, shape->head_dim) &&
+           side.head_stride == int64_t{shape->head_dim} * size_of(side.dtype);
+  };
+  if (shape->num_heads == 1 || shape->find_scales || varies(shape->src_scales) ||
+      varies(shape->dst_scales) || !follow(shape->src) || !follow(shape->dst)) {
+    return;
+  }
+  shape->head_dim *= shape->num_heads;
+  shape->num_heads = 1;
+  shape->src.pack = shape->dst.pack = shape->head_dim;
+}
+
+// Whether rows are made of units of `elements`, each contiguous, at addresses of `alignment`.
+bool holds_units(const Side &side, uint32_t head_dim, uint32_t elements, uint64_t alignment) {
+  const int64_t strides = side.block_stride | side.token_stride | side.head_stride |
+                          (side.pack == head_dim ? 0 : side.outer_stride);
+  return (elements == 1 || side.inner_stride == size_of(side.dtype)) && side.pack % elements == 0 &&
+         static_cast<uint64_t>(strides) % alignment == 0;
+}
+
+Units units_of(const TensorPair &shape, uint32_t elements) {
+  Units units;
+  units.elements = elements;
+  units.per_head = FastDiv(shape.head_dim / elements);
+  units.per_token = shape.num_heads * units.per_head.divisor;
+  units.src_per_pack = FastDiv(shape.src.pack / elements);
+  units.dst_per_pack = FastDiv(shape.dst.pack / elements);
+  return units;
+}
+
+// Elements of a token that follow each other are further apart than those of its neighbour.
+bool is_token_inner(const Side &side, uint32_t head_dim, int64_t unit_bytes) {
+  return side.token_stride == unit_bytes &&
+         (side.pack != head_dim || side.inner_stride != size_of(side.dtype));
+}
+
+// Tokens whose bytes are one run at both ends: 1 if tokens follow each other byte by byte, those of
+// a block if its interior is the same bytes at both ends, else 0.
+uint32_t find_runs(const TensorPair &shape, uint64_t alignment, uint32_t block_tokens) {
+  const Side &src = shape.src, &dst = shape.dst;
+  if (alignment % kVectorBytes || src.block_stride % kVectorBytes ||
+      dst.block_stride % kVectorBytes || !cpu::has_nest(src, dst)) {
+    return 0;
+  }
+  const auto run_of = [&](int64_t tokens) {
+    cpu::Nest nest;
+    cpu::make_nest(src, dst, tokens, shape.num_heads, shape.head_dim, size_of(src.dtype), &nest);
+    return nest.num_dims == 0 && nest.run % kVectorBytes == 0 ? nest.run : 0;
+  };
+  const int64_t token = run_of(1);
+  const auto follow = [&](int64_t stride) { return stride == token || stride == 0; };
+  if (token && follow(src.token_stride) && follow(dst.token_stride)) return 1;
+  return block_tokens > 1 && block_tokens <= kThreads && run_of(block_tokens) ? block_tokens : 0;
+}
+
+}  // namespace
+
+Choice choose(const TensorPair &pair, uint64_t alignment, uint32_t block_tokens, bool background) {
+  Choice choice{Family::kGeneric, 0, 0, pair, {}};
+  TensorPair &shape = choice.shape;
+  merge_heads(&shape);
+  const auto src_bytes = static_cast<uint32_t>(size_of(shape.src.dtype));
+  const auto dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
+  if (shape.convert) {
+    const auto fits = [&](const Side &side, uint32_t bytes) {
+      const uint32_t vector = std::min(kElementsPerUnit * bytes, kVectorBytes);
+      return alignment % vector == 0 && holds_units(side, shape.head_dim, kElementsPerUnit, vector);
+    };
+    const bool has_units = fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
+    if (shape.find_scales) {
+      const bool fits_warp = has_units && shape.head_dim <= kWarp * kElementsPerUnit;
+      choice.family = Family::kQuantize;
+      choice.units = units_of(shape, fits_warp ? kElementsPerUnit : 1);
+      choice.unit_bytes = choice.units.elements * src_bytes;
+      return choice;
+    }
+    if (has_units) {
+      choice.family = Family::kConvert;
+      choice.units = units_of(shape, kElementsPerUnit);
+      choice.unit_bytes = kElementsPerUnit * src_bytes;
+      return choice;
+    }
+  } else if (!shape.convert) {
+    for (uint32_t vector = kVectorBytes; vector >= src_bytes; vector /= 2) {
+      const uint32_t elements = vector / src_bytes;
+      if (alignment % vector || !holds_units(shape.src, shape.head_dim, elements, vector) ||
+          !holds_units(shape.dst, shape.head_dim, elements, vector)) {
+        continue;
+      }
+      choice.units = units_of(shape, elements);
+      choice.unit_bytes = vector;
+      const bool src_inner = is_token_inner(shape.src, shape.head_dim, vector);
+      const bool dst_inner = is_token_inner(shape.dst, shape.head_dim, vector);
+      const bool src_follows = shape.src.inner_stride == src_bytes;
+      const bool dst_follows = shape.dst.inner_stride == src_bytes;
+      choice.run_tokens = find_runs(shape, alignment, block_tokens);
+      if (choice.run_tokens) {
+        choice.family = background && choice.run_tokens <= kWarp ? Family::kBulk : Family::kBlocks;
+      } else if (src_inner != dst_inner && vector <= 4 && (src_inner ? dst_follows : src_follows)) {
+        choice.family = Family::kTile;
+      } else if (src_inner || dst_inner) {
+        choice.family = Family::kRemap;
+      } else if (!src_follows || !dst_follows) {
+        choice.family = Family::kGeneric;
+      } else {
+        choice.family = Family::kRows;
+      }
+      return choice;
+    }
+  }
+  choice.units = units_of(shape, 1);
+  choice.unit_bytes = src_bytes;
+  return choice;
+}
+
+uint32_t items_per_block(Family family) {
+  return family == Family::kTile || family == Family::kBlocks ? 1 : kWarps;
+}
+
+void cut(const Choice &choice, Common *common) {
+  const Units &units = choice.units;
+  const uint64_t rows = common->rows.count, pairs = common->num_pairs;
+  const uint64_t tokens = std::min(rows * common->row_bound, kMostItems) * pairs;
+  uint32_t parts = 1, per_item = units.per_token;
+  common->tokens_per_span = 1;
+  switch (choice.family) {
+    case Family::kBlocks:
+    case Family::kBulk: {
+      const bool bulk = choice.family == Family::kBulk;
+      const uint64_t run_bytes = run_vectors(choice) * kVectorBytes;
+      const uint64_t bytes = std::clamp(tokens / choice.run_tokens * run_bytes / kSpansWanted,
+                                        kLeastBytes, bulk ? kMostBulkBytes : kMostBytes);
+      const uint64_t most_runs = (bulk ? kWarp : kThreads) / choice.run_tokens;
+      const uint64_t runs = std::clamp<uint64_t>(bytes / run_bytes, 1, most_runs);
+      common->tokens_per_span = static_cast<uint32_t>(runs) * choice.run_tokens;
+      per_item = static_cast<uint32_t>(run_bytes / kVectorBytes);
+      if (!bulk) parts = static_cast<uint32_t>((run_bytes - 1) / bytes + 1);
+      break;
+    }
+    case Family::kRemap: {
+      const TensorPair &shape = choice.shape;
+      const bool both = is_token_inner(shape.src, shape.head_dim, choice.unit_bytes) &&
+                        is_token_inner(shape.dst, shape.head_dim, choice.unit_bytes);
+      const uint32_t most_tokens = both ? kWarp : kTokensPerRemap;
+      uint32_t &span = common->tokens_per_span;
+      while (span < most_tokens && span < common->row_bound) span *= 2;
+      const uint64_t most_parts = (units.per_token - 1) / (kWarp / span) + 1;
+      parts = static_cast<uint32_t>(
+          std::clamp<uint64_t>(kWarpsWanted / ((tokens - 1) / span + 1), 1, most_parts));
+      break;
+    }
+    case Family::kTile: {
+      common->tokens_per_span = kTileBytes / choice.unit_bytes;
+      const uint32_t heads = choice.shape.num_heads, per_head = units.per_head.divisor;
+      const uint64_t tiles = ((tokens - 1) / common->tokens_per_span + 1) * heads;
+      uint32_t per_part = per_head;  // an even share of a head that is still whole vectors
+      while (tiles * (per_head / per_part) < kTilesWanted && per_part % (2 * kVectorBytes) == 0)
+        per_part /= 2;
+      parts = heads * (per_head / per_part);
+      break;
+    }
+    default:
+      if (tokens >= kWarpsWanted * kTokensPerWarp) {
+        common->tokens_per_span = kTokensPerWarp;
+      } else if (tokens < kWarpsWanted) {
+        const uint32_t most = (units.per_token - 1) / kWarp + 1;
+        parts = static_cast<uint32_t>(
+            std::min<uint64_t>(kWarpsWanted / std::max<uint64_t>(tokens, 1), most));
+      }
+  }
+  common->units_per_part = (per_item - 1) / parts + 1;
+  if (choice.family == Family::kQuantize) {  // heads stay whole
+    const uint32_t per_head = units.per_head.divisor;
+    common->units_per_part = ((common->units_per_part - 1) / per_head + 1) * per_head;
+  }
+  common->parts = FastDiv((per_item - 1) / common->units_per_part + 1);
+  const uint64_t most_spans = kMostItems / (rows * common->parts.divisor);
+  while ((common->row_bound - 1) / common->tokens_per_span + 1 > most_spans)
+    common->tokens_per_span *= 2;
+  common->spans_per_row =
+      static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_span + 1);
+  common->spans = static_cast<uint32_t>(rows) * common->spans_per_row;
+}
+
+}  // namespace kvx::cuda

@@ -1,0 +1,47 @@
+// Which kernels move a tensor pair, and how they cut it up.
+#pragma once
+
+#include "cuda/params.h"
+
+namespace kvx::cuda {
+
+constexpr uint32_t kVectorBytes = 16;  // of the widest load and store
+
+// In the order in which they are considered. The last one moves everything.
+enum class Family : uint8_t {
+  kBlocks,    // same bytes, long runs: whole blocks, or tokens that follow each other at both ends
+  kBulk,      // the same in the background
+  kRows,      // same bytes, a warp per token
+  kRemap,     // same bytes, tokens innermost on one side, units of 4 bytes or more: packed layouts
+  kTile,      // same bytes, a transpose of elements: through shared memory
+  kConvert,   // another dtype or scale, eight elements at a time
+  kQuantize,  // to FP8 with a scale per token and head that is found on the way
+  kGeneric,   // an element at a time
+};
+
+struct Choice {
+  Family family;
+  uint32_t unit_bytes;  // of a unit at the source: the vector of a copy
+  uint32_t
+      run_tokens;    // kBlocks, kBulk: whose bytes follow each other at both ends, 1 or a block's
+  TensorPair shape;  // with heads merged into one where they follow each other
+  Units units;
+};
+
+// For pairs that differ in their pointers alone; `alignment` is the largest power of two that
+// divides all of these. `block_tokens`: of a block, if it has as many at both ends; else 0.
+Choice choose(const TensorPair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
+
+// Vectors of a run of kBlocks and kBulk.
+inline uint64_t run_vectors(const Choice &choice) {
+  return uint64_t{choice.run_tokens} * choice.units.per_token * choice.unit_bytes / kVectorBytes;
+}
+
+// How the spans and parts of `common` are cut, for what `choose` has chosen. Rows, pairs and
+// `row_bound` are set. Very long bounds make spans longer by powers of two.
+void cut(const Choice &choice, Common *common);
+
+// Spans x parts that a thread block works on at a time.
+uint32_t items_per_block(Family family);
+
+}  // namespace kvx::cuda

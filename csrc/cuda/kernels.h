@@ -1,0 +1,33 @@
+// The families' launches, one .cu each. All take a grid of (blocks, pairs), of kThreads threads.
+#pragma once
+
+#include "cuda/family.h"
+#include "cuda/platform.h"
+
+namespace kvx::cuda {
+
+template <class P>
+void launch_blocks(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_bulk(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_rows(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_remap(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_tile(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_convert(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_quantize(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
+void launch_generic(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+
+}  // namespace kvx::cuda
+
+// At the end of a family's file: its launch for one layer and for a model.
+#define KVX_INSTANTIATE(launch)                                                              \
+  template void kvx::cuda::launch(const kvx::cuda::Small &, const kvx::cuda::Choice &, dim3, \
+                                  cudaStream_t);                                             \
+  template void kvx::cuda::launch(const kvx::cuda::Large &, const kvx::cuda::Choice &, dim3, \
+                                  cudaStream_t)

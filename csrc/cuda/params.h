@@ -1,0 +1,79 @@
+// What a kernel is given: a part of the plan whose tensor pairs differ in their pointers alone.
+#pragma once
+
+#include "cuda/status.h"
+#include "plan.h"
+
+namespace kvx::cuda {
+
+constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
+constexpr uint64_t kMostItems = INT32_MAX;  // spans x parts: kernels count with 32 bits
+constexpr uint32_t kWarp = 32;
+constexpr uint32_t kThreads = 256;  // of a block, in every family
+constexpr uint32_t kWarps = kThreads / kWarp;
+
+// Division by a number that stays the same: a multiplication and a shift.
+// Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994
+struct FastDiv {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
+
+  FastDiv() = default;
+  explicit FastDiv(uint32_t by) : divisor(by) {
+    while (shift < 32 && (uint64_t{1} << shift) < by) ++shift;
+    multiplier =
+        static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - by)) / by + 1);
+  }
+
+  KVX_HD uint32_t quotient(uint32_t n) const {
+    const auto high = static_cast<uint32_t>((uint64_t{n} * multiplier) >> 32);
+    return static_cast<uint32_t>((uint64_t{high} + n) >> shift);
+  }
+};
+
+// A head's row is `per_head` units, each contiguous on both sides: a vector of a copy, eight
+// elements of a conversion, one element where nothing wider fits.
+struct Units {
+  FastDiv per_head;
+  uint32_t per_token;                  // of all heads
+  uint32_t elements;                   // per unit
+  FastDiv src_per_pack, dst_per_pack;  // units that follow each other before outer_stride counts
+};
+
+// Where one tensor pair begins at both ends.
+struct Bases {
+  uint8_t *src, *src_secondary, *dst, *dst_secondary;
+  const uint8_t *src_scales;
+  uint8_t *dst_scales;  // written where they are found on the way
+};
+
+struct Common {
+  Rows rows;
+  Address src[2], dst[2];  // K, V
+  TensorPair shape;        // of every pair; its pointers are in `bases`
+  Units units;
+
+  // Work is cut into spans: `tokens_per_span` tokens of a row, and these into parts of a token.
+  uint64_t row_bound;  // tokens that a row has at most, not 0; its length is in device memory
+  uint32_t spans_per_row, spans;
+  uint32_t tokens_per_span;
+  uint32_t units_per_part;
+  FastDiv parts;  // of a token
+
+  bool zero_fill;
+  Call call;
+  uint32_t num_pairs;
+  uint32_t reporter[2];  // the pair that reports the faults of K's and of V's places
+  Status *status;
+};
+
+template <uint32_t kPairs>
+struct Params : Common {
+  Bases bases[kPairs];
+  uint8_t kv[kPairs];
+};
+
+using Small = Params<2>;               // one layer: what a decode step launches
+using Large = Params<2 * kMaxLayers>;  // a model
+static_assert(sizeof(Large) <= 32764);
+
+}  // namespace kvx::cuda

@@ -1,0 +1,210 @@
+// The work of a launch: spans of a row's tokens, and where each token lies at both ends.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/platform.h"
+
+namespace kvx::cuda {
+
+// Which tensor pair a thread block works on, and whether it reports what it finds wrong: many
+// pairs share their places, so one of them does.
+struct Pair {
+  Bases bases;
+  uint8_t kv;
+  bool reports;
+};
+
+template <uint32_t kPairs>
+__device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
+  const uint32_t index = blockIdx.y;
+  const uint8_t kv = p.kv[index];
+  return {p.bases[index], kv, index == p.reporter[kv]};
+}
+
+__device__ __forceinline__ void report(const Common &p, uint8_t kv, const Finding &finding) {
+  if (atomicAdd(&p.status->count, 1ull) != 0) return;
+  p.status->call = p.call;
+  p.status->src = p.src[kv].mode;
+  p.status->dst = p.dst[kv].mode;
+  p.status->first = finding;
+}
+
+// Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the
+// number of tokens in all rows before, where slots need it.
+struct Span {
+  uint64_t row, begin, end, stored, flat;
+};
+
+// The entry of a RAGGED table's indptr that bounds a row and is not what it must be: `row`,
+// `row + 1`, or neither.
+__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address &a, uint64_t row) {
+  const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
+  if (row == 0 && begin != 0) return 0;
+  const bool is_last = row + 1 == p.rows.count;
+  if (end < begin || (is_last ? end != a.indices_count : end > a.indices_count)) return row + 1;
+  return begin < 0 ? row : UINT64_MAX;
+}
+
+// How many tokens a row can have at one end; none where an indptr is wrong.
+__device__ __forceinline__ uint64_t row_capacity(const Common &p, const Address &a, uint64_t row) {
+  const bool wrong = a.mode == Addressing::kRagged && wrong_indptr(p, a, row) != UINT64_MAX;
+  return wrong ? 0 : capacity_of(a, row);
+}
+
+// What is wrong with the length of a row, or with its start or its share of a table at one end.
+__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, uint64_t row,
+                                           Finding *found) {
+  const int64_t length = p.rows.length_of(row);
+  if (length < 0) {
+    found->index = divide(row, p.rows.rows_per_len).quotient;
+    found->value = length;
+    return Fault::kLength;
+  }
+  if (a.mode == Addressing::kRagged && wrong_indptr(p, a, row) != UINT64_MAX) {
+    found->index = wrong_indptr(p, a, row);
+    found->value = a.indptr[found->index];
+    found->first = static_cast<uint64_t>(found->index == 0 ? 0 : a.indptr[found->index - 1]);
+    found->limit = a.indices_count;
+    return Fault::kIndptr;
+  }
+  found->value = a.starts.data ? a.starts[row] : 0;
+  found->first = static_cast<uint64_t>(found->value);
+  found->count = p.rows.stored(row);
+  found->limit = row_capacity(p, a, row);
+  if (found->value < 0) return Fault::kStart;
+  const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
+  return found->count == 0 || fits ? Fault::kNone : Fault::kCapacity;
+}
+
+// The entry or slot that says where a token lies, and how far into its block; false: nowhere.
+__device__ __forceinline__ bool entry_of(const Common &p, const Address &a, uint64_t row,
+                                         uint64_t token, uint64_t flat, uint64_t *entry,
+                                         uint32_t *offset) {
+  *entry = flat;
+  *offset = 0;
+  if (a.mode == Addressing::kSlots) return true;
+  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  const uint64_t position = token + static_cast<uint64_t>(start);
+  if (start < 0 || position >= row_capacity(p, a, row)) return false;
+  if (a.mode == Addressing::kDense) {
+    *entry = row;
+    *offset = static_cast<uint32_t>(position);
+    return true;
+  }
+  const Division at = divide(position, a.block_size);
+  *offset = at.remainder;
+  *entry = a.mode == Addressing::kRagged ? static_cast<uint64_t>(a.indptr[row]) + position
+                                         : table_entry(a, row, at.quotient);
+  return true;
+}
+
+// Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
+// is wrong with that token's row, which has been reported. Rare, so it looks everything up again.
+__device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row, bool of_token,
+                                       uint64_t token, uint64_t flat) {
+#pragma unroll 1
+  for (uint32_t end = 0; end < 2; ++end) {
+    const Address &a = end ? p.dst[kv] : p.src[kv];
+    Finding found{};
+    uint32_t offset;
+    if (!of_token) {
+      found.index = row;
+      found.fault = row_fault(p, a, row, &found);
+    } else if (entry_of(p, a, row, token, flat, &found.index, &offset) &&
+               a.mode != Addressing::kDense) {
+      found.count = found.index + 1;
+      found.limit = a.indices_count;
+      found.fault = Fault::kSlotCount;
+      if (found.index < a.indices_count) {
+        found.value = a.indices[found.index];
+        found.limit = limit_of(a, found.value);
+        found.fault = fault_of(a, found.value);
+      }
+    }
+    if (found.fault == Fault::kNone) continue;
+    found.mode = a.mode;
+    found.kv = kv;
+    found.at_dst = end != 0;
+    found.row = row;
+    found.sub_blocks = a.sub_blocks;
+    found.sub_block = a.sub_block;
+    return report(p, kv, found);
+  }
+}
+
+// Span `index` of the launch; where `reports`, the first span of a row reports for the row.
+__device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t index, bool reports) {
+  const uint32_t row = index / p.spans_per_row;
+  const uint32_t span = index - row * p.spans_per_row;
+  if (reports && span == 0) report(p, kv, row, false, 0, 0);
+  Span s{row, uint64_t{span} * p.tokens_per_span, 0, 0, 0};
+  if (p.rows.length_of(row) > 0) s.stored = p.rows.stored(row);
+  const uint64_t all = p.rows.fill_to_max ? p.rows.max_len : s.stored;
+  const uint64_t stop = s.begin + p.tokens_per_span;
+  s.end = all < stop ? all : stop;
+  const bool by_slots =
+      p.src[kv].mode == Addressing::kSlots || p.dst[kv].mode == Addressing::kSlots;
+  if (by_slots && s.begin < s.end) {
+    for (uint32_t before = 0; before < row; ++before)
+      if (p.rows.length_of(before) > 0) s.flat += p.rows.stored(before);
+  }
+  return s;
+}
+
+// `find`, for a token of which nobody has checked that it is in range: if it is not, it lies
+// nowhere, and `*wrong` is set.
+__device__ __forceinline__ Place find_checked(const Common &p, const Address &a, uint64_t row,
+                                              uint64_t token, uint64_t flat, bool *wrong) {
+  const Place nothing{-1, 0, 1, false};
+  uint64_t entry;
+  uint32_t offset;
+  if (entry_of(p, a, row, token, flat, &entry, &offset)) {
+    if (a.mode == Addressing::kDense) return place_in_block(a, static_cast<int64_t>(row), offset);
+    if (entry < a.indices_count) {
+      const int64_t value = a.indices[entry];
+      if (fault_of(a, value) == Fault::kNone) return place_of(a, value, offset);
+    }
+  }
+  *wrong = true;
+  return nothing;
+}
+
+// A token at both ends. `dst` is NULL if nothing is to be stored; `src` is NULL if zeros are.
+struct Token {
+  const uint8_t *src;
+  uint8_t *dst;
+  Place from, to;
+};
+
+__device__ __forceinline__ uint8_t *address_of(const Side &shape, uint8_t *base, uint8_t *secondary,
+                                               const Place &place) {
+  return (place.secondary ? secondary : base) + place.block * shape.block_stride +
+         place.offset * shape.token_stride;
+}
+
+// Token `token` of a span. Of all threads that look at one, a single one `reports`.
+__device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Span &span,
+                                          uint64_t token, bool reports) {
+  Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
+  const uint64_t flat = span.flat + token;
+  bool wrong = false;
+  if (token < span.stored) t.from = find_checked(p, p.src[pair.kv], span.row, token, flat, &wrong);
+  t.to = find_checked(p, p.dst[pair.kv], span.row, token, flat, &wrong);
+  if (wrong && reports) report(p, pair.kv, span.row, true, token, flat);
+  // A token that is out of range at one end is skipped at both, zero fill or not.
+  if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;
+  t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
+  if (t.from.block >= 0)
+    t.src = address_of(p.shape.src, pair.bases.src, pair.bases.src_secondary, t.from);
+  return t;
+}
+
+// Bytes from a token's first element to unit `unit` of head `head`.
+__device__ __forceinline__ int64_t unit_offset(const Side &shape, const FastDiv &per_pack,
+                                               int64_t unit_bytes, uint32_t head, uint32_t unit) {
+  const uint32_t pack = per_pack.quotient(unit);
+  const uint32_t within = unit - pack * per_pack.divisor;
+  return head * shape.head_stride + pack * shape.outer_stride + within * unit_bytes;
+}
+
+}  // namespace kvx::cuda

@@ -1,0 +1,81 @@
+// Same bytes, tokens innermost at one end or at both, as in packed layouts: a warp moves several
+// tokens at a time, so that tokens which follow each other there are moved together.
+#include "cuda/kernels.h"
+#include "cuda/places.cuh"
+#include "cuda/vector.h"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr uint32_t kUnroll = 4;  // loads in flight per lane
+
+// A unit's bytes, or the step between elements that have nothing contiguous between them.
+__device__ __forceinline__ int64_t step_of(const Side &side, const Units &units,
+                                           uint32_t unit_bytes) {
+  return units.elements == 1 ? side.inner_stride : unit_bytes;
+}
+
+template <class V, class P>
+__global__ void __launch_bounds__(kThreads) remap_kernel(const __grid_constant__ P p) {
+  const uint32_t tokens = min(p.tokens_per_span, kWarp), lanes = kWarp / tokens;  // of a token
+  const uint32_t lane = threadIdx.x % kWarp, own_token = lane / lanes, own_unit = lane % lanes;
+  const Pair pair = this_pair(p);
+  const Side &src = p.shape.src, &dst = p.shape.dst;
+  const int64_t src_step = step_of(src, p.units, sizeof(V));
+  const int64_t dst_step = step_of(dst, p.units, sizeof(V));
+  const uint32_t items = p.spans * p.parts.divisor;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
+       item += gridDim.x * kWarps) {
+    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
+    const bool reports = pair.reports && part == 0;
+    const Span span = span_of(p, pair.kv, index, reports && lane == 0);
+    const uint32_t first = part * p.units_per_part + own_unit;
+    const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
+    for (uint64_t t = span.begin + own_token; t < span.end; t += tokens) {
+      const Token token = token_at(p, pair, span, t, reports && own_unit == 0);
+      if (!token.dst) continue;
+      for (uint32_t unit = first; unit < last; unit += lanes * kUnroll) {
+        V units[kUnroll];
+        int64_t to[kUnroll];
+#pragma unroll
+        for (uint32_t i = 0; i < kUnroll; ++i) {
+          const uint32_t u = unit + i * lanes;
+          const uint32_t head = p.units.per_head.quotient(u);
+          const uint32_t in_head = u - head * p.units.per_head.divisor;
+          to[i] = unit_offset(dst, p.units.dst_per_pack, dst_step, head, in_head);
+          const int64_t from = unit_offset(src, p.units.src_per_pack, src_step, head, in_head);
+          units[i] = load<V>(token.src && u < last ? token.src + from : nullptr);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kUnroll; ++i)
+          if (unit + i * lanes < last) store(token.dst + to[i], units[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <class P>
+void launch_remap(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+  switch (choice.unit_bytes) {
+    case 16:
+      KVX_LAUNCH((remap_kernel<Vector<16>, P>), grid, kThreads, 0, stream, params);
+      break;
+    case 8:
+      KVX_LAUNCH((remap_kernel<Vector<8>, P>), grid, kThreads, 0, stream, params);
+      break;
+    case 4:
+      KVX_LAUNCH((remap_kernel<Vector<4>, P>), grid, kThreads, 0, stream, params);
+      break;
+    case 2:
+      KVX_LAUNCH((remap_kernel<Vector<2>, P>), grid, kThreads, 0, stream, params);
+      break;
+    default:
+      KVX_LAUNCH((remap_kernel<Vector<1>, P>), grid, kThreads, 0, stream, params);
+  }
+}
+
+}  // namespace kvx::cuda
+
+KVX_INSTANTIATE(launch_remap);

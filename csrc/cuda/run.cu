@@ -1,0 +1,205 @@
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cuda/copy_engine.h"
+#include "cuda/kernels.h"
+#include "cuda/run.h"
+#include "cuda/runtime.h"
+#include "cuda/status.h"
+#include "error.h"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr uint64_t kBlocksPerSm = 32;  // about four waves: enough to balance, few enough to start
+constexpr uint64_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
+
+// Pairs are of one kind if they differ in their pointers alone.
+TensorPair without_pointers(TensorPair pair) {
+  for (Side *side : {&pair.src, &pair.dst}) side->base = side->secondary = nullptr;
+  pair.src_scales.data = pair.dst_scales.data = nullptr;
+  pair.kv = 0;
+  return pair;
+}
+
+bool is_same(const Side &a, const Side &b) {
+  return a.block_stride == b.block_stride && a.token_stride == b.token_stride &&
+         a.head_stride == b.head_stride && a.outer_stride == b.outer_stride &&
+         a.inner_stride == b.inner_stride && a.pack == b.pack && a.dtype == b.dtype;
+}
+
+bool is_same(const Scales &a, const Scales &b) {
+  return a.dtype == b.dtype && a.block_stride == b.block_stride &&
+         a.token_stride == b.token_stride && a.head_stride == b.head_stride;
+}
+
+bool is_same(const TensorPair &a, const TensorPair &b) {
+  return is_same(a.src, b.src) && is_same(a.dst, b.dst) && is_same(a.src_scales, b.src_scales) &&
+         is_same(a.dst_scales, b.dst_scales) && a.num_heads == b.num_heads &&
+         a.head_dim == b.head_dim && a.convert == b.convert && a.find_scales == b.find_scales;
+}
+
+kvx_status_t too_large(const char *what, const char *unit) {
+  return fail(
+      KVX_STATUS_UNSUPPORTED,
+      "%s has 2^32 %s or more, which calls on DEVICE memory do not count to; split the call "
+      "(spec 4.3)",
+      what, unit);
+}
+
+// What a row can have at most, as far as the host knows: lengths are in device memory.
+uint64_t row_bound(const Plan &plan) {
+  if (!plan.rows.lens.data) return plan.rows.uniform_len;
+  if (plan.rows.fill_to_max) return plan.rows.max_len;
+  const auto bound = [](const Address &a) -> uint64_t {
+    if (a.mode == Addressing::kDense) return a.block_size;
+    const bool columns = a.mode == Addressing::kPacked || a.mode == Addressing::kKvOffsets;
+    return columns ? uint64_t{a.max_blocks_per_seq} * a.block_size : a.indices_count;
+  };
+  return std::min({plan.rows.max_len, bound(plan.src[0]), bound(plan.dst[0])});
+}
+
+// Kernels count tokens, slots and rows with 32 bits.
+kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
+  constexpr uint64_t kLimit = UINT32_MAX;
+  uint64_t heads = 1;
+  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+    const TensorPair &pair = plan.pairs[i];
+    heads = std::max<uint64_t>(heads, pair.num_heads);
+    if (uint64_t{pair.num_heads} * pair.head_dim >= kLimit) return too_large("a token", "elements");
+  }
+  for (const Address *a : {&plan.src[0], &plan.src[1], &plan.dst[0], &plan.dst[1]}) {
+    const bool columns = a->mode == Addressing::kPacked || a->mode == Addressing::kKvOffsets;
+    if (columns && uint64_t{a->max_blocks_per_seq} * a->block_size >= kLimit)
+      return too_large("a row of a block table", "tokens");
+    if (a->num_blocks * a->block_size >= kLimit) return too_large("a cache", "slots");
+  }
+  if (plan.rows.count * heads >= kMostItems || bound >= kLimit)
+    return too_large("rows times heads", "items");
+  return KVX_STATUS_OK;
+}
+
+// One launch: pairs of one kind.
+template <class P>
+kvx_status_t launch(const Common &common, const Choice &choice, const TensorPair *const *pairs,
+                    uint64_t most_blocks, cudaStream_t stream) {
+  P params;
+  static_cast<Common &>(params) = common;
+  for (uint32_t i = 0; i < common.num_pairs; ++i) {
+    const TensorPair &pair = *pairs[i];
+    params.bases[i] = {pair.src.base,        pair.src.secondary,
+                       pair.dst.base,        pair.dst.secondary,
+                       pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
+    params.kv[i] = pair.kv;
+  }
+  const uint32_t items = common.spans * common.parts.divisor;
+  const uint64_t blocks = (items - 1) / items_per_block(choice.family) + 1;
+  const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
+  const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);
+  switch (choice.family) {
+    case Family::kBlocks:
+      launch_blocks(params, choice, grid, stream);
+      break;
+    case Family::kBulk:
+      launch_bulk(params, choice, grid, stream);
+      break;
+    case Family::kRows:
+      launch_rows(params, choice, grid, stream);
+      break;
+    case Family::kRemap:
+      launch_remap(params, choice, grid, stream);
+      break;
+    case Family::kTile:
+      launch_tile(params, choice, grid, stream);
+      break;
+    case Family::kConvert:
+      launch_convert(params, choice, grid, stream);
+      break;
+    case Family::kQuantize:
+      launch_quantize(params, choice, grid, stream);
+      break;
+    case Family::kGeneric:
+      launch_generic(params, choice, grid, stream);
+  }
+  return check(cudaPeekAtLastError(), "kernel launch");
+}
+
+uint64_t alignment_of(const std::vector<const TensorPair *> &pairs) {
+  uint64_t bits = 4096;
+  for (const TensorPair *pair : pairs) {
+    for (const uint8_t *at :
+         {pair->src.base, pair->src.secondary, pair->dst.base, pair->dst.secondary})
+      bits |= reinterpret_cast<uintptr_t>(at);
+  }
+  return bits & (~bits + 1);
+}
+
+// Tokens of a block, if it has as many at both ends.
+uint32_t block_tokens(const Plan &plan) {
+  return plan.src[0].block_size == plan.dst[0].block_size ? plan.src[0].block_size : 0;
+}
+
+// All pairs of one kind, in as few launches as their pointers, or blocks in the background, fit
+// into.
+kvx_status_t run_kind(const Plan &plan, const std::vector<const TensorPair *> &pairs,
+                      bool reports[2], Common common, uint32_t sms, cudaStream_t stream) {
+  const Choice choice =
+      choose(without_pointers(*pairs[0]), alignment_of(pairs), block_tokens(plan), plan.background);
+  const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
+  const size_t most_pairs = plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
+  common.shape = choice.shape;
+  common.units = choice.units;
+  for (size_t begin = 0; begin < pairs.size(); begin += most_pairs) {
+    common.num_pairs = static_cast<uint32_t>(std::min(pairs.size() - begin, most_pairs));
+    cut(choice, &common);
+    // Each place is reported by the first pair that looks at it.
+    common.reporter[0] = common.reporter[1] = UINT32_MAX;
+    for (uint32_t i = 0; i < common.num_pairs; ++i) {
+      const uint8_t kv = plan.same_places ? 0 : pairs[begin + i]->kv;
+      if (!reports[kv]) continue;
+      common.reporter[pairs[begin + i]->kv] = i;
+      reports[kv] = false;
+    }
+    KVX_TRY(common.num_pairs <= 2
+                ? launch<Small>(common, choice, pairs.data() + begin, most_blocks, stream)
+                : launch<Large>(common, choice, pairs.data() + begin, most_blocks, stream));
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t run(const Plan &plan, void *stream) {
+  if (plan.copy_engine) return run_copies(plan, stream);
+  Common common{};
+  common.rows = plan.rows;
+  for (int kv = 0; kv < 2; ++kv) {
+    common.src[kv] = plan.src[kv];
+    common.dst[kv] = plan.dst[kv];
+  }
+  common.row_bound = row_bound(plan);
+  if (common.row_bound == 0 || plan.rows.count == 0) return KVX_STATUS_OK;
+  KVX_TRY(check_narrow(plan, common.row_bound));
+  common.zero_fill = plan.zero_fill;
+  common.call = plan.call;
+  uint32_t sms = 0;
+  KVX_TRY(count_sms(&sms));
+  KVX_TRY(device_status(&common.status));
+
+  bool reports[2] = {true, true};
+  std::vector<const TensorPair *> left;
+  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i)
+    if (plan.pairs[i].num_heads) left.push_back(&plan.pairs[i]);
+  while (!left.empty()) {
+    const TensorPair &first = *left[0];
+    const auto rest = std::stable_partition(
+        left.begin(), left.end(), [&](const TensorPair *pair) { return is_same(*pair, first); });
+    KVX_TRY(run_kind(plan, {left.begin(), rest}, reports, common, sms,
+                     static_cast<cudaStream_t>(stream)));
+    left.erase(left.begin(), rest);
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx::cuda

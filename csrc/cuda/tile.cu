@@ -1,0 +1,277 @@
+// Same bytes, tokens innermost at one end and units at the other: a transpose. Tiles of tokens by
+// units pass through shared memory, so that each end moves 16 bytes at a time.
+#include <cstring>
+
+#include "cuda/kernels.h"
+#include "cuda/places.cuh"
+#include "cuda/vector.h"
+
+namespace kvx::cuda {
+namespace {
+
+constexpr uint32_t kVectorBytes = 16;
+constexpr uint32_t kRuns = 8;     // vectors of tokens in a tile
+constexpr uint32_t kUnits = 128;  // of a head
+constexpr uint32_t kUnroll = 2;   // loads in flight per thread: more spill at 64 registers
+
+// V is a unit.
+template <class V>
+struct Tile {
+  static constexpr uint32_t kPerVector = kVectorBytes / sizeof(V);
+  static constexpr uint32_t kTokens = kRuns * kPerVector;
+
+  // Where each token begins at the end that has tokens innermost, and at the other. NULL: nowhere.
+  uint8_t *inner[kTokens], *outer[kTokens];
+  // The token of every kPerVector at which a run begins: 16 aligned bytes of tokens at the inner
+  // end. kTokens: at none.
+  uint32_t runs[kRuns];
+  alignas(kVectorBytes) V units[kTokens][kUnits];
+
+  // A token's vectors trade places, otherwise from token to token: threads that differ in the token
+  // alone meet different banks.
+  __device__ __forceinline__ V *at(uint32_t token, uint32_t unit) {
+    const uint32_t vector = unit / kPerVector ^ (token + token / kPerVector) % 8;
+    return &units[token][vector * kPerVector + unit % kPerVector];
+  }
+};
+
+// The units of a head that are in the tile.
+struct Window {
+  uint32_t head, unit, count;
+};
+
+// How one end finds units.
+struct End {
+  const Side &side;
+  const FastDiv &per_pack;
+  int64_t step;  // within a pack
+
+  __device__ __forceinline__ int64_t offset(const Window &window, uint32_t unit) const {
+    return unit_offset(side, per_pack, step, window.head, window.unit + unit);
+  }
+};
+
+// Which accesses can be of 16 bytes: those of aligned tokens at the inner end, all at the outer.
+struct Wide {
+  bool inner, outer;
+};
+
+KVX_HD uint32_t misalignment(const uint8_t *at) {
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) % kVectorBytes;
+}
+
+// Marks the run that begins at this thread's token, if one does.
+template <class V>
+__device__ __forceinline__ void find_run(Tile<V> &tile) {
+  constexpr uint32_t kPerVector = Tile<V>::kPerVector;
+  const uint32_t token = threadIdx.x;
+  if (token + kPerVector > Tile<V>::kTokens) return;
+  const uint8_t *const at = tile.inner[token];
+  if (!at || misalignment(at)) return;
+  for (uint32_t i = 1; i < kPerVector; ++i)
+    if (tile.inner[token + i] != at + i * sizeof(V)) return;
+  tile.runs[token / kPerVector] = token;
+}
+
+// The token of this thread's column if it lies somewhere and in no run; otherwise kTokens.
+template <class V>
+__device__ __forceinline__ uint32_t single_token(const Tile<V> &tile) {
+  const uint32_t token = threadIdx.x % Tile<V>::kTokens;
+  const uint8_t *const at = tile.inner[token];
+  if (!at) return Tile<V>::kTokens;
+  const uint32_t first = token - misalignment(at) / static_cast<uint32_t>(sizeof(V));
+  const bool in_run = first <= token && tile.runs[first / Tile<V>::kPerVector] == first;
+  return in_run ? Tile<V>::kTokens : token;
+}
+
+// Moves all tokens between the tile and the outer end; each thread, a W of every kStep-th: one unit
+// or a vector of them.
+template <class W, bool kStore, class V>
+__device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const Window &window) {
+  constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
+  constexpr uint32_t kColumns = kUnits / kPerW, kStep = kThreads / kColumns;
+  const uint32_t unit = threadIdx.x % kColumns * kPerW;
+  if (unit >= window.count) return;
+  const int64_t offset = end.offset(window, unit);
+  for (uint32_t first = threadIdx.x / kColumns; first < Tile<V>::kTokens;
+       first += kUnroll * kStep) {
+    W units[kUnroll];
+#pragma unroll
+    for (uint32_t i = 0; i < kUnroll; ++i) {
+      const uint32_t token = first + i * kStep;
+      if (kStore) {
+        units[i] = tile.inner[token] ? *reinterpret_cast<W *>(tile.at(token, unit)) : W{};
+      } else {
+        const uint8_t *const at = tile.outer[token];
+        units[i] = load<W>(at ? at + offset : nullptr);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kUnroll; ++i) {
+      const uint32_t token = first + i * kStep;
+      if (!kStore) {
+        *reinterpret_cast<W *>(tile.at(token, unit)) = units[i];
+      } else if (uint8_t *const at = tile.outer[token]) {
+        store(at + offset, units[i]);
+      }
+    }
+  }
+}
+
+// Moves W, `token` or a run that begins there, between the tile and the inner end; each thread,
+// every kStep-th unit.
+template <class W, bool kStore, class V>
+__device__ __forceinline__ void move_inner(Tile<V> &tile, uint32_t token, const End &end,
+                                           const Window &window) {
+  constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
+  constexpr uint32_t kColumns = Tile<V>::kTokens / kPerW, kStep = kThreads / kColumns;
+  if (token == Tile<V>::kTokens) return;
+  uint8_t *const at = tile.inner[token];
+  for (uint32_t first = threadIdx.x / kColumns; first < window.count; first += kUnroll * kStep) {
+    W tokens[kUnroll];
+    V parts[kPerW];
+#pragma unroll
+    for (uint32_t i = 0; i < kUnroll; ++i) {
+      const uint32_t unit = first + i * kStep;
+      if (unit >= window.count) continue;
+      if (kStore) {
+#pragma unroll
+        for (uint32_t j = 0; j < kPerW; ++j) parts[j] = *tile.at(token + j, unit);
+        memcpy(&tokens[i], parts, sizeof(W));
+      } else {
+        tokens[i] = load<W>(at + end.offset(window, unit));
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kUnroll; ++i) {
+      const uint32_t unit = first + i * kStep;
+      if (unit >= window.count) continue;
+      if (kStore) {
+        store(at + end.offset(window, unit), tokens[i]);
+      } else {
+        memcpy(parts, &tokens[i], sizeof(W));
+#pragma unroll
+        for (uint32_t j = 0; j < kPerW; ++j) *tile.at(token + j, unit) = parts[j];
+      }
+    }
+  }
+}
+
+// kToInner: tokens are innermost at the destination, otherwise at the source.
+template <class V, bool kToInner, class P>
+__global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant__ P p, Wide wide) {
+  using W = Vector<kVectorBytes>;
+  constexpr uint32_t kTokens = Tile<V>::kTokens;
+  KVX_DYNAMIC_SHARED(Tile<V>, shared);
+  Tile<V> &tile = *shared;
+  const Pair pair = this_pair(p);
+  const Units &units = p.units;
+  const Side &inner_side = kToInner ? p.shape.dst : p.shape.src;
+  const End inner{inner_side, kToInner ? units.dst_per_pack : units.src_per_pack,
+                  units.elements == 1 ? inner_side.inner_stride : int64_t{sizeof(V)}};
+  const End outer{kToInner ? p.shape.src : p.shape.dst,
+                  kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
+  const uint32_t items = p.spans * p.parts.divisor;
+  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
+    const bool reports = pair.reports && part == 0;
+    const uint32_t last = min((part + 1) * p.units_per_part, units.per_token);
+    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
+      // Find the tokens
+      const Span span = span_of(p, pair.kv, index, reports && threadIdx.x == 0 && skipped == 0);
+      if (span.begin + skipped >= span.end) break;
+      if (threadIdx.x < kTokens) {
+        const uint64_t t = span.begin + skipped + threadIdx.x;
+        Token token{};
+        if (t < span.end) token = token_at(p, pair, span, t, reports);
+        uint8_t *const src = const_cast<uint8_t *>(token.src);
+        tile.inner[threadIdx.x] = kToInner ? token.dst : src;
+        tile.outer[threadIdx.x] = kToInner ? src : token.dst;
+      }
+      if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
+      __syncthreads();
+      if (wide.inner && threadIdx.x < kTokens) find_run(tile);
+      __syncthreads();
+      const uint32_t run = tile.runs[threadIdx.x % kRuns], single = single_token(tile);
+
+      for (uint32_t unit = part * p.units_per_part; unit < last;) {
+        const uint32_t head = units.per_head.quotient(unit);
+        const uint32_t in_head = unit - head * units.per_head.divisor;
+        const uint32_t rest = min(units.per_head.divisor - in_head, last - unit);
+        const Window window{head, in_head, min(rest, kUnits)};
+        // Load
+        if (!kToInner) {
+          move_inner<W, false>(tile, run, inner, window);
+          move_inner<V, false>(tile, single, inner, window);
+        } else if (wide.outer) {
+          move_outer<W, false>(tile, outer, window);
+        } else {
+          move_outer<V, false>(tile, outer, window);
+        }
+        __syncthreads();
+        // Store
+        if (kToInner) {
+          move_inner<W, true>(tile, run, inner, window);
+          move_inner<V, true>(tile, single, inner, window);
+        } else if (wide.outer) {
+          move_outer<W, true>(tile, outer, window);
+        } else {
+          move_outer<V, true>(tile, outer, window);
+        }
+        __syncthreads();
+        unit += window.count;
+      }
+    }
+  }
+}
+
+template <class P>
+Wide wide_accesses(const P &p, bool to_inner, uint32_t unit_bytes) {
+  const Side &inner = to_inner ? p.shape.dst : p.shape.src;
+  const Side &outer = to_inner ? p.shape.src : p.shape.dst;
+  const uint32_t inner_pack = (to_inner ? p.units.dst_per_pack : p.units.src_per_pack).divisor;
+  const uint32_t outer_pack = (to_inner ? p.units.src_per_pack : p.units.dst_per_pack).divisor;
+  const auto packs = [&](const Side &side, uint32_t per_pack) {
+    return per_pack == p.units.per_head.divisor ? 0 : side.outer_stride;
+  };
+  uint64_t inner_bits =
+      inner.head_stride | packs(inner, inner_pack) | (inner_pack == 1 ? 0 : inner.inner_stride);
+  uint64_t outer_bits = outer.head_stride | packs(outer, outer_pack) | outer.block_stride |
+                        outer.token_stride | unit_bytes * uint64_t{outer_pack | p.units_per_part};
+  for (uint32_t i = 0; i < p.num_pairs; ++i) {
+    const Bases &bases = p.bases[i];
+    outer_bits |= misalignment(to_inner ? bases.src : bases.dst) |
+                  misalignment(to_inner ? bases.src_secondary : bases.dst_secondary);
+  }
+  return {inner_bits % kVectorBytes == 0, outer_bits % kVectorBytes == 0};
+}
+
+template <class V, class P>
+void launch_tile_of(const P &params, dim3 grid, cudaStream_t stream) {
+  const bool to_inner = params.shape.dst.token_stride == sizeof(V);
+  const Wide wide = wide_accesses(params, to_inner, sizeof(V));
+  if (to_inner)
+    KVX_LAUNCH((tile_kernel<V, true, P>), grid, kThreads, sizeof(Tile<V>), stream, params, wide);
+  else
+    KVX_LAUNCH((tile_kernel<V, false, P>), grid, kThreads, sizeof(Tile<V>), stream, params, wide);
+}
+
+}  // namespace
+
+template <class P>
+void launch_tile(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+  switch (choice.unit_bytes) {
+    case 4:
+      launch_tile_of<Vector<4>>(params, grid, stream);
+      break;
+    case 2:
+      launch_tile_of<Vector<2>>(params, grid, stream);
+      break;
+    default:
+      launch_tile_of<Vector<1>>(params, grid, stream);
+  }
+}
+
+}  // namespace kvx::cuda
+
+KVX_INSTANTIATE(launch_tile);

@@ -1,0 +1,54 @@
+// Whole vectors in and out of memory: one instruction each when the address is aligned to them.
+#pragma once
+
+#include "cuda/platform.h"
+
+namespace kvx::cuda {
+
+template <uint32_t kBytes>
+struct VectorOf;
+template <>
+struct VectorOf<16> {
+  using Type = uint4;
+};
+template <>
+struct VectorOf<8> {
+  using Type = uint2;
+};
+template <>
+struct VectorOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct VectorOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct VectorOf<1> {
+  using Type = uint8_t;
+};
+template <uint32_t kBytes>
+using Vector = typename VectorOf<kBytes>::Type;
+
+// The same pointer. It comes out of the kernel's parameters or out of shared memory, where the
+// compiler cannot see that it is one to global memory, pinned host memory included.
+template <class T>
+__device__ __forceinline__ T *global(T *pointer) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
+// From and to global memory. NULL reads as zeros.
+template <class V>
+__device__ __forceinline__ V load(const uint8_t *at) {
+  return at ? *reinterpret_cast<const V *>(global(at)) : V{};
+}
+
+template <class V>
+__device__ __forceinline__ void store(uint8_t *at, const V &vector) {
+  *reinterpret_cast<V *>(global(at)) = vector;
+}
+
+}  // namespace kvx::cuda

@@ -1,0 +1,90 @@
+#include "finding.h"
+
+#include "error.h"
+
+namespace kvx {
+
+Names names_of(Call call, Addressing src, Addressing dst) {
+  switch (call) {
+    case Call::kWrite:
+      return {"", "write.slots.slots", "", "", ""};
+    case Call::kGather:
+      return {"gather.block_table", "", "", "", "gather.seq_lens.lengths"};
+    default:
+      return {src == Addressing::kSlots ? "src.slots.slots" : "src.block_table",
+              dst == Addressing::kSlots ? "dst.slots.slots" : "dst.block_table",
+              "src.starts.lengths", "dst.starts.lengths", "migrate.seq_lens.lengths"};
+  }
+}
+
+kvx_status_t fail_with(const Finding &f, const Names &names) {
+  const char *const table = f.at_dst ? names.dst_table : names.src_table;
+  const char *const starts = f.at_dst ? names.dst_starts : names.src_starts;
+  const auto pool_index = static_cast<uint32_t>(static_cast<int32_t>(f.value));
+  const uint32_t id = pool_index & ~kSecondaryPool;
+  switch (f.fault) {
+    case Fault::kSlot:
+      return KVX_OUT_OF_RANGE(
+          "%s[%llu] is %lld, expected below num_blocks * block_size = %lld (spec 5.2)", table,
+          static_cast<ull>(f.index), static_cast<ll>(f.value), static_cast<ll>(f.limit));
+    case Fault::kBlock:
+      return KVX_OUT_OF_RANGE("%s.indices[%llu] is %lld, expected below num_blocks %llu (spec 5.1)",
+                              table, static_cast<ull>(f.index), static_cast<ll>(f.value),
+                              static_cast<ull>(f.limit));
+    case Fault::kNoSecondary:
+      return KVX_OUT_OF_RANGE(
+          "%s.indices[%llu] is %#x (secondary pool), but pool.secondary is NULL (spec 5.1)", table,
+          static_cast<ull>(f.index), pool_index);
+    case Fault::kPoolBlock:
+      return KVX_OUT_OF_RANGE(
+          "%s.indices[%llu] is %u in the %s pool, expected below %llu blocks x %u sub-blocks "
+          "(spec E.8)",
+          table, static_cast<ull>(f.index), id, pool_index == id ? "primary" : "secondary",
+          static_cast<ull>(f.limit), f.sub_blocks);
+    case Fault::kSubBlock:
+      return KVX_OUT_OF_RANGE(
+          "%s.indices[%llu] is %u, sub-block %u of its block, expected sub-block %u: that of %s "
+          "(spec E.8)",
+          table, static_cast<ull>(f.index), id, id % f.sub_blocks, f.sub_block, f.kv ? "V" : "K");
+    case Fault::kLength:
+      return KVX_OUT_OF_RANGE("%s[%llu] is %lld, expected at least 0 (spec 5.3)", names.lens,
+                              static_cast<ull>(f.index), static_cast<ll>(f.value));
+    case Fault::kStart:
+      return KVX_OUT_OF_RANGE("%s[%llu] is %lld, expected at least 0 (spec E.3)", starts,
+                              static_cast<ull>(f.index), static_cast<ll>(f.value));
+    case Fault::kCapacity:
+      return KVX_OUT_OF_RANGE(
+          "row %llu needs tokens [%llu, %llu + %llu), but %s holds %llu per row (spec 5.3)",
+          static_cast<ull>(f.row), static_cast<ull>(f.first), static_cast<ull>(f.first),
+          static_cast<ull>(f.count), f.mode == Addressing::kDense ? "a dense end" : table,
+          static_cast<ull>(f.limit));
+    case Fault::kIndptr:
+      if (f.index == 0) {
+        return KVX_INVALID("%s.indptr[0] is %lld, expected 0 (spec 5.1)", table,
+                           static_cast<ll>(f.value));
+      }
+      if (f.value < static_cast<int64_t>(f.first)) {
+        return KVX_INVALID(
+            "%s.indptr[%llu] is %lld, expected at least indptr[%llu] %lld (spec 5.1)", table,
+            static_cast<ull>(f.index), static_cast<ll>(f.value), static_cast<ull>(f.index - 1),
+            static_cast<ll>(f.first));
+      }
+      return KVX_INVALID("%s.indptr[%llu] is %lld, expected indices_count %llu (spec 5.1)", table,
+                         static_cast<ull>(f.index), static_cast<ll>(f.value),
+                         static_cast<ull>(f.limit));
+    case Fault::kSlotCount:
+      return KVX_INVALID(
+          "%s has %llu entries (token_count), expected %llu, the sum of seq_lens (spec E.3)", table,
+          static_cast<ull>(f.limit), static_cast<ull>(f.count));
+    case Fault::kScale:
+      return KVX_INVALID(
+          "%s %c scale of block %lld, head %llu is %g, expected a finite scale above 0 (spec E.6)",
+          f.at_dst ? "destination" : "source", f.kv ? 'V' : 'K', static_cast<ll>(f.value),
+          static_cast<ull>(f.index), static_cast<double>(f.scale));
+    case Fault::kNone:
+      break;
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

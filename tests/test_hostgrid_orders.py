@@ -1,0 +1,45 @@
+"""The kernels in other orders of threads, warps and blocks than the one all tests run in.
+
+HOSTGRID_SEED and HOSTGRID_SCHED are read at each launch; the tests run again in a process for each.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.native import run
+
+# Every family, every way to find a token, tokens that are skipped, calls of many waves.
+SUBSET = (
+    "hostgrid and (every_granularity or out_of_range or out_of_order or every_pair_of_ends or "
+    "beams or opaque or many_layers or (store_past and tgi) or "
+    "(every_layout and (usual or odd)) or "
+    "(every_pair_of_layouts and (tgi or packed16 or vllm_LBNHC)) or "
+    "(every_pair_of_dtypes and float8_e4m3fn))"
+)
+FILES = [f"tests/test_{name}.py" for name in ("write_gather", "migrate", "codecs")]
+
+
+@pytest.mark.parametrize(
+    ("order", "seed"), [("rand", "2"), ("rand", "3"), ("fwd", "1"), ("rev", "1")]
+)
+def test_another_order_passes_the_same_tests(order: str, seed: str) -> None:
+    output = run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            SUBSET,
+            *FILES,
+        ],
+        env={"HOSTGRID_SCHED": order, "HOSTGRID_SEED": seed},
+    )
+    assert int(re.findall(r"(\d+) passed", output)[-1]) > 200
