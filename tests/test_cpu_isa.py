@@ -17,7 +17,8 @@ ISA = "from kvx_core import backend_info; print(backend_info().cpu_isa)"
 # What goes through every kernel: all conversions, all layouts on both sides, odd sizes, threads.
 SUBSET = (
     "cpu and ((test_every_value and not flush) or test_write_every_layout or "
-    "every_pair_of_dtypes or (test_calls_that_store and tgi) or (every_pair_of_layouts and (custom or tgi-packed16)))"
+    "every_pair_of_dtypes or (test_calls_that_store and tgi) or "
+    "(every_pair_of_layouts and (custom or tgi-packed16)))"
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.native import CXX, run, sanitized_library, sanitized_program
 
-# What moves bytes and what is refused, by a libkvx without kernels. Random calls are tests/c/fuzz's.
+# What moves bytes and what is refused, by a libkvx without kernels. Random calls: tests/c/fuzz.
 SUITE = [
     f"tests/test_{name}.py" for name in ("conformance", "validation", "write_gather", "migrate")
 ]

@@ -93,7 +93,8 @@ Choice choose(const TensorPair &pair, uint64_t alignment, uint32_t block_tokens,
       const uint32_t vector = std::min(kElementsPerUnit * bytes, kVectorBytes);
       return alignment % vector == 0 && holds_units(side, shape.head_dim, kElementsPerUnit, vector);
     };
-    const bool has_units = fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
+    const bool has_units = !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
+                           fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
     if (shape.find_scales) {
       const bool fits_warp = has_units && shape.head_dim <= kWarp * kElementsPerUnit;
       choice.family = Family::kQuantize;

@@ -29,73 +29,91 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, const Findin
   p.status->first = finding;
 }
 
+// Where the tokens of a row are looked up at one end.
+struct RowEnd {
+  uint64_t start;     // position of token 0
+  uint64_t capacity;  // of positions; 0 if a number of the row is out of range
+  uint64_t entry;     // of its first block, or of its first token where each has one
+};
+
 // Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the
 // number of tokens in all rows before, where slots need it.
 struct Span {
-  uint64_t row, begin, end, stored, flat;
+  uint64_t begin, end, stored, flat;
+  uint32_t row;
+  RowEnd src, dst;
 };
 
 // The entry of a RAGGED table's indptr that bounds a row and is not what it must be: `row`,
 // `row + 1`, or neither.
-__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address &a, uint64_t row) {
-  const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
+__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address &a, uint64_t row,
+                                                 int64_t begin, int64_t end) {
   if (row == 0 && begin != 0) return 0;
   const bool is_last = row + 1 == p.rows.count;
   if (end < begin || (is_last ? end != a.indices_count : end > a.indices_count)) return row + 1;
   return begin < 0 ? row : UINT64_MAX;
 }
 
-// How many tokens a row can have at one end; none where an indptr is wrong.
-__device__ __forceinline__ uint64_t row_capacity(const Common &p, const Address &a, uint64_t row) {
-  const bool wrong = a.mode == Addressing::kRagged && wrong_indptr(p, a, row) != UINT64_MAX;
-  return wrong ? 0 : capacity_of(a, row);
+__device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uint64_t row) {
+  RowEnd end{0, UINT64_MAX, 0};
+  if (a.mode == Addressing::kSlots) return end;
+  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  end.start = static_cast<uint64_t>(start);
+  end.capacity = a.block_size;
+  if (a.mode == Addressing::kRagged) {
+    const int64_t first = a.indptr[row], last = a.indptr[row + 1];
+    end.entry = static_cast<uint64_t>(first);
+    end.capacity = wrong_indptr(p, a, row, first, last) == UINT64_MAX
+                       ? static_cast<uint64_t>(last - first)
+                       : 0;
+  } else if (a.mode != Addressing::kDense) {
+    end.entry = table_entry(a, row, 0);
+    end.capacity *= a.max_blocks_per_seq;
+  }
+  if (start < 0) end.capacity = 0;
+  return end;
+}
+
+// The entry or slot that says where a token lies, and how far into its block; false: nowhere.
+__device__ __forceinline__ bool entry_of(const Address &a, const RowEnd &end, uint64_t token,
+                                         uint64_t flat, uint64_t *entry, uint32_t *offset) {
+  *entry = flat;
+  *offset = 0;
+  if (a.mode == Addressing::kSlots) return true;
+  const uint64_t position = token + end.start;
+  if (position >= end.capacity) return false;
+  const Division at = divide(position, a.block_size);
+  *offset = at.remainder;
+  *entry = end.entry + (a.mode == Addressing::kRagged ? position : at.quotient);
+  return true;
 }
 
 // What is wrong with the length of a row, or with its start or its share of a table at one end.
-__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, uint64_t row,
-                                           Finding *found) {
+__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, const RowEnd &end,
+                                           uint64_t row, Finding *found) {
   const int64_t length = p.rows.length_of(row);
   if (length < 0) {
     found->index = divide(row, p.rows.rows_per_len).quotient;
     found->value = length;
     return Fault::kLength;
   }
-  if (a.mode == Addressing::kRagged && wrong_indptr(p, a, row) != UINT64_MAX) {
-    found->index = wrong_indptr(p, a, row);
-    found->value = a.indptr[found->index];
-    found->first = static_cast<uint64_t>(found->index == 0 ? 0 : a.indptr[found->index - 1]);
-    found->limit = a.indices_count;
-    return Fault::kIndptr;
+  if (a.mode == Addressing::kRagged) {
+    found->index = wrong_indptr(p, a, row, a.indptr[row], a.indptr[row + 1]);
+    if (found->index != UINT64_MAX) {
+      found->value = a.indptr[found->index];
+      found->first = static_cast<uint64_t>(found->index == 0 ? 0 : a.indptr[found->index - 1]);
+      found->limit = a.indices_count;
+      return Fault::kIndptr;
+    }
   }
-  found->value = a.starts.data ? a.starts[row] : 0;
-  found->first = static_cast<uint64_t>(found->value);
+  found->index = row;
+  found->value = static_cast<int64_t>(end.start);
+  found->first = end.start;
   found->count = p.rows.stored(row);
-  found->limit = row_capacity(p, a, row);
+  found->limit = end.capacity;
   if (found->value < 0) return Fault::kStart;
   const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
   return found->count == 0 || fits ? Fault::kNone : Fault::kCapacity;
-}
-
-// The entry or slot that says where a token lies, and how far into its block; false: nowhere.
-__device__ __forceinline__ bool entry_of(const Common &p, const Address &a, uint64_t row,
-                                         uint64_t token, uint64_t flat, uint64_t *entry,
-                                         uint32_t *offset) {
-  *entry = flat;
-  *offset = 0;
-  if (a.mode == Addressing::kSlots) return true;
-  const int64_t start = a.starts.data ? a.starts[row] : 0;
-  const uint64_t position = token + static_cast<uint64_t>(start);
-  if (start < 0 || position >= row_capacity(p, a, row)) return false;
-  if (a.mode == Addressing::kDense) {
-    *entry = row;
-    *offset = static_cast<uint32_t>(position);
-    return true;
-  }
-  const Division at = divide(position, a.block_size);
-  *offset = at.remainder;
-  *entry = a.mode == Addressing::kRagged ? static_cast<uint64_t>(a.indptr[row]) + position
-                                         : table_entry(a, row, at.quotient);
-  return true;
 }
 
 // Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
@@ -103,15 +121,15 @@ __device__ __forceinline__ bool entry_of(const Common &p, const Address &a, uint
 __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row, bool of_token,
                                        uint64_t token, uint64_t flat) {
 #pragma unroll 1
-  for (uint32_t end = 0; end < 2; ++end) {
-    const Address &a = end ? p.dst[kv] : p.src[kv];
+  for (uint32_t i = 0; i < 2; ++i) {
+    const Address &a = i ? p.dst[kv] : p.src[kv];
+    const RowEnd end = row_end(p, a, row);
     Finding found{};
     uint32_t offset;
     if (!of_token) {
-      found.index = row;
-      found.fault = row_fault(p, a, row, &found);
-    } else if (entry_of(p, a, row, token, flat, &found.index, &offset) &&
-               a.mode != Addressing::kDense) {
+      found.fault = row_fault(p, a, end, row, &found);
+    } else if (a.mode != Addressing::kDense &&
+               entry_of(a, end, token, flat, &found.index, &offset)) {
       found.count = found.index + 1;
       found.limit = a.indices_count;
       found.fault = Fault::kSlotCount;
@@ -124,7 +142,7 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
     if (found.fault == Fault::kNone) continue;
     found.mode = a.mode;
     found.kv = kv;
-    found.at_dst = end != 0;
+    found.at_dst = i != 0;
     found.row = row;
     found.sub_blocks = a.sub_blocks;
     found.sub_block = a.sub_block;
@@ -134,18 +152,19 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
 
 // Span `index` of the launch; where `reports`, the first span of a row reports for the row.
 __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t index, bool reports) {
-  const uint32_t row = index / p.spans_per_row;
-  const uint32_t span = index - row * p.spans_per_row;
-  if (reports && span == 0) report(p, kv, row, false, 0, 0);
-  Span s{row, uint64_t{span} * p.tokens_per_span, 0, 0, 0};
-  if (p.rows.length_of(row) > 0) s.stored = p.rows.stored(row);
-  const uint64_t all = p.rows.fill_to_max ? p.rows.max_len : s.stored;
-  const uint64_t stop = s.begin + p.tokens_per_span;
-  s.end = all < stop ? all : stop;
-  const bool by_slots =
-      p.src[kv].mode == Addressing::kSlots || p.dst[kv].mode == Addressing::kSlots;
-  if (by_slots && s.begin < s.end) {
-    for (uint32_t before = 0; before < row; ++before)
+  const Address &src = p.src[kv], &dst = p.dst[kv];
+  Span s{};
+  s.row = index / p.spans_per_row;
+  const uint32_t span = index - s.row * p.spans_per_row;
+  if (reports && span == 0) report(p, kv, s.row, false, 0, 0);
+  if (p.rows.length_of(s.row) > 0) s.stored = p.rows.stored(s.row);
+  s.begin = uint64_t{span} * p.tokens_per_span;
+  s.end = min(s.begin + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
+  if (s.begin >= s.end) return s;
+  s.src = row_end(p, src, s.row);
+  s.dst = row_end(p, dst, s.row);
+  if (src.mode == Addressing::kSlots || dst.mode == Addressing::kSlots) {
+    for (uint32_t before = 0; before < s.row; ++before)
       if (p.rows.length_of(before) > 0) s.flat += p.rows.stored(before);
   }
   return s;
@@ -153,20 +172,19 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
 
 // `find`, for a token of which nobody has checked that it is in range: if it is not, it lies
 // nowhere, and `*wrong` is set.
-__device__ __forceinline__ Place find_checked(const Common &p, const Address &a, uint64_t row,
+__device__ __forceinline__ Place find_checked(const Address &a, const RowEnd &end, uint32_t row,
                                               uint64_t token, uint64_t flat, bool *wrong) {
-  const Place nothing{-1, 0, 1, false};
   uint64_t entry;
   uint32_t offset;
-  if (entry_of(p, a, row, token, flat, &entry, &offset)) {
-    if (a.mode == Addressing::kDense) return place_in_block(a, static_cast<int64_t>(row), offset);
+  if (entry_of(a, end, token, flat, &entry, &offset)) {
+    if (a.mode == Addressing::kDense) return place_in_block(a, row, offset);
     if (entry < a.indices_count) {
       const int64_t value = a.indices[entry];
       if (fault_of(a, value) == Fault::kNone) return place_of(a, value, offset);
     }
   }
   *wrong = true;
-  return nothing;
+  return {-1, 0, 1, false};
 }
 
 // A token at both ends. `dst` is NULL if nothing is to be stored; `src` is NULL if zeros are.
@@ -188,8 +206,9 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
   const uint64_t flat = span.flat + token;
   bool wrong = false;
-  if (token < span.stored) t.from = find_checked(p, p.src[pair.kv], span.row, token, flat, &wrong);
-  t.to = find_checked(p, p.dst[pair.kv], span.row, token, flat, &wrong);
+  if (token < span.stored)
+    t.from = find_checked(p.src[pair.kv], span.src, span.row, token, flat, &wrong);
+  t.to = find_checked(p.dst[pair.kv], span.dst, span.row, token, flat, &wrong);
   if (wrong && reports) report(p, pair.kv, span.row, true, token, flat);
   // A token that is out of range at one end is skipped at both, zero fill or not.
   if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;

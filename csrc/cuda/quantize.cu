@@ -136,8 +136,10 @@ void launch_quantize(const P &params, const Choice &choice, dim3 grid, cudaStrea
     return KVX_LAUNCH((quantize_any_kernel<P>), grid, kThreads, 0, stream, params);
   with_format(choice.shape.src.dtype, [&](auto src) {
     with_fp8(choice.shape.dst.dtype, [&](auto dst) {
-      KVX_LAUNCH((quantize_kernel<decltype(src), decltype(dst), P>), grid, kThreads, 0, stream,
-                 params);
+      if constexpr (!kIsFp8<decltype(src)>) {
+        KVX_LAUNCH((quantize_kernel<decltype(src), decltype(dst), P>), grid, kThreads, 0, stream,
+                   params);
+      }
     });
   });
 }
