@@ -44,9 +44,8 @@ kvx_status_t place(const Tensors &tensors, bool *on_device) {
 #if KVX_WITH_CUDA
     if (memory == KVX_MEMORY_DEVICE && !cuda::has_device()) {
       return fail(KVX_STATUS_UNSUPPORTED,
-                  "%s.memory is DEVICE, but no CUDA device can be used here: is there a driver? "
-                  "(spec 4.3)",
-                  named.name);
+                  "%s.memory is DEVICE, but no CUDA device can be used here: %s (spec 4.3)",
+                  named.name, cuda::no_device_because());
     }
     *on_device |= memory != KVX_MEMORY_HOST && cuda::has_device();
 #else
@@ -66,13 +65,14 @@ kvx_status_t run_plan(const Plan &plan, [[maybe_unused]] const Tensors &tensors,
                       [[maybe_unused]] bool on_device, [[maybe_unused]] void *stream) {
 #if KVX_WITH_CUDA
   if (on_device) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto &[name, tensor] = tensors[i];
-      // Of many layers on the device the first speaks for the others.
-      if (is_absent(*tensor) || (i >= 4 && tensor->memory != KVX_MEMORY_HOST)) continue;
+    for (const auto &[name, tensor] : tensors) {
+      const bool on_host = tensor->memory == KVX_MEMORY_HOST;
       // Copy engines reach all host memory, unless to fill it.
-      if (plan.copy_engine && !plan.zero_fill && tensor->memory == KVX_MEMORY_HOST) continue;
-      KVX_TRY(cuda::check_reachable(name, tensor->data));
+      if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
+      const Extent extent = extent_of(*tensor);
+      KVX_TRY(cuda::check_reachable(name, ".data", extent.begin));
+      // Pinned memory may end within a tensor.
+      if (on_host) KVX_TRY(cuda::check_reachable(name, "'s last byte", extent.end - 1));
     }
     return cuda::run(plan, stream);
   }

@@ -73,6 +73,12 @@ kvx_status_t fail_with(const Finding &f, const Names &names) {
                          static_cast<ull>(f.index), static_cast<ll>(f.value),
                          static_cast<ull>(f.limit));
     case Fault::kSlotCount:
+      if (f.count == 0) {  // a kernel does not add up
+        return KVX_INVALID(
+            "%s has %llu entries (token_count), expected as many as seq_lens add up to, which is "
+            "more (spec E.3)",
+            table, static_cast<ull>(f.limit));
+      }
       return KVX_INVALID(
           "%s has %llu entries (token_count), expected %llu, the sum of seq_lens (spec E.3)", table,
           static_cast<ull>(f.limit), static_cast<ull>(f.count));

@@ -413,7 +413,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   const uint32_t sequences = migrate.seq_lens->seq_count;
   plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
   plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
-  plan->rows.max_len = UINT64_MAX;
+  plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
   plan->call = Call::kMigrate;
   plan->same_places = !(src.block_table && is_kv_offsets(*src.block_table)) &&
                       !(dst.block_table && is_kv_offsets(*dst.block_table));

@@ -227,7 +227,7 @@ class kvx_migrate_desc_t(_Struct):
         ("size", c_uint32),
         ("flags", c_uint32),
         ("num_heads", c_uint32),
-        ("reserved", c_uint32),
+        ("max_seq_len", c_uint32),
         ("seq_lens", POINTER(kvx_seq_lens_t)),
         ("src", POINTER(kvx_view_t)),
         ("dst", POINTER(kvx_view_t)),

@@ -425,6 +425,7 @@ class ScaleDesc:
     stride: tuple[int, ...]
     data: int
     memory: Memory = Memory.HOST
+    writable: bool = True
     owner: object = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -453,6 +454,7 @@ class ScaleDesc:
             stride=found.stride,
             data=found.data,
             memory=found.memory,
+            writable=found.writable,
             owner=found.owner,
         )
 
@@ -539,7 +541,7 @@ def check_index_memory(
             same_memory(name, index.memory, other, expected)
 
 
-def require_writable(name: str, tensor: TensorDesc) -> None:
+def require_writable(name: str, tensor: TensorDesc | ScaleDesc) -> None:
     """Refuses read-only memory as a destination: C sees bare addresses."""
     if not tensor.writable:
         raise InvalidArgumentError(

@@ -38,7 +38,7 @@ def migrate(
     find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
                per token and head
     transfer:  how a device moves the bytes
-    stream:    CUDA stream; None: torch's current one if the destination is a torch tensor, else the
+    stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
                default stream. Ignored for HOST memory
     Mutates the destination tokens named above, nothing else.
     Returns the bytes of those tokens as the destination stores them.
@@ -55,7 +55,8 @@ def migrate(
     )
     if reasons:
         raise FactsMismatchError(reasons)
-    num_tokens = int(lens.to_numpy().sum()) * rows_per_sequence(src, dst, lens)
+    lengths = lens.to_numpy()
+    num_tokens = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
     copy_tokens(
         src,
         dst,
@@ -64,6 +65,7 @@ def migrate(
         zero_fill=zero_fill,
         find_scales=find_scales,
         transfer=transfer,
+        max_seq_len=int(lengths.max(initial=0)),
         stream=stream,
     )
     return num_tokens * sum(
@@ -84,12 +86,21 @@ def copy_tokens(
     zero_fill: bool = False,
     find_scales: bool = False,
     transfer: Transfer = Transfer.KERNEL,
+    max_seq_len: int = 0,
     stream: int | None = None,
 ) -> None:
-    """What migrate does after it has compared facts. Waits for no device."""
+    """What migrate does after it has compared facts. Waits for no device.
+
+    max_seq_len: the tokens of a sequence that move at most; 0: all
+    """
     for i, layer in enumerate(dst.view.layers):
         for name, tensor in layer.tensors.items():
             require_writable(f"dst.layers[{i}].{name}", tensor)
+    if find_scales:
+        for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
+            for i, scale in enumerate(scales or ()):
+                if scale is not None:
+                    require_writable(f"dst.{name}[{i}]", scale)
     if src.view.layers and dst.view.layers:
         tensors = {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
         indices = {
@@ -101,10 +112,11 @@ def copy_tokens(
             indices["seq_lens"] = lens
         check_index_memory(indices, tensors, transfer)
         if stream is None:
-            stream = _abi.stream_now(current_stream(tensors["dst.layers[0].k"].owner))
+            stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
     struct = _abi.kvx_migrate_desc_t(
         flags=_abi.flags(zero_fill, find_scales) | transfer,
         num_heads=num_heads or 0,
+        max_seq_len=min(max(max_seq_len, 0), 2**32 - 1),
         seq_lens=_abi.pointer_to(lens),
         src=_abi.pointer_to(src),
         dst=_abi.pointer_to(dst),

@@ -25,7 +25,13 @@ from kvx_core.descriptors import (
     same_memory,
 )
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.tensors import TensorLike, current_stream, empty_like_owner, is_torch
+from kvx_core.tensors import (
+    TensorLike,
+    current_stream,
+    current_stream_here,
+    empty_like_owner,
+    is_torch,
+)
 from kvx_core.types import DType, Layout, Transfer
 
 Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
@@ -52,7 +58,7 @@ def write_kv(
     find_scales: find the scales on the way and store them in k_scale and v_scale, which are then
                 per token and head
     transfer:   how a device moves the bytes
-    stream:     CUDA stream; None: torch's current one if the cache is a torch tensor, else the
+    stream:     CUDA stream; None: torch's current one if a tensor is torch's, else the
                 default stream. Ignored for HOST memory
     Mutates the slots named, with find_scales their scales too, nothing else. On a device it
     allocates nothing and waits for nothing: a CUDA graph can capture it. Slots that are out of
@@ -98,7 +104,7 @@ def gather_kv(
                  keep what they held otherwise. New tensors are always zero there
     secondary_num_blocks: blocks in the secondary pool; 0: as many as num_blocks
     transfer:    how a device moves the bytes
-    stream:      CUDA stream; None: torch's current one if the cache is a torch tensor, else the
+    stream:      CUDA stream; None: torch's current one if a tensor is torch's, else the
                  default stream. Ignored for HOST memory
     Mutates those rows of `out`, nothing else. Returns (key, value). With `out` a CUDA graph can
     capture it; blocks that are out of range are skipped on a device, and device_status tells.
@@ -111,7 +117,7 @@ def gather_kv(
         if max_seq_len is None:
             max_seq_len = int(lens.to_numpy().max(initial=0))
         _abi.check_uint32("max_seq_len", max_seq_len)
-        out = _new_outputs(cache, table, max_seq_len, dtype, scaled=scaled)
+        out = _new_outputs(cache, table, max_seq_len, dtype, stream, scaled=scaled)
         zero_fill = True
     elif dtype is not None:
         raise InvalidArgumentError(
@@ -126,12 +132,15 @@ def gather_kv(
 
 
 def device_status(stream: int | None = None) -> None:
-    """Waits for `stream` (None: the default one) and raises what device calls could not say before.
+    """Waits for `stream` and raises what device calls could not say before.
+
+    stream: CUDA stream; None: torch's current one, or the default stream where torch uses none
 
     Calls on DEVICE memory skip tokens whose slot, block, length or scale is out of range, and
     remember. Returns if none has been skipped on the current device since it was last asked.
     Raises OutOfRangeError, InvalidArgumentError.
     """
+    stream = current_stream_here() if stream is None else stream
     _abi.check(_abi.library().kvx_device_status(stream))
 
 
@@ -192,8 +201,9 @@ class WritePlan(_Plan):
         super().__init__()
         self._cache = cache
         self._options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
-        self._stream = _stream(cache, stream)
-        _write(cache, _io(key_like), _io(value_like), SlotMapping.of(()), self._options, stream)
+        key, value = _io(key_like), _io(value_like)
+        self._stream = _stream(stream, cache.k, key)
+        _write(cache, key, value, SlotMapping.of(()), self._options, stream)
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
@@ -268,8 +278,8 @@ class GatherPlan(_Plan):
             secondary_num_blocks,
             transfer,
         )
-        self._stream = _stream(cache, stream)
         key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
+        self._stream = _stream(stream, cache.k, key)
         table, lens = BlockTable.packed([]), SeqLens.of([])
         _gather(cache, key, value, table, lens, None, self._options, stream)
 
@@ -392,8 +402,12 @@ def _write(
 ) -> _abi.kvx_write_desc_t:
     for name, tensor in cache.tensors.items():
         require_writable(f"cache.{name}", tensor)
+    if options.find_scales:
+        for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
+            if scale is not None:
+                require_writable(name, scale)
     write = _write_desc(cache, key, value, slots, options)
-    now = _abi.stream_now(_stream(cache, stream))
+    now = _abi.stream_now(_stream(stream, cache.k, key))
     _abi.check(_abi.library().kvx_write_kv_ext(cache.to_c(), write, options.to_c(), now))
     return write
 
@@ -413,13 +427,15 @@ def _gather(
             require_writable(name, tensor)
     _check_scales_memory(cache, (options.k_scale, options.v_scale))
     gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options.transfer)
-    now = _abi.stream_now(_stream(cache, stream))
+    now = _abi.stream_now(_stream(stream, cache.k, key))
     _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
     return gather
 
 
-def _stream(cache: CacheDesc, stream: _abi.Stream) -> _abi.Stream:
-    return current_stream(cache.k.owner) if stream is None else stream
+def _stream(stream: _abi.Stream, *tensors: TensorDesc | None) -> _abi.Stream:
+    if stream is not None:
+        return stream
+    return current_stream(*(tensor.owner for tensor in tensors if tensor is not None))
 
 
 def _write_desc(
@@ -514,6 +530,7 @@ def _new_outputs(
     table: BlockTable,
     max_seq_len: int,
     dtype: DType | str | None,
+    stream: int | None,
     *,
     scaled: bool,
 ) -> tuple[Any, Any]:
@@ -525,9 +542,8 @@ def _new_outputs(
 
     def new(tensor: TensorDesc, head_dim: int) -> Any:
         shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
-        return empty_like_owner(
-            tensor.owner, shape, tensor.dtype if dtype is None else DType.of(dtype)
-        )
+        stored = tensor.dtype if dtype is None else DType.of(dtype)
+        return empty_like_owner(tensor.owner, shape, stored, stream)
 
     key = new(cache.k, cache.head_dim)
     return key, None if cache.v is None else new(cache.v, cache.v_head_dim)

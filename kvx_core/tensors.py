@@ -96,25 +96,41 @@ def is_torch(tensor: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
-def current_stream(owner: object) -> Callable[[], int] | None:
-    """Asks for the CUDA stream that torch works on, on the device of its tensor `owner`.
+def current_stream(*owners: object) -> Callable[[], int] | None:
+    """Asks for the CUDA stream that torch works on, on the device of the first of its CUDA tensors.
 
-    None for what is not a CUDA tensor of torch.
+    None if there is none among `owners`.
     """
-    if not is_torch(owner) or owner.device.type != "cuda":
+    for owner in owners:
+        if is_torch(owner) and owner.device.type == "cuda":
+            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, owner.device.index)
+    return None
+
+
+def current_stream_here() -> int | None:
+    """The CUDA stream that torch works on, on the current device; None if it uses none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return None
-    current = sys.modules["torch"]._C._cuda_getCurrentRawStream
-    return partial(current, owner.device.index)
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
-def empty_like_owner(owner: object, shape: Sequence[int], dtype: DType) -> Any:
+def empty_like_owner(
+    owner: object, shape: Sequence[int], dtype: DType, stream: int | None = None
+) -> Any:
     """A new uninitialised tensor of `shape` from the library, and on the device, of `owner`.
+
+    stream: on which a device's memory is used; None: torch's current one
 
     Raises UnsupportedError if that is not torch or numpy, or does not know the dtype.
     """
     if is_torch(owner):
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype.array_name), device=owner.device)
+        options = {"dtype": getattr(torch, dtype.array_name), "device": owner.device}
+        if owner.device.type != "cuda" or stream is None:
+            return torch.empty(shape, **options)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, owner.device)):
+            return torch.empty(shape, **options)
     if isinstance(owner, np.ndarray):
         return np.empty(shape, _numpy_dtype(dtype))
     raise UnsupportedError(

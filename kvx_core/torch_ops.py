@@ -18,6 +18,8 @@ plain tensors and without CacheFacts, and raise what those raise.
     src_dtype, dst_dtype as cache_dtype
     src_v, dst_v         empty if there is no V
     num_heads            0: all
+    max_seq_len          tokens of a sequence that move at most; 0: all. A device then looks for no
+                         more of them
 
 torch 2.13 with dynamic=True miscompiles every mutation, in-place ops included, of two graph inputs
 that share storage. There, give the graph the whole tensor and make the views of K and V inside.
@@ -65,7 +67,7 @@ _SCHEMAS = {
         Tensor? src_slots=None, Tensor? dst_slots=None, Tensor? src_starts=None,
         Tensor? dst_starts=None, ScalarType? src_dtype=None, ScalarType? dst_dtype=None,
         int src_head_start=0, int dst_head_start=0, int num_heads=0, int src_null_block_id=-1,
-        int dst_null_block_id=-1, bool zero_fill=False) -> ()""",
+        int dst_null_block_id=-1, bool zero_fill=False, SymInt max_seq_len=0) -> ()""",
 }
 
 # By all that a description depends on. The plans own no tensor: an entry whose memory was freed is
@@ -139,7 +141,7 @@ def _write_plan(
             k_scale=_unowned(_scale(k_scale, scale_granularity)),
             v_scale=_unowned(_scale(v_scale, scale_granularity)),
             find_scales=find_scales,
-            stream=current_stream(k_cache),
+            stream=current_stream(k_cache, key),
         )
         if len(_write_plans) >= _MAX_PLANS:
             _write_plans.clear()
@@ -247,6 +249,7 @@ def migrate_kv(
     src_null_block_id: int = -1,
     dst_null_block_id: int = -1,
     zero_fill: bool = False,
+    max_seq_len: int = 0,
 ) -> None:
     src = _view(src_k, src_v, src_layout, src_v_layout, src_dtype, src_null_block_id)
     dst = _view(dst_k, dst_v, dst_layout, dst_v_layout, dst_dtype, dst_null_block_id)
@@ -256,6 +259,7 @@ def migrate_kv(
         SeqLens.of(seq_lens),
         num_heads=num_heads,
         zero_fill=zero_fill,
+        max_seq_len=max_seq_len,
     )
 
 

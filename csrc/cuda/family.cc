@@ -196,6 +196,7 @@ void cut(const Choice &choice, Common *common) {
             std::min<uint64_t>(kWarpsWanted / std::max<uint64_t>(tokens, 1), most));
       }
   }
+  parts = static_cast<uint32_t>(std::min<uint64_t>(parts, kMostItems / rows));
   common->units_per_part = (per_item - 1) / parts + 1;
   if (choice.family == Family::kQuantize) {  // heads stay whole
     const uint32_t per_head = units.per_head.divisor;

@@ -22,11 +22,14 @@ __device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
 }
 
 __device__ __forceinline__ void report(const Common &p, uint8_t kv, const Finding &finding) {
-  if (atomicAdd(&p.status->count, 1ull) != 0) return;
+  atomicAdd(&p.status->count, 1ull);
+  if (atomicCAS(&p.status->claimed, 0u, 1u) != 0) return;
   p.status->call = p.call;
   p.status->src = p.src[kv].mode;
   p.status->dst = p.dst[kv].mode;
   p.status->first = finding;
+  __threadfence();
+  atomicExch(&p.status->ready, 1u);
 }
 
 // Where the tokens of a row are looked up at one end.
@@ -130,7 +133,6 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
       found.fault = row_fault(p, a, end, row, &found);
     } else if (a.mode != Addressing::kDense &&
                entry_of(a, end, token, flat, &found.index, &offset)) {
-      found.count = found.index + 1;
       found.limit = a.indices_count;
       found.fault = Fault::kSlotCount;
       if (found.index < a.indices_count) {
@@ -157,7 +159,9 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
   if (reports && span == 0) report(p, kv, s.row, false, 0, 0);
-  if (p.rows.length_of(s.row) > 0) s.stored = p.rows.stored(s.row);
+  const int64_t length = p.rows.length_of(s.row);
+  if (length < 0) return s;  // nothing of the row moves, zeros neither
+  s.stored = p.rows.stored(s.row);
   s.begin = uint64_t{span} * p.tokens_per_span;
   s.end = min(s.begin + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
   if (s.begin >= s.end) return s;

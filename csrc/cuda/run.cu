@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <cstring>
+#include <string>
 #include <vector>
 
 #include "cuda/copy_engine.h"
@@ -8,6 +8,7 @@
 #include "cuda/runtime.h"
 #include "cuda/status.h"
 #include "error.h"
+#include "finding.h"
 
 namespace kvx::cuda {
 namespace {
@@ -52,12 +53,16 @@ kvx_status_t too_large(const char *what, const char *unit) {
 uint64_t row_bound(const Plan &plan) {
   if (!plan.rows.lens.data) return plan.rows.uniform_len;
   if (plan.rows.fill_to_max) return plan.rows.max_len;
+  // One more than there are slots, so that a kernel meets the token that has none. Not 0, so that
+  // every row is looked at.
   const auto bound = [](const Address &a) -> uint64_t {
     if (a.mode == Addressing::kDense) return a.block_size;
-    const bool columns = a.mode == Addressing::kPacked || a.mode == Addressing::kKvOffsets;
-    return columns ? uint64_t{a.max_blocks_per_seq} * a.block_size : a.indices_count;
+    if (a.mode == Addressing::kSlots) return uint64_t{a.indices_count} + 1;
+    return a.mode == Addressing::kRagged ? a.indices_count
+                                         : uint64_t{a.max_blocks_per_seq} * a.block_size;
   };
-  return std::min({plan.rows.max_len, bound(plan.src[0]), bound(plan.dst[0])});
+  const uint64_t most = std::min({plan.rows.max_len, bound(plan.src[0]), bound(plan.dst[0])});
+  return std::max<uint64_t>(most, plan.rows.max_len ? 1 : 0);
 }
 
 // Kernels count tokens, slots and rows with 32 bits.
@@ -77,6 +82,27 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   }
   if (plan.rows.count * heads >= kMostItems || bound >= kLimit)
     return too_large("rows times heads", "items");
+  return KVX_STATUS_OK;
+}
+
+// Kernels read the indices, lengths and scales of the call.
+kvx_status_t check_indices(const Plan &plan) {
+  const auto check = [](const std::string &name, const void *data) {
+    return data ? check_reachable(name.c_str(), "", data) : KVX_STATUS_OK;
+  };
+  const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
+  KVX_TRY(check(names.lens, plan.rows.lens.data));
+  for (const bool at_dst : {false, true}) {
+    const Address &a = at_dst ? plan.dst[0] : plan.src[0];
+    const std::string table = at_dst ? names.dst_table : names.src_table;
+    KVX_TRY(check(a.mode == Addressing::kSlots ? table : table + ".indices", a.indices.data));
+    KVX_TRY(check(table + ".indptr", a.indptr.data));
+    KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
+  }
+  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+    KVX_TRY(check("a scale of the source", plan.pairs[i].src_scales.data));
+    KVX_TRY(check("a scale of the destination", plan.pairs[i].dst_scales.data));
+  }
   return KVX_STATUS_OK;
 }
 
@@ -181,6 +207,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
   common.row_bound = row_bound(plan);
   if (common.row_bound == 0 || plan.rows.count == 0) return KVX_STATUS_OK;
   KVX_TRY(check_narrow(plan, common.row_bound));
+  KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;
   uint32_t sms = 0;

@@ -8,8 +8,11 @@ namespace kvx::cuda {
 // Whether there is a driver and a device. Asked once.
 bool has_device();
 
-// Whether kernels of the current device can reach `data`; UNSUPPORTED with the way out if not.
-kvx_status_t check_reachable(const char *name, const void *data);
+// Whether kernels of the current device can reach `data`, which a refusal calls `name` `field`.
+kvx_status_t check_reachable(const char *name, const char *field, const void *data);
+
+// Why there is no device.
+const char *no_device_because();
 
 // Launches what the plan says on `stream`. Allocates nothing on the device, waits for nothing and
 // reads nothing there, so that a CUDA graph can capture it. What is out of range in the data is

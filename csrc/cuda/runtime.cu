@@ -11,34 +11,44 @@ kvx_status_t check(cudaError_t error, const char *what) {
               cudaGetErrorName(error));
 }
 
-bool has_device() {
-  static const bool found = [] {
+namespace {
+
+cudaError_t find_devices() {
+  static const cudaError_t found = [] {
     int count = 0;
-    const bool ok = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-    if (!ok) cudaGetLastError();
-    return ok;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess && count == 0 ? cudaErrorNoDevice : error;
   }();
   return found;
 }
 
-kvx_status_t check_reachable(const char *name, const void *data) {
+}  // namespace
+
+bool has_device() { return find_devices() == cudaSuccess; }
+
+const char *no_device_because() { return cudaGetErrorString(find_devices()); }
+
+kvx_status_t check_reachable(const char *name, const char *field, const void *data) {
   cudaPointerAttributes attributes{};
   int current = 0, pageable = 0;
   KVX_CUDA_TRY(cudaPointerGetAttributes(&attributes, data));
   KVX_CUDA_TRY(cudaGetDevice(&current));
   if (attributes.type == cudaMemoryTypeDevice && attributes.device != current) {
     return fail(KVX_STATUS_UNSUPPORTED,
-                "%s.data is on device %d, but the current device is %d: make that of the tensors "
+                "%s%s is on device %d, but the current device is %d: make that of the tensors "
                 "current (cudaSetDevice, torch.cuda.device) (spec 7)",
-                name, attributes.device, current);
+                name, field, attributes.device, current);
   }
-  if (attributes.type != cudaMemoryTypeUnregistered) return KVX_STATUS_OK;
+  // Registered memory may have another address on the device.
+  const bool elsewhere = attributes.type == cudaMemoryTypeHost && attributes.devicePointer != data;
+  if (attributes.type != cudaMemoryTypeUnregistered && !elsewhere) return KVX_STATUS_OK;
   KVX_CUDA_TRY(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, current));
   if (pageable) return KVX_STATUS_OK;
   return fail(KVX_STATUS_UNSUPPORTED,
-              "%s.data is %p, which the device cannot reach, in a call that runs there: pin host "
-              "memory (cudaHostRegister, torch's pin_memory) (spec 4.3)",
-              name, data);
+              "%s%s is %p, which the device cannot reach, in a call that runs there: copy it to "
+              "the device, or pin host memory (cudaHostRegister, torch's pin_memory) (spec 4.3)",
+              name, field, data);
 }
 
 kvx_status_t count_sms(uint32_t *count) {

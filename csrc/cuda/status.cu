@@ -1,4 +1,4 @@
-#include <cstring>
+#include <mutex>
 #include <string>
 
 #include "cuda/platform.h"
@@ -10,30 +10,50 @@
 namespace kvx::cuda {
 namespace {
 
-__device__ Status status;
+__device__ Status status, taken;
 
-}  // namespace
+// Moves what has been found from `status` to `taken`.
+__global__ void take_kernel(Status *from, Status *to) {
+  to->count = 0;
+  if (atomicAdd(&from->count, 0ull) == 0) return;
+  // Who has counted claims, who has claimed writes: it is running.
+  while (atomicAdd(&from->ready, 0u) == 0) {
+  }
+  to->call = from->call;
+  to->src = from->src;
+  to->dst = from->dst;
+  to->first = from->first;
+  atomicExch(&from->ready, 0u);
+  __threadfence();
+  atomicExch(&from->claimed, 0u);
+  to->count = atomicExch(&from->count, 0ull);
+}
 
-kvx_status_t device_status(Status **address) {
+kvx_status_t address_of(const Status &symbol, Status **address) {
   void *found = nullptr;
-  KVX_CUDA_TRY(cudaGetSymbolAddress(&found, status));
+  KVX_CUDA_TRY(cudaGetSymbolAddress(&found, symbol));
   *address = static_cast<Status *>(found);
   return KVX_STATUS_OK;
 }
 
+}  // namespace
+
+kvx_status_t device_status(Status **address) { return address_of(status, address); }
+
 kvx_status_t report_status(void *stream) {
+  static std::mutex taking;
+  const std::lock_guard lock(taking);
   const auto on = static_cast<cudaStream_t>(stream);
-  Status *address = nullptr;
-  KVX_TRY(device_status(&address));
-  Status found;
-  KVX_CUDA_TRY(cudaMemcpyAsync(&found, address, sizeof found, cudaMemcpyDeviceToHost, on));
+  Status *from = nullptr, *to = nullptr, found;
+  KVX_TRY(address_of(status, &from));
+  KVX_TRY(address_of(taken, &to));
+  KVX_LAUNCH(take_kernel, dim3(1), dim3(1), 0, on, from, to);
+  KVX_CUDA_TRY(cudaMemcpyAsync(&found, to, sizeof found, cudaMemcpyDeviceToHost, on));
   KVX_CUDA_TRY(cudaStreamSynchronize(on));
   if (found.count == 0) return KVX_STATUS_OK;
-  KVX_CUDA_TRY(cudaMemsetAsync(address, 0, sizeof found, on));
-  KVX_CUDA_TRY(cudaStreamSynchronize(on));
   const kvx_status_t status = fail_with(found.first, names_of(found.call, found.src, found.dst));
   const std::string first = last_error();
-  return fail(status, "%s; such tokens are skipped, %llu of them since the last report",
+  return fail(status, "%s; what is out of range is skipped, %llu findings since the last report",
               first.c_str(), found.count);
 }
 

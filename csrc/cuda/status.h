@@ -1,4 +1,5 @@
 // What kernels found out of range: counted, and the first of it remembered, in device memory.
+// Kernels of several streams may find and one host thread take at the same time.
 #pragma once
 
 #include "finding.h"
@@ -7,6 +8,7 @@ namespace kvx::cuda {
 
 struct Status {
   unsigned long long count;
+  uint32_t claimed, ready;  // somebody writes what follows; it is written
   Call call;
   Addressing src, dst;  // how the first call's tokens are found
   Finding first;

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvx_core
 from kvx_core import (
     BlockTable,
     CacheDesc,
@@ -272,13 +273,27 @@ def test_refused_and_nothing_written(call: Any, error: type[Exception], expected
 
 
 def test_a_cache_on_a_device_needs_cuda() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     k = Producer(data=1 << 20, shape=(2, 4, 3, 10), device_type=dlpack.CUDA)
     with pytest.raises(UnsupportedError) as raised:
         write_kv(cache_of(k), tokens(0), None, [])
-    assert str(raised.value) == (
-        "libkvx was built without CUDA; cache.k.memory is DEVICE. Rebuild with nvcc on PATH "
-        "(spec 4.3)"
+    assert str(raised.value).startswith(
+        "cache.k.memory is DEVICE, but no CUDA device can be used here: "
+        if kvx_core.backend_info().has_cuda
+        else "libkvx was built without CUDA; cache.k.memory is DEVICE. Rebuild with nvcc on PATH"
     )
+
+
+def test_read_only_scales_are_not_found() -> None:
+    k = torch.zeros(2, 4, 3, 8, dtype=torch.float8_e4m3fn)
+    scales = np.zeros((2, 4, 3), np.float32)
+    scales.flags.writeable = False
+    found = ScaleDesc.of(scales, ScaleGranularity.PER_TOKEN_HEAD)
+    cache = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD))
+    with pytest.raises(InvalidArgumentError, match="k_scale is read-only memory"):
+        write_kv(cache, torch.ones(1, 3, 8), None, [0], k_scale=found, find_scales=True)
+    assert not scales.any()
 
 
 def test_read_only_memory_is_never_written() -> None:

@@ -110,13 +110,15 @@ typedef struct kvx_view_t {
 
 /* kvx_migrate_kv's arguments.
  *
- * Token `src.starts[s] + i` of sequence s goes to token `dst.starts[s] + i`, for i < seq_lens[s],
- * heads src.head_start + h to dst.head_start + h, for h < num_heads, in layers l of both ends. */
+ * Token `src.starts[s] + i` of sequence s goes to token `dst.starts[s] + i`, for i < seq_lens[s]
+ * and, if it is given, i < max_seq_len, heads src.head_start + h to dst.head_start + h, for h <
+ * num_heads, in layers l of both ends. */
 typedef struct kvx_migrate_desc_t {
   uint32_t size;
-  uint32_t flags;     /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
-  uint32_t num_heads; /* 0: all heads; both ends then hold the same number */
-  uint32_t reserved;
+  uint32_t flags;       /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
+  uint32_t num_heads;   /* 0: all heads; both ends then hold the same number */
+  uint32_t max_seq_len; /* tokens of a sequence that move at most; 0: all. A device, where lengths
+                           are not known before it runs, looks for no more of them */
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */
   const kvx_view_t *src;
   const kvx_view_t *dst;

@@ -1,0 +1,61 @@
+"""What calls on a device say afterwards, in cases that a device alone can miss.
+
+A host knows every length before it moves a byte; kernels look at what the host, which knows none of
+them, has cut out for them. Nothing may fall through. On other backends the same calls are refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError
+from tests.caches import LAYOUTS, Geometry, assert_same_bytes
+from tests.calls import Backend
+from tests.reference import Packed, Ragged, Slots
+
+LONG = Geometry(num_blocks=24, block_size=4)
+
+
+def packed(blocks: int) -> Packed:
+    return Packed(torch.arange(blocks, dtype=torch.int32)[None], LONG.block_size)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed8", "tgi"])
+@pytest.mark.parametrize(("slots", "length"), [(80, 81), (50, 80), (0, 5), (0, 1)])
+def test_too_few_slots(backend: Backend, layout: str, slots: int, length: int) -> None:
+    src = LAYOUTS[layout](LONG, torch.bfloat16, seed=1).fill(2)
+    dst = LAYOUTS[layout](LONG, torch.bfloat16, seed=3)
+    where = Slots(torch.arange(slots), [length], LONG.block_size)
+    with pytest.raises(InvalidArgumentError, match=rf"dst\.slots\.slots has {slots} entries"):
+        backend.migrate(src, packed(24), dst, where, torch.tensor([length]))
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed8"])
+def test_a_table_that_holds_nothing(backend: Backend, layout: str) -> None:
+    src = LAYOUTS[layout](LONG, torch.bfloat16, seed=1).fill(2)
+    dst = LAYOUTS[layout](LONG, torch.bfloat16, seed=3)
+    before = dst.clone()
+    none = Ragged(torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 4)
+    with pytest.raises(OutOfRangeError, match=r"row 0 needs tokens \[0, 0 \+ 3\), but"):
+        backend.migrate(src, none, dst, packed(24), torch.tensor([3]))
+    assert_same_bytes(dst, before)
+
+
+@pytest.mark.parametrize("zero_fill", [False, True])
+def test_a_negative_length_moves_nothing(backend: Backend, zero_fill: bool) -> None:
+    cache = LAYOUTS["nhd"](Geometry(), torch.bfloat16, seed=1).fill(2)
+    key, value = (torch.full((1, 8, 2, 16), 7.0, dtype=torch.bfloat16) for _ in range(2))
+    with pytest.raises(OutOfRangeError, match=r"gather\.seq_lens\.lengths\[0\] is -3"):
+        backend.gather(
+            cache.layers[0],
+            packed(2),
+            torch.tensor([-3]),
+            key,
+            value,
+            max_seq_len=8,
+            zero_fill=zero_fill,
+        )
+    assert (key == 7).all()
+    assert (value == 7).all()
+
