@@ -67,7 +67,7 @@ def test_a_wrong_kernel_is_noticed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sanitize", "lie", "report"),
-    [("ON", "overflow", r"heap-buffer-overflow.*kvx::cuda"), ("THREAD", "twice", r"race in launch 1")],
+    [("ON", "overflow", r"heap-buffer-overflow.*::cuda"), ("THREAD", "twice", r"race in launch 1")],
 )
 def test_a_call_that_lies_is_noticed(sanitize: str, lie: str, report: str) -> None:
     program = sanitized_program("lie.cc", sanitize, hostgrid=True)
