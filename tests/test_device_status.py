@@ -58,4 +58,3 @@ def test_a_negative_length_moves_nothing(backend: Backend, zero_fill: bool) -> N
         )
     assert (key == 7).all()
     assert (value == 7).all()
-
