@@ -570,7 +570,7 @@ def test_slots_are_one_per_moved_token(backend: Backend, count: int) -> None:
     src, dst = pair()
     end = Slots(torch.arange(count), [2, 3], 8)
     table = tables.packed(src, [2, 3], 3)
-    message = rf"dst\.slots\.slots has {count} entries .*expected 5"
+    message = rf"dst\.slots\.slots has {count} entries .*expected (5|as many)"
     args = (src, table, dst, end, [2, 3])
     if count < 5:
         kept = {"dst_end": Without(end, lambda row, token: (row, token) == (1, 2))}

@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t find_tokens(const P &p, const Runs &runs, ui
   const bool reports = pair.reports && may_report;
   const bool reports_row = reports && first == 0 && threadIdx.x == 0;
   const Span span = span_of(p, pair.kv, index, reports_row);
-  const uint64_t begin = span.begin + first;
+  const uint64_t begin = uint64_t{span.begin} + first;
   if (begin >= span.end) return 0;
   const auto tokens = static_cast<uint32_t>(min(span.end - begin, uint64_t{runs.round}));
   if (threadIdx.x < tokens) {

@@ -67,67 +67,61 @@ __device__ __forceinline__ void report_scales(const Common &p, const Pair &pair,
   }
 }
 
+// FP8 is encoded step by step, which takes registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kSoftFp8 = true;
+#else
+constexpr bool kSoftFp8 = false;
+#endif
+
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_constant__ P p) {
   // Units in flight per lane, as many as registers hold.
-  constexpr uint32_t kUnroll = sizeof(Eight<Src>) > 16 || (kIsFp8<Src> && kIsFp8<Dst>) ? 1 : 2;
+  constexpr uint32_t kUnroll = sizeof(Eight<Src>) > 16 || (kSoftFp8 && kIsFp8<Dst>) ? 1 : 2;
   const TensorPair &shape = p.shape;
   const bool by_head = shape.src_scales.head_stride != 0 || shape.dst_scales.head_stride != 0;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  const uint32_t items = p.spans * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && lane == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
-    const uint32_t first = part * p.units_per_part + lane;
-    const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
-    // Counting down takes one register less, and that one matters.
-    auto left = static_cast<uint32_t>(span.begin < span.end ? span.end - span.begin : 0);
-    for (uint64_t t = span.begin; left > 0; ++t, --left) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (!token.dst) continue;
-      const TokenScales token_scales{scales_at(shape.src_scales, pair.bases.src_scales, token.from),
-                                     scales_at(shape.dst_scales, pair.bases.dst_scales, token.to)};
-      HeadScales<Src, Dst> scales[kUnroll];
-      if (token.src && !by_head) scales[0] = {shape, token_scales, 0};
-      Conversion<Src, Dst> convert(scales[0]);
-      bool all_usable = true;
-      for (uint32_t unit = first; unit < last; unit += kWarp * kUnroll) {
-        Eight<Src> stored[kUnroll];
+  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    const TokenScales token_scales{scales_at(shape.src_scales, pair.bases.src_scales, token.from),
+                                   scales_at(shape.dst_scales, pair.bases.dst_scales, token.to)};
+    HeadScales<Src, Dst> scales[kUnroll];
+    if (token.src && !by_head) scales[0] = {shape, token_scales, 0};
+    Conversion<Src, Dst> convert(scales[0]);
+    bool all_usable = true;
+    for (uint32_t unit = first + lane; unit < last; unit += kWarp * kUnroll) {
+      Eight<Src> stored[kUnroll];
 #pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i) {
-          const uint32_t u = unit + i * kWarp;
-          if (u >= last || !token.src) break;
-          const uint32_t head = p.units.per_head.quotient(u);
-          const uint32_t in_head = u - head * p.units.per_head.divisor;
-          const int64_t from =
-              unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), head, in_head);
-          stored[i] = load_eight<Src>(token.src + from);
-          if (by_head) scales[i] = {shape, token_scales, head};
-        }
+      for (uint32_t i = 0; i < kUnroll; ++i) {
+        const uint32_t u = unit + i * kWarp;
+        if (u >= last || !token.src) break;
+        const uint32_t head = p.units.per_head.quotient(u);
+        const uint32_t in_head = u - head * p.units.per_head.divisor;
+        const int64_t from =
+            unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), head, in_head);
+        stored[i] = load_eight<Src>(token.src + from);
+        if (by_head) scales[i] = {shape, token_scales, head};
+      }
 #pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i) {
-          const uint32_t u = unit + i * kWarp;
-          if (u >= last) break;
-          const uint32_t head = p.units.per_head.quotient(u);
-          const uint32_t in_head = u - head * p.units.per_head.divisor;
-          uint8_t *const to = token.dst + unit_offset(shape.dst, p.units.dst_per_pack,
-                                                      sizeof(Eight<Dst>), head, in_head);
-          if (by_head) convert = Conversion<Src, Dst>(scales[i]);
-          if (!token.src) {
-            store_eight(to, Eight<Dst>{});
-          } else if (convert.scales.are_usable()) {
-            store_eight(to, convert(stored[i]));
-          } else {
-            all_usable = false;
-          }
+      for (uint32_t i = 0; i < kUnroll; ++i) {
+        const uint32_t u = unit + i * kWarp;
+        if (u >= last) break;
+        const uint32_t head = p.units.per_head.quotient(u);
+        const uint32_t in_head = u - head * p.units.per_head.divisor;
+        uint8_t *const to = token.dst + unit_offset(shape.dst, p.units.dst_per_pack,
+                                                    sizeof(Eight<Dst>), head, in_head);
+        if (by_head) convert = Conversion<Src, Dst>(scales[i]);
+        if (!token.src) {
+          store_eight(to, Eight<Dst>{});
+        } else if (convert.scales.are_usable()) {
+          store_eight(to, convert(stored[i]));
+        } else {
+          all_usable = false;
         }
       }
-      if (!all_usable) report_scales<Src, Dst>(p, pair, token, token_scales, first, last);
     }
-  }
+    if (!all_usable) report_scales<Src, Dst>(p, pair, token, token_scales, first + lane, last);
+  });
 }
 
 }  // namespace

@@ -12,38 +12,27 @@ __global__ void __launch_bounds__(kThreads) generic_kernel(const __grid_constant
   const Pair pair = this_pair(p);
   const TensorPair &shape = p.shape;
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
-  const uint32_t items = p.spans * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && lane == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
-    const uint32_t first = part * p.units_per_part;
-    const uint32_t last = min(first + p.units_per_part, p.units.per_token);
-    for (uint64_t t = span.begin; t < span.end; ++t) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (!token.dst) continue;
-      for (uint32_t element = first + lane; element < last; element += kWarp) {
-        const uint32_t head = p.units.per_head.quotient(element);
-        const uint32_t d = element - head * p.units.per_head.divisor;
-        const int64_t from = unit_offset(shape.src, p.units.src_per_pack, src_step, head, d);
-        uint8_t *const to =
-            token.dst + unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
-        if (!shape.convert || !token.src) {
-          copy_element(to, token.src ? token.src + from : nullptr, size_of(shape.dst.dtype));
-          continue;
-        }
-        const float scale = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);
-        const float divisor = scale_at(shape.dst_scales, pair.bases.dst_scales, token.to, head);
-        if (is_usable(scale) && is_usable(divisor)) {
-          const float value = load_element(token.src + from, shape.src.dtype) * scale;
-          store_element(to, value / divisor, shape.dst.dtype);
-        } else if (d == 0) {
-          report_scale(p, pair, token, head, scale, divisor);
-        }
+  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    for (uint32_t element = first + lane; element < last; element += kWarp) {
+      const uint32_t head = p.units.per_head.quotient(element);
+      const uint32_t d = element - head * p.units.per_head.divisor;
+      const int64_t from = unit_offset(shape.src, p.units.src_per_pack, src_step, head, d);
+      uint8_t *const to =
+          token.dst + unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
+      if (!shape.convert || !token.src) {
+        copy_element(to, token.src ? token.src + from : nullptr, size_of(shape.dst.dtype));
+        continue;
+      }
+      const float scale = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);
+      const float divisor = scale_at(shape.dst_scales, pair.bases.dst_scales, token.to, head);
+      if (is_usable(scale) && is_usable(divisor)) {
+        const float value = load_element(token.src + from, shape.src.dtype) * scale;
+        store_element(to, value / divisor, shape.dst.dtype);
+      } else if (d == 0) {
+        report_scale(p, pair, token, head, scale, divisor);
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -34,16 +34,16 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, const Findin
 
 // Where the tokens of a row are looked up at one end.
 struct RowEnd {
-  uint64_t start;     // position of token 0
-  uint64_t capacity;  // of positions; 0 if a number of the row is out of range
-  uint64_t entry;     // of its first block, or of its first token where each has one
+  uint32_t start;     // position of token 0
+  uint32_t capacity;  // of positions; 0 if a number of the row is out of range
+  uint32_t entry;     // of its first block, or of its first token where each has one
 };
 
 // Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the
 // number of tokens in all rows before, where slots need it.
 struct Span {
-  uint64_t begin, end, stored, flat;
-  uint32_t row;
+  uint32_t row, begin, end, stored;
+  uint64_t flat;
   RowEnd src, dst;
 };
 
@@ -58,22 +58,20 @@ __device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address 
 }
 
 __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uint64_t row) {
-  RowEnd end{0, UINT64_MAX, 0};
+  RowEnd end{0, a.block_size, 0};
   if (a.mode == Addressing::kSlots) return end;
-  const int64_t start = a.starts.data ? a.starts[row] : 0;
-  end.start = static_cast<uint64_t>(start);
-  end.capacity = a.block_size;
   if (a.mode == Addressing::kRagged) {
     const int64_t first = a.indptr[row], last = a.indptr[row + 1];
-    end.entry = static_cast<uint64_t>(first);
-    end.capacity = wrong_indptr(p, a, row, first, last) == UINT64_MAX
-                       ? static_cast<uint64_t>(last - first)
-                       : 0;
+    if (wrong_indptr(p, a, row, first, last) != UINT64_MAX) return {0, 0, 0};
+    end.entry = static_cast<uint32_t>(first);
+    end.capacity = static_cast<uint32_t>(last - first);
   } else if (a.mode != Addressing::kDense) {
-    end.entry = table_entry(a, row, 0);
+    end.entry = static_cast<uint32_t>(table_entry(a, row, 0));
     end.capacity *= a.max_blocks_per_seq;
   }
-  if (start < 0) end.capacity = 0;
+  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  if (start < 0 || start > UINT32_MAX) return {0, 0, 0};
+  end.start = static_cast<uint32_t>(start);
   return end;
 }
 
@@ -83,17 +81,18 @@ __device__ __forceinline__ bool entry_of(const Address &a, const RowEnd &end, ui
   *entry = flat;
   *offset = 0;
   if (a.mode == Addressing::kSlots) return true;
-  const uint64_t position = token + end.start;
-  if (position >= end.capacity) return false;
-  const Division at = divide(position, a.block_size);
-  *offset = at.remainder;
-  *entry = end.entry + (a.mode == Addressing::kRagged ? position : at.quotient);
+  const uint64_t wide = token + end.start;
+  if (wide >= end.capacity) return false;
+  const auto position = static_cast<uint32_t>(wide);
+  const uint32_t block = position / a.block_size;
+  *offset = position - block * a.block_size;
+  *entry = end.entry + (a.mode == Addressing::kRagged ? position : block);
   return true;
 }
 
 // What is wrong with the length of a row, or with its start or its share of a table at one end.
-__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, const RowEnd &end,
-                                           uint64_t row, Finding *found) {
+__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, uint64_t row,
+                                           Finding *found) {
   const int64_t length = p.rows.length_of(row);
   if (length < 0) {
     found->index = divide(row, p.rows.rows_per_len).quotient;
@@ -110,10 +109,10 @@ __device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, co
     }
   }
   found->index = row;
-  found->value = static_cast<int64_t>(end.start);
-  found->first = end.start;
+  found->value = a.starts.data ? a.starts[row] : 0;
+  found->first = static_cast<uint64_t>(found->value);
   found->count = p.rows.stored(row);
-  found->limit = end.capacity;
+  found->limit = capacity_of(a, row);
   if (found->value < 0) return Fault::kStart;
   const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
   return found->count == 0 || fits ? Fault::kNone : Fault::kCapacity;
@@ -126,13 +125,12 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
 #pragma unroll 1
   for (uint32_t i = 0; i < 2; ++i) {
     const Address &a = i ? p.dst[kv] : p.src[kv];
-    const RowEnd end = row_end(p, a, row);
     Finding found{};
     uint32_t offset;
     if (!of_token) {
-      found.fault = row_fault(p, a, end, row, &found);
+      found.fault = row_fault(p, a, row, &found);
     } else if (a.mode != Addressing::kDense &&
-               entry_of(a, end, token, flat, &found.index, &offset)) {
+               entry_of(a, row_end(p, a, row), token, flat, &found.index, &offset)) {
       found.limit = a.indices_count;
       found.fault = Fault::kSlotCount;
       if (found.index < a.indices_count) {
@@ -161,10 +159,13 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
   if (reports && span == 0) report(p, kv, s.row, false, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
-  s.stored = p.rows.stored(s.row);
-  s.begin = uint64_t{span} * p.tokens_per_span;
-  s.end = min(s.begin + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
-  if (s.begin >= s.end) return s;
+  s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
+  const uint64_t begin = uint64_t{span} * p.tokens_per_span;
+  const uint64_t end =
+      min(begin + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
+  if (begin >= end) return s;
+  s.begin = static_cast<uint32_t>(begin);
+  s.end = static_cast<uint32_t>(end);
   s.src = row_end(p, src, s.row);
   s.dst = row_end(p, dst, s.row);
   if (src.mode == Addressing::kSlots || dst.mode == Addressing::kSlots) {
@@ -220,6 +221,24 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   if (t.from.block >= 0)
     t.src = address_of(p.shape.src, pair.bases.src, pair.bases.src_secondary, t.from);
   return t;
+}
+
+// Calls move(token, first, last) for every token that this warp has to move units [first, last) of.
+template <class P, class Move>
+__device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
+  const uint32_t items = p.spans * p.parts.divisor;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
+       item += gridDim.x * kWarps) {
+    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
+    const bool reports = pair.reports && threadIdx.x % kWarp == 0 && part == 0;
+    const Span span = span_of(p, pair.kv, index, reports);
+    const uint32_t first = part * p.units_per_part;
+    const uint32_t last = min(first + p.units_per_part, p.units.per_token);
+    for (uint32_t t = span.begin; t < span.end; ++t) {
+      const Token token = token_at(p, pair, span, t, reports);
+      if (token.dst) move(token, first, last);
+    }
+  }
 }
 
 // Bytes from a token's first element to unit `unit` of head `head`.

@@ -28,59 +28,46 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
   const int64_t from = unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), 0, unit);
   const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, sizeof(Eight<Dst>), 0, unit);
   const Pair pair = this_pair(p);
-  const uint32_t items = p.spans * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && lane == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
-    const uint32_t heads_per_part = p.units.per_head.quotient(p.units_per_part);
-    const uint32_t first = part * heads_per_part;
-    const uint32_t last = min(first + heads_per_part, shape.num_heads);
-    // Counting down takes one register less, and that one matters.
-    auto left = static_cast<uint32_t>(span.begin < span.end ? span.end - span.begin : 0);
-    for (uint64_t t = span.begin; left > 0; ++t, --left) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (!token.dst) continue;
-      const uint8_t *const src_scales =
-          token.src ? scales_at(shape.src_scales, pair.bases.src_scales, token.from) : nullptr;
-      for (uint32_t group = first; group < last; group += heads_at_once * kUnroll) {
-        Eight<Src> stored[kUnroll];
-        float scales[kUnroll];
+  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first_unit, uint32_t last_unit) {
+    const uint32_t first = p.units.per_head.quotient(first_unit);
+    const uint32_t last = p.units.per_head.quotient(last_unit);
+    const uint8_t *const src_scales =
+        token.src ? scales_at(shape.src_scales, pair.bases.src_scales, token.from) : nullptr;
+    for (uint32_t group = first; group < last; group += heads_at_once * kUnroll) {
+      Eight<Src> stored[kUnroll];
+      float scales[kUnroll];
 #pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i) {
-          const uint32_t head = group + i * heads_at_once + lane / lanes;
-          stored[i] = {};
-          scales[i] = 1.0f;
-          if (head >= last || unit >= units || !token.src) continue;
-          stored[i] = load_eight<Src>(token.src + head * shape.src.head_stride + from);
-          scales[i] = scale_of(shape.src_scales, src_scales, head);
+      for (uint32_t i = 0; i < kUnroll; ++i) {
+        const uint32_t head = group + i * heads_at_once + lane / lanes;
+        stored[i] = {};
+        scales[i] = 1.0f;
+        if (head >= last || unit >= units || !token.src) continue;
+        stored[i] = load_eight<Src>(token.src + head * shape.src.head_stride + from);
+        scales[i] = scale_of(shape.src_scales, src_scales, head);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kUnroll; ++i) {
+        const uint32_t head = group + i * heads_at_once + lane / lanes;
+        float values[8], amax = 0.0f;
+        decode(stored[i], values);
+#pragma unroll
+        for (float &value : values) {
+          value *= scales[i];
+          amax = fmaxf(amax, fabsf(value));  // of a number and NaN: the number
         }
-#pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i) {
-          const uint32_t head = group + i * heads_at_once + lane / lanes;
-          float values[8], amax = 0.0f;
-          decode(stored[i], values);
-#pragma unroll
-          for (float &value : values) {
-            value *= scales[i];
-            amax = fmaxf(amax, fabsf(value));  // of a number and NaN: the number
-          }
-          amax = row_amax(amax, lanes);
-          if (head >= last || unit >= units) continue;
-          if (!is_usable(scales[i])) {
-            if (unit == 0) report_scale(p, pair, token, head, scales[i], 1.0f);
-            continue;
-          }
-          const float found = found_scale(amax, shape.dst.dtype, shape.dst_scales.dtype);
-          store_eight(token.dst + head * shape.dst.head_stride + to,
-                      Divisor(found).encode_quotients<Dst>(values));
-          if (unit == 0)
-            store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
+        amax = row_amax(amax, lanes);
+        if (head >= last || unit >= units) continue;
+        if (!is_usable(scales[i])) {
+          if (unit == 0) report_scale(p, pair, token, head, scales[i], 1.0f);
+          continue;
         }
+        const float found = found_scale(amax, shape.dst.dtype, shape.dst_scales.dtype);
+        store_eight(token.dst + head * shape.dst.head_stride + to,
+                    Divisor(found).encode_quotients<Dst>(values));
+        if (unit == 0) store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
       }
     }
-  }
+  });
 }
 
 // Any rows, a warp each: an element at a time, read twice.
@@ -90,42 +77,32 @@ __global__ void __launch_bounds__(kThreads) quantize_any_kernel(const __grid_con
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  const uint32_t items = p.spans * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && lane == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
-    const uint32_t heads_per_part = p.units.per_head.quotient(p.units_per_part);
-    const uint32_t first = part * heads_per_part;
-    const uint32_t last = min(first + heads_per_part, shape.num_heads);
-    for (uint64_t t = span.begin; t < span.end; ++t) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (!token.dst) continue;
-      for (uint32_t head = first; head < last; ++head) {
-        const float scale =
-            token.src ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;
-        if (!is_usable(scale)) {
-          if (lane == 0) report_scale(p, pair, token, head, scale, 1.0f);
-          continue;
-        }
-        const auto value_at = [&](uint32_t d) {
-          const int64_t from = unit_offset(shape.src, p.units.src_per_pack, src_step, head, d);
-          return token.src ? load_element(token.src + from, shape.src.dtype) * scale : 0.0f;
-        };
-        float amax = 0.0f;
-        for (uint32_t d = lane; d < shape.head_dim; d += kWarp)
-          amax = fmaxf(amax, fabsf(value_at(d)));
-        const float found =
-            found_scale(row_amax(amax, kWarp), shape.dst.dtype, shape.dst_scales.dtype);
-        for (uint32_t d = lane; d < shape.head_dim; d += kWarp) {
-          const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
-          store_element(token.dst + to, value_at(d) / found, shape.dst.dtype);
-        }
-        if (lane == 0) store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
+  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first_unit, uint32_t last_unit) {
+    const uint32_t first = p.units.per_head.quotient(first_unit);
+    const uint32_t last = p.units.per_head.quotient(last_unit);
+    for (uint32_t head = first; head < last; ++head) {
+      const float scale =
+          token.src ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;
+      if (!is_usable(scale)) {
+        if (lane == 0) report_scale(p, pair, token, head, scale, 1.0f);
+        continue;
       }
+      const auto value_at = [&](uint32_t d) {
+        const int64_t from = unit_offset(shape.src, p.units.src_per_pack, src_step, head, d);
+        return token.src ? load_element(token.src + from, shape.src.dtype) * scale : 0.0f;
+      };
+      float amax = 0.0f;
+      for (uint32_t d = lane; d < shape.head_dim; d += kWarp)
+        amax = fmaxf(amax, fabsf(value_at(d)));
+      const float found =
+          found_scale(row_amax(amax, kWarp), shape.dst.dtype, shape.dst_scales.dtype);
+      for (uint32_t d = lane; d < shape.head_dim; d += kWarp) {
+        const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
+        store_element(token.dst + to, value_at(d) / found, shape.dst.dtype);
+      }
+      if (lane == 0) store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) remap_kernel(const __grid_constant__
     const Span span = span_of(p, pair.kv, index, reports && lane == 0);
     const uint32_t first = part * p.units_per_part + own_unit;
     const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
-    for (uint64_t t = span.begin + own_token; t < span.end; t += tokens) {
+    for (uint64_t t = uint64_t{span.begin} + own_token; t < span.end; t += tokens) {
       const Token token = token_at(p, pair, span, t, reports && own_unit == 0);
       if (!token.dst) continue;
       for (uint32_t unit = first; unit < last; unit += lanes * kUnroll) {

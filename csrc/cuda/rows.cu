@@ -14,35 +14,24 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const Side &src = p.shape.src, &dst = p.shape.dst;
-  const uint32_t items = p.spans * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && lane == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
-    const uint32_t first = part * p.units_per_part;
-    const uint32_t last = min(first + p.units_per_part, p.units.per_token);
-    for (uint64_t t = span.begin; t < span.end; ++t) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (!token.dst) continue;
-      for (uint32_t unit = first + lane; unit < last; unit += kWarp * kUnroll) {
-        V units[kUnroll];
-        int64_t to[kUnroll];
+  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    for (uint32_t unit = first + lane; unit < last; unit += kWarp * kUnroll) {
+      V units[kUnroll];
+      int64_t to[kUnroll];
 #pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i) {
-          const uint32_t u = unit + i * kWarp;
-          const uint32_t head = p.units.per_head.quotient(u);
-          const uint32_t in_head = u - head * p.units.per_head.divisor;
-          to[i] = unit_offset(dst, p.units.dst_per_pack, sizeof(V), head, in_head);
-          const int64_t from = unit_offset(src, p.units.src_per_pack, sizeof(V), head, in_head);
-          units[i] = load<V>(token.src && u < last ? token.src + from : nullptr);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kUnroll; ++i)
-          if (unit + i * kWarp < last) store(token.dst + to[i], units[i]);
+      for (uint32_t i = 0; i < kUnroll; ++i) {
+        const uint32_t u = unit + i * kWarp;
+        const uint32_t head = p.units.per_head.quotient(u);
+        const uint32_t in_head = u - head * p.units.per_head.divisor;
+        to[i] = unit_offset(dst, p.units.dst_per_pack, sizeof(V), head, in_head);
+        const int64_t from = unit_offset(src, p.units.src_per_pack, sizeof(V), head, in_head);
+        units[i] = load<V>(token.src && u < last ? token.src + from : nullptr);
       }
+#pragma unroll
+      for (uint32_t i = 0; i < kUnroll; ++i)
+        if (unit + i * kWarp < last) store(token.dst + to[i], units[i]);
     }
-  }
+  });
 }
 
 }  // namespace

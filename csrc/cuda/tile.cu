@@ -179,9 +179,10 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
       // Find the tokens
       const Span span = span_of(p, pair.kv, index, reports && threadIdx.x == 0 && skipped == 0);
-      if (span.begin + skipped >= span.end) break;
+      const uint64_t begin = uint64_t{span.begin} + skipped;
+      if (begin >= span.end) break;
       if (threadIdx.x < kTokens) {
-        const uint64_t t = span.begin + skipped + threadIdx.x;
+        const uint64_t t = begin + threadIdx.x;
         Token token{};
         if (t < span.end) token = token_at(p, pair, span, t, reports);
         uint8_t *const src = const_cast<uint8_t *>(token.src);
