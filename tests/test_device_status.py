@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvx_core.errors import InvalidArgumentError, OutOfRangeError
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes
-from tests.calls import Backend
+from tests.calls import HOSTGRID, Backend
 from tests.reference import Packed, Ragged, Slots
 
 LONG = Geometry(num_blocks=24, block_size=4)
@@ -58,3 +58,16 @@ def test_a_negative_length_moves_nothing(backend: Backend, zero_fill: bool) -> N
         )
     assert (key == 7).all()
     assert (value == 7).all()
+
+
+def test_memory_that_a_device_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pageable memory, named DEVICE or HOST, in a call that runs on the device."""
+    cache = LAYOUTS["nhd"](Geometry(), torch.bfloat16, seed=1)
+    before = cache.clone()
+    key = torch.ones(1, 2, 16, dtype=torch.bfloat16)
+    monkeypatch.setenv("HOSTGRID_PAGEABLE", "1")
+    with pytest.raises(
+        UnsupportedError, match=r"^cache\.k\.data is 0x\w+, which the device cannot reach, .* pin "
+    ):
+        HOSTGRID.write(cache.layers[0], key, key, torch.tensor([1]))
+    assert_same_bytes(cache, before)

@@ -30,8 +30,8 @@ MUTANTS = {
     ),
     "one_unit_too_many": Mutant(
         "rows.cu",
-        "min(first + p.units_per_part, p.units.per_token)",
-        "min(first + p.units_per_part, p.units.per_token) + 1",
+        "if (unit + i * kWarp < last) store(",
+        "if (unit + i * kWarp <= last) store(",
         "ON",
         r"heap-buffer-overflow|FAILED",
     ),

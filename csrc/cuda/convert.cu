@@ -67,17 +67,21 @@ __device__ __forceinline__ void report_scales(const Common &p, const Pair &pair,
   }
 }
 
-// FP8 is encoded step by step, which takes registers.
+// Units in flight per lane, as many as 64 registers hold: one where the source is wide, or where
+// FP8 is encoded step by step, and on processors whose code takes more of them.
+template <class Src, class Dst>
+__device__ constexpr uint32_t units_in_flight() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr bool kSoftFp8 = true;
-#else
-constexpr bool kSoftFp8 = false;
+  if (kIsFp8<Dst>) return 1;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 1;
 #endif
+  return sizeof(Eight<Src>) > 16 ? 1 : 2;
+}
 
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_constant__ P p) {
-  // Units in flight per lane, as many as registers hold.
-  constexpr uint32_t kUnroll = sizeof(Eight<Src>) > 16 || (kSoftFp8 && kIsFp8<Dst>) ? 1 : 2;
+  constexpr uint32_t kUnroll = units_in_flight<Src, Dst>();
   const TensorPair &shape = p.shape;
   const bool by_head = shape.src_scales.head_stride != 0 || shape.dst_scales.head_stride != 0;
   const uint32_t lane = threadIdx.x % kWarp;

@@ -14,11 +14,21 @@ __device__ __forceinline__ float row_amax(float amax, uint32_t lanes) {
   return amax;
 }
 
+// Per lane, as many as 64 registers hold.
+template <class Src>
+__device__ constexpr uint32_t rows_in_flight() {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1000)
+  return 1;
+#else
+  return sizeof(Eight<Src>) > 16 ? 1 : 2;
+#endif
+}
+
 // Rows of up to 32 units of eight elements: the lanes of a row hold it in registers and read it
 // once.
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_constant__ P p) {
-  constexpr uint32_t kUnroll = sizeof(Eight<Src>) > 16 ? 1 : 2;  // rows in flight
+  constexpr uint32_t kUnroll = rows_in_flight<Src>();
   const TensorPair &shape = p.shape;
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t units = p.units.per_head.divisor;

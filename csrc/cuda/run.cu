@@ -85,7 +85,7 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   return KVX_STATUS_OK;
 }
 
-// Kernels read the indices, lengths and scales of the call.
+// Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
 kvx_status_t check_indices(const Plan &plan) {
   const auto check = [](const std::string &name, const void *data) {
     return data ? check_reachable(name.c_str(), "", data) : KVX_STATUS_OK;
@@ -100,8 +100,11 @@ kvx_status_t check_indices(const Plan &plan) {
     KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
   }
   for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
-    KVX_TRY(check("a scale of the source", plan.pairs[i].src_scales.data));
-    KVX_TRY(check("a scale of the destination", plan.pairs[i].dst_scales.data));
+    const TensorPair &pair = plan.pairs[i];
+    KVX_TRY(check("pool.secondary of the source", pair.src.secondary));
+    KVX_TRY(check("pool.secondary of the destination", pair.dst.secondary));
+    KVX_TRY(check("a scale of the source", pair.src_scales.data));
+    KVX_TRY(check("a scale of the destination", pair.dst_scales.data));
   }
   return KVX_STATUS_OK;
 }
