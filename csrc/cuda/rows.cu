@@ -38,22 +38,9 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
 
 template <class P>
 void launch_rows(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
-  switch (choice.unit_bytes) {
-    case 16:
-      KVX_LAUNCH((rows_kernel<Vector<16>, P>), grid, kThreads, 0, stream, params);
-      break;
-    case 8:
-      KVX_LAUNCH((rows_kernel<Vector<8>, P>), grid, kThreads, 0, stream, params);
-      break;
-    case 4:
-      KVX_LAUNCH((rows_kernel<Vector<4>, P>), grid, kThreads, 0, stream, params);
-      break;
-    case 2:
-      KVX_LAUNCH((rows_kernel<Vector<2>, P>), grid, kThreads, 0, stream, params);
-      break;
-    default:
-      KVX_LAUNCH((rows_kernel<Vector<1>, P>), grid, kThreads, 0, stream, params);
-  }
+  with_vector(choice.unit_bytes, [&](auto vector) {
+    KVX_LAUNCH((rows_kernel<decltype(vector), P>), grid, kThreads, 0, stream, params);
+  });
 }
 
 }  // namespace kvx::cuda

@@ -30,6 +30,23 @@ struct VectorOf<1> {
 template <uint32_t kBytes>
 using Vector = typename VectorOf<kBytes>::Type;
 
+// Calls visit with a vector of so many bytes: a power of two up to 16.
+template <class Visit>
+void with_vector(uint32_t bytes, Visit visit) {
+  switch (bytes) {
+    case 16:
+      return visit(Vector<16>{});
+    case 8:
+      return visit(Vector<8>{});
+    case 4:
+      return visit(Vector<4>{});
+    case 2:
+      return visit(Vector<2>{});
+    default:
+      return visit(Vector<1>{});
+  }
+}
+
 // The same pointer. It comes out of the kernel's parameters or out of shared memory, where the
 // compiler cannot see that it is one to global memory, pinned host memory included.
 template <class T>
