@@ -1,12 +1,14 @@
 """KVX: one description and one copy engine for the paged KV cache of every LLM engine.
 
 describe(tensor, layout) and CacheDesc.from_kv say where K and V lie, zero-copy; write_kv, gather_kv
-and migrate move tokens; verify compares two caches. Engines are described by kvx_adapters.
+and migrate move tokens; verify compares two caches; PrefixStore keeps prefixes of prompts in files.
+Engines are described by kvx_adapters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvx_core import _abi
@@ -29,7 +31,7 @@ from kvx_core.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from kvx_core.facts import CacheFacts, compare, fingerprint
+from kvx_core.facts import CacheFacts, compare, fingerprint, model_fingerprint
 from kvx_core.migrate import migrate
 from kvx_core.ops import GatherPlan, WritePlan, device_status, gather_kv, write_kv
 from kvx_core.tensors import Borrowed, TensorLike, borrow
@@ -49,15 +51,23 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvx_core.geometry import CacheGeometry
+    from kvx_core.snapshot import Section, Snapshot, StoreError
+    from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
 else:
+    # Imported when they are first asked for: they alone need pydantic and safetensors.
+    _LATER = {
+        "CacheGeometry": "kvx_core.geometry",
+        **dict.fromkeys(("Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
+        **dict.fromkeys(
+            ("BlobStore", "Directory", "Match", "PrefixStore", "StoredSpan"), "kvx_core.stores"
+        ),
+    }
 
     def __getattr__(name: str) -> object:
-        """CacheGeometry, imported when it is first asked for: it alone needs pydantic."""
-        if name != "CacheGeometry":
+        """One of the names that are imported when they are first asked for."""
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from kvx_core.geometry import CacheGeometry
-
-        return CacheGeometry
+        return getattr(import_module(_LATER[name]), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,7 @@ def set_num_threads(num_threads: int) -> None:
 
 __all__ = [
     "BackendInfo",
+    "BlobStore",
     "BlockTable",
     "BlockTableFormat",
     "Borrowed",
@@ -106,6 +117,7 @@ __all__ = [
     "CacheView",
     "DType",
     "Difference",
+    "Directory",
     "FactsMismatchError",
     "GatherPlan",
     "IncompatibleError",
@@ -113,14 +125,20 @@ __all__ = [
     "InvalidArgumentError",
     "KvxError",
     "Layout",
+    "Match",
     "Memory",
     "OutOfRangeError",
     "PoolDesc",
+    "PrefixStore",
     "ScaleDesc",
     "ScaleGranularity",
+    "Section",
     "SeqLens",
     "SlotMapping",
+    "Snapshot",
     "Status",
+    "StoreError",
+    "StoredSpan",
     "TensorDesc",
     "TensorLike",
     "Transfer",
@@ -136,6 +154,7 @@ __all__ = [
     "fingerprint",
     "gather_kv",
     "migrate",
+    "model_fingerprint",
     "set_num_threads",
     "verify",
     "write_kv",

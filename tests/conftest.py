@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.calls import BACKENDS, Backend
-from tests.native import ROOT, run
+from tests.native import ROOT, alone, run
 
 # Examples differ from run to run only where somebody asks for it: a failure in CI is one here too.
 settings.register_profile(
@@ -38,9 +38,13 @@ def backend(built_backend: Backend) -> Iterator[Backend]:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built as for a release."""
-    out = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT])
+    """The wheel of this tree, built as for a release: once, by the first process that needs it."""
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
+    with alone("wheel"):
+        if not list(out.glob("*.whl")):
+            build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+            run([*build, "--outdir", out, ROOT])
     (made,) = out.glob("*.whl")
     return made
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +58,21 @@ def tool(name: str) -> str:
 def library(name: str, **options: str) -> Path:
     """Builds libkvx.so with these CMake options in build/`name`, and returns its path."""
     build = ROOT / "build" / name
+    with alone(name):
+        return _library(build, options)
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Tests may run in several processes: one at a time does what has this name."""
+    locks = ROOT / "build" / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _library(build: Path, options: Mapping[str, str]) -> Path:
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
     options = {"KVX_CUDA": "OFF", "CMAKE_CXX_COMPILER": CXX, **options}
     defined = [f"-D{option}={value}" for option, value in options.items()]
@@ -94,10 +111,11 @@ def sanitized_program(source: str, sanitize: str, *, hostgrid: bool = False) -> 
     library = hostgrid_library(sanitize) if hostgrid else sanitized_library(sanitize)
     flags = ADDRESS if sanitize == "ON" else () if hostgrid else THREAD
     warnings = ("-Wall", "-Wextra", "-Werror")
-    return compile_program(
-        [CXX, "-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", *warnings, *flags],
-        ROOT / "tests/c" / source,
-        library.parent / Path(source).stem,
-        include=ROOT / "csrc/include",
-        library=library,
-    )
+    with alone(library.parent.name):
+        return compile_program(
+            [CXX, "-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", *warnings, *flags],
+            ROOT / "tests/c" / source,
+            library.parent / Path(source).stem,
+            include=ROOT / "csrc/include",
+            library=library,
+        )

@@ -29,10 +29,10 @@ def test_random_calls(sanitize: str) -> None:
     counts = {name: list(map(int, numbers)) for name, *numbers in line.findall(output)}
     for operation in ("write", "gather", "migrate"):
         calls, accepted, with_skipped_tokens, _ = counts[operation]
-        assert accepted > 20 * SECONDS, operation
+        assert accepted > 5 * SECONDS, operation
         # The race check looks at calls in which every token has a place of its own.
         assert (with_skipped_tokens > calls / 20) == (sanitize == "ON"), operation
     if sanitize == "THREAD":
         races, accesses = map(int, re.findall(r"(\d+) races in (\d+) accesses", output)[0])
         assert races == 0
-        assert accesses > 10_000 * SECONDS
+        assert accesses > 1_000 * SECONDS

@@ -1,0 +1,17 @@
+"""Stores of snapshots: where their files lie (blobs), and which prompt they belong to (prefix)."""
+
+from kvx_core.snapshot import CorruptError, Section, Snapshot, StoreError
+from kvx_core.stores.blobs import BlobStore, Directory
+from kvx_core.stores.prefix import Match, PrefixStore, StoredSpan
+
+__all__ = [
+    "BlobStore",
+    "CorruptError",
+    "Directory",
+    "Match",
+    "PrefixStore",
+    "Section",
+    "Snapshot",
+    "StoreError",
+    "StoredSpan",
+]

@@ -1,0 +1,962 @@
+"""Stores: lookup against its definition, loads from the files of other ranks, and what goes wrong.
+
+Every row of K and V in these tests is made from the tokens up to it, so that a row which does not
+belong to the prompt is seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvx_core import (
+    BlobStore,
+    Directory,
+    InvalidArgumentError,
+    KvxError,
+    Match,
+    PrefixStore,
+    Section,
+    Snapshot,
+    StoredSpan,
+    StoreError,
+)
+from kvx_core.snapshot import CorruptError
+from kvx_core.types import Layout
+from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
+from tests.core.sections import section_of
+
+Tokens = Sequence[int]
+LAYERS, HEADS, DIM = 3, 4, 8
+
+
+class Remote:
+    """A BlobStore that is no directory: a dict of bytes, fetched into files when asked for."""
+
+    def __init__(self, cache: Path) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.cache = cache
+        self.fetched = 0
+
+    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+        if name in self.blobs:
+            return False
+        write(self.cache / "new")
+        self.blobs[name] = (self.cache / "new").read_bytes()
+        return True
+
+    def fetch(self, name: str) -> Path | None:
+        if name not in self.blobs:
+            return None
+        self.fetched += 1
+        path = self.cache / hashlib.sha256(name.encode()).hexdigest()
+        path.write_bytes(self.blobs[name])
+        return path
+
+    def names(self, folder: str) -> list[str]:
+        start = f"{folder}/" if folder else ""
+        found = (name for name in self.blobs if name.startswith(start))
+        return list({name[len(start) :].partition("/")[0] for name in found})
+
+    def delete(self, name: str) -> None:
+        self.blobs.pop(name, None)
+
+
+def store_in(blobs: BlobStore | Path, **options: Any) -> PrefixStore:
+    options = {"chunk_tokens": 16, "num_layers": LAYERS, "total_kv_heads": HEADS} | options
+    blobs = Directory(blobs) if isinstance(blobs, Path) else blobs
+    return PrefixStore(blobs, fingerprint="model", **options)
+
+
+@dataclass
+class Engine:
+    """One rank: a cache of some layers and heads, and the blocks of its only sequence."""
+
+    layers: range = range(LAYERS)
+    heads: range = range(HEADS)
+    layout: str = "hnd"
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    num_tokens: int = 80
+    seed: int = 0
+    dim: int = DIM
+
+    def __post_init__(self) -> None:
+        num_blocks = -(-self.num_tokens // self.block_size)
+        sizes = Geometry(
+            num_blocks=num_blocks + 2,
+            block_size=self.block_size,
+            num_kv_heads=len(self.heads),
+            head_dim=self.dim,
+            num_layers=len(self.layers),
+        )
+        self.cache: Cache = LAYOUTS[self.layout](sizes, self.dtype, self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        self.blocks = torch.randperm(num_blocks + 2, generator=generator)[:num_blocks].tolist()
+
+    def sections(self, parts: int = 1, **options: Any) -> list[Section]:
+        """All layers, dealt out to sections."""
+        return [
+            section_of(
+                self.cache,
+                self.layers[i::parts],
+                self.blocks,
+                heads=(self.heads[0], HEADS),
+                at=range(len(self.layers))[i::parts],
+                **{"fingerprint": "model", **options},
+            )
+            for i in range(min(parts, len(self.layers)))
+        ]
+
+    def place(self, token: int) -> tuple[int, int]:
+        return self.blocks[token // self.block_size], token % self.block_size
+
+    def compute(self, tokens: Tokens, start: int = 0, stop: int | None = None) -> Engine:
+        """What a model would do: the rows of these tokens."""
+        chosen = torch.arange(start, len(tokens) if stop is None else stop)
+        rows = rows_of(tokens, self.dim)[chosen].to(self.dtype)
+        blocks = torch.tensor(self.blocks)[chosen // self.block_size]
+        for i, layer in zip(self.layers, self.cache.layers, strict=True):
+            for kv, half in enumerate(layer.halves()):
+                heads = rows[:, i, kv, self.heads[0] : self.heads[-1] + 1]
+                is_nhd = half.layout is Layout.BLOCK_NHD
+                tensor = half.tensor.transpose(1, 2) if is_nhd else half.tensor
+                tensor[blocks, :, chosen % self.block_size] = heads
+        return self
+
+    def check(self, tokens: Tokens, start: int, stop: int) -> None:
+        """Tokens start to stop have been loaded into a new engine, and nothing else."""
+        assert_same_bytes(self.cache, replace(self).compute(tokens, start, stop).cache)
+
+
+def rows_of(tokens: Tokens, dim: int = DIM) -> torch.Tensor:
+    """[token, layer, kv, head, dim] integers that BF16 can hold, from the tokens up to each."""
+    crcs, crc = [], 0
+    for token in tokens:
+        crc = zlib.crc32(int(token).to_bytes(8, "little"), crc)
+        crcs.append(crc)
+    shape = (len(crcs), LAYERS, 2, HEADS, dim)
+    index = np.arange(np.prod(shape[1:])).reshape(1, *shape[1:])
+    mixed = (np.array(crcs).reshape(-1, 1, 1, 1, 1) ^ (index * 2654435761)) % 1009 // 4
+    return torch.from_numpy(mixed.astype(np.float32))
+
+
+def save(
+    store: PrefixStore, tokens: Tokens, engine: Engine | None = None, parts: int = 1
+) -> list[int]:
+    """Stores all spans of a prompt, as one rank; the bytes of each file."""
+    engine = engine or Engine()
+    engine.compute(tokens)
+    written = []
+    for start, stop in store.spans(len(tokens)):
+        snapshot = store.capture(tokens, start, stop, engine.sections(parts))
+        assert snapshot is not None
+        written.append(store.commit(snapshot))
+    return written
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.safetensors"))
+
+
+# --- Lookup ---------------------------------------------------------------------------------------
+
+
+def common(one: Tokens, two: Tokens) -> int:
+    """The length of the common prefix."""
+    count = 0
+    for a, b in zip(one, two, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+@settings(max_examples=120)
+@given(
+    stored=st.lists(PROMPTS, min_size=1, max_size=5),
+    prompts=st.lists(PROMPTS, min_size=1, max_size=3),
+    extended=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30), PROMPTS), max_size=4),
+    chunk_tokens=st.sampled_from((1, 3, 8, 10, 16)),
+)
+def test_lookup_finds_the_longest_common_prefix_with_everything_stored(
+    stored: list[Tokens],
+    prompts: list[Tokens],
+    extended: list[tuple[int, int, Tokens]],
+    chunk_tokens: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    store = store_in(Remote(tmp_path_factory.mktemp("remote")), chunk_tokens=chunk_tokens)
+    for tokens in stored:
+        save(store, tokens)
+    prompts += [[*stored[i % len(stored)][:cut], *more] for i, cut, more in extended]
+    for prompt in prompts:
+        match = store.lookup(prompt)
+        assert match.num_tokens == max(common(prompt, tokens) for tokens in stored)
+        check_match(store, match, prompt)
+
+
+def check_match(store: PrefixStore, match: Match, prompt: Tokens) -> None:
+    """Spans follow one another, and what they hold are the rows of the prompt."""
+    at = 0
+    for span in match.spans:
+        assert span.start == at
+        assert span.start < span.stop <= span.start + span.num_entry_tokens
+        at = span.stop
+    assert at == match.num_tokens
+    engine = Engine(seed=5)
+    store.load(match, 0, match.num_tokens, engine.sections())
+    engine.check(prompt, 0, match.num_tokens)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_lookup_counts_entries_whose_files_hold_everything(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Ranks store what they have; then files go missing."""
+    remote = Remote(tmp_path_factory.mktemp("remote"))
+    store = store_in(remote, chunk_tokens=4)
+    ranks = [
+        Engine(layers=range(*layers), heads=range(*heads))
+        for layers, heads in data.draw(
+            st.sampled_from(
+                (
+                    [((0, 3), (0, 4))],
+                    [((0, 3), (0, 2)), ((0, 3), (2, 4))],
+                    [((0, 1), (0, 4)), ((1, 3), (0, 4))],
+                    [((0, 1), (0, 4)), ((1, 3), (0, 2)), ((1, 3), (2, 4)), ((0, 3), (1, 3))],
+                )
+            )
+        )
+    ]
+    stored = data.draw(st.lists(PROMPTS, min_size=1, max_size=3))
+    for tokens in stored:
+        for rank in ranks:
+            save(store, tokens, rank)
+    names = sorted(name for name in remote.blobs if name != "kvx-store.json")
+    for name in data.draw(st.sets(st.sampled_from(names), max_size=4)):
+        remote.delete(name)
+    entries = {}  # (prefix, tokens) of an entry: what of it is there
+    for tokens in stored:
+        for start, stop in store.spans(len(tokens)):
+            held = np.zeros((LAYERS, HEADS), bool)
+            for rank in ranks:
+                if not store.missing(
+                    tokens, start, stop, rank.layers, (rank.heads[0], rank.heads[-1] + 1)
+                ):
+                    held[np.ix_(rank.layers, rank.heads)] = True
+            entries[tuple(tokens[:start]), tuple(tokens[start:stop])] = held.all()
+    for prompt in [*stored, *data.draw(st.lists(PROMPTS, max_size=2))]:
+        at = 0
+        while entries.get((tuple(prompt[:at]), tuple(prompt[at : at + 4]))) and at + 4 <= len(
+            prompt
+        ):
+            at += 4
+        below = [
+            e for (before, e), whole in entries.items() if whole and before == tuple(prompt[:at])
+        ]
+        wanted = at + max((common(prompt[at:], entry) for entry in below), default=0)
+        match = store.lookup(prompt)
+        assert match.num_tokens == wanted
+        check_match(store, match, prompt)
+
+
+def test_another_model_shape_or_salt_is_another_space(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(20))
+    others = [
+        PrefixStore(Directory(tmp_path), fingerprint="other", num_layers=LAYERS, total_kv_heads=4),
+        store_in(tmp_path, num_layers=LAYERS + 1),
+        store_in(tmp_path, total_kv_heads=HEADS + 1),
+        store_in(tmp_path, salt="x"),
+        store.salted("x"),
+    ]
+    assert [other.lookup(range(20)).num_tokens for other in others] == [0] * 5
+    assert store.lookup(range(20)).num_tokens == 20
+    save(others[3], range(20))
+    assert store.salted("x").lookup(range(20)).num_tokens == 20
+    assert store.salted("x").salted("").lookup(range(30)).num_tokens == 20
+
+
+def test_spans_are_chunks(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    assert store.spans(40) == [(0, 16), (16, 32), (32, 40)]
+    assert store.spans(40, 31) == [(16, 32), (32, 40)]
+    assert store.spans(32, 32) == store.spans(0) == []
+    for start, stop in ((0, 17), (1, 3), (16, 16), (32, 41), (-16, 0)):
+        with pytest.raises(InvalidArgumentError, match=f"tokens {start} to {stop} of 40 are not a"):
+            store.capture(range(40), start, stop, Engine().sections())
+
+
+def test_a_node_saves_hashing_what_comes_before(tmp_path: Path) -> None:
+    store, engine = store_in(tmp_path), Engine().compute(range(40))
+    nodes = store.nodes(range(40))
+    assert len(nodes) == 3
+    for node, (start, stop) in zip(nodes, store.spans(40), strict=True):
+        arguments = range(40), start, stop, engine.sections()
+        snapshot, other = store.capture(*arguments), store.capture(*arguments, node=node)
+        assert snapshot is not None
+        assert other is not None
+        assert snapshot.header == other.header
+        assert store.missing(range(40), start, stop, range(LAYERS), (0, 4), node=node)
+        store.commit(other)
+        assert not store.missing(range(40), start, stop, range(LAYERS), (0, 4))
+    assert store.lookup(np.arange(40, dtype=np.int32)).num_tokens == 40
+
+
+def test_what_is_missing_of_an_entry(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(10), Engine(heads=range(1, 3)))
+    assert not store.missing(range(10), 0, 10, range(LAYERS), (1, 3))
+    assert not store.missing(range(10), 0, 10, [2], (2, 3))
+    assert store.missing(range(10), 0, 10, range(LAYERS), (1, 4))
+    assert store.missing(range(10), 0, 9, range(LAYERS), (1, 3))
+    assert store.missing(range(1, 11), 0, 10, range(LAYERS), (1, 3))
+
+
+def test_lookup_opens_few_files_of_other_sequences(tmp_path: Path) -> None:
+    """A hundred sequences begin with the same 10 tokens and go on differently."""
+    remote = Remote(tmp_path)
+    store, engine = store_in(remote), Engine()
+    for i in range(100):
+        save(store, [*range(10), 1000 + i, *range(5)], engine)
+    reader = store_in(remote)
+    remote.fetched = 0
+    assert reader.lookup(range(10)).num_tokens == 10
+    assert remote.fetched == 1  # more than all 10 is not to be had
+    assert reader.lookup([*range(10), 5, 5]).num_tokens == 10
+    assert remote.fetched == 65
+    assert reader.lookup([*range(10), 5, 5]).num_tokens == 10
+    assert remote.fetched == 100
+    assert reader.lookup([*range(10), 1099, 0, 1, 7]).num_tokens == 13
+    assert remote.fetched == 100  # all have been seen
+    reader = store_in(remote)
+    remote.fetched = 0
+    assert reader.lookup([*range(10), 1050, *range(5), 7, 7]).num_tokens == 16
+    assert remote.fetched == 1  # that is in its name
+
+
+def test_tokens_of_any_size_and_nothing_else(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    tokens = [0, -1, 2**63 - 1, -(2**63)]
+    store.commit(store.capture(tokens, 0, 4, Engine().sections()))  # type: ignore[arg-type]
+    assert store.lookup(tokens).num_tokens == 4
+    assert store.lookup([]).num_tokens == 0
+    for wrong in (["a"], [1.5], [2**63], np.zeros((2, 2), np.int64)):
+        with pytest.raises(InvalidArgumentError, match="tokens"):
+            store.lookup(wrong)  # type: ignore[arg-type]
+
+
+def test_a_match_goes_to_another_process(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(20))
+    match = store.lookup(range(18))
+    assert match == Match(
+        18,
+        (
+            StoredSpan(0, 16, 16, match.spans[0].names),
+            StoredSpan(16, 18, 4, match.spans[1].names),
+        ),
+    )
+    other, engine = store_in(tmp_path), Engine()
+    assert other.load(pickle.loads(pickle.dumps(match)), 0, 18, engine.sections()) > 0
+    engine.check(range(18), 0, 18)
+
+
+# --- Ranks and engines ----------------------------------------------------------------------------
+
+
+def ranks(*shapes: tuple[range, range], **options: Any) -> list[Engine]:
+    return [Engine(layers=layers, heads=heads, **options) for layers, heads in shapes]
+
+
+ALL = range(LAYERS), range(HEADS)
+TENSOR_PARALLEL = (range(LAYERS), range(2)), (range(LAYERS), range(2, 4))
+UNEVEN = (range(LAYERS), range(1)), (range(LAYERS), range(1, 4))
+PIPELINE = (range(2), range(HEADS)), (range(2, 3), range(HEADS))
+BOTH = tuple((layers, heads) for layers, _ in PIPELINE for _, heads in TENSOR_PARALLEL)
+SPLITS = {"one": (ALL,), "tp": TENSOR_PARALLEL, "uneven": UNEVEN, "pp": PIPELINE, "both": BOTH}
+
+
+@pytest.mark.parametrize("consumers", SPLITS)
+@pytest.mark.parametrize("producers", SPLITS)
+def test_any_ranks_store_and_any_ranks_load(producers: str, consumers: str, tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for rank in ranks(*SPLITS[producers], layout="vllm_BHLNC", block_size=8, dtype=torch.bfloat16):
+        save(store, range(40), rank, parts=2)
+    match = store.lookup(range(40))
+    assert match.num_tokens == 40
+    for rank in ranks(*SPLITS[consumers], layout="nhd", block_size=3, seed=1):
+        num_bytes = store.load(match, 5, 37, rank.sections(parts=3))
+        assert num_bytes == 32 * len(rank.layers) * 2 * len(rank.heads) * DIM * 4
+        rank.check(range(40), 5, 37)
+
+
+def test_a_file_that_holds_everything_is_preferred_to_several(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for rank in ranks(*TENSOR_PARALLEL, ALL):
+        save(store, range(16), rank)
+    (span,) = store.lookup(range(16)).spans
+    assert len(files_of(tmp_path)) == 3
+    assert [name.rsplit(".h")[1] for name in span.names] == ["0-4.safetensors"]
+
+
+def test_files_of_layers_that_are_not_here_are_not_read(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for rank in ranks(*PIPELINE):
+        save(store, range(20), rank)
+    match = store.lookup(range(20))
+    for path in files_of(tmp_path):
+        if ".l2-3." in path.name:
+            path.unlink()
+    first, second = ranks(*PIPELINE, seed=1)
+    store.load(match, 0, 20, first.sections())
+    first.check(range(20), 0, 20)
+    with pytest.raises(StoreError, match=r"l2-3.h0-4.safetensors is not in the store \(any more\)"):
+        store.load(match, 0, 20, second.sections())
+
+
+def test_layers_whose_blocks_are_all_null_are_not_read(tmp_path: Path) -> None:
+    """The window of layers 0 and 1 has moved on; their file need not be there."""
+    store = store_in(tmp_path)
+    for rank in ranks(*PIPELINE):
+        save(store, range(16), rank)
+    match = store.lookup(range(16))
+    (path,) = (path for path in files_of(tmp_path) if ".l0-2." in path.name)
+    path.unlink()
+    engine = Engine(seed=1)
+    sections = [
+        section_of(engine.cache, (0, 1), [0] * 4, at=(0, 1), null_block_id=0, fingerprint=None),
+        section_of(engine.cache, (2,), engine.blocks, at=(2,), fingerprint=None),
+    ]
+    expected = replace(engine).cache
+    assert store.load(match, 0, 16, sections) == 16 * 2 * HEADS * DIM * 4
+    whole = replace(engine).compute(range(16)).cache
+    for kv, half in enumerate(expected.layers[2].halves()):
+        half.tensor.copy_(whole.layers[2].halves()[kv].tensor)
+    assert_same_bytes(engine.cache, expected)
+
+
+def test_layers_in_several_runs(tmp_path: Path) -> None:
+    store, engine = store_in(tmp_path), Engine().compute(range(10))
+    for layers in ((0, 2), (1,)):
+        sections = [section_of(engine.cache, layers, engine.blocks, at=layers, fingerprint=None)]
+        snapshot = store.capture(range(10), 0, 10, sections)
+        assert snapshot is not None
+        store.commit(snapshot)
+    assert [path.name.split(".")[1] for path in files_of(tmp_path)] == ["l0-1+2-3", "l1-2"]
+    match, other = store.lookup(range(10)), Engine(seed=1)
+    store.load(match, 0, 10, other.sections())
+    other.check(range(10), 0, 10)
+
+
+def test_sections_that_are_not_of_this_store(tmp_path: Path) -> None:
+    store, engine = store_in(tmp_path), Engine()
+    for section, message in (
+        (section_of(engine.cache, (1, 2, 3)), "within the 3 layers and 4 heads"),
+        (section_of(engine.cache, range(3), heads=(1, 4)), "heads .1, 5., expected"),
+        (section_of(engine.cache, range(3), fingerprint=None, heads=(0, 8)), "is 8, expected 4"),
+        (
+            section_of(engine.cache, range(3), fingerprint="x"),
+            "fingerprint is 'x', expected 'model'",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            store.capture(range(8), 0, 8, [section])
+        with pytest.raises(InvalidArgumentError, match=message):
+            store.load(Match(0, ()), 0, 0, [section])
+    with pytest.raises(InvalidArgumentError, match="expected 0 <= start <= stop <= 0"):
+        store.load(Match(0, ()), 0, 1, engine.sections())
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+
+def unchanged(
+    engine: Engine, load: Callable[[], object], error: type[KvxError], match: str
+) -> None:
+    """The load raises and writes nothing."""
+    before = engine.cache.clone()
+    with pytest.raises(error, match=match):
+        load()
+    assert_same_bytes(engine.cache, before)
+
+
+def test_nothing_of_a_span_is_written_unless_all_of_it_is_good(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for rank in ranks(*TENSOR_PARALLEL):
+        save(store, range(16), rank)
+    match, engine = store.lookup(range(16)), Engine(seed=1)
+    path = files_of(tmp_path)[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    load = lambda: store.load(match, 0, 16, engine.sections())  # noqa: E731
+    unchanged(engine, load, CorruptError, f"{path.name}: the bytes of .* have changed")
+    assert not path.exists()  # so that it can be stored again
+    assert store.lookup(range(16)).num_tokens == 0
+    unchanged(engine, load, StoreError, f"{path.name} is not in the store")
+    for rank in ranks(*TENSOR_PARALLEL):
+        save(store, range(16), rank)
+    assert store.load(store.lookup(range(16)), 0, 16, engine.sections()) > 0
+    engine.check(range(16), 0, 16)
+
+
+def test_spans_before_a_broken_one_are_whole(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(40))
+    match, engine = store.lookup(range(40)), Engine(seed=1)
+    (tmp_path / match.spans[1].names[0]).write_bytes(b"")
+    with pytest.raises(CorruptError, match="is not a safetensors file"):
+        store.load(match, 0, 40, engine.sections())
+    engine.check(range(40), 0, 16)
+    assert store.lookup(range(40)).num_tokens == 16
+
+
+def test_facts_that_differ_stop_the_load_and_keep_the_file(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(16))
+    match, engine = store.lookup(range(16)), Engine(seed=1)
+    sections = [*engine.sections(parts=2)[:1], *engine.sections(parts=2, rotary="interleaved")[1:]]
+    name = match.spans[0].names[0]
+    load = lambda: store.load(match, 0, 16, sections)  # noqa: E731
+    unchanged(engine, load, StoreError, f"{name}: rotary is 'half' at the source")
+    assert store.lookup(range(16)).num_tokens == 16
+
+
+def damage(name: str) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        data = path.read_bytes()
+        if name == "cut":
+            path.write_bytes(data[: len(data) // 2])
+        elif name == "empty":
+            path.write_bytes(b"")
+        elif name == "foreign":
+            path.write_bytes(os.urandom(len(data)))
+        elif name == "header":
+            path.write_bytes(data[:40] + b"?" + data[41:])
+        elif name == "folder":
+            path.unlink()
+            path.mkdir()
+        elif name == "pipe":
+            path.unlink()
+            os.mkfifo(path)
+        elif name == "loop":
+            path.unlink()
+            path.symlink_to(path.name)
+
+    return apply
+
+
+@pytest.mark.parametrize("stop", [16, 40])
+@pytest.mark.parametrize("kind", ["cut", "empty", "foreign", "header", "folder", "pipe", "loop"])
+def test_lookup_does_not_count_broken_files(kind: str, stop: int, tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(40))
+    match = store.lookup(range(stop))
+    assert match.num_tokens == stop
+    name = match.spans[-1].names[0]
+    damage(kind)(tmp_path / name)
+    reader, engine = store_in(tmp_path), Engine(seed=1)
+    last = match.spans[-1].start
+    assert reader.lookup(range(stop)).num_tokens == last
+    unchanged(engine, lambda: reader.load(match, last, stop, engine.sections()), StoreError, name)
+
+
+def test_a_file_under_the_name_of_another(tmp_path: Path) -> None:
+    """Tokens, prefix, layers or heads that are not those of the name."""
+    store = store_in(tmp_path)
+    save(store, range(16))
+    save(store, range(1, 17))
+    save(store, [*range(1, 17), *range(16)])
+    save(store, range(100, 116), Engine(heads=range(2)))
+    whole = store.lookup(range(16)).spans[0].names[0]
+    content = {
+        "tokens": store.lookup(range(1, 17)).spans[0].names[0],
+        "prefix": store.lookup([*range(1, 17), *range(16)]).spans[1].names[0],
+        "heads": next(
+            p.relative_to(tmp_path).as_posix() for p in files_of(tmp_path) if "h0-2" in p.name
+        ),
+    }
+    match = store.lookup(range(16))
+    for name in content.values():
+        (tmp_path / whole).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / whole).write_bytes((tmp_path / name).read_bytes())
+        engine = Engine(seed=1)
+        load = lambda engine=engine: store.load(match, 0, 16, engine.sections())  # noqa: E731
+        unchanged(engine, load, CorruptError, "has the content of")
+        assert not (tmp_path / whole).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside",
+        "/etc/passwd",
+        "a/../../b",
+        "",
+        "kvx-store.json",
+        "{0}/../{0}",
+        "{0}\0",
+        "{0}\n",
+        "{1}.l0-999999999.h0-4.safetensors",
+        "{1}.l0-3.h0-999999999.safetensors",
+        "{1}.l2-1.h0-4.safetensors",
+        "{1}.l0-3.h4-4.safetensors",
+        "{1}.l.h0-4.safetensors",
+    ],
+)
+def test_names_that_are_none(name: str, tmp_path: Path) -> None:
+    store, engine = store_in(tmp_path), Engine(seed=1)
+    save(store, range(16))
+    good = store.lookup(range(16)).spans[0].names[0]
+    bad = name.format(good, good.partition(".")[0])
+    match = Match(16, (StoredSpan(0, 16, 16, (bad,)),))
+    load = lambda: store.load(match, 0, 16, engine.sections())  # noqa: E731
+    unchanged(engine, load, StoreError, "is not the name of a file of this store")
+
+
+def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
+    store, engine = store_in(tmp_path), Engine(seed=1)
+    save(store, range(20))
+    first, second = store.lookup(range(20)).spans
+    for span, message in (
+        (replace(second, stop=30), "holds 4 tokens from 16, expected 16 to 30"),
+        (replace(first, start=3, stop=19), "holds 16 tokens from 0, expected 3 to 19"),
+        (replace(first, names=()), "do not hold all of layers"),
+    ):
+        match = Match(span.stop, (span,))
+        load = lambda match=match, span=span: store.load(  # noqa: E731
+            match, span.start, span.stop, engine.sections()
+        )
+        unchanged(engine, load, StoreError, message)
+
+
+def test_names_that_others_leave_in_the_folders(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    save(store, range(16))
+    folder = files_of(tmp_path)[0].parent
+    entry = files_of(tmp_path)[0].name.partition(".")[0]
+    for name in (
+        *("x", "-", "16-", "\u0661-x", "16-zz.l0-3.h0-4.safetensors", f"{entry}.txt", "9" * 200),
+        f"{entry}.l0-9.h0-4.safetensors",
+        f"{entry}.l0-999999999.h0-999999999.safetensors",
+    ):
+        (folder / name).write_bytes(b"?")
+    (folder.parent / "folder").mkdir()
+    (folder.parent / "file").touch()
+    assert store.lookup(range(30)).num_tokens == 16
+    assert store_in(tmp_path).lookup([*range(15), 3]).num_tokens == 15
+    assert store_in(tmp_path).lookup([0, 0, 0]).num_tokens == 1
+
+
+# --- Where files lie ------------------------------------------------------------------------------
+
+
+def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
+    assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
+    assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
+    assert store_in(tmp_path, chunk_tokens=128).chunk_tokens == 128
+    with pytest.raises(
+        InvalidArgumentError, match=r"chunk_tokens is 64, expected 128 as .*json says"
+    ):
+        store_in(tmp_path, chunk_tokens=64)
+    with pytest.raises(InvalidArgumentError, match="chunk_tokens 0, expected at least 1"):
+        store_in(tmp_path, chunk_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "1", '{"format": 1, "chunk_tokens": "8"}', '{"format": 2, "chunk_tokens": 8}',
+     '{"format": 1, "chunk_tokens": 0}', '{"format": 1, "chunk_tokens": true}'],
+)  # fmt: skip
+def test_a_directory_that_is_another_thing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "kvx-store.json").write_text(text)
+    with pytest.raises(StoreError, match=r"kvx-store\.json"):
+        store_in(tmp_path, chunk_tokens=None)
+
+
+def test_put_is_all_or_nothing(tmp_path: Path) -> None:
+    blobs = Directory(tmp_path / "root")
+    assert blobs.put("a/b", lambda path: path.write_text("one") and None)
+    assert not blobs.put("a/b", lambda path: path.write_text("two") and None)
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        blobs.put("a/c", fail)
+    fetched = blobs.fetch("a/b")
+    assert fetched is not None
+    assert fetched.read_text() == "one"
+    assert blobs.fetch("a/c") is None
+    assert blobs.names("a") == ["b"]
+    assert os.listdir(tmp_path / "root" / "a") == ["b"]
+    assert blobs.names("") == ["a"]
+    assert blobs.names("none") == blobs.names("a/b") == []
+    blobs.delete("a/b")
+    blobs.delete("a/b")
+    assert blobs.names("") == []
+
+
+def test_who_may_read_is_up_to_the_directory_and_the_umask(tmp_path: Path) -> None:
+    blobs = Directory(tmp_path / "root")
+    old = os.umask(0o027)
+    try:
+        save(store_in(blobs), range(5))
+    finally:
+        os.umask(old)
+    modes = [path.stat().st_mode & 0o777 for path in (blobs.root, *files_of(blobs.root))]
+    assert modes == [0o700, 0o640]
+    assert files_of(blobs.root)[0].parent.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", "/a", "a//b", "a/", ".hidden", "a\0b"])
+def test_names_of_blobs(name: str, tmp_path: Path) -> None:
+    blobs = Directory(tmp_path)
+    for call in (blobs.fetch, blobs.delete, lambda name: blobs.put(name, Path.touch)):
+        with pytest.raises(InvalidArgumentError, match="expected words with '/' between them"):
+            call(name)
+
+
+def failing(call: str, error: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def patch(patcher: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any, **options: Any) -> None:
+            raise OSError(error, os.strerror(error))
+
+        patcher.setattr(os, call, fail)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("open", errno.EMFILE), ("mkdir", errno.EROFS)],
+)
+def test_a_write_that_fails_leaves_nothing(
+    call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path)
+    snapshot = store.capture(range(16), 0, 16, Engine().sections())
+    assert snapshot is not None
+    with monkeypatch.context() as patcher:
+        failing(call, error)(patcher)
+        with pytest.raises(StoreError, match=f"cannot be written: .*{os.strerror(error)}"):
+            store.commit(snapshot)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["kvx-store.json"]
+    assert store.lookup(range(16)).num_tokens == 0
+    assert store.commit(snapshot) > 0
+    assert store.lookup(range(16)).num_tokens == 16
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """The limit of a file's size stops the write in its middle, as a full disk does."""
+    store = store_in(tmp_path)
+    snapshot = store.capture(range(16), 0, 16, Engine().sections())
+    assert snapshot is not None
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot be written: .*File too large"):
+            store.commit(snapshot)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["kvx-store.json"]
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing("link", errno.EPERM)(monkeypatch)
+    store = store_in(tmp_path)
+    save(store, range(20))
+    assert store.lookup(range(20)).num_tokens == 20
+    assert not list(tmp_path.rglob(".*"))
+
+
+@contextmanager
+def read_only(root: Path) -> Iterator[None]:
+    """Makes a tree unwritable, for root too."""
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(0)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_directory_that_can_only_be_read(public: Path) -> None:
+    save(store_in(public), range(20))
+    with read_only(public):
+        store, engine = store_in(public, chunk_tokens=None), Engine(seed=1)
+        match = store.lookup(range(20))
+        assert match.num_tokens == 20
+        store.load(match, 0, 20, engine.sections())
+        engine.check(range(20), 0, 20)
+        snapshot = store.capture(range(1, 17), 0, 16, engine.sections())
+        assert snapshot is not None
+        with pytest.raises(StoreError, match=r"cannot be written: .*Permission denied"):
+            store.commit(snapshot)
+
+
+def test_a_broken_file_that_cannot_be_deleted(public: Path) -> None:
+    save(store_in(public), range(20))
+    path = public / store_in(public).lookup(range(16)).spans[0].names[0]
+    path.write_bytes(b"?")
+    with read_only(public):
+        assert store_in(public).lookup(range(16)).num_tokens == 0
+    assert path.exists()
+
+
+def test_a_reader_of_an_empty_directory_finds_what_comes(public: Path) -> None:
+    with read_only(public):
+        reader = store_in(public, chunk_tokens=None)
+        assert reader.lookup(range(20)).num_tokens == 0
+    save(store_in(public), range(20))
+    assert reader.lookup(range(20)).num_tokens == 20
+    assert reader.chunk_tokens == 16
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    stores = [store_in(tmp_path) for _ in range(8)]
+    snapshots = [s.capture(range(16), 0, 16, Engine().sections()) for s in stores]
+    barrier, written = threading.Barrier(8), []
+
+    def write(store: PrefixStore, snapshot: Snapshot | None) -> None:
+        assert snapshot is not None
+        barrier.wait()
+        written.append(store.commit(snapshot))
+
+    threads = [
+        threading.Thread(target=write, args=pair) for pair in zip(stores, snapshots, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(bool, written)) == [False] * 7 + [True]
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from kvx_core import Directory
+
+def write(path):
+    path.write_bytes(b"x" * 100000)
+    if sys.argv[2] == "write":
+        os.kill(os.getpid(), 9)
+
+if sys.argv[2] == "link":
+    os.link = lambda *paths: os.kill(os.getpid(), 9)
+Directory(sys.argv[1]).put("folder/name", write)
+"""
+
+
+@pytest.mark.parametrize("where", ["write", "link"])
+def test_a_writer_that_dies_leaves_no_half_file(where: str, tmp_path: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", WRITER, tmp_path, where], check=False)
+    assert died.returncode == -signal.SIGKILL
+    blobs = Directory(tmp_path)
+    assert blobs.names("folder") == []
+    (left,) = (tmp_path / "folder").iterdir()
+    assert blobs.trim() == 0
+    assert left.exists()  # somebody may be writing it
+    hour_ago = time.time() - 3700
+    os.utime(left, (hour_ago, hour_ago))
+    assert blobs.trim() == 0
+    assert not left.exists()
+    assert blobs.put("folder/name", lambda path: path.write_text("x") and None)
+
+
+def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
+    blobs = Directory(tmp_path, max_bytes=1000)
+    for i in range(10):
+        assert blobs.put(f"f{i}/name", lambda path: path.write_bytes(b"x" * 100) and None)
+        os.utime(tmp_path / f"f{i}" / "name", (i + 1, i + 1))
+    assert len(blobs.names("")) == 10
+    assert blobs.fetch("f0/name") is not None  # is used now
+    blobs.put("f10/name", lambda path: path.write_bytes(b"x" * 100) and None)
+    assert sorted(blobs.names("")) == sorted(f"f{i}" for i in (0, *range(3, 11)))
+    assert blobs.trim() == 900
+
+
+def test_a_store_that_is_trimmed_meanwhile(tmp_path: Path) -> None:
+    """Writers, readers and a trimming one at once: what is found is right, or an error says no."""
+    prompts = [[i % 3, *range(40)] for i in range(12)]
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def work(action: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    action()
+            except BaseException as error:
+                failures.append(error)
+
+        return run
+
+    def write() -> None:
+        store = store_in(Directory(tmp_path, max_bytes=40000))
+        for tokens in prompts:
+            save(store, tokens)
+
+    def read() -> None:
+        store = store_in(tmp_path)
+        for tokens in prompts:
+            match, engine = store.lookup(tokens), Engine(seed=1)
+            try:
+                store.load(match, 0, match.num_tokens, engine.sections())
+            except CorruptError:
+                raise
+            except StoreError:
+                continue  # a file has gone
+            engine.check(tokens, 0, match.num_tokens)
+
+    threads = [threading.Thread(target=work(action)) for action in (write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.5)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
