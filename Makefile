@@ -16,6 +16,7 @@ VENV   ?= .venv
 CXX    ?= g++
 export CXX
 ARGS   ?=
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 
 # The CUDA compiler is the machine's or, without one, PyPI's; it builds for the GPU that is here, else
 # for one architecture. `make wheel` builds for all.
@@ -35,11 +36,13 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench gpu setup build wheel clean distclean prerequisites
+.PHONY: help demo test test-vllm-matrix lint format bench gpu setup build wheel clean distclean \
+    prerequisites
 
 help:
 	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
+	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, each in its own environment (14 GB); docs/vllm_matrix.md"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
@@ -53,7 +56,10 @@ demo: build
 	$(BIN)/kvx demo $(ARGS)
 
 test: build
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-vllm-matrix: build
+	$(BIN)/python -m tests.vllm_matrix --cache $(VENV)/vllm-matrix $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,7 +12,12 @@ from benchmarks.pools import Shape
 _ROOT = Path(__file__).resolve().parent.parent
 _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
 _QUIET_CORES = 0.1  # that others may use without a remark
-_ALL = (*_DEFAULT, "migrate_vs_lmcache")
+_ALL = (*_DEFAULT, "vllm_cpu_write", "vllm_connector", "migrate_vs_lmcache")
+_PACKAGES = {  # they need
+    "vllm_cpu_write": ["vllm-cpu"],
+    "vllm_connector": ["vllm-cpu"],
+    "migrate_vs_lmcache": ["lmcache"],
+}
 
 
 def main() -> None:
@@ -27,7 +32,7 @@ def main() -> None:
             print(f"\nothers used {others:.2f} cores meanwhile: expect noise, most with 2 threads")
         result = {
             "benchmark": name,
-            **machine.facts(*(["lmcache"] if name == "migrate_vs_lmcache" else [])),
+            **machine.facts(*_PACKAGES.get(name, [])),
             "settings": _settings(options),
             "disturbance": meanwhile,
             "results": rows,
@@ -50,6 +55,14 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import call_overhead
 
         return call_overhead.run(rounds)
+    if name == "vllm_cpu_write":
+        from benchmarks import vllm_cpu_write
+
+        return vllm_cpu_write.run(shape, threads, rounds, options.only)
+    if name == "vllm_connector":
+        from benchmarks import vllm_connector
+
+        return vllm_connector.run(rounds, quick=options.quick)
     from benchmarks import migrate_vs_lmcache  # needs lmcache: an environment of its own
 
     return migrate_vs_lmcache.run(threads, rounds, num_layers=4 if options.quick else 32)
@@ -75,7 +88,7 @@ def _options() -> argparse.Namespace:
         "benchmarks",
         nargs="*",
         metavar="BENCHMARK",
-        help=f"{', '.join(_ALL)}; default: all but the last, which needs an environment of its own",
+        help=f"{', '.join(_ALL)}; default: {', '.join(_DEFAULT)}, which need no engine",
     )
     parser.add_argument("--rounds", type=int, help="timings per contestant (21; quick: 3)")
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default: 1 2")

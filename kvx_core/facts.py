@@ -205,6 +205,8 @@ def _tensors(path: Path, sample_bytes: int | None) -> Iterator[tuple[str, bytes]
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
+                if not 0 <= begin <= end:
+                    raise ValueError(f"{name} has the bytes {begin} to {end}")
                 what = json.dumps([name, entry["dtype"], entry["shape"]])
                 if sample_bytes is not None and end - begin > sample_bytes:
                     begin += (end - begin - sample_bytes) // 2

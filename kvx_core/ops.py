@@ -162,7 +162,7 @@ class _Plan:
         """Keeps the call for tensors like these, the last of which has as many elements."""
         if len(self._ready) >= 256:
             self._ready.clear()
-        ready = _like(*tensors), words, call
+        ready = like(*tensors), words, call
         self._ready.setdefault(tensors[-1].numel(), []).append(ready)
 
 
@@ -318,7 +318,7 @@ def _are_torch(*tensors: object) -> bool:
     return all(tensor is None or is_torch(tensor) for tensor in tensors)
 
 
-def _like(*tensors: Any) -> Callable[..., bool]:
+def like(*tensors: Any) -> Callable[..., bool]:
     """A test that tensors are like these torch tensors in dtype, device, shape and strides.
 
     Where one of these is None the other is None too.

@@ -29,7 +29,6 @@ from kvx_core.descriptors import (
     ScaleDesc,
     SeqLens,
     TensorDesc,
-    describe,
 )
 from kvx_core.errors import (
     InvalidArgumentError,
@@ -40,7 +39,7 @@ from kvx_core.errors import (
 from kvx_core.facts import CacheFacts, compare
 from kvx_core.migrate import copy_tokens
 from kvx_core.ops import device_status
-from kvx_core.tensors import int64_array, is_torch, read_array
+from kvx_core.tensors import int64_array, is_torch, read_array, row_major
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView
 
@@ -295,7 +294,7 @@ class Snapshot:
         Raises CorruptError if the file is not what `save` wrote, StoreError if it cannot be read.
         """
         try:
-            with safe_open(path, "numpy") as file:
+            with safe_open(path, "numpy", backend="pread") as file:
                 metadata = file.metadata() or {}
                 slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
                 found = [(name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices]
@@ -384,7 +383,7 @@ class Snapshot:
         facts = section.view.facts
         held = dict(zip(section.layers, section.view.layers, strict=True))
         for part in self.header.parts:
-            shared = [layer for layer in part.layers if layer in held]
+            shared = [i for i in part.layers if i in held and f"layers.{i}.k" in self.tensors]
             if not shared:
                 continue
             if part.encoding != section.encoding:
@@ -408,9 +407,10 @@ class Snapshot:
         """Copies tokens `start` to `stop` into the layers and heads that both have.
 
         start, stop: within this snapshot
-        Mutates the section's cache, except null blocks. A device is not waited for.
+        Mutates the section's cache, except null blocks. Waits for a device.
         Returns the bytes of these tokens as the section stores them.
-        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError, FactsMismatchError.
+        Raises StoreError if `mismatch` has a reason, InvalidArgumentError, UnsupportedError,
+        OutOfRangeError.
         """
         reasons = self.mismatch(section)
         if reasons:
@@ -438,6 +438,8 @@ class Snapshot:
             copy.run(_scale_rows(self._view(layers)), _scale_rows(view))
         else:
             copy.run(self._view(layers), view, find_scales=into_rows)
+        if device is not None:
+            device_status(stream)  # what it reads is freed now
         return (
             (stop - start)
             * num_heads
@@ -461,12 +463,13 @@ class Snapshot:
         return self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def _address(self, name: str) -> int:
-        address: int = self._bytes(name).__array_interface__["data"][0]
-        return address
+        assert self.memory is not None, "the snapshot is still in its file: read it"
+        address: int = self.memory.ctypes.data
+        return address + self.tensors[name].offset
 
     def _read(self, names: Sequence[str], memory: _Bytes | None) -> Snapshot:
         tensors, num_bytes = _placed((name, *_type(self.tensors[name])) for name in names)
-        assert self.path is not None
+        assert self.path is not None and self.memory is None, "the snapshot is in memory"
         try:
             if memory is None:
                 memory = host_memory(num_bytes)
@@ -488,10 +491,8 @@ class Snapshot:
                 raise CorruptError(
                     f"{self.path}: the bytes of {name} have changed since they were written"
                 )
-            if name.endswith("_scale"):
-                scale = snapshot.array(name)
-                if not (np.isfinite(scale) & (scale > 0)).all():
-                    raise CorruptError(f"{self.path}: {name} is not finite and greater than zero")
+            if name.endswith("_scale") and not _are_good(snapshot.array(name)):
+                raise CorruptError(f"{self.path}: {name} is not finite and greater than zero")
         return snapshot
 
     def _unlike(self, layer: int, cache: CacheDesc) -> list[str]:
@@ -527,7 +528,17 @@ class Snapshot:
         )
 
     def _rows(self, name: str) -> TensorDesc:
-        return describe(self.array(name)[None], Layout.BLOCK_NHD, dtype=self.tensors[name].dtype)
+        tensor = self.tensors[name]
+        shape = (1, *tensor.shape)
+        return TensorDesc(
+            dtype=tensor.dtype,
+            layout=Layout.BLOCK_NHD,
+            memory=Memory.HOST,
+            shape=shape,
+            stride=row_major(shape),
+            data=self._address(name),
+            owner=self.memory,
+        )
 
     def _scale(self, name: str) -> ScaleDesc | None:
         if name not in self.tensors:
@@ -609,6 +620,23 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
             )
         return tokens.astype("<i8", copy=False)
     return int64_array("tokens", tokens)
+
+
+def stored_tokens(path: Path, num_tokens: int) -> npt.NDArray[np.int64]:
+    """The tokens in a file, of which there are so many; of its header little else is checked.
+
+    Raises CorruptError if it is not a file of a snapshot, StoreError if it cannot be read.
+    """
+    try:
+        with safe_open(path, "numpy", backend="pread") as file:
+            shape = file.get_slice("tokens").get_shape()
+            if shape != [num_tokens]:
+                raise CorruptError(f"{path} has tokens of shape {shape}, expected {num_tokens}")
+            return token_ids(file.get_tensor("tokens"))
+    except (SafetensorError, InvalidArgumentError) as error:
+        raise CorruptError(f"{path} is not a file of a snapshot: {error}") from None
+    except (OSError, MemoryError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from None
 
 
 def host_memory(num_bytes: int, *, pinned: bool = False) -> _Bytes:
@@ -752,9 +780,13 @@ def _bare(view: CacheView) -> CacheView:
 
 
 def _scales(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
-    """The scales of K or V, one per layer."""
-    scales: tuple[ScaleDesc | None, ...] | None = getattr(view, f"{kind}s")
-    return (None,) * len(view.layers) if scales is None else scales
+    """The scales of K or V, one per layer; those that others than FP8 may have are 1 (spec 6.6)."""
+    scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
+    tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
+    return tuple(
+        scale if tensor is not None and tensor.dtype in _FP8 else None
+        for scale, tensor in zip(scales, tensors, strict=True)
+    )
 
 
 def _has_row_scales(view: CacheView) -> bool:
@@ -803,7 +835,15 @@ def _scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:
         values: npt.NDArray[np.float32] = scale.owner.float().cpu().numpy()
     else:
         values = scale.to_numpy().astype(np.float32)
+    if not _are_good(values):
+        raise InvalidArgumentError(
+            f"a scale of the cache is {values}, expected it finite and greater than zero (spec 6.6)"
+        )
     return values.reshape(-1)
+
+
+def _are_good(scales: npt.NDArray[np.float32]) -> bool:
+    return bool((np.isfinite(scales) & (scales > 0)).all())
 
 
 def _device(sections: Sequence[Section]) -> Any:
@@ -886,5 +926,12 @@ def _in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -
     num_threads = min(os.cpu_count() or 1, 4, len(items))
     if num_bytes < _THREADED_BYTES or num_threads < 2:
         return [work(item) for item in items]
+    results: list[Any] = [None] * len(items)
+
+    def work_on(first: int) -> None:
+        for i in range(first, len(items), num_threads):
+            results[i] = work(items[i])
+
     with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(work, items))
+        list(pool.map(work_on, range(num_threads)))
+    return results

@@ -29,7 +29,7 @@ Spec: 6.9, 6.10, E.2, E.3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -70,9 +70,10 @@ _SCHEMAS = {
         int dst_null_block_id=-1, bool zero_fill=False, SymInt max_seq_len=0) -> ()""",
 }
 
-# By all that a description depends on. The plans own no tensor: an entry whose memory was freed is
-# met again only by a tensor that lies in the same place in the same way.
-_write_plans: dict[tuple[Any, ...], ops.WritePlan] = {}
+# By what is cheap to ask: where the tensors begin, and the words of the call. The plans of an entry
+# are for tensors of different shapes or strides. They own no tensor: one whose memory was freed is
+# met again only by tensors that lie in the same place in the same way.
+_write_plans: dict[tuple[Any, ...], list[tuple[Callable[..., bool], ops.WritePlan]]] = {}
 _MAX_PLANS = 4096
 
 
@@ -126,26 +127,34 @@ def _write_plan(
     scale_granularity: str,
     find_scales: bool,
 ) -> ops.WritePlan:
-    places = [
-        None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-        for t in (k_cache, v_cache, k_scale, v_scale)
-    ]
-    call = (*places, layout, v_layout, cache_dtype, scale_granularity, find_scales)
-    plan = _write_plans.get(call)
-    if plan is None:
-        cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
-        plan = ops.WritePlan(
-            CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
-            key,
-            value,
-            k_scale=_unowned(_scale(k_scale, scale_granularity)),
-            v_scale=_unowned(_scale(v_scale, scale_granularity)),
-            find_scales=find_scales,
-            stream=current_stream(k_cache, key),
-        )
-        if len(_write_plans) >= _MAX_PLANS:
-            _write_plans.clear()
-        _write_plans[call] = plan
+    tensors = [t for t in (k_cache, v_cache, k_scale, v_scale) if t is not None]
+    call = (
+        k_cache.data_ptr(),
+        v_cache is not None and v_cache.data_ptr(),
+        k_scale is not None and k_scale.data_ptr(),
+        v_scale is not None and v_scale.data_ptr(),
+        layout,
+        v_layout,
+        cache_dtype,
+        scale_granularity,
+        find_scales,
+    )
+    for like, plan in _write_plans.get(call, ()):
+        if like(*tensors):
+            return plan
+    cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
+    plan = ops.WritePlan(
+        CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
+        key,
+        value,
+        k_scale=_unowned(_scale(k_scale, scale_granularity)),
+        v_scale=_unowned(_scale(v_scale, scale_granularity)),
+        find_scales=find_scales,
+        stream=current_stream(k_cache, key),
+    )
+    if len(_write_plans) >= _MAX_PLANS:
+        _write_plans.clear()
+    _write_plans.setdefault(call, []).append((ops.like(*tensors), plan))
     return plan
 
 

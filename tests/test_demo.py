@@ -81,12 +81,13 @@ def test_a_flipped_bit_is_found() -> None:
 def test_a_wrong_description_fails_the_demo() -> None:
     """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell."""
     sabotage = """
-from kvx_adapters import vllm
-planes = vllm._cpu_planes
-def not_transposed(kv_cache):
-    k, v = planes(kv_cache)
+from dataclasses import replace
+from kvx_adapters._vllm.pages import PAGES
+page = PAGES["CPU_ATTN"][29]
+def not_transposed(cache, num_kv_heads, rows):
+    k, v = page.split(cache, num_kv_heads, rows)
     return k.transpose(2, 3).flatten(2).unflatten(2, v.shape[2:]), v
-vllm._cpu_planes = not_transposed
+PAGES["CPU_ATTN"][29] = replace(page, split=not_transposed)
 """
     result = python("-c", sabotage + KVX, "demo")
     assert result.returncode == 1, result.stdout + result.stderr

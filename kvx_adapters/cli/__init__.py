@@ -1,4 +1,4 @@
-"""The `kvx` command: `kvx demo`, `kvx info`, `kvx --version`. The work is in the other files."""
+"""The `kvx` command: `kvx demo`, `doctor`, `info`, `--version`. The work is in the other files."""
 
 from __future__ import annotations
 
@@ -47,17 +47,50 @@ def _options(
 @app.command("info")
 def _info() -> None:
     """What this build and this machine offer: version, instruction set, threads, CUDA."""
-    backend = kvx_core.backend_info()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in (
+    for name, value in _facts():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _facts() -> list[tuple[str, str]]:
+    backend = kvx_core.backend_info()
+    return [
         ("kvx", kvx_core.__version__),
         ("libkvx", backend.version),
         ("instruction set", backend.cpu_isa),
         ("threads", str(backend.num_threads)),
         ("cuda", "built in" if backend.has_cuda else "not built"),
-    ):
-        table.add_row(name, value)
-    Console().print(table)
+    ]
+
+
+@app.command("doctor")
+def _doctor(
+    dtype: Annotated[str, typer.Option(help="Of the engine that is looked at.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of its KV cache.")] = "auto",
+) -> None:
+    """Whether KVX works with the vLLM that is installed.
+
+    Looks at versions and at the plugin, starts a small engine, and says which attention backend,
+    instruction set and layout it resolves. As a self-test vLLM's own op writes a token that KVX
+    reads back. Exits with 0 if all is well, else with 1.
+    """
+    from kvx_adapters.cli.doctor import examine
+
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _facts():
+        table.add_row("", name, value)
+    good = True
+    with console.status("starting an engine"):
+        for finding in examine(dtype=dtype, kv_cache_dtype=kv_cache_dtype):
+            good = good and not finding.problem
+            mark = "[red]✗[/]" if finding.problem else "[green]✓[/]"
+            table.add_row(mark, finding.name, escape(finding.text))
+            if finding.problem:
+                table.add_row("", "", f"[red]{escape(finding.problem)}[/]")
+    console.print(table)
+    raise typer.Exit(0 if good else 1)
 
 
 @app.command("demo")

@@ -164,7 +164,7 @@ class Directory:
                 f"the name of a blob is {name!r}, expected words with '/' between them, none of "
                 "them empty or beginning with a dot"
             )
-        return self.root.joinpath(*words)
+        return self.root / name
 
     def _temporary(self, path: Path) -> Path:
         """A new empty file beside `path`."""

@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.ops import device_status
 from kvx_core.snapshot import (
     FORMAT,
     CorruptError,
@@ -37,13 +36,13 @@ from kvx_core.snapshot import (
     Snapshot,
     StoreError,
     host_memory,
+    stored_tokens,
     token_ids,
 )
 from kvx_core.stores.blobs import BlobStore
 from kvx_core.types import Memory
 
 _CONFIG = "kvx-store.json"
-_CHUNK_TOKENS = 128
 _HEAD_TOKENS = 8
 _MAX_OPENED = 64  # files of other sequences that one lookup opens to compare tokens
 _MAX_KNOWN = 16384  # files whose tokens are remembered
@@ -81,9 +80,28 @@ class _File:
     """What the name of a file says."""
 
     name: str
+    folder: str
     num_tokens: int
     layers: tuple[int, ...]
     heads: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file of a span, and the sections that take layers from it."""
+
+    name: str
+    snapshot: Snapshot
+    takers: list[Section]
+
+    @property
+    def layers(self) -> list[int]:
+        wanted = {layer for section in self.takers for layer in section.layers}
+        return [layer for layer in self.snapshot.header.layers if layer in wanted]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.snapshot.memory_for(self.layers)
 
 
 class PrefixStore:
@@ -97,6 +115,7 @@ class PrefixStore:
         num_layers: int,
         total_kv_heads: int,
         chunk_tokens: int | None = None,
+        new_chunk_tokens: int = 128,
         salt: str = "",
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
@@ -104,20 +123,21 @@ class PrefixStore:
         fingerprint:  of model and weights, such as model_fingerprint(directory)
         num_layers:   of the model; an entry is found once it holds layers 0 to num_layers
         total_kv_heads: of the model, in every layer
-        chunk_tokens: None: as the store has it, 128 for a new one
+        chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         Raises InvalidArgumentError if the store has other chunks, StoreError if it is no store.
         """
-        if min(num_layers, total_kv_heads, 1 if chunk_tokens is None else chunk_tokens) < 1:
+        requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
+        if min(num_layers, total_kv_heads, requested) < 1:
             raise InvalidArgumentError(
                 f"num_layers is {num_layers}, total_kv_heads {total_kv_heads}, chunk_tokens "
-                f"{chunk_tokens}, expected at least 1 of each"
+                f"{requested}, expected at least 1 of each"
             )
         self._blobs = blobs
         self._fingerprint = fingerprint
         self._shape = (num_layers, total_kv_heads)
         self._space = self._space_of(salt)
-        self._requested = chunk_tokens
+        self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._chunk_tokens: int | None = None
         self._known: dict[str, _Ids] = {}  # tokens of files that were found good
         self._settle()
@@ -133,7 +153,7 @@ class PrefixStore:
         """Tokens of a full chunk."""
         if self._chunk_tokens is None:
             self._settle()
-        return self._chunk_tokens or self._requested or _CHUNK_TOKENS
+        return self._chunk_tokens or self._requested or self._otherwise
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
         """The key of the tokens before each chunk: for `node` of capture and missing."""
@@ -279,34 +299,34 @@ class PrefixStore:
         num_bytes = 0
         for span in match.spans:
             lo, hi = max(start, span.start), min(stop, span.stop)
-            wanted = [s for s in sections if lo < hi and not s.null_blocks(lo, hi).all()]
-            opened = self._open_span(span, wanted)
-            need = sum(snapshot.memory_for(layers) for _, snapshot, layers in opened)
+            if lo >= hi:
+                continue
+            takers = [section for section in sections if not section.null_blocks(lo, hi).all()]
+            sources = self._sources(span, takers)
+            need = sum(source.num_bytes for source in sources)
             if need > len(memory):
                 memory = host_memory(need, pinned=pinned)
-            rest = memory
-            read = []
-            for file, snapshot, layers in opened:
-                with self._discarding(file.name):
-                    read.append(snapshot.read(layers, rest))
-                rest = rest[snapshot.memory_for(layers) :]
-            for snapshot in read:
-                for section in wanted:
+            rest, read = memory, []
+            for source in sources:
+                with self._discarding(source.name):
+                    read.append(source.snapshot.read(source.layers, rest))
+                rest = rest[source.num_bytes :]
+            for source, snapshot in zip(sources, read, strict=True):
+                for section in source.takers:
                     num_bytes += snapshot.restore(section, lo, hi, stream=stream)
-            if pinned and read:
-                device_status(stream)  # before `memory` is used again
         return num_bytes
 
-    def _open_span(
-        self, span: StoredSpan, sections: Sequence[Section]
-    ) -> list[tuple[_File, Snapshot, list[int]]]:
-        """The files that the sections need, with their layers needed; all but the data checked."""
-        files = [self._file(name) for name in span.names]
-        opened = []
-        for file in files:
-            takers = [s for s in sections if _meet(file.heads, s.heads)]
-            layers = [i for i in file.layers if any(i in s.layers for s in takers)]
-            if not layers:
+    def _sources(self, span: StoredSpan, sections: Sequence[Section]) -> list[_Source]:
+        """The files that the sections need; everything but the data is checked."""
+        files = []
+        sources = []
+        for file in map(self._file, span.names):
+            takers = [
+                section
+                for section in sections
+                if set(file.layers) & set(section.layers) and _meet(file.heads, section.heads)
+            ]
+            if not takers:
                 continue
             snapshot = self._open(file)
             if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
@@ -318,28 +338,32 @@ class PrefixStore:
                 reasons = snapshot.mismatch(section)
                 if reasons:
                     raise StoreError(f"{file.name}: {'; '.join(reasons)}")
-            opened.append((file, snapshot, layers))
-        held, _ = self._cover([file for file, _, _ in opened])
+            files.append(file)
+            sources.append(_Source(file.name, snapshot, takers))
+        held, _ = self._cover(files)
         for section in sections:
             if not held[list(section.layers), slice(*section.heads)].all():
                 raise StoreError(
                     f"{', '.join(span.names)} do not hold all of layers {section.layers}, heads "
                     f"{section.heads}"
                 )
-        return opened
+        return sources
 
     def _open(self, file: _File) -> Snapshot:
         """A file whose content is what its name says. Raises StoreError."""
-        path = self._blobs.fetch(file.name)
-        if path is None:
-            raise StoreError(f"{file.name} is not in the store (any more)")
         with self._discarding(file.name):
-            snapshot = Snapshot.open(path)
+            snapshot = Snapshot.open(self._fetch(file))
             header = snapshot.header
             name = self._name(header.prefix, snapshot.tokens, header.layers, header.heads)
             if name != file.name:
                 raise CorruptError(f"{file.name} has the content of {name}")
         return snapshot
+
+    def _fetch(self, file: _File) -> Path:
+        path = self._blobs.fetch(file.name)
+        if path is None:
+            raise StoreError(f"{file.name} is not in the store (any more)")
+        return path
 
     @contextmanager
     def _discarding(self, name: str) -> Iterator[None]:
@@ -354,6 +378,9 @@ class PrefixStore:
 
     def _longest(self, node: str, ids: _Ids) -> tuple[int, list[_File]]:
         """The most of `ids` that an entry below a node begins with, and the files of that entry."""
+        whole = self._whole_file(node, ids)
+        if whole is not None:
+            return len(ids), [whole]
         best: tuple[int, list[_File]] = (0, [])
         opened = 0
         for folder, bound in self._folders(node, ids):
@@ -362,19 +389,13 @@ class PrefixStore:
             entries = defaultdict(list)
             for name in self._blobs.names(folder):
                 entries[name.partition(".")[0]].append(name)
-            others = []
-            for key in sorted(entries, key=_num_tokens, reverse=True):
-                num_tokens = _num_tokens(key)
-                whole = num_tokens <= len(ids) and key == _key(node, ids[:num_tokens])
-                if not whole:
-                    others.append(key)
-                elif num_tokens > best[0]:
-                    files = self._good(folder, entries[key])
-                    if files:
-                        best = num_tokens, files
-                        break
-            for key in others:
-                if min(_num_tokens(key), bound) <= best[0]:
+            lengths = {key: _num_tokens(key) for key in entries}
+            for num_tokens in sorted(set(lengths.values()), reverse=True):
+                if best[0] < num_tokens <= len(ids):
+                    files = self._good(folder, entries.pop(_key(node, ids[:num_tokens]), ()))
+                    best = (num_tokens, files) if files else best
+            for key in sorted(entries, key=lengths.__getitem__, reverse=True):
+                if min(lengths[key], bound) <= best[0]:
                     break
                 if not all(f"{folder}/{name}" in self._known for name in entries[key]):
                     opened += 1
@@ -386,13 +407,20 @@ class PrefixStore:
                     best = _shared(ids, tokens), files
         return best
 
+    def _whole_file(self, node: str, ids: _Ids) -> _File | None:
+        """The file of `ids` with all layers and heads: its name is known, nothing is listed."""
+        layers, heads = tuple(range(self._shape[0])), (0, self._shape[1])
+        name = self._name(node, ids, layers, heads)
+        file = _File(name, name.rpartition("/")[0], len(ids), layers, heads)
+        is_there = name not in self._known or self._blobs.fetch(name) is not None
+        return file if is_there and self._tokens(file) is not None else None
+
     def _folders(self, node: str, ids: _Ids) -> Iterator[tuple[str, int]]:
         """Folders below a node, and how many of `ids` their entries have at most; most first."""
         own = _head(node, ids)
-        full = 2 * _HEAD_TOKENS
         yield f"{self._space}/{node}/{own}", len(ids)
         heads = self._blobs.names(f"{self._space}/{node}")
-        bounds = {head: _common(head, own) for head in heads if head != own and len(head) <= full}
+        bounds = {head: _common(head, own) for head in heads if head != own}
         for head in sorted(bounds, key=bounds.__getitem__, reverse=True):
             yield f"{self._space}/{node}/{head}", bounds[head]
 
@@ -420,11 +448,15 @@ class PrefixStore:
         return held, chosen
 
     def _tokens(self, file: _File) -> _Ids | None:
-        """The tokens of a file; None if its header shows that it is not what its name says."""
+        """The tokens of a file; None if it is cut, foreign, or not the entry that its name says."""
         tokens = self._known.get(file.name)
         if tokens is None:
             try:
-                tokens = self._open(file).tokens
+                with self._discarding(file.name):
+                    tokens = stored_tokens(self._fetch(file), file.num_tokens)
+                    node, key = file.folder.split("/")[1], file.name.removeprefix(file.folder)[1:]
+                    if not key.startswith(_key(node, tokens) + "."):
+                        raise CorruptError(f"{file.name} has other tokens than its name says")
             except StoreError:
                 return None
             if len(self._known) >= _MAX_KNOWN:
@@ -459,7 +491,7 @@ class PrefixStore:
         ):
             return None
         layers = tuple(layer for lo, hi in ranges for layer in range(lo, hi))
-        return _File(name, num_tokens, layers, heads)
+        return _File(name, found["folder"], num_tokens, layers, heads)
 
     def _name(self, node: str, ids: _Ids, layers: Iterable[int], heads: tuple[int, int]) -> str:
         runs: list[list[int]] = []
@@ -523,7 +555,7 @@ class PrefixStore:
         """Takes chunk_tokens from the store, or gives it to a new one."""
         path = self._blobs.fetch(_CONFIG)
         if path is None:
-            wanted = {"format": FORMAT, "chunk_tokens": self._requested or _CHUNK_TOKENS}
+            wanted = {"format": FORMAT, "chunk_tokens": self._requested or self._otherwise}
             with suppress(StoreError):  # one that is only read may be empty yet
                 self._blobs.put(_CONFIG, lambda path: _write_json(path, wanted))
             path = self._blobs.fetch(_CONFIG)
@@ -532,7 +564,7 @@ class PrefixStore:
         try:
             config = json.loads(path.read_bytes())
             found, chunk_tokens = config["format"], config["chunk_tokens"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise StoreError(f"{path} is not the description of a KVX store: {error!r}") from None
         if found != FORMAT or type(chunk_tokens) is not int or chunk_tokens < 1:
             raise StoreError(
@@ -563,22 +595,18 @@ def _key(node: str, ids: _Ids) -> str:
 
 def _head(node: str, ids: _Ids) -> str:
     """Two digits for each of the first tokens; they differ from some token on if the tokens do."""
-    digits, crc = "", zlib.crc32(node.encode())
-    for token in ids[:_HEAD_TOKENS]:
-        crc = zlib.crc32(token.tobytes(), crc)
+    data, crc, digits = ids[:_HEAD_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
+    for at in range(0, len(data), ids.itemsize):
+        crc = zlib.crc32(data[at : at + ids.itemsize], crc)
         digits += f"{crc & 0xFF:02x}"
     return digits
 
 
 def _common(head: str, other: str) -> int:
     """The tokens that two heads may have in common at most."""
-    pairs = zip(head[::2], head[1::2], strict=False), zip(other[::2], other[1::2], strict=False)
-    count = 0
-    for one, two in zip(*pairs, strict=False):
-        if one != two:
-            break
-        count += 1
-    return count
+    count = min(len(head), len(other)) // 2
+    differs = (i for i in range(count) if head[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
+    return next(differs, count)
 
 
 def _shared(ids: _Ids, others: _Ids) -> int:

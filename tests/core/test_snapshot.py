@@ -27,6 +27,7 @@ from kvx_core import (
     InvalidArgumentError,
     OutOfRangeError,
     PoolDesc,
+    ScaleDesc,
     ScaleGranularity,
     Section,
     Snapshot,
@@ -424,6 +425,49 @@ def test_scales_by_block_are_refused() -> None:
         capture(cache, [3, 1], 7)
 
 
+def test_scales_that_are_none(tmp_path: Path) -> None:
+    """vLLM's layers have a scale of 1 whatever the dtype of their cache."""
+    one = ScaleDesc.of(1.0)
+    src, dst = small(), small(2)
+    views = [section_of(cache, (0, 1), [3, 1]) for cache in (src, dst)]
+    scaled_views = [
+        replace(s, view=replace(s.view, k_scales=(one, one), v_scales=(one, one))) for s in views
+    ]
+    snapshot = reopened(Snapshot.capture(range(7), scaled_views[:1]), tmp_path / "file")
+    assert "layers.0.k_scale" not in snapshot.tensors
+    snapshot.restore(scaled_views[1], 0, 7)
+    expected = small(2)
+    end = Packed(torch.tensor([[3, 1]]), 4)
+    reference.migrate(src.layers, end, expected.layers, end, [7])
+    assert_same_bytes(dst, expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_cannot_be(scale: float) -> None:
+    section = section_of(small(dtype=torch.float8_e5m2), (0, 1), [3, 1])
+    view = replace(section.view, k_scales=(None, ScaleDesc.of(scale)))
+    with pytest.raises(InvalidArgumentError, match=r"scale of the cache is .*, expected it finite"):
+        Snapshot.capture(range(7), [replace(section, view=view)])
+
+
+def test_some_layers_of_a_section(tmp_path: Path) -> None:
+    cache, dst = small(num_layers=3), small(2, num_layers=3)
+    section = section_of(cache, (4, 5, 6), [3, 1])
+    assert section.of((6, 4)).view.layers == (section.view.layers[2], section.view.layers[0])
+    assert section.of((6, 5, 4)).view.layers == section.view.layers[::-1]
+    snapshot = Snapshot.reserve(range(7), [section])
+    assert snapshot is not None
+    for layers in ((6, 4), (5,)):
+        snapshot.fill(section.of(layers))
+    snapshot.settle([section])
+    snapshot.save(tmp_path / "file")
+    Snapshot.open(tmp_path / "file").read((5, 6)).restore(section_of(dst, (4, 5, 6), [3, 1]), 0, 7)
+    expected = small(2, num_layers=3)
+    end = Packed(torch.tensor([[3, 1]]), 4)
+    reference.migrate(cache.layers[1:], end, expected.layers[1:], end, [7])
+    assert_same_bytes(dst, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -529,7 +573,7 @@ def test_a_change_of_any_byte_is_noticed(good: Path) -> None:
     expected = content(good)
     dice = random.Random(1)
     first = 8 + int.from_bytes(data[:8], "little")
-    places = [*range(first), *dice.sample(range(first, len(data)), 200)]
+    places = [*range(8), *range(8, first, 4), *dice.sample(range(first, len(data)), 100)]
     noticed = 0
     for place in places:
         changed = bytearray(data)
@@ -606,7 +650,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_after_it_was_opened(good: Path) -> None:
     file = Snapshot.open(good)
-    os.truncate(good, good.stat().st_size - 5000)
+    os.truncate(good, good.stat().st_size - 1000)
     with pytest.raises(CorruptError, match="shorter than its header says"):
         file.read(file.header.layers)
 

@@ -1,0 +1,160 @@
+"""Layers of a vLLM cache as descriptors and views, zero-copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvx_adapters._vllm.encodings import VALUES, Encoding, encoding_of
+from kvx_adapters._vllm.pages import page_of
+from kvx_adapters._vllm.placement import placed
+from kvx_adapters._vllm.spec import LayerSpec
+from kvx_adapters._vllm.tables import NULL_BLOCK_ID
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    Layout,
+    ScaleDesc,
+    ScaleGranularity,
+    TensorDesc,
+    describe,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its descriptor, and scales that lie in the cache."""
+
+    desc: CacheDesc
+    rows: Encoding
+    k_scale: ScaleDesc | None
+    v_scale: ScaleDesc | None
+
+
+def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
+    """One layer of a vLLM cache, zero-copy.
+
+    kv_cache: as vLLM binds it to the layer, or gives it to a connector: (num_blocks, num_kv_heads,
+              block_size, 2 * head_size) for most backends since 0.26, strides as spec.layout says;
+              or, where vLLM splits its blocks for the kernel, (num_blocks * n, num_kv_heads,
+              block_size / n, 2 * head_size), described with those smaller blocks
+    What its bytes are is taken from spec.kv_cache_dtype: FP8 is stored as uint8, for example. Rows
+    that are no numbers to KVX, such as INT8 with a scale in each, are U8: see LayerGroup.encoding.
+    Raises UnsupportedError for what is not known here, InvalidArgumentError where `kv_cache` is
+    not what `spec` says.
+    Source: the table PAGES; vllm 0.32 v1/kv_cache_interface.py, compute_layout_strides
+    """
+    return layer_of(kv_cache, spec).desc
+
+
+def inline_scales(kv_cache: Tensor, spec: LayerSpec) -> tuple[ScaleDesc, ScaleDesc] | None:
+    """The scales that lie in the cache itself, of K and V; None if there are none.
+
+    kv_cache: as in `cache_desc`; with kv_cache_dtype "fp8_per_token_head" each row of a token and
+              head ends in its float32 scale
+    Raises UnsupportedError, InvalidArgumentError.
+    """
+    layer = layer_of(kv_cache, spec)
+    if layer.k_scale is None or layer.v_scale is None:
+        return None
+    return layer.k_scale, layer.v_scale
+
+
+def cache_view(
+    kv_caches: Sequence[Tensor],
+    specs: LayerSpec | Sequence[LayerSpec],
+    facts: CacheFacts,
+    *,
+    k_scales: Sequence[Tensor | float] | None = None,
+    v_scales: Sequence[Tensor | float] | None = None,
+) -> CacheView:
+    """All layers that share one block table, in the order of the model's layers.
+
+    kv_caches:          per layer, as in `cache_desc`
+    specs:              one for all layers, or one per layer
+    k_scales, v_scales: per layer, needed for FP8 unless the scales lie in the cache:
+                        layer._k_scale, one float32 or one per KV head
+    Raises UnsupportedError, InvalidArgumentError.
+    """
+    if isinstance(specs, LayerSpec):
+        specs = [specs] * len(kv_caches)
+    if len(specs) != len(kv_caches):
+        raise InvalidArgumentError(f"specs has {len(specs)} layers, kv_caches {len(kv_caches)}")
+    layers = [layer_of(cache, spec) for cache, spec in zip(kv_caches, specs, strict=True)]
+    if any(map(_needs_scales, layers)) and None in (k_scales, v_scales):
+        raise InvalidArgumentError(
+            "k_scales or v_scales is None, expected one scale per layer of an FP8 cache. They are "
+            "layer._k_scale and layer._v_scale, or 1.0"
+        )
+    return CacheView(
+        layers=tuple(layer.desc for layer in layers),
+        facts=facts,
+        k_scales=_scales(layers, [layer.k_scale for layer in layers], k_scales),
+        v_scales=_scales(layers, [layer.v_scale for layer in layers], v_scales),
+        null_block_id=NULL_BLOCK_ID,
+    )
+
+
+def layer_of(kv_cache: Tensor, spec: LayerSpec) -> Layer:
+    """One layer and what lies beside its values. Raises as `cache_desc`."""
+    page, rows = page_of(spec), encoding_of(spec)
+    kv_cache = placed(kv_cache, spec, page, rows)
+    if rows.dtype is DType.U8:
+        kv_cache = kv_cache.view(torch.uint8)  # KVX has no INT8
+    k, v = page.split(kv_cache, spec.num_kv_heads, rows)
+    return Layer(
+        desc=CacheDesc.from_kv(
+            _values(k, rows, rows.k_row), None if v is None else _values(v, rows, rows.v_row)
+        ),
+        rows=rows,
+        k_scale=_inline(k, rows),
+        v_scale=None if v is None else _inline(v, rows),
+    )
+
+
+def scale_desc(scale: Tensor | float) -> ScaleDesc:
+    """vLLM's scale of a layer: one float32, or one per KV head."""
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        return ScaleDesc.of(scale, ScaleGranularity.PER_HEAD)
+    return ScaleDesc.of(scale)
+
+
+def _values(tensor: Tensor, rows: Encoding, row: int) -> TensorDesc:
+    """(block, head, token, row) without what follows the values, or 5 axes, packed."""
+    if tensor.ndim == 5:
+        return describe(tensor, Layout.BLOCK_HND_PACKED, dtype=rows.dtype)
+    return describe(tensor[..., : rows.values(row)], Layout.BLOCK_HND, dtype=rows.dtype)
+
+
+def _inline(tensor: Tensor, rows: Encoding) -> ScaleDesc | None:
+    """The float32 at the end of each row, as (block, token, head)."""
+    if not rows.inline_scales:
+        return None
+    scales = tensor[..., rows.values(tensor.shape[-1]) :].view(torch.float32)
+    return ScaleDesc.of(scales[..., 0].transpose(1, 2), ScaleGranularity.PER_TOKEN_HEAD)
+
+
+def _needs_scales(layer: Layer) -> bool:
+    return layer.rows.name == VALUES and layer.desc.k.dtype.itemsize == 1 and layer.k_scale is None
+
+
+def _scales(
+    layers: Sequence[Layer],
+    inline: Sequence[ScaleDesc | None],
+    given: Sequence[Tensor | float] | None,
+) -> tuple[ScaleDesc | None, ...] | None:
+    """One per layer: the one that lies in the cache, the one that is given, or none."""
+    if given is None:
+        return tuple(inline) if any(inline) else None
+    if len(given) != len(layers):
+        raise InvalidArgumentError(f"there are {len(given)} scales for {len(layers)} layers")
+    return tuple(
+        scale_desc(scale) if _needs_scales(layer) else found
+        for layer, found, scale in zip(layers, inline, given, strict=True)
+    )

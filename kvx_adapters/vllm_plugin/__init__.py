@@ -1,0 +1,120 @@
+"""KVX in vLLM: `register` is the entry point `kvx` of vllm.general_plugins.
+
+vLLM calls it in every process it starts, before it knows the model. Names are registered, and what
+they stand for is imported when an engine asks for it.
+
+    CUSTOM        attention backend on CUDA: FlashAttention with a cache that KVX writes
+    CPU_ATTN      vLLM's attention on CPU with a cache that KVX writes, if KVX_VLLM_CPU_ATTENTION is
+                  in the environment, since on CPU vLLM ignores --attention-backend. 1: tokens are
+                  those of vLLM, to which FP8 caches are left; nearest: FP8 caches, too, rounded to
+                  nearest as on CUDA, where vLLM's own write on CPU rounds towards zero
+    KVXConnector  KV connector: tokens to and from a KVX store
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x, whose plugin interfaces are those used here
+
+_BACKEND = "kvx_adapters.vllm_plugin.attention.KVXFlashAttentionBackend"
+_CPU_BACKEND = "kvx_adapters.vllm_plugin.cpu_attention.KVXCPUAttentionBackend"
+_CONNECTOR = ("KVXConnector", "kvx_adapters.vllm_plugin.connector", "KVXConnector")
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+_logger = logging.getLogger("vllm.kvx")  # below vllm's own, whose handlers it has
+
+
+def register() -> None:
+    """Registers what KVX has for vLLM; again is as good as once.
+
+    Raises nothing: an error here would end the engine, whatever it is to run. What cannot be
+    registered is logged.
+    """
+    try:
+        _check_version()
+    except Exception as error:
+        _logger.warning("KVX is not registered: %s", error)
+        return
+    for name, registration in (
+        ("attention backend CUSTOM", _register_backend),
+        ("attention backend CPU_ATTN", _register_cpu_backend),
+        ("KV connector KVXConnector", _register_connector),
+    ):
+        try:
+            registration()
+        except Exception as error:
+            _logger.warning("KVX's %s is not registered: %s", name, error)
+
+
+def _check_version() -> None:
+    from vllm import __version__ as version
+
+    match = re.match(r"0\.(\d+)\.", version)
+    if match is None or not FIRST_MINOR <= int(match[1]) <= LAST_MINOR:
+        raise RuntimeError(
+            f"vllm is {version}, expected 0.{FIRST_MINOR} to 0.{LAST_MINOR}, with which KVX has "
+            "been tested. Install one of those, or a newer KVX"
+        )
+
+
+def _register_backend() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    _override(AttentionBackendEnum.CUSTOM, _BACKEND)
+
+
+def _register_cpu_backend() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = os.environ.get("KVX_VLLM_CPU_ATTENTION", "0")
+    if chosen in ("1", "nearest"):
+        _override(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
+    elif chosen != "0":
+        raise ValueError(f"KVX_VLLM_CPU_ATTENTION is {chosen!r}, expected '0', '1' or 'nearest'")
+
+
+def _override(backend: Any, path: str) -> None:
+    from vllm.v1.attention.backends.registry import register_backend
+
+    if backend.is_overridden() and backend.get_path() != path:
+        raise ValueError(f"it is {backend.get_path()} already. Choose plugins by VLLM_PLUGINS")
+    register_backend(backend, path)
+
+
+def _register_connector() -> None:
+    """Now, or as soon as there is a factory: to import it takes a second, which processes that run
+    no engine need not spend.
+    """
+    if _FACTORY in sys.modules:
+        with suppress(ValueError):  # it is there already
+            sys.modules[_FACTORY].KVConnectorFactory.register_connector(*_CONNECTOR)
+    elif not any(isinstance(finder, _WaitForFactory) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WaitForFactory())
+
+
+class _WaitForFactory(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _FACTORY:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_load_factory, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _load_factory(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    load(module)
+    register()

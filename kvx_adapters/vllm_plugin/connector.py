@@ -1,0 +1,304 @@
+"""KVXConnector: vLLM's KV connector that keeps prefixes in a KVX store.
+
+    --kv-transfer-config '{"kv_connector": "KVXConnector", "kv_role": "kv_both",
+                           "kv_connector_extra_config": {"path": "/the/stores/directory"}}'
+
+What is saved is found again by whatever serves the same model: with another block size, layout,
+cache dtype, tensor-parallel size or version of vLLM, or with another engine. settings.py has the
+configuration. This class is vLLM's API and nothing else: scheduler.py plans, worker.py copies.
+
+Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers import rotary_embedding
+from vllm.version import __version__ as vllm_version
+
+from kvx_adapters import vllm
+from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
+from kvx_adapters.vllm_plugin.settings import Settings, Stores, check_engine
+from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
+from kvx_adapters.vllm_plugin.steps import StepPlan
+from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
+from kvx_core import CacheFacts, UnsupportedError
+
+logger = init_logger(__name__)
+
+# Since 0.30 a worker may say which requests' loads have failed. Before, it says which blocks, and
+# that means nothing where several cache groups use the same ids.
+_BY_REQUEST = hasattr(base, "KVConnectorTransferResults")
+
+
+class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Raises InvalidArgumentError, UnsupportedError at start-up, and nothing later."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_engine(vllm_config)
+        self._settings = Settings.of(vllm_config)
+        windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        shortest = min(filter(None, windows), default=0)
+        self._stores = Stores(vllm_config, self._settings, shortest)
+        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._new_scheduler(len(windows) > 1, shortest)
+
+    def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:
+        transfer = self._vllm_config.kv_transfer_config
+        consumes = transfer.is_kv_consumer
+        if consumes and hybrid and not _BY_REQUEST:
+            logger.warning(
+                "KVX loads nothing: with several KV cache groups vllm %s cannot be told that a "
+                "load has failed. Use 0.30 or later, or --disable-hybrid-kv-cache-manager",
+                vllm_version,
+            )
+            consumes = False
+        if transfer.is_kv_producer and 0 < window < self._stores.chunk_tokens:
+            logger.warning(
+                "chunk_tokens is %d, expected at most the sliding window, %d: when a chunk is full "
+                "its beginning may have left the window, and then it is not saved",
+                self._stores.chunk_tokens,
+                window,
+            )
+        return SchedulerHalf(
+            stores=self._stores,
+            settings=self._settings,
+            produces=transfer.is_kv_producer,
+            consumes=consumes,
+            asynchronous=self._settings.async_load or hybrid or bool(window),
+            window=window,
+        )
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        config = self._vllm_config
+        layers = config.compilation_config.static_forward_context
+        groups = vllm.layer_groups(
+            self._kv_cache_config, layers, vllm_version, layout=_layout_before_29()
+        )
+        _check_layers(groups, config)
+        facts = _facts(config, self._stores.fingerprint)
+        held = []
+        for index, group in enumerate(groups):
+            _self_test(group, kv_caches, layers)
+            for part in _by_window(group, layers):
+                view, kernel_blocks = vllm.group_view(part, kv_caches, facts, layers)
+                held.append(Held(index, part, view, kernel_blocks))
+        device = next(iter(kv_caches.values())).device
+        self._worker = WorkerHalf(
+            self._stores, self._settings, held, device, by_request=_BY_REQUEST
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: start_load_kv returns when all layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        if self._worker is not None and self._settings.layerwise:
+            self._worker.save_layer(self._step(), layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        saved, loaded, _ = self._worker.take_results()
+        return saved, loaded
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        saved, loaded, failed = self._worker.take_results() if self._worker else ((), (), ())
+        return base.KVConnectorTransferResults(set(saved), set(loaded), set(failed))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker else set()
+
+    def get_kv_connector_stats(self) -> KVXStats | None:
+        return self._worker.take_stats() if self._worker else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _step(self) -> StepPlan:
+        step = self._get_connector_metadata()
+        assert isinstance(step, StepPlan)
+        return step
+
+    # ---- scheduler ----
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._half.num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._half.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        return self._half.plan(scheduler_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._half.finished(request, block_ids), None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._half.heard(
+            failed=getattr(connector_output, "failed_recving", None) or (),
+            finished=connector_output.finished_recving or (),
+            blocks=bool(connector_output.invalid_block_ids),
+        )
+
+    def reset_cache(self) -> bool:
+        self._half.reset()
+        return True
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not saved is computed again
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    # ---- both ----
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("layerwise"))  # a whole graph would run past save_kv_layer
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVXStats:
+        return KVXStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVXPromMetrics:
+        return KVXPromMetrics(*args)
+
+
+def _facts(config: Any, fingerprint: str) -> CacheFacts:
+    """What keys and values mean on this rank; group_view adds layers and window."""
+    ranks = config.parallel_config.tensor_parallel_size
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    total = config.model_config.get_total_num_kv_heads()
+    rotary, rotary_dim = _rotary()
+    return CacheFacts(
+        engine=f"vllm {vllm_version}",
+        fingerprint=fingerprint,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+        rope_applied=None if rotary is None else True,
+        hadamard=False,
+        scale_convention="multiply",
+        total_kv_heads=total,
+        first_kv_head=rank * total // ranks,  # ranks share a head where there are more of them
+        negative_slots="skip",
+    )
+
+
+def _rotary() -> tuple[Literal["half", "interleaved"] | None, int | None]:
+    """The one rotary embedding that this process has made; unknown if there are several, or none.
+
+    Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
+    """
+    made = getattr(rotary_embedding, "_ROPE_DICT", {}).values()
+    found = {(bool(rope.is_neox_style), int(rope.rotary_dim)) for rope in made}
+    if len(found) != 1:
+        return None, None
+    ((is_neox_style, rotary_dim),) = found
+    return ("half" if is_neox_style else "interleaved"), rotary_dim
+
+
+def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
+    """A prefix is stored when all layers are: those that this worker has must be the model's.
+
+    Raises UnsupportedError.
+    """
+    found = sorted(layer for group in groups for layer in group.layers)
+    first, last = config.model_config.get_layers_start_end_indices(config.parallel_config)
+    if found != list(range(first, last)):
+        raise UnsupportedError(
+            f"the KV cache has layers {found}, expected each of {first} to {last - 1} once: "
+            "KVXConnector does not serve models with other layers, or with a draft model's"
+        )
+
+
+def _window(spec: Any) -> int:
+    """Tokens after which a group's blocks are given to others; 0: they are kept.
+
+    Raises UnsupportedError for blocks that are given away in another way.
+    Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
+    """
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    name = type(spec).__name__
+    if name.startswith("ChunkedLocalAttention"):
+        raise UnsupportedError(
+            f"a KV cache group has a {name}, expected full attention or a sliding window. Use "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    return spec.sliding_window if name.startswith("SlidingWindow") else 0
+
+
+def _by_window(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:
+    """The group's layers by their own sliding windows, which may differ without hybrid groups."""
+    windows = [getattr(layers[name], "sliding_window", None) or 0 for name in group.layer_names]
+    parts = []
+    for window in sorted(set(windows)):
+        at = [i for i, found in enumerate(windows) if found == window]
+        parts.append(
+            replace(
+                group,
+                layer_names=tuple(group.layer_names[i] for i in at),
+                layers=tuple(group.layers[i] for i in at),
+                specs=tuple(group.specs[i] for i in at),
+                window=window,
+            )
+        )
+    return parts
+
+
+def _self_test(
+    group: vllm.LayerGroup, kv_caches: Mapping[str, Tensor], layers: Mapping[str, Any]
+) -> None:
+    """vLLM writes a token and KVX finds it. Raises InvalidArgumentError if it does not."""
+    try:
+        vllm.self_test_group(group, kv_caches, layers)
+    except UnsupportedError as error:
+        logger.warning("KVX has not tested its description of the KV cache: %s", error)
+
+
+def _layout_before_29() -> str | None:
+    """Since 0.29 KVCacheConfig has it."""
+    from vllm.v1.attention.backends import utils
+
+    layout = getattr(utils, "get_kv_cache_layout", None)
+    return None if layout is None else layout()

@@ -1,0 +1,227 @@
+"""The scheduler's half of KVXConnector: what is stored of a prompt, what a step saves and loads.
+
+It sees token ids and block ids, never a tensor.
+
+A load may fail, and then what a step computes from it is wrong, in the request that loaded and in
+any that found its blocks in the prefix cache. vLLM drops such results and so must the store: where
+loads share a step with the forward pass that reads them, a request's tokens are saved only after
+vLLM has accepted a token of it. Loads beside other steps are over before their request runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_adapters.vllm_plugin.settings import Settings, Stores
+from kvx_adapters.vllm_plugin.steps import BlockIds, Load, Save, StepPlan
+from kvx_core.stores.prefix import Match
+
+# Requests that end otherwise may not have what they computed accepted.
+# Source: vllm 0.32 v1/request.py, RequestStatus
+_FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that has blocks."""
+
+    request: Any  # vllm's Request: all_token_ids grows as tokens are accepted
+    salt: str
+    block_ids: BlockIds
+    hold: int  # save nothing before it has more tokens than this
+    saved: int = 0  # tokens that are in the store, or need not be
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """What the store has of a request's tokens, until blocks are allocated for them."""
+
+    match: Match
+    num_tokens: int  # of the request when it was looked up
+    start: int = 0  # tokens that the engine has itself
+
+
+@dataclass(slots=True)
+class SchedulerHalf:
+    """Raises nothing: without a plan for a request, vLLM computes it as if there were no store."""
+
+    stores: Stores
+    settings: Settings
+    produces: bool
+    consumes: bool
+    asynchronous: bool  # loads
+    window: int  # the shortest sliding window of a cache group; 0: there is none
+    _tracked: dict[str, _Tracked] = field(default_factory=dict)
+    _lookups: dict[str, _Lookup] = field(default_factory=dict)
+    _given_up: set[str] = field(default_factory=set)  # requests whose load has failed
+    _loading: set[str] = field(default_factory=set)  # requests with a load in this or past steps
+    _next: StepPlan = field(default_factory=StepPlan)
+    _epoch: str = ""
+
+    def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens past `num_computed_tokens` that can be loaded, and whether beside other steps."""
+        request_id = request.request_id
+        if not self.consumes or request_id in self._given_up or not _is_plain(request):
+            return 0, False
+        if request.sampling_params.prompt_logprobs is not None:
+            return 0, False  # needs the logits of every token of the prompt
+        found = self._lookups.get(request_id)
+        if found is None or found.num_tokens != request.num_tokens:
+            tokens = _tokens(request, request.num_tokens)
+            found = _Lookup(self.stores[self._salt(request)].lookup(tokens), request.num_tokens)
+            self._lookups[request_id] = found
+        found.start = num_computed_tokens
+        # The last token is computed here: its logits choose the next one.
+        count = min(found.match.num_tokens, request.num_tokens - 1) - num_computed_tokens
+        return (count, self.asynchronous) if count >= self.settings.min_tokens else (0, False)
+
+    def allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
+        """`request` has these blocks now, for its own tokens and `num_external_tokens` loaded ones.
+
+        Called a second time, with 0, once a load beside other steps is over.
+        """
+        request_id = request.request_id
+        found = self._lookups.pop(request_id, None)
+        if not _is_plain(request):
+            return
+        hold = request.num_tokens if self.consumes and not self.asynchronous else 0
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            salt = self._salt(request)
+            tracked = self._tracked[request_id] = _Tracked(request, salt, block_ids, hold)
+        tracked.block_ids, tracked.hold = block_ids, hold
+        if num_external_tokens == 0 or found is None:
+            return
+        stop = found.start + num_external_tokens
+        tracked.saved = max(tracked.saved, stop)
+        self._loading.add(request_id)
+        self._next.loads.append(
+            Load(
+                request_id=request_id,
+                salt=tracked.salt,
+                match=found.match,
+                start=found.start,
+                stop=stop,
+                block_ids=block_ids,
+                wait=not self.asynchronous,
+            )
+        )
+
+    def plan(self, output: Any) -> StepPlan:
+        """What the workers do in the step that `output`, vLLM's SchedulerOutput, describes."""
+        for request_id, num_computed_tokens in self._follow(output):
+            if self.produces:
+                stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
+                self._save(self._tracked[request_id], num_computed_tokens, stop)
+        step, self._next = self._next, StepPlan()
+        return step
+
+    def finished(self, request: Any, block_ids: BlockIds) -> bool:
+        """Forgets a request. Returns whether its blocks have to stay until they are saved."""
+        request_id = request.request_id
+        self._lookups.pop(request_id, None)
+        self._given_up.discard(request_id)
+        self._loading.discard(request_id)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None or not self.produces or request.status.name not in _FINISHED:
+            return False
+        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens)
+        if not self.settings.save_generated:
+            stop = min(stop, request.num_prompt_tokens)
+        at_prompt = tracked.saved < request.num_prompt_tokens <= stop
+        if stop - tracked.saved < (1 if at_prompt else self.settings.min_tokens):
+            return False
+        tracked.block_ids = block_ids
+        self._next.saves.append(self._save_of(tracked, stop, final=True))
+        return True
+
+    def heard(self, failed: Collection[str], finished: Collection[str], blocks: bool) -> None:
+        """What the workers reported of loads: failed and finished requests, or failed blocks."""
+        self._given_up.update(self._loading if blocks else failed)
+        self._loading.difference_update(failed, finished)
+
+    def reset(self) -> None:
+        """Share nothing that was saved until now: the model may not be the one it was."""
+        self._epoch = secrets.token_hex(16)
+        self._lookups.clear()
+
+    def _follow(self, output: Any) -> Iterator[tuple[str, int]]:
+        """Keeps block ids as they grow. Yields scheduled requests, and what they have computed."""
+        for new in output.scheduled_new_reqs:
+            if tracked := self._tracked.get(new.req_id):
+                tracked.block_ids = _lists(new.block_ids)
+                yield new.req_id, new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.block_ids = _lists(cached.new_block_ids[i])
+            elif cached.new_block_ids[i] is not None:
+                for group, new_ids in zip(tracked.block_ids, cached.new_block_ids[i], strict=True):
+                    group.extend(new_ids)
+            yield request_id, cached.num_computed_tokens[i]
+
+    def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
+        """Plans to save what has been computed when `stop` tokens have been.
+
+        Full chunks as they complete, and the prompt to its end as soon as it is there.
+        """
+        request = tracked.request
+        known = len(request.all_token_ids)  # without drafts that may be rejected
+        if known <= tracked.hold:
+            return
+        stop = min(stop, known)
+        chunk, num_prompt_tokens = self.stores.chunk_tokens, request.num_prompt_tokens
+        full = stop - stop % chunk
+        if stop >= num_prompt_tokens > tracked.saved:
+            full = max(full, num_prompt_tokens)
+        if not self.settings.save_generated:
+            full = min(full, num_prompt_tokens)
+        # Blocks of tokens that no sliding window reaches any more have gone to others.
+        # Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
+        gone = num_computed_tokens - self.window + 1 if self.window else 0
+        if gone > tracked.saved - tracked.saved % chunk:
+            tracked.saved = min(-(-gone // chunk) * chunk, full)
+        if full > tracked.saved:
+            self._next.saves.append(self._save_of(tracked, full))
+            tracked.saved = full
+
+    def _save_of(self, tracked: _Tracked, stop: int, *, final: bool = False) -> Save:
+        return Save(
+            request_id=tracked.request.request_id,
+            salt=tracked.salt,
+            tokens=_tokens(tracked.request, stop),
+            start=tracked.saved - tracked.saved % self.stores.chunk_tokens,
+            block_ids=_lists(tracked.block_ids),
+            final=final,
+        )
+
+    def _salt(self, request: Any) -> str:
+        return "\n".join(filter(None, (self._epoch, request.cache_salt)))
+
+
+def _is_plain(request: Any) -> bool:
+    """Its keys and values depend on its token ids and the model's files alone."""
+    return (
+        request.sampling_params is not None
+        and request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.lora_request is None
+        and not request.mm_features
+    )
+
+
+def _tokens(request: Any, num_tokens: int) -> npt.NDArray[np.int64]:
+    return np.asarray(request.all_token_ids[:num_tokens], dtype=np.int64)
+
+
+def _lists(block_ids: BlockIds) -> BlockIds:
+    return tuple(map(list, block_ids))

@@ -1,0 +1,133 @@
+"""How KVXConnector is configured, and what the engine's own configuration means for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_core.facts import model_fingerprint
+from kvx_core.stores.blobs import Directory
+from kvx_core.stores.prefix import PrefixStore
+
+_MAX_SALTS = 1024
+
+
+class Settings(BaseModel):
+    """kv_connector_extra_config of KVXConnector."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path  # the store's directory, made if it is not there
+    fingerprint: str | None = None  # of the model; None: taken from its files
+    chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
+    async_load: bool = False  # load beside other requests' steps instead of before one's own
+    layerwise: bool = False  # copy each layer when it has been computed, not all after the last
+    save_generated: bool = True  # not only prompts
+    min_tokens: int = Field(default=8, ge=1)  # fewer are computed faster than loaded
+    max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
+    writer_threads: int = Field(default=1, ge=1)
+    max_pending_bytes: int = Field(
+        default=4 << 30, gt=0
+    )  # copied and not written; no more is saved
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Self:
+        """Raises InvalidArgumentError, which names every wrong field."""
+        found = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        try:
+            return cls(**found)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"kv_connector_extra_config.{'.'.join(map(str, e['loc']))}: {e['msg']}"
+                for e in error.errors()
+            )
+            raise InvalidArgumentError(
+                f"{wrong}. KVXConnector needs at least {{'path': '/the/stores/directory'}}"
+            ) from None
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuses engines whose blocks do not hold whole tokens in order, computed as the model says.
+
+    Raises UnsupportedError.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UnsupportedError(
+                f"{name} is {getattr(parallel, name)}, expected 1: its ranks share out the tokens "
+                "of a block, which KVXConnector does not put together again"
+            )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until 0.31
+        raise UnsupportedError(
+            "calculate_kv_scales is True, expected False: tokens loaded before the first forward "
+            "pass would be stored with scales that this pass then replaces"
+        )
+
+
+class Stores:
+    """The store of the model that an engine serves, by cache_salt: other salts share nothing."""
+
+    def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
+        """window: the shortest sliding window of a cache group; 0: there is none"""
+        model = vllm_config.model_config
+        self.fingerprint = settings.fingerprint or _fingerprint(model)
+        self._store = PrefixStore(
+            Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
+            fingerprint=self.fingerprint,
+            num_layers=model.get_total_num_hidden_layers(),
+            total_kv_heads=model.get_total_num_kv_heads(),
+            chunk_tokens=settings.chunk_tokens,
+            # When a chunk is full, its beginning must not have left the window.
+            new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
+        )
+        self._salted: dict[str, PrefixStore] = {}
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._store.chunk_tokens
+
+    def __getitem__(self, salt: str) -> PrefixStore:
+        store = self._salted.get(salt)
+        if store is None:
+            if len(self._salted) >= _MAX_SALTS:
+                self._salted.clear()
+            store = self._salted[salt] = self._store.salted(salt)
+        return store
+
+
+def _fingerprint(model: Any) -> str:
+    """Of the files of the model that an engine has loaded.
+
+    model: vllm's ModelConfig
+    Raises UnsupportedError if what is served is not what the files say.
+    """
+    if model.hf_overrides:
+        raise UnsupportedError(
+            f"hf_overrides is {model.hf_overrides!r}, so the model is not what its files say. Give "
+            "kv_connector_extra_config a 'fingerprint' of your own"
+        )
+    directory = Path(model.model)
+    if not directory.is_dir():
+        directory = _downloaded(model)
+    quantization = model.quantization
+    if quantization and getattr(model.hf_config, "quantization_config", None) is None:
+        return f"{model_fingerprint(directory)}-{quantization}"
+    return model_fingerprint(directory)
+
+
+def _downloaded(model: Any) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"model is {model.model!r}, of which no local copy was found ({error}). Give "
+            "kv_connector_extra_config a 'fingerprint' that is the same for all engines that serve "
+            "these weights, and for no others"
+        ) from None

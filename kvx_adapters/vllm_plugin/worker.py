@@ -1,0 +1,256 @@
+"""The worker's half of KVXConnector: copies tokens out of vLLM's blocks, and into them.
+
+A save copies to host memory before the step ends, since blocks may change hands after it, and
+writes the file from a thread. A load reads a file and writes blocks, before the forward pass or in
+a thread beside other requests' steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from kvx_adapters import vllm
+from kvx_adapters.vllm_plugin.settings import Settings, Stores
+from kvx_adapters.vllm_plugin.stats import KVXStats
+from kvx_adapters.vllm_plugin.steps import BlockIds, Load, Save, StepPlan
+from kvx_core import CacheView, KvxError
+from kvx_core.snapshot import Section, Snapshot
+from kvx_core.stores.prefix import PrefixStore
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Layers that share a list of block ids, and a sliding window."""
+
+    index: int  # of their KV cache group
+    group: vllm.LayerGroup
+    view: CacheView
+    kernel_blocks: int  # per block
+
+
+@dataclass(slots=True)
+class _Span:
+    """Tokens that are being copied, to be stored."""
+
+    store: PrefixStore
+    snapshot: Snapshot
+    sections: list[Section]
+    missing: set[int]  # layers that have not been copied
+
+    def fill(self, layers: Collection[int]) -> None:
+        for section in self.sections:
+            if held := [layer for layer in section.layers if layer in layers]:
+                self.snapshot.fill(section.of(held))
+        self.missing = self.missing.difference(layers)
+
+
+class WorkerHalf:
+    """Owns two thread pools; `shutdown` ends them.
+
+    held:       all that this worker holds
+    device:     where the caches are
+    by_request: vLLM asks which requests' loads have failed, not only which blocks
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        settings: Settings,
+        held: Sequence[Held],
+        device: torch.device,
+        *,
+        by_request: bool,
+    ) -> None:
+        self._stores, self._settings = stores, settings
+        self._held, self._device, self._by_request = held, device, by_request
+        self._layer_of = {
+            name: layer
+            for part in held
+            for name, layer in zip(part.group.layer_names, part.group.layers, strict=True)
+        }
+        self._layers = list(self._layer_of.values())
+        first = held[0].view
+        first_head = first.facts.first_kv_head or 0
+        self._heads = first_head, first_head + first.layers[0].num_kv_heads
+        self._writers = ThreadPoolExecutor(settings.writer_threads, "kvx-save")
+        self._loaders = ThreadPoolExecutor(1, "kvx-load")
+        # Of loads beside the forward pass. Without CUDA there is none, and torch does nothing.
+        new_stream: Any = torch.cuda.Stream
+        self._stream = new_stream(device) if device.type == "cuda" else None
+        self._open_step: StepPlan | None = None  # that save_layer was called for
+        self._open: dict[str, list[_Span]] = {}  # its spans, by request
+        self._lock = threading.Lock()  # of all below
+        self._pending_bytes = 0  # copied, not yet written
+        self._saved: set[str] = set()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._stats = KVXStats()
+
+    def load(self, step: StepPlan) -> None:
+        """Loads what this step's forward pass reads, and starts to load the rest."""
+        for load in step.loads:
+            if load.wait:
+                self._load(load)
+            else:
+                self._loaders.submit(self._load_beside, load)
+
+    def save_layer(self, step: StepPlan, layer_name: str) -> None:
+        """Copies one layer of what this step saves; `save` copies those that were not."""
+        if self._open_step is not step:
+            self._open_step, self._open = step, {}
+            for save in step.saves:
+                with self._dropping(save):
+                    self._open[save.request_id] = list(self._reserve(save))
+        layer = self._layer_of.get(layer_name)
+        for save in step.saves:
+            with self._dropping(save):
+                for span in self._open.get(save.request_id, ()):
+                    if layer in span.missing:
+                        span.fill([layer])
+
+    def save(self, step: StepPlan) -> None:
+        """Copies what this step has computed; files are written later."""
+        opened = self._open if self._open_step is step else {}
+        self._open_step, self._open = None, {}
+        for save in step.saves:
+            begin, num_tokens = time.perf_counter(), 0
+            with self._dropping(save):
+                for span in opened.get(save.request_id) or self._reserve(save):
+                    span.fill(span.missing)
+                    span.snapshot.settle(span.sections)
+                    num_tokens += len(span.snapshot.tokens)
+                    with self._lock:
+                        self._pending_bytes += span.snapshot.num_bytes
+                    self._writers.submit(self._write, span)
+            if num_tokens:
+                self._count(saved_tokens=num_tokens, save_seconds=time.perf_counter() - begin)
+            if save.final:
+                with self._lock:
+                    self._saved.add(save.request_id)
+
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Finished requests that are saved, loads that are over, and those of them that failed."""
+        with self._lock:
+            results = self._saved, self._loaded, self._failed
+            self._saved, self._loaded, self._failed = set(), set(), set()
+        return results
+
+    def take_failed_blocks(self) -> set[int]:
+        with self._lock:
+            blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_stats(self) -> KVXStats | None:
+        with self._lock:
+            stats, self._stats = self._stats, KVXStats()
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """Waits for the files that are being written."""
+        self._loaders.shutdown(cancel_futures=True)
+        self._writers.shutdown()
+
+    def _reserve(self, save: Save) -> Iterator[_Span]:
+        """Memory for the parts of a save that are not stored yet."""
+        store = self._stores[save.salt]
+        sections = self._sections(save.block_ids, len(save.tokens))
+        nodes = store.nodes(save.tokens)
+        for start, stop in store.spans(len(save.tokens), save.start):
+            node = nodes[start // store.chunk_tokens]
+            if not store.missing(save.tokens, start, stop, self._layers, self._heads, node=node):
+                continue
+            with self._lock:
+                full = self._pending_bytes > self._settings.max_pending_bytes
+            if full:
+                self._count(dropped_saves=1)
+                return
+            snapshot = store.reserve(save.tokens, start, stop, sections, node=node)
+            if snapshot is not None:  # else a sliding window has left some of these tokens behind
+                yield _Span(store, snapshot, sections, set(self._layers))
+
+    @contextmanager
+    def _dropping(self, save: Save) -> Iterator[None]:
+        """A save that fails costs a later hit and nothing else."""
+        try:
+            yield
+        except (KvxError, OSError, MemoryError) as error:
+            logger.warning("KVX did not save request %s: %s", save.request_id, error)
+            self._count(dropped_saves=1)
+
+    def _write(self, span: _Span) -> None:
+        begin = time.perf_counter()
+        try:
+            written = span.store.commit(span.snapshot)
+            self._count(saved_bytes=written, write_seconds=time.perf_counter() - begin)
+        except (KvxError, OSError) as error:
+            logger.warning("KVX could not write to its store: %s", error)
+            self._count(dropped_saves=1)
+        finally:
+            with self._lock:
+                self._pending_bytes -= span.snapshot.num_bytes
+
+    def _load(self, load: Load) -> bool:
+        begin = time.perf_counter()
+        try:
+            sections = self._sections(load.block_ids, load.stop)
+            loaded = self._stores[load.salt].load(load.match, load.start, load.stop, sections)
+        except (KvxError, OSError) as error:
+            logger.warning("KVX could not load request %s: %s", load.request_id, error)
+            self._count(load_failures=1)
+            if load.wait or not self._by_request:
+                with self._lock:
+                    self._failed_blocks |= self._blocks(load)
+            return False
+        self._count(
+            loaded_tokens=load.stop - load.start,
+            loaded_bytes=loaded,
+            load_seconds=time.perf_counter() - begin,
+        )
+        return True
+
+    def _load_beside(self, load: Load) -> None:
+        """In a thread. Says that the load is over whatever happens: vLLM waits for it."""
+        good = False
+        try:
+            with torch.cuda.stream(self._stream):
+                good = self._load(load)
+        except Exception:
+            logger.exception("KVX could not load request %s", load.request_id)
+        finally:
+            with self._lock:
+                self._loaded.add(load.request_id)
+                if not good:
+                    self._failed.add(load.request_id)
+
+    def _blocks(self, load: Load) -> set[int]:
+        """The blocks of the tokens to load; there is one KV cache group."""
+        (ids,), block_size = load.block_ids, self._held[0].group.specs[0].block_size
+        return set(ids[load.start // block_size : -(-load.stop // block_size)])
+
+    def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
+        """Where the first `num_tokens` tokens of a request lie."""
+        sections = []
+        for part in self._held:
+            num_blocks = -(-num_tokens // part.group.specs[0].block_size)
+            ids = torch.tensor(
+                [block_ids[part.index][:num_blocks]], dtype=torch.int32, device=self._device
+            )
+            table = vllm.block_table(ids, kernel_blocks_per_block=part.kernel_blocks)
+            sections.append(Section(part.group.layers, part.view, table, part.group.encoding))
+        return sections
+
+    def _count(self, **values: float) -> None:
+        with self._lock:
+            self._stats.add(**values)

@@ -1,0 +1,358 @@
+"""KV cache groups: vLLM's own objects through layer_groups and group_view.
+
+The configs and the buffer are made by the functions that the engine itself calls; the attention
+layers are stand-ins with the attributes that an Attention has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import vllm
+from kvx_core import (
+    CacheFacts,
+    InvalidArgumentError,
+    UnsupportedError,
+    gather_kv,
+    migrate,
+    write_kv,
+)
+from tests.adapters.vllm_caches import LAYOUTS, D, H, N, needs_vllm, random_tokens
+
+pytestmark = needs_vllm
+
+VERSION = "0.32.0"
+Groups = Sequence[tuple[Sequence[str], Any]]
+
+
+def backend(name: str, **fields: Any) -> Any:
+    return type(f"{name}Backend", (), {"get_name": staticmethod(lambda: name)} | fields)
+
+
+def attention(spec: Any, name: str = "FLASH_ATTN", **fields: Any) -> Any:
+    """What layer_groups and group_view ask an attention layer."""
+    defaults = {
+        "attn_backend": backend(name),
+        "kv_cache_dtype": "auto",
+        "sliding_window": getattr(spec, "sliding_window", None),
+        "kv_sharing_target_layer_name": None,
+        "_k_scale": torch.tensor(0.5),
+        "_v_scale": torch.tensor(0.25),
+    }
+    return SimpleNamespace(**(defaults | fields))
+
+
+def full(**fields: Any) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(
+        **({"block_size": N, "num_kv_heads": H, "head_size": D, "dtype": torch.bfloat16} | fields)
+    )
+
+
+def window(size: int, **fields: Any) -> Any:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    defaults = {"block_size": N, "num_kv_heads": H, "head_size": D, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(sliding_window=size, **(defaults | fields))
+
+
+@dataclass
+class Engine:
+    config: Any
+    layers: dict[str, Any]
+    kv_caches: dict[str, Tensor]
+
+    def groups(self, version: str = VERSION) -> tuple[vllm.LayerGroup, ...]:
+        return vllm.layer_groups(self.config, self.layers, version)
+
+    def view(self, group: vllm.LayerGroup) -> tuple[Any, int]:
+        return vllm.group_view(group, self.kv_caches, CacheFacts(engine="vllm"), self.layers)
+
+
+def engine(
+    groups: Groups,
+    layout: str = "LBNHC",
+    *,
+    num_blocks: int = 11,
+    kernel_block_sizes: list[int] | None = None,
+    **fields: Any,
+) -> Engine:
+    """By get_kv_cache_config_from_groups and allocate_kv_cache, as an engine does it."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    resolved = KVCacheLayout[layout]
+    settings = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: resolved,
+            num_gpu_blocks_override=num_blocks,
+            prefix_cache_retention_interval=None,
+        ),
+    )
+    specs = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
+    config = get_kv_cache_config_from_groups(settings, specs, 1 << 24)
+    config.kv_cache_layout = layout
+    sizes = kernel_block_sizes or [spec.block_size for _, spec in groups]
+    return Engine(
+        config,
+        {name: attention(spec, **fields) for names, spec in groups for name in names},
+        allocate_kv_cache(config, torch.device("cpu"), resolved, sizes),
+    )
+
+
+def names(*indices: int) -> list[str]:
+    return [f"model.layers.{i}.self_attn.attn" for i in indices]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hybrid_groups_share_one_buffer(layout: str) -> None:
+    """Gemma-like: two groups of a window and one of full attention lie over each other."""
+    hybrid = engine(
+        [(names(0, 3), window(32)), (names(1, 4), window(32)), (names(2, 5), full())], layout
+    )
+    groups = hybrid.groups()
+    assert [group.layers for group in groups] == [(0, 3), (1, 4), (2, 5)]
+    assert [group.window for group in groups] == [32, 32, 0]
+    assert [group.encoding for group in groups] == ["values"] * 3
+    views = []
+    for group in groups:
+        view, kernel_blocks = hybrid.view(group)
+        assert kernel_blocks == 1
+        assert view.null_block_id == vllm.NULL_BLOCK_ID
+        assert view.facts == CacheFacts(
+            engine="vllm",
+            window=group.window,
+            num_layers=2,
+            first_layer=group.layers[0],
+        )
+        views.append(view)
+    assert views[0].layers[0].k.data == views[1].layers[0].k.data == views[2].layers[0].k.data
+
+    # A block belongs to one group at a time: block 3 to the first, 4 to the last.
+    slots = torch.arange(N)
+    tokens = {(g, i): random_tokens(N, torch.bfloat16) + 10 * g + i for g in (0, 2) for i in (0, 1)}
+    for (g, i), key in tokens.items():
+        write_kv(views[g].layers[i], key, -key, slots + (3 if g == 0 else 4) * N)
+    for (g, i), key in tokens.items():
+        cache = hybrid.kv_caches[groups[g].layer_names[i]]
+        theirs_k, theirs_v = cache.transpose(1, 2).split(D, dim=-1)
+        assert torch.equal(theirs_k[3 if g == 0 else 4], key)
+        assert torch.equal(theirs_v[3 if g == 0 else 4], -key)
+
+
+def test_evicted_blocks_of_a_window_are_left_alone() -> None:
+    """The scheduler's ids of a windowed request begin with the null block."""
+    src, dst = (engine([(names(0, 1), window(32))], num_blocks=n) for n in (9, 12))
+    (src_group,), (dst_group,) = src.groups(), dst.groups()
+    for i, name in enumerate(src_group.layer_names):
+        src.kv_caches[name].copy_(torch.randn(src.kv_caches[name].shape) + i)
+    ids = [[0, 0, 5, 7]], [[0, 0, 2, 11]]
+    migrate(
+        src.view(src_group)[0].at(vllm.block_table(ids[0])),
+        dst.view(dst_group)[0].at(vllm.block_table(ids[1])),
+        [3 * N + 4],
+    )
+    for name in src_group.layer_names:
+        one, other = src.kv_caches[name], dst.kv_caches[name]
+        assert torch.equal(other[2], one[5])
+        assert torch.equal(other[11, :, :4], one[7, :, :4])
+        assert not other[11, :, 4:].any()
+        assert not other[[0, 1, *range(3, 11)]].any()
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+def test_kernel_blocks_of_a_group(layout: str) -> None:
+    cut = engine([(names(0, 1), full(block_size=48))], layout, kernel_block_sizes=[16])
+    (group,) = cut.groups()
+    view, kernel_blocks = cut.view(group)
+    assert kernel_blocks == 3
+    assert (view.layers[0].num_blocks, view.layers[0].block_size) == (33, 16)
+    key = random_tokens(70, torch.bfloat16)
+    slots = torch.cat([torch.arange(48) + 4 * 48, torch.arange(22) + 2 * 48])
+    write_kv(view.layers[1], key, key, slots)
+    table = vllm.block_table([[4, 2]], kernel_blocks_per_block=kernel_blocks)
+    assert torch.equal(gather_kv(view.layers[1], table, [70])[0][0], key)
+
+
+def test_layers_come_in_the_order_of_the_model() -> None:
+    ten = engine([(names(10, 2, 0), full())])
+    (group,) = ten.groups()
+    assert group.layers == (0, 2, 10)
+    assert group.layer_names == tuple(names(0, 2, 10))
+    assert group.specs[0].num_layers == 3
+
+
+def test_layers_that_reuse_a_cache_are_left_out() -> None:
+    """The model runner adds them to the group of the layer whose cache they read."""
+    shared = engine([(names(0, 1), full())])
+    shared.config.kv_cache_groups[0].layer_names += names(2)
+    (target, *_) = names(1)
+    shared.layers[names(2)[0]] = attention(full(), kv_sharing_target_layer_name=target)
+    (group,) = shared.groups()
+    assert group.layers == (0, 1)
+
+
+def test_windows_that_differ_are_unknown() -> None:
+    """Without the hybrid manager a merged spec states one window for all of its layers."""
+    merged = engine([(names(0, 1), full(sliding_window=32))])
+    merged.layers[names(1)[0]].sliding_window = None
+    assert merged.groups()[0].window is None
+    merged.layers[names(1)[0]].sliding_window = 32
+    assert merged.groups()[0].window == 32
+    chunked = engine([(names(0), full(attention_chunk_size=64))])
+    assert chunked.groups()[0].window is None
+
+
+def test_layers_of_different_sizes_in_one_group() -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    wide, narrow = full(num_kv_heads=4), full(head_size=64)
+    both = UniformTypeKVCacheSpecs(
+        block_size=N, kv_cache_specs=dict(zip(names(0, 1, 2), (wide, narrow, wide), strict=True))
+    )
+    for layout in ("LBNHC", "BLHNC"):
+        mixed = engine([(names(0, 1, 2), both)], layout)
+        (group,) = mixed.groups()
+        view, _ = mixed.view(group)
+        assert [layer.num_kv_heads for layer in view.layers] == [4, H, 4]
+        assert [layer.head_dim for layer in view.layers] == [D, 64, D]
+        assert [spec.num_layers for spec in group.specs] == [2, 1, 2]
+
+
+def test_fp8_scales_are_those_of_the_layers() -> None:
+    spec = full(dtype=torch.uint8)
+    fp8 = engine([(names(0, 1), spec)], kv_cache_dtype="fp8_e5m2")
+    fp8.layers[names(1)[0]]._v_scale = torch.tensor([0.5, 0.75])
+    (group,) = fp8.groups()
+    view, _ = fp8.view(group)
+    assert view.k_scales is not None
+    assert view.v_scales is not None
+    assert view.k_scales[0] is not None
+    assert view.k_scales[0].data == fp8.layers[names(0)[0]]._k_scale.data_ptr()
+    assert view.v_scales[1] is not None
+    assert view.v_scales[1].shape == (2,)
+
+
+def test_a_layer_that_skips_fp8_has_no_scale() -> None:
+    """--kv-cache-dtype-skip-layers."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    specs = {names(0)[0]: full(dtype=torch.uint8), names(1)[0]: full()}
+    mixed = engine([(names(0, 1), UniformTypeKVCacheSpecs(block_size=N, kv_cache_specs=specs))])
+    mixed.layers[names(0)[0]].kv_cache_dtype = "fp8"
+    view, _ = mixed.view(mixed.groups()[0])
+    assert view.k_scales is not None
+    assert [scale is None for scale in view.k_scales] == [False, True]
+
+
+def test_a_backend_of_ones_own_says_whose_cache_it_keeps() -> None:
+    own = engine([(names(0), full())], attn_backend=backend("CUSTOM"))
+    with pytest.raises(UnsupportedError, match="backend is 'CUSTOM', expected one of FLASH_ATTN"):
+        own.groups()
+    own.layers[names(0)[0]].attn_backend = backend("CUSTOM", kvx_cache_of="FLASH_ATTN")
+    assert own.groups()[0].specs[0].backend == "FLASH_ATTN"
+
+
+def test_aiter_calls_itself_flash_attn() -> None:
+    from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
+
+    assert AiterFlashAttentionBackend.get_name() == "FLASH_ATTN"
+    rocm = engine([(names(0), full())], "LBHNC", attn_backend=AiterFlashAttentionBackend)
+    assert rocm.groups()[0].specs[0].backend == "ROCM_AITER_FA"
+
+
+def test_mla_group() -> None:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec = MLAAttentionSpec(block_size=N, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    mla = engine([(names(0, 1), spec)], name="TRITON_MLA")
+    view, _ = mla.view(mla.groups()[0])
+    assert [(layer.head_dim, layer.v) for layer in view.layers] == [(576, None)] * 2
+
+
+def test_before_0_29_the_layout_is_an_argument() -> None:
+    """KVCacheTensor.shared_by and no layout in the config: as in 0.26."""
+    spec = SimpleNamespace(
+        block_size=N,
+        num_kv_heads=H,
+        head_size=D,
+        dtype=torch.bfloat16,
+        page_size_bytes=H * N * 2 * D * 2,
+    )
+    old_spec = type("FullAttentionSpec", (SimpleNamespace,), {})(**vars(spec))
+    config = SimpleNamespace(
+        num_blocks=5,
+        kv_cache_groups=[SimpleNamespace(layer_names=names(0, 1), kv_cache_spec=old_spec)],
+        kv_cache_tensors=[
+            SimpleNamespace(shared_by=[name], offset=0, block_stride=0) for name in names(0, 1)
+        ],
+    )
+    layers = {name: attention(spec) for name in names(0, 1)}
+    with pytest.raises(
+        InvalidArgumentError, match="kv_cache_layout is None, expected the resolved"
+    ):
+        vllm.layer_groups(config, layers, "0.26.0")
+    (group,) = vllm.layer_groups(config, layers, "0.26.0", layout="NHD")
+    caches = {name: torch.zeros(5, N, H, 2 * D, dtype=torch.bfloat16) for name in names(0, 1)}
+    view, kernel_blocks = vllm.group_view(
+        group, {name: cache.transpose(1, 2) for name, cache in caches.items()}, CacheFacts(), layers
+    )
+    assert kernel_blocks == 1
+    assert view.layers[0].k.stride == (N * H * 2 * D, 2 * D, H * 2 * D, 1)
+
+
+def test_before_0_26_objects_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"vllm is 0\.25\.1, expected 0\.26 to 0\.33"):
+        engine([(names(0), full())]).groups("0.25.1")
+
+
+def test_what_keeps_no_tokens_is_refused() -> None:
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
+
+    mamba = MambaSpec(block_size=N, shapes=((4, 4),), dtypes=(torch.float32,))
+    cross = CrossAttentionSpec(block_size=N, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
+    for spec, kind in ((mamba, "MambaSpec"), (cross, "CrossAttentionSpec")):
+        with pytest.raises(
+            UnsupportedError, match=f"has a {kind}, expected one of FullAttentionSpec"
+        ):
+            engine([(names(0), spec)]).groups()
+
+
+def test_two_caches_of_one_layer_are_refused() -> None:
+    twice = engine([(["model.layers.0.attn", "model.layers.0.indexer"], full())])
+    with pytest.raises(UnsupportedError, match="both have index 0, expected one cache per layer"):
+        twice.groups()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.experts.3.attn", "attn"])
+def test_a_layer_without_an_index_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="expected one number in it, the layer's index"):
+        engine([([name], full())]).groups()
+
+
+def test_rows_of_bytes_are_named_and_not_mixed() -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    quantised = full(dtype=torch.int8, state_content_bytes=2 * (D + 4))
+    rows = engine([(names(0), quantised)], name="TRITON_ATTN", kv_cache_dtype="int8_per_token_head")
+    assert rows.groups()[0].encoding == "vllm 0.32 int8_per_token_head"
+    both = UniformTypeKVCacheSpecs(
+        block_size=N, kv_cache_specs={names(0)[0]: quantised, names(1)[0]: full()}
+    )
+    mixed = engine([(names(0, 1), both)], name="TRITON_ATTN")
+    mixed.layers[names(0)[0]].kv_cache_dtype = "int8_per_token_head"
+    with pytest.raises(
+        UnsupportedError, match=r"one group store values and vllm 0\.32 int8_per_token_head, ex"
+    ):
+        mixed.groups()

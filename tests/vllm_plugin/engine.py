@@ -1,0 +1,334 @@
+"""vLLM engines in a process of their own, driven by tests.
+
+vLLM changes the process that it runs in, and importing it takes seconds: so one process imports it
+once and starts engines one after the other, as tests ask for them.
+
+    python -m tests.vllm_plugin.engine     reads one JSON call per line, answers each with one line
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+# As small as engines get; tests override what they are about.
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 128,
+    "seed": 0,
+}
+
+
+def connector(store: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
+    """kv_transfer_config for an engine with KVXConnector; extra: its own settings."""
+    return {
+        "kv_connector": "KVXConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"path": str(store), **extra},
+    }
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of one request."""
+
+    tokens: list[int]
+    finish_reason: str | None  # "length", "error", "abort"
+    num_cached_tokens: int | None  # prompt tokens that vLLM did not compute
+    num_scheduled_tokens: int  # tokens that it did compute; 0 if the engine core is elsewhere
+
+
+def same_tokens(outputs: Sequence[Output], expected: Sequence[Sequence[int]]) -> None:
+    """Asserts that every request went on as expected; names the first token that did not."""
+    for i, (output, tokens) in enumerate(zip(outputs, expected, strict=True)):
+        assert output.finish_reason == "length", f"prompt {i} ended by {output.finish_reason}"
+        if output.tokens != list(tokens):
+            pairs = enumerate(zip(output.tokens, tokens, strict=True))
+            at, (found, wanted) = next((j, pair) for j, pair in pairs if pair[0] != pair[1])
+            raise AssertionError(f"prompt {i}, new token {at}: {found}, expected {wanted}")
+
+
+class EngineError(Exception):
+    """A call failed in the engine's process; the text is its traceback or the end of its log."""
+
+
+class Engine:
+    """The test's side of a running engine."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.call = process.call
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | Sequence[int] = 16,
+        abort_at: Mapping[int, int] | None = None,
+        cache_salt: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> list[Output]:
+        """Runs all prompts at once, greedily, until the engine has nothing left to do.
+
+        max_tokens: of all, or of each
+        abort_at:   the step before which a prompt's request is aborted, by the prompt's index
+        sampling:   more SamplingParams
+        """
+        outputs = self.call(
+            "generate",
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens if isinstance(max_tokens, int) else list(max_tokens),
+            abort_at=[list(item) for item in (abort_at or {}).items()],
+            cache_salt=cache_salt,
+            sampling=dict(sampling or {}),
+        )
+        return [Output(**output) for output in outputs]
+
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        found: int = self.call("num_free_blocks")
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Totals and sums by name, as Prometheus gets them. Needs disable_log_stats=False."""
+        found: dict[str, float] = self.call("metrics")
+        return found
+
+
+class EngineProcess:
+    """A process in which engines are started, one at a time."""
+
+    def __init__(self, log: Path, **environment: str) -> None:
+        self.log = log
+        self._environment = environment
+        self._process: subprocess.Popen[str] | None = None
+
+    @contextmanager
+    def engine(self, model: Path, **options: Any) -> Iterator[Engine]:
+        """A running vllm.LLM; options: see DEFAULTS, and LLM's own."""
+        self.call("start", model=str(model), **DEFAULTS | options)
+        try:
+            yield Engine(self)
+        finally:
+            if self._process is not None:
+                self.call("stop")
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Calls a function of the engine's process. Raises EngineError."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(
+                json.dumps({"call": name, "arguments": arguments}), file=process.stdin, flush=True
+            )
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.close()
+            raise EngineError(f"the process ended in {name}:\n{self.log.read_text()[-6000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Ends the process; the next call starts another."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # so small that more threads only wait for each other
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM wants a NUMA node per rank
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with self.log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm_plugin.engine"],
+                cwd=ROOT,
+                env=os.environ | environment | self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        return self._process
+
+
+# ---- in the engine's process ----
+
+
+class Server:
+    """The calls that EngineProcess makes. At most one engine runs."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._num_scheduled: dict[str, int] = {}
+
+    def start(self, **arguments: Any) -> None:
+        from vllm import LLM
+
+        if "kv_transfer_config" in arguments:
+            from vllm.config import KVTransferConfig
+
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        self._llm = LLM(**arguments)
+        if self._core is not None:
+            self._count_scheduled_tokens()
+
+    def stop(self) -> None:
+        llm, self._llm = self._llm, None
+        llm.llm_engine.engine_core.shutdown()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int | list[int],
+        abort_at: list[tuple[int, int]],
+        cache_salt: str | None,
+        sampling: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        self._num_scheduled.clear()
+        ids = [
+            engine.add_request(
+                str(i),
+                {"prompt_token_ids": prompt} | salt,
+                SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, **sampling),
+            )
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        outputs: dict[int, Any] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            aborted = [ids[i] for i, at in abort_at if at == step]
+            if aborted:
+                engine.abort_request(aborted, internal=True)
+            for output in engine.step():
+                outputs[int(output.request_id)] = output
+            step += 1
+        self._drain()
+        return [self._output(outputs.get(i), request_id) for i, request_id in enumerate(ids)]
+
+    def num_free_blocks(self) -> int:
+        num: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return num
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what vLLM itself has cached: what is not computed then comes from the store."""
+        done: bool = self._llm.llm_engine.reset_prefix_cache()
+        return done
+
+    def num_cache_groups(self) -> int:
+        return len(self._scheduler.kv_cache_config.kv_cache_groups)
+
+    def metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY  # LLM.get_metrics cuts counters down to integers
+
+        samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+        return {s.name: s.value for s in samples if s.name.endswith(("_total", "_sum"))}
+
+    def on_next_load(self, delete: str) -> None:
+        """Deletes a directory's files after the next lookup that hit, before its load."""
+        connector = self._scheduler.connector
+        update = connector.update_state_after_alloc
+
+        def delete_and_update(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                for path in Path(delete).rglob("*.safetensors"):
+                    path.unlink()
+            update(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = delete_and_update
+
+    @property
+    def _core(self) -> Any:
+        """The EngineCore, if it is in this process."""
+        return getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def _count_scheduled_tokens(self) -> None:
+        scheduler = self._scheduler
+        schedule = scheduler.schedule
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            output = schedule(*arguments, **keywords)
+            for request_id, num_tokens in output.num_scheduled_tokens.items():
+                before = self._num_scheduled.get(request_id, 0)
+                self._num_scheduled[request_id] = before + num_tokens
+            return output
+
+        scheduler.schedule = counted
+
+    def _drain(self) -> None:
+        """Steps until connectors have let go of finished requests, as a server's loop does."""
+        while self._core is not None and self._scheduler.has_requests():
+            self._llm.llm_engine.step()
+
+    def _output(self, output: Any, request_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "tokens": [],
+            "finish_reason": "abort",
+            "num_cached_tokens": None,
+            "num_scheduled_tokens": self._num_scheduled.get(request_id, 0),
+        }
+        if output is not None:
+            found["tokens"] = list(output.outputs[0].token_ids)
+            found["num_cached_tokens"] = output.num_cached_tokens
+            if output.finished:
+                found["finish_reason"] = output.outputs[0].finish_reason
+        return found
+
+
+def serve() -> None:
+    """Answers calls until the input ends. Whatever else is printed goes to stderr."""
+    import traceback
+
+    server = Server()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            call = json.loads(line)
+            try:
+                answer = {"result": getattr(server, call["call"])(**call["arguments"])}
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # engines have been stopped; the interpreter would take seconds to go
+
+
+if __name__ == "__main__":
+    serve()

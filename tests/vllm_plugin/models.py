@@ -1,0 +1,67 @@
+"""Tiny models on disk, as both engines load them, and prompts for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 512
+WINDOW = 48  # of the hybrid model's sliding layers
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    # Wide enough that no two tokens come close to a tie in float32, and that the tokens change
+    # with a single wrong key.
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+
+
+def llama(directory: Path, seed: int = 0) -> Path:
+    """A Llama of random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=3, **SIZES), directory, seed)
+
+
+def gemma(directory: Path) -> Path:
+    """A Gemma 3 of random weights: of six layers the third and the sixth see everything, the others
+    the last WINDOW tokens.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        num_hidden_layers=6,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=64,
+        pad_token_id=None,
+        **SIZES,
+    )
+    return _save(Gemma3ForCausalLM, config, directory, 0)
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    """Random tokens; the same seed gives the same beginning."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB_SIZE, (512,), generator=generator)[:num_tokens].tolist()
+
+
+def _save(kind: Any, config: Any, directory: Path, seed: int) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    kind(config).save_pretrained(directory)
+    words = {f"<{i}>": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<1>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>").save_pretrained(directory)
+    return directory

@@ -1,0 +1,94 @@
+"""A model with sliding windows: blocks that left the window are null, groups share memory."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_plugin.conftest import Stock
+from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
+from tests.vllm_plugin.models import WINDOW, prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+NUM_NEW = 16
+# Within the window, around it, and many windows long; the last two begin alike.
+LENGTHS = (20, WINDOW - 1, WINDOW, WINDOW + 1, 131, 300)
+PROMPTS = [prompt(n, seed=10 + n) for n in LENGTHS]
+PROMPTS.append(PROMPTS[-1][:250] + prompt(30, seed=11))
+LOADED = [len(one) - 1 for one in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("produced_by", "consumed_by", "chunk_tokens"),
+    [
+        ("groups", "groups", 32),
+        ("groups", "groups", 128),
+        ("groups", "one", 32),
+        ("one", "groups", 128),
+    ],
+)
+def test_windows(
+    produced_by: str,
+    consumed_by: str,
+    chunk_tokens: int,
+    gemma: Path,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
+) -> None:
+    """Groups of layers with blocks of their own, or one group in which all layers keep all."""
+    expected = stock(gemma, PROMPTS, NUM_NEW)
+    config = connector(tmp_path, "kv_producer", chunk_tokens=chunk_tokens)
+    with engines.engine(
+        gemma,
+        block_size=32,
+        disable_hybrid_kv_cache_manager=produced_by == "one",
+        kv_transfer_config=config,
+    ) as engine:
+        assert engine.call("num_cache_groups") == (1 if produced_by == "one" else 3)
+        same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+
+    loaded = list(LOADED)
+    if produced_by == "groups" and chunk_tokens > WINDOW:
+        # Its prompt was computed in two steps, which cut the second chunk: when the end was there,
+        # the window had left the beginning. What it has in common with the next prompt is found.
+        loaded[5] = 250
+    config = connector(tmp_path, "kv_consumer")
+    with engines.engine(
+        gemma,
+        block_size=64,
+        disable_hybrid_kv_cache_manager=consumed_by == "one",
+        kv_transfer_config=config,
+    ) as engine:
+        num_free_blocks = engine.num_free_blocks()
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+        same_tokens(outputs, expected)
+        assert [output.num_cached_tokens for output in outputs] == loaded
+        assert engine.num_free_blocks() == num_free_blocks
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails(
+    policy: str, gemma: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """With several groups vLLM is told which request has failed: block ids mean nothing."""
+    prompts = PROMPTS[4:6]
+    expected = stock(gemma, prompts, NUM_NEW)
+    config = connector(tmp_path, "kv_producer")
+    with engines.engine(gemma, block_size=32, kv_transfer_config=config) as engine:
+        engine.generate(prompts, max_tokens=1)
+    config = connector(tmp_path, "kv_consumer", policy)
+    with engines.engine(gemma, block_size=64, kv_transfer_config=config) as engine:
+        num_free_blocks = engine.num_free_blocks()
+        engine.call("on_next_load", delete=str(tmp_path))
+        outputs = engine.generate(prompts, max_tokens=NUM_NEW)
+        if policy == "recompute":
+            same_tokens(outputs, expected)
+        else:
+            assert [output.finish_reason for output in outputs] == ["error", "length"]
+            same_tokens(outputs[1:], expected[1:])
+        assert engine.num_free_blocks() == num_free_blocks
+        same_tokens(engine.generate(prompts, max_tokens=NUM_NEW), expected)

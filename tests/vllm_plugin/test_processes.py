@@ -1,0 +1,56 @@
+"""Engines whose scheduler and workers run in processes of their own."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_plugin.conftest import Stock
+from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
+from tests.vllm_plugin.models import prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+NUM_NEW = 16
+FROM_OTHERS = [prompt(n, seed=20 + n) for n in (33, 101, 257)]
+FOR_OTHERS = [prompt(n, seed=21 + n) for n in (33, 101, 257)]
+
+
+@pytest.mark.parametrize(
+    ("multiprocessing", "ranks"), [("1", 1), ("0", 2)], ids=["core-and-worker", "two-ranks"]
+)
+def test_both_ways(
+    multiprocessing: str,
+    ranks: int,
+    llama: Path,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
+) -> None:
+    """It takes what an engine in one process has stored, and the other way round.
+
+    Two ranks hold one KV head each.
+    """
+    expected = stock(llama, FROM_OTHERS + FOR_OTHERS, NUM_NEW)
+    config = connector(tmp_path)
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        engine.generate(FROM_OTHERS, max_tokens=NUM_NEW)
+
+    processes = EngineProcess(tmp_path / "log", VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    try:
+        with processes.engine(
+            llama, block_size=64, tensor_parallel_size=ranks, kv_transfer_config=config
+        ) as engine:
+            outputs = engine.generate(FROM_OTHERS + FOR_OTHERS, max_tokens=NUM_NEW)
+    finally:
+        processes.close()
+    same_tokens(outputs, expected)
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached == [len(one) - 1 for one in FROM_OTHERS] + [0] * len(FOR_OTHERS)
+
+    with engines.engine(llama, block_size=128, kv_transfer_config=config) as engine:
+        outputs = engine.generate(FOR_OTHERS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected[len(FROM_OTHERS) :])
+    assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in FOR_OTHERS]

@@ -1,0 +1,300 @@
+"""What one engine computed, another goes on from: real engines, tokens as stock vLLM's."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vllm_plugin.conftest import Stock
+from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
+from tests.vllm_plugin.models import prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+# Lengths around the blocks of 32; the first five prompts begin alike.
+PROMPTS = [*(prompt(n, seed=1) for n in (1, 31, 32, 33, 101)), prompt(257, seed=2)]
+NUM_NEW = 16
+
+
+def all_but_the_last_token(outputs: list[Output], prompts: list[list[int]]) -> None:
+    """Asserts that nothing but the last token of each prompt was computed."""
+    for output, one in zip(outputs, prompts, strict=True):
+        num_loaded = len(one) - 1 if len(one) > 8 else 0  # a few tokens are not worth a load
+        assert output.num_cached_tokens == num_loaded, f"prompt of {len(one)}"
+        assert output.num_scheduled_tokens == len(one) - num_loaded + len(output.tokens) - 1
+
+
+def write(engines: EngineProcess, model: Path, store: Path, prompts: list[list[int]]) -> None:
+    """Fills a store by an engine with blocks of 32."""
+    config = connector(store, "kv_producer")
+    with engines.engine(model, block_size=32, kv_transfer_config=config) as engine:
+        engine.generate(prompts, max_tokens=NUM_NEW)
+
+
+def read(
+    engines: EngineProcess, model: Path, config: object, prompts: list[list[int]]
+) -> list[Output]:
+    """What an engine with blocks of 64 makes of the prompts."""
+    with engines.engine(model, block_size=64, kv_transfer_config=config) as engine:
+        return engine.generate(prompts, max_tokens=NUM_NEW)
+
+
+@pytest.fixture(scope="module")
+def filled(llama: Path, engines: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with PROMPTS in it. Tests read from it."""
+    store = tmp_path_factory.mktemp("store")
+    write(engines, llama, store, PROMPTS)
+    return store
+
+
+# ---- any block size to any other ----
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_blocks_of_32_to_larger_ones(
+    block_size: int, filled: Path, llama: Path, engines: EngineProcess, stock: Stock
+) -> None:
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    before = sorted(filled.rglob("*"))
+    config = connector(filled, "kv_consumer")
+    with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
+        outputs = [engine.generate([one], max_tokens=NUM_NEW)[0] for one in PROMPTS]
+    same_tokens(outputs, expected)
+    all_but_the_last_token(outputs, PROMPTS)
+    assert sorted(filled.rglob("*")) == before  # a consumer writes nothing
+
+
+def test_blocks_of_64_to_smaller_ones(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    config = connector(tmp_path, "kv_producer")
+    with engines.engine(llama, block_size=64, kv_transfer_config=config) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    # Whole prompts are there at once, and each is loaded beside what others compute.
+    config = connector(tmp_path, "kv_consumer")
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    all_but_the_last_token(outputs, PROMPTS)
+
+
+def test_bfloat16(engines: EngineProcess, stock: Stock, tmp_path: Path) -> None:
+    """On a model that knows what it says: near a tie BF16 may fall either way."""
+    from transformers import AutoTokenizer
+
+    from kvx_adapters.cli.demo import PASSAGES, make_model
+
+    model = tmp_path / "model"
+    make_model(model, "bfloat16", 0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    passages = [tokenizer(passage.replace("|", ""))["input_ids"] for passage in PASSAGES[:3]]
+    prompts = [passages[0][:n] for n in (1, 31, 32, 33, 91)]
+    prompts += [passage[: len(passage) // 2] for passage in passages[1:]]
+    expected = stock(model, prompts, NUM_NEW, dtype="bfloat16")
+    assert tokenizer.decode(expected[4]) in PASSAGES[0].replace("|", "")
+
+    store = tmp_path / "store"
+    config = connector(store)
+    for block_size in (32, 64, 128):
+        with engines.engine(
+            model, dtype="bfloat16", block_size=block_size, kv_transfer_config=config
+        ) as engine:
+            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
+        same_tokens(outputs, expected)
+        if block_size > 32:
+            all_but_the_last_token(outputs, prompts)
+
+
+# ---- part of a prompt ----
+
+
+def test_as_much_of_a_prompt_as_is_stored(
+    filled: Path, llama: Path, engines: EngineProcess, stock: Stock
+) -> None:
+    longer = PROMPTS[4] + prompt(50, seed=3)
+    other = PROMPTS[5][:150] + prompt(20, seed=4)  # leaves what is stored inside a chunk
+    unknown = prompt(60, seed=5)
+    shorter = PROMPTS[5][:77]
+    prompts = [longer, other, unknown, shorter]
+    outputs = read(engines, llama, connector(filled, "kv_consumer"), prompts)
+    same_tokens(outputs, stock(llama, prompts, NUM_NEW))
+    assert [output.num_cached_tokens for output in outputs] == [101, 150, 0, 76]
+
+
+def test_a_conversation_goes_on_elsewhere(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """What A has said is in the store too: B computes nothing but the last token of it."""
+    start = PROMPTS[4]
+    (whole,) = stock(llama, [start], 40 + NUM_NEW)
+    config = connector(tmp_path)
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        (first,) = engine.generate([start], max_tokens=40)
+    assert first.tokens == whole[:40]
+    (second,) = read(engines, llama, config, [start + first.tokens])
+    assert second.tokens == whole[40:]
+    assert second.num_cached_tokens == len(start) + 39
+    assert second.num_scheduled_tokens == NUM_NEW
+
+
+# ---- ways to load and save ----
+
+
+def test_layers_are_saved_one_by_one_and_loaded_beside_other_steps(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    config = connector(tmp_path, "kv_producer", layerwise=True)
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+    outputs = read(engines, llama, connector(tmp_path, "kv_consumer", async_load=True), PROMPTS)
+    same_tokens(outputs, expected)
+    all_but_the_last_token(outputs, PROMPTS)
+
+
+def test_found_by_module_path(
+    filled: Path, llama: Path, engines: EngineProcess, stock: Stock
+) -> None:
+    config = connector(filled, "kv_consumer")
+    config["kv_connector_module_path"] = "kvx_adapters.vllm_plugin.connector"
+    outputs = read(engines, llama, config, PROMPTS)
+    same_tokens(outputs, stock(llama, PROMPTS, NUM_NEW))
+    all_but_the_last_token(outputs, PROMPTS)
+
+
+def test_prompts_that_are_prefilled_in_pieces(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """64 tokens in a step: each piece is computed, saved and loaded among others."""
+    prompts = [prompt(n, seed=n) for n in (257, 200, 131, 64, 63)]
+    expected = stock(llama, prompts, NUM_NEW)
+    config = connector(tmp_path)
+    for block_size in (32, 64):
+        with engines.engine(
+            llama, block_size=block_size, max_num_batched_tokens=64, kv_transfer_config=config
+        ) as engine:
+            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
+        same_tokens(outputs, expected)
+    all_but_the_last_token(outputs, prompts)
+
+
+def test_drafts_that_are_rejected(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """Their keys and values are in the blocks for a step, past what may be saved."""
+    prompts = [prompt(20, seed=6) * 4, prompt(101, seed=7)]
+    expected = stock(llama, prompts, 60)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    config = connector(tmp_path, chunk_tokens=32)
+    with engines.engine(
+        llama,
+        block_size=32,
+        speculative_config=drafts | {"prompt_lookup_min": 1},
+        kv_transfer_config=config,
+        disable_log_stats=False,
+    ) as engine:
+        same_tokens(engine.generate(prompts, max_tokens=60), expected)
+        found = engine.metrics()
+    drafted, accepted = (
+        found[f"vllm:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted
+    engines.close()  # vLLM 0.32 starts no engine in a process that has drafted by n-grams
+    longer = [one + tokens[:-NUM_NEW] for one, tokens in zip(prompts, expected, strict=True)]
+    outputs = read(engines, llama, config, longer)
+    same_tokens(outputs, [tokens[-NUM_NEW:] for tokens in expected])
+    all_but_the_last_token(outputs, longer)
+
+
+# ---- it is the store's keys and values that count ----
+
+
+def zero_keys(store: Path) -> None:
+    """Rewrites every file, checksums and all."""
+    from kvx_core.snapshot import Snapshot
+
+    for path in store.rglob("*.safetensors"):
+        stored = Snapshot.open(path)
+        snapshot = stored._read(list(stored.tensors), None)
+        for layer in snapshot.header.layers:
+            assert snapshot.array(f"layers.{layer}.k").any()
+            snapshot.array(f"layers.{layer}.k")[:] = 0
+        snapshot.save(path)
+
+
+def test_zeroed_keys_change_the_tokens(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """The negative control: were the prompt computed again, nobody would notice."""
+    one = PROMPTS[5]
+    write(engines, llama, tmp_path, [one])
+    zero_keys(tmp_path)
+    (output,) = read(engines, llama, connector(tmp_path, "kv_consumer"), [one])
+    assert output.num_cached_tokens == len(one) - 1
+    assert output.tokens != stock(llama, [one], NUM_NEW)[0]
+
+
+def test_another_models_cache_is_not_found(
+    filled: Path, llama: Path, engines: EngineProcess, stock: Stock
+) -> None:
+    config = connector(filled, "kv_consumer", fingerprint="another model")
+    outputs = read(engines, llama, config, PROMPTS)
+    same_tokens(outputs, stock(llama, PROMPTS, NUM_NEW))
+    assert not any(output.num_cached_tokens for output in outputs[5:])
+
+
+def test_salted_requests_share_with_their_like_alone(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    one = PROMPTS[5]
+    config = connector(tmp_path)
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        engine.generate([one], cache_salt="Alice")
+    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        found = [engine.generate([one], cache_salt=salt)[0] for salt in ("Bob", "Alice", None)]
+    same_tokens(found, stock(llama, [one], 16) * 3)
+    assert [output.num_cached_tokens for output in found] == [0, 256, 0]
+
+
+# ---- what another adapter computed ----
+
+
+def test_transformers_prefills_and_vllm_decodes(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from kvx_adapters import transformers as hf
+    from kvx_core.facts import model_fingerprint
+    from kvx_core.snapshot import Section
+    from kvx_core.stores.blobs import Directory
+    from kvx_core.stores.prefix import PrefixStore
+
+    one = PROMPTS[5]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([one]), past_key_values=cache)
+
+    key = model_fingerprint(llama)
+    store = PrefixStore(
+        Directory(tmp_path),
+        fingerprint=key,
+        num_layers=model.config.num_hidden_layers,
+        total_kv_heads=model.config.num_key_value_heads,
+    )
+    view = hf.cache_view(cache, hf.cache_facts(model, fingerprint=key))
+    section = Section(layers=tuple(range(len(view.layers))), view=view, block_table=None)
+    for start, stop in store.spans(len(one), 0):
+        snapshot = store.capture(one, start, stop, [section])
+        assert snapshot is not None
+        assert store.commit(snapshot) > 0
+
+    outputs = read(engines, llama, connector(tmp_path, "kv_consumer"), [one])
+    same_tokens(outputs, stock(llama, [one], NUM_NEW))
+    all_but_the_last_token(outputs, [one])

@@ -1,0 +1,503 @@
+"""vLLM's own scheduler with the scheduler's half of KVXConnector: what it plans for each step.
+
+The model is the test: it says which tokens a step has sampled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, describe
+from tests.vllm_plugin.models import prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+BLOCK_SIZE, CHUNK = 32, 64
+LAYERS, HEADS, DIM = 3, 2, 64
+STORED = prompt(200, seed=1)
+NEW = 7  # what is sampled, unless a test says otherwise
+
+
+class Steps:
+    """A vLLM scheduler whose model is the test."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.requests: dict[str, Any] = {}
+        self._output: Any = None
+
+    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 100, **fields: Any) -> Any:
+        """A request of this name; fields: of vLLM's Request, sampling: of its SamplingParams."""
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        sampling = fields.pop("sampling", {})
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            **fields,
+        )
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def plan(self) -> Any:
+        """Schedules a step; what the workers are told to save and load."""
+        self._output = self.scheduler.schedule()
+        # As it is sent to workers in other processes.
+        return pickle.loads(pickle.dumps(self._output.kv_connector_metadata))
+
+    def run(self, sampled: Mapping[str, list[int]] | None = None, **connector_output: Any) -> None:
+        """The workers' answer to the step: tokens for requests whose prompt is computed."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        ids = list(self._output.num_scheduled_tokens)
+        tokens = []
+        for name in ids:
+            done = self.requests[name].num_computed_tokens >= self.requests[name].num_prompt_tokens
+            tokens.append((sampled or {}).get(name, [NEW]) if done else [])
+        self.scheduler.update_from_output(
+            self._output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={name: i for i, name in enumerate(ids)},
+                sampled_token_ids=tokens,
+                kv_connector_output=KVConnectorOutput(**connector_output),
+            ),
+        )
+
+    def blocks(self, name: str) -> list[int]:
+        """The blocks of a request in the scheduler's only group."""
+        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return list(ids)
+
+    def num_free_blocks(self) -> int:
+        num: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return num
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """vLLM's configuration writes to os.environ, down to LD_PRELOAD."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def start(llama: Path, tmp_path: Path, environment: None) -> Any:
+    """Makes Steps: extra settings of the connector, options of the engine."""
+
+    def start(
+        extra: Mapping[str, Any] | None = None,
+        policy: str = "recompute",
+        role: str = "kv_both",
+        num_blocks: int = 64,
+        **options: Any,
+    ) -> Steps:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        transfer = KVTransferConfig(
+            kv_connector="KVXConnector",
+            kv_connector_module_path="kvx_adapters.vllm_plugin.connector",
+            kv_role=role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={
+                "path": str(tmp_path / "store"),
+                "chunk_tokens": CHUNK,
+                "fingerprint": "f",
+                **(extra or {}),
+            },
+        )
+        config = EngineArgs(
+            model=str(llama),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK_SIZE,
+            max_model_len=512,
+            kv_transfer_config=transfer,
+            **({"max_num_batched_tokens": 512, "max_num_seqs": 8} | options),
+        ).create_engine_config()
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+        )
+        group = KVCacheGroupSpec([f"model.layers.{i}" for i in range(LAYERS)], spec)
+        config.cache_config.num_gpu_blocks = num_blocks
+        cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+        return Steps(
+            Scheduler(
+                vllm_config=config,
+                kv_cache_config=cache,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_SIZE,
+                hash_block_size=BLOCK_SIZE,
+            )
+        )
+
+    return start
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> None:
+    """STORED is in the store."""
+    fill(tmp_path / "store", STORED)
+
+
+def fill(path: Path, tokens: list[int], salt: str = "") -> None:
+    from kvx_core.snapshot import Section
+    from kvx_core.stores.blobs import Directory
+    from kvx_core.stores.prefix import PrefixStore
+
+    store = PrefixStore(
+        Directory(path),
+        fingerprint="f",
+        num_layers=LAYERS,
+        total_kv_heads=HEADS,
+        chunk_tokens=CHUNK,
+        salt=salt,
+    )
+    tensors = [torch.randn(1, HEADS, len(tokens), DIM) for _ in range(2 * LAYERS)]
+    descs = [describe(tensor, Layout.BLOCK_HND) for tensor in tensors]
+    layers = tuple(map(CacheDesc.from_kv, descs[:LAYERS], descs[LAYERS:]))
+    facts = CacheFacts(fingerprint="f", num_layers=LAYERS, total_kv_heads=HEADS, first_kv_head=0)
+    section = Section(tuple(range(LAYERS)), CacheView(layers=layers, facts=facts), None)
+    for start, stop in store.spans(len(tokens), 0):
+        snapshot = store.capture(tokens, start, stop, [section])
+        assert snapshot is not None
+        store.commit(snapshot)
+
+
+def saves(plan: Any) -> list[tuple[str, int, int]]:
+    return [(save.request_id, save.start, len(save.tokens)) for save in plan.saves]
+
+
+def loads(plan: Any) -> list[tuple[str, int, int]]:
+    return [(load.request_id, load.start, load.stop) for load in plan.loads]
+
+
+# ---- what is loaded ----
+
+
+def test_all_but_the_last_token_is_loaded(start: Any, stored: None) -> None:
+    steps = start()
+    steps.add("a", STORED[:101])
+    plan = steps.plan()
+    assert loads(plan) == [("a", 0, 100)]
+    assert plan.loads[0].block_ids == (steps.blocks("a"),)
+    assert len(steps.blocks("a")) == 4
+    assert plan.loads[0].wait
+
+
+def test_what_the_engine_has_is_not_loaded(start: Any, stored: None) -> None:
+    steps = start()
+    steps.add("a", STORED[:70])
+    steps.plan()
+    steps.run()
+    steps.add("b", STORED[:150])
+    assert loads(steps.plan()) == [("b", 64, 149)]
+
+
+def test_a_few_tokens_are_not_worth_a_load(start: Any, stored: None) -> None:
+    steps = start()
+    steps.add("a", STORED[:8])
+    assert loads(steps.plan()) == []
+    steps.run()
+    steps.add("b", STORED[:9])
+    assert loads(steps.plan()) == [("b", 0, 8)]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_roles(role: str, start: Any, stored: None) -> None:
+    steps = start(role=role)
+    steps.add("a", STORED[:150] + prompt(50, seed=2), max_tokens=2)
+    plan = steps.plan()
+    assert bool(plan.loads) == (role == "kv_consumer")
+    steps.run()
+    plans = [plan, steps.plan()]
+    steps.run()
+    plans.append(steps.plan())
+    assert any(plan.saves for plan in plans) == (role == "kv_producer")
+
+
+def test_beside_other_steps(start: Any, stored: None) -> None:
+    """The request waits until its load is over, and runs a step later."""
+    steps = start({"async_load": True})
+    steps.add("a", STORED[:101])
+    plan = steps.plan()
+    assert loads(plan) == [("a", 0, 100)]
+    assert not plan.loads[0].wait
+    steps.run()
+    assert loads(steps.plan()) == []
+    steps.run(finished_recving={"a"})
+    steps.plan()
+    assert steps.requests["a"].num_computed_tokens == 101
+    steps.run()
+    assert list(steps.requests["a"].output_token_ids) == [NEW]
+
+
+# ---- what only vLLM can compute ----
+
+
+def test_lora(start: Any, stored: None) -> None:
+    from vllm.lora.request import LoRARequest
+
+    steps = start()
+    steps.add("a", STORED, max_tokens=1, lora_request=LoRARequest("adapter", 1, "/adapter"))
+    for _ in range(2):
+        plan = steps.plan()
+        assert (plan.loads, plan.saves) == ([], [])
+        steps.run()
+
+
+def test_images(start: Any, stored: None) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    steps = start()
+    request = steps.add("a", STORED)
+    request.mm_features = [
+        MultiModalFeatureSpec(None, "image", "hash", PlaceholderRange(offset=2, length=9))
+    ]
+    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.mm_features = []
+    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (199, False)
+
+
+def test_embeddings(start: Any, stored: None) -> None:
+    steps = start()
+    request = steps.add("a", STORED)
+    request.prompt_embeds = torch.zeros(200, 256)
+    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_prompt_logprobs(start: Any, stored: None) -> None:
+    """They need the logits of every token of the prompt; its cache is as good as any."""
+    steps = start()
+    steps.add("a", STORED[:100] + prompt(28, seed=3), sampling={"prompt_logprobs": 1})
+    plan = steps.plan()
+    assert loads(plan) == []
+    steps.run()
+    assert saves(steps.plan()) == [("a", 0, 128)]
+
+
+def test_salt(start: Any, stored: None, tmp_path: Path) -> None:
+    steps = start()
+    steps.add("a", STORED, cache_salt="secret")
+    assert loads(steps.plan()) == []
+    fill(tmp_path / "store", STORED, salt="secret")
+    steps = start()
+    steps.add("a", STORED, cache_salt="secret")
+    assert loads(steps.plan()) == [("a", 0, 199)]
+
+
+# ---- what is saved ----
+
+
+def test_chunks_as_they_complete_and_the_prompt_to_its_end(start: Any) -> None:
+    steps = start(role="kv_producer", max_num_batched_tokens=100)
+    steps.add("a", prompt(230, seed=4), max_tokens=40)
+    found = []
+    for _ in range(3 + 39):
+        found.append(saves(steps.plan()))
+        steps.run()
+    assert [plan for plan in found if plan] == [
+        [("a", 0, 64)],  # 100 tokens computed
+        [("a", 64, 192)],  # 200
+        [("a", 192, 230)],  # the prompt
+        [("a", 192, 256)],  # and its chunk is full
+    ]
+    assert found[0]
+    assert found[1]
+    assert found[2]
+    # Ended with 230 + 40 tokens, of which the last was never computed.
+    plan = steps.plan()
+    assert saves(plan) == [("a", 256, 269)]
+    assert plan.saves[0].final
+
+
+def test_only_prompts(start: Any) -> None:
+    steps = start({"save_generated": False}, role="kv_producer")
+    steps.add("a", prompt(60, seed=4), max_tokens=20)
+    found = []
+    for _ in range(21):
+        found += saves(steps.plan())
+        steps.run()
+    assert found == [("a", 0, 60)]
+
+
+def test_blocks_stay_until_the_end_is_saved(start: Any) -> None:
+    steps = start(role="kv_producer")
+    num_free_blocks = steps.num_free_blocks()
+    steps.add("a", prompt(60, seed=4), max_tokens=20)
+    for _ in range(20):
+        steps.plan()
+        steps.run()
+    assert steps.requests["a"].is_finished()
+    assert steps.num_free_blocks() == num_free_blocks - 3
+    plan = steps.plan()
+    assert saves(plan) == [("a", 64, 79)]
+    steps.run(finished_sending={"a"})
+    assert steps.num_free_blocks() == num_free_blocks
+    assert not steps.scheduler.has_requests()
+
+
+def test_rejected_drafts_are_not_saved(start: Any) -> None:
+    """Tokens are the key of what is saved: a draft under its own name would be a wrong token."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    steps = start(
+        role="kv_producer",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2},
+    )
+    request = steps.add("a", prompt(60, seed=4), max_tokens=20)
+    saved = []
+    while not request.is_finished():
+        saved += steps.plan().saves
+        drafts = len(request.spec_token_ids)
+        steps.run({"a": [NEW, NEW] if drafts else [NEW]})  # one draft is accepted, three are not
+        steps.scheduler.update_draft_token_ids(DraftTokenIds(["a"], [[NEW, 9, 9, 9]]))
+    saved += steps.plan().saves
+    assert len(saved) == 3
+    for save in saved:
+        tokens = save.tokens.tolist()
+        assert tokens == list(request.all_token_ids)[: len(tokens)]
+    assert [len(save.tokens) for save in saved] == [60, 64, 79]
+
+
+# ---- requests that end early, or start again ----
+
+
+def test_preempted_requests_start_again_with_other_blocks(start: Any, stored: None) -> None:
+    steps = start()
+    steps.add("a", STORED[:100])
+    steps.plan()
+    steps.run()
+    steps.plan()
+    steps.run()
+    steps.scheduler.reset_prefix_cache(reset_running_requests=True)
+    steps.add("b", prompt(64, seed=6))  # may take blocks that were a's
+    plan = steps.plan()
+    assert loads(plan) == [("a", 0, 100)]  # with what it has said so far, it is longer than that
+    assert plan.loads[0].block_ids == (steps.blocks("a"),)
+    held = steps.blocks("a") + steps.blocks("b")
+    assert len(set(held)) == len(held)
+    steps.run()
+    # What is saved now lies in the new blocks.
+    while not (found := steps.plan().saves):
+        steps.run()
+    for save in found:
+        assert save.block_ids == (steps.blocks(save.request_id),)
+
+
+def test_nothing_of_an_aborted_request_is_saved(start: Any) -> None:
+    from vllm.v1.request import RequestStatus
+
+    steps = start(role="kv_producer")
+    num_free_blocks = steps.num_free_blocks()
+    steps.add("a", prompt(60, seed=4))
+    for _ in range(10):
+        steps.plan()
+        steps.run()
+    steps.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert steps.num_free_blocks() == num_free_blocks
+    assert saves(steps.plan()) == []
+
+
+def test_aborted_while_it_loads(start: Any, stored: None) -> None:
+    """The load writes to its blocks until it is over, so nobody else may have them."""
+    from vllm.v1.request import RequestStatus
+
+    steps = start({"async_load": True})
+    num_free_blocks = steps.num_free_blocks()
+    steps.add("a", STORED)
+    steps.plan()
+    steps.run()
+    steps.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert steps.num_free_blocks() == num_free_blocks - 7
+    steps.plan()
+    steps.run(finished_recving={"a"})
+    assert steps.num_free_blocks() == num_free_blocks
+    assert not steps.scheduler.has_requests()
+
+
+# ---- loads that fail ----
+
+
+def test_nothing_is_saved_of_a_step_whose_load_failed(start: Any, stored: None) -> None:
+    """Its forward pass has read what was not loaded, and others may have found those blocks."""
+    steps = start()
+    unknown = prompt(100, seed=5)
+    steps.add("a", STORED[:130] + unknown)
+    steps.add("b", STORED[:130] + unknown[::-1])
+    plan = steps.plan()
+    assert [load[0] for load in loads(plan)] == ["a"] or len(loads(plan)) == 2
+    assert saves(plan) == []
+    steps.run(invalid_block_ids={steps.blocks("a")[0]})
+    plan = steps.plan()
+    assert loads(plan) == []
+    assert saves(plan) == []
+    steps.run()
+    assert {name for name, _, _ in saves(steps.plan())} == {"a", "b"}
+
+
+def test_a_load_that_failed_is_not_tried_again(start: Any, stored: None) -> None:
+    steps = start({"async_load": True})
+    request = steps.add("a", STORED)
+    assert loads(steps.plan()) == [("a", 0, 199)]
+    steps.run()
+    steps.plan()
+    steps.run(finished_recving={"a"}, failed_recving={"a"})
+    assert loads(steps.plan()) == []
+    assert request.num_computed_tokens == 200
+    steps.run()
+    assert list(request.output_token_ids) == [NEW]
+    # Another request may try: the file may be whole again.
+    steps.add("b", [*STORED[:40], *STORED[:40]])
+    assert loads(steps.plan()) == [("b", 32, 40)]
+
+
+@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+def test_a_request_that_failed_leaves_nothing(async_load: bool, start: Any, stored: None) -> None:
+    steps = start({"async_load": async_load}, policy="fail")
+    num_free_blocks = steps.num_free_blocks()
+    request = steps.add("a", STORED)
+    plan = steps.plan()
+    if async_load:
+        steps.run(finished_recving={"a"}, failed_recving={"a"})
+    else:
+        steps.run(invalid_block_ids=set(plan.loads[0].block_ids[0]))
+    assert request.status.name == "FINISHED_ERROR"
+    plan = steps.plan()
+    assert (saves(plan), loads(plan)) == ([], [])
+    steps.run()
+    assert steps.num_free_blocks() == num_free_blocks
+    assert not steps.scheduler.has_requests()
+
+
+# ---- the model changes ----
+
+
+def test_nothing_is_shared_with_what_was_saved_before_a_reset(start: Any, stored: None) -> None:
+    """reset_prefix_cache(reset_connector=True) is what follows new weights."""
+    steps = start()
+    assert steps.scheduler.reset_prefix_cache(reset_connector=True)
+    steps.add("a", STORED)
+    assert loads(steps.plan()) == []

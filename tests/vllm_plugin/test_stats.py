@@ -1,0 +1,48 @@
+"""What KVXConnector did, as vLLM reports it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_plugin.engine import EngineProcess, connector
+from tests.vllm_plugin.models import prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+LENGTHS = (33, 257)
+TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # layers, K and V, heads, dims, float32
+
+
+def test_metrics(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    prompts = [prompt(n, seed=30 + n) for n in LENGTHS]
+    num_tokens = sum(LENGTHS)
+    options = {
+        "disable_log_stats": False,
+        "kv_transfer_config": connector(tmp_path, save_generated=False),
+    }
+    with engines.engine(llama, block_size=32, **options) as engine:
+        engine.generate(prompts)
+        found = engine.metrics()
+        engine.generate(prompts)  # the engine has them itself
+        again = engine.metrics()
+    assert found["vllm:kvx_saved_tokens_total"] == num_tokens
+    assert found["vllm:kvx_save_seconds_total"] > 0
+    assert found["vllm:kvx_loaded_tokens_total"] == found["vllm:kvx_dropped_saves_total"] == 0
+    assert again["vllm:kvx_saved_tokens_total"] == num_tokens
+    # Threads write while vLLM goes on, so it may hear of the last file a step later.
+    num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert num_tokens * TOKEN_BYTES < num_bytes < 1.1 * num_tokens * TOKEN_BYTES + 10_000
+    assert again["vllm:kvx_saved_bytes_total"] == num_bytes
+
+    with engines.engine(llama, block_size=64, **options) as engine:
+        engine.generate(prompts)
+        found = engine.metrics()
+    assert found["vllm:kvx_loaded_tokens_total"] == num_tokens - len(prompts)
+    assert found["vllm:kvx_loaded_bytes_total"] == (num_tokens - len(prompts)) * TOKEN_BYTES
+    assert found["vllm:kvx_load_seconds_total"] > 0
+    assert found["vllm:kvx_load_failures_total"] == found["vllm:kvx_saved_tokens_total"] == 0
+    # vLLM's own count of prompt tokens that it did not have to compute.
+    assert found["vllm:external_prefix_cache_hits_total"] == num_tokens - len(prompts)

@@ -1,0 +1,237 @@
+"""The worker's half of KVXConnector, on caches as vLLM makes them: what no engine does on cue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import vllm
+from kvx_core import CacheFacts
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.blobs import Directory
+from kvx_core.stores.prefix import Match, PrefixStore
+from tests.adapters.vllm_caches import SENTINEL, B, H, L, N, by_permutation, make_spec
+from tests.vllm_plugin.models import prompt
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+CHUNK = 32
+TOKENS = prompt(40, seed=1)  # a chunk and a part of one; three blocks of 16
+
+
+class Worker:
+    """A worker's half that holds some heads of every layer, and its caches."""
+
+    def __init__(
+        self,
+        blobs: Directory,
+        heads: tuple[int, int] = (0, H),
+        block_size: int = N,
+        **settings: Any,
+    ) -> None:
+        from kvx_adapters.vllm_plugin.settings import Settings
+        from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
+
+        first, last = heads
+        spec = make_spec("LBHNC", num_kv_heads=last - first, block_size=block_size)
+        self.raw, self.kv_caches = by_permutation(spec)
+        facts = CacheFacts(
+            fingerprint="f", num_layers=L, window=0, total_kv_heads=H, first_kv_head=first
+        )
+        names = tuple(f"model.layers.{i}" for i in range(L))
+        group = vllm.LayerGroup(names, tuple(range(L)), (spec,) * L, 0)
+        self.store = store_in(blobs)
+        self.half = WorkerHalf(
+            {"": self.store},
+            Settings(path=blobs.root, **settings),
+            [Held(0, group, vllm.cache_view(self.kv_caches, spec, facts), 1)],
+            torch.device("cpu"),
+            by_request=True,
+        )
+
+    def fill(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for kv_cache in self.kv_caches:
+            kv_cache.copy_(torch.randn(kv_cache.shape, generator=generator))
+
+    def tokens(self, blocks: list[int], num_tokens: int) -> Tensor:
+        """(layers, heads, num_tokens, K and V), as vLLM reads them."""
+        rows = [kv_cache[blocks].transpose(0, 1).flatten(1, 2) for kv_cache in self.kv_caches]
+        return torch.stack(rows)[:, :, :num_tokens]
+
+    def save(self, blocks: list[int], *, final: bool = False, layerwise: bool = False) -> None:
+        from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+
+        step = StepPlan(saves=[Save("a", "", np.array(TOKENS), 0, (blocks,), final)])
+        if layerwise:
+            for layer in range(L):
+                self.half.save_layer(step, f"model.layers.{layer}")
+                self.kv_caches[layer] += 1  # too late
+        self.half.save(step)
+
+    def load(self, blocks: list[int], start: int, stop: int, match: Match, wait: bool) -> None:
+        from kvx_adapters.vllm_plugin.steps import Load, StepPlan
+
+        load = Load("a", "", match, start, stop, (blocks,), wait)
+        self.half.load(StepPlan(loads=[load]))
+
+    def stats(self) -> dict[str, float]:
+        found = self.half.take_stats()
+        return {} if found is None else found.data
+
+
+def store_in(blobs: Directory) -> PrefixStore:
+    return PrefixStore(blobs, fingerprint="f", num_layers=L, total_kv_heads=H, chunk_tokens=CHUNK)
+
+
+def filled(path: Path) -> Worker:
+    """A worker that has saved TOKENS from blocks 3, 1 and 5."""
+    worker = Worker(Directory(path))
+    worker.fill()
+    worker.save([3, 1, 5])
+    worker.half.shutdown()
+    return worker
+
+
+def test_tokens_arrive_and_nothing_else_is_written(tmp_path: Path) -> None:
+    source = filled(tmp_path)
+    worker = Worker(Directory(tmp_path), block_size=2 * N)
+    match = worker.store.lookup(TOKENS)
+    assert match.num_tokens == 40
+    worker.load([4, 2], 10, 37, match, wait=True)
+    found = worker.tokens([4, 2], 2 * 2 * N)
+    assert torch.equal(found[:, :, 10:37], source.tokens([3, 1, 5], 40)[:, :, 10:37])
+    found[:, :, 10:37].view(torch.int8).fill_(SENTINEL)
+    for kv_cache, layer in zip(worker.kv_caches, found, strict=True):
+        kv_cache[[4, 2]] = layer.unflatten(1, (2, 2 * N)).transpose(0, 1)
+    assert (worker.raw == SENTINEL).all()
+    assert worker.stats()["loaded_tokens"] == 27
+
+
+def test_ranks_with_a_head_each_and_one_with_both(tmp_path: Path) -> None:
+    ranks = [Worker(Directory(tmp_path), heads) for heads in ((0, 1), (1, 2))]
+    whole = Worker(Directory(tmp_path))
+    for i, rank in enumerate(ranks):
+        assert whole.store.lookup(TOKENS).num_tokens == 0  # half the heads are no hit
+        rank.fill()
+        rank.kv_caches[0] += i
+        rank.save([3, 1, 5])
+        rank.half.shutdown()
+    match = whole.store.lookup(TOKENS)
+    assert match.num_tokens == 40
+    whole.load([6, 2, 4], 0, 40, match, wait=True)
+    parts = torch.cat([rank.tokens([3, 1, 5], 40) for rank in ranks], dim=1)
+    assert torch.equal(whole.tokens([6, 2, 4], 40), parts)
+
+    for heads in ((0, 1), (1, 2)):
+        rank = Worker(Directory(tmp_path), heads)
+        rank.load([2, 3, 4], 0, 40, match, wait=True)
+        assert torch.equal(rank.tokens([2, 3, 4], 40), parts[:, slice(*heads)])
+
+
+def test_layers_are_copied_when_they_are_computed(tmp_path: Path) -> None:
+    source = Worker(Directory(tmp_path))
+    source.fill()
+    expected = source.tokens([3, 1, 5], 40)
+    source.save([3, 1, 5], layerwise=True)
+    source.half.shutdown()
+    assert not torch.equal(source.tokens([3, 1, 5], 40), expected)
+    worker = Worker(Directory(tmp_path))
+    worker.load([3, 1, 5], 0, 40, worker.store.lookup(TOKENS), wait=True)
+    assert torch.equal(worker.tokens([3, 1, 5], 40), expected)
+
+
+def test_a_null_block_is_neither_saved_nor_written(tmp_path: Path) -> None:
+    source = filled(tmp_path)
+    windowed = Worker(Directory(tmp_path / "other"))
+    windowed.fill()
+    windowed.save([0, 0, 5])  # the first chunk has left the window, the second has not
+    windowed.half.shutdown()
+    names = [path.name.partition("-")[0] for path in (tmp_path / "other").rglob("*.safetensors")]
+    assert names == ["8"]
+
+    worker = Worker(Directory(tmp_path))
+    worker.load([0, 0, 5], 0, 40, worker.store.lookup(TOKENS), wait=True)
+    assert torch.equal(worker.tokens([5], 8), source.tokens([5], 8))
+    assert (worker.kv_caches[0][0].view(torch.int8) == SENTINEL).all()
+
+
+class Slow(Directory):
+    """Writes nothing before it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+
+    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+        assert name.endswith(".json") or self.go.wait(60)
+        return super().put(name, write)
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
+    blobs = Slow(tmp_path)
+    worker = Worker(blobs, max_pending_bytes=1)
+    worker.fill()
+    worker.save([3, 1, 5])  # one chunk waits, and the next is too much
+    assert worker.stats()["dropped_saves"] == 1
+    blobs.go.set()
+    worker.half.shutdown()
+    assert worker.store.lookup(TOKENS).num_tokens == CHUNK
+    assert worker.stats()["saved_bytes"] > 0
+
+
+class Full(Directory):
+    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+        raise StoreError(f"{name} cannot be written: no space left on device")
+
+
+def test_a_full_disk_keeps_no_blocks(tmp_path: Path) -> None:
+    """vLLM frees a finished request's blocks when it hears that they are saved, or not to be."""
+    worker = Worker(Full(tmp_path))
+    worker.fill()
+    worker.save([3, 1, 5], final=True)
+    worker.half.shutdown()
+    assert worker.half.take_results() == ({"a"}, set(), set())
+    assert worker.half.take_results() == (set(), set(), set())
+    stats = worker.stats()
+    assert stats["dropped_saves"] == 2
+    assert "saved_bytes" not in stats
+
+
+def test_blocks_that_are_not_there_fail_the_save_alone(tmp_path: Path) -> None:
+    worker = Worker(Directory(tmp_path))
+    worker.save([3, B], final=True)
+    worker.half.shutdown()
+    assert worker.half.take_results()[0] == {"a"}
+    assert worker.stats() == {"dropped_saves": 1}
+
+
+def test_a_failed_load_names_its_blocks(tmp_path: Path) -> None:
+    filled(tmp_path)
+    worker = Worker(Directory(tmp_path))
+    match = worker.store.lookup(TOKENS)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    worker.load([4, 2, 6], 20, 40, match, wait=True)
+    assert worker.half.take_failed_blocks() == {2, 6}
+    assert worker.half.take_failed_blocks() == set()
+    assert worker.stats()["load_failures"] == 1
+    assert (worker.raw == SENTINEL).all()
+
+
+@pytest.mark.parametrize("blocks", [[4, 2], [[]], [4, 2, B]], ids=["short", "nonsense", "outside"])
+def test_a_load_beside_other_steps_is_always_over(blocks: Any, tmp_path: Path) -> None:
+    """Whatever happens in its thread: vLLM keeps the request waiting until it hears of it."""
+    filled(tmp_path)
+    worker = Worker(Directory(tmp_path))
+    worker.load(blocks, 0, 40, worker.store.lookup(TOKENS), wait=False)
+    worker.half._loaders.shutdown()
+    assert worker.half.take_results() == (set(), {"a"}, {"a"})
