@@ -7,12 +7,13 @@ connector's own metrics say. Run with `python -m benchmarks vllm_connector`; it 
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -37,7 +38,7 @@ _MODEL = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-_SEQUENCES, _PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 128  # each completes a chunk of 128 on the way
+_SEQUENCES, _PROMPT_TOKENS, _NEW_TOKENS = 8, 64, 128  # so each fills a chunk of 128
 _PROMPTS = (256, 1024, 4096)
 _FIRST_TOKENS = 3  # of a prompt: by the third step its first token is accepted, and it is saved
 _ENVIRONMENT = {  # of the engines
@@ -56,7 +57,8 @@ class Run:
 
     steps: list[float]  # seconds of each
     num_cached_tokens: int  # of the prompts: not computed
-    counters: Mapping[str, float]  # what KVXConnector counted: see vllm_plugin/stats.py
+    inside: float  # seconds of those steps that were spent in KVXConnector
+    counters: Mapping[str, float]  # what it counted: see vllm_plugin/stats.py
 
 
 class Engine:
@@ -96,24 +98,21 @@ def run(rounds: int, *, quick: bool) -> list[dict[str, Any]]:
 def _decode(alone: Engine, ours: Engine, rounds: int) -> dict[str, Any]:
     """Steps that compute one token of each sequence; one of them saves a chunk of each."""
     steps: dict[str, list[float]] = {"vllm": [], "kvx": []}
-    per_request = []
+    inside = []
     for i in range(rounds):
         prompts = [_tokens(_PROMPT_TOKENS, 10 * i + j + 1) for j in range(_SEQUENCES)]
-        found = {
-            name: engine.run(prompts, _NEW_TOKENS).steps[1:_NEW_TOKENS]
-            for name, engine in (("vllm", alone), ("kvx", ours))
-        }
-        for name, seconds in found.items():
-            steps[name].append(median(seconds))
-        per_request.append((sum(found["kvx"]) - sum(found["vllm"])) / _SEQUENCES)
+        for name, engine in (("vllm", alone), ("kvx", ours)):
+            found = engine.run(prompts, _NEW_TOKENS)
+            steps[name].append(median(found.steps[1:_NEW_TOKENS]))
+        inside.append(found.inside / _SEQUENCES)
     row = _row(f"decode step, {_SEQUENCES} sequences", steps)
     row["times_vllm"] = _ratio(steps["kvx"], steps["vllm"])
-    row["added_ms_per_request"] = round(1e3 * median(per_request), 3)
+    row["inside_us_per_request"] = round(1e6 * median(inside), 1)
     us = row["median_us"]
     print(
         f"\n{row['case']}: {us['vllm']:.0f} us, with KVXConnector {us['kvx']:.0f} us, "
-        f"{row['times_vllm']:.3f} times as long; {_NEW_TOKENS} tokens of a request take "
-        f"{row['added_ms_per_request']:.2f} ms more, the copy of a chunk included"
+        f"{row['times_vllm']:.3f} times as long\n{_PROMPT_TOKENS} + {_NEW_TOKENS} tokens of a "
+        f"request: {row['inside_us_per_request']:.0f} us in KVXConnector, copies included"
     )
     return row
 
@@ -218,7 +217,7 @@ def _serve(connection: Connection, model: Path, store: Path | None) -> None:
         kv_cache_memory_bytes=1 << 30,
         kv_transfer_config=transfer,
     )
-    settled = _Settled(llm)
+    connector = _Connector(llm) if store else None
     while True:
         try:
             prompts, max_tokens = connection.recv()
@@ -227,7 +226,8 @@ def _serve(connection: Connection, model: Path, store: Path | None) -> None:
         llm.reset_prefix_cache()  # what is not computed comes from the store
         steps, outputs = _steps(llm, prompts, max_tokens)
         cached = sum(output.num_cached_tokens for output in outputs)
-        connection.send(Run(steps, cached, settled()))
+        inside, counters = connector.settle() if connector else (0.0, {})
+        connection.send(Run(steps, cached, inside, counters))
 
 
 def _steps(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
@@ -247,32 +247,47 @@ def _steps(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
     return steps, last.values()
 
 
-class _Settled:
-    """Waits until everything is stored; says what the connector has counted since the last time."""
+class _Connector:
+    """Both halves of the KVXConnector of an engine: how long they take, and what they count."""
 
     def __init__(self, llm: Any) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self._llm = llm
-        self._sums: dict[str, float] = {}
-        self._connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if self._connector is not None:
-            self._take = self._connector.get_kv_connector_stats
-            self._connector.get_kv_connector_stats = self._counted
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._worker = get_kv_transfer_group()
+        self._seconds = 0.0
+        self._counters: dict[str, float] = {}
+        for half in (self._scheduler.connector, self._worker):
+            for name in vars(type(half)):
+                if not name.startswith("_") and inspect.ismethod(getattr(half, name)):
+                    setattr(half, name, self._timed(getattr(half, name)))
+        self._take = self._worker.get_kv_connector_stats
+        self._worker.get_kv_connector_stats = self._count
 
-    def __call__(self) -> dict[str, float]:
-        if self._connector is not None:
-            scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-            while scheduler.has_requests():  # whose last tokens are not copied yet
-                self._llm.llm_engine.step()
-            self._connector._worker._writers.submit(int).result()  # after all files
-            self._counted()
-        sums, self._sums = self._sums, {}
-        return sums
+    def settle(self) -> tuple[float, dict[str, float]]:
+        """Waits until everything is stored; seconds and counts since the last time."""
+        seconds = self._seconds
+        while self._scheduler.has_requests():  # whose last tokens are not copied yet
+            self._llm.llm_engine.step()
+        self._worker._worker._writers.submit(int).result()  # after all files
+        self._count()
+        counters, self._counters, self._seconds = self._counters, {}, 0.0
+        return seconds, counters
 
-    def _counted(self) -> Any:
+    def _count(self) -> Any:
         stats = self._take()
         if stats is not None:
             for name, value in stats.data.items():
-                self._sums[name] = self._sums.get(name, 0) + value
+                self._counters[name] = self._counters.get(name, 0) + value
         return stats
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                self._seconds += time.perf_counter() - begin
+
+        return timed

@@ -192,7 +192,7 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """Tokens of one sequence in some layers and heads; the data in memory, or still in a file."""
 
@@ -469,7 +469,8 @@ class Snapshot:
 
     def _read(self, names: Sequence[str], memory: _Bytes | None) -> Snapshot:
         tensors, num_bytes = _placed((name, *_type(self.tensors[name])) for name in names)
-        assert self.path is not None and self.memory is None, "the snapshot is in memory"
+        assert self.path is not None
+        assert self.memory is None, "the snapshot is in memory already"
         try:
             if memory is None:
                 memory = host_memory(num_bytes)

@@ -68,6 +68,9 @@ def _facts() -> list[tuple[str, str]]:
 def _doctor(
     dtype: Annotated[str, typer.Option(help="Of the engine that is looked at.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="Of its KV cache.")] = "auto",
+    attention_backend: Annotated[
+        str, typer.Option(help="Of it, if not vLLM's choice; CUSTOM is KVX's, on CUDA.")
+    ] = "",
 ) -> None:
     """Whether KVX works with the vLLM that is installed.
 
@@ -77,13 +80,16 @@ def _doctor(
     """
     from kvx_adapters.cli.doctor import examine
 
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    if attention_backend:
+        options["attention_backend"] = attention_backend
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _facts():
         table.add_row("", name, value)
     good = True
     with console.status("starting an engine"):
-        for finding in examine(dtype=dtype, kv_cache_dtype=kv_cache_dtype):
+        for finding in examine(**options):
             good = good and not finding.problem
             mark = "[red]✗[/]" if finding.problem else "[green]✓[/]"
             table.add_row(mark, finding.name, escape(finding.text))

@@ -75,12 +75,17 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._stores.chunk_tokens,
                 window,
             )
+        # vLLM puts blocks that a step is to load into its prefix cache before the step has run, and
+        # does not take all of them out again if the load fails. Those of a load beside other steps
+        # it puts there when they are loaded.
+        # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
+        shares = self._vllm_config.cache_config.enable_prefix_caching
         return SchedulerHalf(
             stores=self._stores,
             settings=self._settings,
             produces=transfer.is_kv_producer,
             consumes=consumes,
-            asynchronous=self._settings.async_load or hybrid or bool(window),
+            asynchronous=self._settings.async_load or shares or hybrid or bool(window),
             window=window,
         )
 

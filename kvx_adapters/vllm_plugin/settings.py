@@ -23,7 +23,7 @@ class Settings(BaseModel):
     path: Path  # the store's directory, made if it is not there
     fingerprint: str | None = None  # of the model; None: taken from its files
     chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
-    async_load: bool = False  # load beside other requests' steps instead of before one's own
+    async_load: bool = False  # load beside other requests' steps; with prefix caching always
     layerwise: bool = False  # copy each layer when it has been computed, not all after the last
     save_generated: bool = True  # not only prompts
     min_tokens: int = Field(default=8, ge=1)  # fewer are computed faster than loaded

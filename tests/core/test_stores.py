@@ -612,6 +612,11 @@ def test_a_header_that_says_other_things_is_found_by_the_load(tmp_path: Path) ->
     assert store_in(tmp_path).lookup(range(16)).num_tokens == 0
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
 def test_a_file_under_the_name_of_another(tmp_path: Path) -> None:
     """Tokens, prefix, layers or heads that are not those of the name."""
     store = store_in(tmp_path)
@@ -628,9 +633,12 @@ def test_a_file_under_the_name_of_another(tmp_path: Path) -> None:
         ),
     }
     match = store.lookup(range(16))
-    for name in content.values():
-        (tmp_path / whole).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / whole).write_bytes((tmp_path / name).read_bytes())
+    for kind, name in content.items():
+        data = (tmp_path / name).read_bytes()
+        replace_file(tmp_path / whole, data)
+        found = store_in(tmp_path).lookup(range(16)).num_tokens
+        assert found == (16 if kind == "prefix" else 0)  # looks at tokens only
+        replace_file(tmp_path / whole, data)
         engine = Engine(seed=1)
         load = lambda engine=engine: store.load(match, 0, 16, engine.sections())  # noqa: E731
         unchanged(engine, load, CorruptError, "has the content of")
@@ -712,6 +720,9 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
         store_in(tmp_path, chunk_tokens=64)
     with pytest.raises(InvalidArgumentError, match="chunk_tokens 0, expected at least 1"):
         store_in(tmp_path, chunk_tokens=0)
+    new = tmp_path / "new"
+    assert store_in(new, chunk_tokens=None, new_chunk_tokens=32).chunk_tokens == 32
+    assert store_in(new, chunk_tokens=None, new_chunk_tokens=64).chunk_tokens == 32
 
 
 @pytest.mark.parametrize(

@@ -28,21 +28,33 @@ def requests() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "async_load"),
+    # Fewer blocks than eight requests need: some are preempted.
+    [("llama", 20, False), ("llama", 20, True), ("gemma", 40, True)],
+    ids=["sync", "async", "windows"],
+)
 def test_aborts_and_preemptions(
-    async_load: bool, llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+    name: str,
+    num_blocks: int,
+    async_load: bool,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
+    model = request.getfixturevalue(name)
     prompts = requests()
-    expected = stock(llama, prompts, NUM_NEW)
+    expected = stock(model, prompts, NUM_NEW)
     chance = random.Random(1)
     aborted = chance.sample(range(NUM_REQUESTS), NUM_REQUESTS // 3)
     abort_at = {i: chance.randrange(300) for i in aborted}
 
     config = connector(tmp_path, "kv_both", async_load=async_load, chunk_tokens=32)
     with engines.engine(
-        llama,
+        model,
         block_size=32,
-        num_gpu_blocks_override=20,  # fewer than eight requests need: some are preempted
+        num_gpu_blocks_override=num_blocks,
         max_num_batched_tokens=128,
         max_model_len=192,
         disable_log_stats=False,
@@ -61,7 +73,7 @@ def test_aborts_and_preemptions(
     # Nothing that was stored on the way is wrong.
     config = connector(tmp_path, "kv_consumer")
     with engines.engine(
-        llama, block_size=64, enable_prefix_caching=False, kv_transfer_config=config
+        model, block_size=64, enable_prefix_caching=False, kv_transfer_config=config
     ) as engine:
         outputs = engine.generate(prompts, max_tokens=NUM_NEW)
         same_tokens(outputs, expected)
