@@ -92,7 +92,7 @@ kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
   bool on_device;
   KVX_TRY(place(tensors, &on_device));
   if (write->io.num_tokens == 0) return KVX_STATUS_OK;
-  TensorPair pairs[2];
+  TensorPair pairs[2]{};
   Plan plan;
   plan_write(*cache, *write, options ? options->flags : 0, pairs, &plan);
   return run_plan(plan, tensors, on_device, stream);
@@ -110,7 +110,7 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
   if (gather->io.num_tokens == 0) return KVX_STATUS_OK;
   kvx_gather_options_t defaults{};
   defaults.null_block_id = KVX_NO_NULL_BLOCK;
-  TensorPair pairs[2];
+  TensorPair pairs[2]{};
   Plan plan;
   plan_gather(*cache, *gather, options ? *options : defaults, pairs, &plan);
   return run_plan(plan, tensors, on_device, stream);

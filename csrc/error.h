@@ -6,7 +6,8 @@
 namespace kvx {
 
 // Remembers the sentence and returns `status`, so that a check reads `return fail(...)`.
-[[gnu::format(printf, 2, 3)]] kvx_status_t fail(kvx_status_t status, const char *format, ...);
+[[gnu::cold, gnu::format(printf, 2, 3)]] kvx_status_t fail(kvx_status_t status, const char *format,
+                                                           ...);
 
 const char *last_error();
 

@@ -28,19 +28,18 @@ int64_t step_bytes(const Desc &desc, int axis, int64_t none = 0) {
   return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : none;
 }
 
-Side side_of(const kvx_tensor_desc_t &tensor, uint32_t head_start) {
-  Side side{};
+// From here on a part of the plan is filled where it stays: a copy would wait for the stores.
+void set_side(Side *side, const kvx_tensor_desc_t &tensor, uint32_t head_start) {
   const Axes axes = axes_of(tensor);
-  side.dtype = tensor.dtype;
-  side.block_stride = step_bytes(tensor, axes.block);
-  side.token_stride = step_bytes(tensor, axes.token);
-  side.head_stride = step_bytes(tensor, axes.head);
-  side.base = static_cast<uint8_t *>(tensor.data) + head_start * side.head_stride;
+  side->dtype = tensor.dtype;
+  side->block_stride = step_bytes(tensor, axes.block);
+  side->token_stride = step_bytes(tensor, axes.token);
+  side->head_stride = step_bytes(tensor, axes.head);
+  side->base = static_cast<uint8_t *>(tensor.data) + head_start * side->head_stride;
   const int64_t size = size_of(tensor.dtype);
   const int64_t inner = step_bytes(tensor, axes.inner, size);
   const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer, size);
-  set_dim(&side, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
-  return side;
+  set_dim(side, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
 }
 
 // The secondary pool mirrors the primary: the same place within a block, the same step from block
@@ -53,46 +52,43 @@ void add_secondary(Side *side, const kvx_tensor_desc_t &tensor, const kvx_pool_d
 }
 
 // A dense [rows, tokens, heads, dim] tensor, or the same as [rows * tokens, heads, dim].
-Side io_side(const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
-  Side side{};
+void set_io_side(Side *side, const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
   const int head = static_cast<int>(tensor.ndim) - 2;
-  side.base = static_cast<uint8_t *>(tensor.data);
-  side.dtype = tensor.dtype;
-  side.token_stride = step_bytes(tensor, head - 1);
-  side.block_stride = tensor.ndim == 4 ? step_bytes(tensor, 0)
-                                       : static_cast<int64_t>(tokens_per_row) * side.token_stride;
-  side.head_stride = step_bytes(tensor, head);
+  side->base = static_cast<uint8_t *>(tensor.data);
+  side->dtype = tensor.dtype;
+  side->token_stride = step_bytes(tensor, head - 1);
+  side->block_stride = tensor.ndim == 4 ? step_bytes(tensor, 0)
+                                        : static_cast<int64_t>(tokens_per_row) * side->token_stride;
+  side->head_stride = step_bytes(tensor, head);
   const int64_t inner = step_bytes(tensor, head + 1, size_of(tensor.dtype));
-  set_dim(&side, inner, inner, 1, tensor.shape[head + 1]);
-  return side;
+  set_dim(side, inner, inner, 1, tensor.shape[head + 1]);
 }
 
-Scales scales_of(const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype, uint32_t head_start) {
-  Scales scales{};
-  if (!desc || !desc->data || !is_fp8(tensor_dtype)) return scales;
-  scales.data = static_cast<const uint8_t *>(desc->data);
-  scales.dtype = desc->dtype;
+void set_scales(Scales *scales, const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype,
+                uint32_t head_start) {
+  if (!desc || !desc->data || !is_fp8(tensor_dtype)) return;
+  scales->data = static_cast<const uint8_t *>(desc->data);
+  scales->dtype = desc->dtype;
   switch (desc->granularity) {
     case KVX_SCALE_PER_BLOCK:
-      scales.block_stride = step_bytes(*desc, 0);
+      scales->block_stride = step_bytes(*desc, 0);
       break;
     case KVX_SCALE_PER_HEAD:
-      scales.head_stride = step_bytes(*desc, 0);
+      scales->head_stride = step_bytes(*desc, 0);
       break;
     case KVX_SCALE_PER_BLOCK_HEAD:
-      scales.block_stride = step_bytes(*desc, 0);
-      scales.head_stride = step_bytes(*desc, 1);
+      scales->block_stride = step_bytes(*desc, 0);
+      scales->head_stride = step_bytes(*desc, 1);
       break;
     case KVX_SCALE_PER_TOKEN_HEAD:
-      scales.block_stride = step_bytes(*desc, 0);
-      scales.token_stride = step_bytes(*desc, 1);
-      scales.head_stride = step_bytes(*desc, 2);
+      scales->block_stride = step_bytes(*desc, 0);
+      scales->token_stride = step_bytes(*desc, 1);
+      scales->head_stride = step_bytes(*desc, 2);
       break;
     default:
       break;
   }
-  scales.data += head_start * scales.head_stride;
-  return scales;
+  scales->data += head_start * scales->head_stride;
 }
 
 bool is_one_scale(const Scales &scales) {
@@ -145,70 +141,64 @@ void merge_kv(TensorPair *k, TensorPair *v) {
   v->num_heads = 0;
 }
 
-Address dense_address(uint64_t rows, uint64_t tokens_per_row) {
-  Address a{};
-  a.mode = Addressing::kDense;
-  a.block_size = static_cast<uint32_t>(tokens_per_row);
-  a.num_blocks = rows;
-  a.null_block = KVX_NO_NULL_BLOCK;
-  return a;
+void set_dense(Address *a, uint64_t rows, uint64_t tokens_per_row) {
+  a->mode = Addressing::kDense;
+  a->block_size = static_cast<uint32_t>(tokens_per_row);
+  a->num_blocks = rows;
+  a->null_block = KVX_NO_NULL_BLOCK;
 }
 
-Address slots_address(const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
-  Address a = dense_address(cache.num_blocks, cache.block_size);
-  a.mode = Addressing::kSlots;
-  a.indices = ints(slots.slots, slots.dtype);
-  a.indices_count = slots.token_count;
-  a.invalid_slot = slots.invalid_slot;
-  return a;
+void set_slots(Address *a, const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
+  set_dense(a, cache.num_blocks, cache.block_size);
+  a->mode = Addressing::kSlots;
+  a->indices = ints(slots.slots, slots.dtype);
+  a->indices_count = slots.token_count;
+  a->invalid_slot = slots.invalid_slot;
 }
 
 // `tensor` is the cache's K (kv 0) or V (kv 1).
-Address table_address(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor, uint8_t kv,
-                      const kvx_block_table_t &table, int64_t null_block,
-                      uint32_t secondary_num_blocks) {
-  Address a = dense_address(cache.num_blocks, cache.block_size);
-  a.kv = kv;
-  a.null_block = null_block;
-  a.max_blocks_per_seq = table.max_blocks_per_seq;
-  a.indices = ints(table.indices, table.index_dtype);
-  a.indices_count = table.indices_count;
+void set_table(Address *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
+               uint8_t kv, const kvx_block_table_t &table, int64_t null_block,
+               uint32_t secondary_num_blocks) {
+  set_dense(a, cache.num_blocks, cache.block_size);
+  a->kv = kv;
+  a->null_block = null_block;
+  a->max_blocks_per_seq = table.max_blocks_per_seq;
+  a->indices = ints(table.indices, table.index_dtype);
+  a->indices_count = table.indices_count;
   switch (table.format) {
     case KVX_BLOCK_TABLE_PACKED:
-      a.mode = Addressing::kPacked;
+      a->mode = Addressing::kPacked;
       break;
     case KVX_BLOCK_TABLE_RAGGED:
-      a.mode = Addressing::kRagged;
-      a.indptr = ints(table.indptr, table.indptr_dtype);
+      a->mode = Addressing::kRagged;
+      a->indptr = ints(table.indptr, table.indptr_dtype);
       break;
     default: {
-      a.mode = Addressing::kKvOffsets;
+      a->mode = Addressing::kKvOffsets;
       const int64_t block_bytes = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
       const auto *k = static_cast<const uint8_t *>(cache.k.data);
-      a.sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
-      a.sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
-                                          cache.pool.bytes_per_block);
+      a->sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
+      a->sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
+                                           cache.pool.bytes_per_block);
       if (cache.pool.secondary)
-        a.secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
+        a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
     }
   }
-  return a;
 }
 
-Address view_address(const kvx_view_t &view, uint8_t kv) {
+void set_view(Address *a, const kvx_view_t &view, uint8_t kv) {
   const kvx_cache_desc_t &cache = *view.layers[0];
   const kvx_tensor_desc_t &tensor = kv && !is_absent(cache.v) ? cache.v : cache.k;
-  Address a;
   if (view.slots) {
-    a = slots_address(cache, *view.slots);
+    set_slots(a, cache, *view.slots);
   } else if (view.block_table) {
-    a = table_address(cache, tensor, kv, *view.block_table, view.null_block_id,
-                      view.secondary_num_blocks);
+    set_table(a, cache, tensor, kv, *view.block_table, view.null_block_id,
+              view.secondary_num_blocks);
   } else {
-    a = dense_address(cache.num_blocks, cache.block_size);
+    set_dense(a, cache.num_blocks, cache.block_size);
   }
-  if (view.starts) a.starts = ints(view.starts->lengths, view.starts->dtype);
-  return a;
+  if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
 }
 
 // The memory of all layers, in the primary or the secondary pool.
@@ -234,12 +224,6 @@ bool is_readable(kvx_memory_type_t memory) {
   return memory != KVX_MEMORY_DEVICE;
 }
 
-Axes axes_of(const kvx_tensor_desc_t &tensor) {
-  if (tensor.layout == KVX_LAYOUT_BLOCK_NHD) return {0, 1, 2, -1, 3};
-  if (tensor.ndim == 5) return {0, 3, 1, 2, 4};
-  return {0, 2, 1, -1, 3};
-}
-
 uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
   uint64_t beams = 1;
   for (const kvx_view_t *view : {migrate.src, migrate.dst}) {
@@ -248,11 +232,6 @@ uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
       beams = std::max<uint64_t>(beams, table->beam_width);
   }
   return migrate.seq_lens->seq_count * beams;
-}
-
-int64_t dim_of(const kvx_tensor_desc_t &tensor) {
-  const Axes axes = axes_of(tensor);
-  return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
 }
 
 int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
@@ -310,7 +289,9 @@ bool share_memory(const kvx_view_t &src, const kvx_view_t &dst) {
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
   const auto same_tensor = [](const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
     if (is_absent(x) || is_absent(y)) return is_absent(x) && is_absent(y);
-    const Side a = side_of(x, 0), b = side_of(y, 0);
+    Side a{}, b{};
+    set_side(&a, x, 0);
+    set_side(&b, y, 0);
     return a.base == b.base && size_of(x.dtype) == size_of(y.dtype) && dim_of(x) == dim_of(y) &&
            a.block_stride == b.block_stride && a.token_stride == b.token_stride &&
            a.head_stride == b.head_stride && a.outer_stride == b.outer_stride &&
@@ -343,22 +324,22 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
   plan->call = Call::kWrite;
   set_flags(plan, flags);
-  plan->src[0] = plan->src[1] = dense_address(1, write.io.num_tokens);
-  plan->dst[0] = plan->dst[1] = slots_address(cache, write.slots);
-  pairs[1] = {};
+  for (int kv = 0; kv < 2; ++kv) {
+    set_dense(&plan->src[kv], 1, write.io.num_tokens);
+    set_slots(&plan->dst[kv], cache, write.slots);
+  }
   for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? write.io.value : write.io.key;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
     const kvx_scale_desc_t scale = scale_or_pointer(kv ? write.v_scale_desc : write.k_scale_desc,
                                                     kv ? write.v_scale : write.k_scale);
     TensorPair &pair = pairs[kv];
-    pair = {};
     pair.kv = kv;
     pair.num_heads = cache.num_kv_heads;
     pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
-    pair.src = io_side(io, write.io.num_tokens);
-    pair.dst = side_of(tensor, 0);
-    pair.dst_scales = scales_of(&scale, tensor.dtype, 0);
+    set_io_side(&pair.src, io, write.io.num_tokens);
+    set_side(&pair.dst, tensor, 0);
+    set_scales(&pair.dst_scales, &scale, tensor.dtype, 0);
     pair.find_scales = flags & KVX_FLAG_FIND_SCALES;
     finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
   }
@@ -380,22 +361,20 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
   plan->rows.max_len = gather.max_seq_len;
   plan->rows.fill_to_max = plan->zero_fill;
   plan->call = Call::kGather;
-  pairs[1] = {};
   for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? gather.io.value : gather.io.key;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
-    plan->src[kv] = table_address(cache, tensor, kv, gather.block_table, options.null_block_id,
-                                  options.secondary_num_blocks);
-    plan->dst[kv] = dense_address(plan->rows.count, gather.max_seq_len);
+    set_table(&plan->src[kv], cache, tensor, kv, gather.block_table, options.null_block_id,
+              options.secondary_num_blocks);
+    set_dense(&plan->dst[kv], plan->rows.count, gather.max_seq_len);
     TensorPair &pair = pairs[kv];
-    pair = {};
     pair.kv = kv;
     pair.num_heads = cache.num_kv_heads;
     pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
-    pair.src = side_of(tensor, 0);
+    set_side(&pair.src, tensor, 0);
     if (is_kv_offsets(gather.block_table)) add_secondary(&pair.src, tensor, cache.pool);
-    pair.dst = io_side(io, gather.max_seq_len);
-    pair.src_scales = scales_of(kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
+    set_io_side(&pair.dst, io, gather.max_seq_len);
+    set_scales(&pair.src_scales, kv ? options.v_scale : options.k_scale, tensor.dtype, 0);
     finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
   }
   if (has_v && plan->same_places) merge_kv(&pairs[0], &pairs[1]);
@@ -418,8 +397,8 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
   plan->same_places = !(src.block_table && is_kv_offsets(*src.block_table)) &&
                       !(dst.block_table && is_kv_offsets(*dst.block_table));
   for (uint8_t kv = 0; kv < 2; ++kv) {
-    plan->src[kv] = view_address(src, kv);
-    plan->dst[kv] = view_address(dst, kv);
+    set_view(&plan->src[kv], src, kv);
+    set_view(&plan->dst[kv], dst, kv);
   }
   for (uint32_t l = 0; l < plan->num_layers; ++l) {
     for (uint8_t kv = 0; kv < 2; ++kv) {
@@ -427,19 +406,18 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, TensorPair *pairs, Plan *pl
       const kvx_tensor_desc_t &src_tensor = kv ? from.v : from.k;
       const kvx_tensor_desc_t &dst_tensor = kv ? to.v : to.k;
       TensorPair &pair = pairs[l * 2 + kv];
-      pair = {};
       pair.kv = kv;
       if (is_absent(src_tensor)) continue;
       pair.num_heads = migrate.num_heads ? migrate.num_heads : from.num_kv_heads;
       pair.head_dim = static_cast<uint32_t>(dim_of(src_tensor));
-      pair.src = side_of(src_tensor, src.head_start);
-      pair.dst = side_of(dst_tensor, dst.head_start);
+      set_side(&pair.src, src_tensor, src.head_start);
+      set_side(&pair.dst, dst_tensor, dst.head_start);
       const auto *src_scale = kv ? src.v_scales : src.k_scales;
       const auto *dst_scale = kv ? dst.v_scales : dst.k_scales;
-      pair.src_scales =
-          scales_of(src_scale ? src_scale[l] : nullptr, src_tensor.dtype, src.head_start);
-      pair.dst_scales =
-          scales_of(dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype, dst.head_start);
+      set_scales(&pair.src_scales, src_scale ? src_scale[l] : nullptr, src_tensor.dtype,
+                 src.head_start);
+      set_scales(&pair.dst_scales, dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype,
+                 dst.head_start);
       if (src.block_table && is_kv_offsets(*src.block_table))
         add_secondary(&pair.src, src_tensor, from.pool);
       if (dst.block_table && is_kv_offsets(*dst.block_table))

@@ -83,7 +83,11 @@ struct Plan {
 struct Axes {
   int block, token, head, outer, inner;
 };
-Axes axes_of(const kvx_tensor_desc_t &tensor);
+inline Axes axes_of(const kvx_tensor_desc_t &tensor) {
+  if (tensor.layout == KVX_LAYOUT_BLOCK_NHD) return {0, 1, 2, -1, 3};
+  if (tensor.ndim == 5) return {0, 3, 1, 2, 4};
+  return {0, 2, 1, -1, 3};
+}
 
 KVX_HD constexpr int64_t size_of(kvx_dtype_t dtype) {
   switch (dtype) {
@@ -128,7 +132,10 @@ inline uint64_t rows_of(const kvx_block_table_t &table) {
 uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 
 // Elements of dim per token and head.
-int64_t dim_of(const kvx_tensor_desc_t &tensor);
+inline int64_t dim_of(const kvx_tensor_desc_t &tensor) {
+  const Axes axes = axes_of(tensor);
+  return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
+}
 
 // The v1 per-tensor F32 pointer as a descriptor, for when `desc` is empty.
 kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor);
@@ -155,7 +162,8 @@ bool share_memory(const kvx_view_t &src, const kvx_view_t &dst);
 // Both ends are the same tensors, so that their block ids mean the same blocks.
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
 
-// Each takes validated arguments and fills `plan`; `pairs` has room for two pairs per layer.
+// Each takes validated arguments and fills `plan` and `pairs`: two of zeros per layer, to which the
+// plan refers.
 void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
                 TensorPair *pairs, Plan *plan);
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,

@@ -25,7 +25,7 @@ struct Spelled {
   operator const char *() const { return text; }
 };
 
-Spelled spell(const Path &path) {
+[[gnu::cold]] Spelled spell(const Path &path) {
   Spelled spelled{};
   char *out = spelled.text;
   size_t left = sizeof spelled.text;
@@ -120,10 +120,19 @@ kvx_status_t check_memory(const Path &path, kvx_memory_type_t memory) {
                      KVX_AT(path), memory);
 }
 
+// Sizes are powers of two.
+bool is_aligned(uintptr_t address, kvx_dtype_t dtype) {
+  return (address & (static_cast<uintptr_t>(size_of(dtype)) - 1)) == 0;
+}
+
+bool is_aligned(const void *data, kvx_dtype_t dtype) {
+  return is_aligned(reinterpret_cast<uintptr_t>(data), dtype);
+}
+
 kvx_status_t check_indices(const Path &path, const char *field, const void *data,
                            kvx_dtype_t dtype) {
   if (!data) return KVX_INVALID("%s.%s is NULL", KVX_AT(path), field);
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size_of(dtype)) != 0) {
+  if (!is_aligned(data, dtype)) {
     return KVX_INVALID("%s.%s is %p, expected a multiple of %lld bytes (%s)", KVX_AT(path), field,
                        data, static_cast<ll>(size_of(dtype)), name_of(dtype));
   }
@@ -140,8 +149,7 @@ kvx_status_t check_reach(const Path &path, const kvx_tensor_desc_t &tensor) {
 }
 
 kvx_status_t check_aligned(const Path &path, const void *data, kvx_dtype_t dtype) {
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size_of(dtype)) == 0)
-    return KVX_STATUS_OK;
+  if (is_aligned(data, dtype)) return KVX_STATUS_OK;
   return fail(KVX_STATUS_UNSUPPORTED,
               "%s.data is %p, expected a multiple of %lld bytes (%s, spec 4.4)", KVX_AT(path), data,
               static_cast<ll>(size_of(dtype)), name_of(dtype));
@@ -158,6 +166,7 @@ kvx_status_t check_shape(const Path &path, const kvx_tensor_desc_t &tensor, int 
 // Strides are not negative and the whole tensor stays addressable in 64 bit.
 kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
                            const int64_t *stride, kvx_dtype_t dtype) {
+  const int64_t most = (int64_t{1} << 62) / size_of(dtype);
   int64_t extent = 1;
   for (uint32_t axis = 0; axis < ndim; ++axis) {
     if (stride[axis] < 0) {
@@ -166,8 +175,7 @@ kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape
     }
     int64_t reach;
     if (shape[axis] > 0 && (__builtin_mul_overflow(shape[axis] - 1, stride[axis], &reach) ||
-                            __builtin_add_overflow(extent, reach, &extent) ||
-                            extent > (int64_t{1} << 62) / size_of(dtype))) {
+                            __builtin_add_overflow(extent, reach, &extent) || extent > most)) {
       return KVX_INVALID(
           "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec "
           "4.2)",
@@ -182,11 +190,11 @@ kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape
 template <class Desc>
 kvx_status_t check_disjoint(const Path &path, const Desc &tensor) {
   uint32_t order[KVX_MAX_TENSOR_DIMS], n = 0;
-  for (uint32_t axis = 0; axis < tensor.ndim; ++axis) {
+  for (uint32_t axis = tensor.ndim; axis-- > 0;) {  // the last axis is mostly the smallest
     if (tensor.shape[axis] == 0) return KVX_STATUS_OK;
     if (tensor.shape[axis] == 1) continue;
     uint32_t at = n++;
-    for (; at > 0 && tensor.stride[order[at - 1]] > tensor.stride[axis]; --at)
+    for (; at > 0 && tensor.stride[order[at - 1]] >= tensor.stride[axis]; --at)
       order[at] = order[at - 1];
     order[at] = axis;
   }
@@ -326,14 +334,13 @@ kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache) {
   KVX_TRY(check_pool_tensor({&path, "k"}, cache.k, cache));
   for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
     if (is_absent(*tensor)) continue;
-    const int64_t size = size_of(tensor->dtype);
     const uintptr_t offset =
         reinterpret_cast<uintptr_t>(tensor->data) - reinterpret_cast<uintptr_t>(cache.k.data);
     const uintptr_t address = reinterpret_cast<uintptr_t>(cache.pool.secondary) + offset;
-    if (cache.pool.secondary && address % static_cast<uintptr_t>(size) != 0) {
+    if (cache.pool.secondary && !is_aligned(address, tensor->dtype)) {
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%s.secondary is %p, expected a multiple of %lld bytes (%s, spec 4.4)",
-                  KVX_AT(pool), cache.pool.secondary, static_cast<ll>(size),
+                  KVX_AT(pool), cache.pool.secondary, static_cast<ll>(size_of(tensor->dtype)),
                   name_of(tensor->dtype));
     }
   }

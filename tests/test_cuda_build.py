@@ -12,10 +12,11 @@ import sys
 import sysconfig
 import zipfile
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -30,16 +31,10 @@ MAX_WHEEL_BYTES = 3 << 20
 WIDE = ("rows_kernel<uint4", "blocks_kernel", "remap_kernel<uint4", "tile_kernel", "convert_kernel")
 
 
-@dataclass
-class Kernel:
-    name: str
+class Usage(NamedTuple):
     registers: int
-    stack: int
+    stack: int  # bytes of a thread, which only spills need
     local: int
-    instructions: Counter[str] = field(default_factory=Counter)
-
-    def count(self, *prefixes: str) -> int:
-        return sum(n for name, n in self.instructions.items() if name.startswith(prefixes))
 
 
 def cuobjdump(*arguments: str | Path) -> str:
@@ -53,25 +48,46 @@ def cuobjdump(*arguments: str | Path) -> str:
     raise AssertionError("nvidia-cuda-cuobjdump is not installed: pip install 'kvx[test]'")
 
 
+def demangled(names: Iterable[str]) -> list[str]:
+    found = run(["c++filt", *names]).splitlines()
+    return [re.sub(r"kvx::cuda::|\(anonymous namespace\)::", "", name) for name in found]
+
+
 @cache
-def kernels(library: Path, architecture: str) -> tuple[Kernel, ...]:
-    found: dict[str, Kernel] = {}
-    resources = cuobjdump("--dump-resource-usage", "-arch", architecture, library)
-    usage = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-    for mangled, registers, stack, local in usage.findall(resources):
-        found[mangled] = Kernel("", int(registers), int(stack), int(local))
-    names = run(["c++filt", *found]).splitlines()
-    for kernel, name in zip(found.values(), names, strict=True):
-        kernel.name = name.replace("kvx::cuda::", "").replace("(anonymous namespace)::", "")
+def usages(library: Path) -> dict[str, dict[str, Usage]]:
+    """What every kernel uses, by architecture and name."""
+    found: dict[str, dict[str, Usage]] = {name: {} for name in ARCHITECTURES}
+    part = re.compile(
+        r"^arch = (sm_\d+)$|Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M
+    )
+    for architecture, mangled, *numbers in part.findall(
+        cuobjdump("--dump-resource-usage", library)
+    ):
+        if architecture:
+            current = found[architecture]
+        else:
+            current[mangled] = Usage(*map(int, numbers))
+    return {
+        name: dict(zip(demangled(kernels), kernels.values(), strict=True))
+        for name, kernels in found.items()
+    }
+
+
+@cache
+def instructions(library: Path, architecture: str) -> dict[str, Counter[str]]:
+    """How often every kernel has each instruction, by name: takes seconds."""
+    found: dict[str, Counter[str]] = {}
     instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
-    current = Counter[str]()
     for line in cuobjdump("-sass", "-arch", architecture, library).splitlines():
         if function := re.search(r"Function : (\S+)", line):
-            current = found[function[1]].instructions
+            current = found.setdefault(function[1], Counter())
         elif match := instruction.search(line):
             current[match[1]] += 1
-    assert len(found) > 50
-    return tuple(found.values())
+    return dict(zip(demangled(found), found.values(), strict=True))
+
+
+def count(kernel: Counter[str], *prefixes: str) -> int:
+    return sum(n for name, n in kernel.items() if name.startswith(prefixes))
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +107,14 @@ def test_every_architecture_is_there(library: Path) -> None:
     assert set(re.findall(r"\.(sm_\d+)\.ptx", cuobjdump("--list-ptx", library))) == {"sm_90"}
 
 
-@pytest.mark.parametrize("architecture", READ)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_registers_and_spills(library: Path, architecture: str) -> None:
+    found = usages(library)[architecture]
+    assert len(found) > 50
     over = [
-        f"{kernel.name}: {kernel.registers} registers, stack {kernel.stack}, local {kernel.local}"
-        for kernel in kernels(library, architecture)
-        if kernel.registers > MAX_REGISTERS or kernel.local or kernel.count("LDL", "STL")
+        f"{name}: {used}"
+        for name, used in found.items()
+        if used.registers > MAX_REGISTERS or used.stack or used.local
     ]
     assert not over, "\n".join(over)
 
@@ -104,19 +122,22 @@ def test_registers_and_spills(library: Path, architecture: str) -> None:
 @pytest.mark.parametrize("architecture", READ)
 @pytest.mark.parametrize("name", WIDE)
 def test_vectors_are_whole_instructions(library: Path, architecture: str, name: str) -> None:
-    found = [kernel for kernel in kernels(library, architecture) if name in kernel.name]
+    found = {k: v for k, v in instructions(library, architecture).items() if name in k}
     assert found
-    for kernel in found:
-        wide = {n[:3] for n in kernel.instructions if n.startswith(("LDG", "STG")) and ".128" in n}
+    for kernel, has in found.items():
+        wide = {n[:3] for n in has if n.startswith(("LDG", "STG")) and ".128" in n}
         one_side = name == "convert_kernel"  # eight elements of FP8 are 8 bytes
-        assert wide == {"LDG", "STG"} or (one_side and wide), kernel.name
-        assert not kernel.count("LD.", "ST."), f"{kernel.name}: accesses of unknown memory"
+        assert wide == {"LDG", "STG"} or (one_side and wide), kernel
+        assert not count(has, "LD.", "ST."), f"{kernel}: accesses of unknown memory"
 
 
 def test_fp8_is_converted_by_the_hardware(library: Path) -> None:
     def conversions(architecture: str) -> int:
-        named = (k for k in kernels(library, architecture) if "convert_kernel" in k.name)
-        return sum(k.count("F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2") for k in named)
+        return sum(
+            count(has, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")
+            for name, has in instructions(library, architecture).items()
+            if "convert_kernel" in name
+        )
 
     assert conversions("sm_80") == 0
     assert conversions("sm_90") > 0

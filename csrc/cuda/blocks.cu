@@ -44,13 +44,10 @@ __device__ __forceinline__ uint32_t find_tokens(const P &p, const Runs &runs, ui
                                                 uint32_t first, bool may_report, Places *places) {
   const Pair pair = this_pair(p);
   const bool reports = pair.reports && may_report;
-  const bool reports_row = reports && first == 0 && threadIdx.x == 0;
-  const Span span = span_of(p, pair.kv, index, reports_row);
-  const uint64_t begin = uint64_t{span.begin} + first;
-  if (begin >= span.end) return 0;
-  const auto tokens = static_cast<uint32_t>(min(span.end - begin, uint64_t{runs.round}));
+  const Span span = span_of(p, pair.kv, index, first, reports && threadIdx.x == 0);
+  const uint32_t tokens = min(span.end - span.begin, runs.round);
   if (threadIdx.x < tokens) {
-    const Token token = token_at(p, pair, span, begin + threadIdx.x, reports);
+    const Token token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
     places->src[threadIdx.x] = token.src;
     places->dst[threadIdx.x] = token.dst;
   }

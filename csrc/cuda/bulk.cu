@@ -75,23 +75,21 @@ __global__ void __launch_bounds__(kThreads, 4)
   BulkLoads loads(&shared->words[warp]);
   const Pair pair = this_pair(p);
   for (uint32_t item = blockIdx.x * kWarps + warp; item < p.spans; item += gridDim.x * kWarps) {
-    const Span span = span_of(p, pair.kv, item, pair.reports && lane == 0);
-    for (uint64_t begin = span.begin; begin < span.end; begin += runs.round) {
+    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += runs.round) {
       // Find all tokens, one per lane
-      const auto tokens = static_cast<uint32_t>(min(span.end - begin, uint64_t{runs.round}));
+      const Span span = span_of(p, pair.kv, item, skipped, pair.reports && lane == 0);
+      if (span.begin >= span.end) break;
+      const uint32_t tokens = min(span.end - span.begin, runs.round);
       Token token{};
-      if (lane < tokens) token = token_at(p, pair, span, begin + lane, pair.reports);
+      if (lane < tokens) token = token_at(p, pair, span, span.begin + lane, pair.reports);
       Stretch stretch;
       if (kHasBulk && find_stretch(p, runs, token, tokens, &stretch)) {
         pass(runs, token, tokens, stretch, stage, &loads);
         continue;
       }
       for (uint32_t i = 0; i < tokens; ++i) {
-        const auto src = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(token.src), i);
-        const auto dst = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(token.dst), i);
-        if (dst)
-          move_token(p, runs, reinterpret_cast<const uint8_t *>(src),
-                     reinterpret_cast<uint8_t *>(dst));
+        const Token moved = token_of_lane<false>(token, i);
+        if (moved.dst) move_token(p, runs, moved.src, moved.dst);
       }
     }
   }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_const
   const bool by_head = shape.src_scales.head_stride != 0 || shape.dst_scales.head_stride != 0;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     const TokenScales token_scales{scales_at(shape.src_scales, pair.bases.src_scales, token.from),
                                    scales_at(shape.dst_scales, pair.bases.dst_scales, token.to)};
     HeadScales<Src, Dst> scales[kUnroll];

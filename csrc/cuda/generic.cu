@@ -7,12 +7,12 @@ namespace kvx::cuda {
 namespace {
 
 template <class P>
-__global__ void __launch_bounds__(kThreads) generic_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kThreads, 4) generic_kernel(const __grid_constant__ P p) {
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const TensorPair &shape = p.shape;
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
-  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     for (uint32_t element = first + lane; element < last; element += kWarp) {
       const uint32_t head = p.units.per_head.quotient(element);
       const uint32_t d = element - head * p.units.per_head.divisor;

@@ -9,7 +9,9 @@ namespace kvx::cuda {
 constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
 constexpr uint64_t kMostItems = INT32_MAX;  // spans x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
-constexpr uint32_t kThreads = 256;  // of a block, in every family
+// Of a block, in every family. Four blocks share a multiprocessor, so a thread has 64 registers;
+// kernels say so, or compilers for sm_100 and later spill to make room for more of them.
+constexpr uint32_t kThreads = 256;
 constexpr uint32_t kWarps = kThreads / kWarp;
 
 // Division by a number that stays the same: a multiplication and a shift.

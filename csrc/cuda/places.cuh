@@ -150,28 +150,38 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
   }
 }
 
-// Span `index` of the launch; where `reports`, the first span of a row reports for the row.
-__device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t index, bool reports) {
+// The tokens of all rows before `row`; the lanes of a warp share the rows.
+__device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row) {
+  uint64_t tokens = 0;
+  for (uint32_t before = threadIdx.x % kWarp; before < row; before += kWarp)
+    if (p.rows.length_of(before) > 0) tokens += p.rows.stored(before);
+  for (uint32_t step = kWarp / 2; step > 0; step /= 2) tokens += __shfl_xor_sync(~0u, tokens, step);
+  return tokens;
+}
+
+// Span `index` of the launch from its token `skipped` on, for whole warps. Where `reports`, the
+// first span of a row reports for the row. Kernels ask again for every round of tokens, rather than
+// keep a span in registers while they move bytes.
+__device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t index,
+                                        uint32_t skipped, bool reports) {
   const Address &src = p.src[kv], &dst = p.dst[kv];
   Span s{};
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
-  if (reports && span == 0) report(p, kv, s.row, false, 0, 0);
+  if (reports && span == 0 && skipped == 0) report(p, kv, s.row, false, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
   s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
-  const uint64_t begin = uint64_t{span} * p.tokens_per_span;
+  const uint64_t first = uint64_t{span} * p.tokens_per_span, begin = first + skipped;
   const uint64_t end =
-      min(begin + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
+      min(first + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
   if (begin >= end) return s;
   s.begin = static_cast<uint32_t>(begin);
   s.end = static_cast<uint32_t>(end);
   s.src = row_end(p, src, s.row);
   s.dst = row_end(p, dst, s.row);
-  if (src.mode == Addressing::kSlots || dst.mode == Addressing::kSlots) {
-    for (uint32_t before = 0; before < s.row; ++before)
-      if (p.rows.length_of(before) > 0) s.flat += p.rows.stored(before);
-  }
+  const bool has_slots = src.mode == Addressing::kSlots || dst.mode == Addressing::kSlots;
+  if (has_slots && s.row > 0) s.flat = tokens_before(p, s.row);
   return s;
 }
 
@@ -223,20 +233,41 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   return t;
 }
 
+// The token that `lane` holds, for the whole warp; its places only if kPlaces.
+template <bool kPlaces>
+__device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) {
+  const auto of_lane = [lane](auto value) { return __shfl_sync(~0u, value, lane); };
+  Token token{};
+  token.src = reinterpret_cast<const uint8_t *>(of_lane(reinterpret_cast<uintptr_t>(own.src)));
+  token.dst = reinterpret_cast<uint8_t *>(of_lane(reinterpret_cast<uintptr_t>(own.dst)));
+  if constexpr (kPlaces) {
+    token.from.block = of_lane(own.from.block);
+    token.from.offset = of_lane(own.from.offset);
+    token.to.block = of_lane(own.to.block);
+    token.to.offset = of_lane(own.to.offset);
+  }
+  return token;
+}
+
 // Calls move(token, first, last) for every token that this warp has to move units [first, last) of.
-template <class P, class Move>
+// Its lanes find the tokens side by side, one each. kPlaces: move looks at where a token lies.
+template <bool kPlaces, class P, class Move>
 __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
+  const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t items = p.spans * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && threadIdx.x % kWarp == 0 && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports);
+    const bool reports = pair.reports && part == 0;
     const uint32_t first = part * p.units_per_part;
     const uint32_t last = min(first + p.units_per_part, p.units.per_token);
-    for (uint32_t t = span.begin; t < span.end; ++t) {
-      const Token token = token_at(p, pair, span, t, reports);
-      if (token.dst) move(token, first, last);
+    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kWarp) {
+      const Span span = span_of(p, pair.kv, index, skipped, reports && lane == 0);
+      if (span.begin >= span.end) break;
+      Token own{};
+      if (lane < span.end - span.begin) own = token_at(p, pair, span, span.begin + lane, reports);
+      for (uint32_t left = __ballot_sync(~0u, own.dst != nullptr); left; left &= left - 1)
+        move(token_of_lane<kPlaces>(own, __ffs(static_cast<int>(left)) - 1), first, last);
     }
   }
 }

@@ -17,7 +17,7 @@ __device__ __forceinline__ float row_amax(float amax, uint32_t lanes) {
 // Per lane, as many as 64 registers hold.
 template <class Src>
 __device__ constexpr uint32_t rows_in_flight() {
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1000)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
   return 1;
 #else
   return sizeof(Eight<Src>) > 16 ? 1 : 2;
@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
   const int64_t from = unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), 0, unit);
   const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, sizeof(Eight<Dst>), 0, unit);
   const Pair pair = this_pair(p);
-  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first_unit, uint32_t last_unit) {
-    const uint32_t first = p.units.per_head.quotient(first_unit);
-    const uint32_t last = p.units.per_head.quotient(last_unit);
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t begin, uint32_t end) {
+    const uint32_t first = p.units.per_head.quotient(begin);
+    const uint32_t last = p.units.per_head.quotient(end);
     const uint8_t *const src_scales =
         token.src ? scales_at(shape.src_scales, pair.bases.src_scales, token.from) : nullptr;
     for (uint32_t group = first; group < last; group += heads_at_once * kUnroll) {
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
 
 // Any rows, a warp each: an element at a time, read twice.
 template <class P>
-__global__ void __launch_bounds__(kThreads) quantize_any_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_constant__ P p) {
   const TensorPair &shape = p.shape;
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first_unit, uint32_t last_unit) {
-    const uint32_t first = p.units.per_head.quotient(first_unit);
-    const uint32_t last = p.units.per_head.quotient(last_unit);
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t begin, uint32_t end) {
+    const uint32_t first = p.units.per_head.quotient(begin);
+    const uint32_t last = p.units.per_head.quotient(end);
     for (uint32_t head = first; head < last; ++head) {
       const float scale =
           token.src ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;

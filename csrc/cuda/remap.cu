@@ -9,30 +9,32 @@ namespace {
 
 constexpr uint32_t kUnroll = 4;  // loads in flight per lane
 
-// A unit's bytes, or the step between elements that have nothing contiguous between them.
-__device__ __forceinline__ int64_t step_of(const Side &side, const Units &units,
-                                           uint32_t unit_bytes) {
-  return units.elements == 1 ? side.inner_stride : unit_bytes;
+// A unit's bytes, or the step between elements, of 4 bytes at most, that nothing contiguous joins.
+template <class V>
+__device__ __forceinline__ int64_t step_of(const Side &side, const Units &units) {
+  return sizeof(V) <= 4 && units.elements == 1 ? side.inner_stride : int64_t{sizeof(V)};
 }
 
 template <class V, class P>
-__global__ void __launch_bounds__(kThreads) remap_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constant__ P p) {
   const uint32_t tokens = min(p.tokens_per_span, kWarp), lanes = kWarp / tokens;  // of a token
   const uint32_t lane = threadIdx.x % kWarp, own_token = lane / lanes, own_unit = lane % lanes;
   const Pair pair = this_pair(p);
   const Side &src = p.shape.src, &dst = p.shape.dst;
-  const int64_t src_step = step_of(src, p.units, sizeof(V));
-  const int64_t dst_step = step_of(dst, p.units, sizeof(V));
+  const int64_t src_step = step_of<V>(src, p.units), dst_step = step_of<V>(dst, p.units);
   const uint32_t items = p.spans * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
-    const Span span = span_of(p, pair.kv, index, reports && lane == 0);
     const uint32_t first = part * p.units_per_part + own_unit;
     const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
-    for (uint64_t t = uint64_t{span.begin} + own_token; t < span.end; t += tokens) {
-      const Token token = token_at(p, pair, span, t, reports && own_unit == 0);
+    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += tokens) {
+      const Span span = span_of(p, pair.kv, index, skipped, reports && lane == 0);
+      if (span.begin >= span.end) break;
+      Token token{};
+      if (own_token < span.end - span.begin)
+        token = token_at(p, pair, span, span.begin + own_token, reports && own_unit == 0);
       if (!token.dst) continue;
       for (uint32_t unit = first; unit < last; unit += lanes * kUnroll) {
         V units[kUnroll];

@@ -10,11 +10,11 @@ namespace {
 constexpr uint32_t kUnroll = 4;  // loads in flight per lane
 
 template <class V, class P>
-__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kThreads, 4) rows_kernel(const __grid_constant__ P p) {
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const Side &src = p.shape.src, &dst = p.shape.dst;
-  each_token_of_warp(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+  each_token_of_warp<false>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     for (uint32_t unit = first + lane; unit < last; unit += kWarp * kUnroll) {
       V units[kUnroll];
       int64_t to[kUnroll];

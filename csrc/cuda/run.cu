@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <string>
-#include <vector>
 
 #include "cuda/copy_engine.h"
 #include "cuda/kernels.h"
@@ -15,6 +13,8 @@ namespace {
 
 constexpr uint64_t kBlocksPerSm = 32;  // about four waves: enough to balance, few enough to start
 constexpr uint64_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
+
+uint32_t num_pairs(const Plan &plan) { return 2 * plan.num_layers; }
 
 // Pairs are of one kind if they differ in their pointers alone.
 TensorPair without_pointers(TensorPair pair) {
@@ -69,7 +69,7 @@ uint64_t row_bound(const Plan &plan) {
 kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   constexpr uint64_t kLimit = UINT32_MAX;
   uint64_t heads = 1;
-  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
     const TensorPair &pair = plan.pairs[i];
     heads = std::max<uint64_t>(heads, pair.num_heads);
     if (uint64_t{pair.num_heads} * pair.head_dim >= kLimit) return too_large("a token", "elements");
@@ -87,19 +87,19 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
 
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
 kvx_status_t check_indices(const Plan &plan) {
-  const auto check = [](const std::string &name, const void *data) {
-    return data ? check_reachable(name.c_str(), "", data) : KVX_STATUS_OK;
+  const auto check = [](const char *name, const void *data, const char *field = "") {
+    return data ? check_reachable(name, field, data) : KVX_STATUS_OK;
   };
   const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
   KVX_TRY(check(names.lens, plan.rows.lens.data));
   for (const bool at_dst : {false, true}) {
     const Address &a = at_dst ? plan.dst[0] : plan.src[0];
-    const std::string table = at_dst ? names.dst_table : names.src_table;
-    KVX_TRY(check(a.mode == Addressing::kSlots ? table : table + ".indices", a.indices.data));
-    KVX_TRY(check(table + ".indptr", a.indptr.data));
+    const char *const table = at_dst ? names.dst_table : names.src_table;
+    KVX_TRY(check(table, a.indices.data, a.mode == Addressing::kSlots ? "" : ".indices"));
+    KVX_TRY(check(table, a.indptr.data, ".indptr"));
     KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
   }
-  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
+  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
     const TensorPair &pair = plan.pairs[i];
     KVX_TRY(check("pool.secondary of the source", pair.src.secondary));
     KVX_TRY(check("pool.secondary of the destination", pair.dst.secondary));
@@ -154,11 +154,17 @@ kvx_status_t launch(const Common &common, const Choice &choice, const TensorPair
   return check(cudaPeekAtLastError(), "kernel launch");
 }
 
-uint64_t alignment_of(const std::vector<const TensorPair *> &pairs) {
+// The first pair from `from` on that is of the kind of pair `first`; num_pairs: none.
+uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
+  while (from < num_pairs(plan) && !is_same(plan.pairs[from], plan.pairs[first])) ++from;
+  return from;
+}
+
+uint64_t alignment_of(const Plan &plan, uint32_t first) {
   uint64_t bits = 4096;
-  for (const TensorPair *pair : pairs) {
-    for (const uint8_t *at :
-         {pair->src.base, pair->src.secondary, pair->dst.base, pair->dst.secondary})
+  for (uint32_t i = first; i < num_pairs(plan); i = next_of_kind(plan, first, i + 1)) {
+    const TensorPair &pair = plan.pairs[i];
+    for (const uint8_t *at : {pair.src.base, pair.src.secondary, pair.dst.base, pair.dst.secondary})
       bits |= reinterpret_cast<uintptr_t>(at);
   }
   return bits & (~bits + 1);
@@ -169,30 +175,32 @@ uint32_t block_tokens(const Plan &plan) {
   return plan.src[0].block_size == plan.dst[0].block_size ? plan.src[0].block_size : 0;
 }
 
-// All pairs of one kind, in as few launches as their pointers, or blocks in the background, fit
-// into.
-kvx_status_t run_kind(const Plan &plan, const std::vector<const TensorPair *> &pairs,
-                      bool reports[2], Common common, uint32_t sms, cudaStream_t stream) {
-  const Choice choice =
-      choose(without_pointers(*pairs[0]), alignment_of(pairs), block_tokens(plan), plan.background);
+// All pairs of the kind of pair `first`, in as few launches as their pointers, or blocks in the
+// background, fit into.
+kvx_status_t run_kind(const Plan &plan, uint32_t first, bool reports[2], Common common,
+                      uint32_t sms, cudaStream_t stream) {
+  const Choice choice = choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
+                               block_tokens(plan), plan.background);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
-  const size_t most_pairs = plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
+  const uint32_t most_pairs = plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
   common.shape = choice.shape;
   common.units = choice.units;
-  for (size_t begin = 0; begin < pairs.size(); begin += most_pairs) {
-    common.num_pairs = static_cast<uint32_t>(std::min(pairs.size() - begin, most_pairs));
-    cut(choice, &common);
+  for (uint32_t next = first; next < num_pairs(plan);) {
+    const TensorPair *pairs[2 * kMaxLayers];
+    common.num_pairs = 0;
     // Each place is reported by the first pair that looks at it.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
-    for (uint32_t i = 0; i < common.num_pairs; ++i) {
-      const uint8_t kv = plan.same_places ? 0 : pairs[begin + i]->kv;
-      if (!reports[kv]) continue;
-      common.reporter[pairs[begin + i]->kv] = i;
+    for (; next < num_pairs(plan) && common.num_pairs < most_pairs;
+         next = next_of_kind(plan, first, next + 1)) {
+      const TensorPair &pair = plan.pairs[next];
+      const uint8_t kv = plan.same_places ? 0 : pair.kv;
+      if (reports[kv]) common.reporter[pair.kv] = common.num_pairs;
       reports[kv] = false;
+      pairs[common.num_pairs++] = &pair;
     }
-    KVX_TRY(common.num_pairs <= 2
-                ? launch<Small>(common, choice, pairs.data() + begin, most_blocks, stream)
-                : launch<Large>(common, choice, pairs.data() + begin, most_blocks, stream));
+    cut(choice, &common);
+    KVX_TRY(common.num_pairs <= 2 ? launch<Small>(common, choice, pairs, most_blocks, stream)
+                                  : launch<Large>(common, choice, pairs, most_blocks, stream));
   }
   return KVX_STATUS_OK;
 }
@@ -218,16 +226,9 @@ kvx_status_t run(const Plan &plan, void *stream) {
   KVX_TRY(device_status(&common.status));
 
   bool reports[2] = {true, true};
-  std::vector<const TensorPair *> left;
-  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i)
-    if (plan.pairs[i].num_heads) left.push_back(&plan.pairs[i]);
-  while (!left.empty()) {
-    const TensorPair &first = *left[0];
-    const auto rest = std::stable_partition(
-        left.begin(), left.end(), [&](const TensorPair *pair) { return is_same(*pair, first); });
-    KVX_TRY(run_kind(plan, {left.begin(), rest}, reports, common, sms,
-                     static_cast<cudaStream_t>(stream)));
-    left.erase(left.begin(), rest);
+  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
+    if (plan.pairs[i].num_heads && next_of_kind(plan, i, 0) == i)
+      KVX_TRY(run_kind(plan, i, reports, common, sms, static_cast<cudaStream_t>(stream)));
   }
   return KVX_STATUS_OK;
 }

@@ -124,14 +124,15 @@ template <class W, bool kStore, class V>
 __device__ __forceinline__ void move_inner(Tile<V> &tile, uint32_t token, const End &end,
                                            const Window &window) {
   constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
+  constexpr uint32_t kAtOnce = kStore && kPerW > 8 ? 1 : kUnroll;  // parts take registers, too
   constexpr uint32_t kColumns = Tile<V>::kTokens / kPerW, kStep = kThreads / kColumns;
   if (token == Tile<V>::kTokens) return;
   uint8_t *const at = tile.inner[token];
-  for (uint32_t first = threadIdx.x / kColumns; first < window.count; first += kUnroll * kStep) {
-    W tokens[kUnroll];
+  for (uint32_t first = threadIdx.x / kColumns; first < window.count; first += kAtOnce * kStep) {
+    W tokens[kAtOnce];
     V parts[kPerW];
 #pragma unroll
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t unit = first + i * kStep;
       if (unit >= window.count) continue;
       if (kStore) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void move_inner(Tile<V> &tile, uint32_t token, const 
       }
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t unit = first + i * kStep;
       if (unit >= window.count) continue;
       if (kStore) {
@@ -178,13 +179,12 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
     const uint32_t last = min((part + 1) * p.units_per_part, units.per_token);
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
       // Find the tokens
-      const Span span = span_of(p, pair.kv, index, reports && threadIdx.x == 0 && skipped == 0);
-      const uint64_t begin = uint64_t{span.begin} + skipped;
-      if (begin >= span.end) break;
+      const Span span = span_of(p, pair.kv, index, skipped, reports && threadIdx.x == 0);
+      if (span.begin >= span.end) break;
       if (threadIdx.x < kTokens) {
-        const uint64_t t = begin + threadIdx.x;
         Token token{};
-        if (t < span.end) token = token_at(p, pair, span, t, reports);
+        if (threadIdx.x < span.end - span.begin)
+          token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
         uint8_t *const src = const_cast<uint8_t *>(token.src);
         tile.inner[threadIdx.x] = kToInner ? token.dst : src;
         tile.outer[threadIdx.x] = kToInner ? src : token.dst;
