@@ -10,7 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -344,6 +344,7 @@ def reference(struct: _Struct) -> Any:
 
 
 Stream = int | Callable[[], int] | None  # a CUDA stream, or what to ask for it at each call
+Bound = tuple[Callable[..., int], tuple[Any, ...]]  # what to call, with what
 
 
 def stream_now(stream: Stream) -> int | None:
@@ -351,16 +352,17 @@ def stream_now(stream: Stream) -> int | None:
     return stream() if callable(stream) else stream
 
 
-def bound(name: str, *structs: _Struct | None, stream: Stream) -> Callable[[], int]:
+def bound(name: str, *structs: _Struct | None, stream: Stream) -> Bound:
     """A call of libkvx, ready to be made many times; it keeps its structs alive.
 
-    Its arguments are converted here, so it has a function object of its own, without argtypes.
+    Its arguments are converted here, so it has a function object of its own, without argtypes. They
+    stay a tuple, which a call by `*` passes on as it is.
     """
+    function = library()[name]
     converted = [None if struct is None else ctypes.byref(struct) for struct in structs]
-    call = partial(library()[name], *converted)
     if callable(stream):
-        return lambda: call(c_void_p(stream()))
-    return partial(call, c_void_p(stream) if stream else None)
+        return lambda: function(*converted, c_void_p(stream())), ()
+    return function, (*converted, c_void_p(stream) if stream else None)
 
 
 def words(struct: _Struct) -> memoryview:

@@ -145,7 +145,7 @@ def device_status(stream: int | None = None) -> None:
 
 
 # Whether tensors are like those that the call was made for; its struct as words; the call itself.
-_Ready = tuple[Callable[..., bool], memoryview, Callable[[], int]]
+_Ready = tuple[Callable[..., bool], memoryview, _abi.Bound]
 
 
 class _Plan:
@@ -158,7 +158,7 @@ class _Plan:
     def __init__(self) -> None:
         self._ready: dict[int, list[_Ready]] = {}
 
-    def _keep(self, tensors: Sequence[Any], words: memoryview, call: Callable[[], int]) -> None:
+    def _keep(self, tensors: Sequence[Any], words: memoryview, call: _abi.Bound) -> None:
         """Keeps the call for tensors like these, the last of which has as many elements."""
         if len(self._ready) >= 256:
             self._ready.clear()
@@ -210,13 +210,13 @@ class WritePlan(_Plan):
         status = None
         try:
             calls = self._ready[slots.numel()]
-            ready = like, words, call = calls.pop()
+            ready = like, words, (function, arguments) = calls.pop()
             if like(key, value, slots):
                 words[_WRITE_KEY] = key.data_ptr()
                 if value is not None:
                     words[_WRITE_VALUE] = value.data_ptr()
                 words[_WRITE_SLOTS] = slots.data_ptr()
-                status = call()
+                status = function(*arguments)
                 calls.append(ready)
         except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
             pass
@@ -288,14 +288,14 @@ class GatherPlan(_Plan):
         status = None
         try:
             calls = self._ready[seq_lens.numel()]
-            ready = like, words, call = calls.pop()
+            ready = like, words, (function, arguments) = calls.pop()
             if like(key, value, block_table, seq_lens):
                 words[_GATHER_KEY] = key.data_ptr()
                 if value is not None:
                     words[_GATHER_VALUE] = value.data_ptr()
                 words[_GATHER_TABLE] = block_table.data_ptr()
                 words[_GATHER_LENS] = seq_lens.data_ptr()
-                status = call()
+                status = function(*arguments)
                 calls.append(ready)
         except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
             pass

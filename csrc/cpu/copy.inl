@@ -93,6 +93,18 @@ KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t 
   copy_short(dst + head + whole, src + head + whole, n - head - whole);
 }
 
+// Elements that lie side by side to places `step` bytes apart: eight at a time, at addresses that
+// cost no addition each.
+template <int64_t kSize>
+KVX_INLINE void scatter(uint8_t *dst, int64_t step, const uint8_t *src, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8, dst += 8 * step, src += 8 * kSize) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) memcpy(dst + j * step, src + j * kSize, kSize);
+  }
+  for (; i < count; ++i, dst += step, src += kSize) memcpy(dst, src, kSize);
+}
+
 // Runs of a size known here become a few instructions.
 template <bool kStreaming>
 KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src,
@@ -101,6 +113,8 @@ KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8
     for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
   };
   const auto copies = [&](auto size) __attribute__((always_inline)) {
+    constexpr int64_t kSize = size();
+    if (dim.src == kSize) return scatter<kSize>(dst, dim.dst, src, dim.count);
     each([&]() __attribute__((always_inline)) { memcpy(dst, src, size()); });
   };
   const auto streams = [&](auto size) __attribute__((always_inline)) {
