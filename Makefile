@@ -42,7 +42,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 help:
 	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
-	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, each in its own environment (14 GB); docs/vllm_matrix.md"
+	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, an environment each (16 GB): docs/vllm_matrix.md"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
