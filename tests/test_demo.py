@@ -82,7 +82,7 @@ def test_a_wrong_description_fails_the_demo() -> None:
     """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell."""
     sabotage = """
 from dataclasses import replace
-from kvx_adapters._vllm.pages import PAGES
+from kvx_adapters.vllm.pages import PAGES
 page = PAGES["CPU_ATTN"][29]
 def not_transposed(cache, num_kv_heads, rows):
     k, v = page.split(cache, num_kv_heads, rows)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = needs_cpu_op
 
 NUM_REQUESTS = 200
 NUM_NEW = 12
@@ -29,7 +29,7 @@ def requests() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "async_load"),
+    ("name", "num_blocks", "prefix_caching"),
     # Fewer blocks than eight requests need: some are preempted.
     [("llama", 20, False), ("llama", 20, True), ("gemma", 40, True)],
     ids=["sync", "async", "windows"],
@@ -37,7 +37,7 @@ def requests() -> list[list[int]]:
 def test_aborts_and_preemptions(
     name: str,
     num_blocks: int,
-    async_load: bool,
+    prefix_caching: bool,
     engines: EngineProcess,
     stock: Stock,
     tmp_path: Path,
@@ -50,11 +50,12 @@ def test_aborts_and_preemptions(
     aborted = chance.sample(range(NUM_REQUESTS), NUM_REQUESTS // 3)
     abort_at = {i: chance.randrange(300) for i in aborted}
 
-    config = connector(tmp_path, "kv_both", async_load=async_load, chunk_tokens=32)
+    config = connector(tmp_path, "kv_both", chunk_tokens=32)
     with engines.engine(
         model,
         block_size=32,
         num_gpu_blocks_override=num_blocks,
+        enable_prefix_caching=prefix_caching,  # without it, loads are sync
         max_num_batched_tokens=128,
         max_model_len=192,
         disable_log_stats=False,

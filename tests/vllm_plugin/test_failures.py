@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = needs_cpu_op
 
 LENGTH = 200  # a full chunk and a part of one, so each prompt has two files
 NUM_NEW = 16
@@ -46,6 +46,9 @@ DAMAGES = [damage for damage in (truncated, empty, bit_flipped, garbage, missing
 DAMAGED = [prompt(LENGTH, seed=100 + i) for i in range(len(DAMAGES))]
 SOUND, UNKNOWN = prompt(LENGTH, seed=200), prompt(LENGTH, seed=201)
 FLIPPED = [i for i, damage in enumerate(DAMAGES) if damage is bit_flipped]
+
+# Where vLLM shares blocks between requests, KVXConnector loads beside other requests' steps.
+LOADS = pytest.mark.parametrize("prefix_caching", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +84,22 @@ def damage(store: Path) -> None:
         damage(second if i % 2 else first)
 
 
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+@LOADS
 def test_recompute(
-    async_load: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
+    prefix_caching: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
 ) -> None:
     """Also of what is written meanwhile, nothing is wrong."""
     prompts = [*DAMAGED, SOUND, UNKNOWN]
     expected = stock(llama, prompts, NUM_NEW)
     damage(store)
-    config = connector(store, "kv_both", "recompute", async_load=async_load)
+    config = connector(store, "kv_both", "recompute")
     for block_size in (64, 32):
-        with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
+        with engines.engine(
+            llama,
+            block_size=block_size,
+            enable_prefix_caching=prefix_caching,
+            kv_transfer_config=config,
+        ) as engine:
             num_free_blocks = engine.num_free_blocks()
             outputs = engine.generate(prompts, max_tokens=NUM_NEW)
             same_tokens(outputs, expected)
@@ -99,16 +107,18 @@ def test_recompute(
             assert engine.num_free_blocks() == num_free_blocks
 
 
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+@LOADS
 def test_fail(
-    async_load: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
+    prefix_caching: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
 ) -> None:
     """A request fails, or its damage was noticed before it was promised anything."""
     prompts = [*DAMAGED, SOUND, UNKNOWN]
     expected = stock(llama, prompts, NUM_NEW)
     damage(store)
-    config = connector(store, "kv_consumer", "fail", async_load=async_load)
-    with engines.engine(llama, block_size=64, kv_transfer_config=config) as engine:
+    config = connector(store, "kv_consumer", "fail")
+    with engines.engine(
+        llama, block_size=64, enable_prefix_caching=prefix_caching, kv_transfer_config=config
+    ) as engine:
         num_free_blocks = engine.num_free_blocks()
         outputs = engine.generate(prompts, max_tokens=NUM_NEW)
         failed = [i for i, output in enumerate(outputs) if output.finish_reason == "error"]
@@ -119,9 +129,9 @@ def test_fail(
         same_tokens(engine.generate([UNKNOWN, SOUND], max_tokens=NUM_NEW), expected[:-3:-1])
 
 
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+@LOADS
 def test_gone_between_lookup_and_load(
-    async_load: bool,
+    prefix_caching: bool,
     filled: Path,
     llama: Path,
     engines: EngineProcess,
@@ -134,8 +144,10 @@ def test_gone_between_lookup_and_load(
     for policy in ("recompute", "fail"):
         store = tmp_path / policy
         shutil.copytree(filled, store)
-        config = connector(store, "kv_consumer", policy, async_load=async_load)
-        with engines.engine(llama, block_size=64, kv_transfer_config=config) as engine:
+        config = connector(store, "kv_consumer", policy)
+        with engines.engine(
+            llama, block_size=64, enable_prefix_caching=prefix_caching, kv_transfer_config=config
+        ) as engine:
             num_free_blocks = engine.num_free_blocks()
             engine.call("on_next_load", delete=str(store))
             outputs = engine.generate(prompts, max_tokens=NUM_NEW)
@@ -147,3 +159,26 @@ def test_gone_between_lookup_and_load(
             assert not list(store.rglob("*.safetensors"))
             assert engine.num_free_blocks() == num_free_blocks
             same_tokens(engine.generate(prompts, max_tokens=NUM_NEW), expected)
+
+
+@LOADS
+def test_aborted_after_its_load_has_failed(
+    prefix_caching: bool,
+    filled: Path,
+    llama: Path,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
+) -> None:
+    """Nobody may find its blocks in vLLM's prefix cache: they were never written."""
+    expected = stock(llama, [SOUND], NUM_NEW)
+    store = tmp_path / "store"
+    shutil.copytree(filled, store)
+    config = connector(store, "kv_consumer", "recompute")
+    with engines.engine(
+        llama, block_size=64, enable_prefix_caching=prefix_caching, kv_transfer_config=config
+    ) as engine:
+        engine.call("on_next_load", delete=str(store))
+        (output,) = engine.generate([SOUND], abort_at={0: 1})
+        assert output.finish_reason == "abort"
+        same_tokens(engine.generate([SOUND], max_tokens=NUM_NEW), expected)

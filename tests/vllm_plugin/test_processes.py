@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = needs_cpu_op
 
 NUM_NEW = 16
 FROM_OTHERS = [prompt(n, seed=20 + n) for n in (33, 101, 257)]

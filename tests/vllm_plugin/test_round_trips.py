@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
 from tests.vllm_plugin.models import prompt
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = needs_cpu_op
+
 
 # Lengths around the blocks of 32; the first five prompts begin alike.
 PROMPTS = [*(prompt(n, seed=1) for n in (1, 31, 32, 33, 101)), prompt(257, seed=2)]
@@ -76,9 +77,13 @@ def test_blocks_of_64_to_smaller_ones(
     with engines.engine(llama, block_size=64, kv_transfer_config=config) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected)
-    # Whole prompts are there at once, and each is loaded beside what others compute.
     config = connector(tmp_path, "kv_consumer")
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+    with engines.engine(
+        llama,
+        block_size=32,
+        enable_prefix_caching=False,  # so it loads before its step, not beside others'
+        kv_transfer_config=config,
+    ) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected)
     all_but_the_last_token(outputs, PROMPTS)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
+from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin.engine import EngineProcess, connector
 from tests.vllm_plugin.models import prompt
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = needs_cpu_op
 
 LENGTHS = (33, 257)
 TOKEN_BYTES = 3 * 2 * 2 * 64 * 4  # layers, K and V, heads, dims, float32

@@ -11,12 +11,12 @@ strides and storage; what does not agree, or is not known here, is refused. `sel
 of a worker since 0.26; `live_*` do that for an engine that runs in this process.
 """
 
-from kvx_adapters._vllm.describe import cache_desc, cache_view, inline_scales
-from kvx_adapters._vllm.groups import LayerGroup, group_view, layer_groups
-from kvx_adapters._vllm.live import live_block_table, live_view
-from kvx_adapters._vllm.self_test import engine_write, self_test, self_test_group
-from kvx_adapters._vllm.spec import LayerSpec
-from kvx_adapters._vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
+from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
+from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups
+from kvx_adapters.vllm.live import live_block_table, live_view
+from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
+from kvx_adapters.vllm.spec import LayerSpec
+from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
 
 __all__ = [
     "NULL_BLOCK_ID",

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvx_adapters._vllm.describe import cache_view
-from kvx_adapters._vllm.encodings import FP8, encoding_of
-from kvx_adapters._vllm.pages import page_of
-from kvx_adapters._vllm.placement import kernel_blocks
-from kvx_adapters._vllm.spec import LayerSpec, minor
+from kvx_adapters.vllm.describe import cache_view
+from kvx_adapters.vllm.encodings import FP8, encoding_of
+from kvx_adapters.vllm.pages import page_of
+from kvx_adapters.vllm.placement import kernel_blocks
+from kvx_adapters.vllm.spec import LayerSpec, minor
 from kvx_core import CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
 
 # Specs whose blocks hold the keys and values of their tokens, and nothing else. Others keep the

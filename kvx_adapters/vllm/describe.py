@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvx_adapters._vllm.encodings import VALUES, Encoding, encoding_of
-from kvx_adapters._vllm.pages import page_of
-from kvx_adapters._vllm.placement import placed
-from kvx_adapters._vllm.spec import LayerSpec
-from kvx_adapters._vllm.tables import NULL_BLOCK_ID
+from kvx_adapters.vllm.encodings import VALUES, Encoding, encoding_of
+from kvx_adapters.vllm.pages import page_of
+from kvx_adapters.vllm.placement import placed
+from kvx_adapters.vllm.spec import LayerSpec
+from kvx_adapters.vllm.tables import NULL_BLOCK_ID
 from kvx_core import (
     CacheDesc,
     CacheFacts,

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kvx_adapters._vllm.groups import group_view, layer_groups
-from kvx_adapters._vllm.tables import block_table
+from kvx_adapters.vllm.groups import group_view, layer_groups
+from kvx_adapters.vllm.tables import block_table
 from kvx_core import BlockTable, CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
 
 

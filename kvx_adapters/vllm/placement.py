@@ -10,9 +10,9 @@ import math
 
 from torch import Tensor
 
-from kvx_adapters._vllm.encodings import Encoding
-from kvx_adapters._vllm.pages import Page, order_of
-from kvx_adapters._vllm.spec import LayerSpec
+from kvx_adapters.vllm.encodings import Encoding
+from kvx_adapters.vllm.pages import Page, order_of
+from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import InvalidArgumentError, UnsupportedError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvx_adapters._vllm.spec import LayerSpec
+from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import DType, InvalidArgumentError, UnsupportedError
 
 VALUES = "values"

@@ -13,8 +13,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvx_adapters._vllm.encodings import Encoding
-from kvx_adapters._vllm.spec import LayerSpec
+from kvx_adapters.vllm.encodings import Encoding
+from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import InvalidArgumentError, UnsupportedError
 
 # K and V as (block, head, token, row), or K packed as (block, head, row / x, token, x).

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_adapters._vllm.describe import Layer, layer_of, scale_desc
-from kvx_adapters._vllm.encodings import VALUES
-from kvx_adapters._vllm.groups import LayerGroup
-from kvx_adapters._vllm.pages import page_of
-from kvx_adapters._vllm.spec import LayerSpec
+from kvx_adapters.vllm.describe import Layer, layer_of, scale_desc
+from kvx_adapters.vllm.encodings import VALUES
+from kvx_adapters.vllm.groups import LayerGroup
+from kvx_adapters.vllm.pages import page_of
+from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import CacheDesc, InvalidArgumentError, UnsupportedError, gather_kv
 
 # key (1, num_kv_heads, head_dim), value or None, slots (1,) int64: writes the token into the cache

@@ -1,1 +1,0 @@
-"""The parts of kvx_adapters.vllm; its names are public, these are not."""
