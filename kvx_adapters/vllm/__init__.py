@@ -12,7 +12,8 @@ of a worker since 0.26; `live_*` do that for an engine that runs in this process
 """
 
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
-from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups
+from kvx_adapters.vllm.facts import cache_facts
+from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.live import live_block_table, live_view
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
@@ -24,11 +25,13 @@ __all__ = [
     "LayerSpec",
     "block_table",
     "cache_desc",
+    "cache_facts",
     "cache_view",
     "engine_write",
     "group_view",
     "inline_scales",
     "layer_groups",
+    "layout_before_29",
     "live_block_table",
     "live_view",
     "self_test",

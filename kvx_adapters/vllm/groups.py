@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,6 +122,15 @@ def group_view(
         v_scales=[layer._v_scale for layer in attention] if quantised else None,
     )
     return view, cuts.pop()
+
+
+def layout_before_29() -> str | None:
+    """`layout` of `layer_groups`, once vllm is imported; None since 0.29, whose config has it.
+
+    Source: vllm 0.28 v1/attention/backends/utils.py, get_kv_cache_layout
+    """
+    utils = sys.modules["vllm.v1.attention.backends.utils"]
+    return utils.get_kv_cache_layout() if hasattr(utils, "get_kv_cache_layout") else None
 
 
 def layer_index(name: str) -> int:

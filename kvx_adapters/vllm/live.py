@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from kvx_adapters.vllm.groups import group_view, layer_groups
+from kvx_adapters.vllm.facts import cache_facts
+from kvx_adapters.vllm.groups import group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.tables import block_table
-from kvx_core import BlockTable, CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
+from kvx_core import BlockTable, CacheView, InvalidArgumentError, UnsupportedError
 
 
 def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
@@ -23,7 +24,7 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
     runner = _model_runner(llm)
     layers = runner.compilation_config.static_forward_context
     groups = layer_groups(
-        runner.kv_cache_config, layers, _vllm_version(llm), layout=_layout_before_0_29()
+        runner.kv_cache_config, layers, _vllm_version(llm), layout=layout_before_29()
     )
     if len(groups) != 1:
         raise UnsupportedError(
@@ -32,7 +33,14 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
         )
     (group,) = groups
     kv_caches = {name: layers[name].kv_cache for name in group.layer_names}
-    return group_view(group, kv_caches, _live_facts(llm, runner, fingerprint), layers)[0]
+    facts = cache_facts(
+        llm.llm_engine.model_config,
+        runner.model.modules(),
+        version=_vllm_version(llm),
+        fingerprint=fingerprint,
+        first_kv_head=0,
+    )
+    return group_view(group, kv_caches, facts, layers)[0]
 
 
 def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
@@ -86,41 +94,3 @@ def _model_runner(llm: Any) -> Any:
 
 def _vllm_version(llm: Any) -> str:
     return str(sys.modules[type(llm).__module__.partition(".")[0]].__version__)
-
-
-def _layout_before_0_29() -> str | None:
-    """Source: vllm 0.28 v1/attention/backends/utils.py, get_kv_cache_layout"""
-    utils = sys.modules["vllm.v1.attention.backends.utils"]
-    return utils.get_kv_cache_layout() if hasattr(utils, "get_kv_cache_layout") else None
-
-
-def _live_facts(llm: Any, runner: Any, fingerprint: str | None) -> CacheFacts:
-    rotary, rotary_dim = _live_rotary(runner.model)
-    return CacheFacts(
-        engine=f"vllm {_vllm_version(llm)}",
-        fingerprint=fingerprint,
-        rotary=rotary,
-        rotary_dim=rotary_dim,
-        rope_applied=None if rotary is None else True,
-        hadamard=False,
-        scale_convention="multiply",
-        total_kv_heads=llm.llm_engine.model_config.get_total_num_kv_heads(),
-        first_kv_head=0,
-        negative_slots="skip",
-    )
-
-
-def _live_rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | None]:
-    """The one rotary embedding of all layers; (None, None), unknown, if there is not just one.
-
-    Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
-    """
-    found = {
-        (bool(module.is_neox_style), int(module.rotary_dim))
-        for module in model.modules()
-        if hasattr(module, "is_neox_style") and hasattr(module, "rotary_dim")
-    }
-    if len(found) != 1:
-        return None, None
-    ((is_neox_style, rotary_dim),) = found
-    return ("half" if is_neox_style else "interleaved"), rotary_dim

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from vllm.distributed import parallel_state
@@ -95,7 +95,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = self._vllm_config
         layers = config.compilation_config.static_forward_context
         groups = vllm.layer_groups(
-            self._kv_cache_config, layers, vllm_version, layout=_layout_before_29()
+            self._kv_cache_config, layers, vllm_version, layout=vllm.layout_before_29()
         )
         _check_layers(groups, config)
         facts = _facts(config, self._stores.fingerprint)
@@ -211,36 +211,21 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _facts(config: Any, fingerprint: str) -> CacheFacts:
-    """What keys and values mean on this rank; group_view adds layers and window."""
+    """What the cache of this rank means.
+
+    A connector does not see the model, but vLLM remembers the rotary embeddings of a process.
+    Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
+    """
     ranks = config.parallel_config.tensor_parallel_size
     rank = parallel_state.get_tensor_model_parallel_rank()
     total = config.model_config.get_total_num_kv_heads()
-    rotary, rotary_dim = _rotary()
-    return CacheFacts(
-        engine=f"vllm {vllm_version}",
+    return vllm.cache_facts(
+        config.model_config,
+        getattr(rotary_embedding, "_ROPE_DICT", {}).values(),
+        version=vllm_version,
         fingerprint=fingerprint,
-        rotary=rotary,
-        rotary_dim=rotary_dim,
-        rope_applied=None if rotary is None else True,
-        hadamard=False,
-        scale_convention="multiply",
-        total_kv_heads=total,
         first_kv_head=rank * total // ranks,  # ranks share a head where there are more of them
-        negative_slots="skip",
     )
-
-
-def _rotary() -> tuple[Literal["half", "interleaved"] | None, int | None]:
-    """The one rotary embedding that this process has made; unknown if there are several, or none.
-
-    Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
-    """
-    made = getattr(rotary_embedding, "_ROPE_DICT", {}).values()
-    found = {(bool(rope.is_neox_style), int(rope.rotary_dim)) for rope in made}
-    if len(found) != 1:
-        return None, None
-    ((is_neox_style, rotary_dim),) = found
-    return ("half" if is_neox_style else "interleaved"), rotary_dim
 
 
 def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
@@ -299,11 +284,3 @@ def _self_test(
         vllm.self_test_group(group, kv_caches, layers)
     except UnsupportedError as error:
         logger.warning("KVX has not tested its description of the KV cache: %s", error)
-
-
-def _layout_before_29() -> str | None:
-    """Since 0.29 KVCacheConfig has it."""
-    from vllm.v1.attention.backends import utils
-
-    layout = getattr(utils, "get_kv_cache_layout", None)
-    return None if layout is None else layout()

@@ -1,0 +1,57 @@
+"""What the keys and values of a vLLM worker mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from kvx_core import CacheFacts
+
+
+def cache_facts(
+    model_config: Any,
+    embeddings: Iterable[Any],
+    *,
+    version: str,
+    fingerprint: str | None,
+    first_kv_head: int,
+) -> CacheFacts:
+    """Facts of one worker's whole cache; `group_view` adds a group's layers and window.
+
+    model_config:  vllm_config.model_config
+    embeddings:    every RotaryEmbedding of the model; what is none is passed over
+    version:       vllm.__version__
+    fingerprint:   of model, weights and tokenizer, see kvx_core.fingerprint
+    first_kv_head: index in the model of the first head on this rank
+    """
+    rotary, rotary_dim = _rotary(embeddings)
+    return CacheFacts(
+        engine=f"vllm {version}",
+        fingerprint=fingerprint,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+        rope_applied=None if rotary is None else True,
+        hadamard=False,
+        scale_convention="multiply",
+        total_kv_heads=model_config.get_total_num_kv_heads(),
+        first_kv_head=first_kv_head,
+        negative_slots="skip",
+    )
+
+
+def _rotary(
+    embeddings: Iterable[Any],
+) -> tuple[Literal["half", "interleaved"] | None, int | None]:
+    """The one rotary embedding of all layers; (None, None), unknown, if there is not just one.
+
+    Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
+    """
+    found = {
+        (bool(module.is_neox_style), int(module.rotary_dim))
+        for module in embeddings
+        if hasattr(module, "is_neox_style") and hasattr(module, "rotary_dim")
+    }
+    if len(found) != 1:
+        return None, None
+    ((is_neox_style, rotary_dim),) = found
+    return ("half" if is_neox_style else "interleaved"), rotary_dim
