@@ -28,6 +28,8 @@ from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger(__name__)
 
+_PATIENCE_SECONDS = 0.01  # of a step without a forward pass
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -91,6 +93,8 @@ class WorkerHalf:
         self._open_step: StepPlan | None = None  # that save_layer was called for
         self._open: dict[str, list[_Span]] = {}  # its spans, by request
         self._lock = threading.Lock()  # of all below
+        self._load_is_over = threading.Condition(self._lock)
+        self._num_loading = 0  # beside steps
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
@@ -98,13 +102,23 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._stats = KVXStats()
 
-    def load(self, step: StepPlan) -> None:
-        """Loads what this step's forward pass reads, and starts to load the rest."""
+    def load(self, step: StepPlan, *, idle: bool = False) -> None:
+        """Loads what this step's forward pass reads, and starts to load the rest.
+
+        idle: there is no forward pass. vLLM then takes one step after the other, and would keep the
+              thread that loads from running: so wait a little for it
+        """
         for load in step.loads:
             if load.wait:
                 self._load(load)
             else:
+                with self._lock:
+                    self._num_loading += 1
                 self._loaders.submit(self._load_beside, load)
+        if idle:
+            with self._lock:
+                if self._num_loading and not self._loaded:
+                    self._load_is_over.wait(_PATIENCE_SECONDS)
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
         """Copies one layer of what this step saves; `save` copies those that were not."""
@@ -230,9 +244,11 @@ class WorkerHalf:
             logger.exception("KVX could not load request %s", load.request_id)
         finally:
             with self._lock:
+                self._num_loading -= 1
                 self._loaded.add(load.request_id)
                 if not good:
                     self._failed.add(load.request_id)
+                self._load_is_over.notify_all()
 
     def _blocks(self, load: Load) -> set[int]:
         """The blocks of the tokens to load; there is one KV cache group."""

@@ -235,3 +235,20 @@ def test_a_load_beside_other_steps_is_always_over(blocks: Any, tmp_path: Path) -
     worker.load(blocks, 0, 40, worker.store.lookup(TOKENS), wait=False)
     worker.half._loaders.shutdown()
     assert worker.half.take_results() == (set(), {"a"}, {"a"})
+
+
+def test_a_step_without_a_forward_pass_gives_way_to_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the first load that is over, long before its patience does."""
+    from kvx_adapters.vllm_plugin import worker as module
+    from kvx_adapters.vllm_plugin.steps import StepPlan
+
+    filled(tmp_path)
+    worker = Worker(Directory(tmp_path))
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 60)
+    worker.half.load(StepPlan(), idle=True)  # nothing to wait for
+    worker.load([4, 2, 6], 0, 40, worker.store.lookup(TOKENS), wait=False)
+    worker.half.load(StepPlan(), idle=True)
+    assert worker.half.take_results() == (set(), {"a"}, set())
+    worker.half.load(StepPlan(), idle=True)
