@@ -48,8 +48,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check_engine(vllm_config)
         self._settings = Settings.of(vllm_config)
+        check_engine(vllm_config, self._settings)
         windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
         self._stores = Stores(vllm_config, self._settings, shortest)

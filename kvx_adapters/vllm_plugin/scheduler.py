@@ -36,6 +36,7 @@ class _Tracked:
     block_ids: BlockIds
     hold: int  # save nothing before it has more tokens than this
     saved: int = 0  # tokens that are in the store, or need not be
+    is_stale: bool = False  # some of its tokens were computed before a reset
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class SchedulerHalf:
     window: int  # the shortest sliding window of a cache group; 0: there is none
     _tracked: dict[str, _Tracked] = field(default_factory=dict)
     _lookups: dict[str, _Lookup] = field(default_factory=dict)
-    _given_up: set[str] = field(default_factory=set)  # requests whose load has failed
+    _given_up: set[str] = field(default_factory=set)  # requests that load nothing any more
     _loading: set[str] = field(default_factory=set)  # requests with a load in this or past steps
     _next: StepPlan = field(default_factory=StepPlan)
     _epoch: str = ""
@@ -129,7 +130,9 @@ class SchedulerHalf:
         self._given_up.discard(request_id)
         self._loading.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
-        if tracked is None or not self.produces or request.status.name not in _FINISHED:
+        if tracked is None or tracked.is_stale or not self.produces:
+            return False
+        if request.status.name not in _FINISHED:
             return False
         stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens)
         if not self.settings.save_generated:
@@ -147,9 +150,12 @@ class SchedulerHalf:
         self._loading.difference_update(failed, finished)
 
     def reset(self) -> None:
-        """Share nothing that was saved until now: the model may not be the one it was."""
+        """Share nothing that was computed until now: the model may not be the one it was."""
         self._epoch = secrets.token_hex(16)
         self._lookups.clear()
+        self._given_up.update(self._tracked)
+        for tracked in self._tracked.values():
+            tracked.is_stale = True
 
     def _follow(self, output: Any) -> Iterator[tuple[str, int]]:
         """Keeps block ids as they grow. Yields scheduled requests, and what they have computed."""
@@ -176,7 +182,7 @@ class SchedulerHalf:
         """
         request = tracked.request
         known = len(request.all_token_ids)  # without drafts that may be rejected
-        if known <= tracked.hold:
+        if known <= tracked.hold or tracked.is_stale:
             return
         stop = min(stop, known)
         chunk, num_prompt_tokens = self.stores.chunk_tokens, request.num_prompt_tokens

@@ -49,7 +49,7 @@ class Settings(BaseModel):
             ) from None
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: Any, settings: Settings) -> None:
     """Refuses engines whose blocks do not hold whole tokens in order, computed as the model says.
 
     Raises UnsupportedError.
@@ -61,6 +61,11 @@ def check_engine(vllm_config: Any) -> None:
                 f"{name} is {getattr(parallel, name)}, expected 1: its ranks share out the tokens "
                 "of a block, which KVXConnector does not put together again"
             )
+    if settings.layerwise and (parallel.enable_dbo or getattr(parallel, "use_ubatching", False)):
+        raise UnsupportedError(
+            "layerwise is True with enable_dbo or ubatch_size, expected one of them: a step then "
+            "computes a layer in parts, and it would be copied after the first"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until 0.31
         raise UnsupportedError(
             "calculate_kv_scales is True, expected False: tokens loaded before the first forward "

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, describe
+from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, UnsupportedError, describe
 from tests.vllm_plugin.models import prompt
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -510,3 +510,33 @@ def test_nothing_is_shared_with_what_was_saved_before_a_reset(start: Any, stored
     assert steps.scheduler.reset_prefix_cache(reset_connector=True)
     steps.add("a", STORED)
     assert loads(steps.plan()) == []
+
+
+def test_what_was_half_computed_before_a_reset_is_not_saved(start: Any) -> None:
+    steps = start(role="kv_producer")
+    steps.add("a", prompt(60, seed=4), max_tokens=20)
+    assert saves(steps.plan()) == [("a", 0, 60)]
+    steps.run()
+    assert steps.scheduler.connector.reset_cache()
+    num_free_blocks = steps.num_free_blocks()
+    for _ in range(19):
+        assert saves(steps.plan()) == []
+        steps.run()
+    assert steps.requests["a"].is_finished()
+    assert steps.num_free_blocks() > num_free_blocks  # nothing is waited for
+    steps.add("b", prompt(60, seed=4), max_tokens=2)
+    (save,) = steps.plan().saves
+    assert save.salt  # apart from what others find
+
+
+def test_layers_are_not_copied_where_they_are_computed_in_parts(start: Any) -> None:
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm_plugin.settings import Settings, check_engine
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_dbo=True), cache_config=SimpleNamespace()
+    )
+    check_engine(config, Settings(path="store"))
+    with pytest.raises(UnsupportedError, match=r"layerwise is True with enable_dbo or ubatch_size"):
+        check_engine(config, Settings(path="store", layerwise=True))
