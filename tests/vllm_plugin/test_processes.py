@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,25 @@ def test_both_ways(
         outputs = engine.generate(FOR_OTHERS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected[len(FROM_OTHERS) :])
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in FOR_OTHERS]
+
+
+def test_the_connector_is_registered_when_vllm_first_looks_for_it() -> None:
+    """Its factory takes a second to import, which register() does not spend."""
+    script = """
+import sys
+import kvx_adapters.vllm_plugin as plugin
+def waiting():
+    return sum(isinstance(finder, plugin._WaitForFactory) for finder in sys.meta_path)
+plugin.register(), plugin.register()
+assert plugin._FACTORY not in sys.modules
+assert waiting() == 1
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+assert waiting() == 0
+print(KVConnectorFactory.get_connector_class_by_name("KVXConnector").__module__)
+"""
+    environment = {**os.environ, "VLLM_PLUGINS": ""}  # no other hand registers it
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split()[-1] == "kvx_adapters.vllm_plugin.connector"
