@@ -61,7 +61,8 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
                 f"{name} is {getattr(parallel, name)}, expected 1: its ranks share out the tokens "
                 "of a block, which KVXConnector does not put together again"
             )
-    if settings.layerwise and (parallel.enable_dbo or getattr(parallel, "use_ubatching", False)):
+    in_parts = any(getattr(parallel, name, False) for name in ("enable_dbo", "use_ubatching"))
+    if settings.layerwise and in_parts:
         raise UnsupportedError(
             "layerwise is True with enable_dbo or ubatch_size, expected one of them: a step then "
             "computes a layer in parts, and it would be copied after the first"
