@@ -42,6 +42,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 help:
 	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
+	@echo "               ARGS=--slow runs what takes long, too, as CI does"
 	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, an environment each (16 GB): docs/vllm_matrix.md"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
@@ -56,7 +57,7 @@ demo: build
 	$(BIN)/kvx demo $(ARGS)
 
 test: build
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm-matrix: build
 	$(BIN)/python -m tests.vllm_matrix --cache $(VENV)/vllm-matrix $(ARGS)

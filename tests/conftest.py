@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the backend that a call runs on."""
+"""What all tests share: the backend that a call runs on, the wheel, and which of them run when."""
 
 from __future__ import annotations
 
@@ -21,6 +21,40 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("kvx"), derandomize=False)
 settings.load_profile(os.environ.get("KVX_HYPOTHESIS_PROFILE", "kvx"))
 
+# Files that take long, the longest first: begun first, none of them keeps a process waiting at the
+# end.
+LONG = (
+    "vllm_plugin/test_attention.py",
+    "vllm_plugin/test_round_trips.py",
+    "test_sanitizers.py",
+    "vllm_plugin/test_hybrid.py",
+    "vllm_plugin/test_processes.py",
+    "test_cuda_build.py",
+    "test_hostgrid_mutants.py",
+    "test_hostgrid_orders.py",
+    "test_cpu_isa.py",
+    "test_demo.py",
+    "vllm_plugin/test_aborts.py",
+    "vllm_plugin/test_failures.py",
+    "adapters/test_vllm.py",
+    "test_fuzz.py",
+    "test_migrate.py",
+    "test_write_gather.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run what is marked slow, as CI does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    rank = {ROOT / "tests" / name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path, len(LONG)))
+
 
 @pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
 def built_backend(request: pytest.FixtureRequest) -> Backend:
@@ -37,13 +71,16 @@ def backend(built_backend: Backend) -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built as for a release: once, by the first process that needs it."""
+def wheel(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """The wheel of this tree, built once, by the first process that needs it: with --slow as for a
+    release, else for the architectures whose machine code is read."""
     base = tmp_path_factory.getbasetemp()
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
     with alone("wheel"):
         if not list(out.glob("*.whl")):
             build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+            if not pytestconfig.getoption("--slow"):
+                build.append("-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=80-real;90-real")
             run([*build, "--outdir", out, ROOT])
     (made,) = out.glob("*.whl")
     return made

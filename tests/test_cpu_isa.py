@@ -32,7 +32,7 @@ def python(*arguments: str, isa: str | None = None) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("isa", ["portable", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_another_instruction_set_passes_the_same_tests(isa: str) -> None:
     used = python("-c", ISA, isa=isa).stdout.strip()
     if used != isa:

@@ -24,6 +24,7 @@ from tests.native import run
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 READ = ("sm_80", "sm_90")  # whose code is read: without and with conversions to FP8
+OTHERS = [architecture for architecture in ARCHITECTURES if architecture not in READ]
 MAX_REGISTERS = 64  # at 256 threads a block: four blocks on a multiprocessor
 MAX_WHEEL_BYTES = 3 << 20
 
@@ -101,13 +102,16 @@ def test_wheel_is_small(wheel: Path) -> None:
         assert "kvx_core/libkvx.so" in archive.namelist()
 
 
+@pytest.mark.slow
 def test_every_architecture_is_there(library: Path) -> None:
     cubins = set(re.findall(r"\.(sm_\d+)\.cubin", cuobjdump("--list-elf", library)))
     assert cubins == set(ARCHITECTURES)
     assert set(re.findall(r"\.(sm_\d+)\.ptx", cuobjdump("--list-ptx", library))) == {"sm_90"}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [*READ, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
+)
 def test_registers_and_spills(library: Path, architecture: str) -> None:
     found = usages(library)[architecture]
     assert len(found) > 50

@@ -12,6 +12,8 @@ import pytest
 
 from tests.native import ROOT, hostgrid_library, run, sanitized_program
 
+pytestmark = pytest.mark.slow
+
 
 class Mutant(NamedTuple):
     source: str

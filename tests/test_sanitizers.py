@@ -13,9 +13,14 @@ from tests.native import CXX, run, sanitized_library, sanitized_program
 SUITE = [
     f"tests/test_{name}.py" for name in ("conformance", "validation", "write_gather", "migrate")
 ]
+ALL = "not hostgrid"
+SOME = f"{ALL} and (conformance or validation or odd or custom or (every_pair_of_ends and packed))"
 
 
-def test_suite_with_address_sanitizer() -> None:
+@pytest.mark.parametrize(
+    "subset", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_suite_with_address_sanitizer(subset: str) -> None:
     """PyTorch and numpy allocate through the sanitizer's malloc: their buffers have red zones."""
     library = sanitized_library("ON")
     preload = [
@@ -30,7 +35,7 @@ def test_suite_with_address_sanitizer() -> None:
             "-p",
             "no:cacheprovider",
             "-k",
-            "not hostgrid",
+            subset,
             *SUITE,
         ],
         env={
@@ -44,6 +49,7 @@ def test_suite_with_address_sanitizer() -> None:
     assert int(re.findall(r"(\d+) passed", output)[-1]) > 100
 
 
+@pytest.mark.slow
 def test_threads_with_thread_sanitizer() -> None:
     output = run([sanitized_program("fuzz/fuzz.cc", "THREAD"), "threads", "5"], timeout=300)
     assert int(re.findall(r"(\d+) calls from 4 threads", output)[0]) > 20
@@ -51,7 +57,10 @@ def test_threads_with_thread_sanitizer() -> None:
 
 @pytest.mark.parametrize(
     ("sanitize", "lie", "report"),
-    [("ON", "overflow", "heap-buffer-overflow"), ("THREAD", "race", "data race")],
+    [
+        ("ON", "overflow", "heap-buffer-overflow"),
+        pytest.param("THREAD", "race", "data race", marks=pytest.mark.slow),
+    ],
 )
 def test_sanitizers_report(sanitize: str, lie: str, report: str) -> None:
     """What the tests above would see if there were something to see."""

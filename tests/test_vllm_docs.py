@@ -34,6 +34,7 @@ def test_every_setting_is_listed_with_its_default() -> None:
     find_spec("vllm") is None or find_spec("transformers") is None,
     reason="vllm and transformers are not installed",
 )
+@pytest.mark.slow
 def test_example_hf_prefill_vllm_decode() -> None:
     result = subprocess.run(
         [sys.executable, "examples/hf_prefill_vllm_decode.py"],

@@ -31,7 +31,11 @@ def requests() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "num_blocks", "prefix_caching"),
     # Fewer blocks than eight requests need: some are preempted.
-    [("llama", 20, False), ("llama", 20, True), ("gemma", 40, True)],
+    [
+        ("llama", 20, False),
+        ("llama", 20, True),
+        pytest.param("gemma", 40, True, marks=pytest.mark.slow),
+    ],
     ids=["sync", "async", "windows"],
 )
 def test_aborts_and_preemptions(

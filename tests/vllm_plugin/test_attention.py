@@ -473,6 +473,7 @@ def test_fp8_tokens_are_those_of_stock_vllm(
     assert writes.take() == 4 * sum(o.num_scheduled_tokens for o in outputs)
 
 
+@pytest.mark.slow
 def test_in_other_processes_and_compiled(
     llama: Path, engines: EngineProcess, writes: Writes, tmp_path: Path
 ) -> None:

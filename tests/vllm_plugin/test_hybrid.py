@@ -25,9 +25,8 @@ LOADED = [len(one) - 1 for one in PROMPTS]
     ("produced_by", "consumed_by", "chunk_tokens"),
     [
         ("groups", "groups", 32),
-        ("groups", "groups", 128),
         ("groups", "one", 32),
-        ("one", "groups", 128),
+        pytest.param("one", "groups", 128, marks=pytest.mark.slow),
     ],
 )
 def test_windows(
