@@ -219,4 +219,9 @@ kvx_status_t kvx_set_num_threads(uint32_t num_threads) {
   return KVX_STATUS_OK;
 }
 
+kvx_status_t kvx_set_team(kvx_team_t team) {
+  kvx::cpu::set_team(team);
+  return KVX_STATUS_OK;
+}
+
 }  // extern "C"

@@ -104,6 +104,17 @@ def set_num_threads(num_threads: int) -> None:
     _abi.check(_abi.library().kvx_set_num_threads(num_threads))
 
 
+def use_openmp(enable: bool = True) -> bool:
+    """Lets large calls on HOST memory that this thread makes run on the host's OpenMP threads.
+
+    A host that has just computed with them, as torch does on CPU, has them awake, so that smaller
+    calls are worth sharing. Returns whether they are used: False too if the process has no OpenMP.
+    """
+    team = _abi.openmp() if enable else None
+    _abi.check(_abi.library().kvx_set_team(team))
+    return team is not None
+
+
 __all__ = [
     "BackendInfo",
     "BlobStore",
@@ -156,6 +167,7 @@ __all__ = [
     "migrate",
     "model_fingerprint",
     "set_num_threads",
+    "use_openmp",
     "verify",
     "write_kv",
 ]

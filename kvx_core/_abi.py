@@ -255,6 +255,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),
+    "kvx_set_team": (c_void_p,),
 }
 
 
@@ -296,6 +297,14 @@ def load(path: Path) -> Any:
             "Install kvx_core and libkvx from the same release"
         )
     return lib
+
+
+def openmp() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that this process has loaded, if any."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except AttributeError:
+        return None
 
 
 def check(status: int, lib: Any = None) -> None:

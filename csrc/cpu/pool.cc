@@ -121,6 +121,30 @@ Pool &pool() {
   return *found;
 }
 
+struct Team {
+  kvx_team_t run = nullptr;
+  pid_t process = 0;  // a forked child has none of the threads
+};
+
+thread_local Team team;
+
+// One region of the team, which may have more threads than there are helpers, or fewer.
+struct Region {
+  const pthread_t caller;
+  const Work work;
+  void *const context;
+  std::atomic<int64_t> helpers;
+
+  static void enter(void *data) {
+    auto *region = static_cast<Region *>(data);
+    if (pthread_equal(region->caller, pthread_self())) {
+      region->work(region->context, true);
+    } else if (region->helpers.fetch_sub(1, std::memory_order_relaxed) > 0) {
+      region->work(region->context, false);
+    }
+  }
+};
+
 }  // namespace
 
 uint32_t num_threads() {
@@ -134,8 +158,16 @@ void set_num_threads(uint32_t count) {
   chosen_threads.store(std::min(count, kMaxThreads), std::memory_order_relaxed);
 }
 
+void set_team(kvx_team_t run) { team = {run, getpid()}; }
+
+bool has_team() { return team.run && team.process == getpid(); }
+
 void run_with_helpers(uint32_t helpers, Work work, void *context) {
   if (helpers == 0) return work(context, true);
+  if (has_team()) {
+    Region region = {pthread_self(), work, context, {helpers}};
+    return team.run(Region::enter, &region, 0, 0);
+  }
   pool().run(helpers, work, context);
 }
 

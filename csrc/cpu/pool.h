@@ -3,17 +3,23 @@
 
 #include <cstdint>
 
+#include "kvx/kvx_ext.h"
+
 namespace kvx::cpu {
 
 // Threads that a large call uses, the caller's included.
 uint32_t num_threads();
 void set_num_threads(uint32_t count);  // 0: the default
 
+// The host's threads, for calls of this thread; NULL: the pool's.
+void set_team(kvx_team_t team);
+bool has_team();
+
 // What each thread runs; it shares out the items of `context` itself.
 using Work = void (*)(void *context, bool is_caller);
 
 // Runs `work` on the calling thread and on up to `helpers` others, and returns when all have
-// returned. If the pool is busy with another caller's work, the calling thread does it alone.
+// returned. If they are busy with another caller's work, the calling thread does it alone.
 void run_with_helpers(uint32_t helpers, Work work, void *context);
 
 }  // namespace kvx::cpu

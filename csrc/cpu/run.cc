@@ -21,9 +21,11 @@
 namespace kvx::cpu {
 namespace {
 
-constexpr uint64_t kBytesPerHelper = 1 << 20;  // less is not worth waking a thread for
-constexpr uint64_t kBytesPerItem = 4 << 20;    // of one layer, K and V together
-constexpr uint64_t kSmallBytes = 512 << 10;    // the nearer caches hold source and destination
+// Less is not worth waking a thread for, or meeting one that is awake.
+constexpr uint64_t kBytesPerHelper = 1 << 20, kBytesPerTeamMember = 32 << 10;
+constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache line of its own costs
+constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
+constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
 constexpr int64_t kStageBytes = 32 << 10;
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
@@ -331,27 +333,34 @@ void move_tokens(const Plan &plan, const Address &src, const Address &dst,
 class Job {
  public:
   explicit Job(const Plan &plan) : plan_(plan), tokens_(count_tokens(plan)) {
-    uint64_t all_layers = 0;  // bytes of one token
+    uint64_t all_layers = 0, all_costs = 0;  // of one token
     for (uint32_t l = 0; l < plan.num_layers; ++l) {
       uint64_t bytes = 0;
       for (const TensorPair *pair : {&plan.pairs[2 * l], &plan.pairs[2 * l + 1]}) {
-        bytes += uint64_t{pair->num_heads} * pair->head_dim *
-                 static_cast<uint64_t>(size_of(pair->dst.dtype));
+        const uint64_t elements = uint64_t{pair->num_heads} * pair->head_dim;
+        const auto size = static_cast<uint64_t>(size_of(pair->dst.dtype));
+        bytes += elements * size;
+        all_costs += elements * (is_dense_row(pair->dst, pair->head_dim) ? size : kScatteredBytes);
       }
       widest_layer_ = std::max(widest_layer_, bytes);
       all_layers += bytes;
     }
     if (__builtin_mul_overflow(all_layers, tokens_, &bytes_)) bytes_ = UINT64_MAX;
+    if (__builtin_mul_overflow(all_costs, tokens_, &cost_)) cost_ = UINT64_MAX;
   }
 
   void run() {
     if (!bytes_) return;
+    const bool team = cost_ >= kBytesPerTeamMember && has_team();
+    const uint64_t wanted = std::min(uint64_t{num_threads()} - 1,
+                                     cost_ / (team ? kBytesPerTeamMember : kBytesPerHelper));
     tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
+    if (team || cost_ > bytes_)  // a few tokens are work for all
+      tokens_per_item_ = std::min(tokens_per_item_, (tokens_ - 1) / (wanted + 1) + 1);
     items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();
     if (__builtin_mul_overflow(items_per_layer_, plan_.num_layers, &items_)) items_ = UINT64_MAX;
-    const uint64_t helpers =
-        std::min({uint64_t{num_threads()} - 1, items_ - 1, bytes_ / kBytesPerHelper});
+    const uint64_t helpers = std::min(wanted, items_ - 1);
     // The caller's stages come before the first write: without memory for them nothing is written.
     callers_stages_.emplace(plan_, tokens_);
     run_with_helpers(static_cast<uint32_t>(helpers), help, this);
@@ -398,7 +407,8 @@ class Job {
 
   const Plan &plan_;
   const uint64_t tokens_;
-  uint64_t widest_layer_ = 0, bytes_ = 0;  // of one token; of the job
+  uint64_t widest_layer_ = 0;      // bytes of one token
+  uint64_t bytes_ = 0, cost_ = 0;  // of the job; bytes that would take as long if rows were dense
   uint64_t tokens_per_item_ = 1, items_per_layer_ = 0, items_ = 0;
   bool streaming_ = false;
   std::optional<Stages> callers_stages_;

@@ -13,6 +13,7 @@ import vllm
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+import kvx_core
 from kvx_adapters.vllm import LayerSpec, cache_desc
 from kvx_adapters.vllm_plugin.cache_write import Write, WritesByKVX, write_into
 from kvx_core import TensorDesc, UnsupportedError
@@ -40,6 +41,7 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
                 isa=getattr(layer, "isa", None) or getattr(self, "isa", None),
             ),
         )
+        kvx_core.use_openmp()  # the threads that vLLM computes with, as its own op does
         assert desc.v is not None
         k, v = _view(kv_cache, desc.k), _view(kv_cache, desc.v)
         if kv_cache.dtype != torch.uint8:

@@ -376,6 +376,11 @@ static void test_version(void) {
   CHECK(kvx_get_version(NULL) == KVX_STATUS_INVALID_ARGUMENT);
 }
 
+static void alone(void (*work)(void *), void *data, unsigned num_threads, unsigned flags) {
+  (void)num_threads, (void)flags;
+  work(data);
+}
+
 static void test_backend(void) {
   kvx_backend_info_t info;
   ZERO(info);
@@ -388,6 +393,7 @@ static void test_backend(void) {
   CHECK(kvx_set_num_threads(1) == KVX_STATUS_OK);
   CHECK(kvx_backend_info(&info) == KVX_STATUS_OK && info.num_threads == 1);
   CHECK(kvx_set_num_threads(0) == KVX_STATUS_OK);
+  CHECK(kvx_set_team(alone) == KVX_STATUS_OK && kvx_set_team(NULL) == KVX_STATUS_OK);
   CHECK(kvx_backend_info(NULL) == KVX_STATUS_INVALID_ARGUMENT);
   info.size = sizeof(info) - 1;
   CHECK(kvx_backend_info(&info) == KVX_STATUS_INVALID_ARGUMENT);

@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import kvx_core
-from kvx_core import InvalidArgumentError
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -89,18 +86,3 @@ def test_backend_info() -> None:
     assert info.cpu_isa in ("avx512", "avx2", "portable")
     assert info.num_threads >= 1
     assert info.stream_bytes > 0
-
-
-def test_set_num_threads() -> None:
-    default = kvx_core.backend_info().num_threads
-    try:
-        kvx_core.set_num_threads(1)
-        assert kvx_core.backend_info().num_threads == 1
-    finally:
-        kvx_core.set_num_threads(0)
-    assert kvx_core.backend_info().num_threads == default
-
-
-def test_set_num_threads_refuses_what_is_no_count() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_threads is -1, expected 0 to 4294967295"):
-        kvx_core.set_num_threads(-1)

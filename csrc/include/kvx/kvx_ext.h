@@ -40,6 +40,17 @@ KVX_API kvx_status_t kvx_device_status(void *stream);
  * alone. 0: back to the default, KVX_NUM_THREADS or else the cores of the process, at most 16. */
 KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 
+/* Runs work(data) on `num_threads` threads of the host's at once, 0 for as many as it likes, the
+ * calling one among them, and returns when all have returned. This is GOMP_parallel, which the
+ * OpenMP runtimes of GCC, LLVM and Intel export; `flags` is 0. */
+typedef void (*kvx_team_t)(void (*work)(void *data), void *data, unsigned num_threads,
+                           unsigned flags);
+
+/* Lets large calls on HOST memory that this thread makes use the host's threads instead of
+ * libkvx's own: those that have just worked for the host are awake, so that smaller calls are worth
+ * sharing too. NULL: libkvx's own again. A forked child is back to those. */
+KVX_API kvx_status_t kvx_set_team(kvx_team_t team);
+
 /* Zero the destination tokens that have no source: null blocks and, for gather, rows past the
  * sequence's length. Without the flag they keep what they held. */
 #define KVX_FLAG_ZERO_FILL (1u << 0)

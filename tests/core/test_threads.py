@@ -1,0 +1,132 @@
+"""Threads that calls on HOST memory use: libkvx's own, or the host's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import kvx_core
+from kvx_core import CacheDesc, InvalidArgumentError, Layout, _abi, describe, write_kv
+
+NUM_TOKENS, HEADS, DIM, BLOCK = 203, 3, 40, 16
+
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_TEAM = ctypes.CFUNCTYPE(None, _WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    kvx_core.set_num_threads(2)
+    yield
+    kvx_core.set_num_threads(0)
+    _set_team(None)
+
+
+def _set_team(team: object) -> None:
+    address = None if team is None else ctypes.cast(team, ctypes.c_void_p).value
+    _abi.check(_abi.library().kvx_set_team(address))
+
+
+class Team:
+    """A host's team of `size` threads, which counts what it is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.calls = size, 0
+        self.c = _TEAM(self._run)
+
+    def _run(self, work: Callable[[int], None], data: int, num_threads: int, flags: int) -> None:
+        assert (num_threads, flags) == (0, 0)
+        self.calls += 1
+        others = [threading.Thread(target=work, args=(data,)) for _ in range(self.size - 1)]
+        for other in others:
+            other.start()
+        work(data)
+        for other in others:
+            other.join()
+
+
+class Case:
+    """Tokens for a cache [block, head, dim, token], where each of their numbers has a cache line of
+    its own; `expected` is torch's."""
+
+    def __init__(self, num_tokens: int = NUM_TOKENS) -> None:
+        generator = torch.Generator().manual_seed(num_tokens)
+        self.key, self.value = torch.randn(2, num_tokens, HEADS, DIM, generator=generator)
+        self.slots = torch.randperm(20 * BLOCK, generator=generator)[:num_tokens]
+        self.cache = torch.full((2, 20, HEADS, DIM, BLOCK), -1.0)
+        self.expected = self.cache.clone()
+        places = self.slots // BLOCK, slice(None), slice(None), self.slots % BLOCK
+        self.expected[0][places], self.expected[1][places] = self.key, self.value
+
+    def write(self) -> bool:
+        k, v = (describe(tensor.transpose(2, 3), Layout.BLOCK_HND) for tensor in self.cache)
+        write_kv(CacheDesc.from_kv(k, v), self.key, self.value, self.slots)
+        return np.array_equal(self.cache.numpy(), self.expected.numpy())
+
+
+def test_set_num_threads() -> None:
+    kvx_core.set_num_threads(0)
+    default = kvx_core.backend_info().num_threads
+    kvx_core.set_num_threads(1)
+    assert kvx_core.backend_info().num_threads == 1
+    kvx_core.set_num_threads(0)
+    assert kvx_core.backend_info().num_threads == default
+
+
+def test_set_num_threads_refuses_what_is_no_count() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_threads is -1, expected 0 to 4294967295"):
+        kvx_core.set_num_threads(-1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_team_of_any_size_does_the_work(size: int) -> None:
+    team = Team(size)
+    _set_team(team.c)
+    assert Case().write()
+    assert team.calls == 1
+
+
+def test_a_team_is_not_asked_for_a_token_or_for_one_thread() -> None:
+    team = Team(2)
+    _set_team(team.c)
+    assert Case(num_tokens=1).write()
+    kvx_core.set_num_threads(1)
+    assert Case().write()
+    assert team.calls == 0
+
+
+def test_a_team_is_of_the_thread_that_set_it() -> None:
+    team = Team(2)
+    _set_team(team.c)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(Case().write).result()
+    assert team.calls == 0
+    _set_team(None)
+    assert Case().write()
+    assert team.calls == 0
+
+
+def test_a_forked_child_does_without_the_team() -> None:
+    team = Team(2)
+    _set_team(team.c)
+    case = Case()
+    child = os.fork()
+    if child == 0:  # without torch, whose own threads are not there either
+        os._exit(0 if case.write() and team.calls == 0 else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_use_openmp() -> None:
+    assert kvx_core.use_openmp()  # torch has brought it
+    torch.set_num_threads(2)
+    for num_tokens in (1, 7, NUM_TOKENS):
+        assert Case(num_tokens).write()
+    assert not kvx_core.use_openmp(False)
