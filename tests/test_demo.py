@@ -1,8 +1,9 @@
-"""The `kvx` command and the examples, run as a user runs them; the demo on the real engines."""
+"""The `kvx` command, run as a user runs it; the demo and an example on the real engines."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kvx_core
-from kvx_adapters.cli import app
-from kvx_adapters.cli import demo as demo_module
+from kvx_adapters.cli import app, demo_engines, demo_hops
+from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
+from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, SeqLens, describe
 
 ROOT = Path(__file__).parent.parent
 KVX = "from kvx_adapters.cli import main; main()"
@@ -44,6 +47,19 @@ def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {name: mark + rest for mark, name, rest in re.findall(r"^([✓✗]) (\w+)(.*)$", text, re.M)}
 
 
+def hops(result: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """The table of hops without its times, which are numbers."""
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in result.stdout.splitlines()
+        if line.startswith("│")
+    ]
+    rows = [row for row in rows if len(row) == 10]
+    for row in rows[1:]:
+        assert all(float(cell) > 0 for cell in row[6:9])
+    return [[*row[:6], row[9]] for row in rows]
+
+
 @needs_engines
 def test_vllm_prefills_and_transformers_goes_on() -> None:
     result = python("-c", KVX, "demo")
@@ -54,12 +70,34 @@ def test_vllm_prefills_and_transformers_goes_on() -> None:
     assert all(length % 2 for length in lengths)
     num_values = sum(lengths) * 4 * 2 * 2 * 64
     assert f"equal: {sum(lengths)} tokens, {num_values} values" in lines["verify"]
-    assert f"{num_values * 4 / 1e6:.2f} MB in one call" in lines["migrate"]
-    assert re.search(r"\d GB/s", lines["migrate"])
+    mb = f"{num_values * 4 / 1e6:.2f}"
+    assert hops(result) == [
+        ["vLLM", "[H, D, T]", "[H, T, D]", "32", "block table", "", "source"],
+        ["TensorRT-LLM *", "[H, T, D]", "[H, T, D]", "64", "KV_OFFSETS", mb, "equal"],
+        ["TGI *", "[H, D/4, T, 4]", "[H, D, T]", "16", "slots", mb, "equal"],
+        ["HF transformers", "[H, T, D]", "[H, T, D]", str(max(lengths)), "row, start", mb, "equal"],
+    ]
+    assert "the engine itself is not running" in result.stdout
     assert "5 of 5 continuations equal" in lines["tokens"]
     assert "5 of 5" not in lines["control"]
     assert "remembered.<eos>" in result.stdout  # vLLM said what the model has learnt
     assert "INFO" not in result.stdout + result.stderr  # its logs stay out of the way
+
+
+def test_every_hop_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [70, 1, 17]
+    k, v = torch.randn(2, 3, 70, 2, 16)  # three sequences of up to 70 tokens, two heads
+    layer = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+    view = CacheView(layers=(layer,), facts=CacheFacts())
+    chance = random.Random(0)
+    dense = Stop("dense", "row", view.at())
+    pool = trtllm_pool(view, lengths, chance)
+    for dst in (pool, tgi_cache(view, lengths, chance)):
+        assert hop(dense, dst, SeqLens.of(lengths)).arrived.ok
+    nowhere = tgi_cache(view, lengths, chance)
+    monkeypatch.setattr(demo_hops, "migrate", lambda *_: 0)
+    arrived = hop(pool, nowhere, SeqLens.of(lengths)).arrived
+    assert str(arrived).startswith("differs at layer 0 K, sequence 0, token 0, head 0, dim 0")
 
 
 @needs_engines
@@ -97,6 +135,7 @@ PAGES["CPU_ATTN"][29] = replace(page, split=not_transposed)
 
 
 @needs_engines
+@pytest.mark.slow
 def test_example_vllm_to_transformers(tmp_path: Path) -> None:
     made = python(
         "-c",
@@ -114,14 +153,6 @@ def test_example_vllm_to_transformers(tmp_path: Path) -> None:
     assert theirs is not None
     assert ours[1] == theirs[1]
     assert ours[1].startswith("' last block half filled")
-
-
-def test_example_torch_caches() -> None:
-    pytest.importorskip("torch")
-    result = python("examples/torch_caches.py")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[0] == f"{21 * 2 * 2 * 64 * 4} bytes migrated"
-    assert "equal: 21 tokens" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -159,7 +190,7 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_no_vllm(name: str) -> Any:
         return None if name == "vllm" else find_spec(name)
 
-    monkeypatch.setattr(demo_module, "find_spec", find_no_vllm)
+    monkeypatch.setattr(demo_engines, "find_spec", find_no_vllm)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     message = " ".join(result.output.split())

@@ -112,7 +112,9 @@ def _demo(
         bool, typer.Option("--corrupt", help="Flip one bit after migrating; verify must find it.")
     ] = False,
 ) -> None:
-    """Prefill with real vLLM, migrate its cache in one call, continue with HF transformers.
+    """Prefill with real vLLM, migrate its cache hop by hop, continue with HF transformers.
+
+    It goes through memory laid out as TensorRT-LLM's and as TGI's, which are not running.
 
     Exits with 0 if the tokens are the ones that vLLM itself continues with and every byte arrived
     (with --corrupt: if verify found the flipped bit), else with 1.

@@ -1,0 +1,127 @@
+"""What the demo asks of vLLM and HF transformers, in their own API. Both run in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvx_adapters.cli.demo_model import PROMPTS
+
+
+class DemoError(Exception):
+    """Why the demo cannot run here."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """vLLM after prefill: all prompts are in its cache and no request has finished."""
+
+    request_ids: list[str]  # vLLM's own
+    prompt_lens: list[int]
+    first_tokens: list[int]  # what each prompt is continued by; not in the cache yet
+
+
+def check_packages() -> None:
+    for package in ("vllm", "transformers", "tokenizers"):
+        if find_spec(package) is None:
+            raise DemoError(
+                f"{package} is not installed, and the demo runs the real engines. `make demo` in "
+                "a clone of the repository sets them up; or pip install kvx[vllm,transformers]"
+            )
+
+
+def start_vllm(directory: Path, dtype: str) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    from vllm import LLM
+
+    llm = LLM(
+        model=str(directory),
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=512,
+        block_size=32,  # the smallest that vLLM takes on CPU
+        num_gpu_blocks_override=64,
+    )
+    device = llm.llm_engine.vllm_config.device_config.device_type
+    if device != "cpu":
+        raise DemoError(f"this vLLM runs on {device}; the demo needs the CPU build, vllm-cpu")
+    return llm
+
+
+def kv_caches(llm: Any) -> list[Tensor]:
+    """The tensors that vLLM's model runner holds, one per layer."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return list(executor.driver_worker.worker.model_runner.kv_caches)
+
+
+def prefill(llm: Any, max_new_tokens: int) -> Prefilled:
+    """Steps vLLM until each request has its first token, which is when its prompt is cached."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=max_new_tokens)
+    request_ids = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
+    first: dict[int, Any] = {}
+    while len(first) < len(PROMPTS):
+        for output in engine.step():
+            first.setdefault(int(output.request_id), output)
+            if output.finished:
+                raise DemoError(
+                    f"prompt {output.request_id} is finished already, so its blocks are freed. "
+                    "Try another --seed"
+                )
+    outputs = [first[i] for i in range(len(PROMPTS))]
+    return Prefilled(
+        request_ids=request_ids,
+        prompt_lens=[len(output.prompt_token_ids) for output in outputs],
+        first_tokens=[output.outputs[0].token_ids[0] for output in outputs],
+    )
+
+
+def finish_vllm(llm: Any) -> list[list[int]]:
+    """Lets vLLM go on from its own cache; all new tokens of each prompt."""
+    tokens: dict[int, list[int]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [tokens[i] for i in range(len(PROMPTS))]
+
+
+@torch.inference_mode()
+def continue_hf(
+    model: Any, cache: Any, mask: Tensor, first_tokens: Sequence[int], max_new_tokens: int
+) -> list[list[int]]:
+    """HF's greedy continuation from `cache`: one token per prompt goes in, and one comes out."""
+    tokens = torch.tensor(first_tokens)[:, None]
+    continuation = [tokens]
+    for _ in range(max_new_tokens - 1):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        logits = model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=mask.sum(dim=1, keepdim=True) - 1,
+            past_key_values=cache,
+        ).logits
+        tokens = logits[:, -1:].argmax(dim=-1)
+        continuation.append(tokens)
+    rows = torch.cat(continuation, dim=1).tolist()
+    end = model.config.eos_token_id
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+def left_padded(lengths: Sequence[int]) -> Tensor:
+    """Attention mask of a batch padded on the left, as HF decodes it: (batch, longest), int64."""
+    longest = max(lengths)
+    return (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()

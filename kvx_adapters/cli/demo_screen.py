@@ -1,0 +1,156 @@
+"""What the demo prints: its steps and checks, and two tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvx_adapters.cli.demo_hops import TIMED_CALLS, Hop, Stop
+from kvx_adapters.cli.demo_model import PROMPTS
+from kvx_core import Layout, TensorDesc
+
+
+def hops_table(stops: Sequence[Stop], hops: Sequence[Hop]) -> Table:
+    """The caches on the way, and how the prompts came into each of them."""
+    table = Table(
+        title="The prompts' keys and values, from cache to cache",
+        title_justify="left",
+        caption="K and V in a block: H heads, T tokens, D dims, as their bytes follow each other. "
+        f"again: median of {TIMED_CALLS} calls.\n* memory laid out and addressed as that engine's; "
+        "the engine itself is not running",
+        caption_justify="left",
+    )
+    for name in ("cache of", "K in a block", "V in a block"):
+        table.add_column(name)
+    table.add_column("tokens", justify="right")
+    table.add_column("found by")
+    for name in ("MB", "first ms", "again ms", "GB/s"):
+        table.add_column(name, justify="right")
+    table.add_column("verify")
+    for stop, hop in zip(stops, (None, *hops), strict=True):
+        layer = stop.span.view.layers[0]
+        cells = [
+            stop.cache_of,
+            *(escape(_in_memory(half)) for half in layer.tensors.values()),
+            str(layer.block_size),
+            stop.found_by,
+        ]
+        if hop is None:
+            cells += ["", "", "", "", "source"]
+        else:
+            cells += [
+                f"{hop.num_bytes / 1e6:.2f}",
+                f"{hop.first * 1e3:.2f}",
+                f"{hop.again * 1e3:.2f}",
+                f"{hop.num_bytes / hop.again / 1e9:.1f}",
+                "[green]equal[/]" if hop.arrived.ok else "[red]differs[/]",
+            ]
+        table.add_row(*cells)
+    return table
+
+
+def _in_memory(half: TensorDesc) -> str:
+    """The axes of a block of K or V, the one with the longest step first."""
+    axes = ["T", "H", "D"] if half.layout is Layout.BLOCK_NHD else ["H", "T", "D"]
+    if half.ndim == 5:
+        axes = ["H", f"D/{half.shape[4]}", "T", str(half.shape[4])]
+    steps = sorted(zip(half.stride[1:], axes, strict=True), key=lambda step: -step[0])
+    return f"[{', '.join(axis for _, axis in steps)}]"
+
+
+def prompts_table(
+    directory: Path,
+    prompt_lens: list[int],
+    from_vllm: list[list[int]],
+    from_hf: list[list[int]],
+    num_bytes: int,
+) -> Table:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    table = Table(title="Prompts, and how they go on", title_justify="left")
+    table.add_column("prompt ends")
+    table.add_column("tokens", justify="right")
+    table.add_column("kB moved", justify="right")
+    table.add_column("vLLM goes on")
+    table.add_column("HF goes on from the migrated cache")
+    table.add_column("equal")
+    for prompt, length, ours, theirs in zip(PROMPTS, prompt_lens, from_vllm, from_hf, strict=True):
+        table.add_row(
+            escape(prompt if len(prompt) <= 16 else f"…{prompt[-15:]}"),
+            str(length),
+            f"{num_bytes * length / sum(prompt_lens) / 1e3:.1f}",
+            escape(tokenizer.decode(ours)),
+            escape(tokenizer.decode(theirs)),
+            "[green]yes[/]" if ours == theirs else "[red]no[/]",
+        )
+    return table
+
+
+class Screen:
+    """The demo's own lines. What the engines print goes to `log`, and is shown if they fail."""
+
+    def __init__(self, console: Console, log: Path) -> None:
+        self.console = console
+        self.log = log
+        self.good = True  # every check so far
+
+    @contextmanager
+    def step(self, name: str, doing: str = "") -> Iterator[Callable[[str], None]]:
+        """Shows that `name` is being done, then what it says of itself and how long it took."""
+        said: list[str] = []
+        start = time.perf_counter()
+        if doing and not self.console.is_terminal:
+            self.console.print(f"  {name:<8} {doing} ...", highlight=False)
+        try:
+            with self.console.status(f"{name} {doing}"):
+                yield said.append
+        except Exception:
+            self.console.print(f"[red]✗[/] {name:<8} failed. The engines' last words:")
+            self.console.print(escape("\n".join(self.log.read_text().splitlines()[-30:])))
+            raise
+        self.done(name, f"{' '.join(said)} [dim]{time.perf_counter() - start:.1f} s[/]")
+
+    def done(self, name: str, text: str) -> None:
+        self.check(name, True, text)
+
+    def check(self, name: str, good: bool, text: str) -> None:
+        self.good = self.good and good
+        mark = "[green]✓[/]" if good else "[red]✗[/]"
+        self.console.print(f"{mark} {name:<8} {text}", highlight=False)
+
+    def print(self, table: Table) -> None:
+        self.console.print(table)
+
+
+@contextmanager
+def open_screen() -> Iterator[Screen]:
+    """Sends file descriptors 1 and 2, which the engines print to, to a file; yields the screen."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvx-log-") as directory,
+        os.fdopen(os.dup(1), "w", encoding="utf-8") as out,
+        os.fdopen(os.dup(2), "w", encoding="utf-8") as err,
+    ):
+        log = Path(directory) / "engines.log"
+        console = Console(file=out)
+        with log.open("w", encoding="utf-8") as sink:
+            os.dup2(sink.fileno(), 1)
+            os.dup2(sink.fileno(), 2)
+            try:
+                yield Screen(console if console.is_terminal else Console(file=out, width=120), log)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)

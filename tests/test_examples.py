@@ -1,0 +1,63 @@
+"""The examples that start no engine, run as they are, and what they print.
+
+In this process, which saves each of them the import of torch.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+START_VLLM = {  # and take their time
+    "continue_elsewhere",
+    "hf_prefill_vllm_decode",
+    "share_a_prefix",
+    "vllm_to_transformers",
+}
+IN_DOCS = {"tgi_kv_cache_store"}  # tests/adapters/test_tgi_docs.py runs it
+# What each prints, a regular expression per line.
+PRINTED = {
+    "migrate_tgi_to_vllm": [
+        rf"{139 * 4 * 2 * 2 * 128 * 2} bytes migrated; equal: 139 tokens, 284672 values",
+        "vLLM's own indexing finds every token",
+    ],
+    "migrate_vllm_to_trtllm": [
+        rf"{139 * 4 * 2 * 2 * 128 * 2} bytes migrated; equal: 139 tokens, 284672 values",
+        r"K offsets of sequence 0: \[24, 0, 2147483647, 2147483647\]",
+        "TensorRT-LLM's own indexing finds every token",
+    ],
+    "reshard_tp4_to_tp8": [
+        r"4 ranks -> 8: 17\.0 MB in 8 calls, \d+\.\d ms, exact",
+        r"8 ranks -> 4: 17\.0 MB in 8 calls, \d+\.\d ms, exact",
+    ],
+    "torch_caches": [
+        f"{21 * 2 * 2 * 64 * 4} bytes migrated",
+        "equal: 21 tokens, 5376 values",
+    ],
+    "trtllm_pool_bridge": [
+        "written and gathered   00000038 00000010 00000058 00000020",
+        f"in the secondary pool  80000028 80000000 80000018 80000008  {101 * 4 * 2 * 2 * 64 * 2} "
+        "bytes",
+        "in the primary again   00000040 00000050 00000000 00000048",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(PRINTED[name])
+    for line, expected in zip(printed, PRINTED[name], strict=True):
+        assert re.fullmatch(expected, line), line
+
+
+def test_every_example_is_run() -> None:
+    found = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert found == START_VLLM | IN_DOCS | set(PRINTED)
