@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ def cache_view(
     kv_caches:          per layer, as in `cache_desc`
     specs:              one for all layers, or one per layer
     k_scales, v_scales: per layer, needed for FP8 unless the scales lie in the cache:
-                        layer._k_scale, one float32 or one per KV head
+                        layer._k_scale, one float32 or one per KV head. Those of a V that is not
+                        there (MLA) are not looked at
     Raises UnsupportedError, InvalidArgumentError.
     """
     if isinstance(specs, LayerSpec):
@@ -87,16 +89,11 @@ def cache_view(
     if len(specs) != len(kv_caches):
         raise InvalidArgumentError(f"specs has {len(specs)} layers, kv_caches {len(kv_caches)}")
     layers = [layer_of(cache, spec) for cache, spec in zip(kv_caches, specs, strict=True)]
-    if any(map(_needs_scales, layers)) and None in (k_scales, v_scales):
-        raise InvalidArgumentError(
-            "k_scales or v_scales is None, expected one scale per layer of an FP8 cache. They are "
-            "layer._k_scale and layer._v_scale, or 1.0"
-        )
     return CacheView(
         layers=tuple(layer.desc for layer in layers),
         facts=facts,
-        k_scales=_scales(layers, [layer.k_scale for layer in layers], k_scales),
-        v_scales=_scales(layers, [layer.v_scale for layer in layers], v_scales),
+        k_scales=_scales("k", layers, k_scales),
+        v_scales=_scales("v", layers, v_scales),
         null_block_id=NULL_BLOCK_ID,
     )
 
@@ -140,21 +137,30 @@ def _inline(tensor: Tensor, rows: Encoding) -> ScaleDesc | None:
     return ScaleDesc.of(scales[..., 0].transpose(1, 2), ScaleGranularity.PER_TOKEN_HEAD)
 
 
-def _needs_scales(layer: Layer) -> bool:
-    return layer.rows.name == VALUES and layer.desc.k.dtype.itemsize == 1 and layer.k_scale is None
-
-
 def _scales(
-    layers: Sequence[Layer],
-    inline: Sequence[ScaleDesc | None],
-    given: Sequence[Tensor | float] | None,
+    name: Literal["k", "v"], layers: Sequence[Layer], given: Sequence[Tensor | float] | None
 ) -> tuple[ScaleDesc | None, ...] | None:
     """One per layer: the one that lies in the cache, the one that is given, or none."""
+    inline = [layer.k_scale if name == "k" else layer.v_scale for layer in layers]
+    missing = [
+        found is None
+        and layer.rows.name == VALUES
+        and name in layer.desc.tensors
+        and layer.desc.tensors[name].dtype.itemsize == 1
+        for layer, found in zip(layers, inline, strict=True)
+    ]
+    if given is None and any(missing):
+        raise InvalidArgumentError(
+            f"{name}_scales is None, expected one scale per layer of an FP8 cache. They are "
+            f"layer._{name}_scale, or 1.0"
+        )
     if given is None:
         return tuple(inline) if any(inline) else None
     if len(given) != len(layers):
-        raise InvalidArgumentError(f"there are {len(given)} scales for {len(layers)} layers")
+        raise InvalidArgumentError(
+            f"{name}_scales has {len(given)} entries, expected {len(layers)}, one per layer"
+        )
     return tuple(
-        scale_desc(scale) if _needs_scales(layer) else found
-        for layer, found, scale in zip(layers, inline, given, strict=True)
+        scale_desc(scale) if needed else found
+        for needed, found, scale in zip(missing, inline, given, strict=True)
     )

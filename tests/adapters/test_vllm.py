@@ -241,11 +241,14 @@ def test_scales_per_head() -> None:
     )
 
 
-@pytest.mark.parametrize("scales", [{}, {"k_scales": [1.0] * L}, {"v_scales": [1.0] * L}])
-def test_fp8_without_scales_is_refused(scales: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("scales", "missing"),
+    [({}, "k"), ({"k_scales": [1.0] * L}, "v"), ({"v_scales": [1.0] * L}, "k")],
+)
+def test_fp8_without_scales_is_refused(scales: dict[str, Any], missing: str) -> None:
     spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
     _, kv_caches = by_permutation(spec)
-    with pytest.raises(InvalidArgumentError, match="k_scales or v_scales is None, expected one sc"):
+    with pytest.raises(InvalidArgumentError, match=f"{missing}_scales is None, expected one sc"):
         vllm.cache_view(kv_caches, spec, CacheFacts(), **scales)
 
 
