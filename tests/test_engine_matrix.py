@@ -1,0 +1,485 @@
+"""Every engine against every engine: random caches migrate there and back, and whole memories are
+compared with what the engines' own indexing writes.
+
+tests/engines knows the engines; nothing here does. A test takes two of them. The cache of the first
+is filled by its own indexing and migrated into an empty one of the second, which must then equal
+one that the second has filled; the way back must restore the first. Bytes outside the tokens are
+part of the comparison. Sequences have odd lengths, none and one among them, lie in scattered
+blocks of their engine's size, and their tables are padded with poison.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import combinations_with_replacement, product
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import tgi
+from kvx_core import (
+    CacheSpan,
+    FactsMismatchError,
+    InvalidArgumentError,
+    UnsupportedError,
+    compare,
+    migrate,
+    verify,
+)
+from tests import reference
+from tests.caches import random_values
+from tests.engines import (
+    E4M3,
+    E5M2,
+    ENGINES,
+    FP8,
+    REFUSED,
+    SENTINEL,
+    Engine,
+    EngineCache,
+    Sizes,
+)
+from tests.engines.vllm import int8_rows
+
+NUM_LAYERS, HEADS, DIM = 2, 3, 48
+LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tensors are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- what is moved ----
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """K and V of every layer: (num_layers, num_tokens, num_kv_heads, head_dim). MLA has no V."""
+
+    key: Tensor
+    value: Tensor | None
+
+
+@cache
+def some_lengths(seed: int) -> tuple[int, ...]:
+    choose = random.Random(f"lengths {seed}")
+    lengths = [0, 1, LONGEST, choose.randrange(2, 20), choose.randrange(20, LONGEST)]
+    choose.shuffle(lengths)
+    return tuple(lengths)
+
+
+@cache
+def some_tokens(seed: int, dtype: torch.dtype, num_heads: int, has_v: bool) -> Tokens:
+    shape = (NUM_LAYERS, sum(some_lengths(seed)), num_heads, DIM)
+    value = random_values(shape, dtype, seed + 100) if has_v else None
+    return Tokens(random_values(shape, dtype, seed), value)
+
+
+Scales = tuple[tuple[float, float], ...]  # of K and V, per layer
+
+
+@cache
+def converted(
+    tokens: Tokens, dtype: torch.dtype, src: Scales | None = None, dst: Scales | None = None
+) -> Tokens:
+    """What tests/reference.py, slow and obvious, makes of the tokens of a cache with scales."""
+
+    def convert(half: Tensor, kv: int) -> Tensor:
+        scales = [
+            None if pairs is None else torch.tensor([pair[kv] for pair in pairs]).view(-1, 1, 1, 1)
+            for pairs in (src, dst)
+        ]
+        return reference.convert(half, dtype, *scales)
+
+    value = None if tokens.value is None else convert(tokens.value, 1)
+    return Tokens(convert(tokens.key, 0), value)
+
+
+@cache
+def beside_sentinels(tokens: Tokens, num_heads: int) -> Tokens:
+    """The same tokens as the last heads of `num_heads`, the others as an empty cache has them."""
+
+    def widen(half: Tensor) -> Tensor:
+        shape = (*half.shape[:2], num_heads, DIM)
+        wide = torch.full((*shape, half.itemsize), SENTINEL, dtype=torch.uint8)
+        wide = wide.flatten(-2).view(half.dtype)
+        wide[:, :, num_heads - half.shape[2] :] = half
+        return wide
+
+    return Tokens(widen(tokens.key), None if tokens.value is None else widen(tokens.value))
+
+
+# ---- where it lies ----
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """Sequences in scattered blocks of one engine's cache, which can be made again and again."""
+
+    engine: Engine
+    sizes: Sizes
+    lengths: tuple[int, ...]
+    sequences: list[list[int]]
+
+    def empty(self) -> EngineCache:
+        return self.engine.build(self.sizes)
+
+    def span(self, made: EngineCache, head_start: int = 0) -> CacheSpan:
+        return made.span(self.sequences, self.lengths, head_start=head_start)
+
+
+@cache
+def end_of(
+    name: str, side: Literal["first", "second"], seed: int, dtype: torch.dtype, **fields: Any
+) -> End:
+    engine, lengths = ENGINES[name], some_lengths(seed)
+    counts = [max(1, -(-length // engine.block_size)) for length in lengths]
+    sizes = Sizes(
+        num_layers=NUM_LAYERS,
+        num_blocks=sum(counts) + 4,
+        block_size=engine.block_size,
+        head_dim=DIM,
+        dtype=dtype,
+        **({"num_kv_heads": 1 if engine.mla else HEADS} | fields),
+    )
+    free = list(range(len(counts)))
+    if not engine.in_order:
+        free = random.Random(f"{side}{seed}").sample(engine.build(sizes).blocks, sum(counts))
+    blocks = iter(free)
+    return End(engine, sizes, lengths, [[next(blocks) for _ in range(n)] for n in counts])
+
+
+@lru_cache(maxsize=256)
+def holding(end: End, tokens: Tokens) -> EngineCache:
+    """A cache that the engine itself has written; not to be changed."""
+    made = end.empty()
+    size = made.block_size
+    places = [
+        (blocks[token // size], token % size)
+        for blocks, length in zip(end.sequences, end.lengths, strict=True)
+        for token in range(length)
+    ]
+    blocks, offsets = torch.tensor(places).unbind(1)
+    for layer in range(NUM_LAYERS):
+        value = None if tokens.value is None else tokens.value[layer]
+        made.write(layer, blocks, offsets, tokens.key[layer], value)
+    return made
+
+
+def assert_same_memory(got: EngineCache, wanted: EngineCache) -> None:
+    for i, (a, b) in enumerate(zip(got.raw, wanted.raw, strict=True)):
+        if not torch.equal(a, b):
+            at = (a != b).nonzero().flatten()
+            raise AssertionError(
+                f"{got.view.facts.engine}, allocation {i}: {len(at)} of {len(a)} bytes differ, the "
+                f"first is byte {int(at[0])}: {int(a[at[0]]):#04x}, expected {int(b[at[0]]):#04x}"
+            )
+
+
+def assert_untouched(made: EngineCache) -> None:
+    assert all((raw == SENTINEL).all() for raw in made.raw)
+
+
+def check_there_and_back(
+    first: End,
+    second: End,
+    tokens: Tokens,
+    there: Tokens,
+    back: Tokens,
+    *,
+    head_starts: tuple[int, int] = (0, 0),
+    num_heads: int | None = None,
+) -> None:
+    """Migrates `tokens` into the second end, where they are `there`, and back as `back`."""
+    source, target, returned = holding(first, tokens), second.empty(), first.empty()
+    at_target = second.span(target, head_starts[1])
+    migrate(first.span(source, head_starts[0]), at_target, first.lengths, num_heads=num_heads)
+    assert_same_memory(target, holding(second, there))
+    migrate(at_target, first.span(returned, head_starts[0]), first.lengths, num_heads=num_heads)
+    assert_same_memory(returned, holding(first, back))
+
+
+# ---- who meets whom ----
+
+Names = tuple[str, str]
+
+
+def why_never(first: str, second: str) -> str | None:
+    """What migrate says to a pair whose tokens are not of one kind; None if they are.
+
+    MLA keeps one latent row per token and no V, the others K and V of every head.
+    """
+    if ENGINES[first].mla == ENGINES[second].mla:
+        return None
+    has = "no" if ENGINES[second].mla else "a"
+    return f"dst.layers[0] has {has} V, expected as src.layers[0]"
+
+
+PAIRS = [pair for pair in combinations_with_replacement(ENGINES, 2) if not why_never(*pair)]
+
+
+def of_pairs(pairs: Sequence[Names]) -> pytest.MarkDecorator:
+    ids = [f"{first} - {second}" for first, second in pairs]
+    return pytest.mark.parametrize(("first", "second"), pairs, ids=ids)
+
+
+def partners(name: str) -> list[str]:
+    return [other for other in ENGINES if not why_never(name, other)]
+
+
+def two_ends(first: str, second: str, seed: int, dtype: torch.dtype) -> tuple[End, End, Tokens]:
+    """The ends of a pair, of one dtype, and tokens for the first."""
+    ends = end_of(first, "first", seed, dtype), end_of(second, "second", seed, dtype)
+    heads, has_v = ends[0].sizes.num_kv_heads, not ENGINES[first].mla
+    return (*ends, some_tokens(seed, dtype, heads, has_v))
+
+
+# ---- the matrix ----
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_allocation_is_used(name: str) -> None:
+    """An allocation that tokens never reach would compare equal whatever became of it."""
+    for seed, side in product(range(3), ("first", "second")):
+        end = end_of(name, side, seed, torch.bfloat16)
+        tokens = some_tokens(seed, torch.bfloat16, end.sizes.num_kv_heads, not end.engine.mla)
+        assert all((raw != SENTINEL).any() for raw in holding(end, tokens).raw)
+        assert all((raw == SENTINEL).any() for raw in holding(end, tokens).raw)
+
+
+@of_pairs(PAIRS)
+def test_same_dtype(first: str, second: str) -> None:
+    """The same bytes there and back; and verify finds what the two engines wrote equal."""
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        a, b, tokens = two_ends(first, second, seed, dtype)
+        check_there_and_back(a, b, tokens, there=tokens, back=tokens)
+    found = verify(a.span(holding(a, tokens)), b.span(holding(b, tokens)), a.lengths)
+    assert str(found).startswith(f"equal: {sum(a.lengths)} tokens")
+
+
+# FP8 times a scale that is a power of 2 is exact in both.
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+WIDER |= {E4M3: torch.bfloat16, E5M2: torch.float16}
+POWERS_OF_2 = ((0.5, 0.5), (0.125, 0.125))
+
+
+@of_pairs(PAIRS)
+def test_wider_dtype(first: str, second: str) -> None:
+    """A wider dtype holds the same values, and gives them back exactly."""
+    for seed, (narrow, wide) in enumerate(WIDER.items()):
+        if narrow not in ENGINES[first].dtypes:
+            continue
+        scales = POWERS_OF_2 if narrow in FP8 and narrow not in ENGINES[first].unscaled else None
+        ends = (
+            end_of(first, "first", seed, narrow, scales=scales),
+            end_of(second, "second", seed, wide),
+        )
+        tokens = some_tokens(seed, narrow, ends[0].sizes.num_kv_heads, not ENGINES[first].mla)
+        there = converted(tokens, wide, scales)
+        check_there_and_back(*ends, tokens, there=there, back=tokens)
+
+
+SCALES = ((0.37, 0.19), (0.021, 1.0))
+OTHER_SCALES = ((0.11, 0.37), (0.0185, 0.7))
+
+
+def scales_of(name: str, dtype: torch.dtype, scales: Scales) -> Scales | None:
+    """`scales` as far as the engine has any; None: all are 1."""
+    if dtype in ENGINES[name].unscaled:
+        return None
+    return tuple((k, k) for k, _ in scales) if ENGINES[name].one_scale else scales
+
+
+@of_pairs([pair for pair in PAIRS if all({*ENGINES[name].dtypes} & {*FP8} for name in pair)])
+def test_fp8(first: str, second: str) -> None:
+    """One dtype and scale at both ends is the same bytes; others round once more each way."""
+    for seed, (at_first, at_second) in enumerate(product(FP8, FP8)):
+        if at_first not in ENGINES[first].dtypes or at_second not in ENGINES[second].dtypes:
+            continue
+        src = scales_of(first, at_first, SCALES)
+        dst = scales_of(second, at_second, OTHER_SCALES)
+        a = end_of(first, "first", seed, at_first, scales=src)
+        b = end_of(second, "second", seed, at_second, scales=dst)
+        tokens = some_tokens(seed, at_first, a.sizes.num_kv_heads, not ENGINES[first].mla)
+        there = converted(tokens, at_second, src, dst)
+        back = converted(there, at_first, dst, src)
+        check_there_and_back(a, b, tokens, there, back)
+        if at_first == at_second and src and dst:
+            same = tuple((k, k) for k, _ in SCALES)
+            a = end_of(first, "first", seed, at_first, scales=same)
+            b = end_of(second, "second", seed, at_second, scales=same)
+            check_there_and_back(a, b, tokens, there=tokens, back=tokens)
+
+
+def rank_first(first: str, second: str) -> Names | None:
+    """A pair whose first may be one rank of a tensor-parallel model; None if there is none.
+
+    MLA has one head. transformers' caches hold all heads.
+    """
+    if ENGINES[first].mla or (ENGINES[first].whole and ENGINES[second].whole):
+        return None
+    return (second, first) if ENGINES[first].whole else (first, second)
+
+
+@of_pairs([pair for pair in (rank_first(*pair) for pair in PAIRS) if pair])
+def test_head_ranges(first: str, second: str) -> None:
+    """Heads 2 and 3 of 4, all that the first holds, into the second, which holds all, and back."""
+    dtype = torch.bfloat16
+    share = {"num_kv_heads": 2, "first_kv_head": 2, "total_kv_heads": 4}
+    rank = end_of(first, "first", 0, dtype, **share)
+    whole = end_of(second, "second", 0, dtype, num_kv_heads=4)
+    tokens = some_tokens(0, dtype, 2, True)
+    there = beside_sentinels(tokens, 4)
+    check_there_and_back(rank, whole, tokens, there, tokens, head_starts=(0, 2), num_heads=2)
+
+    source, target = holding(rank, tokens), whole.empty()
+    with pytest.raises(FactsMismatchError) as refused:
+        migrate(rank.span(source), whole.span(target, 0), rank.lengths, num_heads=2)
+    engines = [made.view.facts.engine for made in (source, target)]
+    assert refused.value.reasons == (
+        f"first_kv_head + head_start is 2 at the source ({engines[0]}) and 0 at the destination "
+        f"({engines[1]})",
+    )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_verify_finds_one_wrong_bit(name: str) -> None:
+    a, b, tokens = two_ends(name, name, 0, torch.bfloat16)
+    half = "key" if tokens.value is None else "value"
+    wrong, sequence = getattr(tokens, half).clone(), a.lengths.index(LONGEST)
+    wrong.view(torch.int16)[1, sum(a.lengths[:sequence]) + 5, -1, 7] ^= 1
+    ends = a.span(holding(a, tokens)), b.span(holding(b, replace(tokens, **{half: wrong})))
+    found = verify(*ends, a.lengths).difference
+    assert found is not None
+    place = (found.layer, found.kv, found.sequence, found.token, found.head, found.dim)
+    assert place == (1, half[0].upper(), sequence, 5, a.sizes.num_kv_heads - 1, 7)
+
+
+# ---- what is refused ----
+
+# A fact, and what it is not. Source: kvx_core/facts.py
+OTHER_FACTS: dict[str, Any] = {
+    "fingerprint": "of another model",
+    "rotary": "interleaved",
+    "rotary_dim": 16,
+    "rope_applied": False,
+    "hadamard": True,
+    "num_layers": 32,
+    "first_layer": 2,
+    "window": 1024,
+    "total_kv_heads": 8,
+    "first_kv_head": 1,
+}
+
+
+@pytest.mark.parametrize("second", ENGINES)
+def test_facts_are_compared(second: str) -> None:
+    """What the adapters say of one model agrees; each fact that does not is named, alone."""
+    target = end_of(second, "second", 0, torch.bfloat16).empty()
+    theirs = target.view.facts
+    for first in partners(second):
+        a, b, tokens = two_ends(first, second, 0, torch.bfloat16)
+        source, span = a.span(holding(a, tokens)), b.span(target)
+        ours = source.view.facts
+        assert compare(ours, theirs) == []
+        at = f"at the source ({ours.engine})", f"at the destination ({theirs.engine})"
+        for fact, other in OTHER_FACTS.items():
+            known = getattr(ours, fact)
+            told = "first_kv_head + head_start" if fact == "first_kv_head" else fact
+            view = replace(target.view, facts=replace(theirs, **{fact: other}))
+            with pytest.raises(FactsMismatchError) as refused:
+                migrate(source, replace(span, view=view), a.lengths)
+            wanted = f"{told} is {known!r} {at[0]} and {other!r} {at[1]}"
+            assert refused.value.reasons == (wanted,)
+        view = replace(target.view, facts=replace(theirs, fingerprint=None))
+        with pytest.raises(FactsMismatchError, match="fingerprint of the destination"):
+            migrate(source, replace(span, view=view), a.lengths)
+    assert_untouched(target)
+
+
+OTHER_SIZES = (
+    ({"num_layers": 3}, "dst.num_layers is 3, expected src.num_layers 2"),
+    ({"head_dim": 64}, "dst.layers[0].k has head_dim 64, expected that of src.layers[0].k, 48"),
+    ({"num_kv_heads": 5}, "dst.layers[0].num_kv_heads is 5, expected that of src.layers[0], 3"),
+)
+
+
+@pytest.mark.parametrize("second", ENGINES)
+def test_sizes_must_agree(second: str) -> None:
+    """Whatever the facts say."""
+    for sizes, reason in OTHER_SIZES:
+        if not (ENGINES[second].mla and "num_kv_heads" in sizes):  # MLA has one
+            check_sizes(second, sizes, reason)
+
+
+def check_sizes(second: str, sizes: dict[str, int], reason: str) -> None:
+    b = end_of(second, "second", 0, torch.bfloat16)
+    target = replace(b, sizes=replace(b.sizes, **sizes)).empty()
+    for first in partners(second):
+        a, _, tokens = two_ends(first, second, 0, torch.bfloat16)
+        source = a.span(holding(a, tokens))
+        view = replace(target.view, facts=source.view.facts)
+        with pytest.raises(InvalidArgumentError, match=re.escape(reason)):
+            migrate(source, replace(b.span(target), view=view), a.lengths)
+    assert_untouched(target)
+
+
+@of_pairs([pair for pair in product(ENGINES, repeat=2) if why_never(*pair)])
+def test_pairs_that_never_meet(first: str, second: str) -> None:
+    """They are refused even if they have one head each and agree in every fact."""
+    a = end_of(first, "first", 0, torch.bfloat16, num_kv_heads=1)
+    b = end_of(second, "second", 0, torch.bfloat16, num_kv_heads=1)
+    target = b.empty()
+    with pytest.raises(InvalidArgumentError, match=re.escape(str(why_never(first, second)))):
+        migrate(a.span(a.empty()), b.span(target), a.lengths)
+    assert_untouched(target)
+
+
+@pytest.mark.parametrize("first", [name for name, engine in ENGINES.items() if not engine.mla])
+def test_rows_of_bytes_are_no_values(first: str) -> None:
+    """INT8 with a scale in each row goes to its own kind only, though all sizes agree."""
+    rows = Engine(int8_rows, 16, (torch.uint8,))
+    a = end_of(first, "first", 0, torch.bfloat16)
+    b = replace(a, engine=rows, sizes=replace(a.sizes, num_blocks=64, block_size=16))
+    b = replace(b, sequences=[[5 * i + j + 1 for j in range(5)] for i in range(len(a.lengths))])
+    source, target = a.empty(), b.empty()
+    view = replace(target.view, facts=source.view.facts)
+    with pytest.raises(InvalidArgumentError, match="U8 holds opaque bytes and is never converted"):
+        migrate(a.span(source), replace(b.span(target), view=view), a.lengths)
+    assert_untouched(target)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_caches_without_a_view(name: str) -> None:
+    refused = REFUSED[name]
+    sizes = Sizes(
+        num_layers=2,
+        num_blocks=3,
+        block_size=16,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=refused.dtype,
+    )
+    with pytest.raises(UnsupportedError, match=re.escape(refused.reason)):
+        refused.build(sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("tgi ")])
+def test_a_prefix_that_requests_of_tgi_share_is_no_destination(name: str) -> None:
+    """Their slots are refused before a span of them can be made."""
+    end = end_of(name, "second", 0, torch.bfloat16)
+    slots = end.empty().slots(end.sequences, end.lengths)
+    with pytest.raises(InvalidArgumentError, match="in a prefix that other requests read too"):
+        tgi.slot_mapping(slots, shared=slots[-7:])
+    assert tgi.slot_mapping(slots[:-7], shared=slots[-7:]).token_count == len(slots) - 7
