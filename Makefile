@@ -40,7 +40,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
     prerequisites
 
 help:
-	@echo "make demo      set up, then run the main job: vLLM -> KVX -> HF transformers"
+	@echo "make demo      set up, then run the main job: a real vLLM to HF transformers"
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
 	@echo "               ARGS=--slow runs what takes long, too, as CI does"
 	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, an environment each (16 GB): docs/vllm_matrix.md"
