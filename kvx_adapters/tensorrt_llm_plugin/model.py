@@ -1,0 +1,271 @@
+"""What TensorRT-LLM's arguments and the model's config say about a cache, and its store.
+
+A connector is given the pool as a tensor of flat blocks, which says neither how many heads, tokens
+and dims there are, nor what they mean. What cannot be told from the configuration is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvx_adapters import tensorrt_llm
+from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+from kvx_core import CacheView, UnsupportedError
+from kvx_core.facts import model_fingerprint
+from kvx_core.stores.blobs import Directory
+from kvx_core.stores.prefix import PrefixStore
+
+# Arguments that mean a cache which holds something else than each token's keys and values at a
+# place of its own, or one that the model's files alone do not determine: what they have to be.
+_PLAIN_ARGS: dict[str, tuple[object, str]] = {
+    "pipeline_parallel_size": (1, "a connector is given the layers of its own rank"),
+    "context_parallel_size": (1, "ranks share out the tokens of a block"),
+    "enable_attention_dp": (False, "ranks hold different requests"),
+    "attn_backend": ("TRTLLM", "others may order a block in another way"),
+    "max_beam_width": (1, "blocks of beams are not told apart"),
+    "speculative_config": (None, "drafts have layers, and tokens that are taken back"),
+    "sparse_attention_config": (None, "it has caches beside the keys and values"),
+}
+_PLAIN_KV_CACHE: dict[str, tuple[object, str]] = {
+    "enable_block_reuse": (True, "without it TensorRT-LLM computes what a connector has loaded"),
+    "max_attention_window": (None, "blocks that leave a window are given to others"),
+    "sink_token_length": (None, "tokens are not at their own places then"),
+    "host_cache_size": (0, "blocks that are offloaded are not where their ids say"),
+}
+
+# Whether halves of a head rotate together, of architectures whose modeling file leaves
+# PositionalEmbeddingParams.is_neox at its default, or sets it.
+# Source: TensorRT-LLM main 2026-09, _torch/models/modeling_{llama,mistral,mixtral,qwen,qwen3,
+# deepseekv3}.py; _torch/attention_backend/interface.py
+_IS_NEOX = {
+    "deepseek_v3": False,
+    "llama": True,
+    "mistral": True,
+    "mixtral": True,
+    "qwen2": True,
+    "qwen3": True,
+}
+_DTYPES = {torch.float16: "HALF", torch.bfloat16: "BF16", torch.float32: "FLOAT"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model as TensorRT-LLM serves it. Raises UnsupportedError, InvalidArgumentError."""
+
+    fingerprint: str
+    num_layers: int
+    total_kv_heads: int
+    head_dim: int
+    kv_factor: int  # 1: MLA
+    dtype: str  # of the pool: see PoolSpec
+    tokens_per_block: int
+    tensor_parallel_size: int
+    is_neox: bool
+    rotary_dim: int
+    kv_scaling_factor: float | None  # of an FP8 pool
+
+    @classmethod
+    def of(cls, llm_args: Any, settings: Settings) -> Self:
+        """llm_args: TensorRT-LLM's TorchLlmArgs"""
+        _check(llm_args, "", _PLAIN_ARGS)
+        _check(llm_args.kv_cache_config, "kv_cache_config.", _PLAIN_KV_CACHE)
+        directory = _directory(llm_args)
+        config = _config(directory, llm_args)
+        is_mla = getattr(config, "kv_lora_rank", None) is not None
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dtype = _dtype(llm_args, config)
+        if (dtype == "FP8") is (settings.kv_scaling_factor is None):
+            raise UnsupportedError(
+                f"kv_scaling_factor is {settings.kv_scaling_factor} and the pool is {dtype}, "
+                "expected a factor for an FP8 pool and only for one: a connector is not told those "
+                "of the checkpoint. Where it has none, it is 1"
+            )
+        is_neox, rotary_dim = _rotary(config, settings, head_dim)
+        return cls(
+            fingerprint=settings.fingerprint or _fingerprint(directory, llm_args, config),
+            num_layers=config.num_hidden_layers,
+            total_kv_heads=1 if is_mla else heads,
+            head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_mla else head_dim,
+            kv_factor=1 if is_mla else 2,
+            dtype=dtype,
+            tokens_per_block=llm_args.kv_cache_config.tokens_per_block,
+            tensor_parallel_size=llm_args.tensor_parallel_size,
+            is_neox=is_neox,
+            rotary_dim=rotary_dim,
+            kv_scaling_factor=settings.kv_scaling_factor,
+        )
+
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        """The heads of a rank: first, and one past the last. Ranks share one where there are more.
+
+        Raises UnsupportedError.
+        Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py, KVCacheManager
+        """
+        total, ranks = self.total_kv_heads, self.tensor_parallel_size
+        if max(total, ranks) % min(total, ranks):
+            raise UnsupportedError(
+                f"tensor_parallel_size is {ranks} with {total} KV heads, expected one to be a "
+                "multiple of the other: else ranks hold heads of their own and shares of others"
+            )
+        first = rank * total // ranks
+        return first, first + max(1, total // ranks)
+
+    def spec(self, num_blocks: int, heads: tuple[int, int]) -> tensorrt_llm.PoolSpec:
+        """A pool of all layers and some heads."""
+        return tensorrt_llm.PoolSpec(
+            layers=tuple(range(self.num_layers)),
+            num_blocks=num_blocks,
+            tokens_per_block=self.tokens_per_block,
+            num_kv_heads=heads[1] - heads[0],
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            kv_factor=self.kv_factor,
+        )
+
+    def view(self, pool: Tensor, heads: tuple[int, int]) -> CacheView:
+        """A pool that holds some heads, zero-copy. Raises InvalidArgumentError if it does not."""
+        spec = self.spec(max(1, len(pool)), heads)
+        facts = tensorrt_llm.cache_facts(
+            spec,
+            version=api.version,
+            fingerprint=self.fingerprint,
+            is_neox=self.is_neox,
+            rotary_dim=self.rotary_dim,
+            total_kv_heads=self.total_kv_heads,
+            first_kv_head=heads[0],
+        )
+        factor = self.kv_scaling_factor
+        factors = None if factor is None else [factor] * self.num_layers
+        return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
+
+    def store(self, settings: Settings) -> PrefixStore:
+        """The store that the settings name."""
+        return PrefixStore(
+            Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
+            fingerprint=self.fingerprint,
+            num_layers=self.num_layers,
+            total_kv_heads=self.total_kv_heads,
+            chunk_tokens=settings.chunk_tokens,
+        )
+
+
+def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> None:
+    """Versions lack some of the arguments; what is not there is not used."""
+    for name, (value, reason) in expected.items():
+        found = getattr(args, name, value)
+        if (found or None) != (value or None):
+            raise UnsupportedError(
+                f"{prefix}{name} is {found!r}, expected {value!r} with KVX's connector: {reason}"
+            )
+
+
+def _directory(llm_args: Any) -> Path:
+    """Where the model's files are."""
+    directory = Path(llm_args.model)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name, revision = str(llm_args.model), getattr(llm_args, "revision", None)
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"model is {name!r}, of which no local copy was found ({error}). Give "
+            "the directory of its files"
+        ) from None
+
+
+def _config(directory: Path, llm_args: Any) -> Any:
+    """The model's config, if all its layers are attention over all tokens of a text."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        directory, trust_remote_code=getattr(llm_args, "trust_remote_code", False)
+    )
+    if config.get_text_config(decoder=True) is not config:
+        raise UnsupportedError(
+            f"model is a {config.model_type}, expected one of text alone: a connector is not told "
+            "which images or sounds stand behind a token"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds or (window is not None and getattr(config, "layer_types", None) is None):
+        raise UnsupportedError(
+            f"model is a {config.model_type} with layer_types {sorted(kinds)} and sliding_window "
+            f"{window}, expected full attention in every layer"
+        )
+    return config
+
+
+def _fingerprint(directory: Path, llm_args: Any, config: Any) -> str:
+    """Of the files of the model. Raises UnsupportedError if what is served is not what they say."""
+    is_quantized = (
+        getattr(config, "quantization_config", None) is not None
+        or (directory / "hf_quant_config.json").is_file()
+    )
+    quantizes = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None) is not None
+    changes = {
+        "load_format": "dummy" in str(getattr(llm_args, "load_format", "")).lower(),
+        "model_kwargs": bool(getattr(llm_args, "model_kwargs", None)),
+        "quant_config": quantizes and not is_quantized,
+    }
+    for name, is_changed in changes.items():
+        if is_changed:
+            raise UnsupportedError(
+                f"{name} is {getattr(llm_args, name)!r}, so the model is not what its files say. "
+                "Give the settings a 'fingerprint' of your own, the same for all engines that "
+                "serve these weights and for no others"
+            )
+    return model_fingerprint(directory)
+
+
+def _dtype(llm_args: Any, config: Any) -> str:
+    """Of the pool, by PoolSpec's names. The tensor has to agree.
+
+    Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py,
+    validate_and_set_kv_cache_quant
+    """
+    asked = str(llm_args.kv_cache_config.dtype).lower()
+    if asked != "auto":
+        return asked.upper()
+    dtype = getattr(llm_args, "dtype", "auto")
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in _DTYPES:
+        raise UnsupportedError(f"dtype is {dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+    return _DTYPES[dtype]
+
+
+def _rotary(config: Any, settings: Settings, head_dim: int) -> tuple[bool, int]:
+    """PositionalEmbeddingParams.is_neox and RopeParams.dim.
+
+    Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py, RopeParams.from_config
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    is_mla = getattr(config, "kv_lora_rank", None) is not None
+    is_neox = settings.is_neox
+    # Some modeling files set is_neox apart for yarn.
+    if is_neox is None and (is_mla or kind in ("default", "linear", "dynamic", "llama3")):
+        is_neox = _IS_NEOX.get(config.model_type)
+    if is_neox is None:
+        raise UnsupportedError(
+            f"model is a {config.model_type} with rope_type {kind!r}, expected one of "
+            f"{', '.join(_IS_NEOX)} without rope scaling of its own. For others give the settings "
+            "'is_neox' and 'rotary_dim', as TensorRT-LLM's modeling file has them"
+        )
+    factor = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    found = config.qk_rope_head_dim if is_mla else int(head_dim * (factor or 1))
+    return is_neox, found if settings.rotary_dim is None else settings.rotary_dim

@@ -1,0 +1,242 @@
+"""The scheduler of the connector, on rank 0: what the store has of a prompt, what a step copies.
+
+TensorRT-LLM takes tokens that a connector has promised for computed; there is no way to say later
+that a load has failed. So what is promised has been read and checked, and goes to the workers with
+the step's plan: no file is opened once TensorRT-LLM counts on it. A file that is missing or broken
+is not promised, and TensorRT-LLM computes its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save, StepPlan
+from kvx_core import BlockTable, InvalidArgumentError, KvxError
+from kvx_core.snapshot import Section, StoreError
+from kvx_core.stores.prefix import Match, PrefixStore
+
+# Where a request has one of these, its token ids do not determine its keys and values.
+# Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp
+_NOT_PLAIN = (
+    "lora_task_id",
+    "prompt_embedding_table",
+    "multimodal_embedding",
+    "multimodal_hashes",
+    "multimodal_positions",
+    "mrope_rotary_cos_sin",
+)
+
+
+@dataclass(slots=True)
+class _Promise:
+    """Tokens that TensorRT-LLM was told it need not compute."""
+
+    blocks: npt.NDArray[np.uint8]  # as Load has them
+    start: int  # a multiple of tokens_per_block
+    stop: int
+
+
+@dataclass(slots=True)
+class _Request:
+    salt: str
+    num_prompt_tokens: int
+    promise: _Promise | None = None  # until it is handed to the workers
+    tokens: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    saved: int = 0  # tokens that are in the store, or need not be
+
+
+class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
+    """Raises InvalidArgumentError, UnsupportedError at start-up.
+
+    Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
+    KvCacheConnectorScheduler
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._settings = Settings.read()
+        self._model = Model.of(llm_args, self._settings)
+        self._store = self._model.store(self._settings)
+        self._requests: dict[int, _Request] = {}
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens past `num_computed_tokens` that are loaded before the next forward pass.
+
+        Called once for each allocation of a request's blocks. Whole blocks only, as TensorRT-LLM's
+        own connectors: a block that it has begun may still be being copied.
+        Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/mooncake_store/scheduler.py
+        """
+        request_id, salt = request.request_id, _salt(request)
+        if salt is None or not _is_plain(request):
+            return 0, False
+        tokens = np.asarray(request.get_tokens(0), dtype=np.int64)
+        tracked = self._requests[request_id] = _Request(salt, len(tokens))
+        if num_computed_tokens % self._model.tokens_per_block:
+            return 0, False
+        if getattr(request, "return_context_logits", False):
+            return 0, False  # needs the logits of every token of the prompt
+        try:
+            tracked.promise = self._read(self._store.salted(salt), tokens, num_computed_tokens)
+        except (KvxError, OSError, MemoryError) as error:
+            api.logger.warning(f"KVX loads nothing for request {request_id}: {error}")
+        if tracked.promise is None:
+            return 0, False
+        count = tracked.promise.stop - num_computed_tokens
+        api.logger.info(
+            f"KVX: request {request_id} takes {count} of {len(tokens)} prompt tokens from the store"
+        )
+        return count, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """Nothing: blocks come with build_connector_meta, some of them only there."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        plan = StepPlan()
+        for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
+            tracked = self._requests.get(data.request_id)
+            if tracked is None:
+                continue
+            tracked.tokens.extend(data.new_tokens)
+            tracked.block_ids.extend(data.new_block_ids)
+            position = data.computed_position
+            promise, tracked.promise = tracked.promise, None
+            if promise is not None:
+                plan.loads.append(self._load(data.request_id, tracked, promise))
+                # The position leaves promised tokens out; the first versions counted them.
+                if position not in (promise.start, promise.stop):
+                    del self._requests[data.request_id]
+                    continue
+                position = promise.stop
+                tracked.saved = promise.stop
+            save = self._save(data.request_id, tracked, position + data.num_scheduled_tokens)
+            if save is not None:
+                plan.saves.append(save)
+        return plan
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """False: nothing holds its blocks, since what is saved has been copied within its step."""
+        self._requests.pop(request.request_id, None)
+        return False
+
+    def request_reset(self, request: Any) -> None:
+        """Its blocks are gone, and it starts anew. Main only."""
+        self._requests.pop(request.request_id, None)
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """Tokens [start, end) of a promise are computed after all. Main only."""
+        tracked = self._requests.get(request.request_id)
+        promise = None if tracked is None else tracked.promise
+        if tracked is None or promise is None or end <= promise.start or promise.stop <= start:
+            return
+        block_size = self._model.tokens_per_block
+        if start <= promise.start:  # the beginning goes, or all
+            first = min(end, promise.stop) // block_size * block_size
+            blocks = promise.blocks[(first - promise.start) // block_size :]
+            kept = _Promise(blocks, first, promise.stop)
+        else:
+            last = -(-start // block_size) * block_size
+            blocks = promise.blocks[: (last - promise.start) // block_size]
+            kept = _Promise(blocks, promise.start, last)
+        tracked.promise = kept if len(kept.blocks) else None
+
+    def _read(
+        self, store: PrefixStore, tokens: npt.NDArray[np.int64], start: int
+    ) -> _Promise | None:
+        """Blocks from token `start` on, as far as the store has them and files are good."""
+        model, settings = self._model, self._settings
+        block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
+        match = store.lookup(tokens)
+        # At least one token is computed: its logits choose the next one.
+        num_blocks = (min(match.num_tokens, len(tokens) - 1) - start) // block_size
+        block = model.spec(1, heads)
+        block_bytes = block.sub_block_bytes * block.sub_blocks_per_block
+        waiting = sum(r.promise.blocks.nbytes for r in self._requests.values() if r.promise)
+        num_blocks = min(num_blocks, (settings.max_load_bytes - waiting) // block_bytes)
+        if num_blocks * block_size < settings.min_tokens:
+            return None
+        spec = model.spec(num_blocks, heads)
+        pool = torch.empty(spec.pool_shape, dtype=spec.torch_dtype)
+        absent = [-1] * (start // block_size)
+        table = BlockTable.packed([[*absent, *range(num_blocks)]])
+        section = Section(spec.layers, model.view(pool, heads), table)
+        stop = _load(store, match, start, start + num_blocks * block_size, section)
+        num_blocks = (stop - start) // block_size
+        if num_blocks * block_size < settings.min_tokens:
+            return None
+        blocks = pool.view(torch.uint8).numpy()[:num_blocks]
+        return _Promise(blocks, start, start + num_blocks * block_size)
+
+    def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:
+        block_size = self._model.tokens_per_block
+        ids = tracked.block_ids[promise.start // block_size : promise.stop // block_size]
+        if len(ids) != len(promise.blocks):
+            raise InvalidArgumentError(
+                f"request {request_id} has {len(tracked.block_ids)} blocks, expected at least "
+                f"{promise.stop // block_size} for the {promise.stop} tokens that it was promised"
+            )
+        return Load(promise.blocks, ids)
+
+    def _save(self, request_id: int, tracked: _Request, stop: int) -> Save | None:
+        """What can be stored once `stop` tokens have been computed.
+
+        Full chunks as they complete, and the prompt to its end as soon as it is there.
+        """
+        stop = min(stop, len(tracked.tokens))  # without drafts
+        full = stop - stop % self._store.chunk_tokens
+        if stop >= tracked.num_prompt_tokens > tracked.saved:
+            full = max(full, tracked.num_prompt_tokens)
+        if not self._settings.save_generated:
+            full = min(full, tracked.num_prompt_tokens)
+        if full <= tracked.saved:
+            return None
+        start = tracked.saved - tracked.saved % self._store.chunk_tokens
+        tracked.saved = full
+        return Save(
+            request_id=request_id,
+            salt=tracked.salt,
+            tokens=np.asarray(tracked.tokens[:full], dtype=np.int64),
+            start=start,
+            block_ids=tracked.block_ids[: -(-full // self._model.tokens_per_block)],
+        )
+
+
+def _load(store: PrefixStore, match: Match, start: int, stop: int, section: Section) -> int:
+    """Fills the section up to the first file that is not good. Returns where that is."""
+    for span in match.spans:
+        lo, hi = max(start, span.start), min(stop, span.stop)
+        if lo < hi:
+            try:
+                store.load(match, lo, hi, [section])
+            except StoreError as error:
+                api.logger.warning(f"KVX: tokens from {lo} on are computed: {error}")
+                return lo
+    return stop
+
+
+def _is_plain(request: Any) -> bool:
+    """Its keys and values depend on its token ids and the model's files alone."""
+    if getattr(request, "is_dummy_request", False):
+        return False
+    return all(getattr(request, name, None) is None for name in _NOT_PLAIN)
+
+
+def _salt(request: Any) -> str | None:
+    """The request's cache_salt; None if it has one that cannot be read.
+
+    In C++, which calls for KVCacheManager, a request has a hash of it only.
+    """
+    salt: str | None = getattr(request, "cache_salt", None)
+    if salt is None and getattr(request, "cache_salt_id", None) is None:
+        return ""
+    return salt

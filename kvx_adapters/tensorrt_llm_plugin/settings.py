@@ -1,0 +1,51 @@
+"""How the connector is configured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvx_core import InvalidArgumentError
+
+# KvCacheConnectorConfig takes no fields of a connector's own, so the environment does. TensorRT-LLM
+# hands variables that begin with TRTLLM on to the processes of its ranks.
+# Source: TensorRT-LLM main 2026-09, llmapi/llm_args.py, KvCacheConnectorConfig;
+# llmapi/mpi_session.py, MpiPoolSession._start_mpi_pool
+VARIABLE = "TRTLLM_KVX"
+
+
+class Settings(BaseModel):
+    """$TRTLLM_KVX, a JSON object."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path  # the store's directory, made if it is not there
+    fingerprint: str | None = None  # of the model; None: taken from its files
+    chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
+    save_generated: bool = True  # not only prompts
+    min_tokens: int = Field(default=32, ge=1)  # fewer are computed faster than loaded
+    max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
+    # Read for the requests of one step; what is more is computed. With several ranks it is one MPI
+    # message, of less than 2 GiB.
+    max_load_bytes: int = Field(default=1 << 30, gt=0)
+    max_pending_bytes: int = Field(default=4 << 30, gt=0)  # copied, not written; more is not saved
+    kv_scaling_factor: float | None = Field(default=None, gt=0)  # of an FP8 pool
+    is_neox: bool | None = None  # of PositionalEmbeddingParams, where model.py does not know it
+    rotary_dim: int | None = Field(default=None, ge=0)  # likewise RopeParams.dim
+
+    @classmethod
+    def read(cls) -> Self:
+        """From the environment. Raises InvalidArgumentError, which names every wrong field."""
+        try:
+            return cls.model_validate_json(os.environ.get(VARIABLE, ""))
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join([VARIABLE, *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()
+            )
+            raise InvalidArgumentError(
+                f"{wrong}. The environment needs at least "
+                f'{VARIABLE}=\'{{"path": "/the/stores/directory"}}\''
+            ) from None

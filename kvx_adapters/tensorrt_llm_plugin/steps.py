@@ -1,0 +1,36 @@
+"""What the scheduler tells the workers to do in one step. TensorRT-LLM sends it as a pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Tokens [start, len(tokens)) of a request, which this step computes or earlier ones did."""
+
+    request_id: int
+    salt: str
+    tokens: npt.NDArray[np.int64]  # of the whole prefix: they are the key
+    start: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks that have been read and checked, and where they go."""
+
+    # (num_blocks, num_layers, kv_factor, bytes), as on a rank that holds all heads
+    blocks: npt.NDArray[np.uint8]
+    block_ids: list[int]  # one for each of `blocks`
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The saves and loads of one step; a worker takes out what it does."""
+
+    saves: list[Save] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)

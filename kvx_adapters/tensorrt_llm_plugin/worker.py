@@ -1,0 +1,190 @@
+"""The worker of the connector, on every rank: copies blocks into its pool and tokens out of it.
+
+A load is there before the forward pass begins. A save copies into host memory before its step ends,
+since blocks may change hands after it, and a thread writes the file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save
+from kvx_core import (
+    BlockTable,
+    CacheView,
+    InvalidArgumentError,
+    KvxError,
+    OutOfRangeError,
+    UnsupportedError,
+)
+from kvx_core.snapshot import Section, Snapshot
+from kvx_core.stores.prefix import PrefixStore
+
+
+class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
+    """Raises InvalidArgumentError, UnsupportedError at start-up. `close` ends its thread.
+
+    Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
+    KvCacheConnectorWorker
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._settings = Settings.read()
+        self._model = Model.of(llm_args, self._settings)
+        self._heads = self._model.heads_of(api.mpi_rank())
+        self._store = self._model.store(self._settings)
+        self._writer = ThreadPoolExecutor(1, "kvx-save")
+        self._lock = threading.Lock()
+        self._pending_bytes = 0  # copied, not yet written
+
+    def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
+        """The rank's pool.
+
+        kv_cache_tensor: (num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block *
+                         head_dim)
+        Raises InvalidArgumentError if it is not what model and arguments say.
+        """
+        expected = self._model.spec(1, self._heads).torch_dtype
+        if kv_cache_tensor.dtype != expected:
+            raise InvalidArgumentError(
+                f"kv_cache_tensor is of {kv_cache_tensor.dtype}, expected {expected} by "
+                "kv_cache_config.dtype and the model's config. Where the checkpoint decides, set "
+                "kv_cache_config.dtype to what it says"
+            )
+        self._view: CacheView = self._model.view(kv_cache_tensor, self._heads)
+        self._blocks = kv_cache_tensor.view(torch.uint8)
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """KVCacheManagerV2's description of the same pool, in its place.
+
+        Raises UnsupportedError where it is another.
+        Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_layout.py
+        """
+        model = self._model
+        roles = ("key", "value")[: model.kv_factor]
+        expected = [(layer, role, 1) for layer in range(model.num_layers) for role in roles]
+        regions = [
+            region
+            for group in layout.groups
+            for region in (*group.regions, *getattr(group, "replicated_regions", ()))
+        ]
+        found = [[(b.layer_id, b.role, b.expansion) for b in r.buffers] for r in regions]
+        windows = [group.window_size for group in layout.groups]
+        if found != [expected] or windows != [None]:
+            raise UnsupportedError(
+                f"the KV cache has the regions {found} and the windows {windows}, expected one "
+                f"region without a window, {' and '.join(roles)} of each of {model.num_layers} "
+                "layers. Set kv_cache_config.use_kv_cache_manager_v2 to False"
+            )
+        (region,) = regions
+        blocks = region.as_tensor(model.spec(1, self._heads).torch_dtype)
+        shape = (region.num_slots, model.num_layers, model.kv_factor, -1)
+        self.register_kv_caches(blocks.view(shape))
+
+    def start_load_kv(self, stream: Any) -> None:
+        """Writes what this step's forward pass reads, on its stream."""
+        plan = self._metadata
+        if plan is None:
+            return
+        # A plan stays bound while there is no other.
+        loads, plan.loads = plan.loads, []
+        with torch.cuda.stream(stream):
+            for load in loads:
+                self._write(load)
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """Nothing: start_load_kv has written all layers."""
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """Nothing: wait_for_save copies all layers."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        """Copies what this step has computed; files are written later."""
+        plan = self._metadata
+        if plan is None:
+            return
+        saves, plan.saves = plan.saves, []
+        with torch.cuda.stream(stream):
+            for save in saves:
+                with _dropping(f"request {save.request_id}"):
+                    self._save(save)
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """None: all is over when its step is."""
+        return [], []
+
+    def close(self) -> None:
+        """Waits for the files that are being written. TensorRT-LLM does not call it; the
+        interpreter waits for them too.
+        """
+        self._writer.shutdown()
+
+    def _write(self, load: Load) -> None:
+        """The blocks of a load, this rank's heads of them. Raises OutOfRangeError."""
+        wrong = [i for i in load.block_ids if not 0 <= i < len(self._blocks)]
+        if wrong:
+            raise OutOfRangeError(
+                f"block_ids has {wrong[0]}, expected one of the pool's {len(self._blocks)} blocks"
+            )
+        # Both are blocks as TensorRT-LLM has them, in which the heads come before the tokens.
+        first, last = self._heads
+        blocks = torch.from_numpy(load.blocks)
+        heads = blocks.view(*blocks.shape[:3], self._model.total_kv_heads, -1)
+        device = self._blocks.device
+        ids = torch.tensor(load.block_ids, device=device)
+        self._blocks[ids] = heads[:, :, :, first:last].flatten(3).to(device)
+
+    def _save(self, save: Save) -> None:
+        """Copies the chunks of a save that are not stored yet. Raises KvxError."""
+        store = self._store.salted(save.salt)
+        table = BlockTable.packed([save.block_ids])
+        section = Section(tuple(range(self._model.num_layers)), self._view, table)
+        nodes = store.nodes(save.tokens)
+        for start, stop in store.spans(len(save.tokens), save.start):
+            node = nodes[start // store.chunk_tokens]
+            if not store.missing(
+                save.tokens, start, stop, section.layers, section.heads, node=node
+            ):
+                continue
+            with self._lock:
+                pending = self._pending_bytes
+            if pending > self._settings.max_pending_bytes:
+                api.logger.warning(
+                    f"KVX saves no more of request {save.request_id}: {pending} bytes wait to be "
+                    "written"
+                )
+                return
+            snapshot = store.capture(save.tokens, start, stop, [section], node=node)
+            if snapshot is not None:
+                with self._lock:
+                    self._pending_bytes += snapshot.num_bytes
+                self._writer.submit(self._commit, store, snapshot)
+
+    def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
+        """In the thread."""
+        with _dropping(f"{len(snapshot.tokens)} tokens"):
+            store.commit(snapshot)
+        with self._lock:
+            self._pending_bytes -= snapshot.num_bytes
+
+
+@contextmanager
+def _dropping(what: str) -> Iterator[None]:
+    """A save that fails costs a later hit and nothing else."""
+    try:
+        yield
+    except (KvxError, OSError, MemoryError) as error:
+        api.logger.warning(f"KVX did not save {what}: {error}")
