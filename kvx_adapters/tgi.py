@@ -225,6 +225,10 @@ def cache_desc(key_cache: Tensor, value_cache: Tensor, spec: CacheSpec) -> Cache
     """
     _check("key_cache", key_cache, spec.k_shape, spec)
     _check("value_cache", value_cache, spec.v_shape, spec)
+    if key_cache.data_ptr() == value_cache.data_ptr():
+        raise InvalidArgumentError(
+            "value_cache is in the memory of key_cache, expected a tensor of its own: KVCache.value"
+        )
     return CacheDesc.from_kv(_described(key_cache, spec), _described(value_cache, spec))
 
 
@@ -266,7 +270,7 @@ def request_slots(
     """The slots of tokens `starts` to `ends` of each request, one request after the other.
 
     slots:        (num_slots,), int64: batch.slots, those of all requests
-    cu_slots:     (num_requests + 1,), int64, on the host: batch.cu_slots
+    cu_slots:     (num_requests + 1,), int64, on the host: batch.cu_slots of the same batch
     ends, starts: (num_requests,), int32 or int64; None: 0. Read back from a device
     What a shared prefix takes is `request_slots(slots, cu_slots, prefix_lens)`; a cyclic window
     holds the tokens from `(seq_lens - window).clamp(min=0)` on.
@@ -275,8 +279,20 @@ def request_slots(
     Source: TGI 3.3.7 models/flash_causal_lm.py, FlashCausalLMBatch.from_tokenized;
     backends/v3/src/block_allocator.rs, SimpleAllocator::allocate
     """
-    firsts = [0] * len(ends) if starts is None else starts.tolist()
     bounds = cu_slots.tolist()
+    num_requests = len(bounds) - 1
+    if bounds[-1] > len(slots):
+        raise InvalidArgumentError(
+            f"cu_slots ends at {bounds[-1]}, expected at most {len(slots)}, the number of slots: "
+            "give both of one batch"
+        )
+    for name, found in (("ends", ends), ("starts", starts)):
+        if found is not None and len(found) != num_requests:
+            raise InvalidArgumentError(
+                f"{name} has {len(found)} entries, expected {num_requests}, one per request of "
+                "cu_slots"
+            )
+    firsts = [0] * num_requests if starts is None else starts.tolist()
     parts = []
     for i, (first, end) in enumerate(zip(firsts, ends.tolist(), strict=True)):
         num_slots = bounds[i + 1] - bounds[i]
@@ -356,14 +372,26 @@ def ragged(block_tables_ragged: Tensor, cu_seqlen: Tensor, spec: CacheSpec) -> B
     return BlockTable.ragged(block_tables_ragged, cu_seqlen)
 
 
-def seq_lens(input_lengths: Tensor, cache_lengths: Tensor) -> SeqLens:
+def seq_lens(
+    input_lengths: Tensor | Sequence[int], cache_lengths: Tensor | Sequence[int]
+) -> SeqLens:
     """Tokens of each request in the cache once this step has stored its own.
 
-    input_lengths: (num_requests,), int32: tokens of this step
-    cache_lengths: (num_requests,), int32: tokens before it
-    Source: TGI 3.3.7 layers/attention/common.py, Seqlen
+    input_lengths: (num_requests,): tokens of this step. batch.input_lengths_tensor, int32, or the
+                   list batch.input_lengths
+    cache_lengths: (num_requests,), likewise: tokens before it
+    Raises InvalidArgumentError.
+    Source: TGI 3.3.7 layers/attention/common.py, Seqlen; models/flash_causal_lm.py,
+    FlashCausalLMBatch
     """
-    return SeqLens.of(input_lengths + cache_lengths)
+    new, before = (
+        torch.as_tensor(lengths, dtype=torch.int64) for lengths in (input_lengths, cache_lengths)
+    )
+    if new.shape != before.shape:
+        raise InvalidArgumentError(
+            f"input_lengths has {len(new)} entries, expected {len(before)}, those of cache_lengths"
+        )
+    return SeqLens.of(new + before)
 
 
 def cache_facts(
@@ -382,6 +410,7 @@ def cache_facts(
 
     fingerprint:   of model, weights and tokenizer, see kvx_core.fingerprint
     rotary:        "half" for PositionRotaryEmbedding; "interleaved" for CohereRotary and GPTJRotary
+    rotary_dim:    0 for "none"
     window:        sliding window of the model, 0 for full attention
     first_kv_head: rank * spec.num_kv_heads; 0 if each rank has the one head there is
     Source: TGI 3.3.7 layers/rotary.py; models/flash_causal_lm.py, FlashCausalLM.__init__
@@ -391,7 +420,7 @@ def cache_facts(
         fingerprint=fingerprint,
         rotary=rotary,
         rotary_dim=rotary_dim,
-        rope_applied=None if rotary is None else rotary != "none",
+        rope_applied=None if rotary is None else True,
         hadamard=False,
         scale_convention="multiply",
         num_layers=num_layers,

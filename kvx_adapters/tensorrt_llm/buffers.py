@@ -21,6 +21,7 @@ def buffer_view(
 ) -> CacheView:
     """All layers of one pool, from get_buffers(layer_idx, kv_layout=spec.kv_layout).
 
+    layer_idx there counts the layers of the model: manager.pp_layers of those in the pool.
     buffers: per layer of the pool, of KVCacheManager (num_blocks, kv_factor, *sub_block_shape),
              strided; of KVCacheManagerV2 (pages, kv_factor, *sub_block_shape), contiguous, which
              overlaps those of the other layers and counts pages, not slots
@@ -116,10 +117,10 @@ def _check_axes(name: str, buffer: Tensor, spec: PoolSpec) -> None:
     if buffer.dtype != spec.torch_dtype:
         raise InvalidArgumentError(f"{name} is of {buffer.dtype}, expected {spec.torch_dtype}")
     axes = tuple(buffer.shape[1:])
-    if axes == expected and buffer[0].is_contiguous():
+    if axes == expected and buffer[:1].is_contiguous():
         return
     kv_factor, outer, inner, head_dim = expected
-    if axes == (kv_factor, inner, outer, head_dim):
+    if axes == (kv_factor, inner, outer, head_dim) != expected:
         other = "NHD" if spec.kv_layout == "HND" else "HND"
         raise InvalidArgumentError(
             f"{name} has the axes of {other}, {axes}, expected those of {spec.kv_layout}, "

@@ -75,7 +75,9 @@ def cache_view(
     primary, secondary: as in `cache_desc`
     facts:           of this pool, see `cache_facts`
     scaling_factors: per layer of an FP8 pool: kv_scale_quant_orig, float32, where the pool is. The
-                     kernels take its first element, for K and for V. A float is the same
+                     kernels take its first element, for K and for V. The PyTorch backend leaves it
+                     at 1, whatever the checkpoint says. A float is the same, but for an address on
+                     a device
     Raises InvalidArgumentError, UnsupportedError.
     """
     layers = [cache_desc(spec, place, primary, secondary) for place in range(len(spec.layers))]
@@ -121,7 +123,9 @@ def cache_views(
             (primary, memory),
             pool_facts,
             secondary=(secondary, Memory.HOST),
-            scaling_factors=scaling_factors and [scaling_factors[i] for i in spec.layers],
+            scaling_factors=(
+                None if scaling_factors is None else [scaling_factors[i] for i in spec.layers]
+            ),
         )
         for (primary, secondary), spec, pool_facts in zip(
             pointers.tolist(), specs, facts, strict=True
@@ -233,6 +237,10 @@ def _secondary(secondary: Pool | None, spec: PoolSpec, memory: Memory) -> int:
         raise InvalidArgumentError(
             "num_secondary_blocks is 0, expected the blocks of the secondary pool that is given"
         )
+    if address and where is Memory.DEVICE and memory is Memory.HOST:
+        raise UnsupportedError(
+            "secondary is in DEVICE memory, expected HOST, where the primary pool is and calls run"
+        )
     pageable = isinstance(secondary, Tensor) and where is Memory.HOST and not secondary.is_pinned()
     if pageable and memory is not Memory.HOST:
         raise UnsupportedError(
@@ -248,7 +256,8 @@ def _scales(
     """One per layer, for K and V: value = stored * factor.
 
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/kernels/unfusedAttentionKernels/
-    unfusedAttentionKernels_2_template.h, kvScaleOrigQuant[0]
+    unfusedAttentionKernels_2_template.h, kvScaleOrigQuant[0];
+    _torch/attention_backend/trtllm.py, TrtllmAttention.__init__, kv_cache_scaling_factor
     """
     if spec.dtype != "FP8":
         if factors is not None:
@@ -260,7 +269,8 @@ def _scales(
         found = "None" if factors is None else f"{len(factors)} long"
         raise InvalidArgumentError(
             f"scaling_factors is {found}, expected one for each of {len(spec.layers)} layers of "
-            "FP8. It is kv_cache_scaling_factor, 1.0 unless the checkpoint says otherwise"
+            "FP8: 1.0 with the PyTorch backend, whatever the checkpoint says; its "
+            "kv_cache_scaling_factor in a TensorRT engine"
         )
     return tuple(
         ScaleDesc.of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -113,7 +112,8 @@ class PoolSpec:
     @property
     def sub_blocks_per_block(self) -> int:
         """Step of a KVCacheIndex from block to block: K and V of all layers of the pool."""
-        return self.index_scale or len(self.layers) * self.kv_factor
+        scale = self.index_scale
+        return len(self.layers) * self.kv_factor if scale is None else scale
 
     @property
     def num_sub_blocks(self) -> int:
@@ -136,7 +136,8 @@ def pool_specs(
     dtype: str,
     kv_factor: int = 2,
     num_secondary_blocks: Sequence[int] | None = None,
-    max_attention_window_vec: Sequence[int] | None = None,
+    index_scales: Sequence[int] | None = None,
+    max_attention_window_vec: Sequence[int | None] | None = None,
     max_seq_len: int | None = None,
     kv_layout: str = "HND",
 ) -> tuple[PoolSpec, ...]:
@@ -149,11 +150,16 @@ def pool_specs(
     num_kv_heads_per_layer:   per local layer, on this rank
     head_dim:                 of all local layers, or one per layer
     num_secondary_blocks:     per pool; None: there are no secondary pools
-    max_attention_window_vec: per local layer, or a shorter pattern that repeats; None: full
-                              attention. A window of max_seq_len or more is full attention too
+    index_scales:             per pool, KVCacheManagerV2's index_scales; None: kv_factor for each
+                              layer, as in KVCacheManager and with a pool per layer. Where it is
+                              more, slots hold other buffers, which the mapping does not count
+    max_attention_window_vec: per local layer, or one for all; None: full attention, as is a window
+                              of max_seq_len or more. A shorter pattern is refused: versions differ
+                              on where it begins on a pipeline rank
     Raises InvalidArgumentError where these do not agree, else as PoolSpec.
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py, KVCacheManager;
-    kv_cache/kv_cache_manager_v2.py, KVCacheManagerV2._build_pool_mapping_tensors
+    kv_cache/kv_cache_manager_v2.py, KVCacheManagerV2._build_pool_mapping_tensors and
+    _build_base_config (sliding_window_size)
     """
     mapping, num_layers = layer_to_pool_mapping, len(num_kv_heads_per_layer)
     if tuple(mapping.shape) != (num_layers, 2):
@@ -162,9 +168,28 @@ def pool_specs(
             "and place of each layer of num_kv_heads_per_layer"
         )
     head_dims = [head_dim] * num_layers if isinstance(head_dim, int) else head_dim
-    windows = list(islice(cycle(max_attention_window_vec or [0]), num_layers))
+    windows = [window or 0 for window in max_attention_window_vec or [None]]
+    if len(windows) == 1:
+        windows *= num_layers
+    if len(windows) != num_layers:
+        raise InvalidArgumentError(
+            f"max_attention_window_vec has {len(windows)} entries, expected 1 or {num_layers}, one "
+            "per local layer. Repeat a pattern as your version does: KVCacheManagerV2 of main "
+            "takes [pattern[i % len(pattern)] for i in pp_layers]"
+        )
     if max_seq_len is not None:
         windows = [0 if window >= max_seq_len else window for window in windows]
+    secondary = [0] * len(num_blocks) if num_secondary_blocks is None else num_secondary_blocks
+    scales: Sequence[int | None] = [None] * len(num_blocks)
+    if index_scales is not None:
+        scales = index_scales
+    for name, found, expected in (
+        ("head_dim", len(head_dims), num_layers),
+        ("num_secondary_blocks", len(secondary), len(num_blocks)),
+        ("index_scales", len(scales), len(num_blocks)),
+    ):
+        if found != expected:
+            raise InvalidArgumentError(f"{name} has {found} entries, expected {expected}")
     members: list[list[tuple[int, int]]] = [[] for _ in num_blocks]  # (place, layer) per pool
     for layer, (pool, place) in enumerate(mapping.tolist()):
         if not 0 <= pool < len(members):
@@ -200,9 +225,10 @@ def pool_specs(
                 head_dim=common("head_dim", pool, head_dims),
                 dtype=dtype,
                 kv_factor=kv_factor,
-                num_secondary_blocks=num_secondary_blocks[pool] if num_secondary_blocks else 0,
+                num_secondary_blocks=secondary[pool],
                 window=common("window", pool, windows),
                 kv_layout=kv_layout,
+                index_scale=scales[pool],
             )
         )
     return tuple(specs)

@@ -34,7 +34,8 @@ def block_table(
     rows:     which of them; None: all. A batch has one row for each context request, and after
               them beam_width rows for each generation request
     What its entries are is known to the view of that pool alone. Columns past a sequence's blocks
-    are stale and not read, as are those before `starts`.
+    are stale and not read, as are those before `starts`. KVCacheManagerV2's table on the host,
+    host_kv_cache_block_offsets, is none of these: its [pool_idx, :, 0] are slots, for `id_table`.
     Raises InvalidArgumentError.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/thop/attentionOp.cpp, block_offsets;
     _torch/pyexecutor/resource_manager.py, KVCacheManager.copy_batch_block_offsets
@@ -58,9 +59,10 @@ def block_table(
     if not chosen.is_contiguous():
         raise InvalidArgumentError(
             f"the rows of kv_cache_block_offsets[{pool_idx}] have strides {chosen.stride()}, "
-            "expected contiguous. Pass rows without a step"
+            "expected contiguous. Pass the whole table, and rows without a step"
         )
-    return BlockTable.kv_offsets(chosen.view(-1, beam_width, *chosen.shape[1:]))
+    num_seqs = len(chosen) // beam_width
+    return BlockTable.kv_offsets(chosen.view(num_seqs, beam_width, *chosen.shape[1:]))
 
 
 def block_offsets(
@@ -100,7 +102,7 @@ def block_offsets(
                 for column, block in enumerate(row)
             ]
             table[r, kv, : len(row)] = torch.tensor(entries, dtype=torch.int32)
-    return table.view(-1, beam_width, 2, max_blocks_per_seq)
+    return table.view(len(blocks) // beam_width, beam_width, 2, max_blocks_per_seq)
 
 
 def id_table(block_ids: Tensor | Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
@@ -127,6 +129,7 @@ def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
 
     pages: one list per sequence, as KVCacheManagerV2.get_batch_cache_indices gives them: slot *
            index_scale / kv_factor, the first axis of its get_buffers; -1: no block
+    A manager whose slots hold other buffers too may give slots instead (MiniMax-M3's): `id_table`.
     Raises InvalidArgumentError for what are no such pages.
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/kv_cache/kv_cache_manager_v2.py,
     KVCacheManagerV2._get_batch_cache_indices_by_pool_id
@@ -134,9 +137,9 @@ def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
     scale = spec.sub_blocks_per_block
     for r, row in enumerate(pages):
         for column, page in enumerate(row):
-            if page != NULL_INDEX and page * spec.kv_factor % scale:
+            if page != NULL_INDEX and (page < 0 or page * spec.kv_factor % scale):
                 raise InvalidArgumentError(
-                    f"pages[{r}][{column}] is {page}, expected a multiple of "
+                    f"pages[{r}][{column}] is {page}, expected -1 or a multiple of "
                     f"{scale} / {spec.kv_factor}, pages of one slot. Give block ids to id_table"
                 )
     return BlockTable.packed(
@@ -155,7 +158,7 @@ def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
     """
     if window == 0:
         return SeqLens.of(lengths)
-    return SeqLens.of(torch.as_tensor(lengths).clamp(max=window - 1))
+    return SeqLens.of(_tensor(lengths).clamp(max=window - 1))
 
 
 def starts(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
@@ -167,10 +170,13 @@ def starts(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
     WindowBlockManager::adjustBlocksIfNeeded; runtime/kv_cache_manager_v2/_life_cycle_registry.py,
     AttnLifeCycle.get_stale_range
     """
-    lengths = torch.as_tensor(lengths)
     if window == 0:
-        return SeqLens.of(torch.zeros_like(lengths))
-    return SeqLens.of((lengths + 1 - window).clamp(min=0))
+        return SeqLens.of(torch.zeros_like(_tensor(lengths)))
+    return SeqLens.of((_tensor(lengths) + 1 - window).clamp(min=0))
+
+
+def _tensor(lengths: Tensor | Sequence[int]) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64)
 
 
 def _sub_block(

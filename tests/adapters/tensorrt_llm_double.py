@@ -324,30 +324,34 @@ def reshaped(pages: Tensor, config: Config, layer: int, kv_layout: str) -> Tenso
 
 
 class KvCacheManagerV2(Manager):
-    """KVCacheManagerV2: slots of coalesced buffers, one pool per window; heads are all the same.
+    """KVCacheManagerV2: slots of coalesced buffers; heads are all the same.
 
+    Windows are in the order of their first layers. Those with slots of one size share a pool.
     extra_buffers: per layer, of the size of K, in the slot behind V (such as an index key)
     Source: _torch/pyexecutor/kv_cache/kv_cache_manager_v2.py, KVCacheManagerV2;
-    runtime/kv_cache_manager_v2/_core/_kv_cache_manager.py
+    runtime/kv_cache_manager_v2/_core/_kv_cache_manager.py; _life_cycle_registry.py,
+    LifeCycleRegistry; _storage/_config.py, create_storage_config
     """
 
     def __init__(self, config: Config, seed: int = 0, *, extra_buffers: int = 0) -> None:
         self.config = config
-        self.windows = sorted(set(map(config.window_of, range(config.num_layers))))
+        self.windows = list(dict.fromkeys(map(config.window_of, range(config.num_layers))))
         self.groups = [
             [i for i in range(config.num_layers) if config.window_of(i) == window]
             for window in self.windows
         ]
         self.per_layer = config.kv_factor + extra_buffers
-        self.num_slots = [config.blocks[window][0] for window in self.windows]
-        self.allocations = [
-            Allocation(
-                (slots, len(group) * self.per_layer, config.sub_block(group[0])),
-                config.dtype,
-                seed + i,
-            )
-            for i, (slots, group) in enumerate(zip(self.num_slots, self.groups, strict=True))
-        ]
+        sizes = [len(group) * self.per_layer * config.sub_block(group[0]) for group in self.groups]
+        slots = dict.fromkeys(sizes, 0)
+        for window, size in zip(self.windows, sizes, strict=True):
+            slots[size] += config.blocks[window][0]
+        pools = {
+            size: Allocation((count, size), config.dtype, seed + i)
+            for i, (size, count) in enumerate(slots.items())
+        }
+        self.allocations = list(pools.values())
+        self.num_slots = [slots[size] for size in sizes]  # per group
+        self.pools = [pools[size] for size in sizes]  # likewise
         self.kv_cache_pool_pointers = torch.tensor(
             [[self.get_mem_pool_base_address(group[0], 0), 0] for group in self.groups],
             dtype=torch.int64,
@@ -377,7 +381,7 @@ class KvCacheManagerV2(Manager):
         """PageIndexMode.SHARED: of this buffer in slot 0; PER_LAYER: of slot 0 itself."""
         pool, place = self.place_of(layer)
         buffer = 0 if per_layer else place * self.per_layer + kv
-        base = self.allocations[pool].tensor.data_ptr()
+        base = self.pools[pool].tensor.data_ptr()
         return base + buffer * self.get_page_stride(layer)
 
     def get_page_index_upper_bound(self, layer: int, kv: int) -> int:
@@ -391,7 +395,7 @@ class KvCacheManagerV2(Manager):
         num_pages = self.get_page_index_upper_bound(layer, 0) // self.config.kv_factor
         elements = self.config.kv_factor * self.config.sub_block(layer)
         first = place * self.per_layer * self.config.sub_block(layer)
-        flat = self.allocations[pool].tensor.flatten()[first : first + num_pages * elements]
+        flat = self.pools[pool].tensor.flatten()[first : first + num_pages * elements]
         pages = flat.view(num_pages, self.config.kv_factor, -1)
         return reshaped(pages, self.config, layer, kv_layout)
 

@@ -54,7 +54,7 @@ def specs_of(manager: KvCacheManager) -> tuple[PoolSpec, ...]:
         head_dim=c.head_dim,
         dtype=NAMES[c.dtype],
         kv_factor=c.kv_factor,
-        max_attention_window_vec=c.max_attention_window_vec,
+        max_attention_window_vec=[c.window_of(layer) for layer in range(c.num_layers)],
         max_seq_len=4096,
     )
 

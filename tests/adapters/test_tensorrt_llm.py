@@ -6,7 +6,7 @@ allocated for it, guards and all.
 
 from __future__ import annotations
 
-import sys
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,9 @@ def test_the_secondary_pool_of_the_worked_example() -> None:
     assert pool is not None
     # K of layer 1 in block 1 of the secondary pool.
     assert pool.secondary + 4 * 8192 - secondary.data_ptr() == 49152
+    kept = weakref.ref(secondary)
+    del secondary, primary
+    assert kept() is not None
 
 
 def test_kvcacheindex() -> None:
@@ -438,6 +441,21 @@ def test_full_attention_starts_at_0() -> None:
     assert trt.seq_lens(lengths, 24).to_numpy().tolist() == [7, 23]
 
 
+@pytest.mark.parametrize("columns", [0, 8])
+@pytest.mark.parametrize("window", [0, 24])
+def test_nobody_to_move(window: int, columns: int) -> None:
+    manager = KvCacheManager(config())
+    (spec,) = specs_of(manager)
+    made = trt.block_offsets([], spec, max_blocks_per_seq=columns)
+    assert made.shape == (0, 1, 2, columns)
+    table = trt.block_table(manager.block_offsets(), 0, rows=slice(0, 0))
+    (view,) = views_of(manager)
+    span = view.at(table, starts=trt.starts([], window))
+    before = [part.clone() for part in manager.raw]
+    assert migrate(span, span, trt.seq_lens([], window)) == 0
+    assert_same(manager.raw, before)
+
+
 # ---- beams ----
 
 
@@ -563,7 +581,3 @@ def test_facts() -> None:
     assert (none.rotary, none.rope_applied) == ("none", True)
     unknown = trt.cache_facts(small, is_neox=None, rotary_dim=None, **known)
     assert (unknown.rotary, unknown.rope_applied) == (None, None)
-
-
-def test_the_adapter_imports_no_engine() -> None:
-    assert "tensorrt_llm" not in sys.modules

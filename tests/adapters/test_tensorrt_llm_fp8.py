@@ -143,16 +143,17 @@ def test_factors_are_read_where_they_lie() -> None:
 
 def test_layers_of_two_pools_take_their_own_factors() -> None:
     c = config(dtype=FP8, num_kv_heads_per_layer=[4, 1, 4])
-    views = views_of(KvCacheManager(c), factors=FACTORS)
-    found = [[float(s.to_numpy()) for s in view.k_scales or () if s] for view in views]
-    assert found == [[4.0], [0.5, 0.125]]
+    for factors in (FACTORS, torch.tensor(FACTORS)):
+        views = views_of(KvCacheManager(c), factors=factors)
+        found = [[float(s.to_numpy()) for s in view.k_scales or () if s] for view in views]
+        assert found == [[4.0], [0.5, 0.125]]
 
 
 def test_factors_that_do_not_agree() -> None:
     fp8, half = (KvCacheManager(config(dtype=dtype)) for dtype in (FP8, torch.float16))
     wanted = (
-        r"expected one for each of 3 layers of FP8. It is kv_cache_scaling_factor, 1.0 unless the "
-        r"checkpoint says otherwise$"
+        r"expected one for each of 3 layers of FP8: 1.0 with the PyTorch backend, whatever the "
+        r"checkpoint says; its kv_cache_scaling_factor in a TensorRT engine$"
     )
     with pytest.raises(InvalidArgumentError, match=rf"^scaling_factors is None, {wanted}"):
         views_of(fp8)

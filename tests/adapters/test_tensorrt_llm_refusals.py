@@ -90,6 +90,12 @@ EXPECTED_POOL = (
             InvalidArgumentError,
             "index_scale is 3, expected at least 4, kv_factor for each of the layers",
         ),
+        (
+            "index_scale",
+            0,
+            InvalidArgumentError,
+            "index_scale is 0, expected at least 4, kv_factor for each of the layers",
+        ),
     ],
 )
 def test_specs(field: str, value: object, error: type[Exception], message: str) -> None:
@@ -132,6 +138,15 @@ def test_specs(field: str, value: object, error: type[Exception], message: str) 
             {"max_attention_window_vec": [16, 16, 32]},
             r"^window of the layers of pool 0 is \[16, 32\], expected one number",
         ),
+        (
+            {"max_attention_window_vec": [16, 32]},
+            r"^max_attention_window_vec has 2 entries, expected 1 or 3, one per local layer. "
+            r"Repeat a pattern as your version does: KVCacheManagerV2 of main takes \[pattern\[i % "
+            r"len\(pattern\)\] for i in pp_layers\]$",
+        ),
+        ({"head_dim": [20, 20]}, r"^head_dim has 2 entries, expected 3$"),
+        ({"num_secondary_blocks": [4]}, r"^num_secondary_blocks has 1 entries, expected 2$"),
+        ({"index_scales": [6]}, r"^index_scales has 1 entries, expected 2$"),
     ],
 )
 def test_mappings(change: dict[str, Any], message: str) -> None:
@@ -146,6 +161,42 @@ def test_mappings(change: dict[str, Any], message: str) -> None:
     assert [spec.layers for spec in trt.pool_specs(**arguments)] == [(0, 2), (1,)]
     with pytest.raises(InvalidArgumentError, match=message):
         trt.pool_specs(**(arguments | change))
+
+
+def test_layers_are_in_the_order_of_the_pool() -> None:
+    (spec,) = trt.pool_specs(
+        torch.tensor([[0, 2], [0, 0], [0, 1]], dtype=torch.int32),
+        num_blocks=[5],
+        tokens_per_block=8,
+        num_kv_heads_per_layer=[3, 3, 3],
+        head_dim=20,
+        dtype="HALF",
+    )
+    assert spec.layers == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("windows", "found"),
+    [
+        (None, [0, 0]),
+        ([None], [0, 0]),  # KVCacheManagerV2's name for full attention
+        ([16], [16, 16]),
+        ([90], [0, 0]),
+        ([None, 16, 99], [0, 16]),
+    ],
+)
+def test_windows(windows: list[int | None] | None, found: list[int]) -> None:
+    specs = trt.pool_specs(
+        torch.tensor([[0, 0], [1, 0], [0, 1]], dtype=torch.int32),
+        num_blocks=[5, 6],
+        tokens_per_block=8,
+        num_kv_heads_per_layer=[4, 2, 4],
+        head_dim=20,
+        dtype="HALF",
+        max_attention_window_vec=windows,
+        max_seq_len=90,
+    )
+    assert [spec.window for spec in specs] == found
 
 
 @pytest.mark.parametrize(
@@ -189,6 +240,12 @@ def test_secondary_pools() -> None:
         r"calls run where the primary pool is$",
     ):
         trt.cache_desc(spec, 0, (4096, Memory.DEVICE), primary[:3])
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^secondary is in DEVICE memory, expected HOST, where the primary pool is and calls "
+        r"run$",
+    ):
+        trt.cache_desc(spec, 0, primary, (4096, Memory.DEVICE))
 
 
 def test_layers_that_a_pool_has_not() -> None:
@@ -254,7 +311,13 @@ OFFSETS = torch.zeros(2, 6, 2, 8, dtype=torch.int32)
             lambda: trt.block_table(OFFSETS, 1, rows=slice(0, 6, 3), beam_width=2),
             InvalidArgumentError,
             r"^the rows of kv_cache_block_offsets\[1\] have strides \(48, 8, 1\), expected "
-            r"contiguous. Pass rows without a step$",
+            r"contiguous. Pass the whole table, and rows without a step$",
+        ),
+        (
+            lambda: trt.block_table(OFFSETS[..., :4], 0),
+            InvalidArgumentError,
+            r"^the rows of kv_cache_block_offsets\[0\] have strides \(16, 8, 1\), expected "
+            r"contiguous. Pass the whole table,",
         ),
         (
             lambda: trt.block_offsets([[0], [1], [2]], SPEC, max_blocks_per_seq=1, beam_width=2),

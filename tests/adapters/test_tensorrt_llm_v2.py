@@ -46,8 +46,10 @@ def v2_specs(manager: Manager) -> tuple[PoolSpec, ...]:
         head_dim=c.head_dim,
         dtype=NAMES[c.dtype],
         kv_factor=c.kv_factor,
-        max_attention_window_vec=c.max_attention_window_vec,
-        max_seq_len=4096,
+        max_attention_window_vec=[
+            None if c.window_of(layer) == 4096 else c.window_of(layer)
+            for layer in range(c.num_layers)
+        ],
     )
 
 
@@ -107,6 +109,11 @@ CONFIGS = {
     "one window": config(),
     "mla": config(num_kv_heads_per_layer=[1] * 3, head_dim=72, kv_factor=1),
     "two windows": config(max_attention_window_vec=[24, 4096], blocks={24: (12, 0), 4096: (19, 0)}),
+    "two windows in one pool": config(
+        num_kv_heads_per_layer=[3] * 4,
+        max_attention_window_vec=[4096, 24],
+        blocks={24: (12, 0), 4096: (19, 0)},
+    ),
     "one layer": config(num_kv_heads_per_layer=[3], dtype=torch.float16),
 }
 
@@ -131,6 +138,16 @@ def test_the_worked_example() -> None:
     assert desc.k.stride == (16384, 2048, 64, 1)
     # Page 6 of the buffer is block 3 of the view.
     assert buffer[6, 0].data_ptr() == desc.k.data + 3 * 16384 * 2
+
+
+def test_windows_that_share_a_pool() -> None:
+    manager = KvCacheManagerV2(CONFIGS["two windows in one pool"])
+    assert manager.kv_cache_pool_mapping.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    specs = v2_specs(manager)
+    found = [(spec.layers, spec.num_blocks, spec.window) for spec in specs]
+    assert found == [((0, 2), 31, 0), ((1, 3), 31, 24)]
+    full, sliding = (by_pointers(manager, spec, pool) for pool, spec in enumerate(specs))
+    assert full.layers == sliding.layers
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -237,6 +254,23 @@ def test_slots_that_hold_other_buffers() -> None:
             call()
 
 
+def test_a_mapping_that_does_not_count_other_buffers() -> None:
+    """MiniMax-M3's manager numbers layers 0, 1, 2, though an index key lies between them."""
+    manager = KvCacheManagerV2(config(), 2, extra_buffers=1)
+    (spec,) = trt.pool_specs(
+        torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32),
+        num_blocks=manager.num_slots,
+        tokens_per_block=8,
+        num_kv_heads_per_layer=[3, 3, 3],
+        head_dim=20,
+        dtype="BF16",
+        index_scales=manager.index_scales,
+    )
+    with pytest.raises(UnsupportedError, match=r"^index_scale is 9, expected 6, .* Use slot_view$"):
+        trt.cache_views(manager.kv_cache_pool_pointers, [spec], [FACTS], memory=Memory.HOST)
+    assert by_slots(manager, spec, 0).layers[1].k.stride == (9 * 480, 160, 20, 1)
+
+
 def test_a_table_per_layer() -> None:
     """SWA scratch: each layer is a pool that begins where the slots do, and its table says where
     in a slot it lies."""
@@ -293,6 +327,13 @@ def test_with_as_many_heads_as_tokens_both_are_one_tensor() -> None:
         for layout in ("NHD", "HND")
     )
     assert nhd.layers == hnd.layers
+    turned = [manager.get_buffers(i, "HND").transpose(2, 3) for i in range(2)]
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^buffers\[0\] is \(23, 2, 8, 8, 20\) with strides \(5120, 1280, 20, 160, 1\), "
+        r"expected \(blocks, 2, 8, 8, 20\), all but the first contiguous$",
+    ):
+        trt.buffer_view(spec, turned, FACTS)
 
 
 @pytest.mark.parametrize("make", [KvCacheManager, KvCacheManagerV2])
@@ -332,6 +373,10 @@ Buffers = list[Tensor]
         (
             lambda b: [part[1:] for part in b],
             r"^buffers\[0\] has 22 blocks, 2880 elements apart, expected 23, 2880 apart$",
+        ),
+        (
+            lambda b: [part[:0] for part in b],
+            r"^buffers\[0\] has 0 blocks, 2880 elements apart, expected 23, 2880 apart$",
         ),
         (
             lambda b: [part[::2] for part in b],
@@ -401,15 +446,27 @@ def test_addresses_that_do_not_agree(
         trt.slot_view(spec, keys, values, FACTS, page_stride=stride)
 
 
+def test_keys_between_pages() -> None:
+    spec = replace(
+        specs_of(KvCacheManager(config(num_kv_heads_per_layer=[3, 3])))[0], index_scale=9
+    )
+    with pytest.raises(
+        InvalidArgumentError, match=r"^keys are \[1936\] bytes apart, expected multi"
+    ):
+        trt.slot_view(spec, [0x1000, 0x1790], [0x13C0, 0x1B50], FACTS, page_stride=960)
+
+
 def test_pages_that_are_none() -> None:
     """Block ids of KVCacheManager look like pages, until one is no multiple."""
     (spec,) = specs_of(KvCacheManager(config()))
     with pytest.raises(
         InvalidArgumentError,
-        match=r"^pages\[1\]\[0\] is 5, expected a multiple of 6 / 2, pages of one slot. Give block "
-        r"ids to id_table$",
+        match=r"^pages\[1\]\[0\] is 5, expected -1 or a multiple of 6 / 2, pages of one slot. Give "
+        r"block ids to id_table$",
     ):
         trt.page_table([[6, 3], [5]], spec)
+    with pytest.raises(InvalidArgumentError, match=r"^pages\[0\]\[1\] is -3, expected -1 or a mul"):
+        trt.page_table([[-1, -3]], spec)
 
 
 def test_ids_say_nothing_where_blocks_are_offloaded() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_adapters import tgi
+from kvx_adapters import tensorrt_llm, tgi
 from kvx_core import (
     CacheDesc,
     CacheFacts,
@@ -22,6 +22,7 @@ from kvx_core import (
     InvalidArgumentError,
     Layout,
     UnsupportedError,
+    compare,
     describe,
     gather_kv,
     migrate,
@@ -268,6 +269,38 @@ def test_a_shared_prefix_is_read_only() -> None:
 def test_no_shared_prefix_is_checked_too() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     assert tgi.slot_mapping(torch.tensor([5, 0, 0, -1, -1]), shared=nothing).token_count == 5
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^slots\[1\] and slots\[3\] are both 1, expected each slot once: a window is cyclic",
+    ):
+        tgi.slot_mapping(torch.tensor([5, 1, 0, 1]), shared=nothing)
+
+
+def test_lengths_are_added_request_by_request() -> None:
+    """FlashCausalLMBatch has them as lists too, whose + would put one behind the other."""
+    for new, before in (([1, 7], [299, 0]), (torch.tensor([1, 7]).int(), torch.tensor([299, 0]))):
+        assert tgi.seq_lens(new, before).to_numpy().tolist() == [300, 7]
+    assert tgi.seq_lens([], []).seq_count == 0
+    with pytest.raises(
+        InvalidArgumentError, match=r"^input_lengths has 1 entries, expected 2, those of cache_len"
+    ):
+        tgi.seq_lens(torch.tensor([1]), torch.tensor([299, 0]))
+
+
+def test_slots_of_another_batch() -> None:
+    slots, cu_slots = torch.arange(10), torch.tensor([0, 4, 10])
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^cu_slots ends at 10, expected at most 9, the number of slots: give both of one ba",
+    ):
+        tgi.request_slots(slots[:9], cu_slots, torch.tensor([4, 6]))
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^ends has 1 entries, expected 2, one per request of cu_slots$",
+    ):
+        tgi.request_slots(slots, cu_slots, torch.tensor([4]))
+    with pytest.raises(InvalidArgumentError, match=r"^starts has 3 entries, expected 2, one per"):
+        tgi.request_slots(slots, cu_slots, torch.tensor([4, 6]), torch.tensor([0, 0, 0]))
 
 
 def test_slots_beyond_a_request() -> None:
@@ -391,7 +424,20 @@ def test_facts() -> None:
     )
     unknown = tgi.cache_facts(spec)
     assert (unknown.rotary, unknown.rope_applied, unknown.first_layer) == (None, None, None)
-    assert tgi.cache_facts(spec, rotary="none").rope_applied is False
+    none = tgi.cache_facts(spec, rotary="none", rotary_dim=0)
+    pool = tensorrt_llm.PoolSpec(
+        layers=(0,), num_blocks=9, tokens_per_block=16, num_kv_heads=2, head_dim=64, dtype="HALF"
+    )
+    same_model = tensorrt_llm.cache_facts(
+        pool,
+        version="1.2.1",
+        fingerprint=None,
+        is_neox=None,
+        rotary_dim=0,
+        total_kv_heads=None,
+        first_kv_head=None,
+    )
+    assert compare(none, replace(same_model, num_layers=None, first_layer=None, window=None)) == []
 
 
 @pytest.mark.parametrize(
@@ -493,6 +539,15 @@ def test_a_tensor_that_is_not_what_the_spec_says(which: str, change: Any, senten
     tensors[which] = change(tensors[which])
     with pytest.raises((InvalidArgumentError, UnsupportedError), match=which + sentence):
         tgi.cache_desc(**tensors, spec=cache.spec())
+
+
+def test_one_tensor_is_not_two() -> None:
+    cache = Cache("flashdecoding", "cuda", "cuda")
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^value_cache is in the memory of key_cache, expected a tensor of its own: KVCache",
+    ):
+        tgi.cache_desc(cache.key, cache.key, cache.spec())
 
 
 def test_one_shape_with_two_meanings() -> None:
