@@ -68,7 +68,7 @@ class Model:
     tensor_parallel_size: int
     is_neox: bool
     rotary_dim: int
-    kv_scaling_factor: float | None  # of an FP8 pool
+    kv_scaling_factor: float  # of an FP8 pool
 
     @classmethod
     def of(cls, llm_args: Any, settings: Settings) -> Self:
@@ -83,11 +83,10 @@ class Model:
         )
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dtype = _dtype(llm_args, config)
-        if (dtype == "FP8") is (settings.kv_scaling_factor is None):
+        if dtype != "FP8" and settings.kv_scaling_factor != 1:
             raise UnsupportedError(
                 f"kv_scaling_factor is {settings.kv_scaling_factor} and the pool is {dtype}, "
-                "expected a factor for an FP8 pool and only for one: a connector is not told those "
-                "of the checkpoint. Where it has none, it is 1"
+                "expected 1.0: only an FP8 pool has a factor. Leave it out"
             )
         is_neox, rotary_dim = _rotary(config, settings, head_dim)
         return cls(
@@ -143,8 +142,7 @@ class Model:
             total_kv_heads=self.total_kv_heads,
             first_kv_head=heads[0],
         )
-        factor = self.kv_scaling_factor
-        factors = None if factor is None else [factor] * self.num_layers
+        factors = [self.kv_scaling_factor] * self.num_layers if self.dtype == "FP8" else None
         return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
 
     def store(self, settings: Settings) -> PrefixStore:

@@ -32,7 +32,10 @@ class Settings(BaseModel):
     # message, of less than 2 GiB.
     max_load_bytes: int = Field(default=1 << 30, gt=0)
     max_pending_bytes: int = Field(default=4 << 30, gt=0)  # copied, not written; more is not saved
-    kv_scaling_factor: float | None = Field(default=None, gt=0)  # of an FP8 pool
+    # Of an FP8 pool. TensorRT-LLM's PyTorch backend leaves it at 1, whatever the checkpoint says.
+    # Source: TensorRT-LLM main 2026-09, _torch/attention_backend/trtllm.py,
+    # TrtllmAttention.__init__
+    kv_scaling_factor: float = Field(default=1.0, gt=0)
     is_neox: bool | None = None  # of PositionalEmbeddingParams, where model.py does not know it
     rotary_dim: int | None = Field(default=None, ge=0)  # likewise RopeParams.dim
 

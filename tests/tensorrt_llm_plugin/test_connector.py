@@ -60,7 +60,7 @@ def test_the_interface_of_1_2(serve: Factory, trtllm: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_pool_on_a_device(serve: Factory, dtype: torch.dtype) -> None:
     is_fp8 = dtype is torch.float8_e4m3fn
-    serve.set(kv_scaling_factor=0.5 if is_fp8 else None)
+    serve.set(kv_scaling_factor=0.5 if is_fp8 else 1.0)
     args = {"kv_cache_config": {"dtype": "fp8" if is_fp8 else "auto"}}
     options: dict[str, Any] = {"device": "cuda", "sizes": replace(SIZES, dtype=dtype)}
     tokens = prompt(100, 33)

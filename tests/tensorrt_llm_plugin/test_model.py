@@ -137,18 +137,11 @@ def test_fp8_pools(serve: Factory) -> None:
     assert serve(8, args=fp8, sizes=sizes, compute=compute).ask(tokens).computed == 4
 
 
-@pytest.mark.parametrize(
-    ("kv_cache", "settings", "sentence"),
-    [
-        ({"dtype": "fp8"}, {}, "kv_scaling_factor is None and the pool is FP8, expected a factor"),
-        ({}, {"kv_scaling_factor": 1.0}, "kv_scaling_factor is 1.0 and the pool is FLOAT"),
-    ],
-)
-def test_a_factor_for_fp8_and_only_for_it(
-    model_dir: Path, kv_cache: dict[str, Any], settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
-        model_of(args_for(model_dir, **kv_cache), **settings)
+def test_a_factor_is_for_fp8_only(model_dir: Path) -> None:
+    assert model_of(args_for(model_dir, dtype="fp8")).kv_scaling_factor == 1.0
+    sentence = "kv_scaling_factor is 0.5 and the pool is FLOAT, expected 1.0"
+    with pytest.raises(UnsupportedError, match=sentence):
+        model_of(args_for(model_dir), kv_scaling_factor=0.5)
 
 
 def test_nvfp4_is_refused_with_its_reason(model_dir: Path) -> None:
