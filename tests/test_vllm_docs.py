@@ -1,4 +1,4 @@
-"""docs/vllm.md: its table of settings, and an example that it shows, run as a user runs it."""
+"""docs/vllm.md: its table of settings, and the examples that it shows, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def test_every_setting_is_listed_with_its_default() -> None:
     reason="vllm and transformers are not installed",
 )
 @pytest.mark.slow
-def test_example_hf_prefill_vllm_decode() -> None:
+@pytest.mark.parametrize("name", ["share_a_prefix", "continue_elsewhere", "hf_prefill_vllm_decode"])
+def test_example(name: str) -> None:
     result = subprocess.run(
-        [sys.executable, "examples/hf_prefill_vllm_decode.py"],
+        [sys.executable, f"examples/{name}.py"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -46,6 +47,6 @@ def test_example_hf_prefill_vllm_decode() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    shown = TEXT.partition("$ python examples/hf_prefill_vllm_decode.py\n")[2].partition("```")[0]
+    shown = TEXT.partition(f"$ python examples/{name}.py\n")[2].partition("```")[0]
     assert shown
     assert result.stdout.endswith(shown)

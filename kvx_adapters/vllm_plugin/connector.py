@@ -36,7 +36,7 @@ from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvx")
 
 # Since 0.30 a worker may say which requests' loads have failed. Before, it says which blocks, and
 # that means nothing where several cache groups use the same ids.
@@ -83,6 +83,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return SchedulerHalf(
             stores=self._stores,
             settings=self._settings,
+            chunk_tokens=self._stores.chunk_tokens,
             produces=transfer.is_kv_producer,
             consumes=consumes,
             asynchronous=self._settings.async_load or shares or hybrid or bool(window),
@@ -112,7 +113,10 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(self._step(), idle=forward_context.attn_metadata is None)
+            step = self._step()
+            if step.is_idle:  # before 0.30 vLLM does not call wait_for_save then
+                self._worker.save(step)
+            self._worker.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: start_load_kv returns when all layers are there."""
@@ -124,7 +128,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
+        if self._worker is not None and not self._step().is_idle:
             self._worker.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

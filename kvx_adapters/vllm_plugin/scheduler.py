@@ -17,10 +17,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.logger import init_logger
 
 from kvx_adapters.vllm_plugin.settings import Settings, Stores
 from kvx_adapters.vllm_plugin.steps import BlockIds, Load, Save, StepPlan
+from kvx_core import KvxError
 from kvx_core.stores.prefix import Match
+
+logger = init_logger("vllm.kvx")
 
 # Requests that end otherwise may not have what they computed accepted.
 # Source: vllm 0.32 v1/request.py, RequestStatus
@@ -54,6 +58,7 @@ class SchedulerHalf:
 
     stores: Stores
     settings: Settings
+    chunk_tokens: int
     produces: bool
     consumes: bool
     asynchronous: bool  # loads
@@ -74,8 +79,7 @@ class SchedulerHalf:
             return 0, False  # needs the logits of every token of the prompt
         found = self._lookups.get(request_id)
         if found is None or found.num_tokens != request.num_tokens:
-            tokens = _tokens(request, request.num_tokens)
-            found = _Lookup(self.stores[self._salt(request)].lookup(tokens), request.num_tokens)
+            found = _Lookup(self._lookup(request), request.num_tokens)
             self._lookups[request_id] = found
         found.start = num_computed_tokens
         # The last token is computed here: its logits choose the next one.
@@ -121,6 +125,7 @@ class SchedulerHalf:
                 stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
                 self._save(self._tracked[request_id], num_computed_tokens, stop)
         step, self._next = self._next, StepPlan()
+        step.is_idle = not output.num_scheduled_tokens
         return step
 
     def finished(self, request: Any, block_ids: BlockIds) -> bool:
@@ -146,7 +151,10 @@ class SchedulerHalf:
 
     def heard(self, failed: Collection[str], finished: Collection[str], blocks: bool) -> None:
         """What the workers reported of loads: failed and finished requests, or failed blocks."""
-        self._given_up.update(self._loading if blocks else failed)
+        for request_id in tuple(self._loading) if blocks else failed:
+            if tracked := self._tracked.get(request_id):  # else it has been aborted meanwhile
+                self._given_up.add(request_id)
+                tracked.saved = 0  # its tokens may be in the store no more
         self._loading.difference_update(failed, finished)
 
     def reset(self) -> None:
@@ -185,7 +193,7 @@ class SchedulerHalf:
         if known <= tracked.hold or tracked.is_stale:
             return
         stop = min(stop, known)
-        chunk, num_prompt_tokens = self.stores.chunk_tokens, request.num_prompt_tokens
+        chunk, num_prompt_tokens = self.chunk_tokens, request.num_prompt_tokens
         full = stop - stop % chunk
         if stop >= num_prompt_tokens > tracked.saved:
             full = max(full, num_prompt_tokens)
@@ -205,10 +213,19 @@ class SchedulerHalf:
             request_id=tracked.request.request_id,
             salt=tracked.salt,
             tokens=_tokens(tracked.request, stop),
-            start=tracked.saved - tracked.saved % self.stores.chunk_tokens,
+            start=tracked.saved - tracked.saved % self.chunk_tokens,
             block_ids=_lists(tracked.block_ids),
             final=final,
         )
+
+    def _lookup(self, request: Any) -> Match:
+        """What the store has of the request's tokens; nothing, if it is not what it was."""
+        try:
+            tokens = _tokens(request, request.num_tokens)
+            return self.stores[self._salt(request)].lookup(tokens)
+        except (KvxError, OSError) as error:
+            logger.warning("KVX found nothing for request %s: %s", request.request_id, error)
+            return Match(0, ())
 
     def _salt(self, request: Any) -> str:
         return "\n".join(filter(None, (self._epoch, request.cache_salt)))

@@ -45,3 +45,4 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    is_idle: bool = False  # nothing is computed: there is no forward pass

@@ -26,7 +26,7 @@ from kvx_core import CacheView, KvxError
 from kvx_core.snapshot import Section, Snapshot
 from kvx_core.stores.prefix import PrefixStore
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvx")
 
 _PATIENCE_SECONDS = 0.01  # of a step without a forward pass
 
@@ -102,20 +102,22 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._stats = KVXStats()
 
-    def load(self, step: StepPlan, *, idle: bool = False) -> None:
+    def load(self, step: StepPlan) -> None:
         """Loads what this step's forward pass reads, and starts to load the rest.
 
-        idle: there is no forward pass. vLLM then takes one step after the other, and would keep the
-              thread that loads from running: so wait a little for it
+        Without a forward pass vLLM takes one step after the other, and would keep the thread that
+        loads from running: so wait a little for it.
         """
         for load in step.loads:
             if load.wait:
                 self._load(load)
             else:
+                if self._stream is not None:  # steps before may still use these blocks
+                    self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 with self._lock:
                     self._num_loading += 1
                 self._loaders.submit(self._load_beside, load)
-        if idle:
+        if step.is_idle:
             with self._lock:
                 if self._num_loading and not self._loaded:
                     self._load_is_over.wait(_PATIENCE_SECONDS)
@@ -199,8 +201,8 @@ class WorkerHalf:
         """A save that fails costs a later hit and nothing else."""
         try:
             yield
-        except (KvxError, OSError, MemoryError) as error:
-            logger.warning("KVX did not save request %s: %s", save.request_id, error)
+        except Exception as error:
+            _warn(error, "KVX did not save request %s: %s", save.request_id)
             self._count(dropped_saves=1)
 
     def _write(self, span: _Span) -> None:
@@ -208,20 +210,24 @@ class WorkerHalf:
         try:
             written = span.store.commit(span.snapshot)
             self._count(saved_bytes=written, write_seconds=time.perf_counter() - begin)
-        except (KvxError, OSError) as error:
-            logger.warning("KVX could not write to its store: %s", error)
+        except Exception as error:
+            _warn(error, "KVX could not write to its store: %s")
             self._count(dropped_saves=1)
         finally:
             with self._lock:
                 self._pending_bytes -= span.snapshot.num_bytes
 
-    def _load(self, load: Load) -> bool:
+    def _load(self, load: Load, stream: Any = None) -> bool:
+        """Returns whether the tokens are there. If not, vLLM is told, whatever the reason: it takes
+        what it hears nothing of for loaded.
+        """
         begin = time.perf_counter()
         try:
-            sections = self._sections(load.block_ids, load.stop)
-            loaded = self._stores[load.salt].load(load.match, load.start, load.stop, sections)
-        except (KvxError, OSError) as error:
-            logger.warning("KVX could not load request %s: %s", load.request_id, error)
+            with torch.cuda.stream(stream):
+                sections = self._sections(load.block_ids, load.stop)
+                loaded = self._stores[load.salt].load(load.match, load.start, load.stop, sections)
+        except Exception as error:
+            _warn(error, "KVX could not load request %s: %s", load.request_id)
             self._count(load_failures=1)
             if load.wait or not self._by_request:
                 with self._lock:
@@ -238,10 +244,7 @@ class WorkerHalf:
         """In a thread. Says that the load is over whatever happens: vLLM waits for it."""
         good = False
         try:
-            with torch.cuda.stream(self._stream):
-                good = self._load(load)
-        except Exception:
-            logger.exception("KVX could not load request %s", load.request_id)
+            good = self._load(load, self._stream)
         finally:
             with self._lock:
                 self._num_loading -= 1
@@ -270,3 +273,9 @@ class WorkerHalf:
     def _count(self, **values: float) -> None:
         with self._lock:
             self._stats.add(**values)
+
+
+def _warn(error: Exception, message: str, *arguments: object) -> None:
+    """In the log: the sentence of an error that was to be expected, the traceback of any other."""
+    expected = isinstance(error, (KvxError, OSError, MemoryError))
+    logger.warning(message, *arguments, error, exc_info=None if expected else error)

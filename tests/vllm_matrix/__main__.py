@@ -36,7 +36,7 @@ PyPI's CUDA build, which ran on the CPU too), and one wheel of KVX.
 
 Every "yes" is a process in which the real engine ran, eager and in one process. It prefilled
 prompts of {lens} tokens in chunks of 64 and generated {max_tokens} tokens for each, greedily, in
-float32; and they are the tokens of the same vLLM without KVX.
+float32; they are the tokens of the same vLLM without KVX, and the idle engine holds no block.
 
 {table}
 
@@ -125,6 +125,8 @@ class Matrix:
         )
         if found["writer"].startswith("kvx") != written_by_kvx:
             raise CheckError(f"{found['writer']} writes the cache")
+        if found["num_used_blocks"]:
+            raise CheckError(f"an idle engine holds {found['num_used_blocks']} blocks")
         return found
 
     def run_stock(self, engine: Engine) -> None:

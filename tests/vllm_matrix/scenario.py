@@ -4,7 +4,7 @@
 
 TASK is a file of JSON: model, block_size, prompts (token ids), max_tokens, and kv_transfer, the
 fields of a KVTransferConfig or null. RESULT is written: tokens and num_cached_tokens per prompt,
-and the class that writes the cache.
+the class that writes the cache, and how many blocks are in use when the engine is idle.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ outputs = llm.generate(
     use_tqdm=False,
 )
 core = llm.llm_engine.engine_core.engine_core
+for _ in range(1000):  # as a server's loop does until a connector lets go of finished requests
+    if not core.scheduler.has_requests():
+        break
+    llm.llm_engine.step()
+pool = core.scheduler.kv_cache_manager.block_pool
+num_used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # without the null block
 runner = core.model_executor.driver_worker.worker.model_runner
 layers = runner.compilation_config.static_forward_context.values()
 (writer,) = {f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in layers}
@@ -53,6 +59,7 @@ Path(sys.argv[2]).write_text(
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "num_cached_tokens": [output.num_cached_tokens for output in outputs],
             "writer": writer,
+            "num_used_blocks": num_used_blocks,
         }
     )
 )

@@ -240,6 +240,10 @@ class Server:
         self._drain()
         return [self._output(outputs.get(i), request_id) for i, request_id in enumerate(ids)]
 
+    def set_environment(self, **variables: str) -> None:
+        """For engines that are started after this."""
+        os.environ.update(variables)
+
     def num_free_blocks(self) -> int:
         num: int = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return num

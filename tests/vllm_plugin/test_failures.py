@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from kvx_core.snapshot import Snapshot
 from tests.adapters.vllm_caches import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
@@ -127,6 +131,57 @@ def test_fail(
         same_tokens([outputs[i] for i in good], [expected[i] for i in good])
         assert engine.num_free_blocks() == num_free_blocks
         same_tokens(engine.generate([UNKNOWN, SOUND], max_tokens=NUM_NEW), expected[:-3:-1])
+
+
+def change_facts(path: Path, **facts: Any) -> None:
+    """Rewrites a file, checksums and all, as of a cache of which this is true."""
+    stored = Snapshot.open(path)
+    snapshot = stored._read(list(stored.tensors), None)
+    parts = (replace(part, facts=replace(part.facts, **facts)) for part in stored.header.parts)
+    replace(snapshot, header=replace(stored.header, parts=tuple(parts))).save(path)
+
+
+@LOADS
+def test_the_same_model_with_other_facts(
+    prefix_caching: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
+) -> None:
+    """Rows of the right shape and model that mean something else: computed, and said in the log."""
+    others: list[dict[str, Any]] = [
+        {"rotary": "interleaved"},
+        {"rotary_dim": 32},
+        {"rope_applied": False},
+        {"window": 48},
+        {"window": None},
+    ]
+    prompts = [*DAMAGED[: len(others)], SOUND]
+    expected = stock(llama, prompts, NUM_NEW)
+    for tokens, facts in zip(prompts, others, strict=False):
+        for path in files_of(store, tokens):
+            change_facts(path, **facts)
+    files = sorted(store.rglob("*.safetensors"))
+    said = engines.log.stat().st_size
+    with engines.engine(
+        llama,
+        block_size=64,
+        enable_prefix_caching=prefix_caching,
+        kv_transfer_config=connector(store, "kv_consumer", "recompute"),
+    ) as engine:
+        outputs = engine.generate(prompts, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    for output in outputs[:-1]:
+        assert output.num_scheduled_tokens >= LENGTH + NUM_NEW - 1
+    assert outputs[-1].num_scheduled_tokens == NUM_NEW
+    assert sorted(store.rglob("*.safetensors")) == files  # of use to somebody else
+    log = engines.log.read_text()[said:]
+    assert log.count("KVX could not load request") == len(others)
+    for sentence in (
+        "rotary is 'interleaved' at the source",
+        "rotary_dim is 32 at the source",
+        "rope_applied is False at the source",
+        "window is 48 at the source",
+        "window is 0 at the destination",
+    ):
+        assert re.search(rf"^.*WARNING.*KVX could not load request .*: {sentence} ", log, re.M)
 
 
 @LOADS

@@ -210,6 +210,7 @@ def test_all_but_the_last_token_is_loaded(start: Any, stored: None) -> None:
     assert plan.loads[0].block_ids == (steps.blocks("a"),)
     assert len(steps.blocks("a")) == 4
     assert plan.loads[0].wait
+    assert not plan.is_idle
 
 
 def test_what_the_engine_has_is_not_loaded(start: Any, stored: None) -> None:
@@ -254,6 +255,7 @@ def test_beside_other_steps(start: Any, stored: None) -> None:
     plan = steps.plan()
     assert loads(plan) == [("a", 0, 100)]
     assert not plan.loads[0].wait
+    assert plan.is_idle
     steps.run()
     assert loads(steps.plan()) == []
     steps.run(finished_recving={"a"})
@@ -363,6 +365,7 @@ def test_blocks_stay_until_the_end_is_saved(start: Any) -> None:
     assert steps.num_free_blocks() == num_free_blocks - 3
     plan = steps.plan()
     assert saves(plan) == [("a", 64, 79)]
+    assert plan.is_idle
     steps.run(finished_sending={"a"})
     assert steps.num_free_blocks() == num_free_blocks
     assert not steps.scheduler.has_requests()
@@ -451,7 +454,9 @@ def test_aborted_while_it_loads(start: Any, stored: None) -> None:
 
 
 def test_nothing_is_saved_of_a_step_whose_load_failed(start: Any, stored: None) -> None:
-    """Its forward pass has read what was not loaded. What is computed again is saved."""
+    """Its forward pass has read what was not loaded. What is computed again is saved, and so is
+    what could not be loaded; whose blocks it lay in is not known, so it may be there.
+    """
     steps = start()
     unknown = prompt(100, seed=5)
     steps.add("a", STORED[:130] + unknown)
@@ -462,9 +467,9 @@ def test_nothing_is_saved_of_a_step_whose_load_failed(start: Any, stored: None) 
     steps.run(invalid_block_ids={steps.blocks("a")[0]})
     plan = steps.plan()
     assert loads(plan) == []
-    assert saves(plan) == [("b", 128, 230)]
+    assert saves(plan) == [("b", 0, 230)]
     steps.run()
-    assert saves(steps.plan()) == [("a", 128, 230)]
+    assert saves(steps.plan()) == [("a", 0, 230)]
 
 
 def test_a_load_that_failed_is_not_tried_again(start: Any, stored: None) -> None:
@@ -499,6 +504,37 @@ def test_a_request_that_failed_leaves_nothing(async_load: bool, start: Any, stor
     steps.run()
     assert steps.num_free_blocks() == num_free_blocks
     assert not steps.scheduler.has_requests()
+
+
+def test_aborted_before_its_load_has_failed(start: Any, stored: None) -> None:
+    """A request of that name may come again, and nothing is remembered of this one."""
+    from vllm.v1.request import RequestStatus
+
+    steps = start({"async_load": True})
+    steps.add("a", STORED)
+    steps.plan()
+    steps.run()
+    steps.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    steps.plan()
+    steps.run(finished_recving={"a"}, failed_recving={"a"})
+    steps.add("a", STORED)
+    assert loads(steps.plan()) == [("a", 0, 199)]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_store_that_appears_and_is_another_one(role: str, start: Any, tmp_path: Path) -> None:
+    """Requests are computed, and the engine goes on."""
+    root = tmp_path / "disk"
+    root.touch()  # not a directory: nothing can be put there yet
+    steps = start({"path": str(root / "store"), "chunk_tokens": 32}, role=role)
+    root.unlink()
+    fill(root / "store", STORED)  # chunks of 64 tokens
+    steps.add("a", STORED, max_tokens=20)
+    assert loads(steps.plan()) == []
+    for _ in range(20):
+        steps.run()
+        steps.plan()
+    assert steps.requests["a"].is_finished()
 
 
 # ---- the model changes ----

@@ -35,6 +35,7 @@ class Worker:
         blobs: Directory,
         heads: tuple[int, int] = (0, H),
         block_size: int = N,
+        by_request: bool = True,
         **settings: Any,
     ) -> None:
         from kvx_adapters.vllm_plugin.settings import Settings
@@ -54,7 +55,7 @@ class Worker:
             Settings(path=blobs.root, **settings),
             [Held(0, group, vllm.cache_view(self.kv_caches, spec, facts), 1)],
             torch.device("cpu"),
-            by_request=True,
+            by_request=by_request,
         )
 
     def fill(self) -> None:
@@ -237,6 +238,74 @@ def test_a_load_beside_other_steps_is_always_over(blocks: Any, tmp_path: Path) -
     assert worker.half.take_results() == (set(), {"a"}, {"a"})
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["before-0.30", "since-0.30"])
+def test_a_finished_request_is_saved_without_a_forward_pass(waits: bool, tmp_path: Path) -> None:
+    """Before 0.30 vLLM calls start_load_kv alone then, and blocks wait to be freed."""
+    from kvx_adapters.vllm_plugin.connector import KVXConnector
+    from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+
+    worker = Worker(Directory(tmp_path))
+    worker.fill()
+    connector = object.__new__(KVXConnector)
+    connector._worker = worker.half
+    save = Save("a", "", np.array(TOKENS), 0, ([3, 1, 5],), final=True)
+    connector.bind_connector_metadata(StepPlan(saves=[save], is_idle=True))
+    connector.start_load_kv(None)
+    if waits:
+        connector.wait_for_save()
+    assert worker.half.take_results()[0] == {"a"}
+    worker.half.shutdown()
+    assert worker.stats()["saved_tokens"] == len(TOKENS)
+    assert worker.store.lookup(TOKENS).num_tokens == len(TOKENS)
+
+
+class Strange(Directory):
+    """Fails as nobody expects it to."""
+
+    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+        if name.endswith(".json"):
+            return super().put(name, write)
+        raise ZeroDivisionError
+
+    def fetch(self, name: str) -> Path | None:
+        if name.endswith(".json"):
+            return super().fetch(name)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
+@pytest.mark.parametrize("by_request", [True, False], ids=["by-request", "by-block"])
+def test_whatever_fails_a_load_vllm_is_told(by_request: bool, wait: bool, tmp_path: Path) -> None:
+    """Else it would take the blocks for loaded: before 0.30 it hears of nothing but blocks."""
+    match = filled(tmp_path).store.lookup(TOKENS)
+    worker = Worker(Strange(tmp_path), by_request=by_request)
+    worker.load([4, 2, 6], 0, 40, match, wait=wait)
+    worker.half.shutdown()
+    over = set() if wait else {"a"}
+    assert worker.half.take_results() == (set(), over, over)
+    assert worker.half.take_failed_blocks() == ({4, 2, 6} if wait or not by_request else set())
+    assert worker.stats()["load_failures"] == 1
+
+
+def test_whatever_fails_a_save_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(Strange(tmp_path))
+    worker.fill()
+    worker.save([3, 1, 5], final=True)  # its thread cannot write
+    worker.half._writers.submit(int).result()
+    assert worker.stats()["dropped_saves"] == 2
+
+    def fails(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(worker.store, "reserve", fails)
+    worker.save([3, 1, 5], final=True)
+    assert worker.half.take_results()[0] == {"a"}
+    assert worker.stats() == {"dropped_saves": 1}
+    worker.half.shutdown()
+
+
 def test_a_step_without_a_forward_pass_gives_way_to_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,8 +316,8 @@ def test_a_step_without_a_forward_pass_gives_way_to_loads(
     filled(tmp_path)
     worker = Worker(Directory(tmp_path))
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 60)
-    worker.half.load(StepPlan(), idle=True)  # nothing to wait for
+    worker.half.load(StepPlan(is_idle=True))  # nothing to wait for
     worker.load([4, 2, 6], 0, 40, worker.store.lookup(TOKENS), wait=False)
-    worker.half.load(StepPlan(), idle=True)
+    worker.half.load(StepPlan(is_idle=True))
     assert worker.half.take_results() == (set(), {"a"}, set())
-    worker.half.load(StepPlan(), idle=True)
+    worker.half.load(StepPlan(is_idle=True))
