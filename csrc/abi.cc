@@ -219,8 +219,8 @@ kvx_status_t kvx_set_num_threads(uint32_t num_threads) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t kvx_set_team(kvx_team_t team) {
-  kvx::cpu::set_team(team);
+kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads) {
+  kvx::cpu::set_team(team, num_threads);
   return KVX_STATUS_OK;
 }
 

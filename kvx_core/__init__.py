@@ -108,10 +108,11 @@ def use_openmp(enable: bool = True) -> bool:
     """Lets large calls on HOST memory that this thread makes run on the host's OpenMP threads.
 
     A host that has just computed with them, as torch does on CPU, has them awake, so that smaller
-    calls are worth sharing. Returns whether they are used: False too if the process has no OpenMP.
+    calls are worth sharing. They are as many as OpenMP gives this thread now, which is what
+    torch.get_num_threads() says. Returns whether they are used: False too without OpenMP here.
     """
     team = _abi.openmp() if enable else None
-    _abi.check(_abi.library().kvx_set_team(team))
+    _abi.check(_abi.library().kvx_set_team(*(team or (None, 0))))
     return team is not None
 
 

@@ -255,7 +255,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),
-    "kvx_set_team": (c_void_p,),
+    "kvx_set_team": (c_void_p, c_uint32),
 }
 
 
@@ -299,12 +299,16 @@ def load(path: Path) -> Any:
     return lib
 
 
-def openmp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that this process has loaded, if any."""
+def openmp() -> tuple[int, int] | None:
+    """GOMP_parallel of the OpenMP runtime that this process has loaded, and the threads that it
+    gives this one; None if there is no such runtime.
+    """
+    process = ctypes.CDLL(None)
     try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+        run, num_threads = process.GOMP_parallel, process.omp_get_max_threads()
     except AttributeError:
         return None
+    return ctypes.cast(run, c_void_p).value or 0, num_threads
 
 
 def check(status: int, lib: Any = None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory
+from kvx_core import CacheDesc, CacheSpan, ScaleDesc, SeqLens, _abi
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, Transfer
 from tests import native
 from tests.caches import Cache
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
@@ -32,6 +32,11 @@ DTYPE = {
     torch.int64: DType.S64,
     torch.uint8: DType.U8,
 }
+
+
+def host_memory(address: int, num_bytes: int) -> Tensor:
+    """(num_bytes,), uint8, uncopied; whoever owns the memory keeps it alive."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 class Mirror:
@@ -60,6 +65,13 @@ class Mirror:
             shift = (here - room.data_ptr()) % self.alignment
             self.copies[here] = original, room[shift : shift + storage.nbytes()]
         return self.copies[here][1].data_ptr() + tensor.data_ptr() - here
+
+    def at(self, address: int, num_bytes: int) -> int:
+        """Where host memory lies in a copy; it is made unless one holds the address already."""
+        for here, there in self.copies.values():
+            if 0 <= address - here.data_ptr() < here.numel():
+                return there.data_ptr() + address - here.data_ptr()
+        return self.address(host_memory(address, num_bytes))
 
     def upload(self) -> None:
         for here, there in self.copies.values():
@@ -197,6 +209,59 @@ class Backend:
             head_dim=key.shape[-1],
         )
 
+    # Descriptors of kvx_core for the same in this backend's memory.
+
+    def moved(self, desc: Any, **num_bytes: int) -> Any:
+        """One of them.
+
+        num_bytes: of what lies at each of its addresses, if anything does; 0: part of an allocation
+                   that has its address here already
+        """
+        fields = {name: getattr(desc, name) for name in num_bytes}
+        if self.mirror is not None:
+            for name, address in fields.items():
+                fields[name] = address and self.mirror.at(address, num_bytes[name])
+        return replace(desc, memory=self.memory, **fields)
+
+    def moved_span(self, span: CacheSpan) -> CacheSpan:
+        """One end of a migration."""
+        view, table, slots, starts = span.view, span.block_table, span.slots, span.starts
+        view = replace(
+            view,
+            layers=tuple(map(self.moved_layer, view.layers)),
+            k_scales=view.k_scales and tuple(map(self.moved_scale, view.k_scales)),
+            v_scales=view.v_scales and tuple(map(self.moved_scale, view.v_scales)),
+        )
+        return replace(
+            span,
+            view=view,
+            block_table=table
+            and self.moved(
+                table,
+                indices=table.indices_count * table.index_dtype.itemsize,
+                indptr=table.indptr_count * table.indptr_dtype.itemsize,
+            ),
+            slots=slots and self.moved(slots, slots=slots.token_count * slots.dtype.itemsize),
+            starts=starts and self.moved_lens(starts),
+        )
+
+    def moved_layer(self, layer: CacheDesc) -> CacheDesc:
+        return replace(
+            layer,
+            k=self.moved(layer.k, data=0),
+            v=layer.v and self.moved(layer.v, data=0),
+            pool=layer.pool and self.moved(layer.pool, primary=0, secondary=0),
+        )
+
+    def moved_scale(self, scale: ScaleDesc | None) -> ScaleDesc | None:
+        if scale is None:
+            return None
+        last = sum((n - 1) * step for n, step in zip(scale.shape, scale.stride, strict=True))
+        return self.moved(scale, data=(last + 1) * scale.dtype.itemsize)
+
+    def moved_lens(self, lens: SeqLens) -> SeqLens:
+        return self.moved(lens, lengths=lens.seq_count * lens.dtype.itemsize)
+
     # Calls. They raise KvxError with libkvx's sentence, and with what a device has skipped.
 
     def call(self, function: str, *structs: Any) -> None:
@@ -310,6 +375,35 @@ class Backend:
             seq_lens=ctypes.pointer(lens),
             src=ctypes.pointer(views[0].desc),
             dst=ctypes.pointer(views[1].desc),
+        )
+        self.call("kvx_migrate_kv", desc)
+        self.forget()
+
+    def migrate_spans(
+        self,
+        src: CacheSpan,
+        dst: CacheSpan,
+        seq_lens: Sequence[int],
+        allocations: Iterable[Tensor],
+        *,
+        num_heads: int | None = None,
+        find_scales: bool = False,
+        transfer: Transfer = Transfer.KERNEL,
+    ) -> None:
+        """What kvx_core.migrate does, with everything in this backend's memory.
+
+        allocations: those in which the two caches lie, which hold several layers or pools each
+        """
+        for raw in allocations:
+            self.address(raw)
+        lens, ends = self.moved_lens(SeqLens.of(seq_lens)), [*map(self.moved_span, (src, dst))]
+        desc = _abi.kvx_migrate_desc_t(
+            flags=_abi.flags(find_scales=find_scales) | transfer,
+            num_heads=num_heads or 0,
+            max_seq_len=max(seq_lens),
+            seq_lens=_abi.pointer_to(lens),
+            src=_abi.pointer_to(ends[0]),
+            dst=_abi.pointer_to(ends[1]),
         )
         self.call("kvx_migrate_kv", desc)
         self.forget()

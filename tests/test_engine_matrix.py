@@ -5,16 +5,19 @@ tests/engines knows the engines; nothing here does. A test takes two of them. Th
 is filled by its own indexing and migrated into an empty one of the second, which must then equal
 one that the second has filled; the way back must restore the first. Bytes outside the tokens are
 part of the comparison. Sequences have odd lengths, none and one among them, lie in scattered
-blocks of their engine's size, and their tables are padded with poison.
+blocks of their engine's size, and their tables are padded with poison, which a device would report.
+
+What migrates does so on every backend of tests/calls.py: the host grid runs the CUDA kernels on the
+CPU, and tells from which families they were (FAMILIES).
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import combinations_with_replacement, product
 from typing import Any, Literal
 
@@ -24,9 +27,14 @@ from torch import Tensor
 
 from kvx_adapters import tgi
 from kvx_core import (
+    BlockTable,
+    BlockTableFormat,
     CacheSpan,
     FactsMismatchError,
     InvalidArgumentError,
+    Memory,
+    SlotMapping,
+    Transfer,
     UnsupportedError,
     compare,
     migrate,
@@ -34,6 +42,7 @@ from kvx_core import (
 )
 from tests import reference
 from tests.caches import random_values
+from tests.calls import BACKENDS, HOSTGRID, Backend, Mirror, host_memory
 from tests.engines import (
     E4M3,
     E5M2,
@@ -45,7 +54,9 @@ from tests.engines import (
     EngineCache,
     Sizes,
 )
-from tests.engines.vllm import int8_rows
+from tests.engines.vllm import fp8_rows, int8_rows
+from tests.native import ROOT
+from tests.test_find_scales import find_scales
 
 NUM_LAYERS, HEADS, DIM = 2, 3, 48
 LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
@@ -161,20 +172,28 @@ def end_of(
 
 
 @lru_cache(maxsize=256)
-def holding(end: End, tokens: Tokens) -> EngineCache:
+def holding(end: End, tokens: Tokens, absent: frozenset[int] = frozenset()) -> EngineCache:
     """A cache that the engine itself has written; not to be changed."""
     made = end.empty()
+    write(end, made, tokens, absent)
+    return made
+
+
+def write(
+    end: End, made: EngineCache, tokens: Tokens, absent: frozenset[int] = frozenset()
+) -> None:
+    """absent: numbers of tokens that are left out, counted over all sequences"""
     size = made.block_size
     places = [
         (blocks[token // size], token % size)
         for blocks, length in zip(end.sequences, end.lengths, strict=True)
         for token in range(length)
     ]
-    blocks, offsets = torch.tensor(places).unbind(1)
+    kept = [i for i in range(len(places)) if i not in absent]
+    blocks, offsets = torch.tensor(places)[kept].unbind(1)
     for layer in range(NUM_LAYERS):
-        value = None if tokens.value is None else tokens.value[layer]
-        made.write(layer, blocks, offsets, tokens.key[layer], value)
-    return made
+        value = None if tokens.value is None else tokens.value[layer, kept]
+        made.write(layer, blocks, offsets, tokens.key[layer, kept], value)
 
 
 def assert_same_memory(got: EngineCache, wanted: EngineCache) -> None:
@@ -192,6 +211,7 @@ def assert_untouched(made: EngineCache) -> None:
 
 
 def check_there_and_back(
+    backend: Backend,
     first: End,
     second: End,
     tokens: Tokens,
@@ -200,14 +220,71 @@ def check_there_and_back(
     *,
     head_starts: tuple[int, int] = (0, 0),
     num_heads: int | None = None,
+    transfer: Transfer = Transfer.KERNEL,
 ) -> None:
     """Migrates `tokens` into the second end, where they are `there`, and back as `back`."""
     source, target, returned = holding(first, tokens), second.empty(), first.empty()
-    at_target = second.span(target, head_starts[1])
-    migrate(first.span(source, head_starts[0]), at_target, first.lengths, num_heads=num_heads)
+    at_source, at_target = first.span(source, head_starts[0]), second.span(target, head_starts[1])
+    at_returned = first.span(returned, head_starts[0])
+    options = {"num_heads": num_heads, "transfer": transfer}
+    move(backend, source, at_source, target, at_target, first.lengths, **options)
     assert_same_memory(target, holding(second, there))
-    migrate(at_target, first.span(returned, head_starts[0]), first.lengths, num_heads=num_heads)
+    move(backend, target, at_target, returned, at_returned, first.lengths, **options)
     assert_same_memory(returned, holding(first, back))
+
+
+def move(
+    backend: Backend,
+    src: EngineCache,
+    at_src: CacheSpan,
+    dst: EngineCache,
+    at_dst: CacheSpan,
+    lengths: Sequence[int],
+    **options: Any,
+) -> None:
+    """migrate, or its call in the memory of a device."""
+    before = [raw.clone() for raw in src.raw]
+    if backend.memory is Memory.HOST:
+        migrate(at_src, at_dst, lengths, **options)
+    else:
+        backend.migrate_spans(at_src, at_dst, lengths, (*src.raw, *dst.raw), **options)
+    assert all(map(torch.equal, src.raw, before)), "the source was written"
+
+
+def put_nulls(end: End, span: CacheSpan) -> frozenset[int]:
+    """Makes the first block of one sequence null and the last of another; absent are their tokens.
+
+    Null is what the engine calls so in the one, another negative entry in the other.
+    """
+    index = span.slots or span.block_table
+    if index is None:
+        return frozenset()
+    known, other, absent = span.view.null_block_id, -7, set()
+    if isinstance(index, SlotMapping):
+        known = -1
+    elif index.format is BlockTableFormat.KV_OFFSETS:
+        other = -1
+    shorter, longest = sorted(range(len(end.lengths)), key=end.lengths.__getitem__)[-2:]
+    last = len(end.sequences[shorter]) - 1
+    for row, block, null in ((longest, 0, known), (shorter, last, other)):
+        begin = sum(end.lengths[:row])
+        tokens = range(begin, begin + end.lengths[row])
+        tokens = tokens[block * end.engine.block_size :][: end.engine.block_size]
+        absent.update(tokens)
+        if isinstance(index, SlotMapping) or index.format is BlockTableFormat.RAGGED:
+            entries(index)[tokens] = null
+        else:
+            entries(index).view(index.seq_count, -1, index.max_blocks_per_seq)[row, :, block] = null
+    return frozenset(absent)
+
+
+def entries(index: BlockTable | SlotMapping) -> Tensor:
+    """Of a table or slots, in the engine's memory."""
+    if isinstance(index, SlotMapping):
+        address, count, dtype = index.slots, index.token_count, index.dtype
+    else:
+        address, count, dtype = index.indices, index.indices_count, index.index_dtype
+    return host_memory(address, count * dtype.itemsize).view(getattr(torch, dtype.array_name))
 
 
 # ---- who meets whom ----
@@ -234,6 +311,41 @@ def of_pairs(pairs: Sequence[Names]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("first", "second"), pairs, ids=ids)
 
 
+# Devices take their time: these pairs always run on them, all others of a test with --slow.
+# Tokens in rows; packed K and transposed V, found by slots; heads in two pools, by KVCacheIndex.
+ROWS = {"torch NHD", "torch MLA"}
+HUBS = {"tgi paged cuda", "tensorrt_llm V1 offloaded", *ROWS}
+WITH_ROWS = [pair for pair in PAIRS if ROWS & {*pair}]
+WITH_HUBS = [pair for pair in PAIRS if HUBS & {*pair}]
+SOME = [
+    ("vllm FLASH_ATTN LBNHC", "tensorrt_llm V1"),
+    ("vllm FLASHMLA", "tensorrt_llm MLA"),
+    ("tensorrt_llm V1 offloaded", "tgi flashinfer"),
+    ("tgi paged cuda", "torch NHD"),
+    ("vllm CPU_ATTN", "torch HND"),
+]
+
+
+def on_backends(
+    pairs: Sequence[Names], quick: Sequence[Names], slow: Sequence[Names] = PAIRS
+) -> pytest.MarkDecorator:
+    """All pairs on the CPU; on a device `quick` of them, and with --slow `slow` of them."""
+
+    def params(backend: Backend) -> Iterator[Any]:
+        for pair in pairs:
+            name = f"{backend.name}: {' - '.join(pair)}"
+            if backend.memory is Memory.HOST or pair in quick:
+                yield pytest.param(backend, *pair, id=name)
+            elif pair in slow or pair[::-1] in slow:
+                yield pytest.param(backend, *pair, id=name, marks=pytest.mark.slow)
+
+    return pytest.mark.parametrize(
+        ("built_backend", "first", "second"),
+        [param for backend in BACKENDS for param in params(backend)],
+        indirect=["built_backend"],
+    )
+
+
 def partners(name: str) -> list[str]:
     return [other for other in ENGINES if not why_never(name, other)]
 
@@ -258,14 +370,30 @@ def test_every_allocation_is_used(name: str) -> None:
         assert all((raw == SENTINEL).any() for raw in holding(end, tokens).raw)
 
 
-@of_pairs(PAIRS)
-def test_same_dtype(first: str, second: str) -> None:
+@on_backends(PAIRS, WITH_ROWS)
+def test_same_dtype(backend: Backend, first: str, second: str) -> None:
     """The same bytes there and back; and verify finds what the two engines wrote equal."""
     for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         a, b, tokens = two_ends(first, second, seed, dtype)
-        check_there_and_back(a, b, tokens, there=tokens, back=tokens)
-    found = verify(a.span(holding(a, tokens)), b.span(holding(b, tokens)), a.lengths)
-    assert str(found).startswith(f"equal: {sum(a.lengths)} tokens")
+        check_there_and_back(backend, a, b, tokens, there=tokens, back=tokens)
+    if backend.memory is Memory.HOST:
+        found = verify(a.span(holding(a, tokens)), b.span(holding(b, tokens)), a.lengths)
+        assert str(found).startswith(f"equal: {sum(a.lengths)} tokens")
+
+
+@on_backends(WITH_HUBS, WITH_HUBS)
+def test_null_blocks(backend: Backend, first: str, second: str) -> None:
+    """No null entry is followed, at either end: the tokens of those blocks stay away."""
+    a, b, tokens = two_ends(first, second, 3, torch.bfloat16)
+    for src, dst in ((a, b), (b, a)):
+        source, target = src.empty(), dst.empty()
+        for raw in source.raw:  # a null block, too, holds what an empty cache does not
+            raw.fill_(~SENTINEL & 0xFF)
+        write(src, source, tokens)
+        at_source, at_target = src.span(source), dst.span(target)
+        absent = put_nulls(src, at_source) | put_nulls(dst, at_target)
+        move(backend, source, at_source, target, at_target, src.lengths)
+        assert_same_memory(target, holding(dst, tokens, absent))
 
 
 # FP8 times a scale that is a power of 2 is exact in both.
@@ -274,8 +402,8 @@ WIDER |= {E4M3: torch.bfloat16, E5M2: torch.float16}
 POWERS_OF_2 = ((0.5, 0.5), (0.125, 0.125))
 
 
-@of_pairs(PAIRS)
-def test_wider_dtype(first: str, second: str) -> None:
+@on_backends(PAIRS, SOME, WITH_ROWS)
+def test_wider_dtype(backend: Backend, first: str, second: str) -> None:
     """A wider dtype holds the same values, and gives them back exactly."""
     for seed, (narrow, wide) in enumerate(WIDER.items()):
         if narrow not in ENGINES[first].dtypes:
@@ -287,7 +415,7 @@ def test_wider_dtype(first: str, second: str) -> None:
         )
         tokens = some_tokens(seed, narrow, ends[0].sizes.num_kv_heads, not ENGINES[first].mla)
         there = converted(tokens, wide, scales)
-        check_there_and_back(*ends, tokens, there=there, back=tokens)
+        check_there_and_back(backend, *ends, tokens, there=there, back=tokens)
 
 
 SCALES = ((0.37, 0.19), (0.021, 1.0))
@@ -301,8 +429,11 @@ def scales_of(name: str, dtype: torch.dtype, scales: Scales) -> Scales | None:
     return tuple((k, k) for k, _ in scales) if ENGINES[name].one_scale else scales
 
 
-@of_pairs([pair for pair in PAIRS if all({*ENGINES[name].dtypes} & {*FP8} for name in pair)])
-def test_fp8(first: str, second: str) -> None:
+HAVE_FP8 = [pair for pair in PAIRS if all({*ENGINES[name].dtypes} & {*FP8} for name in pair)]
+
+
+@on_backends(HAVE_FP8, SOME, WITH_ROWS)
+def test_fp8(backend: Backend, first: str, second: str) -> None:
     """One dtype and scale at both ends is the same bytes; others round once more each way."""
     for seed, (at_first, at_second) in enumerate(product(FP8, FP8)):
         if at_first not in ENGINES[first].dtypes or at_second not in ENGINES[second].dtypes:
@@ -314,12 +445,12 @@ def test_fp8(first: str, second: str) -> None:
         tokens = some_tokens(seed, at_first, a.sizes.num_kv_heads, not ENGINES[first].mla)
         there = converted(tokens, at_second, src, dst)
         back = converted(there, at_first, dst, src)
-        check_there_and_back(a, b, tokens, there, back)
+        check_there_and_back(backend, a, b, tokens, there, back)
         if at_first == at_second and src and dst:
             same = tuple((k, k) for k, _ in SCALES)
             a = end_of(first, "first", seed, at_first, scales=same)
             b = end_of(second, "second", seed, at_second, scales=same)
-            check_there_and_back(a, b, tokens, there=tokens, back=tokens)
+            check_there_and_back(backend, a, b, tokens, there=tokens, back=tokens)
 
 
 def rank_first(first: str, second: str) -> Names | None:
@@ -332,8 +463,8 @@ def rank_first(first: str, second: str) -> Names | None:
     return (second, first) if ENGINES[first].whole else (first, second)
 
 
-@of_pairs([pair for pair in (rank_first(*pair) for pair in PAIRS) if pair])
-def test_head_ranges(first: str, second: str) -> None:
+@on_backends([pair for pair in (rank_first(*pair) for pair in PAIRS) if pair], SOME)
+def test_head_ranges(backend: Backend, first: str, second: str) -> None:
     """Heads 2 and 3 of 4, all that the first holds, into the second, which holds all, and back."""
     dtype = torch.bfloat16
     share = {"num_kv_heads": 2, "first_kv_head": 2, "total_kv_heads": 4}
@@ -341,7 +472,9 @@ def test_head_ranges(first: str, second: str) -> None:
     whole = end_of(second, "second", 0, dtype, num_kv_heads=4)
     tokens = some_tokens(0, dtype, 2, True)
     there = beside_sentinels(tokens, 4)
-    check_there_and_back(rank, whole, tokens, there, tokens, head_starts=(0, 2), num_heads=2)
+    check_there_and_back(
+        backend, rank, whole, tokens, there, tokens, head_starts=(0, 2), num_heads=2
+    )
 
     source, target = holding(rank, tokens), whole.empty()
     with pytest.raises(FactsMismatchError) as refused:
@@ -351,6 +484,33 @@ def test_head_ranges(first: str, second: str) -> None:
         f"first_kv_head + head_start is 2 at the source ({engines[0]}) and 0 at the destination "
         f"({engines[1]})",
     )
+
+
+@cache
+def quantised(tokens: Tokens) -> Tokens:
+    """Rows of bytes: E4M3 and a float32 scale of each row, as tests/test_find_scales.py says."""
+
+    def rows(half: Tensor) -> Tensor:
+        wide = half.float()
+        scales = find_scales(wide, E4M3, torch.float32).unsqueeze(-1)
+        codes = reference.encode(wide / scales, E4M3)
+        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+
+    assert tokens.value is not None
+    return Tokens(rows(tokens.key), rows(tokens.value))
+
+
+@pytest.mark.parametrize("first", ["torch NHD", "tgi paged cuda", "tensorrt_llm V1 offloaded"])
+def test_scales_that_are_found(backend: Backend, first: str) -> None:
+    """Into vLLM's FP8 rows, each of which ends in its scale: not in ENGINES, as it rounds."""
+    a = end_of(first, "first", 0, torch.bfloat16)
+    sizes = replace(a.sizes, num_blocks=64, block_size=16, dtype=torch.uint8)
+    b = replace(a, engine=Engine(fp8_rows, 16, (torch.uint8,)), sizes=sizes)
+    b = replace(b, sequences=[[5 * i + j + 1 for j in range(5)] for i in range(len(a.lengths))])
+    tokens = some_tokens(0, torch.bfloat16, HEADS, True)
+    source, target = holding(a, tokens), b.empty()
+    move(backend, source, a.span(source), target, b.span(target), a.lengths, find_scales=True)
+    assert_same_memory(target, holding(b, quantised(tokens)))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -364,6 +524,81 @@ def test_verify_finds_one_wrong_bit(name: str) -> None:
     assert found is not None
     place = (found.layer, found.kv, found.sequence, found.token, found.head, found.dim)
     assert place == (1, half[0].upper(), sequence, 5, a.sizes.num_kv_heads - 1, 7)
+
+
+# ---- the kernels of devices ----
+
+
+BF16 = torch.bfloat16
+
+
+def on_the_grid(
+    first: str,
+    second: str,
+    at_first: torch.dtype = BF16,
+    at_second: torch.dtype = BF16,
+    transfer: Transfer = Transfer.KERNEL,
+) -> None:
+    a, b = end_of(first, "first", 0, at_first), end_of(second, "second", 0, at_second)
+    tokens = some_tokens(0, at_first, HEADS, True)
+    there = converted(tokens, at_second)
+    back = converted(there, at_first)
+    check_there_and_back(HOSTGRID, a, b, tokens, there, back, transfer=transfer)
+
+
+# Each family of docs/kernels.md, and caches of engines that it alone moves. Pairs of one dtype go
+# by the first four, often K by one and V by another; the last two run if a caller asks for them.
+FAMILIES: dict[str, Callable[[], None]] = {
+    "blocks": partial(on_the_grid, "torch NHD", "tgi flashinfer"),
+    "rows": partial(on_the_grid, "torch NHD", "torch HND"),
+    "remap": partial(on_the_grid, "vllm ROCM_ATTN LBHNC", "tgi paged cuda"),
+    "tile": partial(on_the_grid, "torch HND", "tgi paged ipex xpu"),
+    "convert": partial(on_the_grid, "torch NHD", "torch HND", BF16, torch.float32),
+    "generic": partial(on_the_grid, "torch NHD", "torch HND", E4M3, E5M2),
+    "bulk": partial(on_the_grid, "torch NHD", "tgi flashinfer", transfer=Transfer.BACKGROUND),
+    "quantize": partial(test_scales_that_are_found, HOSTGRID, "torch NHD"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_reached(
+    family: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The host grid says where each launch comes from, and a family has its file."""
+    monkeypatch.setenv("HOSTGRID_TRACE", "1")
+    FAMILIES[family]()
+    launched = re.findall(r"launch from .*?(\w+)\.cu:", capfd.readouterr().err)
+    assert {*launched} - {"status"} == {family}
+
+
+def test_no_family_is_missing() -> None:
+    files = (ROOT / "csrc/cuda").glob("*.cu")
+    assert {*FAMILIES} == {file.stem for file in files if "KVX_INSTANTIATE(" in file.read_text()}
+
+
+class Hidden(Mirror):
+    """Copies, whose originals hold garbage while the call runs."""
+
+    def upload(self) -> None:
+        super().upload()
+        for here, _ in self.copies.values():
+            here.fill_(0xEE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tensorrt_llm V1 offloaded", "tgi paged cuda"),
+        ("vllm FLASH_ATTN LBNHC", "tgi flashinfer"),
+        ("tensorrt_llm V2", "dense"),
+        ("vllm FLASHMLA", "tensorrt_llm MLA"),
+    ],
+)
+def test_nothing_is_left_on_the_host(first: str, second: str) -> None:
+    """A device is given caches, tables, slots, lengths and scales in memory of its own."""
+    hidden = Backend("hidden", Memory.DEVICE, HOSTGRID.library, Hidden("cpu"))
+    test_null_blocks(hidden, first, second)
+    test_fp8(hidden, first, second)
 
 
 # ---- what is refused ----

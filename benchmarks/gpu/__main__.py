@@ -31,6 +31,8 @@ _GRAPH_TESTS = "tests/test_cuda_graph.py"
 _ELSEWHERE = {
     "tests/adapters": "vllm",
     "tests/test_demo.py": "vllm",
+    "tests/test_engine_matrix.py": "transformers",
+    "tests/test_layouts_doc.py": "transformers",
     "tests/core/test_geometry.py": "pydantic",
 }
 

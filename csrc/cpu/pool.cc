@@ -35,11 +35,19 @@ void use_process_cores() {
 #endif
 }
 
+// What the user asks for; 0: nothing.
+uint32_t asked_threads() {
+  const uint32_t chosen = chosen_threads.load(std::memory_order_relaxed);
+  if (chosen) return chosen;
+  static const uint32_t from_environment = [] {
+    const char *text = std::getenv("KVX_NUM_THREADS");
+    const long count = text ? std::strtol(text, nullptr, 10) : 0;
+    return static_cast<uint32_t>(std::clamp<long>(count, 0, kMaxThreads));
+  }();
+  return from_environment;
+}
+
 uint32_t default_threads() {
-  if (const char *text = std::getenv("KVX_NUM_THREADS")) {
-    const long count = std::strtol(text, nullptr, 10);
-    if (count > 0) return static_cast<uint32_t>(std::min<long>(count, kMaxThreads));
-  }
 #if defined(__linux__)
   cpu_set_t cores;
   if (process_cores(&cores))
@@ -123,6 +131,7 @@ Pool &pool() {
 
 struct Team {
   kvx_team_t run = nullptr;
+  uint32_t num_threads = 0;
   pid_t process = 0;  // a forked child has none of the threads
 };
 
@@ -148,8 +157,8 @@ struct Region {
 }  // namespace
 
 uint32_t num_threads() {
-  const uint32_t chosen = chosen_threads.load(std::memory_order_relaxed);
-  if (chosen) return chosen;
+  const uint32_t asked = asked_threads();
+  if (asked) return asked;
   static const uint32_t by_default = default_threads();
   return by_default;
 }
@@ -158,13 +167,17 @@ void set_num_threads(uint32_t count) {
   chosen_threads.store(std::min(count, kMaxThreads), std::memory_order_relaxed);
 }
 
-void set_team(kvx_team_t run) { team = {run, getpid()}; }
+void set_team(kvx_team_t run, uint32_t num_threads) { team = {run, num_threads, getpid()}; }
 
-bool has_team() { return team.run && team.process == getpid(); }
+uint32_t num_team_threads() {
+  if (!team.run || team.process != getpid()) return 0;
+  const uint32_t asked = asked_threads();
+  return asked ? std::min(asked, team.num_threads) : team.num_threads;
+}
 
 void run_with_helpers(uint32_t helpers, Work work, void *context) {
   if (helpers == 0) return work(context, true);
-  if (has_team()) {
+  if (num_team_threads()) {
     Region region = {pthread_self(), work, context, {helpers}};
     return team.run(Region::enter, &region, 0, 0);
   }

@@ -7,13 +7,13 @@
 
 namespace kvx::cpu {
 
-// Threads that a large call uses, the caller's included.
+// Threads of the pool that a large call uses, the caller included.
 uint32_t num_threads();
 void set_num_threads(uint32_t count);  // 0: the default
 
 // The host's threads, for calls of this thread; NULL: the pool's.
-void set_team(kvx_team_t team);
-bool has_team();
+void set_team(kvx_team_t team, uint32_t num_threads);
+uint32_t num_team_threads();  // 0: there is no team
 
 // What each thread runs; it shares out the items of `context` itself.
 using Work = void (*)(void *context, bool is_caller);

@@ -351,8 +351,8 @@ class Job {
 
   void run() {
     if (!bytes_) return;
-    const bool team = cost_ >= kBytesPerTeamMember && has_team();
-    const uint64_t wanted = std::min(uint64_t{num_threads()} - 1,
+    const uint64_t team = cost_ >= kBytesPerTeamMember ? num_team_threads() : 0;
+    const uint64_t wanted = std::min((team ? team : num_threads()) - 1,
                                      cost_ / (team ? kBytesPerTeamMember : kBytesPerHelper));
     tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
     if (team || cost_ > bytes_)  // a few tokens are work for all

@@ -43,7 +43,7 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
         )
         assert desc.v is not None
         k, v = _view(kv_cache, desc.k), _view(kv_cache, desc.v)
-        _use_vllms_threads()
+        kvx_core.use_openmp()  # the threads that vLLM computes with, as its own op does
         if kv_cache.dtype != torch.uint8:
             return write_into(k, v, desc.k.layout.name)
         if os.environ.get("KVX_VLLM_CPU_ATTENTION") != "nearest":
@@ -64,14 +64,6 @@ class KVXCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_impl_cls() -> type[KVXCPUAttentionImpl]:
         return KVXCPUAttentionImpl
-
-
-def _use_vllms_threads() -> None:
-    """As vLLM's own op does. libkvx would count the cores of this thread, which vLLM may have bound
-    to one of them.
-    """
-    if kvx_core.use_openmp():
-        kvx_core.set_num_threads(torch.get_num_threads())
 
 
 def _view(kv_cache: Tensor, desc: TensorDesc) -> Tensor:

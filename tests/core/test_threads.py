@@ -23,7 +23,6 @@ _TEAM = ctypes.CFUNCTYPE(None, _WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_u
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    kvx_core.set_num_threads(2)
     yield
     kvx_core.set_num_threads(0)
     _set_team(None)
@@ -31,7 +30,7 @@ def _threads() -> Iterator[None]:
 
 def _set_team(team: object) -> None:
     address = None if team is None else ctypes.cast(team, ctypes.c_void_p).value
-    _abi.check(_abi.library().kvx_set_team(address))
+    _abi.check(_abi.library().kvx_set_team(address, 2))
 
 
 class Team:
@@ -72,7 +71,6 @@ class Case:
 
 
 def test_set_num_threads() -> None:
-    kvx_core.set_num_threads(0)
     default = kvx_core.backend_info().num_threads
     kvx_core.set_num_threads(1)
     assert kvx_core.backend_info().num_threads == 1

@@ -164,6 +164,13 @@ def int8_rows(sizes: Sizes) -> VllmCache:
     return VllmCache(sizes, storages, layers, store_halves, **fields)
 
 
+def fp8_rows(sizes: Sizes) -> VllmCache:
+    """Rows of FP8 and, in four bytes more, a float32 scale: not in ENGINES. A token is its rows."""
+    storages, layers = _since_29(sizes, "LBNHC", sizes.num_kv_heads, 2 * (sizes.head_dim + 4))
+    fields = {"kv_cache_dtype": "fp8_per_token_head", "backend": "TRITON_ATTN", "layout": "LBNHC"}
+    return VllmCache(sizes, storages, layers, store_halves, **fields)
+
+
 def _since_29(sizes: Sizes, layout: str, heads: int, cell: int) -> tuple[list[Tensor], Any]:
     """One allocation in the order `layout`, and its layers as (B, H, N, C)."""
     raw, layers = dense("LBHNC", layout, _extent(sizes, heads, cell), _stored(sizes))

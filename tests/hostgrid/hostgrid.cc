@@ -4,6 +4,7 @@
 //
 //   HOSTGRID_SCHED=rand|fwd|rev    any (the default), the first, the last
 //   HOSTGRID_SEED=1                of rand; the same seed draws the same order in every launch
+//   HOSTGRID_TRACE=1               a line on stderr for each launch: where it comes from
 //
 // What a device might get through by luck ends the process: see `die`.
 #include "hostgrid.h"
@@ -445,7 +446,7 @@ void allow_shared(const void *kernel, size_t bytes) {
   allowed_shared[kernel] = bytes;
 }
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, const void *kernel, void (*thread)(void *),
+void run(Grid grid, dim3 block, size_t shared_bytes, const void *kernel, void (*thread)(void *),
          void *context) {
   const std::lock_guard<std::mutex> lock(launching);
   if (check(grid, block, shared_bytes, kernel) != cudaSuccess) return;
@@ -456,6 +457,8 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, const void *kernel, void (*
              shared_bytes};
   set_shared_bounds();
   here.launch = current.number;
+  if (is_set("HOSTGRID_TRACE"))
+    std::fprintf(stderr, "hostgrid: launch from %s:%d\n", grid.site.file, grid.site.line);
   Order order;
   std::vector<uint32_t> blocks(size_t{grid.x} * grid.y * grid.z);
   order.arrange(blocks.data(), blocks.size());

@@ -44,9 +44,16 @@ struct Site {
 
 // ---- launches ----
 
+// A grid, and the line that launches it.
+struct Grid : dim3 {
+  Site site;
+  Grid(dim3 grid, Site site_ = Site::here()) : dim3(grid), site(site_) {}
+  Grid(unsigned blocks, Site site_ = Site::here()) : dim3(blocks), site(site_) {}
+};
+
 // Runs `thread(context)` on every thread of the grid. A launch that a device would refuse is
 // refused with the same error, which cudaGetLastError returns, and a line on stderr.
-void run(dim3 grid, dim3 block, size_t shared_bytes, const void *kernel, void (*thread)(void *),
+void run(Grid grid, dim3 block, size_t shared_bytes, const void *kernel, void (*thread)(void *),
          void *context);
 
 // cudaFuncSetAttribute's part.
@@ -67,7 +74,7 @@ struct Call {
 };
 
 template <class... P, class... A>
-void launch(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(P...), A &&...arguments) {
+void launch(Grid grid, dim3 block, size_t shared_bytes, void (*kernel)(P...), A &&...arguments) {
   static_assert((sizeof(P) + ... + 0) <= kMaxParameterBytes, "too many bytes of kernel parameters");
   static_assert(!(std::is_reference_v<P> || ...), "a kernel takes its parameters by value");
   Call<P...> call{kernel, {std::forward<A>(arguments)...}};

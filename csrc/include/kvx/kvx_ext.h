@@ -46,10 +46,11 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 typedef void (*kvx_team_t)(void (*work)(void *data), void *data, unsigned num_threads,
                            unsigned flags);
 
-/* Lets large calls on HOST memory that this thread makes use the host's threads instead of
- * libkvx's own: those that have just worked for the host are awake, so that smaller calls are worth
- * sharing too. NULL: libkvx's own again. A forked child is back to those. */
-KVX_API kvx_status_t kvx_set_team(kvx_team_t team);
+/* Lets large calls on HOST memory that this thread makes use the host's `num_threads` threads
+ * instead of libkvx's own: those that have just worked for the host are awake, so that smaller
+ * calls are worth sharing too. KVX_NUM_THREADS and kvx_set_num_threads, where given, bound them.
+ * NULL: libkvx's own again. A forked child is back to those. */
+KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
 
 /* Zero the destination tokens that have no source: null blocks and, for gather, rows past the
  * sequence's length. Without the flag they keep what they held. */
