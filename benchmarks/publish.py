@@ -24,13 +24,21 @@ _ROOT = Path(__file__).resolve().parent.parent
 _RUNS = _ROOT / "build" / "benchmarks"
 _RESULTS = _ROOT / "benchmarks" / "results"
 _README = _ROOT / "benchmarks" / "README.md"
-_NAMES = ("cpu_copy", "in_cache", "call_overhead", "migrate_vs_lmcache")
+_NAMES = (
+    "cpu_copy",
+    "in_cache",
+    "call_overhead",
+    "migrate_vs_lmcache",
+    "vllm_cpu_write",
+    "vllm_connector",
+)
 _VERSUS = {
     "memcpy": "memcpy",
     "stream": "streaming copy",
     "torch": "torch",
     "rows": "memcpy per row",
     "lmcache": "LMCache",
+    "vllm": "vLLM",
 }
 _MAX_OTHERS_CORES = 0.2
 _COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
@@ -92,7 +100,7 @@ def _section(name: str, result: dict[str, Any]) -> str:
 {result["settings"]["rounds"]} rounds; others used \
 {sum(result["disturbance"].values()):.2f} cores meanwhile.
 
-{_calls(result) if name == "call_overhead" else _ratios(result)}
+{_TABLES.get(name, _ratios)(result)}
 """
 
 
@@ -128,6 +136,32 @@ def _calls(result: dict[str, Any]) -> str:
         goal = call_overhead.goal_text(row).replace("NOT MET", "**not met**").replace("-", "", 1)
         lines.append([row["call"], f"{row['median_us']:.2f}", f"{row['times_floor']:.1f}", goal])
     return _table(lines)
+
+
+def _engines(result: dict[str, Any]) -> str:
+    decode, *prompts = result["results"]
+    lines = [
+        ["prompt", "MB", "computed", "and saved", "loaded instead", "x faster", "x memcpy"],
+        ["---", *["--:"] * 6],
+    ]
+    for row in prompts:
+        ms = [
+            f"{row['median_us'][what] / 1e3:.0f} ms"
+            for what in ("compute", "compute and save", "load instead")
+        ]
+        memcpy = "save {save:.2f}, load {load:.2f}".format(**row["times_memcpy"])
+        lines.append(
+            [row["case"], f"{row['bytes'] / 1e6:.1f}", *ms, f"{row['speedup']:.1f}", memcpy]
+        )
+    us = decode["median_us"]
+    return (
+        f"A {decode['case']}: {us['vllm']:.0f} us, with KVXConnector {us['kvx']:.0f} us, "
+        f"{decode['times_vllm']:.3f} times as long; {decode['inside_us_per_request']:.0f} us of a "
+        f"request in KVXConnector, copies included.\n\n{_table(lines)}"
+    )
+
+
+_TABLES = {"call_overhead": _calls, "vllm_connector": _engines}
 
 
 def _table(lines: list[list[str]]) -> str:

@@ -116,6 +116,7 @@ def test_a_flipped_bit_is_found() -> None:
 
 
 @needs_engines
+@pytest.mark.slow
 def test_a_wrong_description_fails_the_demo() -> None:
     """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell."""
     sabotage = """

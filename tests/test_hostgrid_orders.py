@@ -12,6 +12,8 @@ import pytest
 
 from tests.native import run
 
+pytestmark = pytest.mark.slow
+
 # Every family, every way to find a token, tokens that are skipped, calls of many waves.
 SUBSET = (
     "hostgrid and (every_granularity or out_of_range or out_of_order or every_pair_of_ends or "
@@ -27,11 +29,7 @@ FILES = [f"tests/test_{name}.py" for name in ("write_gather", "migrate", "codecs
 
 @pytest.mark.parametrize(
     ("order", "seed", "subset"),
-    [
-        pytest.param("rand", "2", SUBSET, marks=pytest.mark.slow),
-        pytest.param("fwd", "1", PLAIN, marks=pytest.mark.slow),
-        ("rev", "1", PLAIN),
-    ],
+    [("rand", "2", SUBSET), ("fwd", "1", PLAIN), ("rev", "1", PLAIN)],
     ids=["rand-2", "fwd", "rev"],
 )
 def test_another_order_passes_the_same_tests(order: str, seed: str, subset: str) -> None:

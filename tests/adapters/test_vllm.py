@@ -522,7 +522,7 @@ def test_kernel_blocks_per_block_must_be_positive() -> None:
 
 
 @needs_cpu_op
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_live_engine(kv_cache_dtype: str, tmp_path: Path) -> None:
     if kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's FP8 cache on CPU needs AVX-512")
