@@ -101,8 +101,8 @@ class Disturbance:
         user, nice, system, _, _, irq, softirq, stolen = (
             t / os.sysconf("SC_CLK_TCK") for t in ticks
         )
-        own = os.times()
-        others = user + nice + system + irq + softirq - own.user - own.system
+        own = sum(os.times()[:4])  # and of the processes that it has started and waited for
+        others = user + nice + system + irq + softirq - own
         return [time.monotonic(), others, stolen]
 
 
