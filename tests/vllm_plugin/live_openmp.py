@@ -28,10 +28,11 @@ def _library_at(address: int) -> str:
     return "none"
 
 
-def _watched() -> int | None:
+def _watched() -> tuple[int, int]:
     found = _openmp()
     assert found is not None
-    parallel, library = _PARALLEL(found), _library_at(found)
+    address, num_threads = found
+    parallel, library = _PARALLEL(address), _library_at(address)
 
     def run(work: int, data: int, num_threads: int, flags: int) -> None:
         with _file.open("a") as lines:
@@ -40,7 +41,7 @@ def _watched() -> int | None:
 
     team = _PARALLEL(run)
     _teams.append(team)
-    return ctypes.cast(team, c_void_p).value
+    return ctypes.cast(team, c_void_p).value or 0, num_threads
 
 
 _teams: list[object] = []  # that libkvx may call
