@@ -17,10 +17,7 @@ ALL = "not hostgrid"
 SOME = f"{ALL} and (conformance or validation or odd or custom or (every_pair_of_ends and packed))"
 
 
-@pytest.mark.parametrize(
-    "subset", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_suite_with_address_sanitizer(subset: str) -> None:
+def test_suite_with_address_sanitizer(pytestconfig: pytest.Config) -> None:
     """PyTorch and numpy allocate through the sanitizer's malloc: their buffers have red zones."""
     library = sanitized_library("ON")
     preload = [
@@ -35,7 +32,7 @@ def test_suite_with_address_sanitizer(subset: str) -> None:
             "-p",
             "no:cacheprovider",
             "-k",
-            subset,
+            ALL if pytestconfig.getoption("--slow") else SOME,
             *SUITE,
         ],
         env={
