@@ -57,6 +57,13 @@ class SchedulerOutput:
     cached_requests: list[RequestData] = field(default_factory=list)
 
 
+@dataclass
+class SchedulerOutputOfMain(SchedulerOutput):
+    """What main adds."""
+
+    attention_dp_rank: int | None = None
+
+
 class KvCacheConnectorWorker(ABC):
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -68,6 +75,9 @@ class KvCacheConnectorWorker(ABC):
 
     def get_connector_meta(self) -> object:
         return self._metadata
+
+    def _clear_connector_meta(self) -> None:
+        self._metadata = None
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
         return None
@@ -116,12 +126,19 @@ class KvCacheConnectorScheduler(ABC):
 class WorkerOfMain(KvCacheConnectorWorker):
     """What main adds."""
 
+    supports_attention_dp: bool = False
+
     def register_kv_cache_layout(self, layout: Any) -> None:
-        raise NotImplementedError
+        tensor = layout.as_single_pool_tensor()
+        if tensor is None:
+            raise NotImplementedError("the layout is not one pool")
+        self.register_kv_caches(tensor)
 
 
 class SchedulerOfMain(KvCacheConnectorScheduler):
     """What main adds."""
+
+    supports_attention_dp: bool = False
 
     def wait_for_initialization(self) -> None: ...
 
@@ -180,7 +197,7 @@ def install(modules: dict[str, ModuleType], version: str = "main") -> ModuleType
     is_main = version == "main"
     connector.__dict__.update(
         RequestData=RequestDataOfMain if is_main else RequestData,
-        SchedulerOutput=SchedulerOutput,
+        SchedulerOutput=SchedulerOutputOfMain if is_main else SchedulerOutput,
         KvCacheConnectorWorker=WorkerOfMain if is_main else KvCacheConnectorWorker,
         KvCacheConnectorScheduler=SchedulerOfMain if is_main else KvCacheConnectorScheduler,
     )
@@ -368,6 +385,7 @@ class Executor:
         self.ranks = [Rank(self, rank) for rank in range(args.tensor_parallel_size)]
         self.scheduler = import_module(PLUGIN).KVXConnectorScheduler(args)
         self.request_data = sys.modules[place()].RequestData
+        self.scheduler_output = sys.modules[place()].SchedulerOutput
         self.calls: list[str] = []
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self.free: list[int] = order.tolist()
@@ -402,7 +420,7 @@ class Executor:
             self.add_sequence(request)
         for request in active:
             self.reserve(request, request.position + self.scheduled(request))
-        output = SchedulerOutput(
+        output = self.scheduler_output(
             new_requests=[self.report(request) for request in new],
             cached_requests=[self.report(request) for request in active],
         )
