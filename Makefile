@@ -82,6 +82,7 @@ gpu:
 
 # The editable install has configured build/editable; this brings it up to date.
 build: setup
+	@test -d build/editable || { rm -f $(VENV)/.kvx-4-installed && $(MAKE) setup; }
 	@$(BIN)/cmake --build build/editable
 
 wheel: setup
