@@ -48,7 +48,7 @@ help:
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
-	@echo "make build     libkvx.so, beside the Python files in kvx_core/"
+	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
 	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
 	@echo "make setup     the environment in VENV (.venv): 3.4 GB, some minutes, once"
 	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
@@ -89,7 +89,7 @@ wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf build dist kvx_core/libkvx.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist kvx_core/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f $(VENV)/.kvx-4-installed
 	find . -name __pycache__ -not -path './.*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -1,7 +1,7 @@
 """libkvx through ctypes: the structs of kvx_abi.h and kvx_ext.h, and the calls.
 
-Nothing else in KVX imports ctypes. Structs carry the names, field order and sizes of the headers;
-what a field means is written there. Spec: 3, 6
+Nothing else in KVX but _bound.py imports ctypes. Structs carry the names, field order and sizes of
+the headers; what a field means is written there. Spec: 3, 6
 """
 
 from __future__ import annotations
@@ -261,9 +261,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> Any:
-    """libkvx, loaded once: the file $KVX_LIBRARY names, or else libkvx.so beside this file."""
+    """libkvx, loaded once."""
+    return load(library_path())
+
+
+def library_path() -> Path:
+    """The file that $KVX_LIBRARY names, or else libkvx.so beside this file."""
     named = os.environ.get("KVX_LIBRARY")
-    return load(Path(named) if named else Path(__file__).with_name("libkvx.so"))
+    return Path(named) if named else Path(__file__).with_name("libkvx.so")
 
 
 def load(path: Path) -> Any:
@@ -357,39 +362,11 @@ def reference(struct: _Struct) -> Any:
 
 
 Stream = int | Callable[[], int] | None  # a CUDA stream, or what to ask for it at each call
-Bound = tuple[Callable[..., int], tuple[Any, ...]]  # what to call, with what
 
 
 def stream_now(stream: Stream) -> int | None:
     """The stream for a call that is made now."""
     return stream() if callable(stream) else stream
-
-
-def bound(name: str, *structs: _Struct | None, stream: Stream) -> Bound:
-    """A call of libkvx, ready to be made many times; it keeps its structs alive.
-
-    Its arguments are converted here, so it has a function object of its own, without argtypes. They
-    stay a tuple, which a call by `*` passes on as it is.
-    """
-    function = library()[name]
-    converted = [None if struct is None else ctypes.byref(struct) for struct in structs]
-    if callable(stream):
-        return lambda: function(*converted, c_void_p(stream())), ()
-    return function, (*converted, c_void_p(stream) if stream else None)
-
-
-def words(struct: _Struct) -> memoryview:
-    """The struct as a writable array of addresses: the cheapest way to set one in it."""
-    return memoryview(struct).cast("B").cast("P")
-
-
-def word(struct_type: Any, *path: str) -> int:
-    """Index in `words` of the field at `path`, such as ("io", "key", "data")."""
-    offset = 0
-    for name in path:
-        offset += getattr(struct_type, name).offset
-        struct_type = {field[0]: field[1] for field in struct_type._fields_}[name]
-    return offset // 8
 
 
 def read(address: int, num_bytes: int) -> memoryview:

@@ -1,17 +1,16 @@
 """write_kv and gather_kv: new tokens into a paged cache, cached tokens out of it.
 
-A call describes its tensors, hands them to libkvx and returns. A plan keeps the descriptions and
-refreshes what changes from call to call. Spec: 6.8 to 6.10, 7
+A call describes its tensors, hands them to libkvx and returns. A plan keeps the descriptions of the
+cache and reads the call's tensors in C. Spec: 6.8 to 6.10, 7
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from kvx_core import _abi
+from kvx_core import _abi, _bound
 from kvx_core.descriptors import (
     BlockTable,
     CacheDesc,
@@ -30,9 +29,8 @@ from kvx_core.tensors import (
     current_stream,
     current_stream_here,
     empty_like_owner,
-    is_torch,
 )
-from kvx_core.types import DType, Layout, Transfer
+from kvx_core.types import DType, Layout, Memory, Transfer
 
 Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
 
@@ -144,39 +142,12 @@ def device_status(stream: int | None = None) -> None:
     _abi.check(_abi.library().kvx_device_status(stream))
 
 
-# Whether tensors are like those that the call was made for; its struct as words; the call itself.
-_Ready = tuple[Callable[..., bool], memoryview, _abi.Bound]
+class WritePlan:
+    """write_kv with all but its tensors kept: about half a microsecond per call.
 
-
-class _Plan:
-    """Calls that are ready to be made again, by number of tokens or sequences.
-
-    C reads a call's struct without the GIL, so whoever makes a call takes it out of its list and
-    puts it back afterwards. One that finds none describes its tensors anew.
-    """
-
-    def __init__(self) -> None:
-        self._ready: dict[int, list[_Ready]] = {}
-
-    def _keep(self, tensors: Sequence[Any], words: memoryview, call: _abi.Bound) -> None:
-        """Keeps the call for tensors like these, the last of which has as many elements."""
-        if len(self._ready) >= 256:
-            self._ready.clear()
-        ready = like(*tensors), words, call
-        self._ready.setdefault(tensors[-1].numel(), []).append(ready)
-
-
-_WRITE_KEY = _abi.word(_abi.kvx_write_desc_t, "io", "key", "data")
-_WRITE_VALUE = _abi.word(_abi.kvx_write_desc_t, "io", "value", "data")
-_WRITE_SLOTS = _abi.word(_abi.kvx_write_desc_t, "slots", "slots")
-
-
-class WritePlan(_Plan):
-    """write_kv with its descriptions kept: one to two microseconds per call.
-
-    A plan remembers the last call with each number of tokens. Torch tensors of the same dtypes,
-    devices, shapes and strides then cost a refresh of their addresses; whatever else write_kv takes
-    is described anew, as write_kv does. Threads may share a plan.
+    That is for torch tensors, read through DLPack (torch >= 2.10, or the package
+    torch-c-dlpack-ext). Whatever else write_kv takes is described as write_kv does. Threads may
+    share a plan.
     """
 
     def __init__(
@@ -198,54 +169,32 @@ class WritePlan(_Plan):
         key_like, value_like: (any, num_kv_heads, head_dim), such as calls will pass
         Raises InvalidArgumentError, UnsupportedError.
         """
-        super().__init__()
         self._cache = cache
         self._options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
         key, value = _io(key_like), _io(value_like)
         self._stream = _stream(stream, cache.k, key)
-        _write(cache, key, value, SlotMapping.of(()), self._options, stream)
+        write = _write(cache, key, value, SlotMapping.of(()), self._options, self._stream)
+        write.io.value = _abi.kvx_tensor_desc_t()
+        self._structs = cache.to_c(), write, self._options.to_c()
+        index_memory = _index_memory(cache, transfer)
+        self._call = _bound.write(*self._structs, index_memory, self._stream)
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
-        status = None
-        try:
-            calls = self._ready[slots.numel()]
-            ready = like, words, (function, arguments) = calls.pop()
-            if like(key, value, slots):
-                words[_WRITE_KEY] = key.data_ptr()
-                if value is not None:
-                    words[_WRITE_VALUE] = value.data_ptr()
-                words[_WRITE_SLOTS] = slots.data_ptr()
-                status = function(*arguments)
-                calls.append(ready)
-        except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
-            pass
-        if status is None:
-            self._describe(key, value, slots)
+        status = self._call(key, value, slots)
+        if status == _bound.NOT_TAKEN:
+            mapping, stream = SlotMapping.of(slots), self._stream
+            _write(self._cache, _io(key), _io(value), mapping, self._options, stream)
         elif status:
             _abi.check(status)
 
-    def _describe(self, key: Any, value: Any, slots: Any) -> None:
-        mapping, stream = SlotMapping.of(slots), self._stream
-        write = _write(self._cache, _io(key), _io(value), mapping, self._options, stream)
-        if _are_torch(key, value, slots):
-            structs = self._cache.to_c(), write, self._options.to_c()
-            call = _abi.bound("kvx_write_kv_ext", *structs, stream=stream)
-            self._keep((key, value, slots), _abi.words(write), call)
 
+class GatherPlan:
+    """gather_kv with all but its tensors kept: about half a microsecond per call.
 
-_GATHER_KEY = _abi.word(_abi.kvx_gather_desc_t, "io", "key", "data")
-_GATHER_VALUE = _abi.word(_abi.kvx_gather_desc_t, "io", "value", "data")
-_GATHER_TABLE = _abi.word(_abi.kvx_gather_desc_t, "block_table", "indices")
-_GATHER_LENS = _abi.word(_abi.kvx_gather_desc_t, "seq_lens", "lengths")
-
-
-class GatherPlan(_Plan):
-    """gather_kv with its descriptions kept.
-
-    A plan remembers the last call with each number of sequences. Torch tensors of the same dtypes,
-    devices, shapes and strides then cost a refresh of their addresses; whatever else gather_kv
-    takes is described anew, as gather_kv does. Threads may share a plan.
+    That is for torch tensors, read through DLPack (torch >= 2.10, or the package
+    torch-c-dlpack-ext). Whatever else gather_kv takes is described as gather_kv does. Threads may
+    share a plan.
     """
 
     def __init__(
@@ -268,7 +217,6 @@ class GatherPlan(_Plan):
         key_like, value_like: outputs as gather_kv takes them, with any number of rows
         Raises InvalidArgumentError, UnsupportedError.
         """
-        super().__init__()
         self._cache = cache
         self._options = _GatherOptions(
             _scale(k_scale),
@@ -281,79 +229,26 @@ class GatherPlan(_Plan):
         key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
         self._stream = _stream(stream, cache.k, key)
         table, lens = BlockTable.packed([]), SeqLens.of([])
-        _gather(cache, key, value, table, lens, None, self._options, stream)
+        gather = _gather(cache, key, value, table, lens, None, self._options, self._stream)
+        gather.io.value = _abi.kvx_tensor_desc_t()
+        self._structs = cache.to_c(), gather, self._options.to_c()
+        index_memory = _index_memory(cache, transfer)
+        self._call = _bound.gather(*self._structs, index_memory, self._stream)
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
-        status = None
-        try:
-            calls = self._ready[seq_lens.numel()]
-            ready = like, words, (function, arguments) = calls.pop()
-            if like(key, value, block_table, seq_lens):
-                words[_GATHER_KEY] = key.data_ptr()
-                if value is not None:
-                    words[_GATHER_VALUE] = value.data_ptr()
-                words[_GATHER_TABLE] = block_table.data_ptr()
-                words[_GATHER_LENS] = seq_lens.data_ptr()
-                status = function(*arguments)
-                calls.append(ready)
-        except (AttributeError, LookupError, TypeError):  # none is ready, or these are no tensors
-            pass
-        if status is None:
-            self._describe(key, value, block_table, seq_lens)
+        status = self._call(key, value, block_table, seq_lens)
+        if status == _bound.NOT_TAKEN:
+            table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+            cache, options, stream = self._cache, self._options, self._stream
+            _gather(cache, _io(key), _io(value), table, lens, None, options, stream)
         elif status:
             _abi.check(status)
 
-    def _describe(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
-        table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-        cache, options, stream = self._cache, self._options, self._stream
-        gather = _gather(cache, _io(key), _io(value), table, lens, None, options, stream)
-        if _are_torch(key, value, block_table, seq_lens):
-            structs = cache.to_c(), gather, options.to_c()
-            call = _abi.bound("kvx_gather_kv_ext", *structs, stream=stream)
-            self._keep((key, value, block_table, seq_lens), _abi.words(gather), call)
 
-
-def _are_torch(*tensors: object) -> bool:
-    return all(tensor is None or is_torch(tensor) for tensor in tensors)
-
-
-def like(*tensors: Any) -> Callable[..., bool]:
-    """A test that tensors are like these torch tensors in dtype, device, shape and strides.
-
-    Where one of these is None the other is None too.
-    """
-    absent = [tensor is None for tensor in tensors]
-    present = [tensor for tensor in tensors if tensor is not None]
-    check = _guard(present)
-    if not any(absent):
-        return check
-    return lambda *others: (
-        [other is None for other in others] == absent
-        and check(*(other for other in others if other is not None))
-    )
-
-
-# Releases whose TensorGuards, made for torch.compile, compares all tensors in one call. It is no
-# public interface, so others compare signatures, which costs half a microsecond more.
-_TORCH_WITH_GUARDS = ("2.13.",)
-
-
-def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
-    if sys.modules["torch"].__version__.startswith(_TORCH_WITH_GUARDS):
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: Any = [list(tensor.shape) for tensor in tensors]
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        check: Callable[..., bool] = guards.check
-        return check
-    signatures = [_signature(tensor) for tensor in tensors]
-    return lambda *others: [_signature(other) for other in others] == signatures
-
-
-def _signature(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _index_memory(cache: CacheDesc, transfer: Transfer) -> Memory:
+    """Where a call reads slots, tables and lengths."""
+    return Memory.HOST if transfer is Transfer.COPY_ENGINE else cache.k.memory
 
 
 # From here on only descriptors, which the callers hold until C is done: the structs made of them

@@ -29,7 +29,7 @@ Spec: 6.9, 6.10, E.2, E.3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -37,11 +37,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvx_core import layouts, ops
+from kvx_core import _bound, layouts
 from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc, describe
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens
+from kvx_core.ops import GatherPlan, WritePlan
 from kvx_core.tensors import current_stream
 from kvx_core.types import DType, Layout, ScaleGranularity
 from kvx_core.view import CacheView
@@ -70,10 +71,10 @@ _SCHEMAS = {
         int dst_null_block_id=-1, bool zero_fill=False, SymInt max_seq_len=0) -> ()""",
 }
 
-# By what is cheap to ask: where the tensors begin, and the words of the call. The plans of an entry
-# are for tensors of different shapes or strides. They own no tensor: one whose memory was freed is
-# met again only by tensors that lie in the same place in the same way.
-_write_plans: dict[tuple[Any, ...], list[tuple[Callable[..., bool], ops.WritePlan]]] = {}
+# By what the caches and scales are and where they lie, and the words of the call. Plans own no
+# tensor: one whose memory was freed is met again only by tensors that lie in the same place in the
+# same way.
+_plans: dict[tuple[Any, ...], Any] = {}
 _MAX_PLANS = 4096
 
 
@@ -91,8 +92,8 @@ def write_kv(
     v_scale: Tensor | None = None,
     scale_granularity: str = "PER_TENSOR",
 ) -> None:
-    scales = k_scale, v_scale, scale_granularity
-    plan = _write_plan(key, value, k_cache, v_cache, layout, v_layout, cache_dtype, *scales, False)
+    words = layout, v_layout, cache_dtype, scale_granularity
+    plan = _plan(WritePlan, key, value, (k_cache, v_cache, k_scale, v_scale), words)
     plan(key, value, slots)
 
 
@@ -109,53 +110,58 @@ def write_kv_find_scales(
     *,
     cache_dtype: torch.dtype | None = None,
 ) -> None:
-    scales = k_scale, v_scale, "PER_TOKEN_HEAD"
-    plan = _write_plan(key, value, k_cache, v_cache, layout, v_layout, cache_dtype, *scales, True)
+    words = layout, v_layout, cache_dtype, "PER_TOKEN_HEAD"
+    tensors = k_cache, v_cache, k_scale, v_scale
+    plan = _plan(WritePlan, key, value, tensors, words, find_scales=True)
     plan(key, value, slots)
 
 
-def _write_plan(
+_Plan = TypeVar("_Plan", WritePlan, GatherPlan)
+
+
+def _plan(
+    kind: Callable[..., _Plan],
     key: Tensor,
     value: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    layout: str,
-    v_layout: str | None,
-    cache_dtype: torch.dtype | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scale_granularity: str,
-    find_scales: bool,
-) -> ops.WritePlan:
-    tensors = [t for t in (k_cache, v_cache, k_scale, v_scale) if t is not None]
-    call = (
-        k_cache.data_ptr(),
-        v_cache is not None and v_cache.data_ptr(),
-        k_scale is not None and k_scale.data_ptr(),
-        v_scale is not None and v_scale.data_ptr(),
-        layout,
-        v_layout,
-        cache_dtype,
-        scale_granularity,
-        find_scales,
-    )
-    for like, plan in _write_plans.get(call, ()):
-        if like(*tensors):
-            return plan
-    cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
-    plan = ops.WritePlan(
-        CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
-        key,
-        value,
-        k_scale=_unowned(_scale(k_scale, scale_granularity)),
-        v_scale=_unowned(_scale(v_scale, scale_granularity)),
-        find_scales=find_scales,
-        stream=current_stream(k_cache, key),
-    )
-    if len(_write_plans) >= _MAX_PLANS:
-        _write_plans.clear()
-    _write_plans.setdefault(call, []).append((ops.like(*tensors), plan))
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    words: tuple[str, str | None, torch.dtype | None, str],
+    **options: Any,
+) -> _Plan:
+    """The plan for caches and scales like these; made if there is none yet."""
+    call = kind, _fingerprint(*tensors), words, *options.values()
+    plan: _Plan | None = _plans.get(call)
+    if plan is None:
+        k_cache, v_cache, k_scale, v_scale = tensors
+        layout, v_layout, cache_dtype, granularity = words
+        cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
+        plan = kind(
+            CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
+            key,
+            value,
+            k_scale=_unowned(_scale(k_scale, granularity)),
+            v_scale=_unowned(_scale(v_scale, granularity)),
+            stream=current_stream(k_cache, key),
+            **options,
+        )
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[call] = plan
     return plan
+
+
+_read_fingerprint = _bound.fingerprint()
+
+
+def _fingerprint(*tensors: Tensor | None) -> Hashable:
+    """Where tensors lie, their device, dtype, shape and strides."""
+    found = _read_fingerprint(*tensors)
+    if found != _bound.NOT_TAKEN:
+        return found
+    return tuple(t is not None and _signature(t) for t in tensors)
+
+
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def gather_kv(
@@ -221,16 +227,11 @@ def gather_kv_out(
     null_block_id: int = -1,
     zero_fill: bool = False,
 ) -> None:
-    ops.gather_kv(
-        _cache(k_cache, v_cache, layout, v_layout, cache_dtype),
-        block_table,
-        seq_lens,
-        out=(key, value),
-        k_scale=_scale(k_scale, scale_granularity),
-        v_scale=_scale(v_scale, scale_granularity),
-        null_block_id=null_block_id,
-        zero_fill=zero_fill,
-    )
+    words = layout, v_layout, cache_dtype, scale_granularity
+    tensors = k_cache, v_cache, k_scale, v_scale
+    options = {"null_block_id": null_block_id, "zero_fill": zero_fill}
+    plan = _plan(GatherPlan, key, value, tensors, words, **options)
+    plan(key, value, block_table, seq_lens)
 
 
 def migrate_kv(

@@ -312,9 +312,9 @@ def test_the_op_keeps_no_cache_alive_and_no_stale_description() -> None:
 
 def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvx_core.torch_ops, "_MAX_PLANS", 3)
-    kvx_core.torch_ops._write_plans.clear()
+    kvx_core.torch_ops._plans.clear()
     caches = [torch.zeros(2, 4, HEADS, DIM) for _ in range(7)]
     for cache in caches:
         torch.ops.kvx.write_kv(tokens(1), None, cache, None, torch.tensor([5]), "BLOCK_NHD")
-        assert len(kvx_core.torch_ops._write_plans) <= 3
+        assert len(kvx_core.torch_ops._plans) <= 3
     assert all(torch.equal(cache[1, 1], tokens(1)[0].float()) for cache in caches)

@@ -233,8 +233,8 @@ def _files(store: Path) -> set[Path]:
 
 
 def _wheel(directory: Path) -> Path:
-    """KVX's wheel with the libkvx that lies beside the sources: nothing is compiled."""
-    options = ("wheel.cmake=false", "sdist.include=kvx_core/libkvx.so")
+    """KVX's wheel with the libraries that lie beside the sources: nothing is compiled."""
+    options = ("wheel.cmake=false", "sdist.include=kvx_core/*.so")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
         + [f"--config-settings={option}" for option in options]

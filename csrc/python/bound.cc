@@ -1,0 +1,292 @@
+// Bound calls: write_kv and gather_kv as Python functions that read their tensors through DLPack,
+// which costs tens of nanoseconds each.
+//
+// They take torch tensors as these usually come. Anything else they leave to Python, which knows
+// every kind of tensor and says what is wrong with one that cannot be used: they return kNotTaken
+// and have done nothing. Whether a call is valid is for libkvx to say, as always.
+//
+// What a call is bound to is Python's, which keeps it for as long as the function.
+#include <algorithm>
+#include <cstdint>
+
+#include "cpython.h"
+#include "dlpack.h"
+#include "kvx/kvx_ext.h"
+
+namespace kvx {
+namespace {
+
+constexpr long kNotTaken = -1;
+
+PyObject *not_taken() { return PyLong_FromLong(kNotTaken); }
+
+kvx_dtype_t dtype_of(const DLTensor &tensor) {
+  if (tensor.lanes != 1) return KVX_DTYPE_INVALID;
+  switch (tensor.code << 8 | tensor.bits) {
+    case kDLFloat << 8 | 16:
+      return KVX_DTYPE_F16;
+    case kDLBfloat << 8 | 16:
+      return KVX_DTYPE_BF16;
+    case kDLFloat << 8 | 32:
+      return KVX_DTYPE_F32;
+    case kDLFloat8_e4m3fn << 8 | 8:
+      return KVX_DTYPE_F8_E4M3;
+    case kDLFloat8_e5m2 << 8 | 8:
+      return KVX_DTYPE_F8_E5M2;
+    case kDLInt << 8 | 32:
+      return KVX_DTYPE_S32;
+    case kDLInt << 8 | 64:
+      return KVX_DTYPE_S64;
+  }
+  return KVX_DTYPE_INVALID;
+}
+
+bool is_in(kvx_memory_type_t memory, const DLTensor &tensor) {
+  const int32_t type = tensor.device_type;
+  return memory == KVX_MEMORY_HOST ? type == kDLCPU || type == kDLCUDAHost
+                                   : memory == KVX_MEMORY_DEVICE && type == kDLCUDA;
+}
+
+void *address_of(const DLTensor &tensor) {
+  return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
+}
+
+// How the tensors of one Python type are read.
+struct TensorType {
+  PyObject *type;
+  DLTensorFromPyObject to_dlpack;
+
+  // False for a tensor of more dimensions than KVX has, and for all that is not of this very type:
+  // to a subclass its memory may mean something else.
+  bool read(PyObject *object, DLTensor *tensor) const {
+    PyObject *found = PyObject_Type(object);
+    Py_DecRef(found);  // its object holds it
+    if (found != type) return false;
+    if (to_dlpack(object, tensor) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
+  }
+};
+
+// A list or table of integers, contiguous as the ABI wants it.
+struct Indices {
+  kvx_dtype_t dtype;
+  uint32_t shape[2];
+  const void *data;
+};
+
+// What every call is bound to.
+struct Binding {
+  TensorType tensors;
+  const kvx_cache_desc_t *cache;
+  kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
+  void *stream;
+  PyObject *ask_stream;  // a function that each call asks for the stream, or None
+
+  // A key or value in the cache's memory.
+  bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
+    DLTensor found;
+    if (!tensors.read(object, &found) || !is_in(cache->k.memory, found)) return false;
+    *desc = {};
+    desc->size = sizeof *desc;
+    desc->dtype = dtype_of(found);
+    desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
+    desc->memory = cache->k.memory;
+    desc->ndim = static_cast<uint32_t>(found.ndim);
+    std::copy_n(found.shape, found.ndim, desc->shape);
+    std::copy_n(found.strides, found.ndim, desc->stride);
+    desc->data = address_of(found);
+    return desc->dtype != KVX_DTYPE_INVALID;
+  }
+
+  bool read(PyObject *object, int32_t ndim, Indices *indices) const {
+    DLTensor found;
+    if (!tensors.read(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
+      return false;
+    }
+    int64_t size = 1;
+    for (int32_t i = ndim - 1; i >= 0; --i) {
+      const int64_t extent = found.shape[i];
+      if (extent > UINT32_MAX || (extent > 1 && found.strides[i] != size)) return false;
+      indices->shape[i] = static_cast<uint32_t>(extent);
+      size *= extent;
+    }
+    indices->dtype = dtype_of(found);
+    indices->data = address_of(found);
+    return indices->dtype != KVX_DTYPE_INVALID && size <= UINT32_MAX;
+  }
+
+  // Makes the call without the GIL: the caller's arguments hold the tensors. Returns its status.
+  template <class Function, class Desc, class Options>
+  PyObject *call(Function function, const Desc &desc, const Options *options) const {
+    void *now = stream;
+    if (!Py_IsNone(ask_stream)) {
+      PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
+      if (!answer) return nullptr;
+      now = PyLong_AsVoidPtr(answer);
+      Py_DecRef(answer);
+      if (!now && PyErr_Occurred()) return nullptr;
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    const kvx_status_t status = function(cache, &desc, options, now);
+    PyEval_RestoreThread(state);
+    return PyLong_FromLong(status);
+  }
+};
+
+struct Write {
+  static constexpr char kName[] = "kvx.write";
+
+  Binding bound;
+  decltype(&kvx_write_kv_ext) function;
+  const kvx_write_desc_t *like;  // what stays the same from call to call; it has no value
+  const kvx_write_options_t *options;
+
+  // (key, value or None, slots) -> status
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    kvx_write_desc_t write = *like;
+    Indices slots;
+    if (num_args != 3 || !bound.read(args[0], &write.io.key) ||
+        (!Py_IsNone(args[1]) && !bound.read(args[1], &write.io.value)) ||
+        !bound.read(args[2], 1, &slots)) {
+      return not_taken();
+    }
+    write.io.num_tokens = slots.shape[0];
+    write.slots.dtype = slots.dtype;
+    write.slots.token_count = slots.shape[0];
+    write.slots.slots = slots.data;
+    return bound.call(function, write, options);
+  }
+};
+
+struct Gather {
+  static constexpr char kName[] = "kvx.gather";
+
+  Binding bound;
+  decltype(&kvx_gather_kv_ext) function;
+  const kvx_gather_desc_t *like;
+  const kvx_gather_options_t *options;
+
+  // (key, value or None, block_table, seq_lens) -> status
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    kvx_gather_desc_t gather = *like;
+    const kvx_tensor_desc_t &key = gather.io.key;
+    Indices table, lens;
+    if (num_args != 4 || !bound.read(args[0], &gather.io.key) ||
+        (!Py_IsNone(args[1]) && !bound.read(args[1], &gather.io.value)) ||
+        !bound.read(args[2], 2, &table) || !bound.read(args[3], 1, &lens) || key.ndim < 3) {
+      return not_taken();
+    }
+    const int64_t num_rows = table.shape[0];
+    const int64_t max_seq_len =
+        key.ndim == 4 ? key.shape[1] : key.shape[0] / std::max<int64_t>(num_rows, 1);
+    if (max_seq_len > UINT32_MAX || num_rows * max_seq_len > UINT32_MAX) return not_taken();
+
+    gather.io.num_tokens = static_cast<uint32_t>(num_rows * max_seq_len);
+    gather.max_seq_len = static_cast<uint32_t>(max_seq_len);
+    gather.block_table.index_dtype = table.dtype;
+    gather.block_table.seq_count = table.shape[0];
+    gather.block_table.max_blocks_per_seq = table.shape[1];
+    gather.block_table.indices = table.data;
+    gather.block_table.indices_count = table.shape[0] * table.shape[1];
+    gather.seq_lens.dtype = lens.dtype;
+    gather.seq_lens.seq_count = lens.shape[0];
+    gather.seq_lens.lengths = lens.data;
+    return bound.call(function, gather, options);
+  }
+};
+
+// What tensors are and where they lie, as bytes to compare or to look up.
+struct Fingerprint {
+  static constexpr char kName[] = "kvx.fingerprint";
+  static constexpr Py_ssize_t kMostTensors = 4;
+
+  TensorType tensors;
+
+  // (tensor or None, ...) -> bytes, or kNotTaken
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    struct {
+      void *data;
+      int32_t device_type, device_id, dtype, ndim;
+      int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
+    } all[kMostTensors] = {};
+    if (num_args > kMostTensors) return not_taken();
+    for (Py_ssize_t i = 0; i < num_args; ++i) {
+      DLTensor found;
+      all[i].ndim = -1;
+      if (Py_IsNone(args[i])) continue;
+      if (!tensors.read(args[i], &found)) return not_taken();
+      all[i].data = address_of(found);
+      all[i].device_type = found.device_type;
+      all[i].device_id = found.device_id;
+      all[i].dtype = found.code << 24 | found.bits << 16 | found.lanes;
+      all[i].ndim = found.ndim;
+      std::copy_n(found.shape, found.ndim, all[i].shape);
+      std::copy_n(found.strides, found.ndim, all[i].stride);
+    }
+    const auto num_bytes = num_args * static_cast<Py_ssize_t>(sizeof all[0]);
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(all), num_bytes);
+  }
+};
+
+template <class T>
+T *state_of(PyObject *capsule) {
+  return static_cast<T *>(PyCapsule_GetPointer(capsule, T::kName));
+}
+
+template <class T>
+PyObject *run(PyObject *capsule, PyObject *const *args, Py_ssize_t num_args) {
+  const T *state = state_of<T>(capsule);
+  return state ? state->run(args, num_args) : nullptr;
+}
+
+// A Python function that runs this state; NULL with a Python exception.
+template <class T>
+PyObject *function_of(const T &state) {
+  static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
+  T *owned = new T(state);
+  PyObject *capsule =
+      PyCapsule_New(owned, T::kName, [](PyObject *self) { delete state_of<T>(self); });
+  if (!capsule) {
+    delete owned;
+    return nullptr;
+  }
+  PyObject *function = PyCFunction_NewEx(&method, capsule, nullptr);
+  Py_DecRef(capsule);
+  return function;
+}
+
+}  // namespace
+}  // namespace kvx
+
+extern "C" {
+
+// What reads a type's tensors; NULL if the capsule `__dlpack_c_exchange_api__` of the type offers
+// nothing of this version.
+KVX_API kvx::DLTensorFromPyObject kvx_python_reader(PyObject *capsule) {
+  const auto *api = static_cast<const kvx::DLPackExchangeApi *>(
+      PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (!api) PyErr_Clear();
+  return api && api->major == 1 ? api->dltensor_from_py_object : nullptr;
+}
+
+KVX_API PyObject *kvx_python_write(const kvx::Binding *bound, decltype(&kvx_write_kv_ext) function,
+                                   const kvx_write_desc_t *like,
+                                   const kvx_write_options_t *options) {
+  return kvx::function_of(kvx::Write{*bound, function, like, options});
+}
+
+KVX_API PyObject *kvx_python_gather(const kvx::Binding *bound,
+                                    decltype(&kvx_gather_kv_ext) function,
+                                    const kvx_gather_desc_t *like,
+                                    const kvx_gather_options_t *options) {
+  return kvx::function_of(kvx::Gather{*bound, function, like, options});
+}
+
+KVX_API PyObject *kvx_python_fingerprint(PyObject *type, kvx::DLTensorFromPyObject to_dlpack) {
+  return kvx::function_of(kvx::Fingerprint{{type, to_dlpack}});
+}
+
+}  // extern "C"

@@ -1,0 +1,41 @@
+// What KVX uses of CPython's stable ABI, declared here: one build without Python's headers then
+// serves every CPython from 3.11 on.
+// Source: https://docs.python.org/3/c-api/stable.html
+#pragma once
+
+#include <sys/types.h>
+
+extern "C" {
+
+typedef struct _object PyObject;
+typedef struct _ts PyThreadState;
+typedef ssize_t Py_ssize_t;
+typedef PyObject *(*PyCFunctionFast)(PyObject *self, PyObject *const *args, Py_ssize_t num_args);
+typedef void (*PyCapsule_Destructor)(PyObject *capsule);
+
+typedef struct PyMethodDef {
+  const char *ml_name;
+  PyCFunctionFast ml_meth;
+  int ml_flags;
+  const char *ml_doc;
+} PyMethodDef;
+
+enum { METH_FASTCALL = 0x0080 };
+
+void Py_IncRef(PyObject *object);
+void Py_DecRef(PyObject *object);
+int Py_IsNone(PyObject *object);
+PyObject *PyObject_Type(PyObject *object);
+PyObject *PyObject_CallObject(PyObject *callable, PyObject *args);
+PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
+PyObject *PyCapsule_New(void *pointer, const char *name, PyCapsule_Destructor destructor);
+void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
+PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);
+PyObject *PyLong_FromLong(long value);
+void *PyLong_AsVoidPtr(PyObject *number);
+PyObject *PyErr_Occurred(void);
+void PyErr_Clear(void);
+PyThreadState *PyEval_SaveThread(void);
+void PyEval_RestoreThread(PyThreadState *state);
+
+}  // extern "C"
