@@ -92,31 +92,33 @@ struct F16 {
 
 struct E4m3 {
   using Bits = uint8_t;
+  using Magnitude = SmallFloat<3, -6>;
   static KVX_HD float decode(Bits bits) {
     const uint32_t magnitude = bits & 0x7fu;
-    const uint32_t finite = SmallFloat<3, -6>::widen(magnitude);
+    const uint32_t finite = Magnitude::widen(magnitude);
     return float_of((magnitude == 0x7fu ? 0x7fc00000u : finite) | (bits & 0x80u) << 24);
   }
   static KVX_HD Bits encode(float value) {
     const uint32_t bits = bits_of(value), magnitude = bits & ~kSign;
     const uint32_t clamped = magnitude > 0x43e00000u ? 0x43e00000u : magnitude;  // 448
-    const uint32_t number = SmallFloat<3, -6>::round(clamped);
+    const uint32_t number = Magnitude::round(clamped);
     return static_cast<Bits>(magnitude > kInfinity ? 0x7fu : number | (bits & kSign) >> 24);
   }
 };
 
 struct E5m2 {
   using Bits = uint8_t;
+  using Magnitude = SmallFloat<2, -14>;
   static KVX_HD float decode(Bits bits) {
     const uint32_t magnitude = bits & 0x7fu;
     const uint32_t special = kInfinity | (magnitude > 0x7cu ? 0x400000u | magnitude << 21 : 0u);
-    const uint32_t finite = SmallFloat<2, -14>::widen(magnitude);
+    const uint32_t finite = Magnitude::widen(magnitude);
     return float_of((magnitude >= 0x7cu ? special : finite) | (bits & 0x80u) << 24);
   }
   static KVX_HD Bits encode(float value) {
     const uint32_t bits = bits_of(value), magnitude = bits & ~kSign;
     const uint32_t clamped = magnitude > 0x47600000u ? 0x47600000u : magnitude;  // 57344
-    const uint32_t number = SmallFloat<2, -14>::round(clamped);
+    const uint32_t number = Magnitude::round(clamped);
     return static_cast<Bits>(magnitude > kInfinity ? 0x7fu : number | (bits & kSign) >> 24);
   }
 };

@@ -193,28 +193,62 @@ def test_every_value_to_scaled_fp8(
     assert_converted(convert(backend, values, dst, dst_scale=divisor), values, expected)
 
 
-@pytest.mark.parametrize("exponent", [-126, -61, -60, -3, 0, 60, 61, 126])
-def test_every_bfloat16_by_scales_that_round_hard(backend: Backend, exponent: int) -> None:
+HARD_EXPONENTS = (-126, -61, -60, -3, 0, 60, 61, 126)
+HARD_SIGNIFICANDS = (1.0, 1 + 2**-23, 2 - 2**-23, 2 - 2**-22, 4 / 3, 1.0625, 1.0625 + 2**-23)
+
+
+@pytest.mark.parametrize("exponent", HARD_EXPONENTS)
+@pytest.mark.parametrize("dst", FP8, ids=str)
+def test_every_bfloat16_by_scales_that_round_hard(
+    backend: Backend, dst: torch.dtype, exponent: int
+) -> None:
     """Divisors whose quotients come as close to a rounding decision as any."""
     values = every_pattern(torch.bfloat16)
-    ulp = 2.0**-23
-    for significand in (1.0, 1 + ulp, 2 - ulp, 2 - 2 * ulp, 4 / 3, 1.0625, 1.0625 + ulp):
+    for significand in HARD_SIGNIFICANDS:
         divisor = torch.tensor(significand * 2.0**exponent)
-        expected = reference.convert(values, E4M3, None, divisor)
-        assert_converted(convert(backend, values, E4M3, dst_scale=divisor), values, expected)
+        expected = reference.convert(values, dst, None, divisor)
+        assert_converted(convert(backend, values, dst, dst_scale=divisor), values, expected)
 
 
-@pytest.mark.parametrize("scale", [None, 0.0123])
-def test_conversions_that_store_past_the_caches(scale: float | None) -> None:
+@pytest.mark.parametrize("exponent", HARD_EXPONENTS)
+@pytest.mark.parametrize("dst", FP8, ids=str)
+def test_every_bfloat16_in_small_calls(dst: torch.dtype, exponent: int) -> None:
+    """The CPU makes no tables for so few numbers."""
+    values = every_pattern(torch.bfloat16)
+    for significand in HARD_SIGNIFICANDS[::2]:
+        divisor = torch.tensor(significand * 2.0**exponent)
+        expected = reference.convert(values, dst, None, divisor)
+        parts = [convert(CPU, part, dst, dst_scale=divisor) for part in values.split(2048)]
+        assert_converted(torch.cat(parts), values, expected)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0123, 0.5])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (torch.bfloat16, E4M3),
+        (torch.bfloat16, E5M2),
+        (E4M3, torch.bfloat16),
+        (E5M2, torch.float16),
+        (E4M3, torch.float32),
+        (E4M3, E5M2),
+    ],
+    ids=str,
+)
+def test_conversions_that_store_past_the_caches(
+    src: torch.dtype, dst: torch.dtype, scale: float | None
+) -> None:
     """On the CPU, which does so in calls of this size."""
     info = _abi.kvx_backend_info_t()
     _abi.check(_abi.library().kvx_backend_info(info))
-    values = every_pattern(torch.bfloat16)
-    times = info.stream_bytes // len(values)
-    divisor = None if scale is None else torch.tensor(scale)
-    expected = reference.convert(values, E4M3, None, divisor).repeat(times)
+    values, bits = every_pattern(src), FORMATS[dst].bits if dst in FORMATS else np.float32
+    times = info.stream_bytes // (len(values) * np.dtype(bits).itemsize) + 1
+    given = None if scale is None else torch.tensor(scale)
+    src_scale, dst_scale = (given, None) if src in FP8 else (None, given)
+    expected = reference.convert(values, dst, src_scale, dst_scale).repeat(times)
     many = values.repeat(times)
-    assert_converted(convert(CPU, many, E4M3, dst_scale=divisor), many, expected)
+    got = convert(CPU, many, dst, src_scale=src_scale, dst_scale=dst_scale)
+    assert_converted(got, many, expected)
 
 
 @pytest.mark.parametrize("scale", [0.0123, 0.25, 3.0, 448.0, 1e-6, 2.0**-126, 1e-40])
@@ -223,9 +257,11 @@ def test_conversions_that_store_past_the_caches(scale: float | None) -> None:
 def test_every_value_from_scaled_fp8(
     backend: Backend, src: torch.dtype, dst: torch.dtype, scale: float
 ) -> None:
-    values, factor = every_pattern(src), torch.tensor(scale)
-    expected = reference.convert(values, dst, factor)
-    assert_converted(convert(backend, values, dst, src_scale=factor), values, expected)
+    factor = torch.tensor(scale)
+    for times in (1, 17):  # in a small call and in one for which the CPU makes tables
+        values = every_pattern(src).repeat(times)
+        expected = reference.convert(values, dst, factor)
+        assert_converted(convert(backend, values, dst, src_scale=factor), values, expected)
 
 
 @pytest.mark.parametrize("src", FP8, ids=str)
@@ -234,11 +270,11 @@ def test_every_value_from_scaled_fp8_to_scaled_fp8(
     backend: Backend, src: torch.dtype, dst: torch.dtype
 ) -> None:
     """The source's scale is applied, the product rounded to float32, then the destination's."""
-    values = every_pattern(src)
     scales = (None, 0.3, 0.0625, 7.7, 1e-4)
-    for a, b in itertools.product(scales, scales):
+    for a, b, times in itertools.product(scales, scales, (1, 17)):
         if a == b:
             continue
+        values = every_pattern(src).repeat(times)
         factor = None if a is None else torch.tensor(a)
         divisor = None if b is None else torch.tensor(b)
         expected = reference.convert(values, dst, factor, divisor)

@@ -8,22 +8,9 @@ KVX_INLINE void convert_each(void *dst, const void *src, int64_t count, Map map)
   for (int64_t i = 0; i < count; ++i) to[i] = map(Src::decode(from[i]));
 }
 
-// Dividing by a power of two is multiplying by its inverse, exactly, and several times faster.
-KVX_INLINE bool has_exact_inverse(float divisor) {
-  const uint32_t bits = bits_of(divisor);
-  return (bits & 0x7fffffu) == 0 && bits >= 1u << 23 && bits <= 253u << 23;
-}
-
 template <class Src, class Dst>
-void convert_run(void *dst, const void *src, int64_t count, float scale, float divisor,
-                 [[maybe_unused]] bool streaming) {
-#if KVX_VECTOR_BYTES == 64
-  if constexpr (std::is_same_v<Src, Bf16> && std::is_same_v<Dst, E4m3>) {
-    const int64_t done = scale == 1.0f ? bf16_to_e4m3(dst, src, count, divisor, streaming) : 0;
-    dst = static_cast<E4m3::Bits *>(dst) + done, src = static_cast<const Bf16::Bits *>(src) + done;
-    count -= done;
-  }
-#endif
+KVX_INLINE void compute_run(void *dst, const void *src, int64_t count, const Scaling &scaling) {
+  const auto [scale, divisor] = scaling;
   const auto convert = [=](auto map) __attribute__((always_inline)) {
     convert_each<Src, Dst>(dst, src, count, map);
   };
@@ -36,5 +23,63 @@ void convert_run(void *dst, const void *src, int64_t count, float scale, float d
     convert([=](float x) { return Dst::encode(x * scale * inverse); });
   } else {
     convert([=](float x) { return Dst::encode(x * scale / divisor); });
+  }
+}
+
+#if KVX_VECTOR_BYTES == 64
+// The elements of a run for which there is something better than computing each: their number.
+template <class Src, class Dst>
+KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t count,
+                                   const Conversion &how) {
+  constexpr bool from_fp8 = sizeof(typename Src::Bits) == 1;
+  constexpr bool to_fp8 = sizeof(typename Dst::Bits) == 1;
+  if constexpr (from_fp8 && !std::is_same_v<Dst, F32>) {
+    if (const auto *decoder = coder_for<Decoder<Src, Dst>>(how))
+      return look_up(dst, src, count, *decoder, how.streaming, how.ahead);
+  }
+  if constexpr (from_fp8) {  // every FP8 number is a BF16 number
+    alignas(64) Bf16::Bits exact[512];
+    auto *const stage = reinterpret_cast<uint8_t *>(exact);
+    count &= -64;
+    for (int64_t i = 0, n; i < count; i += n) {
+      n = look_up(stage, src + i, std::min<int64_t>(count - i, 512), unit<Decoder<Src, Bf16>>(),
+                  false, how.ahead);
+      compute_run<Bf16, Dst>(dst + i * static_cast<int64_t>(sizeof(typename Dst::Bits)), exact, n,
+                             how.scaling);
+    }
+    return count;
+  }
+  if constexpr (std::is_same_v<Src, Bf16> && to_fp8) {
+    if constexpr (std::is_same_v<Dst, E4m3>) {
+      const auto *shifter = Shifter::takes(how.scaling) ? coder_for<Shifter>(how) : nullptr;
+      if (shifter) return look_up(dst, src, count, *shifter, how.streaming, how.ahead);
+    }
+    if (!Encoder<Dst>::takes(how.scaling)) return 0;
+    if (const auto *encoder = coder_for<Encoder<Dst>>(how))
+      return look_up(dst, src, count, *encoder, how.streaming, how.ahead);
+    if constexpr (std::is_same_v<Dst, E4m3>) return bf16_to_e4m3(dst, src, count, how);
+  }
+  return 0;
+}
+#endif
+
+template <class Src, class Dst>
+void convert_run(void *dst, const void *src, int64_t count, const Conversion &how) {
+  auto *to = static_cast<typename Dst::Bits *>(dst);
+  const auto *from = static_cast<const typename Src::Bits *>(src);
+#if KVX_VECTOR_BYTES == 64
+  const int64_t done = convert_vectors<Src, Dst>(
+      reinterpret_cast<uint8_t *>(to), reinterpret_cast<const uint8_t *>(from), count, how);
+  to += done, from += done, count -= done;
+#endif
+  // In pieces, between which the source that comes next is fetched.
+  constexpr int64_t kPiece = 512;
+  for (int64_t i = 0; i < count; i += kPiece) {
+    const int64_t n = std::min(count - i, kPiece);
+    const auto *piece = reinterpret_cast<const uint8_t *>(from + i);
+    if (how.ahead)
+      for (int64_t line = 0; line < n * static_cast<int64_t>(sizeof *from); line += kLineBytes)
+        prefetch(piece + how.ahead + line);
+    compute_run<Src, Dst>(to + i, from + i, n, how.scaling);
   }
 }

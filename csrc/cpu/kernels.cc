@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
@@ -13,9 +14,16 @@
 
 #include "codec.h"
 
-#define KVX_INLINE static inline __attribute__((always_inline))
+#define KVX_MEMBER __attribute__((always_inline))
+#define KVX_INLINE static inline KVX_MEMBER
 
 namespace kvx::cpu {
+
+// Dividing by a power of two is multiplying by its inverse, exactly, and several times faster.
+static inline bool has_exact_inverse(float divisor) {
+  const uint32_t bits = bits_of(divisor);
+  return (bits & 0x7fffffu) == 0 && bits >= 1u << 23 && bits <= 253u << 23;
+}
 
 // What is fetched ahead, 32 KiB of a usual block, stays in a first cache of 48 KiB until it is
 // copied. A smaller one would lose it: there it goes to the second.
@@ -37,7 +45,7 @@ namespace portable {
 #define KVX_X86_KERNELS 1
 
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
+#pragma GCC target("arch=x86-64-v3,prfchw")
 namespace avx2 {
 #define KVX_ISA "avx2"
 #define KVX_VECTOR_BYTES 32
@@ -48,8 +56,8 @@ namespace avx2 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-namespace avx512 {
+#pragma GCC target("arch=x86-64-v4,avx512vbmi,prfchw,prefer-vector-width=512")
+namespace avx512 {  // as Ice Lake and Zen 4 have it
 #define KVX_ISA "avx512"
 #define KVX_VECTOR_BYTES 64
 #include "cpu/kernels.inl"
@@ -72,7 +80,8 @@ const Kernels *const kBuilt[] = {
 
 bool runs_here(const Kernels &kernels) {
 #if KVX_X86_KERNELS
-  if (&kernels == &avx512::kKernels) return __builtin_cpu_supports("x86-64-v4");
+  if (&kernels == &avx512::kKernels)
+    return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vbmi");
   if (&kernels == &avx2::kKernels) return __builtin_cpu_supports("x86-64-v3");
 #endif
   return &kernels == &portable::kKernels;

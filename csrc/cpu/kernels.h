@@ -7,16 +7,37 @@
 
 namespace kvx::cpu {
 
-// Elements [0, count) of dst = encode(decode(src) * scale / divisor), both contiguous. `streaming`:
-// the destination need not be left in the caches.
-using ConvertRun = void (*)(void *dst, const void *src, int64_t count, float scale, float divisor,
-                            bool streaming);
+// What the elements of a run are multiplied with and divided by.
+struct Scaling {
+  float scale, divisor;
+
+  bool operator==(const Scaling &other) const {
+    return scale == other.scale && divisor == other.divisor;
+  }
+  float operator()(float x) const { return x * scale / divisor; }
+};
+
+struct Conversion {
+  Scaling scaling;
+  bool streaming;  // the destination need not be left in the caches
+  bool many;       // thousands of elements have this scaling
+  int64_t ahead;   // bytes from the source to what will be converted next, which is fetched
+};
+
+// Elements [0, count) of dst = encode(scaling(decode(src))), both contiguous.
+using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Conversion &how);
+
+// Where the following copy will write and read; where that is not known, this one's own places.
+struct Next {
+  uint8_t *dst;
+  const uint8_t *src;
+};
 
 struct Kernels {
   const char *isa;
-  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them; it
-  // fetches meanwhile what the same nest will read from `next`.
-  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, const uint8_t *next,
+  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them. What
+  // the same nest will need at `next` is fetched meanwhile.
+  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
   ConvertRun convert[5][5];  // [src][dst], by convert_index
 };

@@ -4,6 +4,7 @@
 #include "cpu/copy.inl"
 #if KVX_VECTOR_BYTES == 64
 #include "cpu/e4m3.inl"
+#include "cpu/fp8.inl"
 #endif
 #include "cpu/convert.inl"
 

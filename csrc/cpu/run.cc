@@ -27,6 +27,7 @@ constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache lin
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
 constexpr int64_t kStageBytes = 32 << 10;
+constexpr uint64_t kManyElements = 4096;  // of one scale: converting them repays tables for it
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
 class Copier {
@@ -39,8 +40,7 @@ class Copier {
         streaming_(streaming),
         by_element_(!has_nest(src, dst)) {}
 
-  // `next`: the source of the following call, if it is known; else `src`.
-  void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens) {
+  void operator()(uint8_t *dst, const uint8_t *src, const Next &next, int64_t tokens) {
     if (tokens != tokens_) {
       make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype),
                 &nest_);
@@ -48,8 +48,9 @@ class Copier {
     }
     if (!by_element_) return kernels_.copy(nest_, dst, src, next, streaming_);
     for (int64_t d = 0; d < head_dim_; ++d) {
-      const uint8_t *element = src + element_offset(src_, d);
-      kernels_.copy(nest_, dst + element_offset(dst_, d), element, element, false);
+      const uint8_t *const from = src + element_offset(src_, d);
+      uint8_t *const to = dst + element_offset(dst_, d);
+      kernels_.copy(nest_, to, from, {to, from}, false);
     }
   }
 
@@ -71,7 +72,6 @@ struct ScaleCursor {
       : scales(all),
         first(all.data + place.block * all.block_stride + place.offset * all.token_stride) {}
 
-  bool varies() const { return scales.data && (scales.token_stride || scales.head_stride); }
   float at(int64_t token, int64_t head) const {
     if (!scales.data) return 1.0f;
     return read_scale(address(token, head), scales.dtype);
@@ -123,18 +123,22 @@ class Stages {
 // Converts through dense stages where a side's rows are not dense.
 class Converter {
  public:
-  Converter(const TensorPair &pair, Stages *stages, bool streaming)
+  Converter(const TensorPair &pair, Stages *stages, uint64_t tokens, bool streaming)
       : pair_(pair),
         stages_(*stages),
         streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
         decode_(kernels().convert[convert_index(pair.src.dtype)][convert_index(KVX_DTYPE_F32)]),
         stages_src_(!is_dense_row(pair.src, pair.head_dim)),
-        stages_dst_(!is_dense_row(pair.dst, pair.head_dim)) {}
+        stages_dst_(!is_dense_row(pair.dst, pair.head_dim)),
+        varies_(pair.find_scales || varies(pair.src_scales) || varies(pair.dst_scales)),
+        many_(!varies_ && !pair.src_scales.block_stride && !pair.dst_scales.block_stride &&
+              are_many(tokens)) {}
 
   void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
                   const Place &src_place, const Place &dst_place) {
     const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
+    const bool many = many_ || (!varies_ && are_many(static_cast<uint64_t>(tokens)));
     const int64_t rows = Stages::rows_of(pair_);
     const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
     const int64_t step = rows / heads;
@@ -143,41 +147,52 @@ class Converter {
         convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
                      src + t * pair_.src.token_stride + h * pair_.src.head_stride, next - src, t,
                      std::min(step, tokens - t), h, std::min<int64_t>(heads, pair_.num_heads - h),
-                     scale, divisor);
+                     scale, divisor, many);
       }
     }
   }
 
  private:
+  // Scales that differ within a block.
+  static bool varies(const Scales &scales) {
+    return scales.data && (scales.token_stride || scales.head_stride);
+  }
+  bool are_many(uint64_t tokens) const {
+    return tokens * pair_.num_heads * pair_.head_dim >= kManyElements;
+  }
+
   void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
                     int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
-                    const ScaleCursor &divisor) {
+                    const ScaleCursor &divisor, bool many) {
     const int64_t dim = pair_.head_dim;
     const Side src_stage = dense_side(stages_.src(), pair_.src.dtype, heads, dim);
     const Side dst_stage = dense_side(stages_.dst(), pair_.dst.dtype, heads, dim);
     const Side &from = stages_src_ ? src_stage : pair_.src;
     const Side &to = stages_dst_ ? dst_stage : pair_.dst;
     if (stages_src_) {
-      Copier(pair_.src, src_stage, heads, dim, false)(src_stage.base, src, src, tokens);
+      Copier(pair_.src, src_stage, heads, dim, false)(src_stage.base, src, {src_stage.base, src},
+                                                      tokens);
       src = src_stage.base;
       ahead = 0;
     }
     uint8_t *const out = stages_dst_ ? dst_stage.base : dst;
-    convert_rows(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor);
-    if (stages_dst_) Copier(dst_stage, pair_.dst, heads, dim, streaming_)(dst, out, out, tokens);
+    convert_rows(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor,
+                 many);
+    if (stages_dst_)
+      Copier(dst_stage, pair_.dst, heads, dim, streaming_)(dst, out, {dst, out}, tokens);
   }
 
   // One call per row, or per token, or for all, as far as rows follow each other and share scales.
   void convert_rows(uint8_t *dst, const Side &to, const uint8_t *src, const Side &from,
                     int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
-                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor) {
+                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
+                    bool many) {
     int64_t run = pair_.head_dim;
     const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
-    const bool varies = pair_.find_scales || scale.varies() || divisor.varies();
     const auto follows = [&](int64_t src_stride, int64_t dst_stride, int64_t count) {
       return count == 1 || (src_stride == run * src_size && dst_stride == run * dst_size);
     };
-    if (!varies && follows(from.head_stride, to.head_stride, heads)) {
+    if (!varies_ && follows(from.head_stride, to.head_stride, heads)) {
       run *= heads, heads = 1;
       if (follows(from.token_stride, to.token_stride, tokens)) run *= tokens, tokens = 1;
     }
@@ -187,8 +202,9 @@ class Converter {
         const float factor = scale.at(first_token + t, first_head + h);
         if (pair_.find_scales)
           divisor.store(first_token + t, first_head + h, find_scale(row, src_size, factor));
-        convert_run(dst + t * to.token_stride + h * to.head_stride, dst_size, row, src_size, ahead,
-                    run, factor, divisor.at(first_token + t, first_head + h));
+        const Scaling scaling = {factor, divisor.at(first_token + t, first_head + h)};
+        run_(dst + t * to.token_stride + h * to.head_stride, row, run,
+             {scaling, streaming_ && !stages_dst_, many, ahead});
       }
     }
   }
@@ -198,7 +214,7 @@ class Converter {
     for (int64_t d = 0; d < pair_.head_dim; d += 256) {
       const int64_t count = std::min<int64_t>(pair_.head_dim - d, 256);
       if (decode_) {
-        decode_(values, row + d * src_size, count, factor, 1.0f, false);
+        decode_(values, row + d * src_size, count, {{factor, 1.0f}, false, false, 0});
       } else {  // F32, which has no scale
         memcpy(values, row + d * src_size, static_cast<size_t>(count * src_size));
       }
@@ -207,26 +223,12 @@ class Converter {
     return found_scale(amax, pair_.dst.dtype, pair_.dst_scales.dtype);
   }
 
-  // In pieces, between which the source that comes next is fetched.
-  void convert_run(uint8_t *dst, int64_t dst_size, const uint8_t *src, int64_t src_size,
-                   int64_t ahead, int64_t count, float scale, float divisor) const {
-    constexpr int64_t kPiece = 512;  // elements
-    while (count > 0) {
-      const int64_t n = std::min(count, kPiece);
-      if (ahead) {
-        for (int64_t line = 0; line < n * src_size; line += 64)
-          __builtin_prefetch(src + ahead + line, 0, 2);
-      }
-      run_(dst, src, n, scale, divisor, streaming_ && !stages_dst_);
-      dst += n * dst_size, src += n * src_size, count -= n;
-    }
-  }
-
   const TensorPair &pair_;
   Stages &stages_;
   const bool streaming_;
   const ConvertRun run_, decode_;
   const bool stages_src_, stages_dst_;
+  const bool varies_, many_;  // scales within a block; elements of one scale
 };
 
 uint8_t *base_of(const Side &side, const Place &place) {
@@ -244,14 +246,14 @@ struct Stretch {
 // Moves stretches of one pair: joins what continues, copies or converts.
 class Mover {
  public:
-  Mover(const TensorPair &pair, Stages *stages, bool streaming)
+  Mover(const TensorPair &pair, Stages *stages, uint64_t tokens, bool streaming)
       : pair_(pair),
         copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
         joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
                       !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
-    if (pair.convert) convert_.emplace(pair, stages, streaming);
+    if (pair.convert) convert_.emplace(pair, stages, tokens, streaming);
   }
-  ~Mover() { flush(pending_.src); }
+  ~Mover() { flush({pending_.dst, pending_.src}); }
 
   void add(const Place &from, const Place &to, int64_t tokens) {
     uint8_t *src = base_of(pair_.src, from), *dst = base_of(pair_.dst, to);
@@ -263,7 +265,7 @@ class Mover {
       pending_.tokens += tokens;
       return;
     }
-    flush(src);
+    flush({dst, src});
     pending_ = {src, dst, tokens, from, to};
   }
 
@@ -287,10 +289,10 @@ class Mover {
   }
 
  private:
-  void flush(const uint8_t *next) {
+  void flush(const Next &next) {
     if (!pending_.tokens) return;
     if (convert_) {
-      (*convert_)(pending_.dst, pending_.src, next, pending_.tokens, pending_.src_place,
+      (*convert_)(pending_.dst, pending_.src, next.src, pending_.tokens, pending_.src_place,
                   pending_.dst_place);
     } else {
       copy_(pending_.dst, pending_.src, next, pending_.tokens);
@@ -392,10 +394,10 @@ class Job {
   }
 
   void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, Stages *stages) {
-    Mover k(pairs[0], stages, streaming_);
+    Mover k(pairs[0], stages, tokens_, streaming_);
     if (!pairs[1].num_heads)
       return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
-    Mover v(pairs[1], stages, streaming_);
+    Mover v(pairs[1], stages, tokens_, streaming_);
     // Small calls find K's and V's places once; large ones write fewer streams at a time, unless
     // that would read every other piece of the source.
     const bool small = bytes_ < kSmallBytes;

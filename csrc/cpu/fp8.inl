@@ -1,0 +1,265 @@
+// FP8 by looking up, 64 at a time in AVX-512 VBMI. What is in a table the codec itself has said, so
+// that looking up is exact, in a few instructions where rounding takes dozens.
+// Included by kernels.inl.
+
+constexpr uint8_t kFp8Sign = 0x80, kFp8Nan = 0x7f;
+
+KVX_INLINE __m512i all(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
+KVX_INLINE __m512i words(int word) { return _mm512_set1_epi16(static_cast<short>(word)); }
+
+// 128 bytes, looked up by the lower seven bits of an index.
+class ByteTable {
+ public:
+  ByteTable() = default;
+  template <class Entry>
+  explicit ByteTable(Entry entry) {
+    uint8_t bytes[128];
+    for (int i = 0; i < 128; ++i) bytes[i] = static_cast<uint8_t>(entry(i));
+    lower_ = load(bytes);
+    upper_ = load(bytes + 64);
+  }
+
+  KVX_MEMBER Vector operator[](Vector index) const {
+    return Vector(_mm512_permutex2var_epi8(__m512i(lower_), __m512i(index), __m512i(upper_)));
+  }
+
+ private:
+  Vector lower_, upper_;
+};
+
+// Bytes kFirst, kFirst + 2, ... of a, then of b.
+template <int kFirst, int... kByte>
+KVX_INLINE Vector every_other(Vector a, Vector b, std::integer_sequence<int, kByte...>) {
+  return __builtin_shufflevector(a, b, (2 * kByte + kFirst)...);
+}
+constexpr auto kEach = std::make_integer_sequence<int, 64>{};
+
+// ---- From FP8: a table of the 128 magnitudes ----
+
+template <class Src, class Dst>
+struct Decoder {
+  using To = typename Dst::Bits;
+  static constexpr int kTopBits = 8 * sizeof(To) - 8;
+
+  Scaling scaling;
+  ByteTable top, low;  // the bytes of the results; of FP8 the top one alone
+
+  explicit Decoder(const Scaling &by)
+      : scaling(by),
+        top([&](int code) { return result(code) >> kTopBits; }),
+        low([&](int code) { return result(code); }) {}
+
+  template <bool kStreaming>
+  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
+    for (int64_t i = 0; i < count; i += 64) {
+      prefetch(src + i + ahead);
+      convert_one<kStreaming>(dst + i * static_cast<int64_t>(sizeof(To)), src + i);
+    }
+  }
+
+ private:
+  template <bool kStreaming>
+  KVX_MEMBER void convert_one(uint8_t *dst, const uint8_t *src) const {
+    const auto put = [&](Vector value) __attribute__((always_inline)) {
+      kStreaming ? store_streaming(dst, value) : store(dst, value);
+      dst += sizeof value;
+    };
+    Vector codes = load(src);
+    if constexpr (sizeof(To) == 1) {
+      const Vector found = top[codes];
+      put(found == kFp8Nan ? found : found | (codes & kFp8Sign));
+    } else {
+      // Interleaving takes the lower halves of 16 bytes each, then the upper ones.
+      typedef uint64_t Halves __attribute__((vector_size(64)));
+      const auto order = Halves(codes);
+      codes = Vector(__builtin_shufflevector(order, order, 0, 4, 1, 5, 2, 6, 3, 7));
+      const auto first = __m512i(low[codes]), second = __m512i(top[codes] | (codes & kFp8Sign));
+      put(Vector(_mm512_unpacklo_epi8(first, second)));
+      put(Vector(_mm512_unpackhi_epi8(first, second)));
+    }
+  }
+
+  To result(int code) const {
+    return Dst::encode(scaling(Src::decode(static_cast<uint8_t>(code))));
+  }
+};
+
+// ---- From BF16 to FP8: tables of the 128 mantissas ----
+
+// From one exponent to the next all codes grow by an octave's steps, once the results are normal
+// numbers. The few exponents before, whose results are subnormal, have a table each.
+template <class Dst>
+struct Encoder {
+  using Magnitude = typename Dst::Magnitude;
+  static constexpr uint8_t kMost = std::is_same_v<Dst, E4m3> ? 0x7e : 0x7b;
+  static constexpr int kOctave = Magnitude::kFirstNormalCode;  // steps
+  static constexpr int kSmall = 23 - Magnitude::kDropped + 2;  // exponents; before them all is zero
+
+  Scaling scaling;
+  int first;                // the least exponent whose results are all normal
+  ByteTable small[kSmall];  // of the exponents before it
+  ByteTable normal;         // of it
+  ByteTable steps;          // that are added to `normal`, by place: 1 is the least with a table
+
+  explicit Encoder(const Scaling &by)
+      : scaling(by),
+        first(kSmall),
+        normal(results_of(first_normal())),
+        steps([](int place) { return std::clamp((place - kSmall - 1) * kOctave, 0, 128); }) {
+    for (int i = 0; i < kSmall; ++i) small[i] = ByteTable(results_of(first - kSmall + i));
+  }
+
+  // Where no step of the codec meets a float32 that overflows or is subnormal.
+  static bool takes(const Scaling &by) {
+    const float factor = by.scale / by.divisor;
+    return by.scale == 1.0f && factor >= 0x1p-60f && factor <= 0x1p60f;
+  }
+
+  // Small results take time, so that they are looked for, from piece to piece, until one is met: a
+  // branch that went now this way, now that would take more.
+  template <bool kStreaming>
+  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
+    for (int64_t i = 0; i < count;) {
+      const int64_t piece_end = std::min(count, i + 512);
+      for (; i < piece_end && convert_one<kStreaming, false>(dst + i, src + 2 * i, ahead);
+           i += 64) {
+      }
+      for (; i < piece_end; i += 64) convert_one<kStreaming, true>(dst + i, src + 2 * i, ahead);
+    }
+  }
+
+ private:
+  // Returns false, and has done nothing, if there are small results and that was not expected.
+  template <bool kStreaming, bool kSmallToo>
+  KVX_MEMBER bool convert_one(uint8_t *dst, const uint8_t *src, int64_t ahead) const {
+    const Vector a = load(src), b = load(src + sizeof a);
+    // The exponent's last bit and the mantissa; the sign and the rest of the exponent.
+    const Vector low = every_other<0>(a, b, kEach), high = every_other<1>(a, b, kEach);
+    const Vector exponent = (high << 1) | (low >> 7);
+    const auto place =
+        _mm512_min_epu8(_mm512_subs_epu8(__m512i(exponent), all(first - kSmall - 1)), all(127));
+    auto code = _mm512_min_epu8(__m512i(normal[low] + steps[Vector(place)]), all(kMost));
+    const __mmask64 is_normal = _mm512_cmpgt_epu8_mask(place, all(kSmall));
+    if (!kSmallToo && ~is_normal) return false;
+    if (kSmallToo) {
+      code = _mm512_maskz_mov_epi8(is_normal, code);
+#pragma GCC unroll 8
+      for (int i = 0; i < kSmall; ++i) {
+        const __mmask64 is_here = _mm512_cmpeq_epi8_mask(place, all(i + 1));
+        code = _mm512_mask_mov_epi8(code, is_here, __m512i(small[i][low]));
+      }
+    }
+    // code | (high & sign)
+    code = _mm512_ternarylogic_epi32(code, __m512i(high), all(kFp8Sign), 0xf8);
+    const __mmask64 is_nan = _mm512_mask_test_epi8_mask(
+        _mm512_cmpeq_epi8_mask(__m512i(exponent), all(0xff)), __m512i(low), all(0x7f));
+    code = _mm512_mask_mov_epi8(code, is_nan, all(kFp8Nan));
+    prefetch(src + ahead), prefetch(src + ahead + sizeof a);
+    kStreaming ? store_streaming(dst, Vector(code)) : store(dst, Vector(code));
+    return true;
+  }
+
+  int first_normal() {
+    while (bits_of(scaling(bf16(first, 0))) < Magnitude::kMinNormal) ++first;
+    return first;
+  }
+  auto results_of(int exponent) const {
+    return [=](int mantissa) { return Dst::encode(scaling(bf16(exponent, mantissa))); };
+  }
+  static float bf16(int exponent, int mantissa) {
+    return Bf16::decode(static_cast<uint16_t>(exponent << 7 | mantissa));
+  }
+};
+
+// BF16 to E4M3 over a power of two: the bits of a code lie one after the other in those of the
+// number, and an exponent says where they begin. Small results cost no more than others.
+struct Shifter {
+  static constexpr int kMantissa = 23 - E4m3::Magnitude::kDropped, kSmall = kMantissa + 1;
+
+  Scaling scaling;
+  // Exponents are counted from the last one that becomes zero, whose least magnitude is `zero`;
+  // `most` from there on is the magnitude that has the largest code.
+  int zero, most;
+  __m512i shift, add;  // by exponent: to a code above eight bits to round away, less half of those
+
+  explicit Shifter(const Scaling &by) : scaling(by) {
+    const int power = static_cast<int>(bits_of(by.divisor) >> 23) - 127;
+    const int first = static_cast<int>(E4m3::Magnitude::kMinNormal >> 23) + power;
+    zero = (first - kSmall - 1) << 7;
+    most = 0x43e0 + (power << 7) - zero;  // 448
+    uint16_t shifts[32] = {16}, adds[32] = {0x7f};
+    for (int i = 1; i < 32; ++i) {
+      const int up = std::min(i - 1, kSmall);  // a number's leading bit is that of its mantissa
+      shifts[i] = static_cast<uint16_t>(up);
+      adds[i] = static_cast<uint16_t>((((up < kSmall ? 1 - i : -kSmall) * 128) << up) + 0x7f);
+    }
+    shift = _mm512_loadu_si512(shifts);
+    add = _mm512_loadu_si512(adds);
+  }
+
+  static bool takes(const Scaling &by) {
+    return by.scale == 1.0f && has_exact_inverse(by.divisor) && by.divisor >= 0x1p-60f &&
+           by.divisor <= 0x1p60f;
+  }
+
+  template <bool kStreaming>
+  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
+    for (int64_t i = 0; i < count; i += 64) {
+      prefetch(src + 2 * i + ahead), prefetch(src + 2 * i + ahead + sizeof(Vector));
+      const Vector a = encode(src + 2 * i), b = encode(src + 2 * i + sizeof a);
+      const Vector codes = every_other<1>(a, b, kEach);
+      kStreaming ? store_streaming(dst + i, codes) : store(dst + i, codes);
+    }
+  }
+
+ private:
+  // 32 codes, each with its sign in the upper byte of a word.
+  KVX_MEMBER Vector encode(const uint8_t *src) const {
+    const auto x = __m512i(load(src)), magnitude = _mm512_and_si512(x, words(0x7fff));
+    const __m512i from_zero =
+        _mm512_min_epu16(_mm512_subs_epu16(magnitude, words(zero)), words(most));
+    const __m512i exponent = _mm512_srli_epi16(from_zero, 7);
+    __m512i code = _mm512_sllv_epi16(from_zero, _mm512_permutexvar_epi16(exponent, shift));
+    code = _mm512_add_epi16(code, _mm512_permutexvar_epi16(exponent, add));
+    // A tie has come to 0xff: one more carries if the code is odd.
+    code = _mm512_mask_sub_epi16(code, _mm512_test_epi16_mask(code, words(0x100)), code, words(-1));
+    code = _mm512_ternarylogic_epi32(code, x, words(0x8000), 0xf8);  // code | (x & 0x8000)
+    const __mmask32 is_nan = _mm512_cmpgt_epu16_mask(magnitude, words(0x7f80));
+    return Vector(_mm512_mask_mov_epi16(code, is_nan, words(kFp8Nan << 8)));
+  }
+};
+
+// As many as fill registers. Returns how many.
+template <class Coder>
+KVX_INLINE int64_t look_up(uint8_t *dst, const uint8_t *src, int64_t count, const Coder &coder,
+                           bool streaming, int64_t ahead) {
+  const Coder own = coder;  // in registers, since bytes that are stored may be anybody's
+  count &= -64;
+  if (streaming && bytes_to_alignment(dst) == 0) {
+    own.template convert<true>(dst, src, count, ahead);
+  } else {
+    own.template convert<false>(dst, src, count, ahead);
+  }
+  return count;
+}
+
+// The tables without any scaling.
+template <class Coder>
+const Coder &unit() {
+  static const Coder coder({1.0f, 1.0f});
+  return coder;
+}
+
+// The tables for a scaling, of which this thread keeps two, K's and V's perhaps; NULL if they are
+// not worth making.
+template <class Coder>
+const Coder *coder_for(const Conversion &how) {
+  if (how.scaling == unit<Coder>().scaling) return &unit<Coder>();
+  if (!how.many) return nullptr;
+  thread_local Coder last[2] = {unit<Coder>(), unit<Coder>()};
+  thread_local int turn = 0;
+  for (const Coder &coder : last)
+    if (coder.scaling == how.scaling) return &coder;
+  turn ^= 1;
+  return &(last[turn] = Coder(how.scaling));
+}
