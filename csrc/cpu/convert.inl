@@ -26,6 +26,21 @@ KVX_INLINE void compute_run(void *dst, const void *src, int64_t count, const Sca
   }
 }
 
+constexpr int64_t kPiece = 512;  // elements
+
+// At most kPiece of them. Streaming stores take whole vectors, which are computed elsewhere first:
+// that pays where computing is light.
+template <class Src, class Dst>
+KVX_INLINE void compute_piece(uint8_t *dst, const void *src, int64_t count, const Conversion &how) {
+  constexpr bool is_light = !std::is_same_v<Src, F16> && sizeof(typename Src::Bits) > 1;
+  const int64_t num_bytes = count * static_cast<int64_t>(sizeof(typename Dst::Bits));
+  if (!is_light || !how.streaming || bytes_to_alignment(dst) || num_bytes % KVX_VECTOR_BYTES)
+    return compute_run<Src, Dst>(dst, src, count, how.scaling);
+  alignas(64) typename Dst::Bits stage[kPiece];
+  compute_run<Src, Dst>(stage, src, count, how.scaling);
+  stream_vectors(dst, reinterpret_cast<const uint8_t *>(stage), num_bytes, 0);
+}
+
 #if KVX_VECTOR_BYTES == 64
 // The elements of a run for which there is something better than computing each: their number.
 template <class Src, class Dst>
@@ -37,13 +52,17 @@ KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t cou
     if (const auto *decoder = coder_for<Decoder<Src, Dst>>(how))
       return look_up(dst, src, count, *decoder, how.streaming, how.ahead);
   }
+  if constexpr (from_fp8 && std::is_same_v<Dst, Bf16>) {
+    if (Multiplier<Src>::takes(how.scaling))
+      return look_up(dst, src, count, Multiplier<Src>(how.scaling), how.streaming, how.ahead);
+  }
   if constexpr (from_fp8) {  // every FP8 number is a BF16 number
-    alignas(64) Bf16::Bits exact[512];
+    alignas(64) Bf16::Bits exact[kPiece];
     auto *const stage = reinterpret_cast<uint8_t *>(exact);
     count &= -64;
     for (int64_t i = 0, n; i < count; i += n) {
-      n = look_up(stage, src + i, std::min<int64_t>(count - i, 512), unit<Decoder<Src, Bf16>>(),
-                  false, how.ahead);
+      n = look_up(stage, src + i, std::min(count - i, kPiece), unit<Decoder<Src, Bf16>>(), false,
+                  how.ahead);
       compute_run<Bf16, Dst>(dst + i * static_cast<int64_t>(sizeof(typename Dst::Bits)), exact, n,
                              how.scaling);
     }
@@ -73,13 +92,12 @@ void convert_run(void *dst, const void *src, int64_t count, const Conversion &ho
   to += done, from += done, count -= done;
 #endif
   // In pieces, between which the source that comes next is fetched.
-  constexpr int64_t kPiece = 512;
   for (int64_t i = 0; i < count; i += kPiece) {
     const int64_t n = std::min(count - i, kPiece);
     const auto *piece = reinterpret_cast<const uint8_t *>(from + i);
     if (how.ahead)
       for (int64_t line = 0; line < n * static_cast<int64_t>(sizeof *from); line += kLineBytes)
         prefetch(piece + how.ahead + line);
-    compute_run<Src, Dst>(to + i, from + i, n, how.scaling);
+    compute_piece<Src, Dst>(reinterpret_cast<uint8_t *>(to + i), from + i, n, how);
   }
 }

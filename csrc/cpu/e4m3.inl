@@ -2,8 +2,8 @@
 // E4m3::encode(x / divisor), which the compiler does with divisions.
 // Included by kernels.inl.
 
+typedef uint32_t Floats __attribute__((vector_size(64)));  // their bits
 typedef uint16_t Words __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint32_t Floats __attribute__((vector_size(64)));  // their bits, in two words each
 
 // Divides into eight times the quotient: the smallest normal number, 2^-6, becomes 2^-3.
 struct Divisor {

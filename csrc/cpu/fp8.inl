@@ -7,6 +7,10 @@ constexpr uint8_t kFp8Sign = 0x80, kFp8Nan = 0x7f;
 KVX_INLINE __m512i all(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
 KVX_INLINE __m512i words(int word) { return _mm512_set1_epi16(static_cast<short>(word)); }
 
+struct Same {
+  KVX_MEMBER Vector operator()(Vector vector) const { return vector; }
+};
+
 // 128 bytes, looked up by the lower seven bits of an index.
 class ByteTable {
  public:
@@ -49,20 +53,23 @@ struct Decoder {
         top([&](int code) { return result(code) >> kTopBits; }),
         low([&](int code) { return result(code); }) {}
 
-  template <bool kStreaming>
-  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
+  // Stores what `map` makes of the results.
+  template <bool kStreaming, class Map = Same>
+  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead,
+                          const Map &map = {}) const {
     for (int64_t i = 0; i < count; i += 64) {
       prefetch(src + i + ahead);
-      convert_one<kStreaming>(dst + i * static_cast<int64_t>(sizeof(To)), src + i);
+      convert_one<kStreaming>(dst + i * static_cast<int64_t>(sizeof(To)), src + i, map);
     }
   }
 
  private:
-  template <bool kStreaming>
-  KVX_MEMBER void convert_one(uint8_t *dst, const uint8_t *src) const {
-    const auto put = [&](Vector value) __attribute__((always_inline)) {
-      kStreaming ? store_streaming(dst, value) : store(dst, value);
-      dst += sizeof value;
+  template <bool kStreaming, class Map>
+  KVX_MEMBER void convert_one(uint8_t *dst, const uint8_t *src, const Map &map) const {
+    const auto put = [&](Vector results) KVX_MEMBER {
+      results = map(results);
+      kStreaming ? store_streaming(dst, results) : store(dst, results);
+      dst += sizeof results;
     };
     Vector codes = load(src);
     if constexpr (sizeof(To) == 1) {
@@ -81,6 +88,46 @@ struct Decoder {
 
   To result(int code) const {
     return Dst::encode(scaling(Src::decode(static_cast<uint8_t>(code))));
+  }
+};
+
+// The tables without any scaling.
+template <class Coder>
+const Coder &unit() {
+  static const Coder coder({1.0f, 1.0f});
+  return coder;
+}
+
+// To BF16 by a scale of few elements: what the table holds, which is exact, is multiplied.
+template <class Src>
+struct Multiplier {
+  using To = Bf16::Bits;
+
+  Decoder<Src, Bf16> exact;
+  __m512 scale;
+
+  explicit Multiplier(const Scaling &by)
+      : exact(unit<Decoder<Src, Bf16>>()), scale(_mm512_set1_ps(by.scale)) {}
+
+  static bool takes(const Scaling &by) { return by.divisor == 1.0f; }
+
+  // Every other number is the upper half of a float, and so are, moved up, the others.
+  KVX_MEMBER Vector operator()(Vector numbers) const {
+    const Floats two = Floats(numbers);
+    const Floats odd = multiply(two & 0xffff0000u), even = multiply(two << 16);
+    return Vector((odd & 0xffff0000u) | even >> 16);
+  }
+
+  template <bool kStreaming>
+  KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
+    exact.template convert<kStreaming>(dst, src, count, ahead, *this);
+  }
+
+ private:
+  // Rounded in the upper halves. NaN stays NaN, since its lower half is zero.
+  KVX_MEMBER Floats multiply(Floats x) const {
+    const Floats product = Floats(__m512(x) * scale);
+    return product + 0x7fff + (product >> 16 & 1);
   }
 };
 
@@ -241,13 +288,6 @@ KVX_INLINE int64_t look_up(uint8_t *dst, const uint8_t *src, int64_t count, cons
     own.template convert<false>(dst, src, count, ahead);
   }
   return count;
-}
-
-// The tables without any scaling.
-template <class Coder>
-const Coder &unit() {
-  static const Coder coder({1.0f, 1.0f});
-  return coder;
 }
 
 // The tables for a scaling, of which this thread keeps two, K's and V's perhaps; NULL if they are
