@@ -35,6 +35,7 @@ class _Binding(ctypes.Structure):
         ("index_memory", c_int),
         ("stream", c_void_p),
         ("ask_stream", py_object),
+        ("kept", py_object),
     )
 
 
@@ -47,7 +48,7 @@ def write(
 ) -> Call:
     """kvx_write_kv_ext of (key, value or None, slots), the rest as in `like`.
 
-    The caller keeps the structs, what they point to and the stream for as long as the call.
+    The caller keeps the tensors that the structs describe for as long as the call.
     """
     return _bind("write", cache, like, options, index_memory, stream)
 
@@ -61,8 +62,8 @@ def gather(
 ) -> Call:
     """kvx_gather_kv_ext of (key, value or None, block_table, seq_lens), the rest as in `like`.
 
-    block_table is PACKED. The caller keeps the structs, what they point to and the stream for as
-    long as the call.
+    block_table is PACKED. The caller keeps the tensors that the structs describe for as long as the
+    call.
     """
     return _bind("gather", cache, like, options, index_memory, stream)
 
@@ -71,7 +72,7 @@ def fingerprint() -> Callable[..., bytes | int]:
     """Of up to 4 tensors or None: where they lie, device, dtype, shape and strides, as bytes."""
     reader = _torch_reader()
     if reader is None:
-        return _take_nothing
+        return take_nothing
     function: Callable[..., bytes | int] = _library().kvx_python_fingerprint(*reader)
     return function
 
@@ -79,16 +80,18 @@ def fingerprint() -> Callable[..., bytes | int]:
 def _bind(name: str, cache: Any, like: Any, options: Any, memory: Memory, stream: Any) -> Call:
     reader = _torch_reader()
     if reader is None:
-        return _take_nothing
+        return take_nothing
     fixed, ask = (None, stream) if callable(stream) else (stream, None)
-    binding = _Binding(*reader, ctypes.pointer(cache), memory, fixed, ask)
+    kept = reader, cache, like, options, ask
+    binding = _Binding(*reader, ctypes.pointer(cache), memory, fixed, ask, kept)
     function = ctypes.cast(getattr(_abi.library(), f"kvx_{name}_kv_ext"), c_void_p)
     bind = getattr(_library(), f"kvx_python_{name}")
     call: Call = bind(byref(binding), function, byref(like), byref(options))
     return call
 
 
-def _take_nothing(*_: object) -> int:
+def take_nothing(*_: object) -> int:
+    """A call that no tensors are right for."""
     return NOT_TAKEN
 
 

@@ -7,7 +7,7 @@ cannot see is checked here. Spec: 4, 5, 6
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -143,6 +143,10 @@ class CacheDesc:
     v: TensorDesc | None = None  # None: no V (MLA)
     pool: PoolDesc | None = None  # KV_OFFSETS only
     _c: _abi.kvx_cache_desc_t = field(init=False, compare=False, repr=False)
+    # Of write_kv and gather_kv without options: made by the first such call.
+    bound_calls: dict[str, Callable[..., int]] = field(
+        init=False, compare=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         struct = _abi.kvx_cache_desc_t(

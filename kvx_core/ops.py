@@ -6,7 +6,7 @@ cache and reads the call's tensors in C. Spec: 6.8 to 6.10, 7
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -29,6 +29,7 @@ from kvx_core.tensors import (
     current_stream,
     current_stream_here,
     empty_like_owner,
+    is_torch,
 )
 from kvx_core.types import DType, Layout, Memory, Transfer
 
@@ -64,6 +65,17 @@ def write_kv(
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.9, 7
     """
+    if (
+        k_scale is None
+        and v_scale is None
+        and not find_scales
+        and transfer is Transfer.KERNEL
+        and stream is None
+        and is_torch(key)
+    ):
+        status = _plain_write(cache)(key, value, slots)
+        if not (status and _was_left(status)):
+            return
     options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
     _write(cache, _io(key), _io(value), SlotMapping.of(slots), options, stream)
 
@@ -109,6 +121,22 @@ def gather_kv(
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.10, 7, E.2
     """
+    if (
+        out is not None
+        and max_seq_len is None
+        and dtype is None
+        and k_scale is None
+        and v_scale is None
+        and null_block_id == _abi.NO_NULL_BLOCK
+        and not zero_fill
+        and not secondary_num_blocks
+        and transfer is Transfer.KERNEL
+        and stream is None
+        and is_torch(out[0])
+    ):
+        status = _plain_gather(cache)(*out, block_table, seq_lens)
+        if not (status and _was_left(status)):
+            return out
     table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
     if out is None:
         scaled = k_scale is not None or v_scale is not None
@@ -173,20 +201,15 @@ class WritePlan:
         self._options = _WriteOptions(_scale(k_scale), _scale(v_scale), find_scales, transfer)
         key, value = _io(key_like), _io(value_like)
         self._stream = _stream(stream, cache.k, key)
-        write = _write(cache, key, value, SlotMapping.of(()), self._options, self._stream)
-        write.io.value = _abi.kvx_tensor_desc_t()
-        self._structs = cache.to_c(), write, self._options.to_c()
-        index_memory = _index_memory(cache, transfer)
-        self._call = _bound.write(*self._structs, index_memory, self._stream)
+        _write(cache, key, value, SlotMapping.of(()), self._options, self._stream)
+        self._call = _bound_write(cache, self._options, self._stream)
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
         status = self._call(key, value, slots)
-        if status == _bound.NOT_TAKEN:
+        if status and _was_left(status):
             mapping, stream = SlotMapping.of(slots), self._stream
             _write(self._cache, _io(key), _io(value), mapping, self._options, stream)
-        elif status:
-            _abi.check(status)
 
 
 class GatherPlan:
@@ -229,21 +252,64 @@ class GatherPlan:
         key, value = _no_rows(_io(key_like)), _no_rows(_io(value_like))
         self._stream = _stream(stream, cache.k, key)
         table, lens = BlockTable.packed([]), SeqLens.of([])
-        gather = _gather(cache, key, value, table, lens, None, self._options, self._stream)
-        gather.io.value = _abi.kvx_tensor_desc_t()
-        self._structs = cache.to_c(), gather, self._options.to_c()
-        index_memory = _index_memory(cache, transfer)
-        self._call = _bound.gather(*self._structs, index_memory, self._stream)
+        _gather(cache, key, value, table, lens, None, self._options, self._stream)
+        self._call = _bound_gather(cache, self._options, self._stream)
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
         status = self._call(key, value, block_table, seq_lens)
-        if status == _bound.NOT_TAKEN:
+        if status and _was_left(status):
             table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
             cache, options, stream = self._cache, self._options, self._stream
             _gather(cache, _io(key), _io(value), table, lens, None, options, stream)
-        elif status:
-            _abi.check(status)
+
+
+def _was_left(status: int) -> bool:
+    """Whether a bound call has left its tensors to Python; raises the exception of a failed one."""
+    if status == _bound.NOT_TAKEN:
+        return True
+    _abi.check(status)
+    return False
+
+
+def _plain_write(cache: CacheDesc) -> _bound.Call:
+    """The cache's bound write without options: made once, and kept with the cache."""
+    call = cache.bound_calls.get("write")
+    if call is None:
+        options = _WriteOptions(None, None, False, Transfer.KERNEL)
+        is_writable = all(tensor.writable for tensor in cache.tensors.values())
+        call = _bound_plain(_bound_write, cache, options) if is_writable else _bound.take_nothing
+        cache.bound_calls["write"] = call
+    return call
+
+
+def _plain_gather(cache: CacheDesc) -> _bound.Call:
+    """The cache's bound gather without options: made once, and kept with the cache."""
+    call = cache.bound_calls.get("gather")
+    if call is None:
+        options = _GatherOptions(None, None, _abi.NO_NULL_BLOCK, False, 0, Transfer.KERNEL)
+        call = cache.bound_calls["gather"] = _bound_plain(_bound_gather, cache, options)
+    return call
+
+
+def _bound_plain(bind: Callable[..., _bound.Call], cache: CacheDesc, options: Any) -> _bound.Call:
+    stream = current_stream(cache.k.owner)
+    if stream is None and cache.k.memory is not Memory.HOST:
+        return _bound.take_nothing  # each call's tensors tell
+    return bind(cache, options, stream)
+
+
+def _bound_write(cache: CacheDesc, options: _WriteOptions, stream: _abi.Stream) -> _bound.Call:
+    like = _write_desc(cache, None, None, SlotMapping.of(()), options)
+    memory = _index_memory(cache, options.transfer)
+    return _bound.write(cache.to_c(), like, options.to_c(), memory, stream)
+
+
+def _bound_gather(cache: CacheDesc, options: _GatherOptions, stream: _abi.Stream) -> _bound.Call:
+    table, lens = BlockTable.packed([]), SeqLens.of([])
+    like = _gather_desc(cache, None, None, table, lens, 0, options)
+    memory = _index_memory(cache, options.transfer)
+    return _bound.gather(cache.to_c(), like, options.to_c(), memory, stream)
 
 
 def _index_memory(cache: CacheDesc, transfer: Transfer) -> Memory:
@@ -294,17 +360,19 @@ def _write(
     slots: SlotMapping,
     options: _WriteOptions,
     stream: _abi.Stream,
-) -> _abi.kvx_write_desc_t:
+) -> None:
     for name, tensor in cache.tensors.items():
         require_writable(f"cache.{name}", tensor)
     if options.find_scales:
         for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
             if scale is not None:
                 require_writable(name, scale)
+    if slots.token_count:
+        tensors = {"cache.k": cache.k, "key": key}
+        check_index_memory({"slots": slots}, tensors, options.transfer)
     write = _write_desc(cache, key, value, slots, options)
     now = _abi.stream_now(_stream(stream, cache.k, key))
     _abi.check(_abi.library().kvx_write_kv_ext(cache.to_c(), write, options.to_c(), now))
-    return write
 
 
 def _gather(
@@ -316,15 +384,19 @@ def _gather(
     max_seq_len: int | None,
     options: _GatherOptions,
     stream: _abi.Stream,
-) -> _abi.kvx_gather_desc_t:
+) -> None:
     for name, tensor in (("key", key), ("value", value)):
         if tensor is not None:
             require_writable(name, tensor)
-    _check_scales_memory(cache, (options.k_scale, options.v_scale))
-    gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options.transfer)
+    if table.num_rows:
+        tensors = {"cache.k": cache.k, "key": key}
+        check_index_memory({"block_table": table, "seq_lens": lens}, tensors, options.transfer)
+    if max_seq_len is None:
+        rows = max(table.num_rows, 1)
+        max_seq_len = key.shape[1] if key.ndim == 4 else key.shape[0] // rows
+    gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options)
     now = _abi.stream_now(_stream(stream, cache.k, key))
     _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
-    return gather
 
 
 def _stream(stream: _abi.Stream, *tensors: TensorDesc | None) -> _abi.Stream:
@@ -335,14 +407,11 @@ def _stream(stream: _abi.Stream, *tensors: TensorDesc | None) -> _abi.Stream:
 
 def _write_desc(
     cache: CacheDesc,
-    key: TensorDesc,
+    key: TensorDesc | None,
     value: TensorDesc | None,
     slots: SlotMapping,
     options: _WriteOptions,
 ) -> _abi.kvx_write_desc_t:
-    if slots.token_count:
-        tensors = {"cache.k": cache.k, "key": key}
-        check_index_memory({"slots": slots}, tensors, options.transfer)
     k_scale, v_scale = options.k_scale, options.v_scale
     _check_scales_memory(cache, (k_scale, v_scale))
     write = _abi.kvx_write_desc_t(
@@ -357,21 +426,16 @@ def _write_desc(
 
 def _gather_desc(
     cache: CacheDesc,
-    key: TensorDesc,
+    key: TensorDesc | None,
     value: TensorDesc | None,
     table: BlockTable,
     lens: SeqLens,
-    max_seq_len: int | None,
-    transfer: Transfer,
+    max_seq_len: int,
+    options: _GatherOptions,
 ) -> _abi.kvx_gather_desc_t:
-    rows = table.num_rows
-    if rows:
-        tensors = {"cache.k": cache.k, "key": key}
-        check_index_memory({"block_table": table, "seq_lens": lens}, tensors, transfer)
-    if max_seq_len is None:
-        max_seq_len = key.shape[1] if key.ndim == 4 else key.shape[0] // max(rows, 1)
+    _check_scales_memory(cache, (options.k_scale, options.v_scale))
     return _abi.kvx_gather_desc_t(
-        io=_io_desc(cache, key, value, rows * max_seq_len),
+        io=_io_desc(cache, key, value, table.num_rows * max_seq_len),
         block_table=table.to_c(),
         seq_lens=lens.to_c(),
         max_seq_len=max_seq_len,
@@ -379,10 +443,10 @@ def _gather_desc(
 
 
 def _io_desc(
-    cache: CacheDesc, key: TensorDesc, value: TensorDesc | None, num_tokens: int
+    cache: CacheDesc, key: TensorDesc | None, value: TensorDesc | None, num_tokens: int
 ) -> _abi.kvx_kv_io_desc_t:
     return _abi.kvx_kv_io_desc_t(
-        key=key.to_c(),
+        key=_abi.kvx_tensor_desc_t() if key is None else key.to_c(),
         value=_abi.kvx_tensor_desc_t() if value is None else value.to_c(),
         num_tokens=num_tokens,
         num_kv_heads=cache.num_kv_heads,

@@ -5,7 +5,8 @@
 // every kind of tensor and says what is wrong with one that cannot be used: they return kNotTaken
 // and have done nothing. Whether a call is valid is for libkvx to say, as always.
 //
-// What a call is bound to is Python's, which keeps it for as long as the function.
+// A call keeps what Python has bound it to, but for the tensors behind the descriptors: those are
+// for its caller to keep.
 #include <algorithm>
 #include <cstdint>
 
@@ -84,6 +85,7 @@ struct Binding {
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
+  PyObject *kept;        // whatever owns all this
 
   // A key or value in the cache's memory.
   bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
@@ -144,6 +146,8 @@ struct Write {
   const kvx_write_desc_t *like;  // what stays the same from call to call; it has no value
   const kvx_write_options_t *options;
 
+  PyObject *kept() const { return bound.kept; }
+
   // (key, value or None, slots) -> status
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     kvx_write_desc_t write = *like;
@@ -168,6 +172,8 @@ struct Gather {
   decltype(&kvx_gather_kv_ext) function;
   const kvx_gather_desc_t *like;
   const kvx_gather_options_t *options;
+
+  PyObject *kept() const { return bound.kept; }
 
   // (key, value or None, block_table, seq_lens) -> status
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
@@ -204,6 +210,8 @@ struct Fingerprint {
   static constexpr Py_ssize_t kMostTensors = 4;
 
   TensorType tensors;
+
+  PyObject *kept() const { return tensors.type; }
 
   // (tensor or None, ...) -> bytes, or kNotTaken
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
@@ -242,17 +250,24 @@ PyObject *run(PyObject *capsule, PyObject *const *args, Py_ssize_t num_args) {
   return state ? state->run(args, num_args) : nullptr;
 }
 
+template <class T>
+void destroy(PyObject *capsule) {
+  const T *state = state_of<T>(capsule);
+  Py_DecRef(state->kept());
+  delete state;
+}
+
 // A Python function that runs this state; NULL with a Python exception.
 template <class T>
 PyObject *function_of(const T &state) {
   static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
   T *owned = new T(state);
-  PyObject *capsule =
-      PyCapsule_New(owned, T::kName, [](PyObject *self) { delete state_of<T>(self); });
+  PyObject *capsule = PyCapsule_New(owned, T::kName, &destroy<T>);
   if (!capsule) {
     delete owned;
     return nullptr;
   }
+  Py_IncRef(owned->kept());
   PyObject *function = PyCFunction_NewEx(&method, capsule, nullptr);
   Py_DecRef(capsule);
   return function;
