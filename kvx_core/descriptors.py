@@ -188,6 +188,15 @@ class CacheDesc:
         return 0 if self.v is None else layouts.axes(self.v.layout, self.v.shape).head_dim
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one token and head, as they are stored."""
+        dims = self.head_dim, self.v_head_dim
+        return sum(
+            dim * tensor.dtype.itemsize
+            for dim, tensor in zip(dims, self.tensors.values(), strict=False)
+        )
+
+    @property
     def tensors(self) -> dict[str, TensorDesc]:
         """K and, if there is one, V, by their names "k" and "v"."""
         return {"k": self.k} if self.v is None else {"k": self.k, "v": self.v}
@@ -407,7 +416,7 @@ class SeqLens:
 
     def to_numpy(self) -> npt.NDArray[np.int64]:
         """The lengths as int64, a copy. A torch tensor is read back from its device."""
-        if self.memory is Memory.DEVICE and is_torch(self.owner):
+        if is_torch(self.owner):
             return self.owner.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
         shape, stride = (self.seq_count,), (1,)
         return read_array("seq_lens", self.lengths, shape, stride, self.dtype, self.memory).astype(

@@ -68,13 +68,7 @@ def migrate(
         max_seq_len=int(lengths.max(initial=0)),
         stream=stream,
     )
-    return num_tokens * sum(
-        (num_heads or layer.num_kv_heads) * head_dim * tensor.dtype.itemsize
-        for layer in dst.view.layers
-        for tensor, head_dim in zip(
-            layer.tensors.values(), (layer.head_dim, layer.v_head_dim), strict=False
-        )
-    )
+    return num_tokens * dst.view.bytes_per_token(num_heads)
 
 
 def copy_tokens(
@@ -93,9 +87,8 @@ def copy_tokens(
 
     max_seq_len: the tokens of a sequence that move at most; 0: all
     """
-    for i, layer in enumerate(dst.view.layers):
-        for name, tensor in layer.tensors.items():
-            require_writable(f"dst.layers[{i}].{name}", tensor)
+    for name, tensor in dst.view.read_only.items():
+        require_writable(f"dst.{name}", tensor)
     if find_scales:
         for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
             for i, scale in enumerate(scales or ()):

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvx_core import _abi
-from kvx_core.descriptors import BlockTable, CacheDesc, ScaleDesc, SeqLens, SlotMapping, same_memory
+from kvx_core.descriptors import (
+    BlockTable,
+    CacheDesc,
+    ScaleDesc,
+    SeqLens,
+    SlotMapping,
+    TensorDesc,
+    same_memory,
+)
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.tensors import TensorLike
@@ -33,6 +41,10 @@ class CacheView:
     _layers: Any = field(init=False, compare=False, repr=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False, repr=False)
     _v_scales: Any = field(init=False, compare=False, repr=False)
+    # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
+    read_only: dict[str, TensorDesc] = field(init=False, compare=False, repr=False)  # by name
+    _head_bytes: int = field(init=False, compare=False, repr=False)  # of one head, all layers
+    _token_bytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -44,6 +56,18 @@ class CacheView:
         for name in ("k_scales", "v_scales"):
             scales = getattr(self, name)
             set_(f"_{name}", None if scales is None else self._scales_to_c(name, scales))
+        tensors = {
+            f"layers[{i}].{name}": tensor
+            for i, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors.items()
+        }
+        set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
+        set_("_head_bytes", sum(layer.head_bytes for layer in self.layers))
+        set_("_token_bytes", sum(la.num_kv_heads * la.head_bytes for la in self.layers))
+
+    def bytes_per_token(self, num_heads: int | None = None) -> int:
+        """Bytes of a token's K and V in all layers: of `num_heads` heads, or of all."""
+        return num_heads * self._head_bytes if num_heads else self._token_bytes
 
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
         object.__setattr__(self, name, tuple(scales))
