@@ -440,17 +440,7 @@ class Snapshot:
             copy.run(self._view(layers), view, find_scales=into_rows)
         if device is not None:
             device_status(stream)  # what it reads is freed now
-        return (
-            (stop - start)
-            * num_heads
-            * sum(
-                head_dim * tensor.dtype.itemsize
-                for layer in view.layers
-                for tensor, head_dim in zip(
-                    layer.tensors.values(), (layer.head_dim, layer.v_head_dim), strict=False
-                )
-            )
-        )
+        return (stop - start) * view.bytes_per_token(num_heads)
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """A tensor in memory; BF16 and FP8, which numpy has not, as another type of their size."""
