@@ -22,6 +22,7 @@ class Case:
 
     kvx, torch: do the copy into `outputs`
     plain:      (destination, source) tensors, contiguous: what plain copies copy
+    blocks:     the same bytes as blocks in their order, where kvx looks blocks up
     expect:     does what kvx does, in a way that is easy to believe; None: torch
     """
 
@@ -32,6 +33,7 @@ class Case:
     outputs: Sequence[Tensor]
     goals: Sequence[Goal] = ()
     expect: Callable[[], object] | None = None
+    blocks: Sequence[native.Blocks] = ()
 
     @property
     def num_bytes(self) -> int:

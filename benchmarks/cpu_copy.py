@@ -1,7 +1,8 @@
 """Copies far larger than the caches: bf16, 32k tokens x 8 heads x 128, random blocks of 16.
 
 Every case moves K and V of one layer, against memcpy of the same bytes, the best streaming-store
-copy of them, and torch. Run with `python -m benchmarks cpu_copy`.
+copy of them, the same block by block in the order that KVX has to follow, and torch.
+Run with `python -m benchmarks cpu_copy`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from benchmarks.pools import Pool, Shape, one_layer, random_numbers, random_tabl
 from benchmarks.rounds import Contestant, Goal, compete, once
 from kvx_core import CacheDesc, Layout, ScaleDesc, ScaleGranularity, describe
 
-_COPY = (Goal("memcpy", 1.0), Goal("stream", 0.85))
+_COPY = (Goal("memcpy", 1.0), Goal("stream", 0.85), Goal("blocks", 0.85))
 _REORDER = (Goal("memcpy", 0.6),)
 _CONVERT = (Goal("torch", 4.0),)
 
+_VERSUS = ("memcpy", "stream", "blocks", "torch")
 _TINY_TOKENS = 64
 
 
@@ -31,7 +33,7 @@ def run(shape: Shape, threads: Sequence[int], rounds: int, only: str) -> list[di
     numbers = random_numbers(2 * shape.elements)
     methods = ["memcpy", *(["stream"] if native.stream_isa() else [])]
     rows = []
-    report.print_head(["memcpy", "stream", "torch"])
+    report.print_head(_VERSUS)
     for name, build in CASES:
         if only not in name:
             continue
@@ -47,9 +49,11 @@ def run(shape: Shape, threads: Sequence[int], rounds: int, only: str) -> list[di
                 **{m: native.PlainCopy(case.plain, m, count) for m in methods},
                 "torch": once(case.torch),
             }
+            if case.blocks and native.stream_isa():
+                contestants["blocks"] = native.BlockCopy(case.blocks, count)
             timing = compete(contestants, rounds, before=before)
             rows.append(row(name, count, case.num_bytes, timing, case.goals))
-            report.print_row(rows[-1])
+            report.print_row(rows[-1], _VERSUS)
     kvx_core.set_num_threads(0)
     return rows
 
@@ -74,6 +78,7 @@ def _gather(name: str, shape: Shape, numbers: Tensor) -> Case:
         [(key, src.k), (value, src.v)],
         [key, value],
         _COPY,
+        blocks=[(to, from_, _order(table), table) for to, from_ in ((key, src.k), (value, src.v))],
     )
 
 
@@ -98,6 +103,10 @@ def _gather_hnd(name: str, shape: Shape, numbers: Tensor) -> Case:
         list(zip(outputs, src.tensors, strict=True)),
         outputs,
         _COPY,
+        blocks=[
+            (to, from_, _order(table), table)
+            for to, from_ in zip(outputs, src.tensors, strict=True)
+        ],
     )
 
 
@@ -124,6 +133,10 @@ def _paged(src_layout: str, dst_layout: str, goals: Sequence[Goal]) -> Build:
             list(zip(dst.tensors, src.tensors, strict=True)),
             dst.tensors,
             goals,
+            blocks=[
+                (to, from_, dst_table, src_table)
+                for to, from_ in zip(dst.tensors, src.tensors, strict=True)
+            ],
         )
 
     return build
@@ -215,6 +228,7 @@ def _vllm_to_hf(name: str, shape: Shape, numbers: Tensor) -> Case:
         list(zip(outputs, flat, strict=True)),
         outputs,
         _COPY,
+        blocks=[(to, from_, _order(table), table) for to, from_ in zip(outputs, flat, strict=True)],
     )
 
 
@@ -247,6 +261,11 @@ def _write(num_tokens: int) -> Build:
         )
 
     return build
+
+
+def _order(table: Tensor) -> Tensor:
+    """Block ids of a dense destination."""
+    return torch.arange(table.numel())
 
 
 def _tokens(shape: Shape) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 /* The copies that KVX is measured against, and the timing of calls too short to time from Python.
  *
- * bench_copy is a plain copy of whole tensors by one of two methods, on one thread or several.
+ * bench_copy is a plain copy of whole tensors, or of their blocks one by one, on one thread or
+ * several.
  * bench_rows is the loop that one would write by hand: a memcpy per contiguous piece. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -26,12 +27,17 @@ static size_t head_bytes(const uint8_t *dst, size_t bytes, size_t alignment) {
   return head < bytes ? head : bytes;
 }
 
+static inline void fetch(const uint8_t *next, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 2);
+}
+
 __attribute__((target("avx512f"))) static void stream_avx512(uint8_t *dst, const uint8_t *src,
-                                                             size_t bytes) {
+                                                             const uint8_t *next, size_t bytes) {
   const size_t head = head_bytes(dst, bytes, 64);
   memcpy(dst, src, head);
   dst += head, src += head, bytes -= head;
-  for (; bytes >= 256; bytes -= 256, dst += 256, src += 256) {
+  for (; bytes >= 256; bytes -= 256, dst += 256, src += 256, next += next ? 256 : 0) {
+    if (next) fetch(next, 256);
     const __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 64),
                   c = _mm512_loadu_si512(src + 128), d = _mm512_loadu_si512(src + 192);
     _mm512_stream_si512((__m512i *)dst, a);
@@ -43,11 +49,12 @@ __attribute__((target("avx512f"))) static void stream_avx512(uint8_t *dst, const
 }
 
 __attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint8_t *src,
-                                                        size_t bytes) {
+                                                        const uint8_t *next, size_t bytes) {
   const size_t head = head_bytes(dst, bytes, 32);
   memcpy(dst, src, head);
   dst += head, src += head, bytes -= head;
-  for (; bytes >= 128; bytes -= 128, dst += 128, src += 128) {
+  for (; bytes >= 128; bytes -= 128, dst += 128, src += 128, next += next ? 128 : 0) {
+    if (next) fetch(next, 128);
     const __m256i a = _mm256_loadu_si256((const __m256i *)src),
                   b = _mm256_loadu_si256((const __m256i *)(src + 32)),
                   c = _mm256_loadu_si256((const __m256i *)(src + 64)),
@@ -61,13 +68,15 @@ __attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint
 }
 #endif
 
-static void plain_memcpy(uint8_t *dst, const uint8_t *src, size_t bytes) {
+static void plain_memcpy(uint8_t *dst, const uint8_t *src, const uint8_t *next, size_t bytes) {
+  (void)next;
   memcpy(dst, src, bytes);
 }
 
-typedef void (*copy_t)(uint8_t *dst, const uint8_t *src, size_t bytes);
+/* Fetches what follows, from `next` on, unless that is NULL. */
+typedef void (*copy_t)(uint8_t *dst, const uint8_t *src, const uint8_t *next, size_t bytes);
 
-enum method_t { METHOD_MEMCPY = 0, METHOD_STREAM = 1 };
+enum method_t { METHOD_MEMCPY = 0, METHOD_STREAM = 1, METHOD_BLOCKS = 2 };
 
 static copy_t copy_of(int method) {
   if (method == METHOD_MEMCPY) return plain_memcpy;
@@ -103,15 +112,21 @@ static struct {
   int started, wanted, running;
   copy_t copy;
   const piece_t *pieces;
-  size_t count;
+  size_t count, at_once; /* pieces in all, and that a thread takes at a time */
+  int fetches;           /* the next piece, while one is copied */
   atomic_size_t next;
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
           .done = PTHREAD_COND_INITIALIZER};
 
 static void copy_pieces(void) {
-  for (size_t i; (i = atomic_fetch_add(&pool.next, 1)) < pool.count;)
-    pool.copy(pool.pieces[i].dst, pool.pieces[i].src, pool.pieces[i].bytes);
+  for (size_t begin; (begin = atomic_fetch_add(&pool.next, pool.at_once)) < pool.count;) {
+    const size_t end = begin + pool.at_once < pool.count ? begin + pool.at_once : pool.count;
+    for (size_t i = begin; i < end; ++i) {
+      const uint8_t *next = pool.fetches && i + 1 < end ? pool.pieces[i + 1].src : NULL;
+      pool.copy(pool.pieces[i].dst, pool.pieces[i].src, next, pool.pieces[i].bytes);
+    }
+  }
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
@@ -137,7 +152,8 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Copies `count` pieces, which `threads` threads take one by one. Returns seconds, or -1 if this
+/* Copies `count` pieces, which `threads` threads take one by one, or with METHOD_BLOCKS, which
+ * streams and fetches the next one meanwhile, 64 at a time. Returns seconds, or -1 if this
  * machine has no such method or no thread could be made. */
 EXPORT double bench_copy(int method, int threads, const piece_t *pieces, size_t count) {
   const copy_t copy = copy_of(method);
@@ -153,6 +169,7 @@ EXPORT double bench_copy(int method, int threads, const piece_t *pieces, size_t 
   }
   const double begin = now();
   pool.copy = copy, pool.pieces = pieces, pool.count = count;
+  pool.fetches = method == METHOD_BLOCKS, pool.at_once = pool.fetches ? 64 : 1;
   atomic_store(&pool.next, 0);
   pool.wanted = pool.running = threads - 1;
   for (int i = 1; i < threads; ++i) pthread_cond_signal(&pool.wake);

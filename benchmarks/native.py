@@ -21,7 +21,7 @@ _SOURCE = _ROOT / "benchmarks" / "native.c"
 _LIBRARY = _ROOT / "build" / "benchmarks" / "native.so"
 _FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
 
-METHODS = {"memcpy": 0, "stream": 1}
+METHODS = {"memcpy": 0, "stream": 1, "blocks": 2}
 _STREAM_PIECE_BYTES = 1 << 20  # short enough that threads end together
 
 
@@ -81,23 +81,11 @@ def stream_isa() -> str | None:
     return None if isa is None else isa.decode()
 
 
-class PlainCopy:
-    """The bytes of whole tensors, copied by one method.
+class _Pieces:
+    """Pieces of memory, copied by one method."""
 
-    pairs:  (destination, source) tensors, contiguous, of the same number of bytes each
-    method: "memcpy", one call per tensor and thread; "stream", in pieces of 1 MiB
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], method: str, threads: int) -> None:
-        self._keep = pairs
+    def __init__(self, pieces: Sequence[tuple[int, int, int]], method: str, threads: int) -> None:
         self._method, self._threads = METHODS[method], threads
-        pieces = []
-        for dst, src in pairs:
-            size = dst.numel() * dst.element_size()
-            step = -(-size // threads) if method == "memcpy" else _STREAM_PIECE_BYTES
-            for start in range(0, size, step):
-                addresses = dst.data_ptr() + start, src.data_ptr() + start
-                pieces.append(_Piece(*addresses, min(step, size - start)))
         self._pieces = (_Piece * len(pieces))(*pieces)
 
     def __call__(self) -> float:
@@ -110,6 +98,45 @@ class PlainCopy:
                 f"no copy by method {self._method} with {self._threads} threads on this machine"
             )
         return seconds
+
+
+class PlainCopy(_Pieces):
+    """The bytes of whole tensors.
+
+    pairs:  (destination, source) tensors, contiguous, of the same number of bytes each
+    method: "memcpy", one call per tensor and thread; "stream", in pieces of 1 MiB
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], method: str, threads: int) -> None:
+        self._keep = pairs
+        pieces = []
+        for dst, src in pairs:
+            size = dst.numel() * dst.element_size()
+            step = -(-size // threads) if method == "memcpy" else _STREAM_PIECE_BYTES
+            for start in range(0, size, step):
+                addresses = dst.data_ptr() + start, src.data_ptr() + start
+                pieces.append((*addresses, min(step, size - start)))
+        super().__init__(pieces, method, threads)
+
+
+# (destination, source, blocks of the destination, blocks of the source)
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class BlockCopy(_Pieces):
+    """The blocks of tensors, one after the other with streaming stores, the next one fetched.
+
+    Contiguous tensors of the same bytes, cut into as many blocks as there are ids of each.
+    """
+
+    def __init__(self, tensors: Sequence[Blocks], threads: int) -> None:
+        self._keep = tensors
+        pieces = []
+        for dst, src, to, from_ in tensors:
+            size = dst.numel() * dst.element_size() // to.numel()
+            for i, j in zip(to.tolist(), from_.tolist(), strict=True):
+                pieces.append((dst.data_ptr() + i * size, src.data_ptr() + j * size, size))
+        super().__init__(pieces, "blocks", threads)
 
 
 class RowCopy:

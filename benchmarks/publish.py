@@ -35,6 +35,7 @@ _NAMES = (
 _VERSUS = {
     "memcpy": "memcpy",
     "stream": "streaming copy",
+    "blocks": "streaming copy of blocks",
     "torch": "torch",
     "rows": "memcpy per row",
     "lmcache": "LMCache",
