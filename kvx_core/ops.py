@@ -178,6 +178,8 @@ class WritePlan:
     share a plan.
     """
 
+    __slots__ = ("__weakref__", "_cache", "_call", "_options", "_stream")
+
     def __init__(
         self,
         cache: CacheDesc,
@@ -219,6 +221,8 @@ class GatherPlan:
     torch-c-dlpack-ext). Whatever else gather_kv takes is described as gather_kv does. Threads may
     share a plan.
     """
+
+    __slots__ = ("__weakref__", "_cache", "_call", "_options", "_stream")
 
     def __init__(
         self,

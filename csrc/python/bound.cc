@@ -18,6 +18,7 @@ namespace kvx {
 namespace {
 
 constexpr long kNotTaken = -1;
+constexpr double kBriefElements = 32 << 10;  // of K: they take a microsecond or two
 
 PyObject *not_taken() { return PyLong_FromLong(kNotTaken); }
 
@@ -120,7 +121,8 @@ struct Binding {
     return indices->dtype != KVX_DTYPE_INVALID && size <= UINT32_MAX;
   }
 
-  // Makes the call without the GIL: the caller's arguments hold the tensors. Returns its status.
+  // Makes the call, without the GIL unless it is over sooner than other threads could use it.
+  // Returns its status. The caller's arguments hold the tensors.
   template <class Function, class Desc, class Options>
   PyObject *call(Function function, const Desc &desc, const Options *options) const {
     void *now = stream;
@@ -131,9 +133,12 @@ struct Binding {
       Py_DecRef(answer);
       if (!now && PyErr_Occurred()) return nullptr;
     }
-    PyThreadState *state = PyEval_SaveThread();
+    const double elements =
+        double{1} * desc.io.num_tokens * desc.io.num_kv_heads * desc.io.head_dim;
+    const bool is_brief = cache->k.memory == KVX_MEMORY_HOST && elements <= kBriefElements;
+    PyThreadState *state = is_brief ? nullptr : PyEval_SaveThread();
     const kvx_status_t status = function(cache, &desc, options, now);
-    PyEval_RestoreThread(state);
+    if (state) PyEval_RestoreThread(state);
     return PyLong_FromLong(status);
   }
 };
