@@ -10,8 +10,10 @@ Source: https://dmlc.github.io/dlpack/latest/python_spec.html
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import POINTER, byref, c_int, c_void_p, py_object
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,7 @@ from kvx_core import _abi
 from kvx_core.types import Memory
 
 NOT_TAKEN = -1
+_EXCHANGE_API = "__dlpack_c_exchange_api__"
 
 Call = Callable[..., int]  # tensors -> kvx_status_t or NOT_TAKEN
 
@@ -121,6 +124,17 @@ def _library() -> Any:
 def _torch_reader() -> tuple[Any, int] | None:
     """torch.Tensor and what reads such tensors; None if nothing does."""
     torch = sys.modules.get("torch")
-    api = getattr(torch and torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if torch is None:
+        return None
+    if not hasattr(torch.Tensor, _EXCHANGE_API):
+        _extend_torch()
+    api = getattr(torch.Tensor, _EXCHANGE_API, None)
     reader = api and _library().kvx_python_reader(api)
-    return (torch.Tensor, reader) if torch is not None and reader else None
+    return (torch.Tensor, reader) if reader else None
+
+
+@cache
+def _extend_torch() -> None:
+    """Has an older torch offer the exchange API, where the package that makes it do so is there."""
+    with suppress(ImportError, AttributeError):  # the latter if it was built for another torch
+        importlib.import_module("torch_c_dlpack_ext")

@@ -9,6 +9,8 @@ import timeit
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,6 +274,35 @@ def test_gather_is_gather_kv_whatever_comes() -> None:
     assert torch.equal(outs[0], outs[2])
     with pytest.raises(OutOfRangeError):
         plan(outs[0], outs[1], torch.tensor([[NUM_BLOCKS]]), torch.tensor([1]))
+
+
+EXTENSION = """
+import sys
+torch = sys.modules["torch"]
+torch.Tensor.__dlpack_c_exchange_api__ = torch.api
+"""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_older_torch_is_extended_where_it_can_be(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OlderTensor:
+        """Without the exchange API."""
+
+    older = SimpleNamespace(Tensor=OlderTensor, api=torch.Tensor.__dlpack_c_exchange_api__)
+    if is_there:
+        (tmp_path / "torch_c_dlpack_ext.py").write_text(EXTENSION)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", older)
+    _bound._extend_torch.cache_clear()
+    try:
+        found = _bound._torch_reader()
+    finally:
+        sys.modules.pop("torch_c_dlpack_ext", None)
+        _bound._extend_torch.cache_clear()
+    assert (found is not None) is is_there
+    assert found is None or (found[0] is OlderTensor and found[1])
 
 
 def test_a_cache_that_is_read_only_stays_so() -> None:
