@@ -136,5 +136,5 @@ def _torch_reader() -> tuple[Any, int] | None:
 @cache
 def _extend_torch() -> None:
     """Has an older torch offer the exchange API, where the package that makes it do so is there."""
-    with suppress(ImportError, AttributeError):  # the latter if it was built for another torch
+    with suppress(ImportError, AttributeError, OSError):  # the latter two: for another torch
         importlib.import_module("torch_c_dlpack_ext")

@@ -416,7 +416,7 @@ class SeqLens:
 
     def to_numpy(self) -> npt.NDArray[np.int64]:
         """The lengths as int64, a copy. A torch tensor is read back from its device."""
-        if is_torch(self.owner):
+        if self.memory is Memory.DEVICE and is_torch(self.owner):
             return self.owner.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
         shape, stride = (self.seq_count,), (1,)
         return read_array("seq_lens", self.lengths, shape, stride, self.dtype, self.memory).astype(

@@ -136,7 +136,7 @@ def gather_kv(
     ):
         status = _plain_gather(cache)(*out, block_table, seq_lens)
         if not (status and _was_left(status)):
-            return out
+            return out[0], out[1]
     table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
     if out is None:
         scaled = k_scale is not None or v_scale is not None

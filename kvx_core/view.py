@@ -43,8 +43,7 @@ class CacheView:
     _v_scales: Any = field(init=False, compare=False, repr=False)
     # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
     read_only: dict[str, TensorDesc] = field(init=False, compare=False, repr=False)  # by name
-    _head_bytes: int = field(init=False, compare=False, repr=False)  # of one head, all layers
-    _token_bytes: int = field(init=False, compare=False, repr=False)
+    _bytes: dict[int, int] = field(init=False, compare=False, repr=False)  # by num_heads; 0: all
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -62,12 +61,15 @@ class CacheView:
             for name, tensor in layer.tensors.items()
         }
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
-        set_("_head_bytes", sum(layer.head_bytes for layer in self.layers))
-        set_("_token_bytes", sum(la.num_kv_heads * la.head_bytes for la in self.layers))
+        set_("_bytes", {})
 
     def bytes_per_token(self, num_heads: int | None = None) -> int:
         """Bytes of a token's K and V in all layers: of `num_heads` heads, or of all."""
-        return num_heads * self._head_bytes if num_heads else self._token_bytes
+        found = self._bytes.get(num_heads or 0)
+        if found is None:
+            found = sum((num_heads or la.num_kv_heads) * la.head_bytes for la in self.layers)
+            self._bytes[num_heads or 0] = found
+        return found
 
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
         object.__setattr__(self, name, tuple(scales))

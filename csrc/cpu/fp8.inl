@@ -238,7 +238,7 @@ struct Shifter {
     for (int i = 1; i < 32; ++i) {
       const int up = std::min(i - 1, kSmall);  // a number's leading bit is that of its mantissa
       shifts[i] = static_cast<uint16_t>(up);
-      adds[i] = static_cast<uint16_t>((((up < kSmall ? 1 - i : -kSmall) * 128) << up) + 0x7f);
+      adds[i] = static_cast<uint16_t>((up < kSmall ? 1 - i : -kSmall) * (128 << up) + 0x7f);
     }
     shift = _mm512_loadu_si512(shifts);
     add = _mm512_loadu_si512(adds);

@@ -18,7 +18,7 @@ namespace kvx {
 namespace {
 
 constexpr long kNotTaken = -1;
-constexpr double kBriefElements = 32 << 10;  // of K: they take a microsecond or two
+constexpr double kBriefElements = 8 << 10;  // microseconds, wherever they lie
 
 PyObject *not_taken() { return PyLong_FromLong(kNotTaken); }
 
@@ -86,7 +86,7 @@ struct Binding {
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
-  PyObject *kept;        // whatever owns all this
+  PyObject *kept;        // whatever owns all this; the function holds it
 
   // A key or value in the cache's memory.
   bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
@@ -129,13 +129,15 @@ struct Binding {
     if (!Py_IsNone(ask_stream)) {
       PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
       if (!answer) return nullptr;
-      now = PyLong_AsVoidPtr(answer);
+      now = Py_IsNone(answer) ? nullptr : PyLong_AsVoidPtr(answer);
       Py_DecRef(answer);
       if (!now && PyErr_Occurred()) return nullptr;
     }
-    const double elements =
-        double{1} * desc.io.num_tokens * desc.io.num_kv_heads * desc.io.head_dim;
-    const bool is_brief = cache->k.memory == KVX_MEMORY_HOST && elements <= kBriefElements;
+    const kvx_tensor_desc_t &value = desc.io.value;
+    const auto v_head_dim = value.ndim ? static_cast<double>(value.shape[value.ndim - 1]) : 0.0;
+    const double heads = double{1} * desc.io.num_tokens * desc.io.num_kv_heads;
+    const bool is_brief = cache->k.memory == KVX_MEMORY_HOST &&
+                          heads * (desc.io.head_dim + v_head_dim) <= kBriefElements;
     PyThreadState *state = is_brief ? nullptr : PyEval_SaveThread();
     const kvx_status_t status = function(cache, &desc, options, now);
     if (state) PyEval_RestoreThread(state);
@@ -249,17 +251,11 @@ T *state_of(PyObject *capsule) {
   return static_cast<T *>(PyCapsule_GetPointer(capsule, T::kName));
 }
 
+// `self`: (capsule of the state, what it needs), which the garbage collector can look into.
 template <class T>
-PyObject *run(PyObject *capsule, PyObject *const *args, Py_ssize_t num_args) {
-  const T *state = state_of<T>(capsule);
+PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  const T *state = state_of<T>(PyTuple_GetItem(self, 0));
   return state ? state->run(args, num_args) : nullptr;
-}
-
-template <class T>
-void destroy(PyObject *capsule) {
-  const T *state = state_of<T>(capsule);
-  Py_DecRef(state->kept());
-  delete state;
 }
 
 // A Python function that runs this state; NULL with a Python exception.
@@ -267,14 +263,17 @@ template <class T>
 PyObject *function_of(const T &state) {
   static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
   T *owned = new T(state);
-  PyObject *capsule = PyCapsule_New(owned, T::kName, &destroy<T>);
+  PyObject *capsule =
+      PyCapsule_New(owned, T::kName, [](PyObject *capsule) { delete state_of<T>(capsule); });
   if (!capsule) {
     delete owned;
     return nullptr;
   }
-  Py_IncRef(owned->kept());
-  PyObject *function = PyCFunction_NewEx(&method, capsule, nullptr);
+  PyObject *self = PyTuple_Pack(2, capsule, state.kept());
   Py_DecRef(capsule);
+  if (!self) return nullptr;
+  PyObject *function = PyCFunction_NewEx(&method, self, nullptr);
+  Py_DecRef(self);
   return function;
 }
 

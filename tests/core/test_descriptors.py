@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -380,3 +381,9 @@ def test_a_tensor_desc_can_be_written_by_hand() -> None:
     )
     assert desc.ndim == 4
     CacheDesc.from_kv(desc).validate()
+
+
+def test_lengths_are_those_of_the_descriptor_not_of_its_owner() -> None:
+    lens = SeqLens.of(torch.tensor([9, 9, 2, 3]))
+    part = replace(lens, seq_count=2, lengths=lens.lengths + 16)
+    assert part.to_numpy().tolist() == [2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -283,16 +284,19 @@ torch.Tensor.__dlpack_c_exchange_api__ = torch.api
 """
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(
+    ("code", "is_there"),
+    [(EXTENSION, True), (None, False), ("import ctypes; ctypes.CDLL('/no/such.so')", False)],
+)
 def test_an_older_torch_is_extended_where_it_can_be(
-    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str | None, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OlderTensor:
         """Without the exchange API."""
 
     older = SimpleNamespace(Tensor=OlderTensor, api=torch.Tensor.__dlpack_c_exchange_api__)
-    if is_there:
-        (tmp_path / "torch_c_dlpack_ext.py").write_text(EXTENSION)
+    if code is not None:
+        (tmp_path / "torch_c_dlpack_ext.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", older)
     _bound._extend_torch.cache_clear()
@@ -316,7 +320,7 @@ def test_a_cache_that_is_read_only_stays_so() -> None:
             write_kv(cache, key, value, torch.tensor([0]))
     out = torch.ones(1, 1, HEADS, DIM), torch.ones(1, 1, HEADS, DIM)
     for _ in range(3):
-        assert gather_kv(cache, torch.tensor([[0]]), torch.tensor([1]), out=out) is out
+        assert gather_kv(cache, torch.tensor([[0]]), torch.tensor([1]), out=list(out)) == out
         assert not out[0].any()
         out[0].fill_(1)
 
@@ -445,6 +449,32 @@ def test_a_plan_asks_for_its_stream() -> None:
     assert len(asked) == 3
     with pytest.raises(RuntimeError, match="no stream"):
         plan(key, value, torch.tensor([2]))
+
+
+def test_a_stream_may_be_none() -> None:
+    cache, (key, value) = Cache(), qkv(1, 0)
+    plan = WritePlan(cache.desc, key, value, stream=lambda: None)  # type: ignore[arg-type, return-value]
+    plan(key, value, torch.tensor([3]))
+    assert torch.equal(cache.kv[0, :, 3], torch.cat((key[0], value[0]), dim=-1))
+
+
+def test_an_engine_that_its_plans_know_is_collected() -> None:
+    """A plan's function leads to the engine, which owns the plan and the cache."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.cache = Cache()
+            self.plan = WritePlan(self.cache.desc, *qkv(1, 0), stream=self.stream)
+
+        def stream(self) -> int:
+            return 0
+
+    engine = Engine()
+    engine.plan(*qkv(1, 0), torch.tensor([0]))
+    memory = weakref.ref(engine.cache.kv)
+    del engine
+    gc.collect()
+    assert memory() is None
 
 
 def test_plans_leave_nothing_behind() -> None:
