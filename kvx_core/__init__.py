@@ -77,7 +77,7 @@ class BackendInfo:
     version: str  # of libkvx
     has_cuda: bool  # built with CUDA kernels
     num_threads: int  # that a large call on HOST memory uses
-    cpu_isa: str  # "avx512", "avx2" or "portable"
+    cpu_isa: str  # "avx512vbmi", "avx512", "avx2" or "portable"
     stream_bytes: int  # calls that move at least this many bytes store past the caches
 
 

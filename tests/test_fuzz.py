@@ -17,7 +17,7 @@ SECONDS = int(os.environ.get("KVX_FUZZ_SECONDS", "5"))
 SEED = int(os.environ.get("KVX_FUZZ_SEED", "1"))
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["avx512vbmi", "avx512", "avx2", "portable"])
 def test_hostile_calls(isa: str) -> None:
     """On a processor without `isa` the best that it has is used once more."""
     output = run(

@@ -46,6 +46,9 @@ KVX_INLINE void compute_piece(uint8_t *dst, const void *src, int64_t count, cons
 template <class Src, class Dst>
 KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t count,
                                    const Conversion &how) {
+  constexpr bool bf16_to_e4m3 = std::is_same_v<Src, Bf16> && std::is_same_v<Dst, E4m3>;
+  if (count < 64) return 0;
+#if KVX_VBMI
   constexpr bool from_fp8 = sizeof(typename Src::Bits) == 1;
   constexpr bool to_fp8 = sizeof(typename Dst::Bits) == 1;
   if constexpr (from_fp8 && !std::is_same_v<Dst, F32>) {
@@ -69,15 +72,18 @@ KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t cou
     return count;
   }
   if constexpr (std::is_same_v<Src, Bf16> && to_fp8) {
-    if constexpr (std::is_same_v<Dst, E4m3>) {
+    if constexpr (bf16_to_e4m3) {
       const auto *shifter = Shifter::takes(how.scaling) ? coder_for<Shifter>(how) : nullptr;
       if (shifter) return look_up(dst, src, count, *shifter, how.streaming, how.ahead);
     }
-    if (!Encoder<Dst>::takes(how.scaling)) return 0;
-    if (const auto *encoder = coder_for<Encoder<Dst>>(how))
-      return look_up(dst, src, count, *encoder, how.streaming, how.ahead);
-    if constexpr (std::is_same_v<Dst, E4m3>) return bf16_to_e4m3(dst, src, count, how);
+    // Rows that are short keep tables too short a time in registers.
+    const bool repays = Encoder<Dst>::takes(how.scaling) && (count >= 256 || !bf16_to_e4m3);
+    const auto *encoder = repays ? coder_for<Encoder<Dst>>(how) : nullptr;
+    if (encoder) return look_up(dst, src, count, *encoder, how.streaming, how.ahead);
   }
+#endif
+  if constexpr (bf16_to_e4m3)
+    if (Divisor::takes(how.scaling)) return divide_to_e4m3(dst, src, count, how);
   return 0;
 }
 #endif

@@ -1,4 +1,4 @@
-// bf16 to e4m3 in AVX-512 for rows too short for a table of their own scale: bit for bit
+// bf16 to e4m3 in AVX-512 where there is no table, or a row is too short for one: bit for bit
 // E4m3::encode(x / divisor), which the compiler does with divisions.
 // Included by kernels.inl.
 
@@ -14,6 +14,11 @@ struct Divisor {
       : eighth(_mm512_set1_ps(divisor / 8)),
         inverse(_mm512_set1_ps(8 / divisor)),
         most(Words{} + static_cast<uint16_t>((bits_of(448 * divisor) >> 16) + 1)) {}
+
+  // Far from where a float32 overflows or loses bits.
+  static bool takes(const Scaling &by) {
+    return by.scale == 1.0f && by.divisor >= 0x1p-60f && by.divisor <= 0x1p60f;
+  }
 };
 
 // The code of the quotient, as SmallFloat::round finds it.
@@ -40,8 +45,8 @@ KVX_INLINE Words encode(Words x, const Divisor &divisor) {
 }
 
 // As many elements as fill vectors. Returns how many.
-KVX_INLINE int64_t bf16_to_e4m3(uint8_t *dst, const uint8_t *src, int64_t count,
-                                const Conversion &how) {
+KVX_INLINE int64_t divide_to_e4m3(uint8_t *dst, const uint8_t *src, int64_t count,
+                                  const Conversion &how) {
   typedef uint64_t Register __attribute__((vector_size(64)));
   const Divisor by(how.scaling.divisor);
   const bool streams = how.streaming && bytes_to_alignment(dst) == 0;

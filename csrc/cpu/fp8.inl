@@ -233,7 +233,7 @@ struct Shifter {
     const int power = static_cast<int>(bits_of(by.divisor) >> 23) - 127;
     const int first = static_cast<int>(E4m3::Magnitude::kMinNormal >> 23) + power;
     zero = (first - kSmall - 1) << 7;
-    most = 0x43e0 + (power << 7) - zero;  // 448
+    most = 0x43e0 + power * 128 - zero;  // 448
     uint16_t shifts[32] = {16}, adds[32] = {0x7f};
     for (int i = 1; i < 32; ++i) {
       const int up = std::min(i - 1, kSmall);  // a number's leading bit is that of its mantissa

@@ -56,14 +56,25 @@ namespace avx2 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512vbmi,prfchw,prefer-vector-width=512")
-namespace avx512 {  // as Ice Lake and Zen 4 have it
+#pragma GCC target("arch=x86-64-v4,prfchw,prefer-vector-width=512")
+namespace avx512 {
 #define KVX_ISA "avx512"
 #define KVX_VECTOR_BYTES 64
 #include "cpu/kernels.inl"
 #undef KVX_ISA
-#undef KVX_VECTOR_BYTES
 }  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512vbmi,prfchw,prefer-vector-width=512")
+namespace avx512vbmi {  // Ice Lake, Zen 4 and later
+#define KVX_ISA "avx512vbmi"
+#define KVX_VBMI 1
+#include "cpu/kernels.inl"
+#undef KVX_ISA
+#undef KVX_VECTOR_BYTES
+#undef KVX_VBMI
+}  // namespace avx512vbmi
 #pragma GCC pop_options
 #endif
 
@@ -72,6 +83,7 @@ namespace {
 // From the best down; the last runs everywhere.
 const Kernels *const kBuilt[] = {
 #if KVX_X86_KERNELS
+    &avx512vbmi::kKernels,
     &avx512::kKernels,
     &avx2::kKernels,
 #endif
@@ -80,8 +92,9 @@ const Kernels *const kBuilt[] = {
 
 bool runs_here(const Kernels &kernels) {
 #if KVX_X86_KERNELS
-  if (&kernels == &avx512::kKernels)
+  if (&kernels == &avx512vbmi::kKernels)
     return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vbmi");
+  if (&kernels == &avx512::kKernels) return __builtin_cpu_supports("x86-64-v4");
   if (&kernels == &avx2::kKernels) return __builtin_cpu_supports("x86-64-v3");
 #endif
   return &kernels == &portable::kKernels;

@@ -1,9 +1,12 @@
-// The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES its register.
+// The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES its register,
+// KVX_VBMI whether bytes can be looked up in it.
 // Included by kernels.cc once per instruction set, inside its namespace.
 
 #include "cpu/copy.inl"
 #if KVX_VECTOR_BYTES == 64
 #include "cpu/e4m3.inl"
+#endif
+#if KVX_VBMI
 #include "cpu/fp8.inl"
 #endif
 #include "cpu/convert.inl"

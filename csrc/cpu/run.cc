@@ -27,7 +27,7 @@ constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache lin
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
 constexpr int64_t kStageBytes = 32 << 10;
-constexpr uint64_t kManyElements = 4096;  // of one scale: converting them repays tables for it
+constexpr uint64_t kManyElements = 8192;  // of one scale: converting them repays tables for it
 
 // Copies with the nest of the last token count at hand: most stretches are one block long.
 class Copier {

@@ -83,6 +83,6 @@ def test_kvx_core_names_no_engine() -> None:
 def test_backend_info() -> None:
     info = kvx_core.backend_info()
     assert info.version == kvx_core.__version__
-    assert info.cpu_isa in ("avx512", "avx2", "portable")
+    assert info.cpu_isa in ("avx512vbmi", "avx512", "avx2", "portable")
     assert info.num_threads >= 1
     assert info.stream_bytes > 0

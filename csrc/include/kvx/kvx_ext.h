@@ -22,7 +22,7 @@ typedef struct kvx_backend_info_t {
   uint32_t has_cuda;    /* 1: built with CUDA kernels */
   uint32_t num_threads; /* threads that a large call on HOST memory uses, the caller's included */
   uint32_t reserved;
-  const char *cpu_isa;   /* instruction set that the copies use: "avx512", "avx2" or "portable" */
+  const char *cpu_isa;   /* what the copies use: "avx512vbmi", "avx512", "avx2" or "portable" */
   const char *version;   /* version of the library, "major.minor.patch" */
   uint64_t stream_bytes; /* calls that move at least this many bytes store past the caches */
 } kvx_backend_info_t;
