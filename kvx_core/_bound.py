@@ -1,6 +1,6 @@
 """Calls of libkvx that read their torch tensors in C, made once and called many times.
 
-Such a call takes tensors as they usually come, in about half a microsecond. It answers NOT_TAKEN,
+Such a call takes tensors as they usually come, in less than a microsecond. It answers NOT_TAKEN,
 and has done nothing, for all others; its caller then describes them in Python. Tensors are read
 through the DLPack exchange API, which torch has from 2.10 on, and older releases with the package
 torch-c-dlpack-ext: without it every call is NOT_TAKEN.

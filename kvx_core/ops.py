@@ -171,7 +171,7 @@ def device_status(stream: int | None = None) -> None:
 
 
 class WritePlan:
-    """write_kv with all but its tensors kept: about half a microsecond per call.
+    """write_kv with all but its tensors kept: less than a microsecond per call.
 
     That is for torch tensors, read through DLPack (torch >= 2.10, or the package
     torch-c-dlpack-ext). Whatever else write_kv takes is described as write_kv does. Threads may
@@ -215,7 +215,7 @@ class WritePlan:
 
 
 class GatherPlan:
-    """gather_kv with all but its tensors kept: about half a microsecond per call.
+    """gather_kv with all but its tensors kept: less than a microsecond per call.
 
     That is for torch tensors, read through DLPack (torch >= 2.10, or the package
     torch-c-dlpack-ext). Whatever else gather_kv takes is described as gather_kv does. Threads may
