@@ -8,6 +8,7 @@
 #include "cpu/pool.h"
 #include "cpu/run.h"
 #include "error.h"
+#include "grown.h"
 #include "plan.h"
 #include "validate.h"
 #if KVX_WITH_CUDA
@@ -25,6 +26,8 @@ static_assert(sizeof(kvx_kv_io_desc_t) == 248);
 static_assert(sizeof(kvx_scale_desc_t) == 104);
 static_assert(sizeof(kvx_write_desc_t) == 512);
 static_assert(sizeof(kvx_gather_desc_t) == 352);
+static_assert(sizeof(kvx_gather_options_t) == 48);
+static_assert(sizeof(kvx_view_t) == 80);
 
 namespace kvx {
 namespace {
@@ -99,7 +102,9 @@ kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
 }
 
 kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                    const kvx_gather_options_t *options, void *stream) {
+                    const kvx_gather_options_t *given, void *stream) {
+  kvx_gather_options_t room;
+  const kvx_gather_options_t *const options = grown(given, &room);
   KVX_TRY(validate_gather(cache, gather, options));
   const std::array<Named, 4> tensors = {{{"cache.k", &cache->k},
                                          {"cache.v", &cache->v},
@@ -108,15 +113,22 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
   bool on_device;
   KVX_TRY(place(tensors, &on_device));
   if (gather->io.num_tokens == 0) return KVX_STATUS_OK;
-  kvx_gather_options_t defaults{};
-  defaults.null_block_id = KVX_NO_NULL_BLOCK;
   TensorPair pairs[2]{};
   Plan plan;
-  plan_gather(*cache, *gather, options ? *options : defaults, pairs, &plan);
+  plan_gather(*cache, *gather, options ? *options : kvx_gather_options_t{}, pairs, &plan);
   return run_plan(plan, tensors, on_device, stream);
 }
 
-kvx_status_t migrate(const kvx_migrate_desc_t *migrate, void *stream) {
+kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
+  kvx_view_t src, dst;
+  kvx_migrate_desc_t room;
+  const kvx_migrate_desc_t *migrate = given;
+  if (given && given->size >= sizeof *given) {
+    room = *given;
+    room.src = grown(given->src, &src);
+    room.dst = grown(given->dst, &dst);
+    migrate = &room;
+  }
   KVX_TRY(validate_migrate(migrate));
   std::vector<Named> tensors;
   for (uint32_t l = 0; l < migrate->src->num_layers; ++l) {
@@ -154,6 +166,16 @@ kvx_status_t kvx_get_version(kvx_version_t *version) {
   if (!version) return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "version is NULL");
   *version = {sizeof *version, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR, KVX_ABI_VERSION_PATCH};
   return KVX_STATUS_OK;
+}
+
+kvx_status_t kvx_check_version(uint32_t abi_major, uint32_t abi_minor) {
+  if (abi_major == KVX_ABI_VERSION_MAJOR && abi_minor <= KVX_ABI_VERSION_MINOR)
+    return KVX_STATUS_OK;
+  return kvx::fail(KVX_STATUS_INCOMPATIBLE,
+                   "abi_major.abi_minor is %u.%u, expected %d.0 to %d.%d as this libkvx has it: "
+                   "compile against its headers, or load the libkvx of yours (spec 3)",
+                   abi_major, abi_minor, KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MAJOR,
+                   KVX_ABI_VERSION_MINOR);
 }
 
 kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t *cache) {

@@ -28,6 +28,7 @@ enum class Addressing : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets }
 struct Address {
   Addressing mode;
   uint8_t kv;                   // row of a KV_OFFSETS table: K 0, V 1
+  bool exact;                   // RAGGED: a row has one entry per token, and no more
   uint32_t block_size;          // tokens
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
@@ -128,6 +129,7 @@ enum class Fault : uint8_t {
   kStart,        // negative
   kCapacity,     // a row needs more than its table, or its block, holds
   kIndptr,       // out of order
+  kExact,        // a RAGGED row has more or fewer entries than tokens
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
 };
@@ -158,6 +160,11 @@ KVX_HD uint64_t limit_of(const Address &a, int64_t entry) {
   if (a.mode == Addressing::kSlots) return a.num_blocks * a.block_size;
   return a.mode == Addressing::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
                                                                              : a.num_blocks;
+}
+
+// Whether a row that has its last token before `end` breaks a table's promise to be exact.
+KVX_HD bool is_inexact(const Address &a, uint64_t row, uint64_t end) {
+  return a.exact && static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]) != end;
 }
 
 // How many tokens a row can have here.

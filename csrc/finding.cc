@@ -54,10 +54,20 @@ kvx_status_t fail_with(const Finding &f, const Names &names) {
                               static_cast<ull>(f.index), static_cast<ll>(f.value));
     case Fault::kCapacity:
       return KVX_OUT_OF_RANGE(
-          "row %llu needs tokens [%llu, %llu + %llu), but %s holds %llu per row (spec 5.3)",
+          "row %llu needs tokens [%llu, %llu + %llu), but %s holds %llu %s (spec 5.3)",
           static_cast<ull>(f.row), static_cast<ull>(f.first), static_cast<ull>(f.first),
           static_cast<ull>(f.count), f.mode == Addressing::kDense ? "a dense end" : table,
-          static_cast<ull>(f.limit));
+          static_cast<ull>(f.limit),
+          f.mode == Addressing::kRagged
+              ? "of this row: a RAGGED table has a block id per token, not per block"
+              : "per row");
+    case Fault::kExact:
+      return KVX_OUT_OF_RANGE(
+          "row %llu has %llu entries in %s, expected %llu, one per token: a RAGGED table with "
+          "EXACT "
+          "has a block id per token, not per block, and none to spare; use PACKED for a list of "
+          "blocks (spec 5.1)",
+          static_cast<ull>(f.row), static_cast<ull>(f.limit), table, static_cast<ull>(f.count));
     case Fault::kIndptr:
       if (f.index == 0) {
         return KVX_INVALID("%s.indptr[0] is %lld, expected 0 (spec 5.1)", table,

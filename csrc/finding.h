@@ -18,7 +18,7 @@ struct Finding {
   int64_t value;          // what stands there; kScale: the block
   uint64_t limit;         // what it had to stay below, or what there is
   uint64_t first, count;  // kCapacity: the tokens that the row needs; kIndptr: the entry before;
-                          // kSlotCount: the tokens that move
+                          // kSlotCount: the tokens that move; kExact: the tokens of the row
   float scale;            // kScale
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "grown.h"
 #include "scale.h"
 #if KVX_WITH_CUDA
 #include "cuda/run.h"
@@ -145,7 +146,7 @@ void set_dense(Address *a, uint64_t rows, uint64_t tokens_per_row) {
   a->mode = Addressing::kDense;
   a->block_size = static_cast<uint32_t>(tokens_per_row);
   a->num_blocks = rows;
-  a->null_block = KVX_NO_NULL_BLOCK;
+  a->null_block = null_block_of(0);
 }
 
 void set_slots(Address *a, const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
@@ -158,11 +159,11 @@ void set_slots(Address *a, const kvx_cache_desc_t &cache, const kvx_slot_mapping
 
 // `tensor` is the cache's K (kv 0) or V (kv 1).
 void set_table(Address *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
-               uint8_t kv, const kvx_block_table_t &table, int64_t null_block,
+               uint8_t kv, const kvx_block_table_t &table, uint64_t null_block_plus_1,
                uint32_t secondary_num_blocks) {
   set_dense(a, cache.num_blocks, cache.block_size);
   a->kv = kv;
-  a->null_block = null_block;
+  a->null_block = null_block_of(null_block_plus_1);
   a->max_blocks_per_seq = table.max_blocks_per_seq;
   a->indices = ints(table.indices, table.index_dtype);
   a->indices_count = table.indices_count;
@@ -172,6 +173,7 @@ void set_table(Address *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_
       break;
     case KVX_BLOCK_TABLE_RAGGED:
       a->mode = Addressing::kRagged;
+      a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
       a->indptr = ints(table.indptr, table.indptr_dtype);
       break;
     default: {
@@ -193,7 +195,7 @@ void set_view(Address *a, const kvx_view_t &view, uint8_t kv) {
   if (view.slots) {
     set_slots(a, cache, *view.slots);
   } else if (view.block_table) {
-    set_table(a, cache, tensor, kv, *view.block_table, view.null_block_id,
+    set_table(a, cache, tensor, kv, *view.block_table, view.null_block_plus_1,
               view.secondary_num_blocks);
   } else {
     set_dense(a, cache.num_blocks, cache.block_size);
@@ -364,7 +366,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
   for (uint8_t kv = 0; kv < (has_v ? 2 : 1); ++kv) {
     const kvx_tensor_desc_t &io = kv ? gather.io.value : gather.io.key;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
-    set_table(&plan->src[kv], cache, tensor, kv, gather.block_table, options.null_block_id,
+    set_table(&plan->src[kv], cache, tensor, kv, gather.block_table, options.null_block_plus_1,
               options.secondary_num_blocks);
     set_dense(&plan->dst[kv], plan->rows.count, gather.max_seq_len);
     TensorPair &pair = pairs[kv];

@@ -91,6 +91,15 @@ kvx_status_t check_struct(const Path &path, const Struct *object) {
   return KVX_STATUS_OK;
 }
 
+// A field that must be zero: another version of the struct has a meaning for it.
+kvx_status_t check_reserved(const Path &path, int64_t reserved_0) {
+  if (reserved_0 == 0) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "%s.reserved_0 is %lld, expected 0: it was null_block_id until ABI 1.3; set "
+      "null_block_plus_1 to KVX_NULL_BLOCK(id) (spec E.2)",
+      KVX_AT(path), static_cast<ll>(reserved_0));
+}
+
 kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t value) {
   if (value) return KVX_STATUS_OK;
   return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);
@@ -652,6 +661,7 @@ ptrdiff_t v_offset(const kvx_cache_desc_t &cache) {
 
 kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
   KVX_TRY(check_struct(path, view));
+  KVX_TRY(check_reserved(path, view->reserved_0));
   KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
   if (!view->layers) return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
   if (view->block_table && view->slots) {
@@ -878,6 +888,7 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
                    /*output=*/true));
   if (!options) return KVX_STATUS_OK;
   KVX_TRY(check_struct(with, options));
+  KVX_TRY(check_reserved(with, options->reserved_0));
   KVX_TRY(check_flags(with, options->flags,
                       KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE));
   for (const bool is_v : {false, true}) {

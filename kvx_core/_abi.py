@@ -16,9 +16,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, InvalidArgumentError
 
-ABI_MAJOR = 1
+ABI_MAJOR, ABI_MINOR = 1, 4
 MAX_TENSOR_DIMS = 5
 FLAG_KVCACHEINDEX = 1 << 0
+FLAG_EXACT = 1 << 1
 FLAG_ZERO_FILL = 1 << 0
 FLAG_BACKGROUND = 1 << 1
 FLAG_COPY_ENGINE = 1 << 2
@@ -198,11 +199,12 @@ class kvx_gather_options_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
         ("flags", c_uint32),
-        ("null_block_id", c_int64),
+        ("reserved_0", c_int64),
         ("secondary_num_blocks", c_uint32),
-        ("reserved", c_uint32),
+        ("reserved_1", c_uint32),
         ("k_scale", POINTER(kvx_scale_desc_t)),
         ("v_scale", POINTER(kvx_scale_desc_t)),
+        ("null_block_plus_1", c_uint64),
     )
 
 
@@ -216,9 +218,10 @@ class kvx_view_t(_Struct):
         ("starts", POINTER(kvx_seq_lens_t)),
         ("head_start", c_uint32),
         ("secondary_num_blocks", c_uint32),
-        ("null_block_id", c_int64),
+        ("reserved_0", c_int64),
         ("k_scales", POINTER(POINTER(kvx_scale_desc_t))),
         ("v_scales", POINTER(POINTER(kvx_scale_desc_t))),
+        ("null_block_plus_1", c_uint64),
     )
 
 
@@ -236,6 +239,7 @@ class kvx_migrate_desc_t(_Struct):
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_get_version": (POINTER(kvx_version_t),),
+    "kvx_check_version": (c_uint32, c_uint32),
     "kvx_validate_cache_desc": (POINTER(kvx_cache_desc_t),),
     "kvx_write_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_write_desc_t), c_void_p),
     "kvx_write_kv_ext": (
@@ -274,7 +278,7 @@ def library_path() -> Path:
 def load(path: Path) -> Any:
     """The libkvx at `path`, its functions ready to be called.
 
-    Raises ImportError if there is none, IncompatibleError if its ABI major is not ours.
+    Raises ImportError if there is none, IncompatibleError if it is not of our ABI version.
     """
     try:
         lib = ctypes.CDLL(str(path))
@@ -294,12 +298,10 @@ def load(path: Path) -> Any:
         raise IncompatibleError(
             f"{path} is not the libkvx that this kvx_core was made for: {error}. Rebuild it"
         ) from None
-    version = kvx_version_t()
-    lib.kvx_get_version(version)
-    if version.abi_major != ABI_MAJOR:
+    if lib.kvx_check_version(ABI_MAJOR, ABI_MINOR):
         raise IncompatibleError(
-            f"{path} has ABI major version {version.abi_major}, expected {ABI_MAJOR} (spec 3). "
-            "Install kvx_core and libkvx from the same release"
+            f"{path} is of another version than this kvx_core: {lib.kvx_last_error().decode()}. "
+            "Install both from the same release"
         )
     return lib
 
@@ -329,6 +331,11 @@ _S = TypeVar("_S", bound=_Struct)
 def flags(zero_fill: bool = False, find_scales: bool = False) -> int:
     """The KVX_FLAG_* of a call, but for its Transfer, whose values are flags themselves."""
     return FLAG_ZERO_FILL * zero_fill | FLAG_FIND_SCALES * find_scales
+
+
+def null_block_plus_1(null_block_id: int) -> int:
+    """The C field for a block id that holds nothing; a negative one is none."""
+    return max(0, null_block_id + 1)
 
 
 def dims(extents: Sequence[int]) -> Any:

@@ -260,12 +260,21 @@ class BlockTable:
 
     @classmethod
     def ragged(
-        cls, indices: TensorLike | Sequence[int], indptr: TensorLike | Sequence[int]
+        cls,
+        indices: TensorLike | Sequence[int],
+        indptr: TensorLike | Sequence[int],
+        *,
+        exact: bool = True,
     ) -> Self:
         """One block id per token, the sequences one after the other.
 
+        This is no list of each sequence's blocks (FlashInfer's paged_kv_indices): make that
+        `packed`.
+
         indices: (indptr[-1],), int32 or int64, contiguous, or a list of int
         indptr:  (seq_count + 1,), int32 or int64, running token counts, or a list of int
+        exact:   a call is refused where a sequence has not as many entries as tokens (its start
+                 and length); False: it may have more
         Raises InvalidArgumentError, UnsupportedError.
         """
         ids = _list("block_table.indices", indices)
@@ -281,6 +290,7 @@ class BlockTable:
             indptr_dtype=ends.dtype,
             indptr=ends.data,
             indptr_count=ends.shape[0],
+            flags=_abi.FLAG_EXACT if exact else 0,
             memory=ids.memory,
             owner=(ids.owner, ends.owner),
         )
@@ -321,6 +331,10 @@ class BlockTable:
     def num_rows(self) -> int:
         """Rows of tokens that the table finds: sequences, or beams of them."""
         return self.seq_count * max(self.beam_width, 1)
+
+    def of_parts(self) -> BlockTable:
+        """The same table for calls that each move a part of its tokens: not `exact`."""
+        return replace(self, flags=self.flags & ~_abi.FLAG_EXACT)
 
     def to_c(self) -> _abi.kvx_block_table_t:
         """A new C struct with these fields."""

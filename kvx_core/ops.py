@@ -350,7 +350,7 @@ class _GatherOptions:
     def to_c(self) -> _abi.kvx_gather_options_t:
         return _abi.kvx_gather_options_t(
             flags=_abi.flags(self.zero_fill) | self.transfer,
-            null_block_id=self.null_block_id,
+            null_block_plus_1=_abi.null_block_plus_1(self.null_block_id),
             secondary_num_blocks=self.secondary_num_blocks,
             k_scale=_abi.pointer_to(self.k_scale),
             v_scale=_abi.pointer_to(self.v_scale),

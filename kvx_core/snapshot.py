@@ -860,9 +860,9 @@ def _ints(numbers: Sequence[int], device: Any) -> SeqLens:
 
 
 def _table_on(table: BlockTable | None, device: Any) -> BlockTable | None:
-    """The table where a copy reads it."""
+    """The table where a copy of some of the sequence's tokens reads it."""
     if table is None or device is None or table.memory is not Memory.HOST:
-        return table
+        return None if table is None else table.of_parts()
     import torch
 
     if table.format is not BlockTableFormat.PACKED:

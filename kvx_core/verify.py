@@ -243,7 +243,8 @@ class _End:
         lens = np.clip(hi - (self.ends - self.rows), 0, self.rows) - begins
         span = replace(self.span, view=view)
         if self.span.slots is None:
-            span = replace(span, starts=SeqLens.of(self.starts + begins))
+            parts = None if table is None else table.of_parts()
+            span = replace(span, block_table=parts, starts=SeqLens.of(self.starts + begins))
         else:
             span = replace(span, slots=self.span.slots.part(lo, hi))
         copy = CacheView(layers=(target,), facts=CacheFacts()).at(slots=np.arange(hi - lo))

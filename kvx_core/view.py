@@ -135,7 +135,7 @@ class CacheSpan:
             starts=_abi.pointer_to(self.starts),
             head_start=self.head_start,
             secondary_num_blocks=view.secondary_num_blocks,
-            null_block_id=view.null_block_id,
+            null_block_plus_1=_abi.null_block_plus_1(view.null_block_id),
             k_scales=view._k_scales,
             v_scales=view._v_scales,
         )

@@ -336,7 +336,7 @@ class Backend:
         k_scale, v_scale = self.scale(layer.k), self.scale(layer.v)
         options = _abi.kvx_gather_options_t(
             flags=flags | (_abi.FLAG_ZERO_FILL if zero_fill else 0),
-            null_block_id=null_block_id,
+            null_block_plus_1=null_block_id + 1,
             secondary_num_blocks=secondary_num_blocks,
             k_scale=ctypes.pointer(k_scale),
             v_scale=ctypes.pointer(v_scale),
@@ -430,7 +430,7 @@ class View:
             num_layers=len(self.layers),
             layers=_abi.pointer_array(self.layers, _abi.kvx_cache_desc_t),
             head_start=head_start,
-            null_block_id=getattr(end, "null_block_id", -1),
+            null_block_plus_1=getattr(end, "null_block_id", -1) + 1,
             k_scales=_abi.pointer_array([k for k, _ in self.scales], _abi.kvx_scale_desc_t),
             v_scales=_abi.pointer_array([v for _, v in self.scales], _abi.kvx_scale_desc_t),
         )

@@ -34,6 +34,17 @@ def test_conformance_program(language: str, installed: Path, tmp_path: Path) -> 
     assert (int(failures), int(checks) > 500) == (0, True)
 
 
+def test_a_program_compiled_for_1_3_runs_as_before(installed: Path, tmp_path: Path) -> None:
+    program = compile_program(
+        [*LANGUAGES["c11"], *WARNINGS],
+        ROOT / "tests/c/abi_1_3/program.c",
+        tmp_path / "program",
+        include=ROOT / "tests/c/abi_1_3",
+        library=installed / "kvx_core/libkvx.so",
+    )
+    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [("14", "0")]
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("header", ["kvx/kvx_abi.h", "kvx/kvx_ext.h"])
 def test_header_stands_alone(language: str, header: str, installed: Path, tmp_path: Path) -> None:

@@ -217,7 +217,6 @@ def gather(
             max_seq_len=12,
         ),
         "options": _abi.kvx_gather_options_t(
-            null_block_id=-1,
             secondary_num_blocks=7 if cache.bytes_per_block else 0,
             k_scale=scales[0],
             v_scale=scales[1],
@@ -536,6 +535,8 @@ def test_every_sentence_has_a_rule(name: str) -> None:
         # Devices say it, see `device:` in validation_rules.txt.
         "%s has %llu entries (token_count), expected as many as seq_lens add up to, which is "
         "more (spec E.3)",
+        "abi_major.abi_minor is %u.%u, expected %d.0 to %d.%d as this libkvx has it: compile "
+        "against its headers, or load the libkvx of yours (spec 3)",  # tests/c/conformance.c
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
     }

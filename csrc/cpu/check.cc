@@ -56,9 +56,10 @@ class End {
     for (uint64_t row = 0; row < rows_.count; ++row) {
       const int64_t start = a.starts.data ? a.starts[row] : 0;
       if (start < 0) return fail_at(Fault::kStart, row, start, 0);
+      const auto first = static_cast<uint64_t>(start);
+      KVX_TRY(check_exact(row, first + static_cast<uint64_t>(rows_.length_of(row))));
       const uint64_t count = rows_.stored(row);
       if (count == 0) continue;
-      const auto first = static_cast<uint64_t>(start);
       KVX_TRY(check_capacity(row, first, count));
       if (a.mode == Addressing::kRagged) {
         KVX_TRY(check_entries(static_cast<uint64_t>(a.indptr[row]) + first, count));
@@ -101,6 +102,14 @@ class End {
     found_.first = first;
     found_.count = count;
     return fail_at(Fault::kCapacity, row, 0, capacity);
+  }
+
+  // A row whose tokens end before `end` has as many entries, where the table says that it is exact.
+  kvx_status_t check_exact(uint64_t row, uint64_t end) {
+    if (!is_inexact(address_, row, end)) return KVX_STATUS_OK;
+    found_.row = row;
+    found_.count = end;
+    return fail_at(Fault::kExact, row, 0, capacity_of(address_, row));
   }
 
   kvx_status_t check_indptr() {

@@ -57,6 +57,12 @@ __device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address 
   return begin < 0 ? row : UINT64_MAX;
 }
 
+// One past the position of a row's last token, of those that move and of those that max_len cuts.
+__device__ __forceinline__ uint64_t row_end_of(const Common &p, const Address &a, uint64_t row) {
+  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  return static_cast<uint64_t>(start) + static_cast<uint64_t>(p.rows.length_of(row));
+}
+
 __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uint64_t row) {
   RowEnd end{0, a.block_size, 0};
   if (a.mode == Addressing::kSlots) return end;
@@ -65,6 +71,7 @@ __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uin
     if (wrong_indptr(p, a, row, first, last) != UINT64_MAX) return {0, 0, 0};
     end.entry = static_cast<uint32_t>(first);
     end.capacity = static_cast<uint32_t>(last - first);
+    if (a.exact && is_inexact(a, row, row_end_of(p, a, row))) return {0, 0, 0};
   } else if (a.mode != Addressing::kDense) {
     end.entry = static_cast<uint32_t>(table_entry(a, row, 0));
     end.capacity *= a.max_blocks_per_seq;
@@ -114,6 +121,10 @@ __device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, ui
   found->count = p.rows.stored(row);
   found->limit = capacity_of(a, row);
   if (found->value < 0) return Fault::kStart;
+  if (is_inexact(a, row, row_end_of(p, a, row))) {
+    found->count = row_end_of(p, a, row);
+    return Fault::kExact;
+  }
   const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
   return found->count == 0 || fits ? Fault::kNone : Fault::kCapacity;
 }

@@ -130,6 +130,8 @@ STATIC_CHECK(KVX_LAYOUT_BLOCK_HND_PACKED == 3 && KVX_LAYOUT_BLOCK_CUSTOM == 15);
 STATIC_CHECK(KVX_BLOCK_TABLE_INVALID == 0 && KVX_BLOCK_TABLE_PACKED == 1);
 STATIC_CHECK(KVX_BLOCK_TABLE_RAGGED == 2 && KVX_BLOCK_TABLE_KV_OFFSETS == 3);
 STATIC_CHECK(KVX_BLOCK_TABLE_FLAG_NONE == 0 && KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX == 1);
+STATIC_CHECK(KVX_BLOCK_TABLE_FLAG_EXACT == 2);
+STATIC_CHECK(KVX_NULL_BLOCK(0) == 1 && KVX_NULL_BLOCK(41) == 42);
 STATIC_CHECK(KVX_SCALE_NONE == 0 && KVX_SCALE_PER_TENSOR == 1 && KVX_SCALE_PER_BLOCK == 2);
 STATIC_CHECK(KVX_SCALE_PER_HEAD == 3 && KVX_SCALE_PER_BLOCK_HEAD == 4);
 STATIC_CHECK(KVX_SCALE_PER_TOKEN_HEAD == 16);
@@ -146,14 +148,17 @@ OFFSET_IS(kvx_backend_info_t, cpu_isa, 16);
 OFFSET_IS(kvx_backend_info_t, version, 24);
 OFFSET_IS(kvx_backend_info_t, stream_bytes, 32);
 
-SIZE_IS(kvx_gather_options_t, 40);
+SIZE_IS(kvx_write_options_t, 8);
+
+SIZE_IS(kvx_gather_options_t, 48);
 OFFSET_IS(kvx_gather_options_t, flags, 4);
-OFFSET_IS(kvx_gather_options_t, null_block_id, 8);
+OFFSET_IS(kvx_gather_options_t, reserved_0, 8);
 OFFSET_IS(kvx_gather_options_t, secondary_num_blocks, 16);
 OFFSET_IS(kvx_gather_options_t, k_scale, 24);
 OFFSET_IS(kvx_gather_options_t, v_scale, 32);
+OFFSET_IS(kvx_gather_options_t, null_block_plus_1, 40);
 
-SIZE_IS(kvx_view_t, 72);
+SIZE_IS(kvx_view_t, 80);
 OFFSET_IS(kvx_view_t, num_layers, 4);
 OFFSET_IS(kvx_view_t, layers, 8);
 OFFSET_IS(kvx_view_t, block_table, 16);
@@ -161,9 +166,10 @@ OFFSET_IS(kvx_view_t, slots, 24);
 OFFSET_IS(kvx_view_t, starts, 32);
 OFFSET_IS(kvx_view_t, head_start, 40);
 OFFSET_IS(kvx_view_t, secondary_num_blocks, 44);
-OFFSET_IS(kvx_view_t, null_block_id, 48);
+OFFSET_IS(kvx_view_t, reserved_0, 48);
 OFFSET_IS(kvx_view_t, k_scales, 56);
 OFFSET_IS(kvx_view_t, v_scales, 64);
+OFFSET_IS(kvx_view_t, null_block_plus_1, 72);
 
 SIZE_IS(kvx_migrate_desc_t, 40);
 OFFSET_IS(kvx_migrate_desc_t, flags, 4);
@@ -374,6 +380,14 @@ static void test_version(void) {
   CHECK(kvx_get_version(&version) == KVX_STATUS_OK);
   CHECK(version.size >= sizeof(version) && version.abi_major == KVX_ABI_VERSION_MAJOR);
   CHECK(kvx_get_version(NULL) == KVX_STATUS_INVALID_ARGUMENT);
+
+  CHECK(KVX_CHECK_VERSION() == KVX_STATUS_OK);
+  CHECK(kvx_check_version(KVX_ABI_VERSION_MAJOR, 0) == KVX_STATUS_OK);
+  CHECK(kvx_check_version(KVX_ABI_VERSION_MAJOR + 1, 0) == KVX_STATUS_INCOMPATIBLE);
+  CHECK(strstr(kvx_last_error(), "is 2.0, expected 1.0 to 1.") != NULL);
+  CHECK(kvx_check_version(0, KVX_ABI_VERSION_MINOR) == KVX_STATUS_INCOMPATIBLE);
+  CHECK(kvx_check_version(KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR + 1) ==
+        KVX_STATUS_INCOMPATIBLE);
 }
 
 static void alone(void (*work)(void *), void *data, unsigned num_threads, unsigned flags) {
@@ -504,7 +518,6 @@ static void test_migrate(void) {
   src.num_layers = 1;
   src.layers = &from;
   src.block_table = &src_table;
-  src.null_block_id = KVX_NO_NULL_BLOCK;
   dst = src;
   dst.layers = &to;
   dst.block_table = &dst_table;
@@ -531,6 +544,54 @@ static void test_migrate(void) {
   CHECK(kvx_migrate_kv(NULL, NULL) == KVX_STATUS_INVALID_ARGUMENT);
   migrate.size -= 1;
   CHECK(kvx_migrate_kv(&migrate, NULL) == KVX_STATUS_INVALID_ARGUMENT);
+}
+
+/* Options and views of zeros, but for what must be set, are the usual case: block 0 holds tokens.
+ */
+static void test_zeros(void) {
+  static uint16_t k[kElements], v[kElements], key_out[sizeof(f.key_out) / 2];
+  kvx_write_options_t write_options;
+  kvx_gather_options_t options;
+  kvx_cache_desc_t target;
+  const kvx_cache_desc_t *from = &f.cache, *to = &target;
+  kvx_view_t src, dst;
+  kvx_migrate_desc_t migrate;
+  ZERO(write_options), ZERO(options), ZERO(src), ZERO(dst), ZERO(migrate);
+  write_options.size = sizeof(write_options);
+  options.size = sizeof(options);
+  src.size = dst.size = sizeof(src);
+  src.num_layers = dst.num_layers = 1;
+  src.layers = &from, dst.layers = &to;
+  migrate.size = sizeof(migrate);
+  migrate.src = &src, migrate.dst = &dst;
+
+  reset(KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_NHD);
+  f.slots[0] = 0, f.slots[1] = 1; /* sequence 1 lies in block 0 */
+  CHECK(kvx_write_kv_ext(&f.cache, &f.write, &write_options, NULL) == KVX_STATUS_OK);
+  CHECK(memcmp(f.k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
+
+  CHECK(gather_kv() == KVX_STATUS_OK);
+  memcpy(key_out, f.key_out, sizeof(key_out));
+  CHECK(memcmp(key_out + kMaxLen * kRow, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
+  memset(f.key_out, kSentinel, sizeof(f.key_out));
+  CHECK(kvx_gather_kv_ext(&f.cache, &f.gather, &options, NULL) == KVX_STATUS_OK);
+  CHECK(memcmp(f.key_out, key_out, sizeof(key_out)) == 0);
+  options.null_block_plus_1 = KVX_NULL_BLOCK(0);
+  memset(f.key_out, kSentinel, sizeof(f.key_out));
+  CHECK(kvx_gather_kv_ext(&f.cache, &f.gather, &options, NULL) == KVX_STATUS_OK);
+  CHECK(all_sentinel(f.key_out + kMaxLen * kRow, sizeof(f.key_out) / 2));
+
+  target = f.cache;
+  target.k.data = k, target.v.data = v;
+  src.block_table = dst.block_table = &f.gather.block_table;
+  migrate.seq_lens = &f.gather.seq_lens;
+  memset(k, kSentinel, sizeof(k));
+  CHECK(kvx_migrate_kv(&migrate, NULL) == KVX_STATUS_OK);
+  CHECK(memcmp(k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
+  src.null_block_plus_1 = KVX_NULL_BLOCK(0);
+  memset(k, kSentinel, sizeof(k));
+  CHECK(kvx_migrate_kv(&migrate, NULL) == KVX_STATUS_OK);
+  CHECK(all_sentinel(k, kBlockSize * kRow * sizeof(uint16_t)));
 }
 
 /* A size one byte too small is refused, a larger one from a newer header is accepted. */
@@ -677,6 +738,7 @@ int main(void) {
   test_backend();
   test_round_trips();
   test_migrate();
+  test_zeros();
   test_size_guards();
   test_cache_rules();
   test_write_rules();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +33,13 @@ CONSTANTS = {
     **{f"KVX_BLOCK_TABLE_{table.name}": table for table in BlockTableFormat},
     **{f"KVX_SCALE_{granularity.name}": granularity for granularity in ScaleGranularity},
     "KVX_ABI_VERSION_MAJOR": _abi.ABI_MAJOR,
+    "KVX_ABI_VERSION_MINOR": _abi.ABI_MINOR,
     "KVX_MAX_TENSOR_DIMS": _abi.MAX_TENSOR_DIMS,
     "KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX": _abi.FLAG_KVCACHEINDEX,
     "KVX_FLAG_ZERO_FILL": _abi.FLAG_ZERO_FILL,
-    "KVX_NO_NULL_BLOCK": _abi.NO_NULL_BLOCK,
+    "KVX_BLOCK_TABLE_FLAG_EXACT": _abi.FLAG_EXACT,
+    "KVX_NULL_BLOCK(0)": _abi.null_block_plus_1(0),
+    "KVX_NULL_BLOCK(7)": _abi.null_block_plus_1(7),
 }
 
 
@@ -76,6 +80,15 @@ def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:
         tmp_path, f'#include <cstdio>\n#include "kvx/kvx_ext.h"\nint main() {{\n{body}\n}}\n'
     )
     assert found.splitlines() == [f"{name} {int(value)}" for name, value in CONSTANTS.items()]
+
+
+def test_spec_and_headers_are_of_one_version() -> None:
+    version = f"{_abi.ABI_MAJOR}.{_abi.ABI_MINOR}"
+    spec = (REPOSITORY / "docs/spec.md").read_text()
+    named = re.findall(r"ABI version (\d+\.\d+)|are version (\d+\.\d+) of the ABI", spec)
+    assert [first or second for first, second in named] == [version, version]
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.findall(r"^ABI (\d+\.\d+)\.0:", changes, re.MULTILINE)[0] == version
 
 
 def test_every_failing_status_has_an_exception_and_a_builtin() -> None:
@@ -148,18 +161,18 @@ def test_a_library_without_our_functions_is_refused(tmp_path: Path) -> None:
 
 def test_another_major_version_is_refused(tmp_path: Path) -> None:
     functions = "\n".join(
-        f"int {name}() {{ return 0; }}" for name in _abi._FUNCTIONS if name != "kvx_get_version"
+        f"int {name}() {{ return 0; }}" for name in _abi._FUNCTIONS if name != "kvx_check_version"
     )
     source = f"""
         extern "C" {{
         {functions}
-        const char *kvx_last_error() {{ return ""; }}
-        int kvx_get_version(unsigned *version) {{ version[1] = 2; return 0; }}
+        const char *kvx_last_error() {{ return "abi_major.abi_minor is 1.4, expected 2.0"; }}
+        int kvx_check_version(unsigned, unsigned) {{ return 4; }}
         }}
     """
     path = build_library(tmp_path, source)
     error = load(path)
     assert error.endswith(
-        f"IncompatibleError: {path} has ABI major version 2, expected 1 (spec 3). Install kvx_core "
-        "and libkvx from the same release"
+        f"IncompatibleError: {path} is of another version than this kvx_core: abi_major.abi_minor "
+        "is 1.4, expected 2.0. Install both from the same release"
     )

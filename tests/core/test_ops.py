@@ -137,6 +137,30 @@ def test_gather_of_nothing() -> None:
     assert gather_kv(cache, [], [])[0].shape == (0, 0, HEADS, DIM)
 
 
+def test_a_list_of_blocks_is_no_ragged_table() -> None:
+    """FlashInfer's paged_kv_indices and paged_kv_indptr, with blocks to spare for what comes."""
+    _, _, cache = new_cache()
+    kv_indices, kv_indptr = [3, 1, 2, 4], [0, 2, 4]  # blocks
+    for seq_lens in ([1, 2], [2, 1], [1, 0]):
+        with pytest.raises(OutOfRangeError, match="a block id per token, not per block, and none"):
+            gather_kv(cache, BlockTable.ragged(kv_indices, kv_indptr), seq_lens)
+    with pytest.raises(OutOfRangeError, match="has a block id per token, not per block"):
+        gather_kv(cache, BlockTable.ragged(kv_indices, kv_indptr, exact=False), [3, 1])
+
+
+def test_a_ragged_table_of_more_tokens_than_are_gathered_says_so() -> None:
+    _, _, cache = new_cache()
+    key, value = tokens(5), tokens(5, seed=1)
+    write_kv(cache, key, value, [12, 13, 14, 15, 4])
+    indices, indptr = [3, 3, 3, 3, 1, 0], [0, 5, 6]
+    found, _ = gather_kv(cache, BlockTable.ragged(indices, indptr), [5, 1], max_seq_len=2)
+    assert torch.equal(found[0], key[:2])  # the rest is cut, not left out of the table
+    with pytest.raises(OutOfRangeError, match=r"row 0 has 5 entries in gather\.block_table"):
+        gather_kv(cache, BlockTable.ragged(indices, indptr), [3, 1])
+    found, _ = gather_kv(cache, BlockTable.ragged(indices, indptr, exact=False), [3, 0])
+    assert torch.equal(found[0], key[:3])
+
+
 def test_new_outputs_of_another_dtype() -> None:
     k, _, cache = new_cache()
     key, value = gather_kv(cache, [[1]], [4], dtype="float32")

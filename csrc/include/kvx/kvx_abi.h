@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 #define KVX_ABI_VERSION_MAJOR 1
-#define KVX_ABI_VERSION_MINOR 3
+#define KVX_ABI_VERSION_MINOR 4
 #define KVX_ABI_VERSION_PATCH 0
 
 /* Enough for the packed layout, [block, head, dim / pack, token, pack]. */
@@ -44,7 +44,7 @@ typedef enum kvx_status_t {
   KVX_STATUS_INVALID_ARGUMENT = 1, /* malformed descriptor: field missing, wrong or inconsistent */
   KVX_STATUS_UNSUPPORTED = 2,      /* well formed, but not something this build can do */
   KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot, block, offset or length points outside the cache */
-  KVX_STATUS_INCOMPATIBLE = 4,     /* ABI major versions differ */
+  KVX_STATUS_INCOMPATIBLE = 4,     /* the caller's ABI version is not one of the library's */
   KVX_STATUS_INTERNAL_ERROR = 5    /* a bug or an exhausted system resource */
 } kvx_status_t;
 
@@ -90,7 +90,9 @@ typedef enum kvx_block_table_format_t {
 
 typedef enum kvx_block_table_flags_t {
   KVX_BLOCK_TABLE_FLAG_NONE = 0,
-  KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0 /* MUST be set for KV_OFFSETS */
+  KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0, /* MUST be set for KV_OFFSETS */
+  KVX_BLOCK_TABLE_FLAG_EXACT = 1 << 1 /* RAGGED: a sequence has one entry for each of its tokens,
+                                         and no more; since 1.4 */
 } kvx_block_table_flags_t;
 
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */

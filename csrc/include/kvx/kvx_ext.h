@@ -16,6 +16,13 @@ extern "C" {
  * until the next failing call on the same thread. */
 KVX_API const char *kvx_last_error(void);
 
+/* Whether this library can serve a program compiled for ABI version abi_major.abi_minor: OK, or
+ * INCOMPATIBLE where the major versions differ or the program's minor version is later than the
+ * library's. KVX_CHECK_VERSION() asks for the version of the header that it is compiled with.
+ * Spec: 3 */
+KVX_API kvx_status_t kvx_check_version(uint32_t abi_major, uint32_t abi_minor);
+#define KVX_CHECK_VERSION() kvx_check_version(KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR)
+
 /* What this build and this machine offer. */
 typedef struct kvx_backend_info_t {
   uint32_t size;
@@ -69,11 +76,11 @@ KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
  * stored where PER_TOKEN_HEAD scales of the destination point. Spec: E.9 */
 #define KVX_FLAG_FIND_SCALES (1u << 3)
 
-/* A null_block_id that no table contains. Negative table entries are null in any case. Mind that a
- * struct filled with zeros names block 0 as null. */
-#define KVX_NO_NULL_BLOCK ((int64_t)-1)
+/* The value of null_block_plus_1 for block `id`. The field is 0 where no block is null. Negative
+ * table entries are null in any case. */
+#define KVX_NULL_BLOCK(id) ((uint64_t)(id) + 1)
 
-/* What kvx_write_desc_t cannot say. */
+/* Options of kvx_write_kv_ext. 8 bytes. */
 typedef struct kvx_write_options_t {
   uint32_t size;
   uint32_t flags; /* KVX_FLAG_BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
@@ -83,15 +90,18 @@ typedef struct kvx_write_options_t {
 KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
                                       const kvx_write_options_t *options, void *stream);
 
-/* What kvx_gather_desc_t cannot say. */
+/* Options of kvx_gather_kv_ext. 48 bytes; until 1.3 it was 40 bytes, and reserved_0 was
+ * `null_block_id`: see kvx_view_t. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
-  uint32_t flags;                /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE */
-  int64_t null_block_id;         /* block id that holds nothing (vLLM: 0), or KVX_NO_NULL_BLOCK */
+  uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE */
+  int64_t reserved_0;
   uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
-  uint32_t reserved;
+  uint32_t reserved_1;
   const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
+  uint64_t null_block_plus_1; /* KVX_NULL_BLOCK(id) of a block that holds nothing (vLLM: id 0); 0:
+                                 every block holds tokens. Since 1.4 */
 } kvx_gather_options_t;
 
 /* kvx_gather_kv with options; NULL options are those of kvx_gather_kv. */
@@ -105,7 +115,9 @@ KVX_API kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache,
  *   block_table  PACKED, RAGGED or KV_OFFSETS, shared by all layers
  *   slots        one slot per moved token, the sequences one after the other
  *   neither      dense: sequence s is block s (HF's [batch, head, token, dim], a StaticCache, ...)
- */
+ *
+ * 80 bytes. Until 1.3 it was 72 bytes, and reserved_0 was `null_block_id`, the block itself: a
+ * struct of that size keeps that meaning. */
 typedef struct kvx_view_t {
   uint32_t size;
   uint32_t num_layers;
@@ -115,9 +127,10 @@ typedef struct kvx_view_t {
   const kvx_seq_lens_t *starts;            /* first token of each sequence here; NULL: 0 */
   uint32_t head_start;                     /* first KV head here */
   uint32_t secondary_num_blocks;           /* as in kvx_gather_options_t */
-  int64_t null_block_id;                   /* as in kvx_gather_options_t */
+  int64_t reserved_0;                      /* 0 */
   const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
   const kvx_scale_desc_t *const *v_scales;
+  uint64_t null_block_plus_1; /* as in kvx_gather_options_t */
 } kvx_view_t;
 
 /* kvx_migrate_kv's arguments.

@@ -93,7 +93,8 @@ inline kvx_status_t call(const Case &c) {
     const kvx_cache_desc_t *cache = placed.put(c.src.layers[0]);
     if (!c.with_options) return kvx_gather_kv(cache, placed.put(gather), nullptr);
     kvx_gather_options_t options = c.options;
-    options.null_block_id = c.src.view.null_block_id;
+    options.reserved_0 = c.src.view.reserved_0;
+    options.null_block_plus_1 = c.src.view.null_block_plus_1;
     options.secondary_num_blocks = c.src.view.secondary_num_blocks;
     if (!c.src.scales[0].empty()) options.k_scale = placed.put(c.src.scales[0][0]);
     if (!c.src.scales[1].empty()) options.v_scale = placed.put(c.src.scales[1][0]);

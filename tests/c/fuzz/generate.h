@@ -207,7 +207,6 @@ class Generator {
 
   void make_end(const Geometry &of, const Dtypes &types, uint32_t num_layers, bool as_pool,
                 End *end) {
-    end->view.null_block_id = KVX_NO_NULL_BLOCK;
     as_pool ? make_pool(of, types, num_layers, end) : make_layers(of, types, num_layers, end);
   }
 
@@ -335,10 +334,11 @@ class Generator {
       table.format = random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED});
       table.beam_width = random.below(2);
     }
-    if (random.one_in(3)) end->view.null_block_id = random.below(of.blocks);
+    if (random.one_in(3)) end->view.null_block_plus_1 = KVX_NULL_BLOCK(random.below(of.blocks));
     uint32_t next = random.below(high - low);
     const auto block = [&]() -> int64_t {
-      if (random.one_in(8)) return random.one_in(2) ? -1 : end->view.null_block_id;
+      if (random.one_in(8))
+        return random.one_in(2) ? -1 : static_cast<int64_t>(end->view.null_block_plus_1) - 1;
       return low + next++ % (high - low);
     };
     table.index_dtype = int_dtype();
@@ -346,8 +346,10 @@ class Generator {
     int64_t bound = of.blocks;
     if (table.format == KVX_BLOCK_TABLE_RAGGED) {
       std::vector<int64_t> indptr{0};
+      const bool exact = random.one_in(3);
+      if (exact) table.flags = KVX_BLOCK_TABLE_FLAG_EXACT;
       for (const int64_t need : needs) {
-        const int64_t held = need + below(3);
+        const int64_t held = exact ? need : need + below(3);
         int64_t id = -1;
         for (int64_t t = 0; t < held; ++t) {
           if (t % of.block_size == 0) id = block();
@@ -471,7 +473,7 @@ class Generator {
     if (c.with_options) {
       c.options.flags = random.one_in(2) ? KVX_FLAG_ZERO_FILL : 0;
     } else {
-      c.src.view.null_block_id = KVX_NO_NULL_BLOCK;
+      c.src.view.null_block_plus_1 = 0;
       c.src.view.secondary_num_blocks = 0;
       for (auto &scales : c.src.scales) scales.clear();
     }

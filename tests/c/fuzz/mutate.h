@@ -95,7 +95,8 @@ struct Fields {
     add(Field::kPointer, name + ".starts", &v.starts);
     add(Field::kCount, name + ".head_start", &v.head_start);
     add(Field::kCount, name + ".secondary_num_blocks", &v.secondary_num_blocks);
-    add(Field::kExtent, name + ".null_block_id", &v.null_block_id);
+    add(Field::kExtent, name + ".reserved_0", &v.reserved_0);
+    add(Field::kExtent, name + ".null_block_plus_1", &v.null_block_plus_1);
     add(Field::kPointer, name + ".k_scales", &v.k_scales);
     add(Field::kPointer, name + ".v_scales", &v.v_scales);
     if (v.block_table) table(name + ".block_table", &end->table);
@@ -136,7 +137,8 @@ inline Fields fields_of(Case *c) {
     if (c->with_options) {
       f.add(Field::kSize, "options.size", &c->options.size);
       f.add(Field::kCount, "options.flags", &c->options.flags);
-      f.add(Field::kExtent, "options.null_block_id", &c->src.view.null_block_id);
+      f.add(Field::kExtent, "options.reserved_0", &c->src.view.reserved_0);
+      f.add(Field::kExtent, "options.null_block_plus_1", &c->src.view.null_block_plus_1);
       f.add(Field::kCount, "options.secondary_num_blocks", &c->src.view.secondary_num_blocks);
     }
   } else if (c->op == kMigrate) {

@@ -18,6 +18,13 @@ struct Place {
   bool unsure = false;  // null, and otherwise out of range: either answer is right
 };
 
+// Spec: E.2. -1: no block is null. In the size of 1.3 the field at reserved_0 names the block
+// itself.
+inline int64_t null_block_of(const kvx_view_t &view) {
+  if (view.size == 72) return std::max<int64_t>(view.reserved_0, -1);
+  return static_cast<int64_t>(view.null_block_plus_1 - 1);
+}
+
 // Spec: 5.1, 5.2, E.3, E.8. False: the index is out of range.
 inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots, bool table,
                        int kv, uint64_t row, Wide token, uint64_t flat, Place *place) {
@@ -37,7 +44,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     return row < cache.num_blocks && token < block_size;
   }
   const kvx_block_table_t &t = end.table;
-  const int64_t null_block = end.view.null_block_id;
+  const int64_t null_block = null_block_of(end.view);
   int64_t id;
   if (t.format == KVX_BLOCK_TABLE_RAGGED) {
     id = read_int(t.indices, t.index_dtype,
@@ -198,6 +205,11 @@ struct Oracle {
            read_int(t.indptr, t.indptr_dtype, row);
   }
 
+  bool exact(const End &end) const {
+    return end.table.format == KVX_BLOCK_TABLE_RAGGED &&
+           (end.table.flags & KVX_BLOCK_TABLE_FLAG_EXACT);
+  }
+
   void check_indptr(const kvx_block_table_t &t) {
     if (t.format != KVX_BLOCK_TABLE_RAGGED) return;
     int64_t last = 0;
@@ -231,6 +243,7 @@ struct Oracle {
   }
 
   void gather() {
+    c.src.view.size = c.with_options && c.options.size == 40 ? 72 : sizeof c.src.view;
     const kvx_cache_desc_t &cache = c.src.layers[0];
     const kvx_block_table_t &table = c.src.table;
     const bool zero_fill = c.with_options && (c.options.flags & KVX_FLAG_ZERO_FILL);
@@ -240,6 +253,7 @@ struct Oracle {
     for (uint64_t row = 0; !bad_index && row < uint64_t{table.seq_count} * beams; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       const Wide most = held(c.src, cache, true, row);
+      if (exact(c.src) && length != most) refuse("an inexact row");
       if (length < 0 || length > most) {
         std::min<Wide>(length, c.gather.max_seq_len) <= most &&length > 0 ? allow()
                                                                           : refuse("a length");
@@ -292,6 +306,7 @@ struct Oracle {
             end->view.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
         const Wide beyond =
             Wide{start} + length - held(*end, end->layers[0], end->view.block_table, row);
+        if (end->view.block_table && exact(*end) && beyond != 0) refuse("an inexact row");
         if (start < 0 || beyond > 0)
           length == 0 && start >= 0 ? allow() : refuse("a start or a length");
       }
