@@ -103,6 +103,7 @@ def _gpu() -> dict[str, Any] | None:
         return None
     if not torch.cuda.is_available():
         return None
+    torch.ones(2, device="cuda").sum().item()  # raises here, rather than in every step
     properties = torch.cuda.get_device_properties("cuda")
     return {
         "name": properties.name,

@@ -102,6 +102,7 @@ def run(step: Step, out: Path, seconds: float | None = None) -> Outcome:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout=limit)
         finally:
+            process.kill()
             _kill_all(mark)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_GRACE)

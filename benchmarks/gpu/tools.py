@@ -66,7 +66,9 @@ def find_sanitizer() -> Path | None:
 
 def missing(*, with_nvcc: bool) -> list[str]:
     """What this machine lacks: a sentence each, with the way out."""
-    found = [
+    version = ".".join(map(str, sys.version_info[:3]))
+    found = [f"Python 3.11 or later: this is {version}"] * (sys.version_info < (3, 11))
+    found += [
         f"{name} cannot be imported by {sys.executable}: install it, or run this with the Python "
         "that has it"
         for name in MODULES
