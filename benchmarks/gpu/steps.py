@@ -79,7 +79,7 @@ def run(step: Step, out: Path, seconds: float | None = None) -> Outcome:
         return Outcome(step.name, NOT_THERE, said=step.unavailable)
     if step.needs and not step.needs[0].exists():
         path, maker = step.needs
-        return Outcome(step.name, FAILED, said=f"{path} is not there: {maker} makes it")
+        return Outcome(step.name, FAILED, said=_said(f"{path} is not there: {maker} makes it"))
     left_by_step = out / "running.json"
     left_by_step.unlink(missing_ok=True)
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -139,7 +139,12 @@ def _judged(step: Step, verdict: str, said: str, result: dict[str, Any]) -> tupl
 
 def _shown(output: str, verdict: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return "\n".join(lines[-1:] if verdict == PASSED else lines[-_TAIL:])
+    return _said("\n".join(lines[-1:] if verdict == PASSED else lines[-_TAIL:]))
+
+
+def _said(text: str) -> str:
+    """With paths as they are in every checkout."""
+    return text.replace(f"{ROOT}/", "")
 
 
 def _from(path: Path, start: int) -> str:
