@@ -21,6 +21,9 @@ from tests.native import ROOT
 
 DISTRIBUTIONS = ("torch", "numpy", "pytest", "hypothesis", "ml_dtypes", "cmake", "ninja")
 
+# The CUDA compiler, where it is PyPI's: kvx[nvcc].
+NVCC = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
+
 # A C++ compiler, what it calls, and what cmake and nvcc's scripts call.
 TOOLS = (
     "g++",
@@ -76,7 +79,7 @@ def make(folder: Path) -> Bare:
     home, tree, tools = folder / "env", folder / "tree", folder / "tools"
     venv.create(home, with_pip=False, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
-    names = closure(DISTRIBUTIONS)
+    names = closure([*DISTRIBUTIONS, *(f"nvidia-{name}" for name in NVCC)])
     for name in names:
         for path in top_level_paths(name):
             link = site / path.name

@@ -106,7 +106,9 @@ def environment(request: Request) -> dict[str, str]:
 
 
 def _building(request: Request, compiler: str, suffix: str = "") -> Iterator[Step]:
-    """compiler: "nvcc", or "hostgrid" for kernels that run on the CPU"""
+    """compiler: "nvcc", or "hostgrid" for kernels that run on the CPU
+    suffix: of names, where nothing else needs what is built
+    """
     cmake = str(tools.find("cmake") or "cmake")
     configure = [cmake, "-S", ".", "-B", str(request.build), "-DCMAKE_BUILD_TYPE=Release"]
     if tools.find("ninja"):
@@ -121,10 +123,18 @@ def _building(request: Request, compiler: str, suffix: str = "") -> Iterator[Ste
     cores = len(os.sched_getaffinity(0))
     slower = 1 if cores >= 4 else _PATIENCE
     name = f"configure{suffix}"
-    yield Step(name, f"cmake, for {compiler}", configure, 60 * slower, 30)
+    why = "nvcc is not there" if suffix and not tools.find_nvcc() else None
+    yield Step(name, f"cmake, for {compiler}", configure, 60 * slower, 30, unavailable=why)
     build = [cmake, "--build", str(request.build), "--parallel", str(cores)]
-    made = request.build / "CMakeCache.txt", f"the step {name}"
-    yield Step(f"build{suffix}", f"libkvx, by {compiler}", build, 120 * slower, 60, needs=made)
+    yield Step(
+        f"build{suffix}",
+        f"libkvx, by {compiler}",
+        build,
+        120 * slower,
+        60,
+        needs=(request.build / "CMakeCache.txt", f"the step {name}"),
+        unavailable=why,
+    )
 
 
 def _nvcc() -> list[str]:
