@@ -76,7 +76,7 @@ format: setup
 bench: build
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Sets nothing up: a machine with a GPU has a Python with its torch.
+# Sets nothing up: a machine with a GPU has a Python with its torch. Without make, run the line below.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(or $(OUT),build/gpu) $(ARGS)
 

@@ -26,6 +26,7 @@ settings.load_profile(os.environ.get("KVX_HYPOTHESIS_PROFILE", "kvx"))
 LONG = (
     "vllm_plugin/test_attention.py",
     "vllm_plugin/test_round_trips.py",
+    "test_gpu_harness.py",
     "test_sanitizers.py",
     "vllm_plugin/test_hybrid.py",
     "vllm_plugin/test_processes.py",

@@ -1,1 +1,10 @@
-"""What only a machine with a GPU can show: `make gpu` runs all of it."""
+"""What only a machine with a GPU can show: `python3 -m benchmarks.gpu OUT` runs all of it."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Names the file in which a step leaves what it found, as JSON.
+RESULT_VARIABLE = "KVX_GPU_RESULT"
+
+ENDED = "the end"  # where a run of tests is that has gone through all of them

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import gather, migrate, peers, report, write
+from benchmarks.gpu import ROOT, gather, migrate, peers, report, write
 from benchmarks.gpu.cases import FULL, QUICK, REHEARSAL, PlainCopy, Size, run
-from benchmarks.gpu.facts import ROOT, facts
+from benchmarks.gpu.facts import command_of, facts
 from benchmarks.gpu.places import Gpu, Place, Rehearsal
 from kvx_core import Memory
 
@@ -28,7 +28,8 @@ def main() -> None:
     for name in options.benchmarks or BENCHMARKS:
         result: dict[str, Any] = {
             "benchmark": name,
-            **facts("benchmarks.gpu.bench", options.commit),
+            **facts(command_of("benchmarks.gpu.bench"), options.commit),
+            "rehearsal": options.rehearse,
             "settings": {"quick": options.quick, "only": options.only, "rounds": size.rounds},
             "absent": found.absent,
             "results": [],
@@ -56,8 +57,9 @@ def _run(
         result["results"].append(row)
         if options.rehearse:
             row["goals"] = []  # its times mean nothing
-        else:
-            (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        new = options.results / f"{name}.new"
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.replace(options.results / f"{name}.json")
         report.print_row(row)
     print(f"\n{report.tally(result['results'])}")
     return not any({"kvx", "torch", "case"} & row["failed"].keys() for row in result["results"])
@@ -78,7 +80,7 @@ def _options() -> argparse.Namespace:
         nargs="?",
         choices=("host", "device"),
         const="host",
-        help="tiny, on the CPU, nothing saved; device: with a libkvx whose kernels run there",
+        help="tiny, on the CPU, times mean nothing; device: with a libkvx whose kernels run there",
     )
     parser.add_argument("--commit", help="of this tree, where it has no repository")
     parser.add_argument(

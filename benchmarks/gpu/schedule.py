@@ -1,0 +1,221 @@
+"""The steps, the most important ones first: whoever has few minutes gets these."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.gpu import ROOT, tools
+from benchmarks.gpu.steps import Step
+
+BENCHMARKS = {"write": 90, "gather": 60, "migrate": 60}  # and the seconds that they may take
+
+# Files of byte tests: they build nothing, and need torch, numpy, hypothesis and ml_dtypes alone.
+_TESTS_BEFORE = {
+    "test_conformance": 60,
+    "test_write_gather": 120,
+    "test_migrate": 120,
+    "test_device_status": 60,
+}
+_TESTS_AFTER = {"test_codecs": 120, "test_find_scales": 90, "test_device_flags": 90}
+_TESTS_LAST = {"test_properties": 120}
+
+# Odd sizes, where what is out of bounds is not hidden by what is next to it.
+_SANITIZED = "odd or many_layers or head_ranges or token_ranges"
+
+_NO_GPU = "it needs a GPU"
+_PATIENCE = 6  # a CPU that runs kernels takes this much longer at least
+_HANG_SECONDS = 60  # after which a test's stacks are printed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    library:    a libkvx to take instead of building one
+    capability: of the GPU, such as "9.0"; None: nvcc finds out
+    """
+
+    out: Path
+    quick: bool = False
+    rehearse: bool = False
+    library: Path | None = None
+    commit: str | None = None
+    capability: str | None = None
+
+    @property
+    def build(self) -> Path:
+        """The folder that libkvx is built in."""
+        return ROOT / "build" / ("rehearsal" if self.rehearse else "cuda")
+
+    @property
+    def libkvx(self) -> Path:
+        """The library that is tested and measured."""
+        return self.library or self.build / "libkvx.so"
+
+    @property
+    def backend(self) -> str:
+        """That the tests run, as tests/calls.py names it."""
+        return "hostgrid" if self.rehearse else "cuda"
+
+
+def machine(command: str, commit: str | None) -> Step:
+    """Goes ahead of all others, which need to know of the GPU."""
+    facts = [sys.executable, "-m", "benchmarks.gpu.facts", command, *filter(None, [commit])]
+    return Step("machine", "names GPU, driver and versions", facts, 90)
+
+
+def steps(request: Request) -> Iterator[Step]:
+    """All of them, in order."""
+    if request.library is None:
+        yield from _building(request, "hostgrid" if request.rehearse else "nvcc")
+    if request.quick:
+        yield _tests(request, "test_conformance", 60)
+    else:
+        yield from (_tests(request, *item) for item in _TESTS_BEFORE.items())
+        yield _graphs(request)
+    yield from (_benchmark(request, *item) for item in BENCHMARKS.items())
+    if not request.quick:
+        yield from (_tests(request, *item) for item in _TESTS_AFTER.items())
+        yield from (_sanitizer(request, tool) for tool in ("memcheck", "racecheck"))
+        yield from (_tests(request, *item) for item in _TESTS_LAST.items())
+    if request.rehearse and request.library is None:
+        yield from _building(replace(request, rehearse=False, capability="9.0"), "nvcc", "_nvcc")
+
+
+def environment(request: Request) -> dict[str, str]:
+    """For the steps: this tree's packages, the library under test, no foreign pytest plugins."""
+    programs = [tools.find("ninja"), tools.find("cmake")]  # and no nvcc: see _nvcc
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    folders += [str(path.parent) for path in programs if path]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "KVX_LIBRARY": str(request.libkvx),
+        **({"KVX_HOSTGRID_LIBRARY": str(request.libkvx)} if request.rehearse else {}),
+    }
+
+
+# ---- Each kind of step ----
+
+
+def _building(request: Request, compiler: str, suffix: str = "") -> Iterator[Step]:
+    """compiler: "nvcc", or "hostgrid" for kernels that run on the CPU
+    suffix: of names, where nothing else needs what is built
+    """
+    cmake = str(tools.find("cmake") or "cmake")
+    configure = [cmake, "-S", ".", "-B", str(request.build), "-DCMAKE_BUILD_TYPE=Release"]
+    if tools.find("ninja"):
+        configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools.find('ninja')}"]
+    if compiler == "hostgrid":
+        configure += ["-DKVX_CUDA=OFF", "-DKVX_HOSTGRID=ON"]
+    else:
+        number = (request.capability or "").replace(".", "")
+        architecture = f"{number}-real" if number else "native"
+        configure += ["-DKVX_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+        configure += _nvcc()
+    cores = len(os.sched_getaffinity(0))
+    slower = 1 if cores >= 4 else _PATIENCE
+    name = f"configure{suffix}"
+    why = "nvcc is not there" if suffix and not tools.find_nvcc() else None
+    yield Step(name, f"cmake, for {compiler}", configure, 60 * slower, 30, unavailable=why)
+    build = [cmake, "--build", str(request.build), "--parallel", str(cores)]
+    yield Step(
+        f"build{suffix}",
+        f"libkvx, by {compiler}",
+        build,
+        120 * slower,
+        60,
+        needs=(request.build / "CMakeCache.txt", f"the step {name}"),
+        unavailable=why,
+    )
+
+
+def _nvcc() -> list[str]:
+    """CMakeLists.txt finds nvcc on PATH, and PyPI's through the Python that is named to it."""
+    nvcc = tools.find_nvcc()
+    if nvcc is None or nvcc in tools.wheel_nvccs():
+        return [f"-DPython_EXECUTABLE={sys.executable}"]
+    return [f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+
+
+def _tests(request: Request, name: str, seconds: float) -> Step:
+    return Step(
+        name,
+        f"tests/{name}.py on the GPU",
+        _pytest(f"tests/{name}.py", "-k", request.backend),
+        seconds * _slower(request),
+        needs=_library(request),
+        tests=True,
+    )
+
+
+def _graphs(request: Request) -> Step:
+    return Step(
+        "test_cuda_graph",
+        "calls captured in CUDA graphs",
+        _pytest("tests/test_cuda_graph.py"),
+        60,
+        needs=_library(request),
+        tests=True,
+        device_only=request.rehearse,
+    )
+
+
+def _sanitizer(request: Request, tool: str) -> Step:
+    program = tools.find_sanitizer()
+    some = f"{request.backend} and ({_SANITIZED})"
+    return Step(
+        tool,
+        "some of the tests under compute-sanitizer",
+        [
+            *(str(program or "compute-sanitizer"), "--tool", tool, "--error-exitcode", "9"),
+            *_pytest("tests/test_write_gather.py", "tests/test_migrate.py", "-k", some),
+        ],
+        90,
+        45,
+        needs=_library(request),
+        unavailable=_NO_GPU
+        if request.rehearse
+        else None
+        if program
+        else "compute-sanitizer is neither on PATH nor beside nvcc",
+        absent="Device not supported",
+        tests=True,
+    )
+
+
+def _benchmark(request: Request, name: str, seconds: float) -> Step:
+    command = [sys.executable, "-m", "benchmarks.gpu.bench", name, "--results", str(request.out)]
+    command += ["--quick"] * request.quick
+    command += ["--rehearse", "device"] if request.rehearse else []
+    command += ["--commit", request.commit] if request.commit else []
+    return Step(
+        name,
+        f"times of {name}",
+        command,
+        seconds * _slower(request),
+        20,
+        needs=_library(request),
+    )
+
+
+def _pytest(*arguments: str) -> list[str]:
+    options = ["-q", "--tb=short", "--maxfail=20", "-p", "no:cacheprovider"]
+    options += ["-p", "benchmarks.gpu.tally", "-o", "minversion=8"]
+    options += ["-o", f"faulthandler_timeout={_HANG_SECONDS}"]
+    return [sys.executable, "-m", "pytest", *options, *arguments]
+
+
+def _library(request: Request) -> tuple[Path, str]:
+    return request.libkvx, "the step build" if request.library is None else "whoever named it"
+
+
+def _slower(request: Request) -> int:
+    return _PATIENCE if request.rehearse else 1
