@@ -532,7 +532,9 @@ def sentences_in(source: Path) -> list[str]:
     return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal)) for literal in found]
 
 
-@pytest.mark.parametrize("name", ["validate.cc", "apart.cc", "cpu/check.cc", "finding.cc", "abi.cc"])
+@pytest.mark.parametrize(
+    "name", ["validate.cc", "apart.cc", "cpu/check.cc", "finding.cc", "abi.cc"]
+)
 def test_every_sentence_has_a_rule(name: str) -> None:
     """A new rule in the sources without one in validation_rules.txt fails here."""
     sentences = sentences_in(CSRC / name)
