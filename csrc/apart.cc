@@ -306,12 +306,16 @@ kvx_status_t check_secondary(const Path &path, const kvx_cache_desc_t *const *la
       const Path pool{&layer, "pool"};
       Extent extent;
       const bool fits = find_secondary(cache, tensor, secondary_num_blocks, &extent);
+      // Calls of v1 cannot say how many blocks there are: one at least.
+      const uint32_t known = secondary_num_blocks ? secondary_num_blocks : 1;
+      if (fits) find_secondary(cache, tensor, known, &extent);
       if (fits && !primary.meet(extent)) continue;
+      const uint32_t compared = fits ? known : secondary_num_blocks;
       return KVX_INVALID(
-          "%s.secondary is %p: its %llu blocks %s; expected other memory, or the number of blocks "
-          "that it has in secondary_num_blocks (spec %s)",
+          "%s.secondary is %p: its blocks up to %llu %s; expected other memory, or the number of "
+          "blocks that it has in secondary_num_blocks (spec %s)",
           KVX_AT(pool), cache.pool.secondary,
-          static_cast<ull>(secondary_blocks(cache, tensor, secondary_num_blocks)),
+          static_cast<ull>(secondary_blocks(cache, tensor, compared) - 1),
           fits ? "meet those of the primary pool" : "reach past the end of memory",
           fits ? "E.8" : "4.2");
     }
