@@ -147,6 +147,11 @@ bool meet(const Array &array, const Extent &written) {
   return intersect(array.extent, written) && array.extent.begin != array.extent.end;
 }
 
+// To know where a tensor ends takes a loop over its axes, and most arrays lie before it.
+bool meet(const Array &array, const kvx_tensor_desc_t &tensor) {
+  return array.extent.end > tensor.data && meet(array, extent_of(tensor));
+}
+
 [[gnu::cold]] kvx_status_t fail_array(const Array &array, const Path &path) {
   return KVX_INVALID(
       "%s.%s.%s is %p: its %llu bytes meet %s, which the call writes; pass a copy of the array "
@@ -205,6 +210,24 @@ kvx_status_t check_ends_apart(const Path &src_path, const Path &dst_path,
   return KVX_STATUS_OK;
 }
 
+kvx_status_t check_scales_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
+                                const Array &slots, bool finds_scales) {
+  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"};
+  const Path k{&cache_path, "k"}, v{&cache_path, "v"};
+  for (const bool is_v : {false, true}) {
+    const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
+    const void *const pointer = is_v ? write.v_scale : write.k_scale;
+    if (!desc.data && !pointer) continue;
+    const Path scale{&path, desc.data ? (is_v ? "v_scale_desc" : "k_scale_desc")
+                                      : (is_v ? "v_scale" : "k_scale")};
+    const kvx_scale_desc_t scales = scale_or_pointer(desc, pointer);
+    if (finds_scales && meet(slots, extent_of_scales(scales))) return fail_array(slots, scale);
+    KVX_TRY(check_scales_apart(scale, scales, k, cache.k));
+    KVX_TRY(check_scales_apart(scale, scales, v, cache.v));
+  }
+  return KVX_STATUS_OK;
+}
+
 const kvx_scale_desc_t *scale_at(const kvx_view_t &view, uint32_t i) {
   const auto *const *list = i % 2 ? view.v_scales : view.k_scales;
   return list ? list[i / 2] : nullptr;
@@ -241,7 +264,8 @@ kvx_status_t check_scales_apart(const Path &src_path, const Path &dst_path,
 
 // Calls visit with each array of a migration, until it does not return OK.
 template <class Visit>
-kvx_status_t each_array(const kvx_migrate_desc_t &migrate, Visit visit) {
+[[gnu::always_inline]] inline kvx_status_t each_array(const kvx_migrate_desc_t &migrate,
+                                                      Visit visit) {
   KVX_TRY(visit(array_of("migrate", "seq_lens", *migrate.seq_lens)));
   for (const bool is_dst : {false, true}) {
     const kvx_view_t &view = is_dst ? *migrate.dst : *migrate.src;
@@ -327,24 +351,16 @@ kvx_status_t check_secondary(const Path &path, const kvx_cache_desc_t *const *la
 kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
                          bool finds_scales) {
   if (write.io.num_tokens == 0) return KVX_STATUS_OK;
-  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"};
-  const Path k{&cache_path, "k"}, v{&cache_path, "v"};
   const Array slots = array_of("write", write.slots);
   for (const bool is_v : {false, true}) {
     const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
-    if (is_absent(tensor)) continue;
-    if (meet(slots, extent_of(tensor))) return fail_array(slots, is_v ? v : k);
-    const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
-    const void *const pointer = is_v ? write.v_scale : write.k_scale;
-    if (!desc.data && !pointer) continue;
-    const Path scale{&path, desc.data ? (is_v ? "v_scale_desc" : "k_scale_desc")
-                                      : (is_v ? "v_scale" : "k_scale")};
-    const kvx_scale_desc_t scales = scale_or_pointer(desc, pointer);
-    if (finds_scales && meet(slots, extent_of_scales(scales))) return fail_array(slots, scale);
-    KVX_TRY(check_scales_apart(scale, scales, k, cache.k));
-    KVX_TRY(check_scales_apart(scale, scales, v, cache.v));
+    if (is_absent(tensor) || !meet(slots, tensor)) continue;
+    const Path cache_path{nullptr, "cache"};
+    return fail_array(slots, {&cache_path, is_v ? "v" : "k"});
   }
-  return KVX_STATUS_OK;
+  const bool has_scales =
+      write.k_scale || write.v_scale || write.k_scale_desc.data || write.v_scale_desc.data;
+  return has_scales ? check_scales_apart(cache, write, slots, finds_scales) : KVX_STATUS_OK;
 }
 
 kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
@@ -360,9 +376,8 @@ kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t 
   for (const Array &array :
        {indices_of("gather", gather.block_table), indptr_of("gather", gather.block_table),
         array_of("gather", "seq_lens", gather.seq_lens)}) {
-    if (meet(array, extent_of(gather.io.key))) return fail_array(array, key);
-    if (!is_absent(cache.v) && meet(array, extent_of(gather.io.value)))
-      return fail_array(array, value);
+    if (meet(array, gather.io.key)) return fail_array(array, key);
+    if (!is_absent(cache.v) && meet(array, gather.io.value)) return fail_array(array, value);
   }
   for (const bool is_v : {false, true}) {
     const kvx_scale_desc_t *scales = !options ? nullptr

@@ -6,8 +6,6 @@
 #include "error.h"
 #include "plan.h"
 
-#define KVX_UNLIKELY(condition) __builtin_expect(static_cast<bool>(condition), false)
-
 namespace kvx::cpu {
 
 // Where token `token` of row `row` lies; `flat` numbers the tokens of all rows, for slots. Whatever
@@ -15,16 +13,16 @@ namespace kvx::cpu {
 inline Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat) {
   constexpr Place kNowhere{-1, 0, 1, false};
   if (a.mode == Addressing::kSlots) {
-    if (KVX_UNLIKELY(flat >= a.indices_count)) return kNowhere;
+    if (flat >= a.indices_count) return kNowhere;
     const int64_t slot = a.indices[flat];
     if (slot < 0 || slot == a.invalid_slot) return kNowhere;
     const Division at = divide(static_cast<uint64_t>(slot), a.block_size);
-    if (KVX_UNLIKELY(at.quotient >= a.num_blocks)) return kNowhere;
+    if (at.quotient >= a.num_blocks) return kNowhere;
     return {static_cast<int64_t>(at.quotient), at.remainder, 1, false};
   }
   const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
   if (a.mode == Addressing::kDense) {  // the row is the block
-    if (KVX_UNLIKELY(position >= a.block_size)) return kNowhere;
+    if (position >= a.block_size) return kNowhere;
     const auto offset = static_cast<uint32_t>(position);
     return {static_cast<int64_t>(row), offset, a.block_size - offset, false};
   }
@@ -32,11 +30,17 @@ inline Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat)
   const uint64_t entry = a.mode == Addressing::kRagged
                              ? static_cast<uint64_t>(a.indptr[row]) + position
                              : table_entry(a, row, at.quotient);
-  if (KVX_UNLIKELY(entry >= a.indices_count)) return kNowhere;
-  Place place = place_of(a, a.indices[entry], at.remainder);
-  const uint64_t blocks = place.secondary ? a.secondary_blocks : a.num_blocks;
-  if (static_cast<uint64_t>(place.block) >= blocks) place.block = -1;
-  return place;
+  if (entry >= a.indices_count) return kNowhere;
+  const int64_t index = a.indices[entry];
+  if (a.mode == Addressing::kKvOffsets) {
+    Place place = place_in_pool(a, static_cast<int32_t>(index), at.remainder);
+    const uint64_t blocks = place.secondary ? a.secondary_blocks : a.num_blocks;
+    if (static_cast<uint64_t>(place.block) >= blocks) place.block = -1;
+    return place;
+  }
+  const bool none = static_cast<uint64_t>(index) >= a.num_blocks || index == a.null_block;
+  const uint32_t run = a.mode == Addressing::kPacked ? a.block_size - at.remainder : 1;
+  return {none ? -1 : index, at.remainder, run, false};
 }
 
 // Calls visit(row, from, to, count) for tokens [begin, end) of all rows laid end to end, and for no
@@ -46,7 +50,6 @@ inline Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat)
 template <class Visit>
 kvx_status_t walk(const Plan &plan, const Address &src, const Address &dst, uint64_t begin,
                   uint64_t end, Visit visit) {
-  const Address from_end = src, to_end = dst;
   uint64_t flat = 0;  // token 0 of the row
   for (uint64_t row = 0; row < plan.rows.count && flat < end; ++row) {
     const uint64_t stored = plan.rows.stored(row);
@@ -55,10 +58,10 @@ kvx_status_t walk(const Plan &plan, const Address &src, const Address &dst, uint
       Place from{-1, 0, UINT32_MAX, false};
       uint64_t count = last - token;
       if (token < stored) {
-        from = find(from_end, row, token, flat + token);
+        from = find(src, row, token, flat + token);
         count = std::min(count, stored - token);
       }
-      const Place to = find(to_end, row, token, flat + token);
+      const Place to = find(dst, row, token, flat + token);
       count = std::min<uint64_t>(count, std::min(from.run, to.run));
       KVX_TRY(visit(row, from, to, count));
       token += count;
