@@ -80,8 +80,9 @@ kvx_status_t run_plan(const Plan &plan, [[maybe_unused]] const Tensors &tensors,
     return cuda::run(plan, stream);
   }
 #endif
-  KVX_TRY(cpu::check_data(plan));
-  cpu::run(plan);
+  uint64_t tokens;
+  KVX_TRY(cpu::check_data(plan, &tokens));
+  cpu::run(plan, tokens);
   return KVX_STATUS_OK;
 }
 

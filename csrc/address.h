@@ -1,5 +1,6 @@
 // From a row and a position in it to a block and an offset: slots, block tables, KVCacheIndex.
-// Shared by every backend. What is decoded here was found in range before anything is copied.
+// Shared by every backend. The arrays are the caller's and may change at any time: a number that is
+// used is read once, and found in range as it was read.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,14 @@ struct Ints {
   const void *data;
   bool wide;
 
+  // One load: on the host the compiler may not repeat it.
   KVX_HD int64_t operator[](uint64_t i) const {
+#if defined(__CUDA_ARCH__)
     return wide ? static_cast<const int64_t *>(data)[i] : static_cast<const int32_t *>(data)[i];
+#else
+    return wide ? static_cast<const volatile int64_t *>(data)[i]
+                : static_cast<const volatile int32_t *>(data)[i];
+#endif
   }
 };
 
@@ -102,19 +109,6 @@ KVX_HD Place place_of(const Address &a, int64_t entry, uint32_t offset) {
   Place place = place_in_block(a, entry, offset);
   place.run = 1;
   return place;
-}
-
-// Where token `token` of row `row` lies; `flat` numbers the tokens of all rows, for slots.
-KVX_HD Place find(const Address &a, uint64_t row, uint64_t token, uint64_t flat) {
-  if (a.mode == Addressing::kSlots) return place_of(a, a.indices[flat], 0);
-  const uint64_t position = token + (a.starts.data ? static_cast<uint64_t>(a.starts[row]) : 0);
-  if (a.mode == Addressing::kDense)  // the row is the block
-    return place_in_block(a, static_cast<int64_t>(row), static_cast<uint32_t>(position));
-  const Division at = divide(position, a.block_size);
-  const uint64_t entry = a.mode == Addressing::kRagged
-                             ? static_cast<uint64_t>(a.indptr[row]) + position
-                             : table_entry(a, row, at.quotient);
-  return place_of(a, a.indices[entry], at.remainder);
 }
 
 // What an index can be that only the data shows.

@@ -203,20 +203,6 @@ void set_view(Address *a, const kvx_view_t &view, uint8_t kv) {
   if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
 }
 
-// The memory of all layers, in the primary or the secondary pool.
-Extent all_of(const kvx_view_t &view, bool secondary) {
-  Extent all = {reinterpret_cast<const uint8_t *>(UINTPTR_MAX), nullptr};
-  for (uint32_t l = 0; l < view.num_layers; ++l) {
-    const kvx_cache_desc_t &cache = *view.layers[l];
-    for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
-      if (is_absent(*tensor)) continue;
-      const Extent one = extent_of(view, cache, *tensor, secondary);
-      all = {std::min(all.begin, one.begin), std::max(all.end, one.end)};
-    }
-  }
-  return all;
-}
-
 }  // namespace
 
 bool is_readable(kvx_memory_type_t memory) {
@@ -236,33 +222,6 @@ uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
   return migrate.seq_lens->seq_count * beams;
 }
 
-int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
-  int64_t last = 0;
-  for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
-    last += (tensor.shape[axis] - 1) * tensor.stride[axis];
-  return (last + 1) * size_of(tensor.dtype);
-}
-
-Extent extent_of(const kvx_tensor_desc_t &tensor) {
-  const auto *data = static_cast<const uint8_t *>(tensor.data);
-  return {data, data + extent_bytes(tensor)};
-}
-
-Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,
-                 const kvx_tensor_desc_t &tensor, bool secondary) {
-  Extent extent = extent_of(tensor);
-  if (!secondary) return extent;
-  const int64_t offset = extent.begin - static_cast<const uint8_t *>(cache.pool.primary);
-  const int64_t step = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
-  int64_t blocks = view.secondary_num_blocks ? view.secondary_num_blocks : cache.num_blocks;
-  // An index of 31 bits names no sub-block further out.
-  blocks = std::min(blocks, (int64_t{1} << 31) * cache.pool.bytes_per_block / step + 1);
-  const int64_t last_block = extent.end - extent.begin - (cache.num_blocks - 1) * step;
-  extent.begin = static_cast<const uint8_t *>(cache.pool.secondary) + offset;
-  extent.end = extent.begin + (blocks - 1) * step + last_block;
-  return extent;
-}
-
 kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor) {
   if (desc.data || !per_tensor) return desc;
   kvx_scale_desc_t scale{};
@@ -275,17 +234,6 @@ kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_
 
 bool has_secondary(const kvx_view_t &view) {
   return view.block_table && is_kv_offsets(*view.block_table) && view.layers[0]->pool.secondary;
-}
-
-bool share_memory(const kvx_view_t &src, const kvx_view_t &dst) {
-  for (const bool src_secondary : {false, true}) {
-    for (const bool dst_secondary : {false, true}) {
-      if ((src_secondary && !has_secondary(src)) || (dst_secondary && !has_secondary(dst)))
-        continue;
-      if (intersect(all_of(src, src_secondary), all_of(dst, dst_secondary))) return true;
-    }
-  }
-  return false;
 }
 
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {

@@ -49,11 +49,12 @@ struct Rows {
     if (!lens.data) return static_cast<int64_t>(uniform_len);
     return lens[divide(row, rows_per_len).quotient];
   }
-  KVX_HD uint64_t stored(uint64_t row) const {
-    const auto len = static_cast<uint64_t>(length_of(row));
+  // Tokens that move of a row with this length.
+  KVX_HD uint64_t cut(int64_t length) const {
+    const auto len = static_cast<uint64_t>(length);
     return len < max_len ? len : max_len;
   }
-  KVX_HD uint64_t length(uint64_t row) const { return fill_to_max ? max_len : stored(row); }
+  KVX_HD uint64_t stored(uint64_t row) const { return cut(length_of(row)); }
 };
 
 enum class Call : uint8_t { kWrite, kGather, kMigrate };
@@ -144,11 +145,16 @@ kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_
 struct Extent {
   const uint8_t *begin, *end;
 };
-int64_t extent_bytes(const kvx_tensor_desc_t &tensor);
-Extent extent_of(const kvx_tensor_desc_t &tensor);
-// The same in the primary or, for a view that has one, the secondary pool.
-Extent extent_of(const kvx_view_t &view, const kvx_cache_desc_t &cache,
-                 const kvx_tensor_desc_t &tensor, bool secondary);
+inline int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
+  int64_t last = 0;
+  for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
+    last += (tensor.shape[axis] - 1) * tensor.stride[axis];
+  return (last + 1) * size_of(tensor.dtype);
+}
+inline Extent extent_of(const kvx_tensor_desc_t &tensor) {
+  const auto *data = static_cast<const uint8_t *>(tensor.data);
+  return {data, data + extent_bytes(tensor)};
+}
 
 inline bool intersect(const Extent &a, const Extent &b) {
   return a.begin < b.end && b.begin < a.end;
@@ -157,8 +163,6 @@ inline bool intersect(const Extent &a, const Extent &b) {
 // A KV_OFFSETS table may name blocks of a secondary pool.
 bool has_secondary(const kvx_view_t &view);
 
-// Both ends of a migration lie in one stretch of memory, or their secondary pools do.
-bool share_memory(const kvx_view_t &src, const kvx_view_t &dst);
 // Both ends are the same tensors, so that their block ids mean the same blocks.
 bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
 

@@ -1,9 +1,10 @@
 #include "validate.h"
 
 #include <algorithm>
-#include <cstdio>
 
+#include "apart.h"
 #include "error.h"
+#include "path.h"
 #include "plan.h"
 #include "scale.h"
 
@@ -12,34 +13,6 @@ namespace {
 
 using std::int64_t;
 using std::uint64_t;
-
-// Where a field stands, for sentences: built on the stack, spelled out only when a check fails.
-struct Path {
-  const Path *parent;
-  const char *name;
-  int64_t index = -1;
-};
-
-struct Spelled {
-  char text[96];
-  operator const char *() const { return text; }
-};
-
-[[gnu::cold]] Spelled spell(const Path &path) {
-  Spelled spelled{};
-  char *out = spelled.text;
-  size_t left = sizeof spelled.text;
-  if (path.parent) {
-    const int n = std::snprintf(out, left, "%s.", static_cast<const char *>(spell(*path.parent)));
-    out += n, left -= static_cast<size_t>(n);
-  }
-  const int n = std::snprintf(out, left, "%s", path.name);
-  out += n, left -= static_cast<size_t>(n);
-  if (path.index >= 0) std::snprintf(out, left, "[%lld]", static_cast<ll>(path.index));
-  return spelled;
-}
-
-#define KVX_AT(path) static_cast<const char *>(spell(path))
 
 const char *name_of(kvx_dtype_t dtype) {
   switch (dtype) {
@@ -704,6 +677,10 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
       if (offsets) KVX_TRY(check_secondary_scales(scales, *cache, *desc));
     }
   }
+  if (offsets) {
+    KVX_TRY(check_secondary({&path, "layers"}, view->layers, view->num_layers,
+                            view->secondary_num_blocks));
+  }
   if (view->slots) {
     KVX_TRY(check_slots({&path, "slots"}, *view->slots));
     if (view->starts) {
@@ -766,42 +743,6 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
   return KVX_STATUS_OK;
 }
 
-// Views that share memory are the same pool (whose blocks are then compared) or refused.
-kvx_status_t check_overlap(const Path &src_path, const Path &dst_path,
-                           const kvx_migrate_desc_t &migrate) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
-  if (!share_memory(src, dst) || are_same_pool(src, dst)) return KVX_STATUS_OK;
-  // The two lie in one stretch of memory; tensors that interleave without touching share none.
-  for (const auto &[src_second, dst_second] :
-       {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
-    if ((src_second && !has_secondary(src)) || (dst_second && !has_secondary(dst))) continue;
-    for (uint32_t i = 0; i < src.num_layers * 2; ++i) {
-      for (uint32_t j = 0; j < dst.num_layers * 2; ++j) {
-        const kvx_cache_desc_t &from_cache = *src.layers[i / 2], &to_cache = *dst.layers[j / 2];
-        const kvx_tensor_desc_t &from = i % 2 ? from_cache.v : from_cache.k;
-        const kvx_tensor_desc_t &to = j % 2 ? to_cache.v : to_cache.k;
-        if (is_absent(from) || is_absent(to) ||
-            !intersect(extent_of(src, from_cache, from, src_second),
-                       extent_of(dst, to_cache, to, dst_second))) {
-          continue;
-        }
-        if (src_second || dst_second) {
-          return KVX_INVALID(
-              "dst shares memory with src through a secondary pool, but they are not the same "
-              "pool; migrate through other memory (spec E.3)");
-        }
-        const Path from_layer{&src_path, "layers", i / 2}, to_layer{&dst_path, "layers", j / 2};
-        return KVX_INVALID(
-            "%s shares memory with %s, but the two views are not the same pool, so their blocks "
-            "cannot be told apart; migrate through other memory (spec E.3)",
-            KVX_AT((Path{&to_layer, j % 2 ? "v" : "k"})),
-            KVX_AT((Path{&from_layer, i % 2 ? "v" : "k"})));
-      }
-    }
-  }
-  return KVX_STATUS_OK;
-}
-
 kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {
   if (view.block_table && rows_of(*view.block_table) != rows) {
     return KVX_INVALID("%s.block_table has %llu rows, expected %llu, as seq_lens has it (spec E.3)",
@@ -859,7 +800,7 @@ kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_
                                  tensor_path, tensor));
     }
   }
-  return KVX_STATUS_OK;
+  return check_apart(*cache, *write, flags & KVX_FLAG_FIND_SCALES);
 }
 
 kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
@@ -886,7 +827,7 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
   }
   KVX_TRY(check_io(io, *cache, gather->io, {true, static_cast<uint32_t>(rows), gather->max_seq_len},
                    /*output=*/true));
-  if (!options) return KVX_STATUS_OK;
+  if (!options) return check_apart(*cache, *gather, nullptr);
   KVX_TRY(check_struct(with, options));
   KVX_TRY(check_reserved(with, options->reserved_0));
   KVX_TRY(check_flags(with, options->flags,
@@ -900,7 +841,7 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
                          {&cache_path, is_v ? "v" : "k"}));
     if (offsets) KVX_TRY(check_secondary_scales(scale, *cache, *desc));
   }
-  return KVX_STATUS_OK;
+  return check_apart(*cache, *gather, options);
 }
 
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
@@ -934,7 +875,7 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   const uint64_t rows = rows_of(*migrate);
   KVX_TRY(check_rows(src, *migrate->src, rows));
   KVX_TRY(check_rows(dst, *migrate->dst, rows));
-  return check_overlap(src, dst, *migrate);
+  return check_apart(*migrate);
 }
 
 }  // namespace kvx

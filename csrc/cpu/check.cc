@@ -12,6 +12,7 @@
 namespace kvx::cpu {
 namespace {
 
+// `*tokens`: what moves, of all rows.
 kvx_status_t check_lengths(const Plan &plan, const Names &names, uint64_t *tokens) {
   const Rows &rows = plan.rows;
   *tokens = 0;
@@ -25,12 +26,25 @@ kvx_status_t check_lengths(const Plan &plan, const Names &names, uint64_t *token
     found.index = i;
     found.value = rows.lens[i];
     if (found.value < 0) return fail_with(found, names);
-  }
-  for (uint64_t row = 0; row < rows.count; ++row) {
-    if (__builtin_add_overflow(*tokens, rows.stored(row), tokens))
+    uint64_t of_beams;
+    if (__builtin_mul_overflow(rows.cut(found.value), rows.rows_per_len, &of_beams) ||
+        __builtin_add_overflow(*tokens, of_beams, tokens)) {
       return KVX_OUT_OF_RANGE("%s add up to more than 2^64 (spec 5.3)", names.lens);
+    }
   }
   return KVX_STATUS_OK;
+}
+
+// What the rows can have at one end together, as the descriptors say.
+uint64_t most_tokens(const Rows &rows, const Address &a) {
+  if (a.mode == Addressing::kSlots || a.mode == Addressing::kRagged) return a.indices_count;
+  uint64_t most = rows.count;
+  const bool has_columns = a.mode != Addressing::kDense;
+  if (__builtin_mul_overflow(most, a.block_size, &most) ||
+      (has_columns && __builtin_mul_overflow(most, a.max_blocks_per_seq, &most))) {
+    return UINT64_MAX;
+  }
+  return most;
 }
 
 // One end of the plan, K or V.
@@ -86,7 +100,8 @@ class End {
   }
 
   kvx_status_t check_entries(uint64_t begin, uint64_t count) {
-    for (uint64_t i = begin; i < begin + count; ++i) {
+    const uint64_t end = std::min<uint64_t>(begin + count, address_.indices_count);
+    for (uint64_t i = begin; i < end; ++i) {
       const int64_t entry = address_.indices[i];
       const Fault fault = fault_of(address_, entry);
       if (fault != Fault::kNone) return fail_at(fault, i, entry, limit_of(address_, entry));
@@ -130,29 +145,46 @@ class End {
   Finding found_{};
 };
 
+// Blocks of the primary and the secondary pool.
+class Blocks {
+ public:
+  void add(const Place &place) {
+    if (all_.empty() || all_.back() != id_of(place)) all_.push_back(id_of(place));
+  }
+  void sort() { std::sort(all_.begin(), all_.end()); }
+  bool contain(const Place &place) const {
+    return std::binary_search(all_.begin(), all_.end(), id_of(place));
+  }
+
+ private:
+  static uint64_t id_of(const Place &place) {
+    return static_cast<uint64_t>(place.block) * 2 + place.secondary;
+  }
+
+  std::vector<uint64_t> all_;
+};
+
 // Source and destination blocks of one pool must differ, as far as tokens move.
 kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
-  const auto bit = [](const Address &a, const Place &place) {
-    return static_cast<size_t>(place.block) + (place.secondary ? a.num_blocks : 0);
-  };
   for (int kv = 0; kv < (plan.has_v ? 2 : 1); ++kv) {
     const Address &src = plan.src[kv], &dst = plan.dst[kv];
-    std::vector<bool> is_source(src.num_blocks +
-                                std::max(src.secondary_blocks, dst.secondary_blocks));
+    Blocks sources;
     KVX_TRY(walk(plan, src, dst, 0, tokens,
                  [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-                   if (from.block >= 0 && to.block >= 0) is_source[bit(src, from)] = true;
+                   if (from.block >= 0 && to.block >= 0) sources.add(from);
                    return KVX_STATUS_OK;
                  }));
+    sources.sort();
     KVX_TRY(walk(plan, src, dst, 0, tokens,
                  [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
                    const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
-                   if (!written || !is_source[bit(dst, to)]) return KVX_STATUS_OK;
+                   if (!written || !sources.contain(to)) return KVX_STATUS_OK;
                    return KVX_INVALID(
                        "block %lld is a destination of row %llu and a source in the same pool, "
                        "expected disjoint blocks (spec E.3)",
                        static_cast<ll>(to.block), static_cast<ull>(row));
                  }));
+    if (plan.same_places) break;
   }
   return KVX_STATUS_OK;
 }
@@ -198,18 +230,23 @@ kvx_status_t check_scale_values(const Plan &plan, const TensorPair &pair, uint64
 
 }  // namespace
 
-kvx_status_t check_data(const Plan &plan) {
+kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
   const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
-  uint64_t tokens;
-  KVX_TRY(check_lengths(plan, names, &tokens));
+  KVX_TRY(check_lengths(plan, names, tokens));
   for (int kv = 0; kv < (plan.has_v && !plan.same_places ? 2 : 1); ++kv) {
-    KVX_TRY(End(plan, kv, false, names).check(tokens));
-    KVX_TRY(End(plan, kv, true, names).check(tokens));
+    KVX_TRY(End(plan, kv, false, names).check(*tokens));
+    KVX_TRY(End(plan, kv, true, names).check(*tokens));
   }
-  tokens = count_tokens(plan);
-  if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, tokens));
+  const Rows &rows = plan.rows;
+  if (rows.fill_to_max) {
+    *tokens = rows.count * rows.max_len;
+  } else if (rows.lens.data) {  // which may have changed since they were added up
+    *tokens = std::min(*tokens, most_tokens(rows, plan.src[0]));
+    *tokens = std::min(*tokens, most_tokens(rows, plan.dst[0]));
+  }
+  if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, *tokens));
   for (uint32_t i = 0; i < plan.num_layers * 2; ++i)
-    if (plan.pairs[i].num_heads) KVX_TRY(check_scale_values(plan, plan.pairs[i], tokens, names));
+    if (plan.pairs[i].num_heads) KVX_TRY(check_scale_values(plan, plan.pairs[i], *tokens, names));
   return KVX_STATUS_OK;
 }
 

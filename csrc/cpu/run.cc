@@ -334,7 +334,7 @@ void move_tokens(const Plan &plan, const Address &src, const Address &dst,
 // the prefetcher brings of one serves the other.
 class Job {
  public:
-  explicit Job(const Plan &plan) : plan_(plan), tokens_(count_tokens(plan)) {
+  Job(const Plan &plan, uint64_t tokens) : plan_(plan), tokens_(tokens) {
     uint64_t all_layers = 0, all_costs = 0;  // of one token
     for (uint32_t l = 0; l < plan.num_layers; ++l) {
       uint64_t bytes = 0;
@@ -432,6 +432,6 @@ uint64_t stream_bytes() {
   return bytes;
 }
 
-void run(const Plan &plan) { Job(plan).run(); }
+void run(const Plan &plan, uint64_t tokens) { Job(plan, tokens).run(); }
 
 }  // namespace kvx::cpu

@@ -10,6 +10,7 @@ constexpr uint32_t kUnroll = 4;  // loads in flight per thread
 struct Places {
   const uint8_t *src[kThreads];
   uint8_t *dst[kThreads];
+  uint32_t tokens;  // as thread 0 has found them: the others may have seen another length
 };
 
 // Whether token `i` lies in its run where the run's first token says.
@@ -38,20 +39,19 @@ __device__ __forceinline__ void move_runs(const Runs &runs, const Places &places
       [&](uint32_t vector) { return at(places.dst, vector); });
 }
 
-// Finds a round of tokens of a span from `first` on, one per thread. Returns how many there are.
+// Finds a round of tokens of a span from `first` on, one per thread.
 template <class P>
-__device__ __forceinline__ uint32_t find_tokens(const P &p, const Runs &runs, uint32_t index,
-                                                uint32_t first, bool may_report, Places *places) {
+__device__ __forceinline__ void find_tokens(const P &p, const Runs &runs, uint32_t index,
+                                            uint32_t first, bool may_report, Places *places) {
   const Pair pair = this_pair(p);
   const bool reports = pair.reports && may_report;
   const Span span = span_of(p, pair.kv, index, first, reports && threadIdx.x == 0);
   const uint32_t tokens = min(span.end - span.begin, runs.round);
-  if (threadIdx.x < tokens) {
-    const Token token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
-    places->src[threadIdx.x] = token.src;
-    places->dst[threadIdx.x] = token.dst;
-  }
-  return tokens;
+  Token token{};
+  if (threadIdx.x < tokens) token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
+  places->src[threadIdx.x] = token.src;
+  places->dst[threadIdx.x] = token.dst;
+  if (threadIdx.x == 0) places->tokens = tokens;
 }
 
 template <class P>
@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     for (uint32_t first = 0; first < p.tokens_per_span; first += runs.round) {
-      const uint32_t tokens = find_tokens(p, runs, index, first, part == 0, &places);
+      find_tokens(p, runs, index, first, part == 0, &places);
       __syncthreads();
+      const uint32_t tokens = places.tokens;
       bool whole = true;
       if (runs.tokens > 1) {
         whole = tokens % runs.tokens == 0;

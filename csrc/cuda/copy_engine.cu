@@ -216,11 +216,11 @@ kvx_status_t run_copies(const Plan &plan, void *stream) {
   for (uint32_t i = 0; i < 2 * plan.num_layers; ++i)
     KVX_TRY(check_same_bytes(plan.pairs[i], i / 2));
   KVX_TRY(check_host_memory(plan));
-  KVX_TRY(cpu::check_data(plan));
+  uint64_t tokens;
+  KVX_TRY(cpu::check_data(plan, &tokens));
   bool batches;
   KVX_TRY(can_batch(static_cast<cudaStream_t>(stream), &batches));
   Copies copies(static_cast<cudaStream_t>(stream), batches);
-  const uint64_t tokens = cpu::count_tokens(plan);
   for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
     const TensorPair &pair = plan.pairs[i];
     if (!pair.num_heads) continue;

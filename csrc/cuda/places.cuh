@@ -161,11 +161,20 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
   }
 }
 
+// The length of a row, the same for all lanes of a warp even while the caller changes it: they stop
+// at the same token.
+__device__ __forceinline__ int64_t length_for_warp(const Common &p, uint64_t row) {
+  const int64_t length = p.rows.length_of(row);
+  return p.rows.lens.data ? __shfl_sync(~0u, length, 0) : length;
+}
+
 // The tokens of all rows before `row`; the lanes of a warp share the rows.
 __device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row) {
   uint64_t tokens = 0;
-  for (uint32_t before = threadIdx.x % kWarp; before < row; before += kWarp)
-    if (p.rows.length_of(before) > 0) tokens += p.rows.stored(before);
+  for (uint32_t before = threadIdx.x % kWarp; before < row; before += kWarp) {
+    const int64_t length = p.rows.length_of(before);
+    if (length > 0) tokens += p.rows.cut(length);
+  }
   for (uint32_t step = kWarp / 2; step > 0; step /= 2) tokens += __shfl_xor_sync(~0u, tokens, step);
   return tokens;
 }
@@ -180,9 +189,9 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
   if (reports && span == 0 && skipped == 0) report(p, kv, s.row, false, 0, 0);
-  const int64_t length = p.rows.length_of(s.row);
+  const int64_t length = length_for_warp(p, s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
-  s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
+  s.stored = static_cast<uint32_t>(min(p.rows.cut(length), uint64_t{UINT32_MAX}));
   const uint64_t first = uint64_t{span} * p.tokens_per_span, begin = first + skipped;
   const uint64_t end =
       min(first + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);

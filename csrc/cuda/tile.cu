@@ -180,7 +180,6 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
       // Find the tokens
       const Span span = span_of(p, pair.kv, index, skipped, reports && threadIdx.x == 0);
-      if (span.begin >= span.end) break;
       if (threadIdx.x < kTokens) {
         Token token{};
         if (threadIdx.x < span.end - span.begin)
@@ -190,7 +189,8 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
         tile.outer[threadIdx.x] = kToInner ? src : token.dst;
       }
       if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
-      __syncthreads();
+      // Warps may have seen another length: all go on, or none.
+      if (!__syncthreads_or(span.begin < span.end)) break;
       if (wide.inner && threadIdx.x < kTokens) find_run(tile);
       __syncthreads();
       const uint32_t run = tile.runs[threadIdx.x % kRuns], single = single_token(tile);

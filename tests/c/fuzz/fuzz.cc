@@ -25,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "bury.h"
 #include "generate.h"
 #include "mutate.h"
 #include "oracle.h"
@@ -65,9 +66,16 @@ bool run_on_device(Random random, Counts *counts, bool big) {
   Case c;
   Generator(random, op, random.one_in(3), big, &c);
   put_on_device(&c);
+  if (random.one_in(8)) bury(random, &c);
   c.memory.snapshot();
   Oracle oracle{c};
   oracle.run();
+  if (oracle.inside) {
+    ++counts->calls[op], ++counts->refused[op];
+    if (call(c) != KVX_STATUS_INVALID_ARGUMENT || !c.memory.unchanged())
+      return fail(c, "an array inside the destination was accepted");
+    return true;
+  }
   const bool skips = oracle.bad_index || !oracle.scales_good;
   if (hostgrid_races && (skips || oracle.writes_twice())) return ++counts->unfair, true;
   ++counts->calls[op];
@@ -87,6 +95,7 @@ bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
   const bool hostile = !valid_only && random.one_in(3);
   Case c;
   Generator(random, op, hostile, big, &c);
+  if (!valid_only && random.one_in(8)) bury(random, &c);
   if (!valid_only && !random.one_in(4)) {
     const uint32_t mutations = 1 + random.below(3);
     for (uint32_t i = 0; i < mutations; ++i) mutate(random, &c);
@@ -116,6 +125,8 @@ bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
     oracle.run();
     if (!oracle.bad_index && oracle.scales_good && !oracle.unsure)
       return fail(c, "a valid call was refused");
+    if (oracle.inside && status != KVX_STATUS_INVALID_ARGUMENT)
+      return fail(c, "an array inside the destination was followed");
     return true;
   }
   ++counts->accepted[op];

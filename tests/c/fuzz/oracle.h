@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bury.h"
 #include "case.h"
 
 namespace fuzz {
@@ -120,6 +121,7 @@ struct Oracle {
   Case &c;
   const char *bad_index = nullptr;  // what the spec wants refused: the first index out of range
   bool scales_good = true;          // those that are used
+  bool inside = false;              // an array lies in what the call writes
   bool unsure = false;              // a bad scale that no token uses: either answer is right
   std::string complaint{};
 
@@ -387,6 +389,8 @@ struct Oracle {
       block->expected.assign(block->size, 0);
     }
     if (!c.mutated) look_at_scales(c.src), look_at_scales(c.dst);
+    inside = array_meets_destination(c);
+    if (inside) return refuse("an array inside the destination");
     if (c.op == kWrite) write();
     if (c.op == kGather) gather();
     if (c.op == kMigrate) migrate();
