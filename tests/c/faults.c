@@ -44,7 +44,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { kMaxRules = 16 };
+enum { kMaxRules = 64 };
 
 typedef struct {
   char call[128], path[256], only_if[256];
