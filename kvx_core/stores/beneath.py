@@ -68,9 +68,11 @@ def open_by_folders(root: int, path: str, flags: int) -> int:
             os.close(handle)
 
 
-def make_folders(root: int, path: str, mode: int) -> int:
-    """A handle of the folder at `path`; those missing are made with this mode and synced.
+def make_folders(root: int, path: str, mode: int, unsynced: list[int] | None = None) -> int:
+    """A handle of the folder at `path`; those missing are made with this mode.
 
+    unsynced: gets handles of the folders that have a new one, for the caller to sync and to close;
+              None: they are synced here
     Raises OSError.
     """
     with suppress(FileNotFoundError):
@@ -78,7 +80,7 @@ def make_folders(root: int, path: str, mode: int) -> int:
     handle = os.dup(root)
     try:
         for word in path.split("/"):
-            inner = _make_folder(handle, word, mode)
+            inner = _make_folder(handle, word, mode, unsynced)
             os.close(handle)
             handle = inner
     except BaseException:
@@ -87,7 +89,7 @@ def make_folders(root: int, path: str, mode: int) -> int:
     return handle
 
 
-def _make_folder(parent: int, word: str, mode: int) -> int:
+def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) -> int:
     with suppress(FileNotFoundError):
         return os.open(word, FOLDER, dir_fd=parent)
     try:
@@ -97,7 +99,10 @@ def _make_folder(parent: int, word: str, mode: int) -> int:
     handle = os.open(word, FOLDER, dir_fd=parent)
     try:
         os.fchmod(handle, mode)  # mkdir leaves out what the umask has
-        sync_folder(parent)
+        if unsynced is None:
+            sync_folder(parent)
+        else:
+            unsynced.append(os.dup(parent))
     except BaseException:
         os.close(handle)
         raise

@@ -10,6 +10,7 @@ import io
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _MAX_WORDS = 8  # of a name
 _MAX_NAMES = 1 << 16  # that `names` returns
 _TRIES = 5  # when others take away what is in use
-_FULL_TRIES = 16  # when the disk is full; a tenth of the store goes before each but the first
+_NO_HELP_SECONDS = 60  # without dropping files, after it gave no room
 _FUTURE_SECONDS = 60  # ahead of the file system's clock: nobody used a file then
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a folder is not there, or is none
@@ -120,6 +121,7 @@ class Directory:
         self._folder_mode, file_mode = MODES[group]
         self._temporaries = Temporaries(self._folder_mode, file_mode)
         self._room = 0  # bytes to put until the next trim
+        self._next_drop = 0.0
         self._lock, self._process = Lock(), os.getpid()
 
     def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
@@ -129,14 +131,25 @@ class Directory:
         """
         _check_name(name)
         handled = sys.exception()
-        tries = full_tries = 0
-        while True:
+        tries = full_tries = reached = 0
+
+        def measured(file: BinaryIO) -> None:
+            nonlocal reached
+            handle = file.fileno()
             try:
-                num_bytes = self._put(name, write)
+                write(file)
+            finally:
+                with suppress(OSError):
+                    reached = os.fstat(handle).st_size
+
+        while True:
+            before, reached = reached, 0
+            try:
+                num_bytes = self._put(name, measured)
                 break
             except (OSError, StoreError) as error:
-                code = _code(error, handled)
-                if code in _FULL and full_tries < _FULL_TRIES and self._drop_some(full_tries):
+                is_full = _code(error, handled) in _FULL
+                if is_full and self._drop_some(full_tries, reached > before):
                     full_tries += 1
                 elif isinstance(error, FileNotFoundError) and tries < _TRIES:
                     tries += 1
@@ -271,17 +284,23 @@ class Directory:
         """Gives a complete file its name; False if somebody else was first."""
         path, _, last = name.rpartition("/")
         tries = 0
-        while True:
-            folder = make_folders(root, path, self._folder_mode)
-            try:
-                is_new = _link(temporary, folder, last)
+        unsynced: list[int] = []  # after the file: a journal then has all that led to it
+        try:
+            while True:
+                folder = make_folders(root, path, self._folder_mode, unsynced)
+                unsynced.insert(0, folder)
+                try:
+                    is_new = _link(temporary, folder, last)
+                    break
+                except FileNotFoundError:  # `delete` took the empty folder away
+                    tries += 1
+                    if tries == _TRIES:
+                        raise
+            for folder in unsynced:
                 sync_folder(folder)
-                return is_new
-            except FileNotFoundError:  # `delete` took the empty folder away
-                tries += 1
-                if tries == _TRIES:
-                    raise
-            finally:
+            return is_new
+        finally:
+            for folder in unsynced:
                 os.close(folder)
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
@@ -291,13 +310,18 @@ class Directory:
             if self._room < 0:
                 self._room = max(0, max_bytes - self.trim())
 
-    def _drop_some(self, tries: int) -> bool:
+    def _drop_some(self, tries: int, has_helped: bool) -> bool:
         """Makes room on a full disk: a tenth of what is here goes, in order of last use.
 
-        Nothing goes if another writer has made room meanwhile, unless this is not the first try.
+        tries:      before this one; at first nothing goes if another writer has made room meanwhile
+        has_helped: more of the file was written than before
         Returns whether it is worth while to try again.
         """
         with self._own_lock():
+            if tries > 1 and not has_helped:  # what was freed is not for us
+                self._next_drop = time.monotonic() + _NO_HELP_SECONDS
+            if time.monotonic() < self._next_drop:
+                return False
             try:
                 found = self._files()
                 space = os.statvfs(self.root)

@@ -27,7 +27,7 @@ class Root:
     """A directory that may not be there yet, or be deleted and made again."""
 
     def __init__(self, path: Path, group: Group) -> None:
-        self.path = path
+        self.path = os.fspath(path)
         self._group = group
         self._is_looked_at = False
 

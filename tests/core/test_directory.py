@@ -565,6 +565,24 @@ def test_a_full_disk_that_the_store_cannot_help(tmp_path: Path) -> None:
     assert not temporaries(tmp_path)
 
 
+def test_room_that_is_not_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota that other files use up, snapshots that hold what is deleted: not all goes for it."""
+    blobs = Directory(tmp_path)
+    fill(blobs, *(f"old/{i:02}" for i in range(40)))
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"some")
+        raise OSError(EDQUOT, os.strerror(EDQUOT))
+
+    for _ in range(5):
+        with pytest.raises(StoreError, match=r"new cannot be written: Disk quota exceeded\. Raise"):
+            blobs.put("new", fail)
+        assert len(blobs.names("old")) == 36
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert blobs.put("new", on_a_disk_of(36 * PAGE, tmp_path, b"x" * PAGE, EDQUOT))
+
+
 def test_other_failures_drop_nothing(tmp_path: Path) -> None:
     blobs = Directory(tmp_path)
     fill(blobs, *(f"old/{i}" for i in range(8)))
