@@ -47,6 +47,7 @@ _FUTURE_SECONDS = 60  # ahead of the file system's clock: nobody used a file the
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a folder is not there, or is none
 _NO_FILE = (*_ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
+_GONE = (errno.ENOENT, errno.ESTALE)  # what was in use; on NFS it may be seen late
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _RIGHTS = "Give this user the right to, or share the store with its group: `group`"
@@ -148,10 +149,10 @@ class Directory:
                 num_bytes = self._put(name, measured)
                 break
             except (OSError, StoreError) as error:
-                is_full = _code(error, handled) in _FULL
-                if is_full and self._drop_some(full_tries, reached > before):
+                code = _code(error, handled)
+                if code in _FULL and self._drop_some(full_tries, reached > before):
                     full_tries += 1
-                elif isinstance(error, FileNotFoundError) and tries < _TRIES:
+                elif code in _GONE and tries < _TRIES:
                     tries += 1
                 elif isinstance(error, StoreError):
                     raise

@@ -429,6 +429,24 @@ def test_what_is_no_file_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "none").exists()
 
 
+def test_hard_links_are_never_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    victim.chmod(0o600)
+    (tmp_path / "root" / "a").mkdir(parents=True)
+    (tmp_path / "root" / ".tmp").mkdir()
+    os.link(victim, tmp_path / "root" / "a" / "b")
+    os.link(victim, tmp_path / "root" / ".tmp" / ".0123456789abcdef-1.tmp")
+    os.utime(victim, (1, 1))
+    blobs = Directory(tmp_path / "root", max_bytes=1, group="write")
+    assert not blobs.put("a/b", writing(b"data"))
+    assert blobs.put("a/c", writing(b"data"))
+    blobs.trim()
+    assert victim.read_text() == "precious"
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o600
+    assert victim.stat().st_nlink == 1
+
+
 def test_links_among_the_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / "root" / ".tmp"
     folder.mkdir(parents=True)

@@ -5,6 +5,7 @@ Other processes have the faults of tests/c/faults.c; what they leave is looked a
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import BinaryIO
 
 import pytest
 
-from kvx_core import Directory
+from kvx_core import Directory, StoreError
 from kvx_core.stores import temporary
 from tests.faults import environment
 from tests.native import ROOT
@@ -389,6 +390,23 @@ def test_a_file_that_is_taken_for_abandoned_is_written_again(tmp_path: Path) -> 
     assert blobs.put("a/b", write)
     assert len(written) == 3
     assert (tmp_path / "a" / "b").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_a_file_that_is_gone_is_written_again_and_not_for_ever(code: int, tmp_path: Path) -> None:
+    """NFS says of what another machine has deleted that it is stale."""
+
+    def write(file: BinaryIO) -> None:
+        calls.append(file)
+        if len(calls) < succeeds:
+            raise OSError(code, os.strerror(code))
+
+    blobs, calls, succeeds = Directory(tmp_path), list[BinaryIO](), 3
+    assert blobs.put("a/b", write)
+    calls, succeeds = [], 99
+    with pytest.raises(StoreError, match=f"a/c cannot be written: {os.strerror(code)}"):
+        blobs.put("a/c", write)
+    assert len(calls) < 10
 
 
 def test_a_new_file_that_a_cleaning_process_was_quick_to_delete(
