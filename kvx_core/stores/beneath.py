@@ -22,6 +22,7 @@ _HOW_BYTES = 24
 # This kernel has no such call, or this container may not make it: some filters answer EPERM.
 _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
+_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -98,7 +99,7 @@ def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) 
         return os.open(word, FOLDER, dir_fd=parent)
     handle = os.open(word, FOLDER, dir_fd=parent)
     try:
-        os.fchmod(handle, mode)  # mkdir leaves out what the umask has
+        set_mode(handle, mode)
         if unsynced is None:
             sync_folder(parent)
         else:
@@ -107,6 +108,15 @@ def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) 
         os.close(handle)
         raise
     return handle
+
+
+def set_mode(handle: int, mode: int) -> None:
+    """Gives what this process has just made its mode, whatever the umask. Raises OSError."""
+    try:
+        os.fchmod(handle, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES:  # file systems that have one mode for all
+            raise
 
 
 def sync_folder(handle: int) -> None:

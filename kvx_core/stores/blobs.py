@@ -109,7 +109,8 @@ class Directory:
         max_bytes: on the disk, about which `put` trims; None: only when the disk is full
         group:     what users in the group of the directory may do, whatever the umask: nothing
                    ("none", folders 0700 and files 0600), "read" (2750, 0640) or "write" too (2770,
-                   0660). A directory that is there keeps its mode
+                   0660). A directory that is there keeps its mode, and a file system without modes
+                   its own
         Raises InvalidArgumentError.
         """
         if "\0" in str(root):
@@ -141,7 +142,8 @@ class Directory:
                 write(file)
             finally:
                 with suppress(OSError):
-                    reached = os.fstat(handle).st_size
+                    status = os.fstat(handle)
+                    reached = status.st_size + _allocated(status)  # some set the size first
 
         while True:
             before, reached = reached, 0

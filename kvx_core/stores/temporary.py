@@ -23,7 +23,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath
+from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -96,7 +96,7 @@ class Temporaries:
             name = f".{place}-{secrets.token_hex(8)}.tmp"
             file = os.open(name, _NEW, 0o600, dir_fd=folder)
             try:
-                os.fchmod(file, self._file_mode)  # open leaves out what the umask has
+                set_mode(file, self._file_mode)
                 is_locked = _lock(file)
                 # Before it was locked, a cleaning process may have taken it for a dead one's.
                 if is_locked is not False and os.fstat(file).st_nlink:

@@ -559,6 +559,21 @@ def test_a_full_disk_makes_room_for_a_large_file(tmp_path: Path) -> None:
     assert len(blobs.names("old")) == 1
 
 
+def test_a_writer_that_sets_the_size_first(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        file.truncate(16 * PAGE)
+        for _ in range(16):
+            used = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*"))
+            if used >= 16 * PAGE + folders:
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+            file.write(b"x" * PAGE)
+
+    blobs = Directory(tmp_path)
+    fill(blobs, *(f"old/{i}" for i in range(16)))
+    folders = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_dir())
+    assert blobs.put("new", write)
+
+
 def test_a_failure_that_a_writer_puts_into_its_own_words(tmp_path: Path) -> None:
     blobs = Directory(tmp_path)
     fill(blobs, *(f"old/{i}" for i in range(8)))

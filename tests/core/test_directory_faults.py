@@ -90,7 +90,7 @@ FAULTS = (
     *(
         "call=mkdir,error=ENOSPC,every=2",
         "call=mkdir,error=EROFS",
-        "call=chmod,error=EPERM,every=2",
+        "call=chmod,error=EIO,every=2",
     ),
     *("call=link,error=EPERM", "call=link,error=EIO,every=2", "call=link+rename,error=EIO,every=3"),
     *("call=unlink,error=EIO,every=2", "call=unlink,error=ESTALE", "call=utime,error=EACCES"),
@@ -175,6 +175,20 @@ def test_whatever_call_fails_nothing_but_store_error_escapes(tmp_path: Path) -> 
     for path in (tmp_path / "root" / "store").glob("*/*/*"):
         name = path.relative_to(tmp_path / "root" / "store").as_posix()
         assert path.read_bytes() == name.encode() * 700
+
+
+def test_a_file_system_without_modes_and_links_and_syncs_of_folders(tmp_path: Path) -> None:
+    output = run(
+        "blobs = Directory(root / 'store')\n"
+        "print(blobs.put('a/b', writing(b'data')), blobs.open('a/b').read())\n",
+        tmp_path,
+        "call=chmod,error=EPERM",
+        "call=link,error=EPERM",
+        f"call=sync,path={tmp_path}/store/a,error=EINVAL",
+        "call=lock,error=ENOSYS",
+    )
+    assert output == "True b'data'\n"
+    assert not temporaries(tmp_path)
 
 
 def test_a_store_that_can_only_be_read(tmp_path: Path) -> None:
