@@ -148,7 +148,7 @@ class Model:
     def store(self, settings: Settings) -> PrefixStore:
         """The store that the settings name."""
         return PrefixStore(
-            Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
+            Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
             fingerprint=self.fingerprint,
             num_layers=self.num_layers,
             total_kv_heads=self.total_kv_heads,

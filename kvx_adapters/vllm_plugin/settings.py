@@ -11,6 +11,7 @@ from kvx_core import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import model_fingerprint
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.root import Group
 
 _MAX_SALTS = 1024
 
@@ -28,6 +29,7 @@ class Settings(BaseModel):
     save_generated: bool = True  # not only prompts
     min_tokens: int = Field(default=8, ge=1)  # fewer are computed faster than loaded
     max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
+    group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     writer_threads: int = Field(default=1, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
@@ -82,7 +84,7 @@ class Stores:
         model = vllm_config.model_config
         self.fingerprint = settings.fingerprint or _fingerprint(model)
         self._store = PrefixStore(
-            Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
+            Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),
             total_kv_heads=model.get_total_num_kv_heads(),

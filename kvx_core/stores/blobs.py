@@ -5,35 +5,84 @@ What is in the files, and how they are named, is for others to know.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
-import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
+from kvx_core.stores.beneath import (
+    FILE,
+    FOLDER,
+    NOTHING,
+    make_folders,
+    open_beneath,
+    sync_folder,
+)
+from kvx_core.stores.root import MODES, Group, Root
+from kvx_core.stores.temporary import (
+    Temporaries,
+    Temporary,
+    delete_if_abandoned,
+    is_temporary,
+)
 
-_STALE_SECONDS = 3600  # nobody writes one file for so long
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_MAX_WORDS = 8  # of a name
+_MAX_NAMES = 1 << 16  # that `names` returns
+_TRIES = 5  # when others take away what is in use
+_NO_HELP_SECONDS = 60  # without dropping files, after it gave no room
+_FUTURE_SECONDS = 60  # ahead of the file system's clock: nobody used a file then
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a folder is not there, or is none
+_NO_FILE = (*_ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
+_GONE = (errno.ENOENT, errno.ESTALE)  # what was in use; on NFS it may be seen late
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_RIGHTS = "Give this user the right to, or share the store with its group: `group`"
+_WAYS_OUT = {
+    errno.ENOSPC: "Free space there, or use another directory",
+    errno.EDQUOT: "Raise the quota, or use another directory",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: "Mount it writable, or use another directory",
+    errno.ENOTDIR: "A file lies where a directory is expected; delete it",
+    errno.ELOOP: "A symbolic link lies in the store, which follows none; delete it",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENOENT: "Its folders are being deleted by somebody else",
+}
 
 
 class BlobStore(Protocol):
     """Files by name. A name is words with "/" between them; the same name has the same content."""
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
-        """Stores what `write` writes to the path it is given: all of it or nothing, and durably.
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+        """Stores what `write` writes: all of it or nothing, and durably.
 
+        write: gets a new unbuffered file, to write to and to seek in; is called again, with another
+               file, if there was no room or the file was taken away
         Returns False, and may not call `write`, if the name is there already.
-        Raises StoreError, and what `write` raises.
+        Raises StoreError, and what `write` raises but OSError.
         """
         ...
 
-    def fetch(self, name: str) -> Path | None:
-        """A local file with the content; None if there is none (any more)."""
+    def open(self, name: str) -> BinaryIO | None:
+        """The file of a name, unbuffered, which the caller closes; marks it as used now.
+
+        None if there is none (any more), or it is no regular file.
+        Raises StoreError if it cannot be opened now.
+        """
         ...
 
     def names(self, folder: str) -> list[str]:
@@ -46,158 +95,402 @@ class BlobStore(Protocol):
 
 
 class Directory:
-    """A BlobStore in a directory, which processes and machines may share.
+    """A BlobStore in a directory, which processes, their threads and machines may share.
 
-    A file appears under its name when it is complete and on the disk; until then it has a temporary
-    name beside it, beginning with a dot. Who may read is up to the directory: it is made for its
-    owner alone if it is not there, and files in it follow the umask.
+    A file appears under its name when it is complete and on the disk; until then it lies in the
+    folder ".tmp". Links are followed on the way to the root, and none below it. Nothing stays open
+    between two calls: the directory may be deleted and made again.
     """
 
-    def __init__(self, root: Path | str, max_bytes: int | None = None) -> None:
-        """root: made when something is put; max_bytes: about which `put` trims; None: never"""
+    def __init__(
+        self, root: Path | str, max_bytes: int | None = None, *, group: Group = "none"
+    ) -> None:
+        """root:      made when something is put
+        max_bytes: on the disk, about which `put` trims; None: only when the disk is full
+        group:     what users in the group of the directory may do, whatever the umask: nothing
+                   ("none", folders 0700 and files 0600), "read" (2750, 0640) or "write" too (2770,
+                   0660). A directory that is there keeps its mode, and a file system without modes
+                   its own
+        Raises InvalidArgumentError.
+        """
+        if "\0" in str(root):
+            raise InvalidArgumentError(f"root is {str(root)!r}, expected a path without NUL")
+        if group not in MODES:
+            raise InvalidArgumentError(f"group is {group!r}, expected one of {', '.join(MODES)}")
         self.root = Path(root)
         self.max_bytes = max_bytes
+        self._root = Root(self.root, group)
+        self._folder_mode, file_mode = MODES[group]
+        self._temporaries = Temporaries(self._folder_mode, file_mode)
         self._room = 0  # bytes to put until the next trim
-        self._lock = Lock()
+        self._next_drop = 0.0
+        self._lock, self._process = Lock(), os.getpid()
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
-        """As BlobStore.put."""
-        path = self._path(name)
-        if os.path.lexists(path):
-            return False
-        temporary = None
-        try:
-            temporary = self._temporary(path)
-            mode = temporary.stat().st_mode
-            write(temporary)
-            temporary.chmod(mode)  # `write` may have put another file in its place
-            _sync(temporary)
-            num_bytes = temporary.stat().st_size
-            is_new = _publish(temporary, path)
-            _sync(path.parent)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be written: {error}") from None
-        finally:
-            if temporary is not None:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+        """As BlobStore.put.
+
+        If the disk is full, the least recently used files go until there is room.
+        """
+        _check_name(name)
+        handled = sys.exception()
+        tries = full_tries = reached = 0
+
+        def measured(file: BinaryIO) -> None:
+            nonlocal reached
+            handle = file.fileno()
+            try:
+                write(file)
+            finally:
                 with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-        if is_new and self.max_bytes is not None:
-            self._make_room(num_bytes, self.max_bytes)
-        return is_new
+                    status = os.fstat(handle)
+                    reached = status.st_size + _allocated(status)  # some set the size first
 
-    def fetch(self, name: str) -> Path | None:
-        """As BlobStore.fetch; marks the file as used now."""
-        path = self._path(name)
+        while True:
+            before, reached = reached, 0
+            try:
+                num_bytes = self._put(name, measured)
+                break
+            except (OSError, StoreError) as error:
+                code = _code(error, handled)
+                if code in _FULL and self._drop_some(full_tries, reached > before):
+                    full_tries += 1
+                elif code in _GONE and tries < _TRIES:
+                    tries += 1
+                elif isinstance(error, StoreError):
+                    raise
+                else:
+                    raise self._failure(name, "written", error) from error
+        if num_bytes is not None and self.max_bytes is not None:
+            self._make_room(num_bytes, self.max_bytes)
+        return num_bytes is not None
+
+    def open(self, name: str) -> BinaryIO | None:
+        """As BlobStore.open."""
+        _check_name(name)
         try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                return None
-        except OSError:
+            root = self._open_root(name, "read")
+        except FileNotFoundError:
             return None
-        with suppress(OSError):  # a directory that is only read
-            os.utime(path)
-        return path
+        try:
+            try:
+                file = open_beneath(root, name, FILE)
+            finally:
+                os.close(root)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    os.close(file)
+                    return None
+                opened = io.FileIO(file, "rb")
+            except BaseException:
+                os.close(file)
+                raise
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise self._failure(name, "read", error) from error
+        opened.name = f"{self.root}/{name}"
+        with suppress(OSError):  # not ours to change
+            os.utime(file)  # without a time: the file system's clock, which all users share
+        return opened
 
     def names(self, folder: str) -> list[str]:
-        """As BlobStore.names; empty for a folder that cannot be read."""
-        try:
-            found = os.listdir(self._path(folder) if folder else self.root)
-        except OSError:
-            return []
-        return [name for name in found if not name.startswith(".")]
+        """As BlobStore.names; empty for a folder that cannot be read.
+
+        Only what may be a word of a name, and not more than 65,536 of them.
+        """
+        if folder:
+            _check_name(folder)
+        found: list[str] = []
+        with suppress(OSError, StoreError):
+            root = self._open_root(folder, "read")
+            try:
+                handle = open_beneath(root, folder, FOLDER)
+            finally:
+                os.close(root)
+            try:
+                with os.scandir(handle) as entries:
+                    words = (entry.name for entry in entries if _is_word(entry.name))
+                    found.extend(islice(words, _MAX_NAMES))
+            finally:
+                os.close(handle)
+        return found
 
     def delete(self, name: str) -> None:
         """As BlobStore.delete; folders that this leaves empty go too."""
-        path = self._path(name)
+        _check_name(name)
         try:
-            path.unlink(missing_ok=True)
+            root = self._open_root(name, "deleted")
+        except FileNotFoundError:
+            return
+        try:
+            _remove(root, name, os.unlink)
+            folder = name.rpartition("/")[0]
+            with suppress(OSError):  # not empty, or not ours
+                while folder:
+                    _remove(root, folder, os.rmdir)
+                    folder = folder.rpartition("/")[0]
         except OSError as error:
-            raise StoreError(f"{path} cannot be deleted: {error}") from None
-        with suppress(OSError):  # not empty, or not ours
-            for folder in path.relative_to(self.root).parents:
-                if folder != Path():
-                    (self.root / folder).rmdir()
+            raise self._failure(name, "deleted", error) from error
+        finally:
+            os.close(root)
 
     def trim(self) -> int:
-        """Deletes what is not needed: temporary files that nobody writes any more and, if there are
-        more than max_bytes, the least recently used files until a tenth of that is free.
+        """Deletes what is not needed: temporary files whose writer is dead and, if there are more
+        than max_bytes, the least recently used files until a tenth of that is free.
 
-        Files directly in the root stay. Returns the bytes that are left.
+        Files directly in the root stay. Returns the bytes that are left. Raises StoreError.
         """
-        found = sorted(self._files())
+        found = self._files()
         left = sum(num_bytes for _, num_bytes, _ in found)
-        if self.max_bytes is None or left <= self.max_bytes:
-            return left
-        for _, num_bytes, name in found:
-            if left <= self.max_bytes * 9 // 10:
-                break
-            with suppress(StoreError):
-                self.delete(name)
-                left -= num_bytes
+        if self.max_bytes is not None and left > self.max_bytes:
+            left -= self._drop(found, left - self.max_bytes * 9 // 10)
         return left
+
+    def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
+        """The bytes of a new file on the disk; None if the name was there. Raises OSError too."""
+        try:
+            root = self._root.open()
+        except FileNotFoundError:
+            self._root.make()
+            root = self._root.open()
+        try:
+            if self._is_there(root, name):
+                return None
+            with self._temporaries.new(root) as temporary:
+                with _NewFile(temporary.file, "r+b", closefd=False) as file:
+                    file.name = f"{self.root}/{name}"
+                    write(file)
+                os.fsync(temporary.file)
+                status = os.fstat(temporary.file)
+                is_new = self._publish(root, temporary, name)
+            return (_allocated(status) or status.st_size) if is_new else None
+        finally:
+            os.close(root)
+
+    def _is_there(self, root: int, name: str) -> bool:
+        try:
+            handle = open_beneath(root, name, NOTHING)
+        except FileNotFoundError:
+            return False
+        try:
+            mode = os.fstat(handle).st_mode
+        finally:
+            os.close(handle)
+        if not stat.S_ISREG(mode):
+            raise StoreError(
+                f"{self.root}/{name} cannot be written: what lies there ({stat.filemode(mode)}) is "
+                "no file. Delete it"
+            )
+        return True
+
+    def _publish(self, root: int, temporary: Temporary, name: str) -> bool:
+        """Gives a complete file its name; False if somebody else was first."""
+        path, _, last = name.rpartition("/")
+        tries = 0
+        unsynced: list[int] = []  # after the file: a journal then has all that led to it
+        try:
+            while True:
+                folder = make_folders(root, path, self._folder_mode, unsynced)
+                unsynced.insert(0, folder)
+                try:
+                    is_new = _link(temporary, folder, last)
+                    break
+                except FileNotFoundError:  # `delete` took the empty folder away
+                    tries += 1
+                    if tries == _TRIES:
+                        raise
+            for folder in unsynced:
+                sync_folder(folder)
+            return is_new
+        finally:
+            for folder in unsynced:
+                os.close(folder)
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
         """Trims when so much was put since the last time that it may be needed."""
-        with self._lock:
+        with self._own_lock(), suppress(StoreError):
             self._room -= num_bytes
             if self._room < 0:
                 self._room = max(0, max_bytes - self.trim())
 
-    def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Time of last use, bytes and name of each file; deletes stale temporary files."""
-        stale = time.time() - _STALE_SECONDS
-        for folder, _, files in os.walk(self.root):
-            for file in files:
-                path = Path(folder, file)
-                with suppress(OSError):
-                    status = path.lstat()
-                    if file.startswith("."):
-                        if status.st_mtime < stale:
-                            path.unlink()
-                    elif path.parent != self.root:
-                        name = path.relative_to(self.root).as_posix()
-                        yield status.st_mtime_ns, status.st_size, name
+    def _drop_some(self, tries: int, has_helped: bool) -> bool:
+        """Makes room on a full disk: a tenth of what is here goes, in order of last use.
 
-    def _path(self, name: str) -> Path:
-        words = name.split("/")
-        if "\0" in name or any(not word or word.startswith(".") for word in words):
-            raise InvalidArgumentError(
-                f"the name of a blob is {name!r}, expected words with '/' between them, none of "
-                "them empty or beginning with a dot"
-            )
-        return self.root / name
-
-    def _temporary(self, path: Path) -> Path:
-        """A new empty file beside `path`."""
-        if not self.root.exists():
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            self.root.mkdir(mode=0o700, exist_ok=True)
-        temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
-        for attempt in range(5):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        tries:      before this one; at first nothing goes if another writer has made room meanwhile
+        has_helped: more of the file was written than before
+        Returns whether it is worth while to try again.
+        """
+        with self._own_lock():
+            if tries > 1 and not has_helped:  # what was freed is not for us
+                self._next_drop = time.monotonic() + _NO_HELP_SECONDS
+            if time.monotonic() < self._next_drop:
+                return False
             try:
-                temporary.touch(exist_ok=False)
+                found = self._files()
+                space = os.statvfs(self.root)
+            except (OSError, StoreError):
+                return False
+            num_bytes = sum(num_bytes for _, num_bytes, _ in found) // 10
+            if not tries and space.f_bavail * space.f_frsize > num_bytes:
+                return True
+            return self._drop(found, max(num_bytes, 1)) > 0
+
+    def _drop(self, found: list[tuple[float, int, str]], num_bytes: int) -> int:
+        """Deletes the first of these files until so many bytes are free; returns how many are."""
+        freed = 0
+        for _, size, name in found:
+            if freed >= num_bytes:
                 break
-            except FileNotFoundError:  # `delete` took the empty folder away
-                if attempt == 4:
-                    raise
-        return temporary
+            with suppress(StoreError):
+                self.delete(name)
+                freed += size
+        return freed
+
+    def _files(self) -> list[tuple[float, int, str]]:
+        """Time of last use, bytes on the disk and name of each file, the least recent first.
+
+        Deletes temporary files whose writer is dead. Raises StoreError.
+        """
+        try:
+            root = self._open_root("", "trimmed")
+        except FileNotFoundError:
+            return []
+        try:
+            now = None
+            with suppress(OSError):  # a directory that is only read
+                now = self._temporaries.now(root)
+            self._temporaries.clean(root)
+            found = list(_walk(root, "", now))
+        except OSError as error:
+            raise self._failure("", "trimmed", error) from error
+        finally:
+            os.close(root)
+        # Some file systems do not say how much is allocated: all their files have 0.
+        is_said = any(_allocated(status) for _, status in found)
+        return sorted(
+            (
+                status.st_mtime if now is None else min(status.st_mtime, now),
+                _allocated(status) if is_said else status.st_size,
+                name,
+            )
+            for name, status in found
+        )
+
+    def _open_root(self, name: str, verb: str) -> int:
+        """Raises FileNotFoundError if it is not there, StoreError if it cannot be opened."""
+        try:
+            return self._root.open()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failure(name, verb, error) from error
+
+    def _own_lock(self) -> Lock:
+        """The lock of this process: a fork copies one that another thread may hold."""
+        if self._process != os.getpid():
+            self._lock, self._process = Lock(), os.getpid()
+        return self._lock
+
+    def _failure(self, name: str, verb: str, error: OSError) -> StoreError:
+        way_out = _WAYS_OUT.get(error.errno or 0, "")
+        path = f"{self.root}/{name}" if name else str(self.root)
+        reason = error.strerror or str(error)
+        return StoreError(f"{path} cannot be {verb}: {reason}" + (way_out and f". {way_out}"))
 
 
-def _publish(temporary: Path, path: Path) -> bool:
-    """Gives a complete file its name; False if somebody else was first."""
+class _NewFile(io.FileIO):
+    """A file whose `write` writes all it is given, where the kernel's may write a part."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        num_bytes = len(view)
+        while view:
+            view = view[super().write(view) :]
+        return num_bytes
+
+
+def _check_name(name: str) -> None:
+    words = name.split("/")
+    if len(words) > _MAX_WORDS or not all(map(_is_word, words)):
+        raise InvalidArgumentError(
+            f"the name of a blob is {name!r}, expected words with '/' between them, {_MAX_WORDS} "
+            "at most, of printable ASCII, none of them empty or beginning with a dot"
+        )
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text[:1] not in ("", ".")
+
+
+def _remove(root: int, name: str, remove: Callable[..., None]) -> None:
+    """Deletes a file or an empty folder. Raises OSError, but not if it is not there."""
+    path, _, last = name.rpartition("/")
     try:
-        os.link(temporary, path)  # never replaces
+        folder = open_beneath(root, path, FOLDER)
+        try:
+            remove(last, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+
+
+def _link(temporary: Temporary, folder: int, name: str) -> bool:
+    """Gives a file its name in a folder; False if somebody else was first. Raises OSError."""
+    try:
+        os.link(  # never replaces
+            temporary.name,
+            name,
+            src_dir_fd=temporary.folder,
+            dst_dir_fd=folder,
+            follow_symlinks=False,
+        )
     except FileExistsError:
         return False
     except OSError:  # a file system without hard links: what is replaced is the same content
-        os.rename(temporary, path)
+        os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
     return True
 
 
-def _sync(path: Path) -> None:
-    """Waits until a file or the entries of a directory are on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.stat_result]]:
+    """The files in the folders below a folder; what vanishes or cannot be read is left out.
+
+    Deletes abandoned temporary files, and stamps those that were last used in the future.
+    """
+    with suppress(OSError):
+        folder = open_beneath(root, path, FOLDER)
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = f"{path}/{entry.name}".lstrip("/")
+                    if now is not None and is_temporary(entry.name):
+                        delete_if_abandoned(folder, entry.name, now)
+                    elif not _is_word(entry.name):
+                        continue
+                    elif entry.is_dir(follow_symlinks=False):
+                        if name.count("/") < _MAX_WORDS - 2:
+                            yield from _walk(root, name, now)
+                    elif path:
+                        with suppress(OSError):
+                            status = entry.stat(follow_symlinks=False)
+                            if not stat.S_ISREG(status.st_mode):
+                                continue
+                            if now is not None and status.st_mtime > now + _FUTURE_SECONDS:
+                                os.utime(entry.name, dir_fd=folder, follow_symlinks=False)
+                            yield name, status
+        finally:
+            os.close(folder)
+
+
+def _allocated(status: os.stat_result) -> int:
+    return status.st_blocks * 512
+
+
+def _code(error: BaseException | None, handled: BaseException | None) -> int | None:
+    """errno of the OSError that an error tells of; `handled` was there before."""
+    while error is not None and error is not handled:
+        if isinstance(error, OSError):
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -262,10 +263,12 @@ class PrefixStore:
         """
         header, num_bytes = snapshot.header, 0
 
-        def write(path: Path) -> None:
+        def write(file: BinaryIO) -> None:
             nonlocal num_bytes
-            snapshot.save(path)
-            num_bytes = path.stat().st_size
+            with TemporaryDirectory() as folder:
+                path = Path(folder, "new")
+                snapshot.save(path)
+                num_bytes = file.write(path.read_bytes())
 
         name = self._name(header.prefix, snapshot.tokens, header.layers, header.heads)
         return num_bytes if self._blobs.put(name, write) else 0
@@ -360,7 +363,7 @@ class PrefixStore:
         return snapshot
 
     def _fetch(self, file: _File) -> Path:
-        path = self._blobs.fetch(file.name)
+        path = _path_of(self._blobs.open(file.name))
         if path is None:
             raise StoreError(f"{file.name} is not in the store (any more)")
         return path
@@ -412,7 +415,7 @@ class PrefixStore:
         layers, heads = tuple(range(self._shape[0])), (0, self._shape[1])
         name = self._name(node, ids, layers, heads)
         file = _File(name, name.rpartition("/")[0], len(ids), layers, heads)
-        is_there = name not in self._known or self._blobs.fetch(name) is not None
+        is_there = name not in self._known or _path_of(self._blobs.open(name)) is not None
         return file if is_there and self._tokens(file) is not None else None
 
     def _folders(self, node: str, ids: _Ids) -> Iterator[tuple[str, int]]:
@@ -553,12 +556,12 @@ class PrefixStore:
 
     def _settle(self) -> None:
         """Takes chunk_tokens from the store, or gives it to a new one."""
-        path = self._blobs.fetch(_CONFIG)
+        path = _path_of(self._blobs.open(_CONFIG))
         if path is None:
             wanted = {"format": FORMAT, "chunk_tokens": self._requested or self._otherwise}
             with suppress(StoreError):  # one that is only read may be empty yet
-                self._blobs.put(_CONFIG, lambda path: _write_json(path, wanted))
-            path = self._blobs.fetch(_CONFIG)
+                self._blobs.put(_CONFIG, lambda file: _write_json(file, wanted))
+            path = _path_of(self._blobs.open(_CONFIG))
             if path is None:
                 return
         try:
@@ -579,8 +582,15 @@ class PrefixStore:
         self._chunk_tokens = chunk_tokens
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value) + "\n")
+def _write_json(file: BinaryIO, value: object) -> None:
+    file.write(json.dumps(value).encode() + b"\n")
+
+
+def _path_of(file: BinaryIO | None) -> Path | None:
+    if file is None:
+        return None
+    with file:
+        return Path(file.name)
 
 
 def _chain(node: str, ids: _Ids) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core import InvalidArgumentError, OutOfRangeError, StoreError, UnsupportedError
 from tests.calls import BACKENDS
 from tests.tensorrt_llm_plugin import double
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
@@ -343,12 +343,19 @@ def test_a_store_of_another_meaning_is_computed(serve: Factory, trtllm: ModuleTy
 
 
 def test_a_store_that_cannot_be_written(serve: Factory, trtllm: ModuleType) -> None:
-    serve.store.write_text("no directory")
+    serve.store.mkdir()
+    (serve.store / ".tmp").write_text("no directory")
     engine = serve()
     engine.ask(prompt(30, 24))
     engine.close()
     (warning, *_) = trtllm.logger.warnings()
     assert warning.startswith("warning: KVX did not save 24 tokens: ")
+
+
+def test_a_store_that_is_a_file(serve: Factory) -> None:
+    serve.store.write_text("no directory")
+    with pytest.raises(StoreError, match=r"cannot be read: Not a directory\. A file lies where"):
+        serve()
 
 
 def test_a_bound_on_what_waits_to_be_written(serve: Factory, trtllm: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -295,6 +296,15 @@ def test_settings(
     assert str(caught.value).endswith(
         'The environment needs at least TRTLLM_KVX=\'{"path": "/the/stores/directory"}\''
     )
+
+
+def test_a_store_that_the_group_may_read(model_dir: Path, tmp_path: Path) -> None:
+    from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+
+    settings = Settings.model_validate({"path": tmp_path / "store", "group": "read"})
+    model_of(args_for(model_dir)).store(settings)
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o2750
+    assert stat.S_IMODE((tmp_path / "store" / "kvx-store.json").stat().st_mode) == 0o640
 
 
 def test_every_setting_is_documented_with_its_default(trtllm: ModuleType) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -563,6 +564,12 @@ def test_what_was_half_computed_before_a_reset_is_not_saved(start: Any) -> None:
     steps.add("b", prompt(60, seed=4), max_tokens=2)
     (save,) = steps.plan().saves
     assert save.salt  # apart from what others find
+
+
+def test_a_store_that_the_group_may_read(start: Any, tmp_path: Path) -> None:
+    start(extra={"group": "read"})
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o2750
+    assert stat.S_IMODE((tmp_path / "store" / "kvx-store.json").stat().st_mode) == 0o640
 
 
 def test_layers_are_not_copied_where_they_are_computed_in_parts(start: Any) -> None:

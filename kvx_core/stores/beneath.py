@@ -1,0 +1,134 @@
+"""Opening and making what lies below a directory handle; a symbolic link is never followed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from functools import cache
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO waits for somebody who writes into it.
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # only to look at, whatever it is
+
+# openat2 (Linux 5.6) walks a whole path in one call; a call per folder takes three times as long.
+# Source: linux include/uapi/linux/openat2.h, struct open_how
+_SYS_OPENAT2 = 437
+_RESOLVE_NO_SYMLINKS = 0x04
+_HOW_BYTES = 24
+
+# This kernel has no such call, or this container may not make it: some filters answer EPERM.
+_UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
+
+_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [
+    *(ctypes.c_long, ctypes.c_int, ctypes.c_char_p),
+    *(ctypes.c_void_p, ctypes.c_size_t),
+]
+
+
+def open_beneath(root: int, path: str, flags: int) -> int:
+    """A handle of what lies at `path` below the directory handle `root`.
+
+    path:  words with "/" between them, none of them empty or ".."; "" is the root
+    flags: FOLDER, FILE or NOTHING
+    Raises OSError: ELOOP or ENOTDIR if a word is a symbolic link.
+    """
+    how = ctypes.addressof(_how(flags))
+    encoded = os.fsencode(path or ".")
+    while True:
+        handle: int = _syscall(_SYS_OPENAT2, root, encoded, how, _HOW_BYTES)
+        if handle >= 0:
+            return handle
+        error = ctypes.get_errno()
+        if error in _UNAVAILABLE:
+            return open_by_folders(root, path, flags)
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error), path)
+
+
+def open_by_folders(root: int, path: str, flags: int) -> int:
+    """The same as open_beneath for kernels without openat2."""
+    *folders, last = path.split("/") if path else ["."]
+    handle = root
+    try:
+        for folder in folders:
+            inner = os.open(folder, FOLDER, dir_fd=handle)
+            if handle != root:
+                os.close(handle)
+            handle = inner
+        return os.open(last, flags, dir_fd=handle)
+    finally:
+        if handle != root:
+            os.close(handle)
+
+
+def make_folders(root: int, path: str, mode: int, unsynced: list[int] | None = None) -> int:
+    """A handle of the folder at `path`; those missing are made with this mode.
+
+    unsynced: gets handles of the folders that have a new one, for the caller to sync and to close;
+              None: they are synced here
+    Raises OSError.
+    """
+    with suppress(FileNotFoundError):
+        return open_beneath(root, path, FOLDER)
+    handle = os.dup(root)
+    try:
+        for word in path.split("/"):
+            inner = _make_folder(handle, word, mode, unsynced)
+            os.close(handle)
+            handle = inner
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) -> int:
+    with suppress(FileNotFoundError):
+        return os.open(word, FOLDER, dir_fd=parent)
+    try:
+        os.mkdir(word, 0o700, dir_fd=parent)
+    except FileExistsError:  # somebody else was first
+        return os.open(word, FOLDER, dir_fd=parent)
+    handle = os.open(word, FOLDER, dir_fd=parent)
+    try:
+        set_mode(handle, mode)
+        if unsynced is None:
+            sync_folder(parent)
+        else:
+            unsynced.append(os.dup(parent))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def set_mode(handle: int, mode: int) -> None:
+    """Gives what this process has just made its mode, whatever the umask. Raises OSError."""
+    try:
+        os.fchmod(handle, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES:  # file systems that have one mode for all
+            raise
+
+
+def sync_folder(handle: int) -> None:
+    """Waits until the entries of a directory are on the disk. Raises OSError."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:  # some file systems sync files only
+            raise
+
+
+@cache
+def _how(flags: int) -> ctypes.Array[ctypes.c_uint64]:
+    """struct open_how: flags, mode, resolve."""
+    return (ctypes.c_uint64 * 3)(flags, 0, _RESOLVE_NO_SYMLINKS)

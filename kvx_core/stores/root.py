@@ -1,0 +1,83 @@
+"""The directory that a store lies in: opened, made, and looked at for who may write there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from kvx_core.stores.beneath import make_folders, sync_folder
+
+Group = Literal["none", "read", "write"]
+
+MODES: dict[str, tuple[int, int]] = {  # of folders and of files, by what the group may do
+    "none": (0o700, 0o600),
+    "read": (0o2750, 0o640),
+    "write": (0o2770, 0o660),
+}
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # links are followed on the way to it
+
+_logger = logging.getLogger(__name__)
+
+
+class Root:
+    """A directory that may not be there yet, or be deleted and made again."""
+
+    def __init__(self, path: Path, group: Group) -> None:
+        self.path = os.fspath(path)
+        self._group = group
+        self._is_looked_at = False
+
+    def open(self) -> int:
+        """A new handle. Raises OSError."""
+        root = os.open(self.path, _DIRECTORY)
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            self._look_at(root)
+        return root
+
+    def make(self) -> None:
+        """Makes the directory as `group` says and its parents as the umask says, and syncs them.
+
+        Raises OSError.
+        """
+        path = os.path.abspath(self.path)
+        missing = []
+        while not os.path.lexists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            parent, name = os.path.split(path)
+            handle = os.open(parent, _DIRECTORY)
+            try:
+                if path == missing[0]:
+                    os.close(make_folders(handle, name, MODES[self._group][0]))
+                else:
+                    with suppress(FileExistsError):  # somebody else was first
+                        os.mkdir(name, dir_fd=handle)
+                    sync_folder(handle)
+            finally:
+                os.close(handle)
+
+    def _look_at(self, root: int) -> None:
+        """Warns if somebody may write here of whom the store does not know."""
+        with suppress(OSError):
+            status = os.fstat(root)
+            if status.st_mode & stat.S_IWOTH:
+                _logger.warning(
+                    "KVX store %s has mode %04o: every user of this machine can forge what engines "
+                    "load from it. Expected no write access for others: chmod o-w",
+                    self.path,
+                    stat.S_IMODE(status.st_mode),
+                )
+            elif self._group == "none" and status.st_uid not in (0, os.geteuid()):
+                _logger.warning(
+                    "KVX store %s belongs to user %d, who can forge what engines load from it. "
+                    "Expected a directory of user %d, who runs this process, or `group` set",
+                    self.path,
+                    status.st_uid,
+                    os.geteuid(),
+                )

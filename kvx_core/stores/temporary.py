@@ -1,0 +1,178 @@
+"""Files that are being written: their folder, how others see that the writer lives, and what
+becomes of those whose writer has died.
+
+A writer holds a lock on its file. Who gets the lock of a file that was made on the same file system
+of the same running kernel knows that the writer is dead. Other machines may not see each other's
+locks; there a file is left alone until it has not changed for a day, by the file system's clock:
+those of machines may differ.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
+
+_FOLDER = ".tmp"
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# NFS gives an exclusive lock only to who may write. O_NONBLOCK: it may be a FIFO.
+_TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
+
+_ABANDONED_SECONDS = 24 * 3600  # unchanged for so long, where locks do not say more
+_CLEAN_SECONDS = 600  # between two cleanings of one process
+_MAX_CLEANED = 4096  # files looked at in one cleaning
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A file without its name yet: handle, and where it lies until then."""
+
+    file: int
+    folder: int
+    name: str
+
+
+class Temporaries:
+    """The temporary files of a store, all in the folder ".tmp" of its root."""
+
+    def __init__(self, folder_mode: int, file_mode: int) -> None:
+        self._folder_mode = folder_mode
+        self._file_mode = file_mode
+        self._next_cleaning = 0.0
+
+    @contextmanager
+    def new(self, root: int) -> Iterator[Temporary]:
+        """A new file, locked; it is deleted in the end. Raises OSError."""
+        folder = make_folders(root, _FOLDER, self._folder_mode)
+        try:
+            if time.monotonic() >= self._next_cleaning:
+                self._clean(folder)
+            name, file = self._create(folder)
+            try:
+                yield Temporary(file, folder, name)
+            finally:
+                try:
+                    with suppress(OSError):  # then it is cleaned up later, as if we had died
+                        os.unlink(name, dir_fd=folder)
+                finally:
+                    os.close(file)
+        finally:
+            os.close(folder)
+
+    def clean(self, root: int) -> None:
+        """Deletes the files of writers that are dead."""
+        with suppress(OSError):
+            folder = open_beneath(root, _FOLDER, FOLDER)
+            try:
+                self._clean(folder)
+            finally:
+                os.close(folder)
+
+    def now(self, root: int) -> float:
+        """The clock of the file system, in seconds. Raises OSError."""
+        folder = make_folders(root, _FOLDER, self._folder_mode)
+        try:
+            return _clock(folder)
+        finally:
+            os.close(folder)
+
+    def _create(self, folder: int) -> tuple[str, int]:
+        place = _place(os.fstat(folder).st_dev)
+        for _ in range(_TRIES):
+            name = f".{place}-{secrets.token_hex(8)}.tmp"
+            file = os.open(name, _NEW, 0o600, dir_fd=folder)
+            try:
+                set_mode(file, self._file_mode)
+                is_locked = _lock(file)
+                # Before it was locked, a cleaning process may have taken it for a dead one's.
+                if is_locked is not False and os.fstat(file).st_nlink:
+                    return name, file
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+                os.close(file)
+                raise
+            os.close(file)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+    def _clean(self, folder: int) -> None:
+        self._next_cleaning = time.monotonic() + _CLEAN_SECONDS
+        with suppress(OSError):
+            now = _clock(folder)
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in islice(entries, _MAX_CLEANED)]
+            for name in names:
+                if is_temporary(name):
+                    delete_if_abandoned(folder, name, now)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a writer, of this version or of one before, names its files so."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def delete_if_abandoned(folder: int, name: str, now: float) -> None:
+    """Deletes a temporary file whose writer is dead.
+
+    folder: the handle of its folder
+    now:    by the clock of the file system, in seconds
+    """
+    with suppress(OSError):
+        file = os.open(name, _TO_LOCK, dir_fd=folder)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return
+            is_locked = _lock(file)
+            if is_locked is False:
+                return
+            is_dead = is_locked and name.startswith(f".{_place(status.st_dev)}-")
+            if is_dead or status.st_mtime < now - _ABANDONED_SECONDS:
+                os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(file)
+
+
+def _lock(file: int) -> bool | None:
+    """Whether this process has the lock now; None on file systems without locks.
+
+    Raises OSError.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _clock(folder: int) -> float:
+    os.utime(folder)  # without a time: who keeps the files says which it is
+    return os.fstat(folder).st_mtime
+
+
+@cache
+def _place(device: int) -> str:
+    """Stands for a mounted file system of the running kernel, within which locks are exact."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        boot = secrets.token_bytes(16)  # is nobody's but this process's
+    return hashlib.sha256(b"%s %d" % (boot, device)).hexdigest()[:16]
