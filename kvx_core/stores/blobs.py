@@ -5,6 +5,8 @@ What is in the files, and how they are named, is for others to know.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import secrets
 import stat
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
@@ -24,16 +26,19 @@ _STALE_SECONDS = 3600  # nobody writes one file for so long
 class BlobStore(Protocol):
     """Files by name. A name is words with "/" between them; the same name has the same content."""
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
-        """Stores what `write` writes to the path it is given: all of it or nothing, and durably.
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+        """Stores what `write` writes to the new file it is given: all of it or nothing, and
+        durably. The file is unbuffered, writable and seekable.
 
         Returns False, and may not call `write`, if the name is there already.
         Raises StoreError, and what `write` raises.
         """
         ...
 
-    def fetch(self, name: str) -> Path | None:
-        """A local file with the content; None if there is none (any more)."""
+    def open(self, name: str) -> BinaryIO | None:
+        """A regular file with the content, unbuffered, which the caller closes; None: there is none
+        (any more). Marks it as used. Raises StoreError for a fault that may pass.
+        """
         ...
 
     def names(self, folder: str) -> list[str]:
@@ -60,7 +65,7 @@ class Directory:
         self._room = 0  # bytes to put until the next trim
         self._lock = Lock()
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         """As BlobStore.put."""
         path = self._path(name)
         if os.path.lexists(path):
@@ -68,9 +73,8 @@ class Directory:
         temporary = None
         try:
             temporary = self._temporary(path)
-            mode = temporary.stat().st_mode
-            write(temporary)
-            temporary.chmod(mode)  # `write` may have put another file in its place
+            with temporary.open("r+b", buffering=0) as file:
+                write(file)
             _sync(temporary)
             num_bytes = temporary.stat().st_size
             is_new = _publish(temporary, path)
@@ -85,17 +89,21 @@ class Directory:
             self._make_room(num_bytes, self.max_bytes)
         return is_new
 
-    def fetch(self, name: str) -> Path | None:
-        """As BlobStore.fetch; marks the file as used now."""
+    def open(self, name: str) -> BinaryIO | None:
+        """As BlobStore.open; None for what is no regular file."""
         path = self._path(name)
         try:
-            if not stat.S_ISREG(path.stat().st_mode):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
                 return None
-        except OSError:
+            raise StoreError(f"{path} cannot be read: {error}") from None
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
             return None
         with suppress(OSError):  # a directory that is only read
-            os.utime(path)
-        return path
+            os.utime(file)
+        return io.FileIO(file)
 
     def names(self, folder: str) -> list[str]:
         """As BlobStore.names; empty for a folder that cannot be read."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ from kvx_core import (
     StoredSpan,
     StoreError,
 )
-from kvx_core.snapshot import CorruptError
+from kvx_core.snapshot import CorruptError, Precision
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.core.sections import section_of
@@ -59,20 +59,21 @@ class Remote:
         self.cache = cache
         self.fetched = 0
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         if name in self.blobs:
             return False
-        write(self.cache / "new")
+        with (self.cache / "new").open("w+b", buffering=0) as file:
+            write(file)
         self.blobs[name] = (self.cache / "new").read_bytes()
         return True
 
-    def fetch(self, name: str) -> Path | None:
+    def open(self, name: str) -> BinaryIO | None:
         if name not in self.blobs:
             return None
         self.fetched += 1
         path = self.cache / hashlib.sha256(name.encode()).hexdigest()
         path.write_bytes(self.blobs[name])
-        return path
+        return path.open("rb", buffering=0)
 
     def names(self, folder: str) -> list[str]:
         start = f"{folder}/" if folder else ""
@@ -84,7 +85,12 @@ class Remote:
 
 
 def store_in(blobs: BlobStore | Path, **options: Any) -> PrefixStore:
-    options = {"chunk_tokens": 16, "num_layers": LAYERS, "total_kv_heads": HEADS} | options
+    options = {
+        "chunk_tokens": 16,
+        "num_layers": LAYERS,
+        "total_kv_heads": HEADS,
+        "precision": Precision.of(torch.float32),
+    } | options
     blobs = Directory(blobs) if isinstance(blobs, Path) else blobs
     return PrefixStore(blobs, fingerprint="model", **options)
 
@@ -290,7 +296,13 @@ def test_another_model_shape_or_salt_is_another_space(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(20))
     others = [
-        PrefixStore(Directory(tmp_path), fingerprint="other", num_layers=LAYERS, total_kv_heads=4),
+        PrefixStore(
+            Directory(tmp_path),
+            fingerprint="other",
+            num_layers=LAYERS,
+            total_kv_heads=4,
+            precision=Precision.of("float32"),
+        ),
         store_in(tmp_path, num_layers=LAYERS + 1),
         store_in(tmp_path, total_kv_heads=HEADS + 1),
         store_in(tmp_path, salt="x"),
@@ -406,7 +418,7 @@ SPLITS = {"one": (ALL,), "tp": TENSOR_PARALLEL, "uneven": UNEVEN, "pp": PIPELINE
 @pytest.mark.parametrize("consumers", SPLITS)
 @pytest.mark.parametrize("producers", SPLITS)
 def test_any_ranks_store_and_any_ranks_load(producers: str, consumers: str, tmp_path: Path) -> None:
-    store = store_in(tmp_path)
+    store = store_in(tmp_path, accept="lossy")
     for rank in ranks(*SPLITS[producers], layout="vllm_BHLNC", block_size=8, dtype=torch.bfloat16):
         save(store, range(40), rank, parts=2)
     match = store.lookup(range(40))
@@ -435,7 +447,7 @@ def test_a_file_that_holds_everything_is_preferred_to_several(tmp_path: Path) ->
         save(store, range(16), rank)
     (span,) = store.lookup(range(16)).spans
     assert len(files_of(tmp_path)) == 3
-    assert [name.rsplit(".h")[1] for name in span.names] == ["0-4.safetensors"]
+    assert [name.rsplit(".h")[1] for name in span.names] == ["0-4.pf32.safetensors"]
 
 
 def test_files_of_layers_that_are_not_here_are_not_read(tmp_path: Path) -> None:
@@ -449,7 +461,7 @@ def test_files_of_layers_that_are_not_here_are_not_read(tmp_path: Path) -> None:
     first, second = ranks(*PIPELINE, seed=1)
     store.load(match, 0, 20, first.sections())
     first.check(range(20), 0, 20)
-    with pytest.raises(StoreError, match=r"l2-3.h0-4.safetensors is not in the store \(any more\)"):
+    with pytest.raises(StoreError, match=r"l2-3.h0-4.pf32.*s is not in the store \(any"):
         store.load(match, 0, 20, second.sections())
 
 
@@ -600,13 +612,12 @@ def test_lookup_does_not_count_broken_files(kind: str, stop: int, tmp_path: Path
     unchanged(engine, lambda: reader.load(match, last, stop, engine.sections()), StoreError, name)
 
 
-def test_a_header_that_says_other_things_is_found_by_the_load(tmp_path: Path) -> None:
+def test_a_header_that_says_other_things_is_found(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(16))
     match, engine = store.lookup(range(16)), Engine(seed=1)
     path = tmp_path / match.spans[0].names[0]
     path.write_bytes(path.read_bytes().replace(b"half", b"none"))
-    assert store_in(tmp_path).lookup(range(16)).num_tokens == 16  # reads tokens only
     load = lambda: store.load(match, 0, 16, engine.sections())  # noqa: E731
     unchanged(engine, load, CorruptError, "its header has been changed")
     assert store_in(tmp_path).lookup(range(16)).num_tokens == 0
@@ -637,7 +648,8 @@ def test_a_file_under_the_name_of_another(tmp_path: Path) -> None:
         data = (tmp_path / name).read_bytes()
         replace_file(tmp_path / whole, data)
         found = store_in(tmp_path).lookup(range(16)).num_tokens
-        assert found == (16 if kind == "prefix" else 0)  # looks at tokens only
+        assert found == 0, kind
+        assert not (tmp_path / whole).exists()
         replace_file(tmp_path / whole, data)
         engine = Engine(seed=1)
         load = lambda engine=engine: store.load(match, 0, 16, engine.sections())  # noqa: E731
@@ -656,11 +668,15 @@ def test_a_file_under_the_name_of_another(tmp_path: Path) -> None:
         "{0}/../{0}",
         "{0}\0",
         "{0}\n",
-        "{1}.l0-999999999.h0-4.safetensors",
-        "{1}.l0-3.h0-999999999.safetensors",
-        "{1}.l2-1.h0-4.safetensors",
-        "{1}.l0-3.h4-4.safetensors",
-        "{1}.l.h0-4.safetensors",
+        "{1}.l0-999999999.h0-4.pf32.safetensors",
+        "{1}.l0-3.h0-999999999.pf32.safetensors",
+        "{1}.l2-1.h0-4.pf32.safetensors",
+        "{1}.l0-3.h4-4.pf32.safetensors",
+        "{1}.l.h0-4.pf32.safetensors",
+        "{1}.l0-3.h0-4.safetensors",
+        "{1}.l0-3.h0-4.pf64.safetensors",
+        "{1}.l0-3.h0-4.pf32+bf16.safetensors",
+        "{1}.l0-3.h0-4.prows-x.safetensors",
     ],
 )
 def test_names_that_are_none(name: str, tmp_path: Path) -> None:
@@ -695,9 +711,17 @@ def test_names_that_others_leave_in_the_folders(tmp_path: Path) -> None:
     folder = files_of(tmp_path)[0].parent
     entry = files_of(tmp_path)[0].name.partition(".")[0]
     for name in (
-        *("x", "-", "16-", "\u0661-x", "16-zz.l0-3.h0-4.safetensors", f"{entry}.txt", "9" * 200),
-        f"{entry}.l0-9.h0-4.safetensors",
-        f"{entry}.l0-999999999.h0-999999999.safetensors",
+        *(
+            "x",
+            "-",
+            "16-",
+            "\u0661-x",
+            "16-zz.l0-3.h0-4.pf32.safetensors",
+            f"{entry}.txt",
+            "9" * 200,
+        ),
+        f"{entry}.l0-9.h0-4.pf32.safetensors",
+        f"{entry}.l0-999999999.h0-999999999.pf32.safetensors",
     ):
         (folder / name).write_bytes(b"?")
     (folder.parent / "folder").mkdir()
@@ -727,8 +751,11 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "1", '{"format": 1, "chunk_tokens": "8"}', '{"format": 2, "chunk_tokens": 8}',
-     '{"format": 1, "chunk_tokens": 0}', '{"format": 1, "chunk_tokens": true}'],
+    ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 8}',
+     '{"format": 2, "chunk_tokens": 0}', '{"format": 2, "chunk_tokens": true}', "[" * 4000,
+     '{"format": 2, "format": 2, "chunk_tokens": 8}', '{"format": 2, "chunk_tokens": 1000000000}',
+     '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 8}' + " " * 4096,
+     '{"format": 2, "chunk_tokens": ' + "9" * 4000 + "}"],
 )  # fmt: skip
 def test_a_directory_that_is_another_thing(text: str, tmp_path: Path) -> None:
     (tmp_path / "kvx-store.json").write_text(text)
@@ -736,21 +763,28 @@ def test_a_directory_that_is_another_thing(text: str, tmp_path: Path) -> None:
         store_in(tmp_path, chunk_tokens=None)
 
 
+def test_a_store_of_an_earlier_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "kvx-store.json").write_text('{"format": 1, "chunk_tokens": 16}')
+    with pytest.raises(StoreError, match=r"store of format 1, .*expected format 2. Delete the dir"):
+        store_in(tmp_path)
+
+
 def test_put_is_all_or_nothing(tmp_path: Path) -> None:
     blobs = Directory(tmp_path / "root")
-    assert blobs.put("a/b", lambda path: path.write_text("one") and None)
-    assert not blobs.put("a/b", lambda path: path.write_text("two") and None)
+    assert blobs.put("a/b", lambda file: file.write(b"one") and None)
+    assert not blobs.put("a/b", lambda file: file.write(b"two") and None)
 
-    def fail(path: Path) -> None:
-        path.write_text("half")
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
         blobs.put("a/c", fail)
-    fetched = blobs.fetch("a/b")
-    assert fetched is not None
-    assert fetched.read_text() == "one"
-    assert blobs.fetch("a/c") is None
+    opened = blobs.open("a/b")
+    assert opened is not None
+    with opened:
+        assert opened.read() == b"one"
+    assert blobs.open("a/c") is None
     assert blobs.names("a") == ["b"]
     assert os.listdir(tmp_path / "root" / "a") == ["b"]
     assert blobs.names("") == ["a"]
@@ -775,7 +809,7 @@ def test_who_may_read_is_up_to_the_directory_and_the_umask(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["", "..", "a/../b", "/a", "a//b", "a/", ".hidden", "a\0b"])
 def test_names_of_blobs(name: str, tmp_path: Path) -> None:
     blobs = Directory(tmp_path)
-    for call in (blobs.fetch, blobs.delete, lambda name: blobs.put(name, Path.touch)):
+    for call in (blobs.open, blobs.delete, lambda name: blobs.put(name, BinaryIO.close)):
         with pytest.raises(InvalidArgumentError, match="expected words with '/' between them"):
             call(name)
 
@@ -916,8 +950,8 @@ import os, sys
 from pathlib import Path
 from kvx_core import Directory
 
-def write(path):
-    path.write_bytes(b"x" * 100000)
+def write(file):
+    file.write(b"x" * 100000)
     if sys.argv[2] == "write":
         os.kill(os.getpid(), 9)
 
@@ -940,17 +974,18 @@ def test_a_writer_that_dies_leaves_no_half_file(where: str, tmp_path: Path) -> N
     os.utime(left, (hour_ago, hour_ago))
     assert blobs.trim() == 0
     assert not left.exists()
-    assert blobs.put("folder/name", lambda path: path.write_text("x") and None)
+    assert blobs.put("folder/name", lambda file: file.write(b"x") and None)
 
 
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     blobs = Directory(tmp_path, max_bytes=1000)
     for i in range(10):
-        assert blobs.put(f"f{i}/name", lambda path: path.write_bytes(b"x" * 100) and None)
+        assert blobs.put(f"f{i}/name", lambda file: file.write(b"x" * 100) and None)
         os.utime(tmp_path / f"f{i}" / "name", (i + 1, i + 1))
     assert len(blobs.names("")) == 10
-    assert blobs.fetch("f0/name") is not None  # is used now
-    blobs.put("f10/name", lambda path: path.write_bytes(b"x" * 100) and None)
+    with blobs.open("f0/name") or pytest.fail("it is gone"):
+        pass  # is used now
+    blobs.put("f10/name", lambda file: file.write(b"x" * 100) and None)
     assert sorted(blobs.names("")) == sorted(f"f{i}" for i in (0, *range(3, 11)))
     assert blobs.trim() == 900
 
