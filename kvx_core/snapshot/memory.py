@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.snapshot.contents import Stored
+from kvx_core.snapshot.errors import StoreError
 from kvx_core.types import DType
 
 PAGE = 4096
@@ -26,13 +27,17 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
     """New memory of the host, from the start of a page; contents arbitrary.
 
     pinned: reachable by CUDA devices; needs torch
+    Raises StoreError if there is none.
     """
-    if pinned:
-        import torch
+    try:
+        if pinned:
+            import torch
 
-        buffer: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return buffer
-    raw = np.empty(num_bytes + PAGE, np.uint8)
+            buffer: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return buffer
+        raw = np.empty(num_bytes + PAGE, np.uint8)
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
+        raise StoreError(f"no memory for {num_bytes} bytes of keys and values: {error}") from None
     skip = -raw.__array_interface__["data"][0] % PAGE
     return raw[skip : skip + num_bytes]
 

@@ -310,10 +310,7 @@ class Snapshot:
     def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
         tensors, num_bytes = placed((name, *self.tensors[name].type) for name in names)
         assert self.file is not None, "the snapshot is in memory already"
-        try:
-            memory = host_memory(num_bytes) if memory is None else memory
-        except MemoryError as error:
-            raise StoreError(f"{self.name} cannot be read: {error}") from None
+        memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None)
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:

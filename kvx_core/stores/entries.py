@@ -73,7 +73,7 @@ class Entries:
             try:
                 with self.opened(file.name) as opened:
                     tokens = self.snapshot(file, opened).tokens
-            except StoreError:
+            except (StoreError, MemoryError):
                 return None
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheFacts
-from kvx_core.snapshot import StoreError
+from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
 from tests.adapters.vllm_caches import SENTINEL, B, H, L, N, by_permutation, make_spec
@@ -90,7 +90,14 @@ class Worker:
 
 
 def store_in(blobs: Directory) -> PrefixStore:
-    return PrefixStore(blobs, fingerprint="f", num_layers=L, total_kv_heads=H, chunk_tokens=CHUNK)
+    return PrefixStore(
+        blobs,
+        fingerprint="f",
+        num_layers=L,
+        total_kv_heads=H,
+        precision=Precision.of(make_spec("LBHNC").dtype),
+        chunk_tokens=CHUNK,
+    )
 
 
 def filled(path: Path) -> Worker:
@@ -172,7 +179,7 @@ class Slow(Directory):
         super().__init__(root)
         self.go = threading.Event()
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         assert name.endswith(".json") or self.go.wait(60)
         return super().put(name, write)
 
@@ -190,7 +197,7 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
 
 
 class Full(Directory):
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         raise StoreError(f"{name} cannot be written: no space left on device")
 
 
@@ -262,14 +269,14 @@ def test_a_finished_request_is_saved_without_a_forward_pass(waits: bool, tmp_pat
 class Strange(Directory):
     """Fails as nobody expects it to."""
 
-    def put(self, name: str, write: Callable[[Path], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         if name.endswith(".json"):
             return super().put(name, write)
         raise ZeroDivisionError
 
-    def fetch(self, name: str) -> Path | None:
+    def open(self, name: str) -> BinaryIO | None:
         if name.endswith(".json"):
-            return super().fetch(name)
+            return super().open(name)
         raise ZeroDivisionError
 
 
