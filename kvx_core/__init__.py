@@ -51,13 +51,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvx_core.geometry import CacheGeometry
-    from kvx_core.snapshot import Section, Snapshot, StoreError
+    from kvx_core.snapshot import Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
 else:
     # Imported when they are first asked for: they alone need pydantic and safetensors.
     _LATER = {
         "CacheGeometry": "kvx_core.geometry",
-        **dict.fromkeys(("Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
+        **dict.fromkeys(("Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
         **dict.fromkeys(
             ("BlobStore", "Directory", "Match", "PrefixStore", "StoredSpan"), "kvx_core.stores"
         ),
@@ -141,6 +141,7 @@ __all__ = [
     "Memory",
     "OutOfRangeError",
     "PoolDesc",
+    "Precision",
     "PrefixStore",
     "ScaleDesc",
     "ScaleGranularity",

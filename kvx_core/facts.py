@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.types import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
     """The meaning of one engine's cache; None where unknown.
 
-    `engine` and `negative_slots` inform the reader; all other fields are compared.
+    `engine` and `negative_slots` inform the reader, and `compute_dtype` says how precise values
+    are; all other fields are compared.
     """
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
@@ -37,6 +39,7 @@ class CacheFacts:
     total_kv_heads: int | None = None  # of the model, over all tensor-parallel ranks
     first_kv_head: int | None = None  # index in the model of the first head held here
     negative_slots: Literal["skip", "wrap", "undefined"] | None = None  # in the engine's own write
+    compute_dtype: DType | None = None  # that K and V were computed in, before the cache's own
 
 
 _EQUAL = (

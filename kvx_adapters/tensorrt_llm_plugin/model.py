@@ -18,6 +18,7 @@ from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_core import CacheView, UnsupportedError
 from kvx_core.facts import model_fingerprint
+from kvx_core.snapshot import Precision, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 
@@ -64,6 +65,7 @@ class Model:
     head_dim: int
     kv_factor: int  # 1: MLA
     dtype: str  # of the pool: see PoolSpec
+    compute_dtype: torch.dtype
     tokens_per_block: int
     tensor_parallel_size: int
     is_neox: bool
@@ -82,7 +84,8 @@ class Model:
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dtype = _dtype(llm_args, config)
+        compute_dtype = _compute_dtype(llm_args, config)
+        dtype = _dtype(llm_args, compute_dtype)
         if dtype != "FP8" and settings.kv_scaling_factor != 1:
             raise UnsupportedError(
                 f"kv_scaling_factor is {settings.kv_scaling_factor} and the pool is {dtype}, "
@@ -96,6 +99,7 @@ class Model:
             head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_mla else head_dim,
             kv_factor=1 if is_mla else 2,
             dtype=dtype,
+            compute_dtype=compute_dtype,
             tokens_per_block=llm_args.kv_cache_config.tokens_per_block,
             tensor_parallel_size=llm_args.tensor_parallel_size,
             is_neox=is_neox,
@@ -153,6 +157,9 @@ class Model:
             num_layers=self.num_layers,
             total_kv_heads=self.total_kv_heads,
             chunk_tokens=settings.chunk_tokens,
+            precision=Precision.of(self.compute_dtype, self.spec(1, (0, 1)).torch_dtype),
+            accept=settings.accept,
+            key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
 
 
@@ -228,22 +235,28 @@ def _fingerprint(directory: Path, llm_args: Any, config: Any) -> str:
     return model_fingerprint(directory)
 
 
-def _dtype(llm_args: Any, config: Any) -> str:
+def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
+    """What the model is computed in. Raises UnsupportedError.
+
+    Source: TensorRT-LLM main 2026-09, _torch/model_config.py, ModelConfig.torch_dtype
+    """
+    dtype = getattr(llm_args, "dtype", "auto")
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    found: torch.dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES:
+        raise UnsupportedError(f"dtype is {found}, expected one of {', '.join(map(str, _DTYPES))}")
+    return found
+
+
+def _dtype(llm_args: Any, compute_dtype: torch.dtype) -> str:
     """Of the pool, by PoolSpec's names. The tensor has to agree.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py,
     validate_and_set_kv_cache_quant
     """
     asked = str(llm_args.kv_cache_config.dtype).lower()
-    if asked != "auto":
-        return asked.upper()
-    dtype = getattr(llm_args, "dtype", "auto")
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype not in _DTYPES:
-        raise UnsupportedError(f"dtype is {dtype}, expected one of {', '.join(map(str, _DTYPES))}")
-    return _DTYPES[dtype]
+    return _DTYPES[compute_dtype] if asked == "auto" else asked.upper()
 
 
 def _rotary(config: Any, settings: Settings, head_dim: int) -> tuple[bool, int]:

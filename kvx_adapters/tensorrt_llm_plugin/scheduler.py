@@ -185,7 +185,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 f"request {request_id} has {len(tracked.block_ids)} blocks, expected at least "
                 f"{promise.stop // block_size} for the {promise.stop} tokens that it was promised"
             )
-        return Load(promise.blocks, ids)
+        return Load(promise.blocks, ids, self._store.carried)
 
     def _save(self, request_id: int, tracked: _Request, stop: int) -> Save | None:
         """What can be stored once `stop` tokens have been computed.

@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvx_core import InvalidArgumentError
+from kvx_core.snapshot import Accept
 from kvx_core.stores.root import Group
 
 # KvCacheConnectorConfig takes no fields of a connector's own, so the environment does. TensorRT-LLM
@@ -30,6 +31,8 @@ class Settings(BaseModel):
     min_tokens: int = Field(default=32, ge=1)  # fewer are computed faster than loaded
     max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
+    accept: Accept = "same"  # "lossy": load what is less precise than this engine's pool too
+    key_file: Path | None = None  # of a secret that files are signed with, and have to be
     # Read for the requests of one step; what is more is computed. With several ranks it is one MPI
     # message, of less than 2 GiB.
     max_load_bytes: int = Field(default=1 << 30, gt=0)

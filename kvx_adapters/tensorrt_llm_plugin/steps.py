@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.snapshot import Precision
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -26,6 +28,9 @@ class Load:
     # (num_blocks, num_layers, kv_factor, bytes), as on a rank that holds all heads
     blocks: npt.NDArray[np.uint8]
     block_ids: list[int]  # one for each of `blocks`
+    carried: Precision = field(
+        default_factory=Precision
+    )  # of what this process has loaded so far: see PrefixStore.carry
 
 
 @dataclass(slots=True)

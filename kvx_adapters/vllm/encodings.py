@@ -94,7 +94,7 @@ def _per_token_head(spec: LayerSpec, k: int, v: int) -> Encoding:
         )
     values_per_byte = 2 if name == "int4_per_token_head" else 1
     k_row, v_row = (size // values_per_byte + _SCALE_BYTES for size in (k, v))
-    return Encoding(_rows_of(spec), DType.U8, k_row, v_row)
+    return Encoding(rows_name(spec.minor, spec.kv_cache_dtype), DType.U8, k_row, v_row)
 
 
 def _ds_mla(spec: LayerSpec) -> Encoding:
@@ -110,12 +110,12 @@ def _ds_mla(spec: LayerSpec) -> Encoding:
             f"{spec.tokens_per_state:g}, expected 576, {row} and 1: the pages of other models hold "
             "the data of all tokens and then their scales"
         )
-    return Encoding(_rows_of(spec), DType.U8, row, 0)
+    return Encoding(rows_name(spec.minor, spec.kv_cache_dtype), DType.U8, row, 0)
 
 
-def _rows_of(spec: LayerSpec) -> str:
-    """The name of rows of bytes. Another version may code them differently."""
-    return f"vllm 0.{spec.minor} {spec.kv_cache_dtype}"
+def rows_name(minor: int, kv_cache_dtype: str) -> str:
+    """The name of rows of bytes of vLLM 0.minor. Another version may code them differently."""
+    return f"vllm 0.{minor} {kv_cache_dtype}"
 
 
 def _check_fp8(spec: LayerSpec) -> None:

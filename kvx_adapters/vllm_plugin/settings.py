@@ -7,8 +7,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_adapters.vllm.encodings import FP8, rows_name
+from kvx_adapters.vllm.spec import minor
+from kvx_core import DType, InvalidArgumentError, UnsupportedError
 from kvx_core.facts import model_fingerprint
+from kvx_core.snapshot import Accept, Precision, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
@@ -30,6 +33,8 @@ class Settings(BaseModel):
     min_tokens: int = Field(default=8, ge=1)  # fewer are computed faster than loaded
     max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
+    accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
+    key_file: Path | None = None  # of a secret that files are signed with, and have to be
     writer_threads: int = Field(default=1, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
@@ -91,6 +96,9 @@ class Stores:
             chunk_tokens=settings.chunk_tokens,
             # When a chunk is full, its beginning must not have left the window.
             new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
+            precision=precision(model.dtype, vllm_config.cache_config),
+            accept=settings.accept,
+            key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
         self._salted: dict[str, PrefixStore] = {}
 
@@ -105,6 +113,29 @@ class Stores:
                 self._salted.clear()
             store = self._salted[salt] = self._store.salted(salt)
         return store
+
+
+def precision(dtype: Any, cache_config: Any) -> Precision:
+    """Of an engine's values: the coarsest of what it computes in and what its layers keep.
+
+    dtype: vllm's ModelConfig.dtype; cache_config: vllm's CacheConfig
+    Source: vllm 0.32 config/cache.py, CacheConfig.cache_dtype
+    """
+    name = cache_config.cache_dtype
+    if name == "auto":
+        return Precision.of(dtype)
+    if name in ("float16", "bfloat16", "float32"):
+        return Precision.of(dtype, name)
+    if name in FP8:
+        return Precision.of(dtype, FP8[name])
+    if name == "fp8_per_token_head":
+        return Precision.of(dtype, DType.F8_E4M3, row_scales=True)
+    from vllm.version import __version__ as version
+
+    rows = Precision.of(rows=rows_name(minor(version), name))
+    # Layers that are skipped keep what was computed.
+    skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
+    return rows.meet(Precision.of(dtype)) if skipped else rows
 
 
 def _fingerprint(model: Any) -> str:

@@ -1,6 +1,14 @@
 """Stores of snapshots: where their files lie (blobs), and which prompt they belong to (prefix)."""
 
-from kvx_core.snapshot import CorruptError, Section, Snapshot, StoreError
+from kvx_core.snapshot import (
+    CorruptError,
+    Precision,
+    Section,
+    Snapshot,
+    StoreError,
+    UnsignedError,
+    read_key,
+)
 from kvx_core.stores.blobs import BlobStore, Directory
 from kvx_core.stores.prefix import Match, PrefixStore, StoredSpan
 
@@ -9,9 +17,12 @@ __all__ = [
     "CorruptError",
     "Directory",
     "Match",
+    "Precision",
     "PrefixStore",
     "Section",
     "Snapshot",
     "StoreError",
     "StoredSpan",
+    "UnsignedError",
+    "read_key",
 ]

@@ -2,60 +2,45 @@
 
 A sequence is cut into chunks. Each chunk, the last one perhaps not full, is an entry; its key is a
 hash of it and all tokens before it, so that sequences with a common prefix share entries. An entry
-is one file, or several that each hold some layers and heads, as ranks of an engine write them.
-
-    <space>/<node>/<head>/<num_tokens>-<entry>.l<layers>.h<heads>.safetensors
-
-space: model, salt and format; node: all chunks before this one; head: two digits for each of the
-first 8 tokens, so that entries which differ early are not in one folder; layers and heads: ranges
-without their end, several joined by "+".
+is one file, or several that each hold some layers and heads, as ranks of an engine write them, in
+one precision or more. keys.py has their names.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import re
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Self
 
-import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import (
-    FORMAT,
-    CorruptError,
+    VALUES,
+    Accept,
+    Key,
+    Precision,
     Section,
     Snapshot,
     StoreError,
     host_memory,
-    stored_tokens,
     token_ids,
 )
 from kvx_core.stores.blobs import BlobStore
-from kvx_core.types import Memory
-
-_CONFIG = "kvx-store.json"
-_HEAD_TOKENS = 8
-_MAX_OPENED = 64  # files of other sequences that one lookup opens to compare tokens
-_MAX_KNOWN = 16384  # files whose tokens are remembered
-
-_RANGE = "[0-9]{1,9}-[0-9]{1,9}"
-_NAME = re.compile(
-    r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
-    r"(?P<num_tokens>[0-9]{1,9})-(?P<entry>[0-9a-f]{64})"
-    rf"\.l(?P<layers>{_RANGE}(\+{_RANGE})*)\.h(?P<heads>{_RANGE})\.safetensors"
+from kvx_core.stores.config import stored_chunk_tokens
+from kvx_core.stores.entries import Carried, Entries
+from kvx_core.stores.finder import Finder
+from kvx_core.stores.keys import (
+    Ids,
+    chain,
+    entry_of,
+    head_of,
+    name_of,
+    space_of,
 )
-
-_Ids = npt.NDArray[np.int64]
+from kvx_core.types import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +62,6 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """What the name of a file says."""
-
-    name: str
-    folder: str
-    num_tokens: int
-    layers: tuple[int, ...]
-    heads: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Source:
     """A file of a span, and the sections that take layers from it."""
 
@@ -106,7 +80,13 @@ class _Source:
 
 
 class PrefixStore:
-    """Keys and values of token prefixes of one model. Threads and processes may share a store."""
+    """Keys and values of token prefixes of one model. Threads and processes may share a store.
+
+    With accept "same" an entry is found, and loaded, if its values are at least as precise as those
+    of the reader's own cache would be. With "lossy" every entry is; once one was loaded that is
+    coarser, all that this object (and those it was `salted` from) captures counts as that coarse,
+    and is not found by readers that want more.
+    """
 
     def __init__(
         self,
@@ -115,17 +95,25 @@ class PrefixStore:
         fingerprint: str,
         num_layers: int,
         total_kv_heads: int,
+        precision: Precision,
         chunk_tokens: int | None = None,
         new_chunk_tokens: int = 128,
         salt: str = "",
+        accept: Accept = "same",
+        key: bytes | None = None,
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
         fingerprint:  of model and weights, such as model_fingerprint(directory)
         num_layers:   of the model; an entry is found once it holds layers 0 to num_layers
         total_kv_heads: of the model, in every layer
+        precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
+                      V); the coarsest where layers differ
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
+        accept:       "same" or "lossy", see above
+        key:          at least 32 bytes: what is stored is signed with it, and what is not signed
+                      with it is not found; None: nothing is signed
         Raises InvalidArgumentError if the store has other chunks, StoreError if it is no store.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
@@ -134,34 +122,68 @@ class PrefixStore:
                 f"num_layers is {num_layers}, total_kv_heads {total_kv_heads}, chunk_tokens "
                 f"{requested}, expected at least 1 of each"
             )
+        if accept not in ("same", "lossy"):
+            raise InvalidArgumentError(f"accept is {accept!r}, expected 'same' or 'lossy'")
+        if not isinstance(precision, Precision) or not precision.formats:
+            raise InvalidArgumentError(
+                f"precision is {precision!r}, expected Precision.of(dtype of the computation, "
+                "dtype of K and V)"
+            )
+        self._signer = None if key is None else Key(key)
         self._blobs = blobs
         self._fingerprint = fingerprint
         self._shape = (num_layers, total_kv_heads)
-        self._space = self._space_of(salt)
+        self._precision, self._accept = precision, accept
+        self._carried = Carried()
+        # Per layer: four tensors, their checksums, and facts, of which each has the fingerprint.
+        limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
+        self._entries = Entries(blobs, key, limit)
+        self._space = space_of(fingerprint, self._shape, salt, self._signer)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
-        self._chunk_tokens: int | None = None
-        self._known: dict[str, _Ids] = {}  # tokens of files that were found good
-        self._settle()
+        self._chunk_tokens = stored_chunk_tokens(blobs, chunk_tokens, new_chunk_tokens)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
         other = copy.copy(self)
-        other._space = self._space_of(salt)
+        other._space = space_of(self._fingerprint, self._shape, salt, self._signer)
         return other
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
         if self._chunk_tokens is None:
-            self._settle()
+            self._chunk_tokens = stored_chunk_tokens(self._blobs, self._requested, self._otherwise)
         return self._chunk_tokens or self._requested or self._otherwise
+
+    @property
+    def carried(self) -> Precision:
+        """The coarsest precision that was loaded here and is coarser than this cache's own."""
+        return self._carried.precision
+
+    def carry(self, precision: Precision) -> None:
+        """Has all that is captured from now on count as having gone through this precision too.
+
+        For a process that is handed what another one has loaded: its `carried`.
+        """
+        self._carried.take(precision)
+
+    @property
+    def _finder(self) -> Finder:
+        return Finder(
+            self._entries,
+            self._space,
+            self._shape,
+            self.chunk_tokens,
+            self._precision,
+            self._accept,
+        )
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
         """The key of the tokens before each chunk: for `node` of capture and missing."""
         ids, step = token_ids(tokens), self.chunk_tokens
         nodes = [self._space]
         for at in range(0, len(ids) - step + 1, step):
-            nodes.append(_chain(nodes[-1], ids[at : at + step]))
+            nodes.append(chain(nodes[-1], ids[at : at + step]))
         return nodes
 
     def spans(self, num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
@@ -173,16 +195,18 @@ class PrefixStore:
     def lookup(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Match:
         """The longest prefix of `tokens` that is stored, to the token.
 
-        An entry counts when its files hold all layers and heads; files that are not what they say
-        do not count, and are deleted. Of entries that begin like the prompt and go on differently,
-        64 not seen before are looked at in each lookup. Reads no keys or values.
+        An entry counts when files that are accepted hold all its layers and heads, the most precise
+        of them first. Files that are not what they say do not count, and are deleted; those that
+        cannot be read now, or are not signed with the store's key, do not count. Of entries that
+        begin like the prompt and go on differently, 64 not seen before are looked at in each
+        lookup. Reads no keys or values.
         Raises InvalidArgumentError for what are no tokens.
         """
         ids, step = token_ids(tokens), self.chunk_tokens
         node, at, spans = self._space, 0, list[StoredSpan]()
         while at < len(ids):
             rest = ids[at : at + step]
-            shared, files = self._longest(node, rest)
+            shared, files = self._finder.longest(node, rest)
             if not shared:
                 break
             names = tuple(file.name for file in files)
@@ -190,7 +214,7 @@ class PrefixStore:
             at += shared
             if shared < step:
                 break
-            node = _chain(node, rest)
+            node = chain(node, rest)
         return Match(at, tuple(spans))
 
     def missing(
@@ -203,7 +227,8 @@ class PrefixStore:
         *,
         node: str | None = None,
     ) -> bool:
-        """Whether some of these layers and heads of the entry tokens[start:stop) are not stored.
+        """Whether some of these layers and heads of the entry tokens[start:stop) are not stored, as
+        precise as they are here.
 
         start, stop: as `spans` has them
         heads:       first, and one past the last
@@ -212,11 +237,14 @@ class PrefixStore:
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node)
-        folder = f"{self._space}/{node}/{_head(node, ids)}"
-        key = _key(node, ids) + "."
-        names = (name for name in self._blobs.names(folder) if name.startswith(key))
-        rows = list(layers)
-        return not self._cover(self._parsed(folder, names))[0][rows, slice(*heads)].all()
+        own = self._precision.meet(self.carried)
+        key = entry_of(node, ids)
+        files = [
+            file
+            for file in self._finder.parsed(f"{self._space}/{node}/{head_of(node, ids)}")
+            if file.entry == key and file.precision.includes(own)
+        ]
+        return not self._finder.cover(files)[0][list(layers), slice(*heads)].all()
 
     def capture(
         self,
@@ -253,7 +281,10 @@ class PrefixStore:
         """What `capture` returns before anything has been copied: see Snapshot.reserve."""
         node, ids = self._span(tokens, start, stop, node)
         sections = [self._of_model(section) for section in sections]
-        return Snapshot.reserve(ids, sections, start=start, prefix=node)
+        precision = self.carried
+        if not all(_says_precision(section) for section in sections):
+            precision = precision.meet(self._precision)
+        return Snapshot.reserve(ids, sections, start=start, prefix=node, precision=precision)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned, from any thread.
@@ -265,12 +296,17 @@ class PrefixStore:
 
         def write(file: BinaryIO) -> None:
             nonlocal num_bytes
-            with TemporaryDirectory() as folder:
-                path = Path(folder, "new")
-                snapshot.save(path)
-                num_bytes = file.write(path.read_bytes())
+            snapshot.save(file, key=self._entries.key)
+            num_bytes = file.tell()
 
-        name = self._name(header.prefix, snapshot.tokens, header.layers, header.heads)
+        name = name_of(
+            self._space,
+            header.prefix,
+            snapshot.tokens,
+            header.layers,
+            header.heads,
+            header.precision,
+        )
         return num_bytes if self._blobs.put(name, write) else 0
 
     def load(
@@ -305,25 +341,33 @@ class PrefixStore:
             if lo >= hi:
                 continue
             takers = [section for section in sections if not section.null_blocks(lo, hi).all()]
-            sources = self._sources(span, takers)
-            need = sum(source.num_bytes for source in sources)
-            if need > len(memory):
-                memory = host_memory(need, pinned=pinned)
-            rest, read = memory, []
-            for source in sources:
-                with self._discarding(source.name):
-                    read.append(source.snapshot.read(source.layers, rest))
-                rest = rest[source.num_bytes :]
+            with ExitStack() as opened:
+                sources = self._sources(span, takers, opened)
+                need = sum(source.num_bytes for source in sources)
+                if need > len(memory):
+                    memory = host_memory(need, pinned=pinned)
+                rest, read = memory, []
+                for source in sources:
+                    with self._entries.discarding(source.name):
+                        read.append(source.snapshot.read(source.layers, rest))
+                    rest = rest[source.num_bytes :]
+            # Of all files, also of those that only others read: what is computed here after this
+            # comes from them too.
+            for file in map(self._finder.file, span.names):
+                if not file.precision.includes(self._precision):
+                    self._carried.take(file.precision)
             for source, snapshot in zip(sources, read, strict=True):
                 for section in source.takers:
                     num_bytes += snapshot.restore(section, lo, hi, stream=stream)
         return num_bytes
 
-    def _sources(self, span: StoredSpan, sections: Sequence[Section]) -> list[_Source]:
-        """The files that the sections need; everything but the data is checked."""
+    def _sources(
+        self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
+    ) -> list[_Source]:
+        """The files that the sections need, open; everything but the data is checked."""
         files = []
         sources = []
-        for file in map(self._file, span.names):
+        for file in map(self._finder.file, span.names):
             takers = [
                 section
                 for section in sections
@@ -331,19 +375,20 @@ class PrefixStore:
             ]
             if not takers:
                 continue
-            snapshot = self._open(file)
+            raw = opened.enter_context(self._entries.opened(file.name))
+            snapshot = self._entries.snapshot(file, raw)
             if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
                 raise StoreError(
                     f"{file.name} holds {file.num_tokens} tokens from {snapshot.header.start}, "
                     f"expected {span.start} to {span.stop}"
                 )
             for section in takers:
-                reasons = snapshot.mismatch(section)
+                reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)
                 if reasons:
                     raise StoreError(f"{file.name}: {'; '.join(reasons)}")
             files.append(file)
             sources.append(_Source(file.name, snapshot, takers))
-        held, _ = self._cover(files)
+        held, _ = self._finder.cover(files)
         for section in sections:
             if not held[list(section.layers), slice(*section.heads)].all():
                 raise StoreError(
@@ -352,162 +397,20 @@ class PrefixStore:
                 )
         return sources
 
-    def _open(self, file: _File) -> Snapshot:
-        """A file whose content is what its name says. Raises StoreError."""
-        with self._discarding(file.name):
-            snapshot = Snapshot.open(self._fetch(file))
-            header = snapshot.header
-            name = self._name(header.prefix, snapshot.tokens, header.layers, header.heads)
-            if name != file.name:
-                raise CorruptError(f"{file.name} has the content of {name}")
-        return snapshot
-
-    def _fetch(self, file: _File) -> Path:
-        path = _path_of(self._blobs.open(file.name))
-        if path is None:
-            raise StoreError(f"{file.name} is not in the store (any more)")
-        return path
-
-    @contextmanager
-    def _discarding(self, name: str) -> Iterator[None]:
-        """Deletes a file that turns out to be of no use, so that it can be stored again."""
-        try:
-            yield
-        except CorruptError:
-            self._known.pop(name, None)
-            with suppress(StoreError):
-                self._blobs.delete(name)
-            raise
-
-    def _longest(self, node: str, ids: _Ids) -> tuple[int, list[_File]]:
-        """The most of `ids` that an entry below a node begins with, and the files of that entry."""
-        whole = self._whole_file(node, ids)
-        if whole is not None:
-            return len(ids), [whole]
-        best: tuple[int, list[_File]] = (0, [])
-        opened = 0
-        for folder, bound in self._folders(node, ids):
-            if bound <= best[0]:
-                break
-            entries = defaultdict(list)
-            for name in self._blobs.names(folder):
-                entries[name.partition(".")[0]].append(name)
-            lengths = {key: _num_tokens(key) for key in entries}
-            for num_tokens in sorted(set(lengths.values()), reverse=True):
-                if best[0] < num_tokens <= len(ids):
-                    files = self._good(folder, entries.pop(_key(node, ids[:num_tokens]), ()))
-                    best = (num_tokens, files) if files else best
-            for key in sorted(entries, key=lengths.__getitem__, reverse=True):
-                if min(lengths[key], bound) <= best[0]:
-                    break
-                if not all(f"{folder}/{name}" in self._known for name in entries[key]):
-                    opened += 1
-                    if opened > _MAX_OPENED:
-                        continue
-                files = self._good(folder, entries[key])
-                tokens = self._tokens(files[0]) if files else None
-                if tokens is not None and _shared(ids, tokens) > best[0]:
-                    best = _shared(ids, tokens), files
-        return best
-
-    def _whole_file(self, node: str, ids: _Ids) -> _File | None:
-        """The file of `ids` with all layers and heads: its name is known, nothing is listed."""
-        layers, heads = tuple(range(self._shape[0])), (0, self._shape[1])
-        name = self._name(node, ids, layers, heads)
-        file = _File(name, name.rpartition("/")[0], len(ids), layers, heads)
-        is_there = name not in self._known or _path_of(self._blobs.open(name)) is not None
-        return file if is_there and self._tokens(file) is not None else None
-
-    def _folders(self, node: str, ids: _Ids) -> Iterator[tuple[str, int]]:
-        """Folders below a node, and how many of `ids` their entries have at most; most first."""
-        own = _head(node, ids)
-        yield f"{self._space}/{node}/{own}", len(ids)
-        heads = self._blobs.names(f"{self._space}/{node}")
-        bounds = {head: _common(head, own) for head in heads if head != own}
-        for head in sorted(bounds, key=bounds.__getitem__, reverse=True):
-            yield f"{self._space}/{node}/{head}", bounds[head]
-
-    def _good(self, folder: str, names: Iterable[str]) -> list[_File]:
-        """Good files of an entry that together hold all layers and heads; none if some miss."""
-        files = self._parsed(folder, names)
-        while True:
-            held, chosen = self._cover(files)
-            if not held.all():
-                return []
-            bad = [file for file in chosen if self._tokens(file) is None]
-            if not bad:
-                return chosen
-            files = [file for file in files if file not in bad]
-
-    def _cover(self, files: Iterable[_File]) -> tuple[npt.NDArray[np.bool_], list[_File]]:
-        """Which layers and heads the files hold, and as few of them as hold the same."""
-        held = np.zeros(self._shape, np.bool_)
-        chosen = []
-        for file in sorted(files, key=lambda f: -len(f.layers) * (f.heads[1] - f.heads[0])):
-            layers, heads = list(file.layers), slice(*file.heads)
-            if not held[layers, heads].all():
-                held[layers, heads] = True
-                chosen.append(file)
-        return held, chosen
-
-    def _tokens(self, file: _File) -> _Ids | None:
-        """The tokens of a file; None if it is cut, foreign, or not the entry that its name says."""
-        tokens = self._known.get(file.name)
-        if tokens is None:
-            try:
-                with self._discarding(file.name):
-                    tokens = stored_tokens(self._fetch(file), file.num_tokens)
-                    node, key = file.folder.split("/")[1], file.name.removeprefix(file.folder)[1:]
-                    if not key.startswith(_key(node, tokens) + "."):
-                        raise CorruptError(f"{file.name} has other tokens than its name says")
-            except StoreError:
-                return None
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[file.name] = tokens
-        return tokens
-
-    def _parsed(self, folder: str, names: Iterable[str]) -> list[_File]:
-        found = (self._parse(f"{folder}/{name}") for name in names)
-        return [file for file in found if file is not None]
-
-    def _file(self, name: str) -> _File:
-        file = self._parse(name)
-        if file is None:
-            raise StoreError(f"{name!r} is not the name of a file of this store")
-        return file
-
-    def _parse(self, name: str) -> _File | None:
-        """What a name says; None if it is not one of this store."""
-        found = _NAME.fullmatch(name)
-        if found is None:
-            return None
-        num_layers, total_kv_heads = self._shape
-        ranges = [_range(text) for text in found["layers"].split("+")]
-        heads = _range(found["heads"])
-        num_tokens = int(found["num_tokens"])
-        if (
-            not name.startswith(self._space)
-            or not 0 < num_tokens <= self.chunk_tokens
-            or not 0 <= heads[0] < heads[1] <= total_kv_heads
-            or any(not 0 <= lo < hi <= num_layers for lo, hi in ranges)
-        ):
-            return None
-        layers = tuple(layer for lo, hi in ranges for layer in range(lo, hi))
-        return _File(name, found["folder"], num_tokens, layers, heads)
-
-    def _name(self, node: str, ids: _Ids, layers: Iterable[int], heads: tuple[int, int]) -> str:
-        runs: list[list[int]] = []
-        for layer in layers:
-            if runs and runs[-1][1] == layer:
-                runs[-1][1] += 1
-            else:
-                runs.append([layer, layer + 1])
-        ranges = "+".join(f"{lo}-{hi}" for lo, hi in runs)
-        return (
-            f"{self._space}/{node}/{_head(node, ids)}/{_key(node, ids)}"
-            f".l{ranges}.h{heads[0]}-{heads[1]}.safetensors"
-        )
+    def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
+        """Why the section takes no values of this precision: a sentence each, or none."""
+        if self._accept == "lossy":
+            return []
+        own = section.precision
+        if not _says_precision(section):
+            own = own.meet(self._precision)
+        return [
+            f"layers {part.layers} are stored as {part.precision}, expected numbers that include "
+            f"those of {own.name}. Set accept to 'lossy' to load them all the same"
+            for part in snapshot.header.parts
+            if set(part.layers) & set(section.layers)
+            and not Precision.parse(part.precision).includes(own)
+        ]
 
     def _span(
         self,
@@ -515,7 +418,7 @@ class PrefixStore:
         start: int,
         stop: int,
         node: str | None,
-    ) -> tuple[str, _Ids]:
+    ) -> tuple[str, Ids]:
         """The node of a chunk, and its tokens."""
         step = self.chunk_tokens
         if start % step or not 0 <= start < stop <= min(start + step, len(tokens)):
@@ -550,91 +453,10 @@ class PrefixStore:
         facts = replace(facts, fingerprint=self._fingerprint, total_kv_heads=total_kv_heads)
         return replace(section, view=replace(view, facts=facts))
 
-    def _space_of(self, salt: str) -> str:
-        key = json.dumps([FORMAT, self._fingerprint, salt, *self._shape])
-        return hashlib.sha256(key.encode()).hexdigest()
 
-    def _settle(self) -> None:
-        """Takes chunk_tokens from the store, or gives it to a new one."""
-        path = _path_of(self._blobs.open(_CONFIG))
-        if path is None:
-            wanted = {"format": FORMAT, "chunk_tokens": self._requested or self._otherwise}
-            with suppress(StoreError):  # one that is only read may be empty yet
-                self._blobs.put(_CONFIG, lambda file: _write_json(file, wanted))
-            path = _path_of(self._blobs.open(_CONFIG))
-            if path is None:
-                return
-        try:
-            config = json.loads(path.read_bytes())
-            found, chunk_tokens = config["format"], config["chunk_tokens"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise StoreError(f"{path} is not the description of a KVX store: {error!r}") from None
-        if found != FORMAT or type(chunk_tokens) is not int or chunk_tokens < 1:
-            raise StoreError(
-                f"{path} has format {found!r} and chunk_tokens {chunk_tokens!r}, expected format "
-                f"{FORMAT} and a number of tokens"
-            )
-        if self._requested not in (None, chunk_tokens):
-            raise InvalidArgumentError(
-                f"chunk_tokens is {self._requested}, expected {chunk_tokens} as {path} says. "
-                "Leave it out, or use another directory"
-            )
-        self._chunk_tokens = chunk_tokens
-
-
-def _write_json(file: BinaryIO, value: object) -> None:
-    file.write(json.dumps(value).encode() + b"\n")
-
-
-def _path_of(file: BinaryIO | None) -> Path | None:
-    if file is None:
-        return None
-    with file:
-        return Path(file.name)
-
-
-def _chain(node: str, ids: _Ids) -> str:
-    """The key of `ids` and everything before them; that of a full chunk is the next node."""
-    return hashlib.sha256(bytes.fromhex(node) + ids.tobytes()).hexdigest()
-
-
-def _key(node: str, ids: _Ids) -> str:
-    """How the name of a file begins."""
-    return f"{len(ids)}-{_chain(node, ids)}"
-
-
-def _head(node: str, ids: _Ids) -> str:
-    """Two digits for each of the first tokens; they differ from some token on if the tokens do."""
-    data, crc, digits = ids[:_HEAD_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
-    for at in range(0, len(data), ids.itemsize):
-        crc = zlib.crc32(data[at : at + ids.itemsize], crc)
-        digits += f"{crc & 0xFF:02x}"
-    return digits
-
-
-def _common(head: str, other: str) -> int:
-    """The tokens that two heads may have in common at most."""
-    count = min(len(head), len(other)) // 2
-    differs = (i for i in range(count) if head[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
-    return next(differs, count)
-
-
-def _shared(ids: _Ids, others: _Ids) -> int:
-    """The length of the common prefix."""
-    count = min(len(ids), len(others))
-    differs = ids[:count] != others[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
-def _num_tokens(key: str) -> int:
-    """Of the first word of a file's name; 0 if it is none."""
-    digits = key.partition("-")[0]
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
-
-
-def _range(text: str) -> tuple[int, int]:
-    lo, hi = text.split("-")
-    return int(lo), int(hi)
+def _says_precision(section: Section) -> bool:
+    """Whether the section's own precision is that of its values."""
+    return section.encoding != VALUES or section.view.facts.compute_dtype is not None
 
 
 def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:

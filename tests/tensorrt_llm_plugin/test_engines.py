@@ -19,6 +19,7 @@ from kvx_core import (
     CacheView,
     Directory,
     Layout,
+    Precision,
     PrefixStore,
     Section,
     describe,
@@ -43,6 +44,7 @@ def store_for(serve: Factory) -> PrefixStore:
         fingerprint=model_fingerprint(serve.model),
         num_layers=SIZES.num_layers,
         total_kv_heads=SIZES.total_kv_heads,
+        precision=Precision.of(torch.float32),
         chunk_tokens=24,
     )
 

@@ -112,7 +112,9 @@ def test_bfloat16_and_from_there_to_other_dtypes(
         others.append({"block_size": 64, "kv_cache_dtype": "fp8"})
     for options in ({"block_size": 32}, *others):
         with engines.engine(
-            model, **{"dtype": "bfloat16"} | options, kv_transfer_config=connector(store)
+            model,
+            **{"dtype": "bfloat16"} | options,
+            kv_transfer_config=connector(store, accept="lossy"),
         ) as engine:
             outputs = engine.generate(prompts, max_tokens=NUM_NEW)
         same_tokens(outputs, expected)
@@ -254,7 +256,7 @@ def test_transformers_prefills_and_vllm_decodes(
 
     from kvx_adapters import transformers as hf
     from kvx_core.facts import model_fingerprint
-    from kvx_core.snapshot import Section
+    from kvx_core.snapshot import Precision, Section
     from kvx_core.stores.blobs import Directory
     from kvx_core.stores.prefix import PrefixStore
 
@@ -270,6 +272,7 @@ def test_transformers_prefills_and_vllm_decodes(
         fingerprint=key,
         num_layers=model.config.num_hidden_layers,
         total_kv_heads=model.config.num_key_value_heads,
+        precision=Precision.of(torch.float32),
     )
     view = hf.cache_view(cache, hf.cache_facts(model, fingerprint=key))
     section = Section(layers=tuple(range(len(view.layers))), view=view, block_table=None)

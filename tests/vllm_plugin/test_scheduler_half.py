@@ -169,7 +169,7 @@ def stored(tmp_path: Path) -> None:
 
 
 def fill(path: Path, tokens: list[int], salt: str = "") -> None:
-    from kvx_core.snapshot import Section
+    from kvx_core.snapshot import Precision, Section
     from kvx_core.stores.blobs import Directory
     from kvx_core.stores.prefix import PrefixStore
 
@@ -178,6 +178,7 @@ def fill(path: Path, tokens: list[int], salt: str = "") -> None:
         fingerprint="f",
         num_layers=LAYERS,
         total_kv_heads=HEADS,
+        precision=Precision.of("float32"),
         chunk_tokens=CHUNK,
         salt=salt,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheFacts
-from kvx_core.snapshot import StoreError
+from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
 from tests.adapters.vllm_caches import SENTINEL, B, H, L, N, by_permutation, make_spec
@@ -90,7 +90,14 @@ class Worker:
 
 
 def store_in(blobs: Directory) -> PrefixStore:
-    return PrefixStore(blobs, fingerprint="f", num_layers=L, total_kv_heads=H, chunk_tokens=CHUNK)
+    return PrefixStore(
+        blobs,
+        fingerprint="f",
+        num_layers=L,
+        total_kv_heads=H,
+        precision=Precision.of(make_spec("LBHNC").dtype),
+        chunk_tokens=CHUNK,
+    )
 
 
 def filled(path: Path) -> Worker:

@@ -1,0 +1,106 @@
+"""What is copied between caches and a snapshot: which tensors there are, and one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.descriptors import BlockTable, SeqLens
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.facts import compare
+from kvx_core.migrate import copy_tokens
+from kvx_core.snapshot.contents import SCALE_KINDS
+from kvx_core.snapshot.scales import scale_shape, scales_of
+from kvx_core.snapshot.section import Section
+from kvx_core.tensors import int64_array
+from kvx_core.types import DType
+from kvx_core.view import CacheView
+
+
+def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Token ids as an array. Raises InvalidArgumentError for what is not a list of integers."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidArgumentError(
+                f"tokens is an array of {tokens.dtype} with {tokens.ndim} axes, expected integers "
+                "with 1 axis"
+            )
+        return tokens.astype("<i8", copy=False)
+    return int64_array("tokens", tokens)
+
+
+def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> None:
+    """Raises InvalidArgumentError for what cannot be one snapshot."""
+    if not len(ids):
+        raise InvalidArgumentError("tokens is empty, expected at least 1 token")
+    if not sections:
+        raise InvalidArgumentError("sections is empty, expected at least 1 section")
+    layers = [layer for section in sections for layer in section.layers]
+    if len(set(layers)) != len(layers):
+        raise InvalidArgumentError(f"sections have the layers {layers}, expected each once")
+    for section in sections:
+        if section.heads != sections[0].heads:
+            raise InvalidArgumentError(
+                f"sections have the heads {section.heads} and {sections[0].heads}, expected the "
+                "same. Capture them apart"
+            )
+        wrong = compare(section.view.facts, section.view.facts)
+        if wrong:
+            raise InvalidArgumentError(wrong[0])
+
+
+def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
+    """Name, type and shape of each tensor that a section needs."""
+    num_heads = section.view.layers[0].num_kv_heads
+    for layer, cache in zip(section.layers, section.view.layers, strict=True):
+        yield f"layers.{layer}.k", cache.k.dtype, (num_tokens, num_heads, cache.head_dim)
+        if cache.v is not None:
+            yield f"layers.{layer}.v", cache.v.dtype, (num_tokens, num_heads, cache.v_head_dim)
+    for kind in SCALE_KINDS:
+        for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=True):
+            if scale is not None:
+                yield f"layers.{layer}.{kind}", DType.F32, scale_shape(scale, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One sequence from one view to another; the table belongs to the end that is a cache."""
+
+    lens: SeqLens
+    src_starts: SeqLens
+    table: BlockTable | None
+    dst_starts: SeqLens | None = None
+    src_head: int = 0
+    dst_head: int = 0
+    num_heads: int | None = None
+    stream: int | None = None
+
+    def run(
+        self,
+        src: CacheView,
+        dst: CacheView,
+        *,
+        into_table: bool = True,
+        find_scales: bool = False,
+    ) -> None:
+        """Facts have been compared, layer by layer, so they are not here."""
+        copy_tokens(
+            src.at(
+                block_table=None if into_table else self.table,
+                starts=self.src_starts,
+                head_start=self.src_head,
+            ),
+            dst.at(
+                block_table=self.table if into_table else None,
+                starts=self.dst_starts,
+                head_start=self.dst_head,
+            ),
+            self.lens,
+            num_heads=self.num_heads,
+            find_scales=find_scales,
+            stream=self.stream,
+        )

@@ -1,0 +1,131 @@
+"""What a snapshot says that it holds, and what of it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from kvx_core.facts import CacheFacts
+from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.types import DType
+
+SCALE_KINDS = ("k_scale", "v_scale")
+FP8 = (DType.F8_E4M3, DType.F8_E5M2)
+ROWS = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # what K and V may be
+_MAX_INDEX = 1 << 24  # of layers and heads
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers of a snapshot that share facts, encoding and precision: what was one section."""
+
+    layers: tuple[int, ...]
+    facts: CacheFacts
+    encoding: str
+    precision: str  # Precision.name
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a snapshot is of, without its tokens and tensors."""
+
+    start: int  # position in the sequence of the first token
+    prefix: str  # opaque key of the tokens before it
+    heads: tuple[int, int]
+    parts: tuple[Part, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted(layer for part in self.parts for layer in part.layers))
+
+    @property
+    def precision(self) -> Precision:
+        """The coarsest of all parts."""
+        found = Precision()
+        for part in self.parts:
+            found = found.meet(Precision.parse(part.precision))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor: type, shape, and where its bytes begin in the file or in memory."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    checksum: str = ""  # in a file
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def type(self) -> tuple[DType, tuple[int, ...]]:
+        return self.dtype, self.shape
+
+
+NOTHING = Stored(DType.U8, (), 0)
+
+
+def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
+    """What of a header's content cannot be, or None."""
+    layers = [layer for part in header.parts for layer in part.layers]
+    tokens = tensors.get("tokens", NOTHING)
+    if tokens.dtype is not DType.S64 or len(tokens.shape) != 1 or not tokens.shape[0]:
+        return f"tokens is {tokens.dtype.name} {tokens.shape}, expected I64 of 1 axis"
+    if (
+        not layers
+        or len(set(layers)) != len(layers)
+        or min(layers) < 0
+        or max(layers) >= _MAX_INDEX
+    ):
+        return f"its layers are {layers}, expected indices of layers of the model, each once"
+    first, last = header.heads
+    if header.start < 0 or not 0 <= first < last <= _MAX_INDEX:
+        return f"start is {header.start}, heads are {header.heads}, expected a range of each"
+    for part in header.parts:
+        try:
+            Precision.parse(part.precision)
+        except ValueError as error:
+            return str(error)
+    known = {"tokens"}
+    rows = (tokens.shape[0], last - first)
+    for layer, encoding in ((i, part.encoding) for part in header.parts for i in part.layers):
+        for kind in ("k", "v"):
+            name = f"layers.{layer}.{kind}"
+            if name in tensors or kind == "k":
+                known |= {name, f"{name}_scale"}
+                reason = next(_wrong_rows(name, tensors, rows, encoding), None)
+                if reason:
+                    return reason
+    others = sorted(set(tensors) - known)
+    return f"{others[0]} belongs to none of its layers {layers}" if others else None
+
+
+def _wrong_rows(
+    name: str, tensors: Mapping[str, Stored], rows: tuple[int, int], encoding: str
+) -> Iterator[str]:
+    """What is wrong with K or V of a layer, or its scale."""
+    stored, scale = tensors.get(name, NOTHING), tensors.get(f"{name}_scale")
+    if (
+        stored.shape[:2] != rows
+        or len(stored.shape) != 3
+        or not stored.shape[2]
+        or stored.dtype not in ROWS
+        or (stored.dtype is DType.U8) is (encoding == VALUES)
+    ):
+        yield (
+            f"{name} is {stored.dtype.name} {stored.shape}, expected {rows} and a head_dim, of a "
+            f"dtype of {encoding!r}"
+        )
+    if scale is not None and (
+        scale.dtype is not DType.F32
+        or stored.dtype not in FP8
+        or scale.shape not in ((1,), rows[1:], rows)
+    ):
+        yield (
+            f"{name}_scale is {scale.dtype.name} {scale.shape} for {name} of "
+            f"{stored.dtype.name}, expected F32 (1,), {rows[1:]} or {rows} for FP8"
+        )

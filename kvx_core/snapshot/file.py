@@ -1,0 +1,172 @@
+"""Files of snapshots: opened without trust, read in parts, written from the tensors' memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from kvx_core.snapshot.contents import Header, Stored
+from kvx_core.snapshot.errors import CorruptError, StoreError
+from kvx_core.snapshot.header import header_bytes, in_file_order, parse_header
+from kvx_core.snapshot.memory import Bytes, in_threads
+from kvx_core.snapshot.signing import Key
+
+MAX_HEADER_BYTES = 16 << 20
+_FIRST_BYTES = 16 << 10  # read at once: most headers are shorter
+# Without O_NONBLOCK the opening of a FIFO waits for its other end.
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class SnapshotFile:
+    """An open file of a snapshot. `close` closes what was opened by path, and nothing else."""
+
+    def __init__(self, file: BinaryIO, name: str, key: Key | None) -> None:
+        self.file = file
+        self.name = name  # for messages
+        self._key = key
+        self._opened: _OwnFile | None = None
+
+    @classmethod
+    def of(cls, path: Path, key: Key | None) -> SnapshotFile:
+        """Opens a regular file. Raises StoreError."""
+        try:
+            file = _opened(path, os.O_RDONLY, "r")
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} cannot be read: {error}") from None
+        found = cls(file, str(path), key)
+        found._opened = file
+        return found
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def header(self, max_header_bytes: int) -> tuple[Header, dict[str, Stored]]:
+        """What the file says that it holds; all of it has been checked.
+
+        Raises CorruptError, UnsignedError, StoreError.
+        """
+        try:
+            status = os.fstat(self.file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(f"{self.name} is no regular file, expected one")
+            num_bytes = status.st_size
+            first = bytearray(min(_FIRST_BYTES, num_bytes))
+            self._read_at(memoryview(first), 0)
+            length = int.from_bytes(first[:8], "little")
+            if num_bytes < 8 or not 2 <= length <= min(max_header_bytes, num_bytes - 8):
+                raise CorruptError(
+                    f"{self.name} is not a safetensors file of KVX: it has {num_bytes} bytes and a "
+                    f"header of {length}, expected one of at most {max_header_bytes}"
+                )
+            raw = first[: 8 + length]
+            if len(raw) < 8 + length:
+                raw += bytes(8 + length - len(raw))
+                self._read_at(memoryview(raw)[len(first) :], len(first))
+            return parse_header(bytes(raw[8:]), num_bytes - 8 - length, self.name, self._key)
+        except EOFError:
+            raise CorruptError(f"{self.name} is shorter than its header says") from None
+        except (OSError, ValueError, MemoryError, RecursionError) as error:
+            # Not of the file, whose bytes raise CorruptError and nothing else.
+            raise StoreError(f"{self.name} cannot be read: {error}") from None
+
+    def read(self, tensors: Mapping[str, Stored], parts: Mapping[str, Bytes]) -> None:
+        """Fills each of `parts` with the tensor of its name, and checks every byte.
+
+        Raises CorruptError if the data is not what was written, StoreError if it cannot be read.
+        """
+
+        def read(name: str) -> bool:
+            self._read_at(parts[name].data, tensors[name].offset)
+            return checksum(parts[name], self._key) == tensors[name].checksum
+
+        names = list(parts)
+        try:
+            good = in_threads(read, names, sum(len(part) for part in parts.values()))
+        except EOFError:
+            raise CorruptError(f"{self.name} is shorter than its header says") from None
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+            raise StoreError(f"{self.name} cannot be read: {error}") from None
+        for name, is_good in zip(names, good, strict=True):
+            if not is_good:
+                raise CorruptError(
+                    f"{self.name}: the bytes of {name} have changed since they were written"
+                )
+
+    def _read_at(self, view: memoryview, offset: int) -> None:
+        """Fills `view`. Raises EOFError, OSError, ValueError for a file that has been closed."""
+        file = self.file.fileno()
+        while view:
+            count = os.preadv(file, [view], offset)
+            if not count:
+                raise EOFError
+            view, offset = view[count:], offset + count
+
+
+class _OwnFile(io.FileIO):
+    """Closes itself when nobody has it any more, which FileIO warns of."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def write(
+    target: Path | BinaryIO,
+    header: Header,
+    tensors: Mapping[str, Stored],
+    data_of: Callable[[str], Bytes],
+    key: Key | None,
+) -> None:
+    """Writes a file, which is not synced. Raises StoreError.
+
+    target: a path, overwritten if it is there, or a new file that is open for writing
+    """
+    names = in_file_order(tensors)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    sums = in_threads(lambda name: checksum(data_of(name), key), names, num_bytes)
+    try:
+        first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), key)
+        if len(first) > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
+        parts = [memoryview(first), *(data_of(name).data for name in names)]
+        if isinstance(target, Path):
+            with _opened(target, os.O_WRONLY | os.O_CREAT, "w") as file:
+                file.truncate(0)
+                _write_all(file, parts)
+        else:
+            _write_all(target, parts)
+    except (OSError, ValueError) as error:
+        what = target if isinstance(target, Path) else "the snapshot"
+        raise StoreError(f"{what} cannot be written: {error}") from None
+
+
+def _opened(path: Path, flags: int, mode: str) -> _OwnFile:
+    """A regular file. Raises OSError, ValueError."""
+    file = os.open(path, flags | _FLAGS, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError("it is no regular file")
+        return _OwnFile(file, mode)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
+    for view in parts:
+        while view:
+            view = view[file.write(view) :]
+
+
+def checksum(data: Bytes, key: Key | None) -> str:
+    """Without a key CRC-32: sees what disks and networks do, at more than twice the speed of
+    SHA-256.
+    """
+    if key is not None:
+        return key.digest(data.data, b"kvx tensor")
+    return f"{zlib.crc32(data.data):08x}"

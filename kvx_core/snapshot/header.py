@@ -1,0 +1,201 @@
+"""The header of a snapshot's file: bytes that anybody may have written, and what they say.
+
+A file is one of safetensors, whose data begins at a multiple of 64 bytes: the tokens first, then
+the rest, tensors of larger elements before others. Its metadata are
+
+    kvx_snapshot  the format
+    header        JSON: what a snapshot is of, and a checksum of each tensor
+    digest        SHA-256 of `header` and of what safetensors says of each tensor
+    signature     if it is signed: keyed BLAKE2b of the same
+
+The checksums are CRC-32, or keyed BLAKE2b if it is signed.
+Source: safetensors, README.md, "Format"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from kvx_core.snapshot.contents import ROWS, Header, Stored, inconsistency
+from kvx_core.snapshot.errors import CorruptError, StoreError
+from kvx_core.snapshot.signing import Key, check_signature
+from kvx_core.snapshot.text import strict_json
+from kvx_core.types import DType
+
+FORMAT = 2
+
+_ALIGN = 64  # bytes, of the data within the file
+_DTYPES = {dtype.name: dtype for dtype in ROWS} | {"I64": DType.S64}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_METADATA = {"kvx_snapshot", "header", "digest"}
+
+
+@dataclass(frozen=True, slots=True)
+class _FileHeader:
+    """The header as a file has it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # and all within it
+
+    header: Header
+    checksums: dict[str, str]
+
+
+_FILE_HEADER = TypeAdapter(_FileHeader)
+
+
+def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
+    """The names of tensors as they follow one another in a file: each is aligned to its elements,
+    and the tokens are first.
+    """
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+def header_bytes(
+    header: Header, tensors: Mapping[str, Stored], checksums: dict[str, str], key: Key | None
+) -> bytes:
+    """What a file begins with, up to its data.
+
+    Raises ValueError for text that is none of Unicode.
+    """
+    text = _FILE_HEADER.dump_json(_FileHeader(header, checksums)).decode()
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name in in_file_order(tensors):
+        tensor = tensors[name]
+        entries[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    message = _message(text, tensors)
+    metadata = {"kvx_snapshot": str(FORMAT), "header": text, "digest": _digest(message)}
+    if key is not None:
+        metadata["signature"] = key.digest(message, b"kvx header")
+    whole = {"__metadata__": metadata} | entries
+    raw = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(8 + len(raw)) % _ALIGN)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def parse_header(
+    raw: bytes, num_data_bytes: int, name: str, key: Key | None
+) -> tuple[Header, dict[str, Stored]]:
+    """What a header says; every field has been checked, and the data is as long as it says.
+
+    raw: without its length
+    Raises CorruptError, UnsignedError, StoreError if another version of KVX has written it.
+    """
+    try:
+        found = strict_json(raw)
+        metadata = _metadata(found)
+        text = metadata["header"]
+        if metadata["kvx_snapshot"] == "1":
+            raise StoreError(
+                f"{name} is a snapshot of format 1, expected {FORMAT}: an earlier version of KVX "
+                "has written it. Store it again"
+            )
+        if metadata["kvx_snapshot"] != str(FORMAT):
+            raise ValueError(f"it has no header of a KVX snapshot of format {FORMAT}")
+        tensors = _tensors(found, 8 + len(raw), num_data_bytes)
+    except ValueError as error:
+        raise CorruptError(f"{name} is not a safetensors file of KVX: {error}") from None
+    message = _message(text, tensors)
+    if not hmac.compare_digest(metadata["digest"].encode(), _digest(message).encode()):
+        raise CorruptError(f"{name}: its header has been changed since it was written")
+    check_signature(name, key, message, metadata.get("signature"))
+    header, checksums = _file_header(text, name)
+    reason = inconsistency(header, tensors)
+    if reason is None and checksums.keys() != tensors.keys():
+        reason = f"it has checksums of {sorted(checksums)}, expected {sorted(tensors)}"
+    if reason is not None:
+        raise CorruptError(f"{name}: {reason[:500]}")
+    tensors = {
+        tensor: Stored(stored.dtype, stored.shape, stored.offset, checksums[tensor])
+        for tensor, stored in tensors.items()
+    }
+    return header, tensors
+
+
+def _metadata(found: Any) -> dict[str, str]:
+    """The metadata of KVX, taken out of a header. Raises ValueError if there is none."""
+    metadata = found.pop("__metadata__", None) if isinstance(found, dict) else None
+    if (
+        not isinstance(metadata, dict)
+        or metadata.keys() - {"signature"} != _METADATA
+        or not all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise ValueError("it has no header of a KVX snapshot")
+    return metadata
+
+
+def _tensors(found: dict[str, Any], offset: int, num_data_bytes: int) -> dict[str, Stored]:
+    """Tensors that follow one another and fill the data. Raises ValueError for others."""
+    tensors: dict[str, Stored] = {}
+    at = 0
+    for name, entry in found.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name[:100]} is {str(entry)[:100]}, expected a tensor")
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise ValueError(f"{name[:100]} is {str(code)[:100]}, expected {', '.join(_DTYPES)}")
+        if not _are_counts(shape, 1) or not _are_counts(offsets, 0):
+            raise ValueError(f"{name[:100]} has shape {str(shape)[:100]}, expected sizes")
+        end = at + prod(shape) * _DTYPES[code].itemsize
+        if offsets != [at, end] or end > num_data_bytes:
+            raise ValueError(
+                f"{name[:100]} has the bytes {offsets} of {num_data_bytes}, expected {at} to {end}"
+            )
+        tensors[name] = Stored(_DTYPES[code], tuple(shape), offset + at)
+        at = end
+    if at != num_data_bytes:
+        raise ValueError(f"it has {num_data_bytes} bytes of data, expected {at}")
+    return tensors
+
+
+def _are_counts(found: Any, least: int) -> bool:
+    """Whether it is a short list of integers."""
+    return (
+        isinstance(found, list)
+        and 0 < len(found) <= 3
+        and all(type(number) is int and number >= least for number in found)
+    )
+
+
+def _file_header(text: str, name: str) -> tuple[Header, dict[str, str]]:
+    try:
+        strict_json(text.encode())
+        found = _FILE_HEADER.validate_json(text, strict=True)
+    except ValidationError as error:
+        wrong = error.errors()
+        if all(each["type"] == "unexpected_keyword_argument" for each in wrong):
+            raise StoreError(
+                f"{name} has {'.'.join(map(str, wrong[0]['loc']))[:200]}, which this version of "
+                "KVX does not know. Use the version that wrote it, or a newer one"
+            ) from None
+        raise CorruptError(
+            f"{name} has no header of a KVX snapshot: {wrong[0]['loc']}: {wrong[0]['msg'][:200]}"
+        ) from None
+    except ValueError as error:
+        raise CorruptError(f"{name} has no header of a KVX snapshot: {error}") from None
+    return found.header, found.checksums
+
+
+def _message(text: str, tensors: Mapping[str, Stored]) -> bytes:
+    """All that a file's header says; the header has checksums of the data."""
+    types = [
+        f"{name} {tensors[name].dtype.name} {list(tensors[name].shape)}" for name in sorted(tensors)
+    ]
+    return "\n".join([text, *types]).encode()
+
+
+def _digest(message: bytes) -> str:
+    return hashlib.sha256(message).hexdigest()

@@ -1,0 +1,70 @@
+"""Where the tensors of a snapshot lie in memory, and work that is shared out to threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot.contents import Stored
+from kvx_core.snapshot.errors import StoreError
+from kvx_core.types import DType
+
+PAGE = 4096
+_ALIGN = 64  # bytes, of each tensor
+_THREADED_BYTES = 4 << 20  # below it, starting threads costs more than they save
+
+Bytes = npt.NDArray[np.uint8]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
+    """New memory of the host, from the start of a page; contents arbitrary.
+
+    pinned: reachable by CUDA devices; needs torch
+    Raises StoreError if there is none.
+    """
+    try:
+        if pinned:
+            import torch
+
+            buffer: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return buffer
+        raw = np.empty(num_bytes + PAGE, np.uint8)
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
+        raise StoreError(f"no memory for {num_bytes} bytes of keys and values: {error}") from None
+    skip = -raw.__array_interface__["data"][0] % PAGE
+    return raw[skip : skip + num_bytes]
+
+
+def placed(
+    entries: Iterable[tuple[str, DType, tuple[int, ...]]],
+) -> tuple[dict[str, Stored], int]:
+    """Tensors one after the other in memory, and the bytes that they take."""
+    tensors: dict[str, Stored] = {}
+    offset = 0
+    for name, dtype, shape in entries:
+        tensors[name] = Stored(dtype, shape, offset)
+        offset += -(-tensors[name].num_bytes // _ALIGN) * _ALIGN
+    return tensors, offset
+
+
+def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
+    """[work(item) for item in items]; for many bytes, several at once."""
+    num_threads = min(os.cpu_count() or 1, 4, len(items))
+    if num_bytes < _THREADED_BYTES or num_threads < 2:
+        return [work(item) for item in items]
+    results: list[Any] = [None] * len(items)
+
+    def work_on(first: int) -> None:
+        for i in range(first, len(items), num_threads):
+            results[i] = work(items[i])
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(work_on, range(num_threads)))
+    return results

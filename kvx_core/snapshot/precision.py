@@ -1,0 +1,110 @@
+"""Precision: which numbers stored values can be, so that none is taken for a more precise one.
+
+A value that was computed in BF16 and kept in an FP8 cache is an FP8 number, whatever holds it
+later. A cache may take values whose numbers include all of its own: those that it would have
+rounded itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Self
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.types import DType
+
+VALUES = "values"  # the encoding of numbers; any other name is that of opaque rows, U8
+Accept = Literal["same", "lossy"]
+
+# The numbers of a key include those of its values. F16 and BF16 do not include each other: F16
+# lacks BF16's range, BF16 F16's digits. E5M2 has fewer digits than E4M3, and more range. With a
+# scale per token and head, FP8 numbers are others than with one for all tokens.
+_FP8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3_row", "f8_e5m2_row")
+_INCLUDES: dict[str, tuple[str, ...]] = {
+    "f32": ("f32", "bf16", "f16", *_FP8),
+    "bf16": ("bf16", *_FP8),
+    "f16": ("f16", *_FP8),
+    **{name: (name,) for name in _FP8},
+}
+_DIGITS = {"f32": 24, "f16": 11, "bf16": 8}  # significant bits; fewer for FP8
+_ROWS = re.compile("rows-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The numbers that all of some formats have in common; without formats, all numbers.
+
+    formats: none of them includes another; "rows-<hash>" are opaque rows, which only equal
+    """
+
+    formats: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, *dtypes: object, rows: str | None = None, row_scales: bool = False) -> Self:
+        """Of values that were computed in a dtype and kept in a cache of another.
+
+        dtypes:     of the computation and of K and V: DTypes, torch or numpy dtypes, or names;
+                    layers may differ
+        rows:       the name of opaque rows that (some) layers keep; not "values"
+        row_scales: the FP8 among them have a scale per token and head
+        Raises InvalidArgumentError for what holds no keys or values.
+        """
+        formats = []
+        for dtype in map(DType.of, dtypes):
+            name = dtype.name.lower()
+            if name not in _INCLUDES:
+                raise InvalidArgumentError(
+                    f"dtype is {dtype.name}, expected F16, BF16, F32, F8_E4M3 or F8_E5M2 for the "
+                    "precision of keys and values"
+                )
+            formats.append(f"{name}_row" if row_scales and name in _FP8 else name)
+        if rows is not None:
+            formats.append(f"rows-{hashlib.sha256(rows.encode()).hexdigest()[:16]}")
+        return cls(_coarsest(formats))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def parse(cls, name: str) -> Self:
+        """The precision of this `name`. Raises ValueError for what is none."""
+        formats = tuple(name.split("+"))
+        known = all(word in _INCLUDES or _ROWS.fullmatch(word) for word in formats)
+        if not known or formats != _coarsest(formats):
+            raise ValueError(f"precision is {name[:100]!r}, expected one that KVX has written")
+        return cls(formats)
+
+    @property
+    def name(self) -> str:
+        """One word, for names of files and headers."""
+        return "+".join(self.formats)
+
+    @property
+    def digits(self) -> int:
+        """For the order of those of which none includes the other: more is more precise."""
+        return min((_DIGITS.get(name, 4 - ("e5m2" in name)) for name in self.formats), default=99)
+
+    def meet(self, other: Precision) -> Precision:
+        """Of values that went through both."""
+        return Precision(_coarsest((*self.formats, *other.formats)))
+
+    def includes(self, other: Precision) -> bool:
+        """Whether every number of `other` is one of these."""
+        return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
+
+    def may_become(self, other: Precision) -> bool:
+        """Whether values can be converted to these at all: opaque rows only stay what they are."""
+        mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
+        return mine <= others and (bool(mine) or others != set(other.formats))
+
+
+def _is_included(name: str, within: str) -> bool:
+    return name in _INCLUDES.get(within, (within,))
+
+
+def _coarsest(formats: Iterable[str]) -> tuple[str, ...]:
+    """Those that include no other, in order, each once."""
+    found = set(formats)
+    return tuple(sorted(a for a in found if not any(b != a and _is_included(b, a) for b in found)))

@@ -1,0 +1,106 @@
+"""Scales of a view as a snapshot needs them: without blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.descriptors import CacheDesc, ScaleDesc, TensorDesc
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.snapshot.contents import FP8
+from kvx_core.tensors import is_torch
+from kvx_core.types import Layout, Memory, ScaleGranularity
+from kvx_core.view import CacheView
+
+
+def bare(view: CacheView) -> CacheView:
+    """The view without scales: its bytes as they are."""
+    if view.k_scales is None and view.v_scales is None:
+        return view
+    return replace(view, k_scales=None, v_scales=None)
+
+
+def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
+    """The scales of K or V, one per layer; those that others than FP8 may have are 1 (spec 6.6)."""
+    scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
+    tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
+    return tuple(
+        scale if tensor is not None and tensor.dtype in FP8 else None
+        for scale, tensor in zip(scales, tensors, strict=True)
+    )
+
+
+def has_row_scales(view: CacheView) -> bool:
+    """Whether the scales are per token and head. Raises UnsupportedError if only some are."""
+    per_row = {
+        scale is not None and scale.granularity is ScaleGranularity.PER_TOKEN_HEAD
+        for i, layer in enumerate(view.layers)
+        for scale in (scales_of(view, f"{kind}_scale")[i] for kind in layer.tensors)
+    }
+    if len(per_row) == 2:
+        raise UnsupportedError(
+            "some scales of the section are PER_TOKEN_HEAD, expected all or none. Make a section "
+            "of each"
+        )
+    return per_row.pop()
+
+
+def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:
+    """The shape of a scale in a snapshot. Raises UnsupportedError for scales of blocks."""
+    if scale.granularity is ScaleGranularity.PER_TENSOR:
+        return (1,)
+    if scale.granularity is ScaleGranularity.PER_HEAD:
+        return scale.shape
+    if scale.granularity is ScaleGranularity.PER_TOKEN_HEAD:
+        return (num_tokens, scale.shape[-1])
+    raise UnsupportedError(
+        f"the cache has scales {scale.granularity.name}, expected PER_TENSOR, PER_HEAD or "
+        "PER_TOKEN_HEAD, which mean the same without blocks"
+    )
+
+
+def scale_rows(view: CacheView) -> CacheView:
+    """Scales per token and head as a cache of their own, with head_dim 1."""
+
+    def rows(scale: ScaleDesc | None) -> TensorDesc | None:
+        if scale is None:
+            return None
+        return TensorDesc(
+            dtype=scale.dtype,
+            layout=Layout.BLOCK_NHD,
+            memory=scale.memory,
+            shape=(*scale.shape, 1),
+            stride=(*scale.stride, 1),
+            data=scale.data,
+            writable=scale.writable,
+            owner=scale.owner,
+        )
+
+    layers = []
+    pairs = zip(scales_of(view, "k_scale"), scales_of(view, "v_scale"), strict=True)
+    for k_scale, v_scale in pairs:
+        k = rows(k_scale)
+        assert k is not None  # by has_row_scales
+        layers.append(CacheDesc.from_kv(k, rows(v_scale)))
+    return replace(bare(view), layers=tuple(layers))
+
+
+def scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:
+    """Scales as float32, flat; those of a torch tensor are read back from its device."""
+    if scale.memory is Memory.DEVICE and is_torch(scale.owner):
+        values: npt.NDArray[np.float32] = scale.owner.float().cpu().numpy()
+    else:
+        values = scale.to_numpy().astype(np.float32)
+    if not are_good(values):
+        raise InvalidArgumentError(
+            f"a scale of the cache is {values}, expected it finite and greater than zero (spec 6.6)"
+        )
+    return values.reshape(-1)
+
+
+def are_good(scales: npt.NDArray[np.float32]) -> bool:
+    """Whether all are finite and greater than zero."""
+    return bool((np.isfinite(scales) & (scales > 0)).all())

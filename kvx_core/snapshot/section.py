@@ -1,0 +1,174 @@
+"""Section: what one engine holds of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.descriptors import BlockTable, SeqLens
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.snapshot.scales import has_row_scales, scales_of
+from kvx_core.tensors import is_torch, read_array
+from kvx_core.types import BlockTableFormat, DType, Memory
+from kvx_core.view import CacheView
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one engine holds of some layers of one sequence.
+
+    Layers that share a block table and facts; an engine with hybrid groups has several sections.
+    Raises InvalidArgumentError.
+    """
+
+    layers: tuple[int, ...]  # index in the model of each of view.layers
+    view: CacheView  # facts.first_kv_head is known
+    block_table: BlockTable | None  # the row of the sequence, from its token 0; None: block 0
+    encoding: str = VALUES
+
+    def __post_init__(self) -> None:
+        view = self.view
+        if len(set(self.layers)) != len(self.layers) or len(self.layers) != len(view.layers):
+            raise InvalidArgumentError(
+                f"section.layers is {self.layers}, expected one index for each of the "
+                f"{len(view.layers)} layers of its view"
+            )
+        if not self.layers or min(self.layers) < 0:
+            raise InvalidArgumentError(
+                f"section.layers is {self.layers}, expected indices of layers of the model"
+            )
+        if view.facts.first_kv_head is None:
+            raise InvalidArgumentError(
+                "section.view.facts.first_kv_head is None, expected the index in the model of the "
+                "first head held here"
+            )
+        if len({layer.num_kv_heads for layer in view.layers}) != 1:
+            raise InvalidArgumentError(
+                f"section.view has layers with {[layer.num_kv_heads for layer in view.layers]} "
+                "heads, expected the same number in all. Make a section of each"
+            )
+        if self.block_table is not None and self.block_table.num_rows != 1:
+            raise InvalidArgumentError(
+                f"section.block_table has {self.block_table.num_rows} rows, expected the one of "
+                "the sequence"
+            )
+        for layer, cache in zip(self.layers, view.layers, strict=True):
+            for name, tensor in cache.tensors.items():
+                if (tensor.dtype is DType.U8) is (self.encoding == VALUES):
+                    raise InvalidArgumentError(
+                        f"section.encoding is {self.encoding!r} and {name} of layer {layer} is "
+                        f"{tensor.dtype.name}, expected U8 for opaque rows and only for them"
+                    )
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of the model that are held here: first, and one past the last."""
+        first = self.view.facts.first_kv_head or 0
+        return first, first + self.view.layers[0].num_kv_heads
+
+    @property
+    def precision(self) -> Precision:
+        """Of the values here, as far as facts.compute_dtype and the dtypes of K and V tell."""
+        if self.encoding != VALUES:
+            return Precision.of(rows=self.encoding)
+        dtypes: set[DType] = {t.dtype for layer in self.view.layers for t in layer.tensors.values()}
+        if self.view.facts.compute_dtype is not None:
+            dtypes.add(self.view.facts.compute_dtype)
+        return Precision.of(*dtypes, row_scales=has_row_scales(self.view))
+
+    def of(self, layers: Sequence[int]) -> Section:
+        """The same for some of its layers."""
+        return replace(self, layers=tuple(layers), view=view_of(self, layers))
+
+    def null_blocks(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which blocks of tokens `start` to `stop` stand for nothing.
+
+        Raises OutOfRangeError if the table does not reach so far.
+        """
+        block_size, table = self.view.layers[0].block_size, self.block_table
+        if table is None:
+            _check_reach(stop, block_size)
+            return np.zeros(1, np.bool_)
+        rows = _indices(table).reshape(2 if table.format is BlockTableFormat.KV_OFFSETS else 1, -1)
+        if table.format is BlockTableFormat.RAGGED:
+            block_size = 1  # an entry per token
+        _check_reach(stop, rows.shape[1] * block_size)
+        used = rows[:, start // block_size : -(-stop // block_size)]
+        if table.format is BlockTableFormat.KV_OFFSETS:
+            null: npt.NDArray[np.bool_] = (used == -1).any(0)
+        else:
+            null = (used[0] < 0) | (used[0] == self.view.null_block_id)
+        return null
+
+
+def view_of(section: Section, layers: Sequence[int]) -> CacheView:
+    """The section's view, of some of its layers only."""
+    if tuple(layers) == section.layers:
+        return section.view
+    view = section.view
+    at = [section.layers.index(layer) for layer in layers]
+    return replace(
+        view,
+        layers=tuple(view.layers[i] for i in at),
+        k_scales=tuple(scales_of(view, "k_scale")[i] for i in at),
+        v_scales=tuple(scales_of(view, "v_scale")[i] for i in at),
+    )
+
+
+def device_of(sections: Sequence[Section]) -> Any:
+    """The torch device that copies of these caches run on; None: the host."""
+    k = sections[0].view.layers[0].k
+    if k.memory is Memory.HOST:
+        return None
+    if not is_torch(k.owner):
+        raise UnsupportedError(
+            f"the cache's memory belongs to a {type(k.owner).__name__} on a device, expected a "
+            "torch.Tensor there"
+        )
+    return k.owner.device
+
+
+def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
+    """Numbers where a copy reads them."""
+    if device is None:
+        return SeqLens.of(numbers)
+    import torch
+
+    return SeqLens.of(torch.tensor(numbers, dtype=torch.int64, device=device))
+
+
+def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:
+    """The table where a copy reads it."""
+    if table is None or device is None or table.memory is not Memory.HOST:
+        return None if table is None else table.of_parts()
+    import torch
+
+    if table.format is not BlockTableFormat.PACKED:
+        raise UnsupportedError(
+            f"section.block_table is {table.format.name} on the host, expected it on the device "
+            "as the cache is"
+        )
+    return BlockTable.packed(torch.from_numpy(_indices(table)).reshape(1, -1).to(device))
+
+
+def _indices(table: BlockTable) -> npt.NDArray[Any]:
+    """The entries of a table, a copy. A torch tensor is read back from its device."""
+    if table.memory is Memory.DEVICE and is_torch(table.owner):
+        on_host: npt.NDArray[Any] = table.owner.cpu().numpy().reshape(-1)
+        return on_host
+    shape, stride = (table.indices_count,), (1,)
+    return read_array(
+        "block_table.indices", table.indices, shape, stride, table.index_dtype, table.memory
+    )
+
+
+def _check_reach(stop: int, num_tokens: int) -> None:
+    if stop > num_tokens:
+        raise OutOfRangeError(
+            f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
+        )

@@ -1,0 +1,95 @@
+"""Keys: who has one writes and takes only what others with it have written."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.snapshot.errors import UnsignedError
+
+_MIN_BYTES, _MAX_BYTES = 32, 4096
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Keyed BLAKE2b, 256 bits.
+
+    secret: at least 32 bytes that nobody can guess, such as those of os.urandom
+    Raises InvalidArgumentError.
+    """
+
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes) or len(self.secret) < _MIN_BYTES:
+            raise InvalidArgumentError(
+                f"key has {len(self.secret)} bytes, expected at least {_MIN_BYTES} that nobody can "
+                "guess. Make one with os.urandom(32)"
+            )
+
+    def digest(self, data: bytes | memoryview, purpose: bytes) -> str:
+        """Of `data`; a digest for one purpose is none for another, at most 16 bytes."""
+        key = hashlib.blake2b(self.secret, digest_size=64, person=b"kvx key").digest()
+        mac = hashlib.blake2b(data, key=key, digest_size=_DIGEST_BYTES, person=purpose)
+        return mac.hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Tells keys apart, and nothing about them."""
+        return self.digest(b"", b"kvx name")
+
+
+def read_key(path: Path) -> bytes:
+    """A key, all bytes of a file that its owner alone can read.
+
+    Raises InvalidArgumentError if it is another kind of file, or too short or long, or if others
+    can read it.
+    """
+    try:
+        # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"key_file {path} cannot be read: {error}. Make it with: "
+            f"(umask 077; head -c 32 /dev/urandom > {path})"
+        ) from None
+    try:
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISREG(mode):
+            raise InvalidArgumentError(f"key_file {path} is no regular file, expected one")
+        if mode & 0o077:
+            raise InvalidArgumentError(
+                f"key_file {path} has mode {mode & 0o777:04o}, expected 0600 or stricter: others "
+                f"must not read it. Run: chmod 600 {path}"
+            )
+        secret = os.read(file, _MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgumentError(f"key_file {path} cannot be read: {error}") from None
+    finally:
+        os.close(file)
+    if not _MIN_BYTES <= len(secret) <= _MAX_BYTES:
+        raise InvalidArgumentError(
+            f"key_file {path} has {'more than ' if len(secret) > _MAX_BYTES else ''}"
+            f"{min(len(secret), _MAX_BYTES)} bytes, expected {_MIN_BYTES} to {_MAX_BYTES}. Make it "
+            f"with: (umask 077; head -c 32 /dev/urandom > {path})"
+        )
+    return secret
+
+
+def check_signature(name: str, key: Key | None, message: bytes, signature: str | None) -> None:
+    """Raises UnsignedError unless the key of the reader has made the signature, or neither is."""
+    if key is None and signature is None:
+        return
+    if key is None:
+        raise UnsignedError(f"{name} is signed, and this reader has no key. Give it the writer's")
+    expected = key.digest(message, b"kvx header")
+    if signature is None or not hmac.compare_digest(signature.encode(), expected.encode()):
+        raise UnsignedError(
+            f"{name} is not signed with the key of this reader. Give writer and reader the same"
+        )

@@ -1,0 +1,388 @@
+"""Snapshot: tokens of one sequence at rest, between the caches of any engines and a file.
+
+A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
+per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from.
+Block size, layout and place are left behind; facts, scales and precision travel with it. The file
+is safetensors. Which file belongs to which prompt is for kvx_core.stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.descriptors import CacheDesc, ScaleDesc, TensorDesc
+from kvx_core.facts import CacheFacts, compare
+from kvx_core.ops import device_status
+from kvx_core.snapshot.capture import Copy, check_capture, to_capture, token_ids
+from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Header, Part, Stored
+from kvx_core.snapshot.errors import CorruptError, StoreError
+from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, write
+from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, placed
+from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.scales import (
+    are_good,
+    bare,
+    has_row_scales,
+    scale_rows,
+    scale_values,
+    scales_of,
+)
+from kvx_core.snapshot.section import Section, device_of, ints_on, table_on, view_of
+from kvx_core.snapshot.signing import Key
+from kvx_core.tensors import row_major
+from kvx_core.types import DType, Layout, Memory, ScaleGranularity
+from kvx_core.view import CacheView
+
+_MAX_REASON = 500  # characters: words of a file may be long
+_NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Tokens of one sequence in some layers and heads; the data in memory, or still in a file.
+
+    One that was opened by path keeps the file open until `close`, the end of a `with`, or its own.
+    """
+
+    header: Header
+    tokens: npt.NDArray[np.int64]
+    tensors: dict[str, Stored] = field(repr=False)  # "tokens" is among them
+    memory: Bytes | None = field(default=None, repr=False, compare=False)
+    file: SnapshotFile | None = field(default=None, repr=False, compare=False)  # if data is in it
+    name: str = "the snapshot"  # for messages
+
+    @classmethod
+    def capture(
+        cls,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        sections: Sequence[Section],
+        *,
+        start: int = 0,
+        prefix: str = "",
+        precision: Precision | None = None,
+    ) -> Self | None:
+        """Copies tokens of a sequence out of caches, into new memory of the host.
+
+        tokens:    their ids; the first one is token `start` of the sequence in every section
+        sections:  all hold the same heads, none a layer of another
+        precision: that the values went through before they came into these caches, where it may
+                   be coarser than Section.precision; None: it is not
+        Returns when the caches may change again; None if a block of these tokens is null.
+        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+        """
+        snapshot = cls.reserve(tokens, sections, start=start, prefix=prefix, precision=precision)
+        if snapshot is not None:
+            for section in sections:
+                snapshot.fill(section)
+            snapshot.settle(sections)
+        return snapshot
+
+    @classmethod
+    def reserve(
+        cls,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        sections: Sequence[Section],
+        *,
+        start: int = 0,
+        prefix: str = "",
+        precision: Precision | None = None,
+    ) -> Self | None:
+        """Memory for what `capture` copies, to be copied layer by layer.
+
+        `fill` each layer once and `settle` before the caches change. Arguments, result and errors
+        are those of `capture`.
+        """
+        ids = token_ids(tokens)
+        check_capture(ids, sections)
+        stop = start + len(ids)
+        if any(section.null_blocks(start, stop).any() for section in sections):
+            return None
+        carried = precision or Precision()
+        header = Header(
+            start=start,
+            prefix=prefix,
+            heads=sections[0].heads,
+            parts=tuple(
+                Part(s.layers, s.view.facts, s.encoding, s.precision.meet(carried).name)
+                for s in sections
+            ),
+        )
+        tensors, num_bytes = placed(
+            entry for section in sections for entry in to_capture(section, len(ids))
+        )
+        tensors["tokens"] = Stored(DType.S64, ids.shape, num_bytes)
+        num_bytes += tensors["tokens"].num_bytes
+        memory = host_memory(num_bytes, pinned=device_of(sections) is not None)
+        snapshot = cls(header, ids, tensors, memory)
+        snapshot.array("tokens")[:] = ids
+        return snapshot
+
+    def fill(self, section: Section) -> None:
+        """Copies the layers of a section, which was reserved, or is `of` some layers of one.
+
+        Mutates this snapshot. A device is not waited for.
+        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+        """
+        num_tokens, device = len(self.tokens), device_of([section])
+        copy = Copy(
+            lens=ints_on([num_tokens], device),
+            src_starts=ints_on([self.header.start], device),
+            table=table_on(section.block_table, device),
+        )
+        copy.run(bare(section.view), self._view(section.layers, scales=False), into_table=False)
+        if has_row_scales(section.view):
+            scales = scale_rows(self._view(section.layers))
+            copy.run(scale_rows(section.view), scales, into_table=False)
+            return
+        for kind in SCALE_KINDS:
+            for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=True):
+                if scale is not None:
+                    self.array(f"layers.{layer}.{kind}")[:] = scale_values(scale)
+
+    def settle(self, sections: Sequence[Section]) -> None:
+        """Waits until what `fill` copies is here. Raises OutOfRangeError."""
+        if device_of(sections) is not None:
+            device_status()
+
+    @classmethod
+    def open(
+        cls,
+        source: Path | BinaryIO,
+        *,
+        name: str = "",
+        key: bytes | None = None,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> Self:
+        """The snapshot in a file; only its header and tokens are read.
+
+        source: a path of a regular file; or one that is open for reading, unbuffered, which stays
+                the caller's and open as long as data is read
+        name:   of an open file, for messages
+        key:    that the file has to be signed with; None: it must not be signed
+        Raises CorruptError if the file is not what `save` wrote, UnsignedError if it is not signed
+        with the key, StoreError if it cannot be read.
+        """
+        signer = None if key is None else Key(key)
+        if isinstance(source, Path):
+            file = SnapshotFile.of(source, signer)
+        else:
+            file = SnapshotFile(source, name or str(source), signer)
+        try:
+            header, tensors = file.header(max_header_bytes)
+            snapshot = cls(header, np.empty(0, np.int64), tensors, file=file, name=file.name)
+            return replace(snapshot, tokens=snapshot._read(["tokens"], None).array("tokens"))
+        except BaseException:
+            file.close()
+            raise
+
+    def save(self, target: Path | BinaryIO, *, key: bytes | None = None) -> None:
+        """Writes the snapshot; the file is not synced. Raises StoreError if it cannot be written.
+
+        target: a path, overwritten if it is there; or a new file that is open for writing
+        key:    that it is signed with
+        """
+        signer = None if key is None else Key(key)
+        write(target, self.header, self.tensors, self._bytes, signer)
+
+    def close(self) -> None:
+        """Closes the file that was opened by path; what has been read stays."""
+        if self.file is not None:
+            self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def names_of(self, layers: Iterable[int]) -> list[str]:
+        """The tensors of these layers."""
+        names = (f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS))
+        return [name for name in names if name in self.tensors]
+
+    def memory_for(self, layers: Iterable[int]) -> int:
+        """Bytes of memory that `read` needs for these layers, a multiple of a page."""
+        num_bytes = placed((n, *self.tensors[n].type) for n in self.names_of(layers))[1]
+        return -(-num_bytes // PAGE) * PAGE
+
+    def read(self, layers: Iterable[int], memory: Bytes | None = None) -> Snapshot:
+        """The same with the data of some layers in memory, every byte of it checked.
+
+        memory: of at least memory_for(layers) bytes, from host_memory; None: new memory
+        Raises CorruptError if the data is not what was written, StoreError if it cannot be read.
+        """
+        return self._read(self.names_of(layers), memory)
+
+    def mismatch(self, section: Section) -> list[str]:
+        """Why the section cannot take its layers from here: a sentence each, or none.
+
+        Layers and heads that only one of them has are no reason.
+        """
+        reasons = []
+        facts = section.view.facts
+        held = dict(zip(section.layers, section.view.layers, strict=True))
+        for part in self.header.parts:
+            shared = [i for i in part.layers if i in held and f"layers.{i}.k" in self.tensors]
+            if not shared:
+                continue
+            if part.encoding != section.encoding:
+                reasons.append(
+                    f"layers {shared} are stored as {part.encoding!r}, expected "
+                    f"{section.encoding!r} as the cache is"
+                )
+            # Layers and heads are matched by their indices, one by one.
+            of_file = replace(
+                part.facts,
+                num_layers=facts.num_layers,
+                first_layer=facts.first_layer,
+                first_kv_head=facts.first_kv_head,
+            )
+            reasons += compare(of_file, facts)
+            for layer in shared:
+                reasons += self._unlike(layer, held[layer])
+        return [reason[:_MAX_REASON] for reason in reasons]
+
+    def restore(self, section: Section, start: int, stop: int, *, stream: int | None = None) -> int:
+        """Copies tokens `start` to `stop` into the layers and heads that both have.
+
+        start, stop: within this snapshot
+        Mutates the section's cache, except null blocks. Waits for a device.
+        Returns the bytes of these tokens as the section stores them.
+        Raises StoreError if `mismatch` has a reason, InvalidArgumentError, UnsupportedError,
+        OutOfRangeError.
+        """
+        reasons = self.mismatch(section)
+        if reasons:
+            raise StoreError(f"{self.name}: {'; '.join(reasons)}")
+        layers = [layer for layer in section.layers if f"layers.{layer}.k" in self.tensors]
+        first = max(self.header.heads[0], section.heads[0])
+        num_heads = min(self.header.heads[1], section.heads[1]) - first
+        if not layers or num_heads <= 0 or start >= stop:
+            return 0
+        device = device_of([section])
+        view = view_of(section, layers)
+        copy = Copy(
+            lens=ints_on([stop - start], device),
+            src_starts=ints_on([start - self.header.start], device),
+            dst_starts=ints_on([start], device),
+            src_head=first - self.header.heads[0],
+            dst_head=first - section.heads[0],
+            num_heads=num_heads,
+            table=table_on(section.block_table, device),
+            stream=stream,
+        )
+        into_rows = has_row_scales(view)
+        if into_rows and self._has_row_scales(layers, view):
+            copy.run(self._view(layers, scales=False), bare(view))
+            copy.run(scale_rows(self._view(layers)), scale_rows(view))
+        else:
+            copy.run(self._view(layers), view, find_scales=into_rows)
+        if device is not None:
+            device_status(stream)  # what it reads is freed now
+        return (stop - start) * view.bytes_per_token(num_heads)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A tensor in memory; BF16 and FP8, which numpy has not, as another type of their size."""
+        tensor = self.tensors[name]
+        return self._bytes(name).view(_NUMPY[tensor.dtype.itemsize]).reshape(tensor.shape)
+
+    def _bytes(self, name: str) -> Bytes:
+        assert self.memory is not None, "the snapshot is still in its file: read it"
+        tensor = self.tensors[name]
+        return self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def _address(self, name: str) -> int:
+        assert self.memory is not None, "the snapshot is still in its file: read it"
+        address: int = self.memory.ctypes.data
+        return address + self.tensors[name].offset
+
+    def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
+        tensors, num_bytes = placed((name, *self.tensors[name].type) for name in names)
+        assert self.file is not None, "the snapshot is in memory already"
+        memory = host_memory(num_bytes) if memory is None else memory
+        snapshot = replace(self, tensors=tensors, memory=memory, file=None)
+        self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
+        for name in names:
+            if name.endswith("_scale") and not are_good(snapshot.array(name)):
+                raise CorruptError(f"{self.name}: {name} is not finite and greater than zero")
+        return snapshot
+
+    def _unlike(self, layer: int, cache: CacheDesc) -> list[str]:
+        """Why rows of this layer cannot be rows of `cache`."""
+        reasons = []
+        dims = {"k": cache.head_dim, "v": cache.v_head_dim}
+        for kind, head_dim in dims.items():
+            tensor = self.tensors.get(f"layers.{layer}.{kind}")
+            stored = 0 if tensor is None else tensor.shape[2]
+            if stored != head_dim:
+                reasons.append(
+                    f"layers.{layer}.{kind} has head_dim {stored}, expected {head_dim} as the "
+                    "cache has"
+                )
+        return reasons
+
+    def _view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
+        """Layers in memory as a dense cache of one block."""
+
+        def cache(layer: int) -> CacheDesc:
+            v = f"layers.{layer}.v"
+            k = self._rows(f"layers.{layer}.k")
+            return CacheDesc.from_kv(k, self._rows(v) if v in self.tensors else None)
+
+        def scales_of(kind: str) -> tuple[ScaleDesc | None, ...] | None:
+            return tuple(self._scale(f"layers.{i}.{kind}") for i in layers) if scales else None
+
+        return CacheView(
+            layers=tuple(map(cache, layers)),
+            facts=CacheFacts(),
+            k_scales=scales_of("k_scale"),
+            v_scales=scales_of("v_scale"),
+        )
+
+    def _rows(self, name: str) -> TensorDesc:
+        tensor = self.tensors[name]
+        shape = (1, *tensor.shape)
+        return TensorDesc(
+            dtype=tensor.dtype,
+            layout=Layout.BLOCK_NHD,
+            memory=Memory.HOST,
+            shape=shape,
+            stride=row_major(shape),
+            data=self._address(name),
+            owner=self.memory,
+        )
+
+    def _scale(self, name: str) -> ScaleDesc | None:
+        if name not in self.tensors:
+            return None
+        scale = self.array(name)
+        if scale.ndim == 2:
+            return ScaleDesc.of(scale[None], ScaleGranularity.PER_TOKEN_HEAD)
+        per_head = len(scale) > 1
+        return ScaleDesc.of(
+            scale, ScaleGranularity.PER_HEAD if per_head else ScaleGranularity.PER_TENSOR
+        )
+
+    def _has_row_scales(self, layers: Sequence[int], view: CacheView) -> bool:
+        """Whether rows and scales of `view` can take these layers' byte for byte."""
+        return all(
+            self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
+            and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2
+            for layer, cache in zip(layers, view.layers, strict=True)
+            for kind, tensor in cache.tensors.items()
+        ) and all(
+            scale is None or scale.dtype is DType.F32
+            for kind in SCALE_KINDS
+            for scale in scales_of(view, kind)
+        )

@@ -1,0 +1,117 @@
+"""The files of a prefix store: opened, compared with their names, deleted if they are of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import BinaryIO
+
+from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError
+from kvx_core.stores.blobs import BlobStore
+from kvx_core.stores.keys import EntryFile, Ids, is_node, name_of
+
+_MAX_KNOWN = 16384  # files whose tokens are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Files by name. Nothing that a file holds raises anything but StoreError."""
+
+    blobs: BlobStore
+    key: bytes | None  # that files are signed with
+    max_header_bytes: int
+    _known: dict[str, Ids] = field(default_factory=dict)  # tokens of files that were found good
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the tokens of this file are known."""
+        return name in self._known
+
+    def is_there(self, name: str) -> bool:
+        """Whether there is such a file; marks it as used. Raises StoreError."""
+        file = self.blobs.open(name)
+        if file is not None:
+            file.close()
+        return file is not None
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
+        """The file, open as long as the context. Raises StoreError if it is not there."""
+        file = self.blobs.open(name)
+        if file is None:
+            raise StoreError(f"{name} is not in the store (any more)")
+        with file:
+            yield file
+
+    def snapshot(self, file: EntryFile, opened: BinaryIO) -> Snapshot:
+        """What an open file has, which is what its name says. Raises StoreError."""
+        with self.discarding(file.name):
+            snapshot = Snapshot.open(
+                opened, name=file.name, key=self.key, max_header_bytes=self.max_header_bytes
+            )
+            header = snapshot.header
+            if not is_node(header.prefix):
+                raise CorruptError(f"{file.name} has a prefix that is no key of tokens")
+            space = file.name.partition("/")[0]
+            name = name_of(
+                space,
+                header.prefix,
+                snapshot.tokens,
+                header.layers,
+                header.heads,
+                header.precision,
+            )
+            if name != file.name:
+                raise CorruptError(f"{file.name} has the content of {name[:1000]}")
+        return snapshot
+
+    def tokens(self, file: EntryFile) -> Ids | None:
+        """The tokens of a file; None if it cannot be read, or is not what its name says."""
+        tokens = self._known.get(file.name)
+        if tokens is None:
+            try:
+                with self.opened(file.name) as opened:
+                    tokens = self.snapshot(file, opened).tokens
+            except (StoreError, MemoryError):
+                return None
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[file.name] = tokens
+        return tokens
+
+    @contextmanager
+    def discarding(self, name: str) -> Iterator[None]:
+        """Deletes a file that turns out to be of no use, so that it can be stored again.
+
+        Where somebody has stored it again in the meantime, the new file goes: what it held is
+        computed once more, and stored. An error that may pass is no CorruptError, and deletes
+        nothing.
+        """
+        try:
+            yield
+        except CorruptError:
+            self._known.pop(name, None)
+            with suppress(StoreError):
+                self.blobs.delete(name)
+            raise
+
+
+class Carried:
+    """The coarsest precision that this process has loaded, which what it computes then has too.
+
+    Prefixes that were loaded are in the engine's own cache and in whatever is computed from them,
+    and nothing says where: so all that is saved later counts as having gone through it.
+    """
+
+    def __init__(self) -> None:
+        self._precision = Precision()
+        self._lock = Lock()
+
+    @property
+    def precision(self) -> Precision:
+        return self._precision
+
+    def take(self, precision: Precision) -> None:
+        with self._lock:
+            self._precision = self._precision.meet(precision)

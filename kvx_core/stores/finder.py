@@ -1,0 +1,148 @@
+"""Finder: which files of one space hold what, and which of them a reader takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot import Accept, Precision, StoreError
+from kvx_core.stores.entries import Entries
+from kvx_core.stores.keys import (
+    EntryFile,
+    Ids,
+    common_tokens,
+    entry_of,
+    head_of,
+    name_of,
+    parse_name,
+    shared_tokens,
+)
+
+_MAX_OPENED = 64  # files of other sequences that one lookup opens to compare tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """The files of one model and salt, as a reader of some precision sees them."""
+
+    entries: Entries
+    space: str
+    shape: tuple[int, int]  # of the model: layers, KV heads
+    chunk_tokens: int
+    precision: Precision
+    accept: Accept
+
+    def longest(self, node: str, ids: Ids) -> tuple[int, list[EntryFile]]:
+        """The most of `ids` that an entry below a node begins with, and the files of that entry."""
+        whole = self._whole_file(node, ids)
+        if whole is not None:
+            return len(ids), [whole]
+        best: tuple[int, list[EntryFile]] = (0, [])
+        opened = 0
+        for folder, bound in self._folders(node, ids):
+            if bound <= best[0]:
+                break
+            entries = defaultdict[str, list[EntryFile]](list)
+            for file in self.parsed(folder):
+                if self._accepts(file.precision):
+                    entries[file.entry].append(file)
+            lengths = {key: files[0].num_tokens for key, files in entries.items()}
+            for num_tokens in sorted(set(lengths.values()), reverse=True):
+                if best[0] < num_tokens <= len(ids):
+                    files = self._good(entries.pop(entry_of(node, ids[:num_tokens]), ()))
+                    best = (num_tokens, files) if files else best
+            for key in sorted(entries, key=lengths.__getitem__, reverse=True):
+                if min(lengths[key], bound) <= best[0]:
+                    break
+                if not all(file.name in self.entries for file in entries[key]):
+                    opened += 1
+                    if opened > _MAX_OPENED:
+                        continue
+                files = self._good(entries[key])
+                tokens = self.entries.tokens(files[0]) if files else None
+                if tokens is not None and shared_tokens(ids, tokens) > best[0]:
+                    best = shared_tokens(ids, tokens), files
+        return best
+
+    def _whole_file(self, node: str, ids: Ids) -> EntryFile | None:
+        """The file of `ids` with all layers and heads: its name is known, nothing is listed."""
+        layers, heads = tuple(range(self.shape[0])), (0, self.shape[1])
+        name = name_of(self.space, node, ids, layers, heads, self.precision)
+        folder = name.rpartition("/")[0]
+        file = EntryFile(name, folder, len(ids), layers, heads, self.precision)
+        try:
+            is_there = name not in self.entries or self.entries.is_there(name)
+        except StoreError:
+            return None
+        return file if is_there and self.entries.tokens(file) is not None else None
+
+    def _folders(self, node: str, ids: Ids) -> Iterator[tuple[str, int]]:
+        """Folders below a node, and how many of `ids` their entries have at most; most first."""
+        own = head_of(node, ids)
+        yield f"{self.space}/{node}/{own}", len(ids)
+        heads = self.entries.blobs.names(f"{self.space}/{node}")
+        bounds = {head: common_tokens(head, own) for head in heads if head != own}
+        for head in sorted(bounds, key=bounds.__getitem__, reverse=True):
+            yield f"{self.space}/{node}/{head}", bounds[head]
+
+    def _good(self, files: Iterable[EntryFile]) -> list[EntryFile]:
+        """Good files of an entry that together hold all layers and heads; none if some miss."""
+        files = list(files)
+        while True:
+            held, chosen = self.cover(files)
+            if not held.all():
+                return []
+            bad = [file for file in chosen if self.entries.tokens(file) is None]
+            if not bad:
+                return chosen
+            files = [file for file in files if file not in bad]
+
+    def cover(self, files: Iterable[EntryFile]) -> tuple[npt.NDArray[np.bool_], list[EntryFile]]:
+        """Which layers and heads the files hold, and as few of them as hold the same, the best."""
+        held = np.zeros(self.shape, np.bool_)
+        chosen = []
+
+        def order(file: EntryFile) -> tuple[int, int, int]:
+            return *self._rank(file.precision), -len(file.layers) * (file.heads[1] - file.heads[0])
+
+        for file in sorted(files, key=order):
+            layers, heads = list(file.layers), slice(*file.heads)
+            if not held[layers, heads].all():
+                held[layers, heads] = True
+                chosen.append(file)
+        return held, chosen
+
+    def _accepts(self, precision: Precision) -> bool:
+        """Whether values of this precision may be loaded here."""
+        if self.accept == "lossy":
+            return precision.may_become(self.precision)
+        return precision.includes(self.precision)
+
+    def _rank(self, precision: Precision) -> tuple[int, int]:
+        """What comes first is loaded first: this cache's own precision, then what is as good and
+        the fewest bytes, then what comes closest.
+        """
+        if precision == self.precision:
+            return 0, 0
+        if precision.includes(self.precision):
+            return 1, precision.digits
+        return 2, -precision.digits
+
+    def parsed(self, folder: str) -> list[EntryFile]:
+        found = (self._parse(f"{folder}/{name}") for name in self.entries.blobs.names(folder))
+        return [file for file in found if file is not None]
+
+    def file(self, name: str) -> EntryFile:
+        file = self._parse(name)
+        if file is None:
+            raise StoreError(f"{name!r} is not the name of a file of this store")
+        return file
+
+    def _parse(self, name: str) -> EntryFile | None:
+        """What a name says; None if it is not one of this store."""
+        file = parse_name(name, self.shape) if name.startswith(f"{self.space}/") else None
+        return file if file is not None and 0 < file.num_tokens <= self.chunk_tokens else None

@@ -1,0 +1,143 @@
+"""How the files of a prefix store are named, and what a name says.
+
+    <space>/<node>/<head>/<num_tokens>-<entry>.l<layers>.h<heads>.p<precision>.safetensors
+
+space: model, salt, key and format; node: all chunks before this one; head: two digits for each of
+the first 8 tokens, so that entries which differ early are not in one folder; layers and heads:
+ranges without their end, several joined by "+"; precision: see Precision.name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot import FORMAT, Key, Precision
+
+_HEAD_TOKENS = 8
+_RANGE = "[0-9]{1,9}-[0-9]{1,9}"
+_NAME = re.compile(
+    r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
+    r"(?P<num_tokens>[0-9]{1,9})-(?P<entry>[0-9a-f]{64})"
+    rf"\.l(?P<layers>{_RANGE}(\+{_RANGE})*)\.h(?P<heads>{_RANGE})"
+    r"\.p(?P<precision>[a-z0-9_+-]{1,150})\.safetensors"
+)
+_NODE = re.compile("[0-9a-f]{64}")
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile:
+    """What the name of a file says."""
+
+    name: str
+    folder: str
+    num_tokens: int
+    layers: tuple[int, ...]
+    heads: tuple[int, int]
+    precision: Precision
+
+    @property
+    def entry(self) -> str:
+        """How all files of the entry begin, without their folder."""
+        return self.name[len(self.folder) + 1 :].partition(".")[0]
+
+
+def space_of(fingerprint: str, shape: tuple[int, int], salt: str, key: Key | None) -> str:
+    """What everything of one model, salt and key is below."""
+    signed = [] if key is None else [key.name]
+    text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def chain(node: str, ids: Ids) -> str:
+    """The key of `ids` and everything before them; that of a full chunk is the next node."""
+    return hashlib.sha256(bytes.fromhex(node) + ids.tobytes()).hexdigest()
+
+
+def is_node(text: str) -> bool:
+    """Whether it can be what `chain` returned."""
+    return _NODE.fullmatch(text) is not None
+
+
+def entry_of(node: str, ids: Ids) -> str:
+    """How the name of a file begins."""
+    return f"{len(ids)}-{chain(node, ids)}"
+
+
+def head_of(node: str, ids: Ids) -> str:
+    """Two digits for each of the first tokens; they differ from some token on if the tokens do."""
+    data, crc, digits = ids[:_HEAD_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
+    for at in range(0, len(data), ids.itemsize):
+        crc = zlib.crc32(data[at : at + ids.itemsize], crc)
+        digits += f"{crc & 0xFF:02x}"
+    return digits
+
+
+def name_of(
+    space: str,
+    node: str,
+    ids: Ids,
+    layers: Iterable[int],
+    heads: tuple[int, int],
+    precision: Precision,
+) -> str:
+    """The name of the file with these layers and heads of an entry."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer:
+            runs[-1][1] += 1
+        else:
+            runs.append([layer, layer + 1])
+    ranges = "+".join(f"{lo}-{hi}" for lo, hi in runs)
+    return (
+        f"{space}/{node}/{head_of(node, ids)}/{entry_of(node, ids)}"
+        f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
+    )
+
+
+def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:
+    """What a name says; None if it is none of a model with so many layers and heads."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    num_layers, total_kv_heads = shape
+    ranges = [_range(text) for text in found["layers"].split("+")]
+    heads = _range(found["heads"])
+    if not 0 <= heads[0] < heads[1] <= total_kv_heads or any(
+        not 0 <= lo < hi <= num_layers for lo, hi in ranges
+    ):
+        return None
+    try:
+        precision = Precision.parse(found["precision"])
+    except ValueError:
+        return None
+    layers = tuple(layer for lo, hi in ranges for layer in range(lo, hi))
+    return EntryFile(name, found["folder"], int(found["num_tokens"]), layers, heads, precision)
+
+
+def common_tokens(head: str, other: str) -> int:
+    """The tokens that two heads may have in common at most."""
+    count = min(len(head), len(other)) // 2
+    differs = (i for i in range(count) if head[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
+    return next(differs, count)
+
+
+def shared_tokens(ids: Ids, others: Ids) -> int:
+    """The length of the common prefix."""
+    count = min(len(ids), len(others))
+    differs = ids[:count] != others[:count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+def _range(text: str) -> tuple[int, int]:
+    lo, hi = text.split("-")
+    return int(lo), int(hi)

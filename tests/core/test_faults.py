@@ -1,0 +1,140 @@
+"""Faults that pass: a miss, an error of its own kind, and the file is still there."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvx_core import StoreError
+from kvx_core.snapshot import CorruptError, Snapshot, memory
+from kvx_core.stores import blobs
+from tests.caches import assert_same_bytes
+from tests.core.test_stores import Engine, files_of, save, store_in
+
+TOKENS = range(20)
+FAULTS = (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
+
+
+def failing(error: int, when: Callable[..., bool], real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if when(*args):
+            raise OSError(error, os.strerror(error))
+        return real(*args, **options)
+
+    return call
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    save(store_in(tmp_path), TOKENS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("error", FAULTS)
+@pytest.mark.parametrize("call", ["open_beneath", "preadv"])
+def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
+    call: str, error: int, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, engine = files_of(stored), Engine(seed=1)
+    store = store_in(stored)
+    match = store_in(stored).lookup(TOKENS)
+    before = engine.cache.clone()
+
+    def of_an_entry(_: int, path: object, *rest: object) -> bool:
+        return call == "preadv" or "safetensors" in str(path)
+
+    owner = os if call == "preadv" else blobs
+    with monkeypatch.context() as patcher:
+        patcher.setattr(owner, call, failing(error, of_an_entry, getattr(owner, call)))
+        assert store.lookup(TOKENS).num_tokens == 0
+        with pytest.raises(StoreError, match=os.strerror(error)) as caught:
+            store.load(match, 0, 20, engine.sections())
+    assert not isinstance(caught.value, CorruptError)
+    assert files_of(stored) == files
+    assert_same_bytes(engine.cache, before)
+    assert store.lookup(TOKENS).num_tokens == 20
+    store.load(match, 0, 20, engine.sections())
+    engine.check(TOKENS, 0, 20)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_disk_block_that_cannot_be_read(
+    after: int, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a file: the reads before it go well."""
+    files, engine, left = files_of(stored), Engine(seed=1), [after]
+    store = store_in(stored)
+    match = store.lookup(TOKENS)
+
+    def count(*_: object) -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    with monkeypatch.context() as patcher:
+        patcher.setattr(os, "preadv", failing(errno.EIO, count, os.preadv))
+        with pytest.raises(StoreError, match=r"cannot be read: .*Input/output error"):
+            store.load(match, 0, 16, engine.sections())
+    assert files_of(stored) == files
+
+
+def test_no_memory_for_the_data(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, engine = files_of(stored), Engine(seed=1)
+    store = store_in(stored)
+    match = store.lookup(TOKENS)
+
+    def none(*_: object, **options: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patcher:
+        patcher.setattr(memory.np, "empty", none)
+        assert store_in(stored).lookup(TOKENS).num_tokens == 0
+        with pytest.raises(StoreError, match="no memory for 4096 bytes of keys and values"):
+            store.load(match, 0, 16, engine.sections())
+    assert files_of(stored) == files
+
+
+def test_a_stack_that_is_nearly_full(stored: Path) -> None:
+    """A good file is not taken for one that nests too deep."""
+    files = files_of(stored)
+
+    def deeper() -> None:
+        try:
+            store_in(stored).lookup(TOKENS)
+            Snapshot.open(files[0]).close()
+        except (StoreError, RecursionError, ctypes.ArgumentError):  # of openat2's arguments
+            pass
+        deeper()
+
+    with pytest.raises(RecursionError):
+        deeper()
+    assert files_of(stored) == files
+
+
+def test_loads_leave_no_descriptors(stored: Path) -> None:
+    store, engine = store_in(stored), Engine(seed=1)
+    match = store.lookup(TOKENS)
+    files_of(stored)[0].write_bytes(files_of(stored)[0].read_bytes()[:-1])
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            store.load(match, 0, 20, engine.sections())
+        store.lookup(TOKENS)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_snapshot_is_read_from_the_file_that_was_opened(stored: Path) -> None:
+    """Whatever takes its place: its header was checked, and its data is."""
+    path = files_of(stored)[0]
+    with Snapshot.open(path) as snapshot:
+        expected = snapshot.read(snapshot.header.layers).array("layers.1.k").copy()
+        path.unlink()
+        path.write_bytes(b"another")
+        assert (snapshot.read([1]).array("layers.1.k") == expected).all()
+    with pytest.raises(StoreError, match="cannot be read"):
+        snapshot.read([1])

@@ -1,0 +1,145 @@
+"""Files that were broken or written to deceive: nothing but StoreError, no memory, no descriptor.
+
+tests/hostile.py makes them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvx_core import Snapshot, StoreError
+from kvx_core.snapshot import CorruptError
+from tests.caches import assert_same_bytes
+from tests.core.test_stores import Engine, files_of, save, store_in
+from tests.hostile import hostile_files
+
+NUM_TOKENS = 5
+MAX_SECONDS = 5  # of the processor, for one file
+MAX_BYTES = 96 << 20  # more than the longest header and what is made of it
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("good")
+    save(store_in(root), range(NUM_TOKENS))
+    (path,) = files_of(root)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """No test leaves a descriptor open, or takes memory by what a file claims."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MAX_BYTES
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def is_short(name: str, error: Exception) -> None:
+    assert len(str(error)) < 10_000, name
+
+
+def test_the_same_files_every_time(good: Path) -> None:
+    data = good.read_bytes()
+    names = [name for name, _ in hostile_files(data)]
+    assert len(set(names)) == len(names) > 1000
+    for (name, one), (_, two) in zip(hostile_files(data), hostile_files(data), strict=True):
+        assert one == two != data, name
+
+
+def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    refused = 0
+    for name, data in hostile_files(good.read_bytes()):
+        path.write_bytes(data)
+        begin = time.process_time()
+        try:
+            with Snapshot.open(path) as snapshot:
+                snapshot.read(snapshot.header.layers)
+        except StoreError as error:
+            is_short(name, error)
+            refused += 1
+        except Exception as error:
+            raise AssertionError(name) from error
+        assert time.process_time() - begin < MAX_SECONDS, name
+    assert refused > 1000
+
+
+def test_stores_of_hostile_files(good: Path, tmp_path: Path) -> None:
+    """A lookup finds nothing, or the load that follows is refused, or right to the byte."""
+    store, tokens = store_in(tmp_path), range(NUM_TOKENS)
+    save(store, tokens)
+    (path,) = files_of(tmp_path)
+    match = store.lookup(tokens)
+    empty, whole = Engine(seed=1), Engine(seed=1).compute(tokens)
+    engine = Engine(seed=1)
+    for name, data in hostile_files(good.read_bytes(), header_limit=1 << 20):
+        begin = time.process_time()
+        for found in (None, match):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            try:
+                found = found or store_in(tmp_path).lookup(tokens)
+                if found.num_tokens and not name.startswith("forged"):
+                    store.load(found, 0, found.num_tokens, engine.sections())
+                    assert_same_bytes(engine.cache, whole.cache)
+                    engine = Engine(seed=1)
+            except StoreError as error:
+                is_short(name, error)
+                assert_same_bytes(engine.cache, empty.cache)
+            except Exception as error:
+                raise AssertionError(name) from error
+        assert time.process_time() - begin < MAX_SECONDS, name
+
+
+def test_a_hostile_file_makes_room_for_a_good_one(good: Path, tmp_path: Path) -> None:
+    """What a lookup finds to be of no use is gone, so that it can be stored again."""
+    store, tokens = store_in(tmp_path), range(NUM_TOKENS)
+    save(store, tokens)
+    (path,) = files_of(tmp_path)
+    for name, data in hostile_files(good.read_bytes(), header_limit=1 << 20, mutations=0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        try:
+            with Snapshot.open(path):
+                continue
+        except CorruptError:
+            pass
+        except StoreError:  # signed, or of another version
+            assert store_in(tmp_path).lookup(tokens).num_tokens == 0, name
+            assert path.exists(), name
+            continue
+        assert store_in(tmp_path).lookup(tokens).num_tokens == 0, name
+        assert not path.exists(), name
+    save(store, tokens)
+    assert store_in(tmp_path).lookup(tokens).num_tokens == NUM_TOKENS
+
+
+def test_pipes_and_other_things_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").write_bytes(b"")
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "link", Path("/dev/zero")):
+        with pytest.raises(StoreError, match=str(path)) as caught:
+            Snapshot.open(path)
+        assert not isinstance(caught.value, CorruptError)
+
+
+def test_a_store_whose_description_is_hostile(good: Path, tmp_path: Path) -> None:
+    for name, data in hostile_files(good.read_bytes(), header_limit=1 << 16, mutations=50):
+        (tmp_path / "kvx-store.json").write_bytes(data)
+        try:
+            store_in(tmp_path, chunk_tokens=None)
+        except StoreError as error:
+            is_short(name, error)
+        else:
+            raise AssertionError(name)
