@@ -1,6 +1,6 @@
 """Files that a store may hold: broken, foreign, or written to deceive, each made from a good one.
 
-hostile_files yields the same files every time. Where an attacker could, digests and checksums are
+hostile_files yields the same files every time. Where an attacker could, seals and checksums are
 made right again, so that what lies behind them is reached. Files whose name begins with "forged"
 are well formed in every way and hold other keys, values or scales: only a signature tells.
 """
@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,11 @@ DTYPES = {
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-_KVX = {"I64": "S64"}  # where KVX calls them otherwise
+_SEAL = re.compile(
+    rb'\{"__metadata__":\{"kvx_snapshot":"2","tokens":"([0-9]+)",'
+    rb'"bytes":"([0-9]+)","digest":"([0-9a-f]{64})",'
+    rb'(?:"signature":"[0-9a-f]{64}",)?'
+)
 
 
 def hostile_files(
@@ -63,7 +68,7 @@ class _File:
         return cls(entries, metadata, json.loads(metadata["header"]), good[first:])
 
     def bytes(self, *, checksums: bool = True) -> bytes:
-        """The file, its digest right; checksums: those of the data too."""
+        """The file, its seal right; checksums: those of the data too."""
         if checksums:
             for name, entry in self.entries.items():
                 begin, end = entry["data_offsets"]
@@ -71,31 +76,35 @@ class _File:
         return self.with_text(json.dumps(self.text, separators=(",", ":")))
 
     def with_text(self, text: str) -> bytes:
-        """The file with this as its own header, the digest right."""
-        self.metadata |= {"header": text, "digest": self.digest(text)}
-        return self.with_entries(
-            json.dumps({"__metadata__": self.metadata} | self.entries).encode()
-        )
+        """The file with this as its own header, the seal right."""
+        self.metadata |= {"bytes": str(len(self.data)), "header": text}
+        return self.with_entries(_dumps({"__metadata__": self.metadata} | self.entries))
 
     def with_entries(self, raw: bytes) -> bytes:
         return raw_file(raw, self.data)
 
-    def digest(self, text: str) -> str:
-        """As KVX makes it; of entries that are none, something."""
-        types = []
-        for name in sorted(self.entries):
-            entry = self.entries[name]
-            entry = entry if isinstance(entry, dict) else {}
-            code = str(entry.get("dtype"))
-            types.append(f"{name} {_KVX.get(code, code)} {entry.get('shape')}")
-        message = "\n".join([text, *types]).encode("utf-8", "surrogatepass")
-        return hashlib.sha256(message).hexdigest()
+
+def _dumps(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def raw_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file of safetensors with any header, which may lie about its length."""
+    """A file of safetensors with any header, which may lie about its length; its seal is right."""
+    header = _resealed(header, data)
     size = len(header) if length is None else length
     return size.to_bytes(8, "little") + header + data
+
+
+def _resealed(header: bytes, data: bytes) -> bytes:
+    """The header with the digest of what it is now, if it begins as one of KVX."""
+    found = _SEAL.match(header)
+    if found is None or int(found[2]) >= 1 << 64:
+        return header
+    tokens = data[: 8 * int(found[1])]
+    ends = (len(header), len(tokens), int(found[2]))
+    message = b"".join([*(n.to_bytes(8, "little") for n in ends), header[found.end() :], tokens])
+    digest = hashlib.sha256(message).hexdigest().encode()
+    return header[: found.start(3)] + digest + header[found.end(3) :]
 
 
 def _lengths(good: bytes, limit: int) -> Iterator[tuple[str, bytes]]:
@@ -266,19 +275,28 @@ _REPLACED: list[Any] = [None, [], {}, 1, "tokens", {"dtype": "I64"}, {"shape": [
 
 
 def _metadata(good: bytes) -> Iterator[tuple[str, bytes]]:
-    for field in ("kvx_snapshot", "header", "digest"):
+    for tokens in (0, 1, 4, 6, 7, 1 << 20, 999_999_999, "00", "05", "-1", "1e1", "\u0665"):
+        file = _File.of(good)
+        file.metadata["tokens"] = str(tokens)
+        yield f"sealed with {tokens} tokens", file.bytes()
+    for number in (0, 1, len(good), 1 << 62, (1 << 64) - 1, "9" * 30, "00", "-1"):
+        file = _File.of(good)
+        raw = _dumps({"__metadata__": file.metadata | {"bytes": str(number)}} | file.entries)
+        yield f"sealed with {number} bytes", file.with_entries(raw)
+    for field in ("kvx_snapshot", "tokens", "bytes", "header", "digest"):
         for value in (None, 2, "", "0", "1", "3", " 2", "2 ", [], {}, "\u00b2", "x" * 100_000):
             file = _File.of(good)
             file.metadata[field] = value
-            raw = json.dumps({"__metadata__": file.metadata} | file.entries).encode()
+            raw = _dumps({"__metadata__": file.metadata} | file.entries)
             yield f"{field} is {str(value)[:40]!r}", file.with_entries(raw)
         file = _File.of(good)
         del file.metadata[field]
-        raw = json.dumps({"__metadata__": file.metadata} | file.entries).encode()
+        raw = _dumps({"__metadata__": file.metadata} | file.entries)
         yield f"without {field}", file.with_entries(raw)
     for value in ("", "0" * 64, "x", None, 1):
         file = _File.of(good)
-        file.metadata["signature"] = value
+        text = file.metadata.pop("header")
+        file.metadata |= {"signature": value, "header": text}
         yield f"a signature of {value!r}", file.bytes()
     file = _File.of(good)
     file.metadata["more"] = "x"
@@ -286,7 +304,7 @@ def _metadata(good: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _headers(good: bytes) -> Iterator[tuple[str, bytes]]:
-    """KVX's own header, its digest right."""
+    """KVX's own header, its seal right."""
     plain = json.dumps(_File.of(good).text)
     for name, text in {
         "nothing": "",
@@ -393,7 +411,7 @@ def _forged(good: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _mutations(good: bytes, count: int) -> Iterator[tuple[str, bytes]]:
-    """Random changes; in the header's words and numbers half of them, with the digest right."""
+    """Random changes; in the header's words and numbers half of them, with the seal right."""
     dice = random.Random(20260101)
     first = 8 + int.from_bytes(good[:8], "little")
     for i in range(count):

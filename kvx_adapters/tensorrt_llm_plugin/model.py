@@ -243,9 +243,11 @@ def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
     dtype = getattr(llm_args, "dtype", "auto")
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    found: torch.dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES:
-        raise UnsupportedError(f"dtype is {found}, expected one of {', '.join(map(str, _DTYPES))}")
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if dtype not in _DTYPES:
+        raise UnsupportedError(f"dtype is {dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+    found: torch.dtype = dtype
     return found
 
 

@@ -7,19 +7,33 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.header import header_bytes, in_file_order, parse_header
 from kvx_core.snapshot.memory import Bytes, in_threads
+from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
 
 MAX_HEADER_BYTES = 16 << 20
 _FIRST_BYTES = 16 << 10  # read at once: most headers are shorter
 # Without O_NONBLOCK the opening of a FIFO waits for its other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a file begins with."""
+
+    raw: bytes  # the header
+    tokens: npt.NDArray[np.int64]
+    num_data_bytes: int  # with the tokens
 
 
 class SnapshotFile:
@@ -46,9 +60,10 @@ class SnapshotFile:
         if self._opened is not None:
             self._opened.close()
 
-    def header(self, max_header_bytes: int) -> tuple[Header, dict[str, Stored]]:
-        """What the file says that it holds; all of it has been checked.
+    def sealed(self, max_header_bytes: int, num_tokens: int | None = None) -> Sealed:
+        """Header and tokens, which are as they were written; the header has not been parsed.
 
+        num_tokens: how many there have to be; None: any number
         Raises CorruptError, UnsignedError, StoreError.
         """
         try:
@@ -64,15 +79,42 @@ class SnapshotFile:
                     f"{self.name} is not a safetensors file of KVX: it has {num_bytes} bytes and a "
                     f"header of {length}, expected one of at most {max_header_bytes}"
                 )
-            raw = first[: 8 + length]
-            if len(raw) < 8 + length:
-                raw += bytes(8 + length - len(raw))
-                self._read_at(memoryview(raw)[len(first) :], len(first))
-            return parse_header(bytes(raw[8:]), num_bytes - 8 - length, self.name, self._key)
+            found, num_data_bytes = sealed_counts(bytes(first[8 : 8 + length]), self.name)
+            stop = 8 + length + 8 * found
+            if 8 + length + num_data_bytes != num_bytes or 8 * found > num_data_bytes:
+                raise CorruptError(
+                    f"{self.name} has {num_bytes} bytes, expected {8 + length + num_data_bytes} "
+                    "as its header says"
+                )
+            if num_tokens not in (None, found):
+                raise CorruptError(f"{self.name} has {found} tokens, expected {num_tokens}")
+            whole = first[:stop]
+            if len(whole) < stop:
+                whole += bytes(stop - len(whole))
+                self._read_at(memoryview(whole)[len(first) :], len(first))
+            raw, tokens = bytes(whole[8 : 8 + length]), bytes(whole[8 + length :])
+            check_seal(raw, tokens, num_data_bytes, self.name, self._key)
+            return Sealed(raw, np.frombuffer(tokens, "<i8"), num_data_bytes)
         except EOFError:
             raise CorruptError(f"{self.name} is shorter than its header says") from None
-        except (OSError, ValueError, MemoryError, RecursionError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             # Not of the file, whose bytes raise CorruptError and nothing else.
+            raise StoreError(f"{self.name} cannot be read: {error}") from None
+
+    def header(self, found: Sealed) -> tuple[Header, dict[str, Stored]]:
+        """What the file says that it holds; all of it has been checked.
+
+        Raises CorruptError, StoreError.
+        """
+        try:
+            return parse_header(
+                found.raw,
+                len(found.tokens),
+                found.num_data_bytes,
+                self.name,
+                is_signed=self._key is not None,
+            )
+        except (MemoryError, RecursionError) as error:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
     def read(self, tensors: Mapping[str, Stored], parts: Mapping[str, Bytes]) -> None:
@@ -130,7 +172,8 @@ def write(
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     sums = in_threads(lambda name: checksum(data_of(name), key), names, num_bytes)
     try:
-        first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), key)
+        tokens = data_of("tokens").tobytes() if "tokens" in tensors else b""
+        first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), tokens, key)
         if len(first) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
         parts = [memoryview(first), *(data_of(name).data for name in names)]

@@ -1,21 +1,14 @@
 """The header of a snapshot's file: bytes that anybody may have written, and what they say.
 
 A file is one of safetensors, whose data begins at a multiple of 64 bytes: the tokens first, then
-the rest, tensors of larger elements before others. Its metadata are
-
-    kvx_snapshot  the format
-    header        JSON: what a snapshot is of, and a checksum of each tensor
-    digest        SHA-256 of `header` and of what safetensors says of each tensor
-    signature     if it is signed: keyed BLAKE2b of the same
-
-The checksums are CRC-32, or keyed BLAKE2b if it is signed.
+the rest, tensors of larger elements before others. Its metadata are a seal (seal.py) and "header",
+JSON in itself: what the snapshot is of, and a checksum of each tensor, which is CRC-32, or keyed
+BLAKE2b if the file is signed.
 Source: safetensors, README.md, "Format"
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,16 +19,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvx_core.snapshot.contents import ROWS, Header, Stored, inconsistency
 from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.signing import Key, check_signature
+from kvx_core.snapshot.seal import sealed
+from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.text import strict_json
 from kvx_core.types import DType
 
-FORMAT = 2
-
-_ALIGN = 64  # bytes, of the data within the file
 _DTYPES = {dtype.name: dtype for dtype in ROWS} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_METADATA = {"kvx_snapshot", "header", "digest"}
+_SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +50,15 @@ def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
 
 
 def header_bytes(
-    header: Header, tensors: Mapping[str, Stored], checksums: dict[str, str], key: Key | None
+    header: Header,
+    tensors: Mapping[str, Stored],
+    checksums: dict[str, str],
+    tokens: bytes,
+    key: Key | None,
 ) -> bytes:
     """What a file begins with, up to its data.
 
+    tokens: int64, the first bytes of the data
     Raises ValueError for text that is none of Unicode.
     """
     text = _FILE_HEADER.dump_json(_FileHeader(header, checksums)).decode()
@@ -76,46 +72,31 @@ def header_bytes(
             "data_offsets": [offset, offset + tensor.num_bytes],
         }
         offset += tensor.num_bytes
-    message = _message(text, tensors)
-    metadata = {"kvx_snapshot": str(FORMAT), "header": text, "digest": _digest(message)}
-    if key is not None:
-        metadata["signature"] = key.digest(message, b"kvx header")
-    whole = {"__metadata__": metadata} | entries
-    raw = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-(8 + len(raw)) % _ALIGN)
-    return len(raw).to_bytes(8, "little") + raw
+    rest = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:]
+    body = f'"header":{json.dumps(text, ensure_ascii=False)}}}{"," if entries else ""}{rest}'
+    return sealed(body.encode(), tokens, offset, key)
 
 
 def parse_header(
-    raw: bytes, num_data_bytes: int, name: str, key: Key | None
+    raw: bytes, num_tokens: int, num_data_bytes: int, name: str, *, is_signed: bool
 ) -> tuple[Header, dict[str, Stored]]:
     """What a header says; every field has been checked, and the data is as long as it says.
 
-    raw: without its length
-    Raises CorruptError, UnsignedError, StoreError if another version of KVX has written it.
+    raw: without its length; num_tokens, is_signed: by its seal, which has been checked
+    Raises CorruptError, StoreError if a newer version of KVX has written it.
     """
     try:
         found = strict_json(raw)
-        metadata = _metadata(found)
-        text = metadata["header"]
-        if metadata["kvx_snapshot"] == "1":
-            raise StoreError(
-                f"{name} is a snapshot of format 1, expected {FORMAT}: an earlier version of KVX "
-                "has written it. Store it again"
-            )
-        if metadata["kvx_snapshot"] != str(FORMAT):
-            raise ValueError(f"it has no header of a KVX snapshot of format {FORMAT}")
+        text = _text(found, is_signed)
         tensors = _tensors(found, 8 + len(raw), num_data_bytes)
     except ValueError as error:
         raise CorruptError(f"{name} is not a safetensors file of KVX: {error}") from None
-    message = _message(text, tensors)
-    if not hmac.compare_digest(metadata["digest"].encode(), _digest(message).encode()):
-        raise CorruptError(f"{name}: its header has been changed since it was written")
-    check_signature(name, key, message, metadata.get("signature"))
     header, checksums = _file_header(text, name)
     reason = inconsistency(header, tensors)
     if reason is None and checksums.keys() != tensors.keys():
         reason = f"it has checksums of {sorted(checksums)}, expected {sorted(tensors)}"
+    if reason is None and tensors["tokens"] != Stored(DType.S64, (num_tokens,), 8 + len(raw)):
+        reason = f"its tokens are not its first {8 * num_tokens} bytes, expected them there"
     if reason is not None:
         raise CorruptError(f"{name}: {reason[:500]}")
     tensors = {
@@ -125,16 +106,16 @@ def parse_header(
     return header, tensors
 
 
-def _metadata(found: Any) -> dict[str, str]:
-    """The metadata of KVX, taken out of a header. Raises ValueError if there is none."""
+def _text(found: Any, is_signed: bool) -> str:
+    """The header of KVX, its metadata taken out of the file's. Raises ValueError."""
     metadata = found.pop("__metadata__", None) if isinstance(found, dict) else None
-    if (
-        not isinstance(metadata, dict)
-        or metadata.keys() - {"signature"} != _METADATA
-        or not all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise ValueError("it has no header of a KVX snapshot")
-    return metadata
+    words = _SEAL | ({"signature"} if is_signed else set())
+    if not isinstance(metadata, dict) or metadata.keys() != words | {"header"}:
+        raise ValueError("it has other metadata than a KVX snapshot")
+    text = metadata["header"]
+    if not isinstance(text, str):
+        raise ValueError(f"its header is {str(text)[:100]}, expected JSON")
+    return text
 
 
 def _tensors(found: dict[str, Any], offset: int, num_data_bytes: int) -> dict[str, Stored]:
@@ -187,15 +168,3 @@ def _file_header(text: str, name: str) -> tuple[Header, dict[str, str]]:
     except ValueError as error:
         raise CorruptError(f"{name} has no header of a KVX snapshot: {error}") from None
     return found.header, found.checksums
-
-
-def _message(text: str, tensors: Mapping[str, Stored]) -> bytes:
-    """All that a file's header says; the header has checksums of the data."""
-    types = [
-        f"{name} {tensors[name].dtype.name} {list(tensors[name].shape)}" for name in sorted(tensors)
-    ]
-    return "\n".join([text, *types]).encode()
-
-
-def _digest(message: bytes) -> str:
-    return hashlib.sha256(message).hexdigest()

@@ -82,14 +82,14 @@ def read_key(path: Path) -> bytes:
     return secret
 
 
-def check_signature(name: str, key: Key | None, message: bytes, signature: str | None) -> None:
+def check_signature(name: str, key: Key | None, message: bytes, signature: bytes | None) -> None:
     """Raises UnsignedError unless the key of the reader has made the signature, or neither is."""
     if key is None and signature is None:
         return
     if key is None:
         raise UnsignedError(f"{name} is signed, and this reader has no key. Give it the writer's")
     expected = key.digest(message, b"kvx header")
-    if signature is None or not hmac.compare_digest(signature.encode(), expected.encode()):
+    if signature is None or not hmac.compare_digest(signature, expected.encode()):
         raise UnsignedError(
             f"{name} is not signed with the key of this reader. Give writer and reader the same"
         )

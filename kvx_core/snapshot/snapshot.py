@@ -43,6 +43,32 @@ _MAX_REASON = 500  # characters: words of a file may be long
 _NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 
 
+def read_tokens(
+    source: Path | BinaryIO,
+    num_tokens: int,
+    *,
+    name: str = "",
+    key: bytes | None = None,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+) -> npt.NDArray[np.int64]:
+    """The tokens of a file that holds so many, as they were written; its header is not parsed.
+
+    Arguments and errors are those of Snapshot.open, which checks the rest.
+    """
+    file = _file_of(source, name, key)
+    try:
+        return file.sealed(max_header_bytes, num_tokens).tokens
+    finally:
+        file.close()
+
+
+def _file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotFile:
+    signer = None if key is None else Key(key)
+    if isinstance(source, Path):
+        return SnapshotFile.of(source, signer)
+    return SnapshotFile(source, name or str(source), signer)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """Tokens of one sequence in some layers and heads; the data in memory, or still in a file.
@@ -168,15 +194,11 @@ class Snapshot:
         Raises CorruptError if the file is not what `save` wrote, UnsignedError if it is not signed
         with the key, StoreError if it cannot be read.
         """
-        signer = None if key is None else Key(key)
-        if isinstance(source, Path):
-            file = SnapshotFile.of(source, signer)
-        else:
-            file = SnapshotFile(source, name or str(source), signer)
+        file = _file_of(source, name, key)
         try:
-            header, tensors = file.header(max_header_bytes)
-            snapshot = cls(header, np.empty(0, np.int64), tensors, file=file, name=file.name)
-            return replace(snapshot, tokens=snapshot._read(["tokens"], None).array("tokens"))
+            found = file.sealed(max_header_bytes)
+            header, tensors = file.header(found)
+            return cls(header, found.tokens, tensors, file=file, name=file.name)
         except BaseException:
             file.close()
             raise

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import BinaryIO
 
-from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError
+from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, read_tokens
 from kvx_core.stores.blobs import BlobStore
-from kvx_core.stores.keys import EntryFile, Ids, is_node, name_of
+from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
 
 _MAX_KNOWN = 16384  # files whose tokens are remembered
 
@@ -66,13 +66,28 @@ class Entries:
                 raise CorruptError(f"{file.name} has the content of {name[:1000]}")
         return snapshot
 
+    def _read_tokens(self, file: EntryFile, opened: BinaryIO) -> Ids:
+        """The tokens that an open file is named for. `snapshot` compares the rest."""
+        with self.discarding(file.name):
+            tokens = read_tokens(
+                opened,
+                file.num_tokens,
+                name=file.name,
+                key=self.key,
+                max_header_bytes=self.max_header_bytes,
+            )
+            node = file.folder.split("/")[1]
+            if entry_of(node, tokens) != file.entry:
+                raise CorruptError(f"{file.name} has other tokens than its name says")
+        return tokens
+
     def tokens(self, file: EntryFile) -> Ids | None:
         """The tokens of a file; None if it cannot be read, or is not what its name says."""
         tokens = self._known.get(file.name)
         if tokens is None:
             try:
                 with self.opened(file.name) as opened:
-                    tokens = self.snapshot(file, opened).tokens
+                    tokens = self._read_tokens(file, opened)
             except (StoreError, MemoryError):
                 return None
             if len(self._known) >= _MAX_KNOWN:

@@ -93,8 +93,7 @@ def test_no_memory_for_the_data(stored: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patcher:
         patcher.setattr(memory.np, "empty", none)
-        assert store_in(stored).lookup(TOKENS).num_tokens == 0
-        with pytest.raises(StoreError, match="no memory for 4096 bytes of keys and values"):
+        with pytest.raises(StoreError, match=r"no memory for \d+ bytes of keys and values"):
             store.load(match, 0, 16, engine.sections())
     assert files_of(stored) == files
 

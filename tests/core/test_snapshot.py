@@ -685,7 +685,7 @@ def parts(*layers: int, encoding: str = "values") -> tuple[Part, ...]:
         (without("tokens"), "tokens is U8"),
         (with_tensor("tokens", DType.S64), r"tokens has shape \[\], expected sizes"),
         (with_tensor("tokens", DType.S64, 0), r"tokens has shape \[0\], expected sizes"),
-        (with_tensor("tokens", DType.F32, 7), "tokens is F32"),
+        (with_tensor("tokens", DType.F32, 7), "header or tokens have changed"),
         (with_tensor("tokens", DType.S64, 6), r"layers.0.k is .* expected \(6, 2\)"),
         (without("layers.2.k"), "layers.2.k is U8"),
         (with_tensor("layers.1.k", DType.BF16, 7, 2), "layers.1.k is BF16"),
@@ -695,7 +695,7 @@ def parts(*layers: int, encoding: str = "values") -> tuple[Part, ...]:
         ),
         (with_tensor("layers.1.k", DType.BF16, 7, 1, 16), "layers.1.k is BF16"),
         (with_tensor("layers.1.v", DType.BF16, 8, 2, 16), "layers.1.v is BF16"),
-        (with_tensor("layers.1.v", DType.S64, 7, 2, 2), "layers.1.v is S64"),
+        (with_tensor("layers.1.v", DType.S64, 7, 2, 2), "header or tokens have changed"),
         (with_tensor("layers.1.v", DType.U8, 7, 2, 2), "layers.1.v is U8"),
         (with_tensor("layers.1.k_scale", DType.F32, 1), "k_scale is F32 .* for layers.1.k of BF16"),
         (with_tensor("layers.0.k_scale", DType.F32, 3), "k_scale is F32"),
@@ -727,17 +727,6 @@ def test_files_that_were_written_to_deceive(
         content(good)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", "[]", "null", '{"header": {}, "checksums": {}}', "[" * 10000, '{"header": NaN}'],
-)
-def test_headers_that_are_none(text: str, good: Path) -> None:
-    header = json.dumps({"__metadata__": {"kvx_snapshot": "1", "header": text}}).encode()
-    good.write_bytes(raw(header))
-    with pytest.raises(CorruptError, match="has no header of a KVX snapshot"):
-        Snapshot.open(good)
-
-
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     snapshot = capture(small(), [3, 1], 7)
     with pytest.raises(StoreError, match="none/file cannot be written"):
@@ -745,14 +734,25 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_other_tools_can_read_the_file(good: Path) -> None:
+    """safetensors finds the very bytes, and all of it aligned to its elements."""
     from safetensors import safe_open
 
+    with Snapshot.open(good) as snapshot:
+        whole = snapshot._read(list(snapshot.tensors), None)
+        offsets = {name: tensor.offset for name, tensor in snapshot.tensors.items()}
     with safe_open(good, "pt") as file:
+        assert set(file.keys()) == set(whole.tensors)
+        for name, tensor in whole.tensors.items():
+            found = file.get_tensor(name)
+            assert tuple(found.shape) == tensor.shape
+            assert DType.of(found.dtype) is tensor.dtype
+            assert found.contiguous().view(torch.uint8).numpy().tobytes() == (
+                whole.array(name).tobytes()
+            ), name
+            assert offsets[name] % tensor.dtype.itemsize == 0
+        assert offsets["tokens"] == min(offsets.values())
+        assert offsets["tokens"] % 64 == 0
         assert file.get_tensor("tokens").tolist() == list(range(7))
-        assert file.get_tensor("layers.1.k").shape == (7, 2, 16)
-        assert file.get_tensor("layers.1.k").dtype == torch.bfloat16
-        assert file.get_tensor("layers.0.v").dtype == torch.float8_e4m3fn
-        assert file.get_tensor("layers.0.v_scale").shape == (2,)
         assert file.metadata()["kvx_snapshot"] == "2"
         header = json.loads(file.metadata()["header"])
         assert header["header"]["parts"][0]["facts"]["rotary"] == "half"
