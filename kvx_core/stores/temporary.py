@@ -95,18 +95,18 @@ class Temporaries:
         for _ in range(_TRIES):
             name = f".{place}-{secrets.token_hex(8)}.tmp"
             file = os.open(name, _NEW, 0o600, dir_fd=folder)
+            is_ours = False
             try:
                 set_mode(file, self._file_mode)
-                is_locked = _lock(file)
                 # Before it was locked, a cleaning process may have taken it for a dead one's.
-                if is_locked is not False and os.fstat(file).st_nlink:
+                is_ours = _lock(file) is not False and os.fstat(file).st_nlink > 0
+                if is_ours:
                     return name, file
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=folder)
-                os.close(file)
-                raise
-            os.close(file)
+            finally:
+                if not is_ours:
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
+                    os.close(file)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def _clean(self, folder: int) -> None:

@@ -447,6 +447,23 @@ def test_hard_links_are_never_written_through(tmp_path: Path) -> None:
     assert victim.stat().st_nlink == 1
 
 
+def test_a_file_that_is_replaced_by_a_link_while_it_is_written(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+
+    def write(file: BinaryIO) -> None:
+        (path,) = temporaries(tmp_path)
+        path.unlink()
+        path.symlink_to(victim)
+        file.write(b"data")
+
+    blobs = Directory(tmp_path / "root")
+    blobs.put("a/b", write)
+    assert blobs.open("a/b") is None
+    assert victim.read_text() == "precious"
+    assert victim.stat().st_nlink == 1
+
+
 def test_links_among_the_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / "root" / ".tmp"
     folder.mkdir(parents=True)

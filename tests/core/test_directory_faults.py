@@ -433,14 +433,17 @@ def test_a_new_file_that_a_cleaning_process_was_quick_to_delete(
         if len(calls) == 1:  # it has the lock
             return False
         if len(calls) == 2:  # it had the lock, and has deleted the file
-            temporaries(tmp_path)[-1].unlink()
+            os.unlink(os.readlink(f"/proc/self/fd/{file}"))
         return lock(file)
 
     blobs = Directory(tmp_path)
     blobs.put("first", writing(b""))
     monkeypatch.setattr(temporary, "_lock", late)
-    assert blobs.put("a/b", writing(b"data"))
+    written: list[BinaryIO] = []
+    assert blobs.put("a/b", written.append)
     assert len(calls) == 3
+    assert len(written) == 1  # it was noticed before
+    assert not temporaries(tmp_path)
 
 
 # --- Clocks and the order of use ------------------------------------------------------------------
