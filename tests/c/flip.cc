@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -27,6 +28,8 @@ namespace {
 constexpr uint32_t kHeads = 2, kDim = 16, kBlockSize = 4, kBlocks = 256, kRows = 8;
 constexpr uint32_t kColumns = 32, kTokens = kBlockSize * kColumns;  // of a row
 constexpr uint8_t kCanary = 0xa5;
+constexpr uint64_t kEnough = 10;  // calls that were accepted, and that were refused
+constexpr double kMostSeconds = 60;
 
 // Memory that ends where a page does; the next one cannot be touched.
 class Guarded {
@@ -378,14 +381,22 @@ bool run(const char *name, void (*make)(Calls *), double seconds) {
   std::atomic<bool> done{false};
   std::thread other([&] { flip(calls.targets, done); });
   uint64_t accepted = 0, refused = 0;
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  while (std::chrono::steady_clock::now() < end)
+  const auto start = std::chrono::steady_clock::now();
+  const auto passed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  // On a machine that is busy the two threads may not meet for a while.
+  while (passed() < seconds || (std::min(accepted, refused) < kEnough && passed() < kMostSeconds))
     ++(calls.run() == KVX_STATUS_OK ? accepted : refused);
   done = true;
   other.join();
   std::printf("%s: %llu accepted, %llu refused\n", name, static_cast<unsigned long long>(accepted),
               static_cast<unsigned long long>(refused));
   std::fflush(stdout);
+  if (std::min(accepted, refused) < kEnough) {
+    std::printf("FAILED: the other thread has met no call\n");
+    return false;
+  }
   for (const Guarded &memory : calls.memory) {
     if (memory.is_intact()) continue;
     std::printf("FAILED: %s has written before a buffer\n", name);
