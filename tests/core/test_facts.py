@@ -46,7 +46,7 @@ def test_equal_facts_agree() -> None:
 
 
 def test_every_fact_is_compared_or_known_not_to_be() -> None:
-    not_compared = {"engine", "negative_slots", "scale_convention"}
+    not_compared = {"compute_dtype", "engine", "negative_slots", "scale_convention"}
     assert {field.name for field in fields(CacheFacts)} == set(OTHER) | not_compared
 
 

@@ -1,0 +1,69 @@
+"""accept and key_file: which entries an engine takes, and how it stores what it makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvx_core import InvalidArgumentError
+from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
+from tests.vllm_plugin.models import prompt
+
+BF16 = {"args": {"dtype": "bfloat16"}, "sizes": replace(SIZES, dtype=torch.bfloat16)}
+
+
+def precisions(store: Path) -> set[str]:
+    return {path.name.split(".")[-2] for path in store.rglob("*.safetensors")}
+
+
+def test_a_coarser_pool_is_loaded_where_it_is_asked_for_and_stays_coarse(serve: Factory) -> None:
+    tokens = prompt(150, 1)
+    first = serve(**BF16)
+    first.ask(tokens)
+    first.close()
+    assert precisions(serve.store) == {"pbf16"}
+    strict = serve(8)
+    assert strict.ask(tokens).computed == 150
+    strict.close()
+    assert precisions(serve.store) == {"pbf16", "pf32"}
+    for path in serve.store.rglob("*.pf32.safetensors"):
+        path.unlink()
+    serve.set(accept="lossy")
+    lossy = serve(8)
+    assert lossy.ask(tokens).computed == 150 - 144
+    # The rank that saves is told what the scheduler has loaded.
+    assert lossy.ask(prompt(100, 2)).computed == 100
+    lossy.close()
+    assert precisions(serve.store) == {"pbf16"}
+
+
+def test_a_finer_pool_serves_a_coarser_one(serve: Factory) -> None:
+    tokens = prompt(150, 1)
+    first = serve()
+    first.ask(tokens)
+    first.close()
+    assert serve(8, **BF16).ask(tokens).computed == 150 - 144
+
+
+def test_engines_with_the_same_key_share(serve: Factory, tmp_path: Path) -> None:
+    tokens = prompt(150, 1)
+    keys = [tmp_path / "one", tmp_path / "two"]
+    for i, key in enumerate(keys):
+        key.write_bytes(bytes([i]) * 32)
+        key.chmod(0o600)
+    serve.set(key_file=str(keys[0]))
+    first = serve()
+    first.ask(tokens)
+    first.close()
+    assert serve(8).ask(tokens).computed == 150 - 144
+    serve.set(key_file=str(keys[1]))
+    assert serve(8).ask(tokens).computed == 150
+    serve.set()
+    assert serve(8).ask(tokens).computed == 150
+    keys[0].chmod(0o644)
+    serve.set(key_file=str(keys[0]))
+    with pytest.raises(InvalidArgumentError, match=r"key_file .* has mode 0644, expected 0600"):
+        serve()

@@ -1,0 +1,47 @@
+"""The precision that an engine's configuration stands for, in both of its processes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvx_core import Precision
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "name"),
+    [
+        (torch.float32, "auto", "f32"),
+        (torch.bfloat16, "auto", "bf16"),
+        (torch.float16, "float16", "f16"),
+        (torch.float32, "bfloat16", "bf16"),
+        (torch.bfloat16, "float16", "bf16+f16"),
+        (torch.float32, "fp8", "f8_e4m3"),
+        (torch.float16, "fp8_e4m3", "f8_e4m3"),
+        (torch.bfloat16, "fp8_e5m2", "f8_e5m2"),
+        (torch.bfloat16, "fp8_per_token_head", "f8_e4m3_row"),
+    ],
+)
+def test_the_coarsest_of_computation_and_cache(
+    dtype: torch.dtype, cache_dtype: str, name: str
+) -> None:
+    from kvx_adapters.vllm_plugin.settings import precision
+
+    assert precision(dtype, SimpleNamespace(cache_dtype=cache_dtype)).name == name
+
+
+def test_rows_of_bytes_are_those_of_this_version() -> None:
+    from vllm.version import __version__ as version
+
+    from kvx_adapters.vllm_plugin.settings import precision
+
+    rows = f"vllm 0.{version.split('.')[1]} int8_per_token_head"
+    config = SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=[])
+    assert precision(torch.bfloat16, config) == Precision.of(rows=rows)
+    config.kv_cache_dtype_skip_layers = ["0"]
+    assert precision(torch.bfloat16, config) == Precision.of("bfloat16", rows=rows)
