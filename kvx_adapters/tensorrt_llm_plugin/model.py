@@ -18,7 +18,6 @@ from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_core import CacheView, UnsupportedError
 from kvx_core.facts import model_fingerprint
-from kvx_core.snapshot import StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 
@@ -146,19 +145,15 @@ class Model:
         factors = [self.kv_scaling_factor] * self.num_layers if self.dtype == "FP8" else None
         return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
 
-    def store(self, settings: Settings) -> PrefixStore | None:
-        """The store that the settings name; None if what is there is broken, which is logged."""
-        try:
-            return PrefixStore(
-                Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
-                fingerprint=self.fingerprint,
-                num_layers=self.num_layers,
-                total_kv_heads=self.total_kv_heads,
-                chunk_tokens=settings.chunk_tokens,
-            )
-        except StoreError as error:
-            api.logger.warning(f"KVX saves and loads nothing until the next start: {error}")
-            return None
+    def store(self, settings: Settings) -> PrefixStore:
+        """The store that the settings name."""
+        return PrefixStore(
+            Directory(settings.path.expanduser(), max_bytes=settings.max_bytes),
+            fingerprint=self.fingerprint,
+            num_layers=self.num_layers,
+            total_kv_heads=self.total_kv_heads,
+            chunk_tokens=settings.chunk_tokens,
+        )
 
 
 def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save, StepPlan
 from kvx_core import BlockTable, InvalidArgumentError
@@ -69,7 +70,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._settings = Settings.read()
         self._model = Model.of(llm_args, self._settings)
         self._boundary = Boundary(api.logger.warning)
-        self._store = self._model.store(self._settings)
+        self._store = opened_store(self._model, self._settings)
         self._requests: dict[int, _Request] = {}
 
     def get_num_new_matched_tokens(

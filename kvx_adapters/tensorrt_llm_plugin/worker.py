@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save
 from kvx_core import (
@@ -44,7 +45,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._settings = Settings.read()
         self._model = Model.of(llm_args, self._settings)
         self._heads = self._model.heads_of(api.mpi_rank())
-        self._store = self._model.store(self._settings)
+        self._store = opened_store(self._model, self._settings)
         self._boundary = Boundary(api.logger.warning)
         self._writer = started_threads(1, "kvx-save")
         self._lock = threading.Lock()
