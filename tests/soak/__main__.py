@@ -71,6 +71,8 @@ def soak(directory: Path, seconds: float) -> bool:
         total(*(one.counts for one in found)),
         total(*(one.stats for one in found)),
         found[0].samples,
+        seconds,
+,
     )
     print(table)
     return good

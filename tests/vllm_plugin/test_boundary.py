@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvx_core.stores.blobs import Directory
+from tests.adapters.vllm_caches import SENTINEL
 from tests.injection import Injection
 from tests.vllm_plugin import test_scheduler_half as scheduler_half
 from tests.vllm_plugin.models import prompt
@@ -207,39 +208,47 @@ def run_step(connector: Any, plan: Any) -> Any:
     return results, failed_blocks
 
 
-def exchange(path: Path, layerwise: bool) -> torch.Tensor:
+def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
     """A worker saves, and loads what another one has stored, in a step and beside it.
 
-    Returns what it has saved.
+    Returns what it has saved, and which loads went well.
     """
     from kvx_adapters.vllm_plugin.steps import Load, Save, StepPlan
 
     worker = Worker(Directory(path))
+    worker.fill()
+    known = worker.tokens([3, 1, 5], len(TOKENS)).clone()  # as the one that filled the store
     expected = worker.store.lookup(TOKENS)
     assert expected.num_tokens == len(TOKENS)
-    worker.fill()
+    for kv_cache in worker.kv_caches:
+        kv_cache += 1
     wanted = worker.tokens([3, 1, 5], len(TOKENS)).clone()
     connector = connected(worker, layerwise=layerwise)
     save = Save("saved", "", np.array(TOKENS[::-1]), 0, ([3, 1, 5],), final=True)
     now = Load("now", "", expected, 0, 40, ([4, 2, 6],), wait=True)
-    beside = Load("beside", "", expected, 0, 40, ([7, 8, 9],), wait=False)
-    results, failed_blocks = run_step(connector, StepPlan(saves=[save], loads=[now, beside]))
+    results, failed_blocks = run_step(connector, StepPlan(saves=[save], loads=[now]))
+    assert results.finished_sending == {"saved"}
+    assert results.finished_recving == results.failed_recving == set()
+    assert failed_blocks in (set(), {4, 2, 6})
+    loaded = [] if failed_blocks else ["now"]
+    if loaded:
+        assert torch.equal(worker.tokens([4, 2, 6], 40), known)
+
+    worker.raw.fill_(SENTINEL)
+    beside = Load("beside", "", expected, 0, 40, ([4, 2, 6],), wait=False)
+    results, failed_blocks = run_step(connector, StepPlan(loads=[beside]))
     worker.half._loaders.shutdown()
     more, _ = run_step(connector, StepPlan(is_idle=True))
-
-    assert results.finished_sending | more.finished_sending == {"saved"}
     assert results.finished_recving | more.finished_recving == {"beside"}
-    failed = results.failed_recving | more.failed_recving
-    assert failed <= {"beside"}
-    assert failed_blocks in (set(), {4, 2, 6})
-    for blocks, has_failed in (([4, 2, 6], failed_blocks), ([7, 8, 9], failed)):
-        if not has_failed:
-            assert torch.equal(worker.tokens(blocks, 40), wanted)
+    assert failed_blocks == set()
+    if not results.failed_recving | more.failed_recving:
+        assert torch.equal(worker.tokens([4, 2, 6], 40), known)
+        loaded.append("beside")
     connector.get_kv_connector_stats()
     connector.shutdown()
     assert worker.half._pending_bytes == worker.half._num_loading == 0
     assert worker.half._open == {}
-    return wanted
+    return wanted, loaded
 
 
 def check_stored(path: Path, tokens: list[int], wanted: torch.Tensor) -> None:
@@ -272,20 +281,18 @@ def stores(tmp_path: Path) -> Iterator[Path]:
     return copies()
 
 
-@pytest.mark.parametrize(
-    ("error", "layerwise"), list(zip(ERRORS, [False, True, True, False], strict=True))
-)
-def test_whatever_the_worker_half_meets(
-    error: type[Exception], layerwise: bool, stores: Iterator[Path]
-) -> None:
+@pytest.mark.parametrize("layerwise", [False, True], ids=["after-all-layers", "layerwise"])
+def test_whatever_the_worker_half_meets(layerwise: bool, stores: Iterator[Path]) -> None:
     injection = Injection([PLUGIN], ["kvx_core", "kvx_adapters.vllm."])
     with injection.recording():
-        exchange(next(stores), layerwise)
+        _, loaded = exchange(next(stores), layerwise)
+    assert loaded == ["now", "beside"]
     sites = list(injection.sites())
     assert len({site for site, _ in sites}) >= 12
+    errors = itertools.cycle(ERRORS)
     for site, number in sites:
         path = next(stores)
-        with injection.raising(error, site, number):
-            saved = exchange(path, layerwise)
+        with injection.raising(next(errors), site, number):
+            saved, _ = exchange(path, layerwise)
         check_stored(path, TOKENS[::-1], saved)
         assert injection.has_struck, f"nothing was raised at call {number} of {site}"
