@@ -72,7 +72,6 @@ def soak(directory: Path, seconds: float) -> bool:
         total(*(one.stats for one in found)),
         found[0].samples,
         seconds,
-,
     )
     print(table)
     return good
