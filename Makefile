@@ -40,7 +40,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm-matrix lint format bench gpu setup build wheel clean distclean \
+.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup build wheel clean distclean \
     prerequisites
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
 	@echo "               ARGS=--slow runs what takes long, too, as CI does"
 	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, an environment each (16 GB): docs/vllm_matrix.md"
+	@echo "make soak      half an hour of real vLLM on a failing store   ARGS='--minutes 3' for less"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
@@ -65,6 +66,9 @@ test: build
 
 test-vllm-matrix: build
 	$(BIN)/python -m tests.vllm_matrix --cache $(VENV)/vllm-matrix $(ARGS)
+
+soak: build
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

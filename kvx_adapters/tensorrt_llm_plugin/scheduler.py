@@ -3,7 +3,8 @@
 TensorRT-LLM takes tokens that a connector has promised for computed; there is no way to say later
 that a load has failed. So what is promised has been read and checked, and goes to the workers with
 the step's plan: no file is opened once TensorRT-LLM counts on it. A file that is missing or broken
-is not promised, and TensorRT-LLM computes its tokens.
+is not promised, and TensorRT-LLM computes its tokens. What raises is caught, except where a promise
+cannot be kept: going on would be wrong.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save, StepPlan
-from kvx_core import BlockTable, InvalidArgumentError, KvxError
-from kvx_core.snapshot import Section, StoreError
+from kvx_core import BlockTable, InvalidArgumentError
+from kvx_core.connector.boundary import Boundary
+from kvx_core.snapshot import Section
 from kvx_core.stores.prefix import Match, PrefixStore
 
 # Where a request has one of these, its token ids do not determine its keys and values.
@@ -55,7 +58,8 @@ class _Request:
 
 
 class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
-    """Raises InvalidArgumentError, UnsupportedError at start-up.
+    """Raises InvalidArgumentError, UnsupportedError at start-up, and InvalidArgumentError later,
+    where TensorRT-LLM has too few blocks for what it was promised.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorScheduler
@@ -65,7 +69,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         super().__init__(llm_args)
         self._settings = Settings.read()
         self._model = Model.of(llm_args, self._settings)
-        self._store = self._model.store(self._settings)
+        self._boundary = Boundary(api.logger.warning)
+        self._store = opened_store(self._model, self._settings)
         self._requests: dict[int, _Request] = {}
 
     def get_num_new_matched_tokens(
@@ -77,26 +82,10 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         own connectors: a block that it has begun may still be being copied.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/mooncake_store/scheduler.py
         """
-        request_id, salt = request.request_id, _salt(request)
-        if salt is None or not _is_plain(request):
-            return 0, False
-        tokens = np.asarray(request.get_tokens(0), dtype=np.int64)
-        tracked = self._requests[request_id] = _Request(salt, len(tokens))
-        if num_computed_tokens % self._model.tokens_per_block:
-            return 0, False
-        if getattr(request, "return_context_logits", False):
-            return 0, False  # needs the logits of every token of the prompt
-        try:
-            tracked.promise = self._read(self._store.salted(salt), tokens, num_computed_tokens)
-        except (KvxError, OSError, MemoryError) as error:
-            api.logger.warning(f"KVX loads nothing for request {request_id}: {error}")
-        if tracked.promise is None:
-            return 0, False
-        count = tracked.promise.stop - num_computed_tokens
-        api.logger.info(
-            f"KVX: request {request_id} takes {count} of {len(tokens)} prompt tokens from the store"
-        )
-        return count, False
+        with self._boundary.guard("loads nothing for", f"request {request.request_id}"):
+            return self._promise(request, num_computed_tokens), False
+        self._requests.pop(request.request_id, None)
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Nothing: blocks come with build_connector_meta, some of them only there."""
@@ -119,9 +108,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                     continue
                 position = promise.stop
                 tracked.saved = promise.stop
-            save = self._save(data.request_id, tracked, position + data.num_scheduled_tokens)
-            if save is not None:
-                plan.saves.append(save)
+            with self._boundary.guard("did not save", f"request {data.request_id}") as guard:
+                save = self._save(data.request_id, tracked, position + data.num_scheduled_tokens)
+                if save is not None:
+                    plan.saves.append(save)
+            if guard.failed:
+                del self._requests[data.request_id]
         return plan
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -134,11 +126,19 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._requests.pop(request.request_id, None)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Tokens [start, end) of a promise are computed after all. Main only."""
-        tracked = self._requests.get(request.request_id)
-        promise = None if tracked is None else tracked.promise
-        if tracked is None or promise is None or end <= promise.start or promise.stop <= start:
-            return
+        """Tokens [start, end) of a promise are computed after all. Main only.
+
+        Where this fails, what was promised is loaded, which is as good.
+        """
+        with self._boundary.guard("loads all that it promised to", f"request {request.request_id}"):
+            tracked = self._requests.get(request.request_id)
+            if tracked is not None and tracked.promise is not None:
+                tracked.promise = self._without(tracked.promise, start, end)
+
+    def _without(self, promise: _Promise, start: int, end: int) -> _Promise | None:
+        """The blocks of a promise that hold none of these tokens."""
+        if end <= promise.start or promise.stop <= start:
+            return promise
         block_size = self._model.tokens_per_block
         if start <= promise.start:  # the beginning goes, or all
             first = min(end, promise.stop) // block_size * block_size
@@ -148,7 +148,29 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             last = -(-start // block_size) * block_size
             blocks = promise.blocks[: (last - promise.start) // block_size]
             kept = _Promise(blocks, promise.start, last)
-        tracked.promise = kept if len(kept.blocks) else None
+        return kept if len(kept.blocks) else None
+
+    def _promise(self, request: Any, num_computed_tokens: int) -> int:
+        """Tracks a request. Returns how many tokens past `num_computed_tokens` it takes."""
+        salt = _salt(request)
+        if self._store is None or salt is None or not _is_plain(request):
+            return 0
+        request_id = request.request_id
+        tokens = np.asarray(request.get_tokens(0), dtype=np.int64)
+        tracked = self._requests[request_id] = _Request(salt, len(tokens))
+        if num_computed_tokens % self._model.tokens_per_block:
+            return 0
+        if getattr(request, "return_context_logits", False):
+            return 0  # needs the logits of every token of the prompt
+        with self._boundary.guard("loads nothing for", f"request {request_id}"):
+            tracked.promise = self._read(self._store.salted(salt), tokens, num_computed_tokens)
+        if tracked.promise is None:
+            return 0
+        count = tracked.promise.stop - num_computed_tokens
+        api.logger.info(
+            f"KVX: request {request_id} takes {count} of {len(tokens)} prompt tokens from the store"
+        )
+        return count
 
     def _read(
         self, store: PrefixStore, tokens: npt.NDArray[np.int64], start: int
@@ -170,12 +192,25 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         absent = [-1] * (start // block_size)
         table = BlockTable.packed([[*absent, *range(num_blocks)]])
         section = Section(spec.layers, model.view(pool, heads), table)
-        stop = _load(store, match, start, start + num_blocks * block_size, section)
+        stop = self._fill(store, match, start, start + num_blocks * block_size, section)
         num_blocks = (stop - start) // block_size
         if num_blocks * block_size < settings.min_tokens:
             return None
         blocks = pool.view(torch.uint8).numpy()[:num_blocks]
         return _Promise(blocks, start, start + num_blocks * block_size)
+
+    def _fill(
+        self, store: PrefixStore, match: Match, start: int, stop: int, section: Section
+    ) -> int:
+        """Fills the section up to the first file that is not good. Returns where that is."""
+        for span in match.spans:
+            lo, hi = max(start, span.start), min(stop, span.stop)
+            if lo < hi:
+                with self._boundary.guard("computes", f"tokens from {lo} on") as guard:
+                    store.load(match, lo, hi, [section])
+                if guard.failed:
+                    return lo
+        return stop
 
     def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:
         block_size = self._model.tokens_per_block
@@ -192,6 +227,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
 
         Full chunks as they complete, and the prompt to its end as soon as it is there.
         """
+        assert self._store is not None  # else nothing is tracked
         stop = min(stop, len(tracked.tokens))  # without drafts
         full = stop - stop % self._store.chunk_tokens
         if stop >= tracked.num_prompt_tokens > tracked.saved:
@@ -209,19 +245,6 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             start=start,
             block_ids=tracked.block_ids[: -(-full // self._model.tokens_per_block)],
         )
-
-
-def _load(store: PrefixStore, match: Match, start: int, stop: int, section: Section) -> int:
-    """Fills the section up to the first file that is not good. Returns where that is."""
-    for span in match.spans:
-        lo, hi = max(start, span.start), min(stop, span.stop)
-        if lo < hi:
-            try:
-                store.load(match, lo, hi, [section])
-            except StoreError as error:
-                api.logger.warning(f"KVX: tokens from {lo} on are computed: {error}")
-                return lo
-    return stop
 
 
 def _is_plain(request: Any) -> bool:

@@ -7,9 +7,6 @@ since blocks may change hands after it, and a thread writes the file.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,22 +14,27 @@ from torch import Tensor
 
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
+from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save
 from kvx_core import (
     BlockTable,
     CacheView,
     InvalidArgumentError,
-    KvxError,
     OutOfRangeError,
     UnsupportedError,
 )
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.threads import started_threads
 from kvx_core.snapshot import Section, Snapshot
 from kvx_core.stores.prefix import PrefixStore
 
 
 class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
-    """Raises InvalidArgumentError, UnsupportedError at start-up. `close` ends its thread.
+    """`close` ends its thread.
+
+    Raises InvalidArgumentError, UnsupportedError at start-up. Later `start_load_kv` alone raises,
+    since TensorRT-LLM would take blocks that were not written for computed.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorWorker
@@ -43,8 +45,9 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._settings = Settings.read()
         self._model = Model.of(llm_args, self._settings)
         self._heads = self._model.heads_of(api.mpi_rank())
-        self._store = self._model.store(self._settings)
-        self._writer = ThreadPoolExecutor(1, "kvx-save")
+        self._store = opened_store(self._model, self._settings)
+        self._boundary = Boundary(api.logger.warning)
+        self._writer = started_threads(1, "kvx-save")
         self._lock = threading.Lock()
         self._pending_bytes = 0  # copied, not yet written
 
@@ -112,13 +115,15 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     def wait_for_save(self, stream: Any) -> None:
         """Copies what this step has computed; files are written later."""
         plan = self._metadata
-        if plan is None:
+        if plan is None or self._store is None:
             return
         saves, plan.saves = plan.saves, []
-        with torch.cuda.stream(stream):
-            for save in saves:
-                with _dropping(f"request {save.request_id}"):
-                    self._save(save)
+        for save in saves:
+            with (
+                self._boundary.guard("did not save", f"request {save.request_id}"),
+                torch.cuda.stream(stream),
+            ):
+                self._save(save, self._store.salted(save.salt))
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -130,7 +135,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         """Waits for the files that are being written. TensorRT-LLM does not call it; the
         interpreter waits for them too.
         """
-        self._writer.shutdown()
+        with self._boundary.guard("did not shut down"):
+            self._writer.shutdown()
 
     def _write(self, load: Load) -> None:
         """The blocks of a load, this rank's heads of them. Raises OutOfRangeError."""
@@ -148,9 +154,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         ids = torch.tensor(load.block_ids, device=device)
         self._blocks[ids] = heads[:, :, :, first:last].flatten(3).to(device)
 
-    def _save(self, save: Save) -> None:
-        """Copies the chunks of a save that are not stored yet. Raises KvxError."""
-        store = self._store.salted(save.salt)
+    def _save(self, save: Save, store: PrefixStore) -> None:
+        """Copies the chunks of a save that are not stored yet."""
         table = BlockTable.packed([save.block_ids])
         section = Section(tuple(range(self._model.num_layers)), self._view, table)
         nodes = store.nodes(save.tokens)
@@ -170,22 +175,24 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
                 return
             snapshot = store.capture(save.tokens, start, stop, [section], node=node)
             if snapshot is not None:
-                with self._lock:
-                    self._pending_bytes += snapshot.num_bytes
-                self._writer.submit(self._commit, store, snapshot)
+                self._hand_over(store, snapshot)
 
-    def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
+    def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
+        """To the thread that writes."""
+        num_bytes = snapshot.num_bytes
+        self._wait_to_be_written(num_bytes)
+        try:
+            self._writer.submit(self._commit, store, snapshot, num_bytes)
+        except BaseException:
+            self._wait_to_be_written(-num_bytes)
+            raise
+
+    def _commit(self, store: PrefixStore, snapshot: Snapshot, num_bytes: int) -> None:
         """In the thread."""
-        with _dropping(f"{len(snapshot.tokens)} tokens"):
+        with self._boundary.guard("did not save", f"{len(snapshot.tokens)} tokens"):
             store.commit(snapshot)
+        self._wait_to_be_written(-num_bytes)
+
+    def _wait_to_be_written(self, num_bytes: int) -> None:
         with self._lock:
-            self._pending_bytes -= snapshot.num_bytes
-
-
-@contextmanager
-def _dropping(what: str) -> Iterator[None]:
-    """A save that fails costs a later hit and nothing else."""
-    try:
-        yield
-    except (KvxError, OSError, MemoryError) as error:
-        api.logger.warning(f"KVX did not save {what}: {error}")
+            self._pending_bytes += num_bytes

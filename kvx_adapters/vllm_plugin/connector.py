@@ -13,7 +13,7 @@ Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,9 @@ from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
+from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger("vllm.kvx")
 
@@ -52,7 +55,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_engine(vllm_config, self._settings)
         windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
-        self._stores = Stores(vllm_config, self._settings, shortest)
+        self._stores = _stores(vllm_config, self._settings, shortest)
+        self._boundary = Boundary(logger.warning)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -60,7 +64,11 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:
         transfer = self._vllm_config.kv_transfer_config
-        consumes = transfer.is_kv_consumer
+        is_there = isinstance(self._stores, Stores)
+        produces, consumes = (
+            transfer.is_kv_producer and is_there,
+            transfer.is_kv_consumer and is_there,
+        )
         if consumes and hybrid and not _BY_REQUEST:
             logger.warning(
                 "KVX loads nothing: with several KV cache groups vllm %s cannot be told that a "
@@ -68,7 +76,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 vllm_version,
             )
             consumes = False
-        if transfer.is_kv_producer and 0 < window < self._stores.chunk_tokens:
+        if produces and 0 < window < self._stores.chunk_tokens:
             logger.warning(
                 "chunk_tokens is %d, expected at most the sliding window, %d: when a chunk is full "
                 "its beginning may have left the window, and then it is not saved",
@@ -83,8 +91,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return SchedulerHalf(
             stores=self._stores,
             settings=self._settings,
+            boundary=self._boundary,
             chunk_tokens=self._stores.chunk_tokens,
-            produces=transfer.is_kv_producer,
+            produces=produces,
             consumes=consumes,
             asynchronous=self._settings.async_load or shares or hybrid or bool(window),
             window=window,
@@ -108,15 +117,16 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 held.append(Held(index, part, view, kernel_blocks))
         device = next(iter(kv_caches.values())).device
         self._worker = WorkerHalf(
-            self._stores, self._settings, held, device, by_request=_BY_REQUEST
+            self._stores, self._settings, held, device, self._boundary, by_request=_BY_REQUEST
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
-            step = self._step()
-            if step.is_idle:  # before 0.30 vLLM does not call wait_for_save then
-                self._worker.save(step)
-            self._worker.load(step)
+        with self._guard("did not load what a step reads"):
+            if self._worker is not None:
+                step = self._step()
+                if step.is_idle:  # before 0.30 vLLM does not call wait_for_save then
+                    self._worker.save(step)
+                self._worker.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: start_load_kv returns when all layers are there."""
@@ -124,32 +134,48 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        if self._worker is not None and self._settings.layerwise:
-            self._worker.save_layer(self._step(), layer_name)
+        with self._guard("did not save a layer"):
+            if self._worker is not None and self._settings.layerwise:
+                self._worker.save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
-        if self._worker is not None and not self._step().is_idle:
-            self._worker.save(self._step())
+        with self._guard("did not save a step"):
+            if self._worker is not None and not self._step().is_idle:
+                self._worker.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        saved, loaded, _ = self._worker.take_results()
-        return saved, loaded
+        with self._guard("did not report what is saved and loaded"):
+            if self._worker is not None:
+                saved, loaded, _ = self._worker.take_results()
+                return saved, loaded
+        return None, None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        saved, loaded, failed = self._worker.take_results() if self._worker else ((), (), ())
-        return base.KVConnectorTransferResults(set(saved), set(loaded), set(failed))
+        saved, loaded, failed = set[str](), set[str](), set[str]()
+        with self._guard("did not report what is saved and loaded"):
+            if self._worker is not None:
+                saved, loaded, failed = self._worker.take_results()
+        return base.KVConnectorTransferResults(saved, loaded, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks() if self._worker else set()
+        with self._guard("did not report what could not be loaded"):
+            if self._worker is not None:
+                return self._worker.take_failed_blocks()
+        return set()
 
     def get_kv_connector_stats(self) -> KVXStats | None:
-        return self._worker.take_stats() if self._worker else None
+        """Of both halves: vLLM asks each."""
+        with self._guard("did not report its stats"):
+            if self._worker is not None:
+                return self._worker.take_stats()
+            counts = self._boundary.take_counts()
+            return KVXStats(counts) if counts else None
+        return None
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        with self._guard("did not shut down"):
+            if self._worker is not None:
+                self._worker.shutdown()
 
     def _step(self) -> StepPlan:
         step = self._get_connector_metadata()
@@ -161,13 +187,24 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._half.num_new_matched_tokens(request, num_computed_tokens)
+        with self._guard("found nothing for", f"request {request.request_id}"):
+            return self._half.num_new_matched_tokens(request, num_computed_tokens)
+        self._half.forget(request.request_id)
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._half.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        block_ids = blocks.get_block_ids()
+        with self._guard("plans nothing for", f"request {request.request_id}") as guard:
+            self._half.allocated(request, block_ids, num_external_tokens)
+        if guard.failed:
+            self._half.give_up(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self._half.plan(scheduler_output)
+        with self._guard("did not plan what to save") as guard:
+            self._half.plan_saves(scheduler_output)
+        if guard.failed:  # and where the tokens of requests lie may not be known any more
+            self._half.forget_all()
+        return self._half.take_plan(scheduler_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -177,17 +214,26 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._half.finished(request, block_ids), None
+        with self._guard("did not save", f"request {request.request_id}", count="dropped_saves"):
+            return self._half.finished(request, block_ids), None
+        self._half.ended(request.request_id)
+        return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._half.heard(
-            failed=getattr(connector_output, "failed_recving", None) or (),
-            finished=connector_output.finished_recving or (),
-            blocks=bool(connector_output.invalid_block_ids),
-        )
+        with self._guard("did not hear which loads have failed") as guard:
+            self._half.heard(
+                failed=getattr(connector_output, "failed_recving", None) or (),
+                finished=connector_output.finished_recving or (),
+                blocks=bool(connector_output.invalid_block_ids),
+            )
+        if guard.failed:
+            self._half.give_up_loads()
 
     def reset_cache(self) -> bool:
-        self._half.reset()
+        with self._guard("shares nothing any more") as guard:
+            self._half.reset()
+        if guard.failed:
+            self._half.stop()
         return True
 
     @property
@@ -201,6 +247,10 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- both ----
 
+    def _guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
+        """Around every call that vLLM makes into a half."""
+        return self._boundary.guard(failed_to, of, count=count)
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return bool(extra_config.get("layerwise"))  # a whole graph would run past save_kv_layer
@@ -212,6 +262,29 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVXPromMetrics:
         return KVXPromMetrics(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class _BrokenStore:
+    """In place of Stores: what is to be loaded fails, what is to be saved is dropped."""
+
+    error: StoreError
+    chunk_tokens: int = 1
+    fingerprint: str = ""
+
+    def __getitem__(self, salt: str) -> PrefixStore:
+        raise StoreError(f"the store was broken when the engine started: {self.error}")
+
+
+def _stores(config: Any, settings: Settings, window: int) -> Stores | _BrokenStore:
+    """A broken store does not end an engine. Raises InvalidArgumentError, UnsupportedError."""
+    try:
+        stores = Stores(config, settings, window)
+        stores.chunk_tokens  # noqa: B018
+    except StoreError as error:
+        logger.warning("KVX saves and loads nothing until the next start: %s", error)
+        return _BrokenStore(error)
+    return stores
 
 
 def _facts(config: Any, fingerprint: str) -> CacheFacts:

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.logger import init_logger
 
-from kvx_adapters.vllm_plugin.settings import Settings, Stores
-from kvx_adapters.vllm_plugin.steps import BlockIds, Load, Save, StepPlan
-from kvx_core import KvxError
+from kvx_adapters.vllm_plugin.settings import Settings
+from kvx_adapters.vllm_plugin.steps import BlockIds, Load, SaltedStores, Save, StepPlan
+from kvx_core.connector.boundary import Boundary
 from kvx_core.stores.prefix import Match
-
-logger = init_logger("vllm.kvx")
 
 # Requests that end otherwise may not have what they computed accepted.
 # Source: vllm 0.32 v1/request.py, RequestStatus
@@ -54,10 +51,15 @@ class _Lookup:
 
 @dataclass(slots=True)
 class SchedulerHalf:
-    """Raises nothing: without a plan for a request, vLLM computes it as if there were no store."""
+    """Without a plan for a request, vLLM computes it as if there were no store.
 
-    stores: Stores
+    Where a call raises, its caller catches it and calls one of these, which do not: `give_up`,
+    `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
+    """
+
+    stores: SaltedStores
     settings: Settings
+    boundary: Boundary
     chunk_tokens: int
     produces: bool
     consumes: bool
@@ -92,7 +94,7 @@ class SchedulerHalf:
         Called a second time, with 0, once a load beside other steps is over.
         """
         request_id = request.request_id
-        found = self._lookups.pop(request_id, None)
+        found = self._lookups.get(request_id)
         if not _is_plain(request):
             return
         hold = request.num_tokens if self.consumes and not self.asynchronous else 0
@@ -101,40 +103,66 @@ class SchedulerHalf:
             salt = self._salt(request)
             tracked = self._tracked[request_id] = _Tracked(request, salt, block_ids, hold)
         tracked.block_ids, tracked.hold = block_ids, hold
-        if num_external_tokens == 0 or found is None:
-            return
-        stop = found.start + num_external_tokens
-        tracked.saved = max(tracked.saved, stop)
-        self._loading.add(request_id)
-        self._next.loads.append(
-            Load(
-                request_id=request_id,
-                salt=tracked.salt,
-                match=found.match,
-                start=found.start,
-                stop=stop,
-                block_ids=block_ids,
-                wait=not self.asynchronous,
-            )
-        )
+        if num_external_tokens:
+            assert found is not None  # vLLM was promised these tokens
+            stop = found.start + num_external_tokens
+            tracked.saved = max(tracked.saved, stop)
+            self._load(request_id, tracked.salt, found.match, found.start, stop, block_ids)
+        self._lookups.pop(request_id, None)
 
-    def plan(self, output: Any) -> StepPlan:
-        """What the workers do in the step that `output`, vLLM's SchedulerOutput, describes."""
-        for request_id, num_computed_tokens in self._follow(output):
-            if self.produces:
-                stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
-                self._save(self._tracked[request_id], num_computed_tokens, stop)
+    def give_up(self, request_id: str, block_ids: BlockIds, num_external_tokens: int) -> None:
+        """What becomes of a request for which `allocated` raised: nothing is saved, and a load that
+        fails tells vLLM to compute what it was promised.
+        """
+        found = self._lookups.get(request_id)
+        self.forget(request_id)
+        if num_external_tokens:
+            self._given_up.add(request_id)
+            start = 0 if found is None else found.start
+            stop = start + num_external_tokens
+            self._load(request_id, "", Match(0, ()), start, stop, block_ids)
+
+    def forget(self, request_id: str) -> None:
+        """Plans nothing more for a request as it is now."""
+        self._lookups.pop(request_id, None)
+        self._tracked.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        """Remembers nothing of a request."""
+        self.forget(request_id)
+        self._given_up.discard(request_id)
+        self._loading.discard(request_id)
+
+    def plan_saves(self, output: Any) -> None:
+        """Plans what to save of the step that `output`, vLLM's SchedulerOutput, describes."""
+        for request_id, num_computed_tokens, block_ids, are_new in _scheduled(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            with self.boundary.guard(
+                "did not save", f"request {request_id}", count="dropped_saves"
+            ) as guard:
+                if are_new:
+                    tracked.block_ids = _lists(block_ids)
+                elif block_ids:
+                    for group, more in zip(tracked.block_ids, block_ids, strict=True):
+                        group.extend(more)
+                if self.produces:
+                    stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
+                    self._save(tracked, num_computed_tokens, stop)
+            if guard.failed:  # and its blocks may not be known any more
+                self.forget(request_id)
+
+    def take_plan(self, output: Any) -> StepPlan:
+        """All that the workers do in this step."""
         step, self._next = self._next, StepPlan()
         step.is_idle = not output.num_scheduled_tokens
         return step
 
     def finished(self, request: Any, block_ids: BlockIds) -> bool:
         """Forgets a request. Returns whether its blocks have to stay until they are saved."""
-        request_id = request.request_id
-        self._lookups.pop(request_id, None)
-        self._given_up.discard(request_id)
-        self._loading.discard(request_id)
-        tracked = self._tracked.pop(request_id, None)
+        tracked = self._tracked.get(request.request_id)
+        self.ended(request.request_id)
         if tracked is None or tracked.is_stale or not self.produces:
             return False
         if request.status.name not in _FINISHED:
@@ -157,6 +185,12 @@ class SchedulerHalf:
                 tracked.saved = 0  # its tokens may be in the store no more
         self._loading.difference_update(failed, finished)
 
+    def give_up_loads(self) -> None:
+        """What becomes of requests that load when `heard` raised: any of them may have failed."""
+        self._given_up.update(self._loading)
+        for request_id in self._loading:
+            self.forget(request_id)
+
     def reset(self) -> None:
         """Share nothing that was computed until now: the model may not be the one it was."""
         self._epoch = secrets.token_hex(16)
@@ -165,23 +199,29 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             tracked.is_stale = True
 
-    def _follow(self, output: Any) -> Iterator[tuple[str, int]]:
-        """Keeps block ids as they grow. Yields scheduled requests, and what they have computed."""
-        for new in output.scheduled_new_reqs:
-            if tracked := self._tracked.get(new.req_id):
-                tracked.block_ids = _lists(new.block_ids)
-                yield new.req_id, new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = _lists(cached.new_block_ids[i])
-            elif cached.new_block_ids[i] is not None:
-                for group, new_ids in zip(tracked.block_ids, cached.new_block_ids[i], strict=True):
-                    group.extend(new_ids)
-            yield request_id, cached.num_computed_tokens[i]
+    def forget_all(self) -> None:
+        """Saves nothing of the requests that there are."""
+        self._tracked.clear()
+
+    def stop(self) -> None:
+        """What becomes of all if `reset` raised: what is shared could be of another model."""
+        self.produces = self.consumes = False
+        self._lookups.clear()
+        self._tracked.clear()
+
+    def _load(
+        self,
+        request_id: str,
+        salt: str,
+        match: Match,
+        start: int,
+        stop: int,
+        block_ids: BlockIds,
+    ) -> None:
+        self._loading.add(request_id)
+        self._next.loads.append(
+            Load(request_id, salt, match, start, stop, block_ids, wait=not self.asynchronous)
+        )
 
     def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
         """Plans to save what has been computed when `stop` tokens have been.
@@ -220,15 +260,32 @@ class SchedulerHalf:
 
     def _lookup(self, request: Any) -> Match:
         """What the store has of the request's tokens; nothing, if it is not what it was."""
-        try:
+        with self.boundary.guard(
+            "found nothing for", f"request {request.request_id}", count="lookup_failures"
+        ):
             tokens = _tokens(request, request.num_tokens)
             return self.stores[self._salt(request)].lookup(tokens)
-        except (KvxError, OSError) as error:
-            logger.warning("KVX found nothing for request %s: %s", request.request_id, error)
-            return Match(0, ())
+        return Match(0, ())
 
     def _salt(self, request: Any) -> str:
         return "\n".join(filter(None, (self._epoch, request.cache_salt)))
+
+
+def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
+    """Scheduled requests: how many tokens have been computed, blocks, and whether these replace
+    those known before or follow them.
+    """
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, new.block_ids, True
+    cached = output.scheduled_cached_reqs
+    for i, request_id in enumerate(cached.req_ids):
+        block_ids = cached.new_block_ids[i] or ()
+        yield (
+            request_id,
+            cached.num_computed_tokens[i],
+            block_ids,
+            request_id in cached.resumed_req_ids,
+        )
 
 
 def _is_plain(request: Any) -> bool:

@@ -20,6 +20,8 @@ COUNTERS = {
     "loaded_bytes": "Bytes loaded from the KVX store",
     "load_seconds": "Seconds spent loading from the KVX store",
     "load_failures": "Loads that failed; kv_load_failure_policy says what vLLM made of them",
+    "lookup_failures": "Lookups that failed: their tokens were computed",
+    "errors": "Other errors that were caught; the engine went on without what failed",
 }
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvx_core.stores.prefix import Match
+from kvx_core.stores.prefix import Match, PrefixStore
 
 # The blocks of a request, one list per KV cache group. Source: vllm KVCacheBlocks.get_block_ids
 BlockIds = tuple[list[int], ...]
+
+
+class SaltedStores(Protocol):
+    """The stores that salts in saves and loads stand for."""
+
+    def __getitem__(self, salt: str, /) -> PrefixStore:
+        """Raises StoreError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

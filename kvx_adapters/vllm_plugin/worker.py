@@ -10,23 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from kvx_adapters import vllm
-from kvx_adapters.vllm_plugin.settings import Settings, Stores
+from kvx_adapters.vllm_plugin.settings import Settings
 from kvx_adapters.vllm_plugin.stats import KVXStats
-from kvx_adapters.vllm_plugin.steps import BlockIds, Load, Save, StepPlan
-from kvx_core import CacheView, KvxError
+from kvx_adapters.vllm_plugin.steps import BlockIds, Load, SaltedStores, Save, StepPlan
+from kvx_core import CacheView
+from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.threads import started_threads
 from kvx_core.snapshot import Section, Snapshot
 from kvx_core.stores.prefix import PrefixStore
-
-logger = init_logger("vllm.kvx")
 
 _PATIENCE_SECONDS = 0.01  # of a step without a forward pass
 
@@ -58,7 +55,7 @@ class _Span:
 
 
 class WorkerHalf:
-    """Owns two thread pools; `shutdown` ends them.
+    """Owns two thread pools; `shutdown` ends them. A save or load that fails does so alone.
 
     held:       all that this worker holds
     device:     where the caches are
@@ -67,14 +64,15 @@ class WorkerHalf:
 
     def __init__(
         self,
-        stores: Stores,
+        stores: SaltedStores,
         settings: Settings,
         held: Sequence[Held],
         device: torch.device,
+        boundary: Boundary,
         *,
         by_request: bool,
     ) -> None:
-        self._stores, self._settings = stores, settings
+        self._stores, self._settings, self._boundary = stores, settings, boundary
         self._held, self._device, self._by_request = held, device, by_request
         self._layer_of = {
             name: layer
@@ -85,8 +83,9 @@ class WorkerHalf:
         first = held[0].view
         first_head = first.facts.first_kv_head or 0
         self._heads = first_head, first_head + first.layers[0].num_kv_heads
-        self._writers = ThreadPoolExecutor(settings.writer_threads, "kvx-save")
-        self._loaders = ThreadPoolExecutor(1, "kvx-load")
+        self._block_size: int = held[0].group.specs[0].block_size  # of the only group, for _blocks
+        self._writers = started_threads(settings.writer_threads, "kvx-save")
+        self._loaders = started_threads(1, "kvx-load")
         # Of loads beside the forward pass. Without CUDA there is none, and torch does nothing.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
@@ -112,11 +111,7 @@ class WorkerHalf:
             if load.wait:
                 self._load(load)
             else:
-                if self._stream is not None:  # steps before may still use these blocks
-                    self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                with self._lock:
-                    self._num_loading += 1
-                self._loaders.submit(self._load_beside, load)
+                self._start(load)
         if step.is_idle:
             with self._lock:
                 if self._num_loading and not self._loaded:
@@ -127,11 +122,11 @@ class WorkerHalf:
         if self._open_step is not step:
             self._open_step, self._open = step, {}
             for save in step.saves:
-                with self._dropping(save):
+                with self._saving(save):
                     self._open[save.request_id] = list(self._reserve(save))
         layer = self._layer_of.get(layer_name)
         for save in step.saves:
-            with self._dropping(save):
+            with self._saving(save):
                 for span in self._open.get(save.request_id, ()):
                     if layer in span.missing:
                         span.fill([layer])
@@ -142,14 +137,12 @@ class WorkerHalf:
         self._open_step, self._open = None, {}
         for save in step.saves:
             begin, num_tokens = time.perf_counter(), 0
-            with self._dropping(save):
+            with self._saving(save):
                 for span in opened.get(save.request_id) or self._reserve(save):
                     span.fill(span.missing)
                     span.snapshot.settle(span.sections)
                     num_tokens += len(span.snapshot.tokens)
-                    with self._lock:
-                        self._pending_bytes += span.snapshot.num_bytes
-                    self._writers.submit(self._write, span)
+                    self._hand_over(span)
             if num_tokens:
                 self._count(saved_tokens=num_tokens, save_seconds=time.perf_counter() - begin)
             if save.final:
@@ -171,6 +164,7 @@ class WorkerHalf:
     def take_stats(self) -> KVXStats | None:
         with self._lock:
             stats, self._stats = self._stats, KVXStats()
+        stats.add(**self._boundary.take_counts())
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
@@ -196,66 +190,89 @@ class WorkerHalf:
             if snapshot is not None:  # else a sliding window has left some of these tokens behind
                 yield _Span(store, snapshot, sections, set(self._layers))
 
-    @contextmanager
-    def _dropping(self, save: Save) -> Iterator[None]:
+    def _saving(self, save: Save) -> Guard:
         """A save that fails costs a later hit and nothing else."""
-        try:
-            yield
-        except Exception as error:
-            _warn(error, "KVX did not save request %s: %s", save.request_id)
-            self._count(dropped_saves=1)
+        return self._boundary.guard(
+            "did not save", f"request {save.request_id}", count="dropped_saves"
+        )
 
-    def _write(self, span: _Span) -> None:
-        begin = time.perf_counter()
+    def _hand_over(self, span: _Span) -> None:
+        """To the threads that write."""
+        num_bytes = span.snapshot.num_bytes
+        self._wait_to_be_written(num_bytes)
         try:
+            self._writers.submit(self._write, span, num_bytes)
+        except BaseException:
+            self._wait_to_be_written(-num_bytes)
+            raise
+
+    def _write(self, span: _Span, num_bytes: int) -> None:
+        begin = time.perf_counter()
+        with self._boundary.guard("could not write to its store", count="dropped_saves"):
             written = span.store.commit(span.snapshot)
             self._count(saved_bytes=written, write_seconds=time.perf_counter() - begin)
-        except Exception as error:
-            _warn(error, "KVX could not write to its store: %s")
-            self._count(dropped_saves=1)
-        finally:
-            with self._lock:
-                self._pending_bytes -= span.snapshot.num_bytes
+        self._wait_to_be_written(-num_bytes)
+
+    def _wait_to_be_written(self, num_bytes: int) -> None:
+        with self._lock:
+            self._pending_bytes += num_bytes
+
+    def _start(self, load: Load) -> None:
+        """Loads in a thread."""
+        with self._lock:
+            self._num_loading += 1
+        with self._loading(load) as guard:
+            if self._stream is not None:  # steps before may still use these blocks
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._loaders.submit(self._load_beside, load)
+        if guard.failed:
+            self._load_failed(load)
+            self._is_over(load, good=False)
+
+    def _load_beside(self, load: Load) -> None:
+        """In a thread."""
+        self._is_over(load, good=self._load(load, self._stream))
+
+    def _is_over(self, load: Load, *, good: bool) -> None:
+        """Of a load beside steps. vLLM waits for it, whatever happens."""
+        with self._lock:
+            self._num_loading -= 1
+            self._loaded.add(load.request_id)
+            if not good:
+                self._failed.add(load.request_id)
+            self._load_is_over.notify_all()
 
     def _load(self, load: Load, stream: Any = None) -> bool:
         """Returns whether the tokens are there. If not, vLLM is told, whatever the reason: it takes
         what it hears nothing of for loaded.
         """
-        begin = time.perf_counter()
-        try:
+        with self._loading(load) as guard:
+            begin = time.perf_counter()
             with torch.cuda.stream(stream):
                 sections = self._sections(load.block_ids, load.stop)
                 loaded = self._stores[load.salt].load(load.match, load.start, load.stop, sections)
-        except Exception as error:
-            _warn(error, "KVX could not load request %s: %s", load.request_id)
-            self._count(load_failures=1)
-            if load.wait or not self._by_request:
-                with self._lock:
-                    self._failed_blocks |= self._blocks(load)
-            return False
-        self._count(
-            loaded_tokens=load.stop - load.start,
-            loaded_bytes=loaded,
-            load_seconds=time.perf_counter() - begin,
-        )
-        return True
+            self._count(
+                loaded_tokens=load.stop - load.start,
+                loaded_bytes=loaded,
+                load_seconds=time.perf_counter() - begin,
+            )
+        if guard.failed:
+            self._load_failed(load)
+        return not guard.failed
 
-    def _load_beside(self, load: Load) -> None:
-        """In a thread. Says that the load is over whatever happens: vLLM waits for it."""
-        good = False
-        try:
-            good = self._load(load, self._stream)
-        finally:
+    def _loading(self, load: Load) -> Guard:
+        return self._boundary.guard(
+            "could not load", f"request {load.request_id}", count="load_failures"
+        )
+
+    def _load_failed(self, load: Load) -> None:
+        if load.wait or not self._by_request:
             with self._lock:
-                self._num_loading -= 1
-                self._loaded.add(load.request_id)
-                if not good:
-                    self._failed.add(load.request_id)
-                self._load_is_over.notify_all()
+                self._failed_blocks |= self._blocks(load)
 
     def _blocks(self, load: Load) -> set[int]:
         """The blocks of the tokens to load; there is one KV cache group."""
-        (ids,), block_size = load.block_ids, self._held[0].group.specs[0].block_size
+        ids, block_size = load.block_ids[0], self._block_size
         return set(ids[load.start // block_size : -(-load.stop // block_size)])
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
@@ -273,9 +290,3 @@ class WorkerHalf:
     def _count(self, **values: float) -> None:
         with self._lock:
             self._stats.add(**values)
-
-
-def _warn(error: Exception, message: str, *arguments: object) -> None:
-    """In the log: the sentence of an error that was to be expected, the traceback of any other."""
-    expected = isinstance(error, (KvxError, OSError, MemoryError))
-    logger.warning(message, *arguments, error, exc_info=None if expected else error)

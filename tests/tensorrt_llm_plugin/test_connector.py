@@ -309,7 +309,7 @@ def test_a_file_that_is_not_good_is_computed(
     engine.close()
     if damage == "changed":
         (warning,) = trtllm.logger.warnings()
-        assert warning.startswith(f"warning: KVX: tokens from {at * 24} on are computed: ")
+        assert warning.startswith(f"warning: KVX computes tokens from {at * 24} on: ")
     assert serve(8).ask(tokens).computed == 150 - 144  # it has been stored again
 
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,8 @@ class Engine:
 class EngineProcess:
     """A process in which engines are started, one at a time."""
 
+    module = "tests.vllm_plugin.engine"
+
     def __init__(self, log: Path, **environment: str) -> None:
         self.log = log
         self._environment = environment
@@ -138,7 +140,7 @@ class EngineProcess:
         except BrokenPipeError:
             line = ""
         if not line:
-            self.close()
+            self.kill()
             raise EngineError(f"the process ended in {name}:\n{self.log.read_text()[-6000:]}")
         answer = json.loads(line)
         if "error" in answer:
@@ -157,6 +159,17 @@ class EngineProcess:
                 self._process.wait()
             self._process = None
 
+    def kill(self) -> None:
+        """kill -9, from any thread; a call that is under way raises EngineError."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what was not written
+                    if pipe is not None:
+                        pipe.close()
+
     def _start(self) -> subprocess.Popen[str]:
         environment = {
             "PYTHONPATH": str(ROOT),
@@ -170,7 +183,7 @@ class EngineProcess:
         }
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm_plugin.engine"],
+                [sys.executable, "-m", self.module],
                 cwd=ROOT,
                 env=os.environ | environment | self._environment,
                 stdin=subprocess.PIPE,
@@ -317,11 +330,10 @@ class Server:
         return found
 
 
-def serve() -> None:
+def serve(server: Server) -> None:
     """Answers calls until the input ends. Whatever else is printed goes to stderr."""
     import traceback
 
-    server = Server()
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
@@ -335,4 +347,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Server())

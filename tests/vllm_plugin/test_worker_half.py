@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheFacts
+from kvx_core.connector.boundary import Boundary
 from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
@@ -55,6 +57,7 @@ class Worker:
             Settings(path=blobs.root, **settings),
             [Held(0, group, vllm.cache_view(self.kv_caches, spec, facts), 1)],
             torch.device("cpu"),
+            Boundary(logging.getLogger("kvx").warning),
             by_request=by_request,
         )
 
@@ -254,7 +257,7 @@ def test_a_finished_request_is_saved_without_a_forward_pass(waits: bool, tmp_pat
     worker = Worker(Directory(tmp_path))
     worker.fill()
     connector = object.__new__(KVXConnector)
-    connector._worker = worker.half
+    connector._worker, connector._boundary = worker.half, worker.half._boundary
     save = Save("a", "", np.array(TOKENS), 0, ([3, 1, 5],), final=True)
     connector.bind_connector_metadata(StepPlan(saves=[save], is_idle=True))
     connector.start_load_kv(None)
@@ -287,7 +290,7 @@ def test_whatever_fails_a_load_vllm_is_told(by_request: bool, wait: bool, tmp_pa
     match = filled(tmp_path).store.lookup(TOKENS)
     worker = Worker(Strange(tmp_path), by_request=by_request)
     worker.load([4, 2, 6], 0, 40, match, wait=wait)
-    worker.half.shutdown()
+    worker.half._loaders.shutdown()
     over = set() if wait else {"a"}
     assert worker.half.take_results() == (set(), over, over)
     assert worker.half.take_failed_blocks() == ({4, 2, 6} if wait or not by_request else set())

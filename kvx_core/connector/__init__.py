@@ -1,0 +1,1 @@
+"""What connectors of all engines share; knows no engine."""

@@ -1,0 +1,135 @@
+"""Where errors of KVX end: a connector's hooks return to the engine, whatever fails below them.
+
+An engine takes an error of its connector for its own and ends. A store is worth less than that.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from kvx_core.errors import KvxError
+
+_EXPECTED = (KvxError, OSError, MemoryError)  # whose sentence says all; others need a traceback
+_PASS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+_MAX_KINDS = 256
+_MAX_CHARS = 2000  # of a sentence in the log: it may quote a file
+
+
+class Boundary:
+    """Catches what fails in KVX, logs it once per kind, counts it. Threads may share one.
+
+        with boundary.guard("could not load", "request 7", count="load_failures") as guard:
+            ...
+        if guard.failed:
+            ...  # what the engine gets instead
+
+    An error's kind is what failed, its type, and its sentence without numbers and names of files.
+    A kind is logged at most once in `quiet_seconds`, with how often it has occurred since.
+    KeyboardInterrupt, SystemExit and GeneratorExit are not caught.
+    """
+
+    def __init__(
+        self,
+        warn: Callable[[str], object],
+        *,
+        quiet_seconds: float = 60,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """warn: logs a line, or several with a traceback"""
+        self._warn, self._quiet_seconds, self._clock = warn, quiet_seconds, clock
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._kinds: dict[tuple[str, ...], _Kind] = {}
+
+    def guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
+        """A context that swallows errors.
+
+        failed_to: what did not happen, after "KVX"; of: to what; count: see take_counts
+        """
+        return Guard(self, failed_to, of, count)
+
+    def take_counts(self) -> dict[str, int]:
+        """How many errors were caught under each name since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def caught(self, error: BaseException, failed_to: str, of: str, count: str) -> None:
+        """Counts and logs an error. Raises nothing."""
+        with suppress(Exception):
+            with self._lock:
+                self._counts[count] += 1
+            text = _text(error)
+            number = self._to_log((failed_to, type(error).__name__, _without_names(text)))
+            if number:
+                line = " ".join(filter(None, ("KVX", failed_to, of)))
+                more = f" ({number} of this kind since the last line)" if number > 1 else ""
+                is_known = isinstance(error, _EXPECTED)
+                trace = "" if is_known else "\n" + "".join(traceback.format_exception(error))
+                self._warn(f"{line}: {text}{more}{trace}")
+
+    def _to_log(self, kind: tuple[str, ...]) -> int:
+        """Errors of this kind since it was logged, if it is to be logged now; else 0."""
+        now = self._clock()
+        with self._lock:
+            if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+                kind = kind[:-1]  # what files say may differ without end
+            seen = self._kinds.setdefault(kind, _Kind())
+            seen.num_errors += 1
+            if now < seen.quiet_until:
+                return 0
+            number, seen.num_errors = seen.num_errors, 0
+            seen.quiet_until = now + self._quiet_seconds
+        return number
+
+
+@dataclass(slots=True)
+class Guard:
+    """The context that Boundary.guard makes; `failed` afterwards: an error was swallowed."""
+
+    boundary: Boundary
+    failed_to: str
+    of: str
+    count: str
+    failed: bool = field(default=False, init=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None or isinstance(error, _PASS):
+            return False
+        self.failed = True
+        self.boundary.caught(error, self.failed_to, self.of, self.count)
+        return True
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Errors of one kind."""
+
+    num_errors: int = 0  # since the last line in the log
+    quiet_until: float = float("-inf")
+
+
+def _text(error: BaseException) -> str:
+    """In one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:_MAX_CHARS]
+
+
+def _without_names(text: str) -> str:
+    return re.sub(r"[\w.-]+", lambda word: "#" if re.search(r"\d", word[0]) else word[0], text)

@@ -1,0 +1,204 @@
+"""Engines under load: rounds of requests, each answer compared, restarts and kills between them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.soak.report import Sample
+from tests.vllm_plugin.engine import Engine, EngineError, EngineProcess, Output, connector
+
+if TYPE_CHECKING:
+    from tests.soak.work import Work
+
+CHUNK_TOKENS = 32
+ROUND_SECONDS = 300  # a round that takes longer hangs
+
+
+class SoakProcess(EngineProcess):
+    """A process whose connector's raises are counted."""
+
+    module = "tests.soak.server"
+
+
+@dataclass
+class Found:
+    """What the rounds of one or several engines have shown. Written by one thread."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    stats: Counter[str] = field(default_factory=Counter)  # KVXConnector's and vLLM's
+    samples: list[Sample] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # the first few, in words
+
+    def problem(self, kind: str, text: str) -> None:
+        self.counts[kind] += 1
+        if len(self.problems) < 20:
+            self.problems.append(f"{kind}: {text}")
+
+
+class Rounds:
+    """An engine that answers rounds of requests, and what it had at its start."""
+
+    def __init__(
+        self, engine: Engine, work: Work, found: Found, chance: random.Random, policy: str
+    ) -> None:
+        self._engine, self._work, self._found = engine, work, found
+        self._chance, self._policy = chance, policy
+        self._free_blocks = engine.num_free_blocks()
+        self._raises = self._engine.call("usage")["raises"]
+        self._stats: dict[str, float] = {}
+
+    def run(self) -> None:
+        """One round. Raises EngineError if the engine ends."""
+        chance, work = self._chance, self._work
+        which = [chance.randrange(len(work.prompts)) for _ in range(chance.randrange(4, 33))]
+        aborted = chance.sample(range(len(which)), len(which) // 5)
+        outputs = self._engine.generate(
+            [work.prompts[i] for i in which],
+            max_tokens=len(work.answers[0]),
+            abort_at={i: chance.randrange(40) for i in aborted},
+            cache_salt=chance.choice([None, None, "one", "two"]),
+        )
+        for i, output in zip(which, outputs, strict=True):
+            self._compare(i, output)
+        leaked = self._free_blocks - self._engine.num_free_blocks()
+        if leaked:
+            self._found.problem("leaked blocks", f"{leaked} of {self._free_blocks} after a round")
+            self._free_blocks -= leaked
+        if chance.random() < 0.4:  # what vLLM has not cached itself comes from the store
+            self._engine.call("reset_prefix_cache")
+        self._add_stats()
+
+    def sample(self, seconds: float) -> None:
+        """Memory and descriptors of the idle process."""
+        usage = self._engine.call("usage")
+        self._found.samples.append(Sample(seconds, usage["memory"], usage["descriptors"]))
+        for _ in range(usage["raises"] - self._raises):
+            self._found.problem("raises", "out of a hook of the connector; see the engine's log")
+        self._raises = usage["raises"]
+
+    def _compare(self, i: int, output: Output) -> None:
+        counts = self._found.counts
+        counts["requests"] += 1
+        if output.finish_reason == "error":
+            counts["failed by policy"] += 1
+            if self._policy != "fail":
+                self._found.problem("wrong tokens", f"prompt {i} ended by an error")
+            return
+        expected = self._work.answers[i]
+        if output.finish_reason == "abort":
+            counts["aborted"] += 1
+            expected = expected[: len(output.tokens)]
+        if output.tokens != expected:
+            self._found.problem("wrong tokens", f"prompt {i}: {output.tokens}, not {expected}")
+
+    def _add_stats(self) -> None:
+        now = self._engine.metrics()
+        for name, value in now.items():
+            self._found.stats[name] += value - self._stats.get(name, 0)  # type: ignore[assignment]
+        self._stats = now
+
+
+def config(store: Path, policy: str, **settings: Any) -> Any:
+    return connector(store, "kv_both", policy, chunk_tokens=CHUNK_TOKENS, **settings)
+
+
+@dataclass
+class Driver:
+    """A process with engines, driven in a thread of this one until `ended`."""
+
+    name: str
+    process: SoakProcess
+    model: Path
+    store: Path
+    work: Work
+    ended: threading.Event
+    seed: int
+    found: Found = field(default_factory=Found)
+    _is_killed: bool = False
+
+    def run_steadily(self) -> None:
+        """One engine from the beginning to the end: what leaks shows in it."""
+        settings = config(self.store, "recompute", max_bytes=24 << 20)
+        self._engine(
+            {
+                "block_size": 32,
+                "num_gpu_blocks_override": 20,  # too few for eight requests: some are preempted
+                "enable_prefix_caching": True,
+                "kv_transfer_config": settings,
+            },
+            "recompute",
+            self.ended,
+        )
+
+    def run_with_restarts(self) -> None:
+        """Engine after engine, half of them killed: each is another one with the same store."""
+        chance = random.Random(self.seed)
+        while not self.ended.is_set():
+            policy = chance.choice(["recompute", "fail"])
+            options = {
+                "block_size": chance.choice([32, 64, 128]),
+                "num_gpu_blocks_override": 24,
+                "enable_prefix_caching": chance.random() < 0.4,
+                "kv_transfer_config": config(
+                    self.store,
+                    policy,
+                    max_bytes=24 << 20,
+                    layerwise=chance.random() < 0.3,
+                    async_load=chance.random() < 0.3,
+                ),
+            }
+            is_killed = chance.random() < 0.5
+            life = threading.Event()
+            self._is_killed = False
+            timer = threading.Timer(chance.uniform(25, 60), self._end, [life, is_killed])
+            timer.start()
+            self._engine(options, policy, life)
+            timer.cancel()
+
+    def _end(self, life: threading.Event, is_killed: bool) -> None:
+        self._is_killed = is_killed
+        life.set()
+        if is_killed:
+            self.process.kill()
+
+    def _engine(self, options: Mapping[str, Any], policy: str, life: threading.Event) -> None:
+        """Rounds of one engine until its life, or the soak, ends."""
+        start = time.monotonic()
+        self.found.counts["engines"] += 1
+        chance = random.Random(self.seed * 1000 + self.found.counts["engines"])
+        try:
+            with self.process.engine(
+                self.model,
+                max_model_len=192,
+                max_num_batched_tokens=128,
+                disable_log_stats=False,
+                **options,
+            ) as engine:
+                rounds = Rounds(engine, self.work, self.found, chance, policy)
+                while not (life.is_set() or self.ended.is_set()):
+                    watch = threading.Timer(ROUND_SECONDS, self._hangs)
+                    watch.start()
+                    try:
+                        rounds.run()
+                        rounds.sample(time.monotonic() - start)
+                    finally:
+                        watch.cancel()
+        except (EngineError, ValueError, OSError) as error:
+            if self._is_killed:
+                self.found.counts["kills"] += 1
+            else:
+                self.found.problem("raises", f"{self.name} ended: {str(error)[-3000:]}")
+        except Exception:
+            self.found.problem("raises", f"{self.name}'s driver: {traceback.format_exc()}")
+
+    def _hangs(self) -> None:
+        self.found.problem("raises", f"{self.name} hangs: a round took {ROUND_SECONDS} s")
+        self.process.kill()

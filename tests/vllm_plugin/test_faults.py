@@ -1,0 +1,98 @@
+"""Engines on a file system that fails, and engines that are killed: the tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import faults
+from tests.adapters.vllm_caches import needs_cpu_op
+from tests.soak.vandal import PHASES, environment
+from tests.vllm_plugin.conftest import Stock
+from tests.vllm_plugin.engine import EngineError, EngineProcess, connector, same_tokens
+from tests.vllm_plugin.models import prompt
+
+pytestmark = needs_cpu_op
+
+NUM_NEW = 8
+PROMPTS = [prompt(n, seed=80 + n) for n in (40, 100, 170, 255)]
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[EngineProcess]]:
+    made: list[EngineProcess] = []
+    yield made
+    for process in made:
+        process.close()
+
+
+def test_errors_short_reads_and_delays(
+    llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
+) -> None:
+    """One phase after the other, while an engine saves and loads."""
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    store, flags, log = tmp_path / "store", tmp_path / "flags", tmp_path / "log"
+    flags.mkdir()
+    faulty = EngineProcess(log, **environment(store, flags), KVX_FAULTS_LOG=str(tmp_path / "hits"))
+    processes.append(faulty)
+    config = connector(store, "kv_both", "recompute", chunk_tokens=32)
+    with faulty.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        num_free_blocks = engine.num_free_blocks()
+        for phase in PHASES:
+            (flags / phase).touch()
+            for _ in range(2):
+                same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+                engine.call("reset_prefix_cache")
+                assert engine.num_free_blocks() == num_free_blocks
+            (flags / phase).unlink()
+            for path in list(store.rglob("*.safetensors"))[::2]:  # something to save again
+                path.unlink(missing_ok=True)
+        for _ in range(2):  # calm again: all is stored, then all is there
+            outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+            same_tokens(outputs, expected)
+            engine.call("reset_prefix_cache")
+    hits = (tmp_path / "hits").read_text()
+    for word in ("EIO", "ESTALE", "ENOSPC", "short", "delayed"):
+        assert f" {word} " in hits, f"no fault was {word}"
+    with faulty.engine(llama, block_size=64, kv_transfer_config=config) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in PROMPTS]
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "link+rename"])
+def test_killed_while_it_saves(
+    call: str, llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
+) -> None:
+    """The next engine finds nothing half written, and takes what nobody finishes away."""
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    store = tmp_path / "store"
+    config = connector(store, "kv_both", "recompute", chunk_tokens=32)
+    rule = f"call={call},path={store}/,kill=9,after=7"
+    first = EngineProcess(tmp_path / "first", **faults.environment(rule))
+    second = EngineProcess(tmp_path / "second")
+    processes += [first, second]
+    with (  # noqa: PT012
+        pytest.raises(EngineError, match="the process ended"),
+        first.engine(llama, block_size=32, kv_transfer_config=config) as engine,
+    ):
+        engine.generate(PROMPTS, max_tokens=NUM_NEW)
+        engine.generate(PROMPTS, max_tokens=NUM_NEW)  # files may be written after the first
+        pytest.fail("it was not killed")
+    assert list(store.rglob("*.safetensors")) or call == "write"
+    with second.engine(llama, block_size=64, kv_transfer_config=config) as engine:
+        assert temporary_files(store) == []
+        for _ in range(2):
+            same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+            engine.call("reset_prefix_cache")
+
+
+def temporary_files(store: Path) -> list[Path]:
+    """Of writers: they begin with a dot, or lie in a folder that does."""
+    return [
+        path
+        for path in store.rglob("*")
+        if path.is_file() and any(part.startswith(".") for part in path.relative_to(store).parts)
+    ]
