@@ -17,7 +17,7 @@ from kvx_adapters import tensorrt_llm
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_core import CacheView, UnsupportedError
-from kvx_core.facts import model_fingerprint
+from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 

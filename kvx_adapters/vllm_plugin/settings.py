@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvx_core import InvalidArgumentError, UnsupportedError
-from kvx_core.facts import model_fingerprint
+from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 

@@ -23,7 +23,7 @@ from kvx_core import (
     Section,
     describe,
 )
-from kvx_core.facts import model_fingerprint
+from kvx_core.model_fingerprint import model_fingerprint
 from tests.adapters.vllm_caches import SENTINEL as VLLM_SENTINEL
 from tests.adapters.vllm_caches import by_permutation, make_spec
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory

@@ -253,7 +253,7 @@ def test_transformers_prefills_and_vllm_decodes(
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from kvx_adapters import transformers as hf
-    from kvx_core.facts import model_fingerprint
+    from kvx_core.model_fingerprint import model_fingerprint
     from kvx_core.snapshot import Section
     from kvx_core.stores.blobs import Directory
     from kvx_core.stores.prefix import PrefixStore
