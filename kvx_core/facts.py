@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.types import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFacts:
     """The meaning of one engine's cache; None where unknown.
 
-    `engine` and `negative_slots` inform the reader; all other fields are compared.
+    `engine`, `compute_dtype` and `negative_slots` inform the reader; all other fields are compared.
     """
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
@@ -34,6 +35,7 @@ class CacheFacts:
     window: int | None = None  # sliding window in tokens; 0 for full attention
     total_kv_heads: int | None = None  # of the model, over all tensor-parallel ranks
     first_kv_head: int | None = None  # index in the model of the first head held here
+    compute_dtype: DType | None = None  # what the model computes keys and values in
     negative_slots: Literal["skip", "wrap", "undefined"] | None = None  # in the engine's own write
 
 

@@ -19,6 +19,7 @@ _TYPES = {"su": "longrope", "mrope": "default"}
 # parameters it goes before theirs.
 # Source: transformers 5.19 modeling_rope_utils.py, RotaryEmbeddingConfigMixin
 _BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+_NOT_APPLIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def standard_rope(config: Mapping[str, Any]) -> Rope:
@@ -39,12 +40,6 @@ def standard_rope(config: Mapping[str, Any]) -> Rope:
     }
     first, *others = rope.values()
     return {"": first} if all(other == first for other in others) else rope
-
-
-def longrope_scaling(max_position_embeddings: float, original: float) -> float:
-    """What cos and sin of longrope are multiplied by where the config does not say."""
-    scale = max_position_embeddings / original
-    return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
 
 
 def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,3 +66,53 @@ def number(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [number(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def as_applied(
+    rope: Rope,
+    *,
+    num_tokens: int,
+    max_position_embeddings: float | None,
+    is_transformers: bool = False,
+) -> Rope:
+    """`rope` as it is applied to texts where a sequence has room for `num_tokens` tokens.
+
+    Of longrope's two lists of factors one is used: the long one by who has room for more tokens
+    than the model was first trained for.
+    is_transformers: longrope scales as transformers does, not as vLLM does
+    How much of a head rotates is left out: CacheFacts.rotary_dim says so. The sections of
+    multimodal rotation too: the position of a text's token is the same in all of them.
+    Source: transformers 5.19 modeling_rope_utils.py; vllm 0.32 model_executor/layers/
+    rotary_embedding/phi3_long_rope_scaled_rope.py, dynamic_ntk_scaling_rope.py
+    """
+    found = {}
+    for name, parameters in rope.items():
+        kept = {key: value for key, value in parameters.items() if key not in _NOT_APPLIED}
+        if kept.get("rope_type") == "longrope":
+            kept = _longrope(kept, num_tokens, max_position_embeddings, is_transformers)
+        elif kept.get("rope_type") == "dynamic":
+            kept["max_position_embeddings"] = number(max_position_embeddings)
+        found[name] = kept
+    return found
+
+
+def _longrope(
+    parameters: dict[str, Any],
+    num_tokens: int,
+    max_position_embeddings: float | None,
+    is_transformers: bool,
+) -> dict[str, Any]:
+    original = parameters.pop("original_max_position_embeddings")
+    lists = {kind: parameters.pop(f"{kind}_factor") for kind in ("short", "long")}
+    scales = {kind: parameters.pop(f"{kind}_mscale", None) for kind in ("short", "long")}
+    factor, attention = parameters.pop("factor", None), parameters.pop("attention_factor", None)
+    used = "long" if num_tokens > original else "short"
+    ratio = (max_position_embeddings or original) / original
+    if is_transformers:
+        ratio = ratio if factor is None else factor
+        scaling = attention
+    else:
+        scaling = scales[used]
+    if scaling is None:
+        scaling = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    return parameters | {"factors": lists[used], "scaling": scaling}

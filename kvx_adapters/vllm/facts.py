@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvx_core import CacheFacts
+from kvx_core import CacheFacts, DType, InvalidArgumentError
 
 
 def cache_facts(
@@ -21,7 +21,7 @@ def cache_facts(
     model_config:  vllm_config.model_config
     embeddings:    every RotaryEmbedding of the model; what is none is passed over
     version:       vllm.__version__
-    fingerprint:   of model, weights and tokenizer, see kvx_core.fingerprint
+    fingerprint:   of what is computed, see model_record
     first_kv_head: index in the model of the first head on this rank
     """
     rotary, rotary_dim = _rotary(embeddings)
@@ -35,8 +35,16 @@ def cache_facts(
         scale_convention="multiply",
         total_kv_heads=model_config.get_total_num_kv_heads(),
         first_kv_head=first_kv_head,
+        compute_dtype=_dtype(model_config),
         negative_slots="skip",
     )
+
+
+def _dtype(model_config: Any) -> DType | None:
+    try:
+        return DType.from_name(str(model_config.dtype))
+    except InvalidArgumentError:
+        return None
 
 
 def _rotary(
