@@ -52,20 +52,34 @@ _EQUAL = (
 )
 
 
+# What one engine does alike for one model, and another may not.
+_OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
+
+
 def compare(
-    src: CacheFacts, dst: CacheFacts, *, src_head_start: int = 0, dst_head_start: int = 0
+    src: CacheFacts,
+    dst: CacheFacts,
+    *,
+    src_head_start: int = 0,
+    dst_head_start: int = 0,
+    same_model: bool = False,
 ) -> list[str]:
     """Why bytes copied from `src` to `dst` would not mean the same: a sentence each, or none.
 
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
-    A fact that only one end knows is a reason too; one that neither knows is not.
+    same_model: the caller knows that both ends serve the same model and store it alike
+    A fact that only one end knows is a reason too. That neither knows is one for the fingerprint,
+    and for how keys rotate if two engines may do it differently, unless same_model says otherwise.
+    Which part of the model a cache holds is for the caller to know if the facts do not say.
     """
     reasons = [
         reason
         for name in _EQUAL
         for reason in _unequal(name, getattr(src, name), getattr(dst, name), src, dst)
     ]
+    if not same_model:
+        reasons += _unknown(src, dst)
     src_head = None if src.first_kv_head is None else src.first_kv_head + src_head_start
     dst_head = None if dst.first_kv_head is None else dst.first_kv_head + dst_head_start
     name = "first_kv_head" if src_head is None or dst_head is None else "first_kv_head + head_start"
@@ -77,6 +91,25 @@ def compare(
                 "expected 'multiply': give its scales as value = stored * scale"
             )
     return reasons
+
+
+def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
+    """What neither end knows and may differ."""
+    ends = f"{_named('source', src)} and {_named('destination', dst)}"
+    if src.fingerprint is None and dst.fingerprint is None:
+        yield (
+            f"fingerprint is unknown at the {ends}: set CacheFacts.fingerprint of both, or give "
+            "same_model=True if they serve the same model"
+        )
+    engines = {None if f.engine is None else f.engine.split()[0] for f in (src, dst)}
+    if len(engines) == 1 and engines != {None}:
+        return
+    for name in _OF_ENGINE:
+        if getattr(src, name) is None and getattr(dst, name) is None:
+            yield (
+                f"{name} is unknown at the {ends}: set CacheFacts.{name} of both, or give "
+                "same_model=True if they store the keys of the same model alike"
+            )
 
 
 def _unequal(

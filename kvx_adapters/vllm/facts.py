@@ -40,6 +40,11 @@ def cache_facts(
     )
 
 
+# Of embeddings that have one style and so do not say it.
+# Source: vllm 0.32 model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+_STYLES = {"Phi3LongRoPEScaledRotaryEmbedding": True}
+
+
 def _dtype(model_config: Any) -> DType | None:
     try:
         return DType.from_name(str(model_config.dtype))
@@ -55,9 +60,11 @@ def _rotary(
     Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
     """
     found = {
-        (bool(module.is_neox_style), int(module.rotary_dim))
+        (bool(style), int(module.rotary_dim))
         for module in embeddings
-        if hasattr(module, "is_neox_style") and hasattr(module, "rotary_dim")
+        if hasattr(module, "rotary_dim")
+        and (style := getattr(module, "is_neox_style", _STYLES.get(type(module).__name__)))
+        is not None
     }
     if len(found) != 1:
         return None, None

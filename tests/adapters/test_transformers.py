@@ -14,6 +14,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheView,
+    DType,
     FactsMismatchError,
     InvalidArgumentError,
     Layout,
@@ -247,7 +248,7 @@ def test_a_batch_prefilled_one_by_one_goes_on_as_if_never_moved(llama: Any) -> N
 
 
 def test_into_a_static_cache(llama: Any) -> None:
-    facts = hf.cache_facts(llama)
+    facts = hf.cache_facts(llama, fingerprint="f")
     ids = torch.tensor(PROMPTS[:1])
     src = transformers.DynamicCache(config=llama.config)
     with torch.inference_mode():
@@ -311,6 +312,7 @@ def test_facts_of_a_llama(llama: Any) -> None:
         window=0,
         total_kv_heads=KV_HEADS,
         first_kv_head=0,
+        compute_dtype=DType.F32,
         negative_slots="wrap",
     )
 
