@@ -245,7 +245,7 @@ def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dtype(model: Any) -> DType | None:
     try:
-        return DType.from_name(str(model.dtype))
+        return DType.from_name(str(getattr(model, "dtype", None)))
     except InvalidArgumentError:
         return None
 

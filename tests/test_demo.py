@@ -19,6 +19,7 @@ import kvx_core
 from kvx_adapters.cli import app, demo_engines, demo_hops
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
 from kvx_core import CacheDesc, CacheView, Layout, SeqLens, describe
+from tests.facts import SAME_MODEL
 
 ROOT = Path(__file__).parent.parent
 KVX = "from kvx_adapters.cli import main; main()"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvx_adapters.vllm.config_values import as_json, defaults
 from kvx_adapters.vllm.judged_fields import COUNT, DO_NOT_MATTER, ENVIRONMENT, MAPPED, WALKED
+from kvx_core.config_values import changed, values
 
 
 def salts(
@@ -21,19 +20,14 @@ def salts(
     unjudged = []
     for config in walk(vllm_config):
         kind = type(config).__name__
-        known = defaults(config)
-        for name in (field.name for field in dataclasses.fields(config)):
-            how = judgement(kind, name)
-            if how not in (None, "counts"):
-                continue
-            value = as_json(getattr(config, name, None))
-            if name in known and value == as_json(known[name]):
-                continue
+        how = {name: judgement(kind, name) for name in values(config)}
+        names = [name for name in how if how[name] in (None, "counts")]
+        for name, value in changed(config, names).items():
             found[f"{kind}.{name}"] = value
-            if how is None:
+            if how[name] is None:
                 unjudged.append(f"{kind}.{name}")
-    for names in ENVIRONMENT.values():
-        found |= {name: environment[name] for name in names.split() if environment.get(name)}
+    variables = " ".join(ENVIRONMENT.values()).split()
+    found |= {name: environment[name] for name in variables if environment.get(name)}
     return ({"engine": f"vllm {version}", **found} if found else {}), unjudged
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvx_adapters.vllm import judged_fields
-from kvx_adapters.vllm.config_values import as_json
 from kvx_adapters.vllm.salts import salts
+from kvx_core.config_values import as_json
 
 
 def test_every_field_of_the_installed_vllm_is_judged() -> None:
