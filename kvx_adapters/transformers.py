@@ -34,6 +34,7 @@ from kvx_core import (
     describe,
     model_fingerprint,
 )
+from kvx_core.config_values import as_json
 from kvx_core.model_record import without_rope
 from kvx_core.rope import Rope, as_applied, standard_rope
 
@@ -255,26 +256,20 @@ def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
     before, now = (without_rope(found.to_dict()) for found in (saved, config))
     for key in sorted(before.keys() | now.keys()):
         if key not in _CALLING and before.get(key) != now.get(key):
-            yield key, _as_json(now.get(key))
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+            yield key, as_json(now.get(key))
 
 
 def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
     """What is quantised otherwise than the files say, when they are loaded."""
-    before, now = (getattr(found, "quantization_config", None) for found in (saved, config))
-    if now is None or before is not None:
+    before, now = (
+        found if isinstance(found, Mapping) else found.to_dict()
+        for found in (getattr(c, "quantization_config", None) or {} for c in (saved, config))
+    )
+    if not now or str(before.get("quant_method")) == str(now.get("quant_method")):
         return None
-    found = now if isinstance(now, Mapping) else now.to_dict()
     return {
         "engine": f"transformers {sys.modules['transformers'].__version__}",
-        "config": _as_json(found),
+        "config": as_json(now),
     }
 
 

@@ -201,9 +201,8 @@ def _is_telling(state: FileState) -> bool:
     Times in whole seconds are those of images and file systems that set them as they like, and may
     give another file the same number.
     """
-    *_, modified, changed = state
-    now = time.time_ns()
-    return changed % 1_000_000_000 != 0 and max(modified, changed) + _SETTLED_NS < now
+    changed = state[-1]  # set by the system alone, whatever is written
+    return changed % 1_000_000_000 != 0 and changed + _SETTLED_NS < time.time_ns()
 
 
 def _name(state: FileState) -> str:

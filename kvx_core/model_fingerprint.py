@@ -23,6 +23,7 @@ _TOKENIZER_IGNORED = ("padding", "truncation")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 # What quantisers leave beside config.json: which layers are quantised, and how.
 _QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_CONFIGS = ("config.json", "params.json")  # params.json: as Mistral writes it
 
 
 def model_fingerprint(
@@ -77,20 +78,24 @@ def config_fingerprint(directory: Path | str, *, config: Path | str | None = Non
 
 
 def _config_parts(directory: Path, config: Path) -> list[str | bytes | Path]:
-    path = config / "config.json" if config.is_dir() else config
-    if not path.is_file():
+    folder = config if config.is_dir() else config.parent
+    paths = [folder / name for name in _CONFIGS] if config.is_dir() else [config]
+    read = {path: _json(path) for path in paths if path.is_file()}
+    if not read:
         raise InvalidArgumentError(
             f"{config} has no config.json, expected a model as transformers saves it. Give the "
             "fingerprint of another one yourself"
         )
-    found = _json(path)
-    parts: list[str | bytes | Path] = [_canonical(_with_standard_rope(found), _CONFIG_IGNORED)]
+    parts: list[str | bytes | Path] = []
+    for path, found in read.items():
+        parts += [path.name] if path.name == "params.json" else []
+        parts.append(_canonical(_with_standard_rope(found), _CONFIG_IGNORED))
     for name in _QUANTIZERS:
         if (directory / name).is_file():
             parts += [name, _canonical(_json(directory / name), ())]
-    if "auto_map" in json.dumps(found):  # else nobody runs what code there is
-        for code in sorted(path.parent.rglob("*.py")):
-            parts += [code.relative_to(path.parent).as_posix(), code]
+    if "auto_map" in json.dumps(list(read.values())):  # else nobody runs what code there is
+        for code in sorted(folder.rglob("*.py")):
+            parts += [code.relative_to(folder).as_posix(), code]
     return parts
 
 

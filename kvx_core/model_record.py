@@ -38,7 +38,8 @@ class ModelRecord:
     @property
     def fingerprint(self) -> str:
         """SHA-256, as hex: of CacheFacts and PrefixStore."""
-        text = json.dumps(["kvx record 1", asdict(self)], sort_keys=True, allow_nan=False)
+        found = ["kvx record 1", number(asdict(self))]
+        text = json.dumps(found, sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -62,7 +62,9 @@ def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
 
 
 def number(value: Any) -> Any:
-    """Integers as the floats that they are equal to, in lists too: 10000 and 10000.0 are one."""
+    """Integers as the floats that they are equal to, inside too: 10000 and 10000.0 are one."""
+    if isinstance(value, Mapping):
+        return {key: number(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [number(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

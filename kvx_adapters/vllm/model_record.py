@@ -14,15 +14,18 @@ from kvx_core.rope import KEYS, Rope, as_applied, standard_rope
 
 logger = logging.getLogger("vllm.kvx")
 
-# Formats of load_format that load every tensor of *.safetensors as it is.
+# Formats of load_format that load the tensors of *.safetensors, bitsandbytes quantised by it.
 _SAFETENSORS = (
     "auto",
+    "bitsandbytes",
     "fastsafetensors",
     "hf",
     "instanttensor",
     "mistral",
     "runai_streamer",
+    "runai_streamer_sharded",
     "safetensors",
+    "sharded_state",
 )
 # Rotary types whose angles depend on the config alone, and longrope and dynamic, which as_applied
 # knows. Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope

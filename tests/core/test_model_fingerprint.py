@@ -482,6 +482,16 @@ def test_how_it_is_quantised_counts(model: Path, name: str) -> None:
     assert len(found) == 3
 
 
+def test_mistrals_own_config_counts(model: Path) -> None:
+    found = {model_fingerprint(model)}
+    for dim in (1, 2):
+        (model / "params.json").write_text(json.dumps({"dim": dim}))
+        found.add(model_fingerprint(model))
+    (model / "config.json").unlink()
+    found.add(model_fingerprint(model))
+    assert len(found) == 4
+
+
 def test_which_of_two_tensors_with_one_name_counts(model: Path) -> None:
     """Engines load those that the index names, or the last."""
     other = {**TENSORS, "model.norm.weight": TENSORS["model.norm.weight"] * 2}

@@ -40,6 +40,12 @@ def test_the_order_of_keys_does_not_matter() -> None:
     assert len(RECORD.fingerprint) == 64
 
 
+def test_integers_are_the_floats_that_they_are_equal_to() -> None:
+    one, other = (replace(RECORD, overrides={"a": {"b": [n]}}) for n in (2, 2.0))
+    assert one.fingerprint == other.fingerprint
+    assert replace(RECORD, overrides={"a": {"b": [True]}}).fingerprint != one.fingerprint
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -184,7 +184,7 @@ def test_transformers_applies_what_vllm_does(
         assert of_transformers(llama, **changes) != record()
 
 
-@pytest.mark.parametrize("load_format", ["pt", "sharded_state", "tensorizer"])
+@pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer"])
 def test_weights_that_are_not_the_safetensors_are_refused(record: Record, load_format: str) -> None:
     with pytest.raises(UnsupportedError, match="Give kv_connector_extra_config a 'fingerprint'"):
         record(load_format=load_format)
