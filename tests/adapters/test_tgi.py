@@ -18,6 +18,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheView,
+    DType,
     FactsMismatchError,
     InvalidArgumentError,
     Layout,
@@ -421,6 +422,7 @@ def test_facts() -> None:
         window=0,
         total_kv_heads=8,
         first_kv_head=2,
+        compute_dtype=DType.F16,
         negative_slots="wrap",
     )
     unknown = tgi.cache_facts(spec)
