@@ -19,7 +19,7 @@ _TYPES = {"su": "longrope", "mrope": "default"}
 # parameters it goes before theirs.
 # Source: transformers 5.19 modeling_rope_utils.py, RotaryEmbeddingConfigMixin
 _BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-_NOT_APPLIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_NOT_APPLIED = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
 
 
 def standard_rope(config: Mapping[str, Any]) -> Rope:

@@ -66,6 +66,9 @@ def model_record(
             "those alone that are set likewise",
             ", ".join(f"{name}={found[name]!r}" for name in unjudged),
         )
+    own = _own_class(model)
+    if own is not None:
+        found = {"engine": f"vllm {version}", "model class": own, **found}
     text = model.hf_text_config
     return ModelRecord(
         files=files,
@@ -96,6 +99,18 @@ def _weights(vllm_config: Any, version: str) -> str:
     parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
     ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
     return f"dummy of vllm {version}, {dtype}, {ranks} ranks"
+
+
+def _own_class(model: Any) -> str | None:
+    """The class that computes the model, if a plugin or a setting has put it in vLLM's place.
+
+    Source: vllm 0.32 model_executor/models/registry.py, _LazyRegisteredModel, _RegisteredModel
+    """
+    entry = model.registry.models.get(model.architecture)
+    kind = getattr(entry, "model_cls", None)
+    module = str(getattr(entry, "module_name", None) or getattr(kind, "__module__", "vllm."))
+    name = getattr(entry, "class_name", None) or getattr(kind, "__qualname__", "")
+    return None if module.startswith("vllm.") else f"{module}:{name}"
 
 
 def _rope(model: Any) -> Rope:
@@ -159,9 +174,10 @@ def _overrides(model: Any) -> dict[str, Any]:
     if text.model_type.startswith("llama4"):
         # Source: vllm 0.32 model_executor/models/llama4.py, Llama4ForCausalLM.__init__
         generation = dict(model.try_get_generation_config()) | model.override_generation_config
-        found["attn_temperature_tuning"] = bool(
-            generation.get("attn_temperature_tuning", model.max_model_len > 32768)
-        )
+        # A length that vLLM finds out itself is another one when the model is made.
+        is_found_out = getattr(model, "original_max_model_len", None) == -1
+        by_length = "by length" if is_found_out else model.max_model_len > 32768
+        found["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", by_length)
     plain: dict[str, Any] = as_json(found)
     return plain
 

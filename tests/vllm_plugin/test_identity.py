@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -26,7 +27,10 @@ def record(llama: Path, tmp_path: Path, environment: None) -> Record:
     """The record of an engine with these options; settings of the connector in `extra`."""
 
     def record(
-        model: Path = llama, extra: dict[str, Any] | None = None, **options: Any
+        model: Path = llama,
+        extra: dict[str, Any] | None = None,
+        meanwhile: Callable[[], object] = bool,
+        **options: Any,
     ) -> ModelRecord:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -35,6 +39,7 @@ def record(llama: Path, tmp_path: Path, environment: None) -> Record:
 
         defaults = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512}
         config = EngineArgs(model=str(model), **(defaults | options)).create_engine_config()
+        meanwhile()
         return model_record(config, Settings(path=tmp_path, **(extra or {})))
 
     return record
@@ -113,6 +118,46 @@ def test_what_matters(record: Record, tmp_path: Path, llama: Path) -> None:
 def louder(config: Any) -> Any:
     config.rms_norm_eps = 1e-2
     return config
+
+
+def test_a_class_that_a_plugin_has_put_in_the_models_place(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import ModelRegistry
+
+    own = dataclasses.replace(
+        ModelRegistry.models["LlamaForCausalLM"], module_name="somebody.llama", class_name="Llama"
+    )
+    found = record(
+        meanwhile=lambda: monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", own)
+    )
+    assert found.salts["model class"] == "somebody.llama:Llama"
+    assert found.salts["engine"].startswith("vllm ")
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "generation", "expected"),
+    [(32768, {}, False), (32769, {}, True), (32769, {"attn_temperature_tuning": False}, False)],
+)
+def test_llama_4_is_tempered_by_its_length(
+    max_model_len: int, generation: dict[str, Any], expected: bool
+) -> None:
+    """And by the generation config, of all things."""
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm.model_record import _overrides
+
+    model = SimpleNamespace(
+        hf_overrides={},
+        hf_text_config=SimpleNamespace(model_type="llama4_text"),
+        max_model_len=max_model_len,
+        override_generation_config=generation,
+        try_get_generation_config=dict,
+    )
+    assert _overrides(model) == {"attn_temperature_tuning": expected}
+    model.original_max_model_len = -1
+    found_out = _overrides(model)["attn_temperature_tuning"]
+    assert found_out == ("by length" if not generation else expected)
 
 
 def test_a_variable_of_the_environment_that_quantises(
