@@ -67,7 +67,7 @@ def digests(
     with ExitStack() as stack:
         files = [stack.enter_context(_opened(path)) for path in paths]
         if sample:
-            known = {id(file): _read([file], True, None)[id(file)] for file in files}
+            known = _read(files, True, None)
         else:
             cache = DigestCache()
             stack.callback(cache.close)
