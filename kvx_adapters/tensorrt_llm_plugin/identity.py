@@ -6,6 +6,7 @@ not at its default; those that nobody has judged are logged.
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,11 +98,7 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
         salts["rope"] = True
     unjudged = sorted(salts.keys() - _COUNTS - {"rope"})
     if unjudged:
-        logger.warning(
-            "KVX does not know whether %s matter to keys and values: this engine shares them with "
-            "those alone that are set likewise",
-            ", ".join(f"{name}={salts[name]!r}" for name in unjudged),
-        )
+        _warn(", ".join(f"{name}={salts[name]!r}" for name in unjudged))
     return ModelRecord(
         files=settings.fingerprint or _files(llm_args, settings, directory),
         architecture=config.model_type,
@@ -111,6 +108,16 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
         quantization=_quantization(llm_args, directory, config, engine),
         overrides=as_json(getattr(llm_args, "model_kwargs", None) or {}),
         salts={"engine": engine, **salts} if salts else {},
+    )
+
+
+@functools.cache
+def _warn(arguments: str) -> None:
+    """Once in a process."""
+    logger.warning(
+        "KVX does not know whether %s matter to keys and values: this engine shares them with "
+        "those alone that are set likewise",
+        arguments,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -61,11 +62,7 @@ def model_record(
     model = vllm_config.model_config
     found, unjudged = salts(vllm_config, environment, version=version)
     if unjudged:
-        logger.warning(
-            "KVX does not know whether %s matter to keys and values: this engine shares them with "
-            "those alone that are set likewise",
-            ", ".join(f"{name}={found[name]!r}" for name in unjudged),
-        )
+        _warn(", ".join(f"{name}={found[name]!r}" for name in unjudged))
     own = _own_class(model)
     if own is not None:
         found = {"engine": f"vllm {version}", "model class": own, **found}
@@ -79,6 +76,16 @@ def model_record(
         quantization=_quantization(model, version),
         overrides=_overrides(model),
         salts=found,
+    )
+
+
+@functools.cache
+def _warn(settings: str) -> None:
+    """Once in a process, which may have both halves of a connector."""
+    logger.warning(
+        "KVX does not know whether %s matter to keys and values: this engine shares them with "
+        "those alone that are set likewise",
+        settings,
     )
 
 
