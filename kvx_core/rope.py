@@ -46,7 +46,7 @@ def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
     found = {key: number(value) for key, value in parameters.items() if value is not None}
     kind = found.pop("type", "default")
     kind = found.get("rope_type", kind)
-    found["rope_type"] = _TYPES.get(kind, kind)
+    found["rope_type"] = _TYPES.get(kind, kind) if isinstance(kind, str) else repr(kind)
     if "rope_theta" not in found and config.get("rope_theta") is not None:
         found["rope_theta"] = number(config["rope_theta"])
     factor = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))

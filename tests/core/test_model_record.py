@@ -77,6 +77,7 @@ def test_integers_are_the_floats_that_they_are_equal_to() -> None:
             },
         ),
         ({"rope_parameters": [1]}, {"": {"rope_type": "[1]"}}),
+        ({"rope_scaling": {"type": ["a"]}}, {"": {"rope_type": "['a']"}}),
     ],
 )
 def test_rope_in_one_way(config: dict[str, Any], expected: dict[str, Any]) -> None:
