@@ -39,8 +39,8 @@ _CALLS = {  # what it is: (statement, the result that is checked)
         "ops.gather_kv_out(k, v, table, lens, out_key, out_value, 'BLOCK_NHD')",
         "gather",
     ),
-    "migrate, 1 layer": ("kvx_core.migrate(src, dst, lens)", "migrate"),
-    "migrate, 32 layers": ("kvx_core.migrate(all_src, all_dst, lens)", "migrate"),
+    "migrate, 1 layer": ("kvx_core.migrate(src, dst, lens, same_model=True)", "migrate"),
+    "migrate, 32 layers": ("kvx_core.migrate(all_src, all_dst, lens, same_model=True)", "migrate"),
     _FLOOR: (
         "key.data_ptr(); value.data_ptr(); k.data_ptr(); v.data_ptr(); slots.data_ptr()",
         "",

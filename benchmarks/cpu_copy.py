@@ -128,7 +128,7 @@ def _paged(src_layout: str, dst_layout: str, goals: Sequence[Goal]) -> Build:
 
         return Case(
             name,
-            lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens]),
+            lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens], same_model=True),
             by_torch,
             list(zip(dst.tensors, src.tensors, strict=True)),
             dst.tensors,
@@ -177,7 +177,7 @@ def _convert(
         ]
         return Case(
             name,
-            lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens]),
+            lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens], same_model=True),
             by_torch,
             plain,
             dst.tensors,
@@ -223,7 +223,7 @@ def _vllm_to_hf(name: str, shape: Shape, numbers: Tensor) -> Case:
     flat = pool.view(2, -1)
     return Case(
         name,
-        lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens]),
+        lambda: kvx_core.migrate(src_end, dst_end, [shape.num_tokens], same_model=True),
         by_torch,
         list(zip(outputs, flat, strict=True)),
         outputs,

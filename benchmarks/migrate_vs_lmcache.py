@@ -84,7 +84,7 @@ class Model:
         self._migrate(self._plain_end)
 
     def _migrate(self, end: CacheSpan) -> None:
-        kvx_core.migrate(self._src_end, end, [self.num_tokens])
+        kvx_core.migrate(self._src_end, end, [self.num_tokens], same_model=True)
 
     # ---- LMCache ----
 

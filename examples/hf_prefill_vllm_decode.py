@@ -23,7 +23,7 @@ from vllm.config import KVTransferConfig
 
 from kvx_adapters import transformers as hf
 from kvx_adapters.cli.demo import PROMPTS, make_model
-from kvx_core import Directory, Precision, PrefixStore, Section, model_fingerprint
+from kvx_core import Directory, Precision, PrefixStore, Section
 
 temporary = tempfile.TemporaryDirectory()
 path = Path(temporary.name, "store")
@@ -41,8 +41,8 @@ cache = DynamicCache(config=model.config)
 with torch.inference_mode():
     model(input_ids=torch.tensor([prompt_ids]), past_key_values=cache)
 
-# KVX stores it, under the model's fingerprint and the prompt's tokens.
-fingerprint = model_fingerprint(name)
+# KVX stores it, under what the model computes and the prompt's tokens.
+fingerprint = hf.model_record(model, name).fingerprint
 view = hf.cache_view(cache, hf.cache_facts(model, fingerprint=fingerprint))
 section = Section(layers=tuple(range(len(view.layers))), view=view, block_table=None)
 store = PrefixStore(

@@ -25,6 +25,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheView,
+    DType,
     InvalidArgumentError,
     Layout,
     ScaleDesc,
@@ -428,6 +429,7 @@ def cache_facts(
         window=window,
         total_kv_heads=total_kv_heads,
         first_kv_head=first_kv_head,
+        compute_dtype=None if spec.dtype.itemsize == 1 else DType.from_name(str(spec.dtype)),
         negative_slots=spec._flavour.negative_slots,
     )
 

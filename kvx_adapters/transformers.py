@@ -11,7 +11,8 @@ DynamicCache concatenates on every forward pass, so a view is good until the nex
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,17 +24,37 @@ from kvx_core import (
     CacheFacts,
     CacheGeometry,
     CacheView,
+    DType,
     InvalidArgumentError,
     Layout,
+    ModelRecord,
     SeqLens,
     SlotMapping,
     UnsupportedError,
     describe,
+    model_fingerprint,
 )
+from kvx_core.config_values import as_json
+from kvx_core.model_record import without_rope
+from kvx_core.rope import Rope, as_applied, standard_rope
 
 # Layers whose keys and values are every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
 _LAYERS = ("DynamicLayer", "StaticLayer")
+# Of a loaded config: how the model is called, not what it computes.
+_CALLING = (
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "eos_token_id",
+    "experts_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "quantization_config",
+    "return_dict",
+    "use_cache",
+)
 
 
 def cache_desc(layer: Any) -> CacheDesc:
@@ -104,7 +125,7 @@ def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
     """What the keys and values of a transformers model mean; None where it cannot be told.
 
     model:       a PreTrainedModel with a decoder, on one device. Its rotary embedding is run once
-    fingerprint: of model, weights and tokenizer, see kvx_core.fingerprint
+    fingerprint: of what is computed, see `model_record`
     """
     config = model.config.get_text_config(decoder=True)
     rotary, rotary_dim = _rotary(model)
@@ -121,7 +142,44 @@ def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
         window=_window(config),
         total_kv_heads=_num_kv_heads(config),
         first_kv_head=0,
+        compute_dtype=_dtype(model),
         negative_slots="wrap",  # as an index: -1 is the last token
+    )
+
+
+def model_record(
+    model: Any,
+    directory: Path | str,
+    *,
+    files: str | None = None,
+    num_tokens: int | None = None,
+) -> ModelRecord:
+    """What a model loaded from a directory computes, with the config that it has now.
+
+    model:      a PreTrainedModel whose weights are those of the files
+    directory:  the model's files
+    files:      a fingerprint of one's own for them; None: model_fingerprint(directory)
+    num_tokens: of the longest sequence, computed in one forward pass. Needed for rotary types that
+                depend on it: longrope, dynamic
+    Raises UnsupportedError for what the files and the config do not tell, such as adapters,
+    InvalidArgumentError.
+    """
+    if getattr(model, "peft_config", None):
+        raise UnsupportedError(
+            f"model has the adapters {sorted(model.peft_config)}, expected none: keys and values "
+            "depend on them. Merge them, save the model and load it from there"
+        )
+    saved = type(model.config).from_pretrained(directory)
+    text = model.config.get_text_config(decoder=True)
+    overrides = dict(_changes(saved, model.config))
+    if text.model_type.startswith("llama4"):
+        overrides["attn_temperature_tuning"] = bool(text.attn_temperature_tuning)
+    return ModelRecord(
+        files=model_fingerprint(directory) if files is None else files,
+        architecture=text.model_type,
+        rope=_rope(model, text, num_tokens),
+        quantization=_quantization(saved, model.config),
+        overrides=overrides,
     )
 
 
@@ -184,6 +242,81 @@ def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
             f"{int(last[row])}, expected them in one piece. Use slot_mapping"
         )
     return first.where(count > 0, 0), count
+
+
+def _dtype(model: Any) -> DType | None:
+    try:
+        return DType.from_name(str(getattr(model, "dtype", None)))
+    except InvalidArgumentError:
+        return None
+
+
+def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    """What a config says otherwise than the file."""
+    before, now = (without_rope(found.to_dict()) for found in (saved, config))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in _CALLING and before.get(key) != now.get(key):
+            yield key, as_json(now.get(key))
+
+
+def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
+    """What is quantised otherwise than the files say, when they are loaded."""
+    before, now = (
+        found if isinstance(found, Mapping) else found.to_dict()
+        for found in (getattr(c, "quantization_config", None) or {} for c in (saved, config))
+    )
+    if not now or str(before.get("quant_method")) == str(now.get("quant_method")):
+        return None
+    return {
+        "engine": f"transformers {sys.modules['transformers'].__version__}",
+        "config": as_json(now),
+    }
+
+
+def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
+    """Raises UnsupportedError, InvalidArgumentError.
+
+    Source: transformers 5.19 modeling_rope_utils.py, dynamic_rope_update
+    """
+    found = standard_rope(config.to_dict())
+    kinds = {parameters["rope_type"] for parameters in found.values()}
+    length = getattr(config, "max_position_embeddings", None)
+    if kinds & {"longrope", "dynamic"} and num_tokens is None:
+        raise InvalidArgumentError(
+            f"num_tokens is None and the rotary embedding is of type {', '.join(sorted(kinds))}, "
+            "expected the length of the longest sequence: its angles depend on it"
+        )
+    if "dynamic" in kinds and length is not None and (num_tokens or 0) > length:
+        raise UnsupportedError(
+            f"num_tokens is {num_tokens}, expected at most max_position_embeddings, {length}: "
+            "beyond it a dynamic rotary embedding turns each token as the sequence's length has it"
+        )
+    for name, part in model.named_modules():
+        if name.endswith("rotary_emb") and not _is_of_config(part):
+            raise UnsupportedError(
+                f"{name} is not what model.config says. Load the model with the rope_parameters "
+                "that it is to have: from_pretrained(directory, rope_parameters=...)"
+            )
+    return as_applied(
+        found,
+        num_tokens=num_tokens or 0,
+        max_position_embeddings=length,
+        is_transformers=True,
+    )
+
+
+def _is_of_config(embedding: Any) -> bool:
+    """Whether a rotary embedding has the frequencies that its config gives a new one."""
+    try:
+        new = dict(type(embedding)(embedding.config).named_buffers())
+    except (TypeError, AttributeError):
+        return True  # not made of a config
+    own = dict(embedding.named_buffers())
+    frequencies = [name for name in new if name.endswith("original_inv_freq")]
+    frequencies = frequencies or [name for name in new if name.endswith("inv_freq")]
+    return all(
+        torch.equal(own[name].cpu().float(), new[name].cpu().float()) for name in frequencies
+    )
 
 
 def _num_kv_heads(config: Any) -> int:

@@ -31,8 +31,10 @@ from kvx_core.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from kvx_core.facts import CacheFacts, compare, fingerprint, model_fingerprint
+from kvx_core.facts import CacheFacts, compare, fingerprint
 from kvx_core.migrate import migrate
+from kvx_core.model_fingerprint import model_fingerprint
+from kvx_core.model_record import ModelRecord
 from kvx_core.ops import GatherPlan, WritePlan, device_status, gather_kv, write_kv
 from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import (
@@ -139,6 +141,7 @@ __all__ = [
     "Layout",
     "Match",
     "Memory",
+    "ModelRecord",
     "OutOfRangeError",
     "PoolDesc",
     "Precision",

@@ -7,12 +7,10 @@ model). Unknown is None, and is never taken for agreement with something known.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Literal
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
@@ -22,8 +20,7 @@ from kvx_core.types import DType
 class CacheFacts:
     """The meaning of one engine's cache; None where unknown.
 
-    `engine` and `negative_slots` inform the reader, and `compute_dtype` says how precise values
-    are; all other fields are compared.
+    `engine`, `compute_dtype` and `negative_slots` inform the reader; all other fields are compared.
     """
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
@@ -38,8 +35,8 @@ class CacheFacts:
     window: int | None = None  # sliding window in tokens; 0 for full attention
     total_kv_heads: int | None = None  # of the model, over all tensor-parallel ranks
     first_kv_head: int | None = None  # index in the model of the first head held here
+    compute_dtype: DType | None = None  # what the model computes keys and values in
     negative_slots: Literal["skip", "wrap", "undefined"] | None = None  # in the engine's own write
-    compute_dtype: DType | None = None  # that K and V were computed in, before the cache's own
 
 
 _EQUAL = (
@@ -55,20 +52,34 @@ _EQUAL = (
 )
 
 
+# What one engine does alike for one model, and another may not.
+_OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
+
+
 def compare(
-    src: CacheFacts, dst: CacheFacts, *, src_head_start: int = 0, dst_head_start: int = 0
+    src: CacheFacts,
+    dst: CacheFacts,
+    *,
+    src_head_start: int = 0,
+    dst_head_start: int = 0,
+    same_model: bool = False,
 ) -> list[str]:
     """Why bytes copied from `src` to `dst` would not mean the same: a sentence each, or none.
 
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
-    A fact that only one end knows is a reason too; one that neither knows is not.
+    same_model: the caller knows that both ends serve the same model and store it alike
+    A fact that only one end knows is a reason too. That neither knows is one for the fingerprint,
+    and for how keys rotate if two engines may do it differently, unless same_model says otherwise.
+    Which part of the model a cache holds is for the caller to know if the facts do not say.
     """
     reasons = [
         reason
         for name in _EQUAL
         for reason in _unequal(name, getattr(src, name), getattr(dst, name), src, dst)
     ]
+    if not same_model:
+        reasons += _unknown(src, dst)
     src_head = None if src.first_kv_head is None else src.first_kv_head + src_head_start
     dst_head = None if dst.first_kv_head is None else dst.first_kv_head + dst_head_start
     name = "first_kv_head" if src_head is None or dst_head is None else "first_kv_head + head_start"
@@ -80,6 +91,25 @@ def compare(
                 "expected 'multiply': give its scales as value = stored * scale"
             )
     return reasons
+
+
+def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
+    """What neither end knows and may differ."""
+    ends = f"{_named('source', src)} and {_named('destination', dst)}"
+    if src.fingerprint is None and dst.fingerprint is None:
+        yield (
+            f"fingerprint is unknown at the {ends}: set CacheFacts.fingerprint of both, or give "
+            "same_model=True if they serve the same model"
+        )
+    engines = {None if f.engine is None else f.engine.split()[0] for f in (src, dst)}
+    if len(engines) == 1 and engines != {None}:
+        return
+    for name in _OF_ENGINE:
+        if getattr(src, name) is None and getattr(dst, name) is None:
+            yield (
+                f"{name} is unknown at the {ends}: set CacheFacts.{name} of both, or give "
+                "same_model=True if they store the keys of the same model alike"
+            )
 
 
 def _unequal(
@@ -134,98 +164,4 @@ def _path_digest(path: Path) -> bytes:
     for file_path in sorted(found for found in path.rglob("*") if found.is_file()):
         digest.update(hashlib.sha256(file_path.relative_to(path).as_posix().encode()).digest())
         digest.update(_path_digest(file_path))
-    return digest.digest()
-
-
-# Who saved the model, with what, and what it is loaded as: none of it changes what is computed.
-_CONFIG_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-# A tokenizer.json has the settings of whoever last saved it.
-_TOKENIZER_IGNORED = ("padding", "truncation")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
-_SAMPLE_BYTES = 4096
-
-
-def model_fingerprint(directory: Path | str, *, whole: bool = False) -> str:
-    """The fingerprint of a model in a directory as transformers saves it; other engines load it.
-
-    It covers config.json, the tokenizer, and name, dtype, shape and some of the bytes of each
-    tensor, so that a model with another tensor has another one; how tensors are spread over files,
-    and how to generate, does not matter.
-    whole: all bytes of each tensor instead of 4 KiB out of its middle
-    Raises InvalidArgumentError if there is no config.json or *.safetensors, or one is broken.
-    """
-    directory = Path(directory)
-    config = directory / "config.json"
-    if not config.is_file():
-        raise InvalidArgumentError(
-            f"{directory} has no config.json, expected a model as transformers saves it. Give the "
-            "fingerprint of another one yourself"
-        )
-    parts: list[str | bytes | Path] = ["kvx model 1", _canonical(config, _CONFIG_IGNORED)]
-    for name in _TOKENIZERS:
-        path = directory / name
-        if path.is_file():
-            is_json = path.suffix == ".json"
-            parts += [name, _canonical(path, _TOKENIZER_IGNORED) if is_json else path]
-    tensors = [
-        tensor
-        for path in directory.glob("*.safetensors")
-        for tensor in _tensors(path, None if whole else _SAMPLE_BYTES)
-    ]
-    if not tensors:
-        raise InvalidArgumentError(
-            f"{directory} has no tensors in *.safetensors, expected the weights there. Save them "
-            "so, or give the fingerprint yourself"
-        )
-    return fingerprint(*parts, *(part for tensor in sorted(tensors) for part in tensor))
-
-
-def _canonical(path: Path, ignored: tuple[str, ...]) -> str:
-    """A JSON file without the keys that do not matter, the same for the same content."""
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: kept(item) for key, item in value.items() if key not in ignored}
-        return value
-
-    try:
-        return json.dumps(kept(json.loads(path.read_bytes())), sort_keys=True)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
-
-
-def _tensors(path: Path, sample_bytes: int | None) -> Iterator[tuple[str, bytes]]:
-    """What each tensor of a safetensors file is, and the digest of the middle of its bytes.
-
-    Source: safetensors, README.md, "Format"
-    """
-    with path.open("rb") as file:
-        try:
-            first = 8 + int.from_bytes(file.read(8), "little")
-            if first > path.stat().st_size:
-                raise ValueError(f"its header ends at byte {first}")
-            header = json.loads(file.read(first - 8))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                if not 0 <= begin <= end:
-                    raise ValueError(f"{name} has the bytes {begin} to {end}")
-                what = json.dumps([name, entry["dtype"], entry["shape"]])
-                if sample_bytes is not None and end - begin > sample_bytes:
-                    begin += (end - begin - sample_bytes) // 2
-                    end = begin + sample_bytes
-                yield what, _range_digest(file, first + begin, first + end)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidArgumentError(f"{path} is not a safetensors file: {error!r}") from None
-
-
-def _range_digest(file: BinaryIO, begin: int, end: int) -> bytes:
-    digest = hashlib.sha256()
-    file.seek(begin)
-    while begin < end:
-        data = file.read(min(end - begin, 1 << 20))
-        if not data:
-            raise ValueError(f"it has {file.seek(0, os.SEEK_END)} bytes, expected at least {end}")
-        digest.update(data)
-        begin += len(data)
     return digest.digest()

@@ -20,6 +20,7 @@ def migrate(
     num_heads: int | None = None,
     zero_fill: bool = False,
     find_scales: bool = False,
+    same_model: bool = False,
     transfer: Transfer = Transfer.KERNEL,
     stream: int | None = None,
 ) -> int:
@@ -37,6 +38,7 @@ def migrate(
                otherwise
     find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
                per token and head
+    same_model: both ends serve the same model and store it alike, where their facts do not say
     transfer:  how a device moves the bytes
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
                default stream. Ignored for HOST memory
@@ -52,6 +54,7 @@ def migrate(
         dst.view.facts,
         src_head_start=src.head_start,
         dst_head_start=dst.head_start,
+        same_model=same_model,
     )
     if reasons:
         raise FactsMismatchError(reasons)

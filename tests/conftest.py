@@ -47,6 +47,17 @@ LONG = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What KVX remembers of weights, in engines' processes too, is of this run alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("HF_HOME", "huggingface")):
+            patch.setenv(name, os.environ.get(name, str(home / folder)))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what is marked slow, as CI does")
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import kvx_core
 from kvx_adapters.cli import app, demo_engines, demo_hops
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
-from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, SeqLens, describe
+from kvx_core import CacheDesc, CacheView, Layout, SeqLens, describe
+from tests.facts import SAME_MODEL
 
 ROOT = Path(__file__).parent.parent
 KVX = "from kvx_adapters.cli import main; main()"
@@ -88,7 +89,7 @@ def test_every_hop_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [70, 1, 17]
     k, v = torch.randn(2, 3, 70, 2, 16)  # three sequences of up to 70 tokens, two heads
     layer = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
-    view = CacheView(layers=(layer,), facts=CacheFacts())
+    view = CacheView(layers=(layer,), facts=SAME_MODEL)
     chance = random.Random(0)
     dense = Stop("dense", "row", view.at())
     pool = trtllm_pool(view, lengths, chance)

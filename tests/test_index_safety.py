@@ -208,7 +208,6 @@ def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_vi
         num_layers=len(layers),
         layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
         block_table=ctypes.pointer(table),
-        null_block_id=-1,
     )
 
 

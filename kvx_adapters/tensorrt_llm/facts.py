@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvx_adapters.tensorrt_llm.spec import PoolSpec
-from kvx_core import CacheFacts
+from kvx_core import CacheFacts, DType
 
 
 def cache_facts(
@@ -19,17 +19,19 @@ def cache_facts(
     total_kv_heads: int | None,
     first_kv_head: int | None,
     pp_layers: Sequence[int] | None = None,
+    compute_dtype: DType | None = None,
 ) -> CacheFacts:
     """Facts of one pool of one rank.
 
     version:        tensorrt_llm.__version__
-    fingerprint:    of model, weights and tokenizer, see kvx_core.model_fingerprint
+    fingerprint:    of what is computed, see kvx_core.ModelRecord
     is_neox:        PositionalEmbeddingParams.is_neox, or type rope_gpt_neox: halves of a head turn
                     together; False, or rope_gptj: neighbours do; None: unknown
     rotary_dim:     RopeParams.dim; 0: these layers have no rotary embedding
     total_kv_heads: of the model
     first_kv_head:  index in the model of the first head on this rank
     pp_layers:      manager.pp_layers, index in the model of each local layer; None: the same
+    compute_dtype:  TorchLlmArgs.dtype, that of the model's arithmetic; None: unknown
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py
     """
     first = spec.layers[0]
@@ -51,4 +53,5 @@ def cache_facts(
         window=spec.window,
         total_kv_heads=total_kv_heads,
         first_kv_head=first_kv_head,
+        compute_dtype=compute_dtype,
     )

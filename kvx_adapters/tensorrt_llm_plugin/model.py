@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvx_adapters import tensorrt_llm
 from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_adapters.tensorrt_llm_plugin.identity import model_record
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
-from kvx_core import CacheView, UnsupportedError
-from kvx_core.facts import model_fingerprint
+from kvx_core import CacheView, DType, UnsupportedError
 from kvx_core.snapshot import Precision, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
@@ -65,7 +65,7 @@ class Model:
     head_dim: int
     kv_factor: int  # 1: MLA
     dtype: str  # of the pool: see PoolSpec
-    compute_dtype: torch.dtype
+    compute_dtype: DType  # of the model's arithmetic
     tokens_per_block: int
     tensor_parallel_size: int
     is_neox: bool
@@ -93,13 +93,13 @@ class Model:
             )
         is_neox, rotary_dim = _rotary(config, settings, head_dim)
         return cls(
-            fingerprint=settings.fingerprint or _fingerprint(directory, llm_args, config),
+            fingerprint=model_record(llm_args, settings, directory, config).fingerprint,
             num_layers=config.num_hidden_layers,
             total_kv_heads=1 if is_mla else heads,
             head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_mla else head_dim,
             kv_factor=1 if is_mla else 2,
             dtype=dtype,
-            compute_dtype=compute_dtype,
+            compute_dtype=DType.of(compute_dtype),
             tokens_per_block=llm_args.kv_cache_config.tokens_per_block,
             tensor_parallel_size=llm_args.tensor_parallel_size,
             is_neox=is_neox,
@@ -145,6 +145,7 @@ class Model:
             rotary_dim=self.rotary_dim,
             total_kv_heads=self.total_kv_heads,
             first_kv_head=heads[0],
+            compute_dtype=self.compute_dtype,
         )
         factors = [self.kv_scaling_factor] * self.num_layers if self.dtype == "FP8" else None
         return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
@@ -198,6 +199,8 @@ def _config(directory: Path, llm_args: Any) -> Any:
     config = AutoConfig.from_pretrained(
         directory, trust_remote_code=getattr(llm_args, "trust_remote_code", False)
     )
+    # Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py, model_kwargs
+    config.update(getattr(llm_args, "model_kwargs", None) or {})
     if config.get_text_config(decoder=True) is not config:
         raise UnsupportedError(
             f"model is a {config.model_type}, expected one of text alone: a connector is not told "
@@ -211,28 +214,6 @@ def _config(directory: Path, llm_args: Any) -> Any:
             f"{window}, expected full attention in every layer"
         )
     return config
-
-
-def _fingerprint(directory: Path, llm_args: Any, config: Any) -> str:
-    """Of the files of the model. Raises UnsupportedError if what is served is not what they say."""
-    is_quantized = (
-        getattr(config, "quantization_config", None) is not None
-        or (directory / "hf_quant_config.json").is_file()
-    )
-    quantizes = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None) is not None
-    changes = {
-        "load_format": "dummy" in str(getattr(llm_args, "load_format", "")).lower(),
-        "model_kwargs": bool(getattr(llm_args, "model_kwargs", None)),
-        "quant_config": quantizes and not is_quantized,
-    }
-    for name, is_changed in changes.items():
-        if is_changed:
-            raise UnsupportedError(
-                f"{name} is {getattr(llm_args, name)!r}, so the model is not what its files say. "
-                "Give the settings a 'fingerprint' of your own, the same for all engines that "
-                "serve these weights and for no others"
-            )
-    return model_fingerprint(directory)
 
 
 def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:

@@ -213,6 +213,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return stop
 
     def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:
+        assert self._store is not None  # else nothing is promised
         block_size = self._model.tokens_per_block
         ids = tracked.block_ids[promise.start // block_size : promise.stop // block_size]
         if len(ids) != len(promise.blocks):

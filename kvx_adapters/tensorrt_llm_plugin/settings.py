@@ -25,7 +25,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path  # the store's directory, made if it is not there
-    fingerprint: str | None = None  # of the model; None: taken from its files
+    fingerprint: str | None = None  # stands for the model's files; None: taken from them
+    fingerprint_sampling: bool = False  # 4 KiB of each tensor stand for all its bytes
     chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
     save_generated: bool = True  # not only prompts
     min_tokens: int = Field(default=32, ge=1)  # fewer are computed faster than loaded

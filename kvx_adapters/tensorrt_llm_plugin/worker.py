@@ -145,7 +145,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             raise OutOfRangeError(
                 f"block_ids has {wrong[0]}, expected one of the pool's {len(self._blocks)} blocks"
             )
-        self._store.carry(load.carried)
+        if self._store is not None:
+            self._store.carry(load.carried)
         # Both are blocks as TensorRT-LLM has them, in which the heads come before the tokens.
         first, last = self._heads
         blocks = torch.from_numpy(load.blocks)

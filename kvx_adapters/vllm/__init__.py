@@ -15,6 +15,7 @@ from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
 from kvx_adapters.vllm.facts import cache_facts
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.live import live_block_table, live_view
+from kvx_adapters.vllm.model_record import loads_files, model_record
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
@@ -34,6 +35,8 @@ __all__ = [
     "layout_before_29",
     "live_block_table",
     "live_view",
+    "loads_files",
+    "model_record",
     "self_test",
     "self_test_group",
     "seq_lens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvx_core import CacheFacts
+from kvx_core import CacheFacts, DType, InvalidArgumentError
 
 
 def cache_facts(
@@ -21,7 +21,7 @@ def cache_facts(
     model_config:  vllm_config.model_config
     embeddings:    every RotaryEmbedding of the model; what is none is passed over
     version:       vllm.__version__
-    fingerprint:   of model, weights and tokenizer, see kvx_core.fingerprint
+    fingerprint:   of what is computed, see model_record
     first_kv_head: index in the model of the first head on this rank
     """
     rotary, rotary_dim = _rotary(embeddings)
@@ -35,8 +35,21 @@ def cache_facts(
         scale_convention="multiply",
         total_kv_heads=model_config.get_total_num_kv_heads(),
         first_kv_head=first_kv_head,
+        compute_dtype=_dtype(model_config),
         negative_slots="skip",
     )
+
+
+# Of embeddings that have one style and so do not say it.
+# Source: vllm 0.32 model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+_STYLES = {"Phi3LongRoPEScaledRotaryEmbedding": True}
+
+
+def _dtype(model_config: Any) -> DType | None:
+    try:
+        return DType.from_name(str(getattr(model_config, "dtype", None)))
+    except InvalidArgumentError:
+        return None
 
 
 def _rotary(
@@ -47,9 +60,11 @@ def _rotary(
     Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
     """
     found = {
-        (bool(module.is_neox_style), int(module.rotary_dim))
+        (bool(style), int(module.rotary_dim))
         for module in embeddings
-        if hasattr(module, "is_neox_style") and hasattr(module, "rotary_dim")
+        if hasattr(module, "rotary_dim")
+        and (style := getattr(module, "is_neox_style", _STYLES.get(type(module).__name__)))
+        is not None
     }
     if len(found) != 1:
         return None, None

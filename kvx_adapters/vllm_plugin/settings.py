@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvx_adapters.vllm.encodings import FP8, rows_name
 from kvx_adapters.vllm.spec import minor
+from kvx_adapters.vllm_plugin.identity import model_record
 from kvx_core import DType, InvalidArgumentError, UnsupportedError
-from kvx_core.facts import model_fingerprint
 from kvx_core.snapshot import Accept, Precision, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
@@ -25,7 +25,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path  # the store's directory, made if it is not there
-    fingerprint: str | None = None  # of the model; None: taken from its files
+    fingerprint: str | None = None  # stands for the model's files; None: taken from them
+    fingerprint_sampling: bool = False  # 4 KiB of each tensor stand for all its bytes
     chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
     async_load: bool = False  # load beside other requests' steps; with prefix caching always
     layerwise: bool = False  # copy each layer when it has been computed, not all after the last
@@ -74,6 +75,15 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
             "layerwise is True with enable_dbo or ubatch_size, expected one of them: a step then "
             "computes a layer in parts, and it would be copied after the first"
         )
+    for part, name in (
+        (vllm_config, "diffusion_config"),
+        (vllm_config.attention_config, "use_non_causal"),
+    ):
+        if getattr(part, name, None):
+            raise UnsupportedError(
+                f"{name} is {getattr(part, name)!r}, expected none: where tokens see those after "
+                "them, the keys and values of a prefix depend on what follows it"
+            )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until 0.31
         raise UnsupportedError(
             "calculate_kv_scales is True, expected False: tokens loaded before the first forward "
@@ -87,7 +97,7 @@ class Stores:
     def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
-        self.fingerprint = settings.fingerprint or _fingerprint(model)
+        self.fingerprint = model_record(vllm_config, settings).fingerprint
         self._store = PrefixStore(
             Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
             fingerprint=self.fingerprint,
@@ -136,37 +146,3 @@ def precision(dtype: Any, cache_config: Any) -> Precision:
     # Layers that are skipped keep what was computed.
     skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
     return rows.meet(Precision.of(dtype)) if skipped else rows
-
-
-def _fingerprint(model: Any) -> str:
-    """Of the files of the model that an engine has loaded.
-
-    model: vllm's ModelConfig
-    Raises UnsupportedError if what is served is not what the files say.
-    """
-    if model.hf_overrides:
-        raise UnsupportedError(
-            f"hf_overrides is {model.hf_overrides!r}, so the model is not what its files say. Give "
-            "kv_connector_extra_config a 'fingerprint' of your own"
-        )
-    directory = Path(model.model)
-    if not directory.is_dir():
-        directory = _downloaded(model)
-    quantization = model.quantization
-    if quantization and getattr(model.hf_config, "quantization_config", None) is None:
-        return f"{model_fingerprint(directory)}-{quantization}"
-    return model_fingerprint(directory)
-
-
-def _downloaded(model: Any) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UnsupportedError(
-            f"model is {model.model!r}, of which no local copy was found ({error}). Give "
-            "kv_connector_extra_config a 'fingerprint' that is the same for all engines that serve "
-            "these weights, and for no others"
-        ) from None

@@ -104,7 +104,7 @@ class PrefixStore:
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
-        fingerprint:  of model and weights, such as model_fingerprint(directory)
+        fingerprint:  of what is computed: ModelRecord.fingerprint, as engines have it
         num_layers:   of the model; an entry is found once it holds layers 0 to num_layers
         total_kv_heads: of the model, in every layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvx_adapters import tensorrt_llm as trt
 from kvx_adapters.tensorrt_llm import PoolSpec
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, Layout, Memory, describe
+from kvx_core import CacheDesc, CacheSpan, CacheView, Layout, Memory, describe
 from tests.adapters.tensorrt_llm_double import Config, KvBlockArray, KvCacheManager, Request
+from tests.facts import SAME_MODEL
 
 NAMES = {
     torch.float16: "HALF",
@@ -20,7 +21,7 @@ NAMES = {
     torch.float32: "FLOAT",
     torch.float8_e4m3fn: "FP8",
 }
-FACTS = CacheFacts()
+FACTS = SAME_MODEL
 WORKED_EXAMPLE = Config(
     num_kv_heads_per_layer=[2, 2],
     head_dim=64,

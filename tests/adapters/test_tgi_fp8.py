@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvx_adapters import tgi
 from kvx_core import (
-    CacheFacts,
     CacheView,
     InvalidArgumentError,
     ScaleDesc,
@@ -20,6 +19,7 @@ from kvx_core import (
     write_kv,
 )
 from tests.adapters.tgi_caches import Cache, KVScales
+from tests.facts import SAME_MODEL
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLASHINFER = ("flashinfer", "cuda", "cuda")
@@ -45,7 +45,7 @@ def tokens(seed: int) -> tuple[Tensor, Tensor]:
 
 def view_of(cache: Cache, scales: KVScales) -> CacheView:
     pair = (cache.key, cache.value)
-    return tgi.cache_view([pair], cache.spec(), CacheFacts(), kv_scales=[scales])
+    return tgi.cache_view([pair], cache.spec(), SAME_MODEL, kv_scales=[scales])
 
 
 def scales_of(view: CacheView) -> tuple[ScaleDesc, ScaleDesc]:
@@ -167,7 +167,7 @@ def test_from_half_to_fp8_and_back() -> None:
         half.store(slot, k, v)
     kv_scales = KVScales.of(0.25, 0.5)
     middle = view_of(fp8, kv_scales).at(slots=tgi.slot_mapping(SLOTS))
-    facts = CacheFacts()
+    facts = SAME_MODEL
     src = tgi.cache_view([(half.key, half.value)], half.spec(), facts).at([[2]])
     dst = tgi.cache_view([(back.key, back.value)], back.spec(), facts).at([[7]])
     migrate(src, middle, [5])
@@ -231,7 +231,7 @@ def test_scales_are_one_per_layer(given: Any, count: str) -> None:
     cache = Cache(*FLASHINFER, dtype=E4M3)
     kv_scales = [KVScales.of(1.0, 1.0)] * given if isinstance(given, int) else given
     with pytest.raises(InvalidArgumentError) as raised:
-        tgi.cache_view([(cache.key, cache.value)], cache.spec(), CacheFacts(), kv_scales=kv_scales)
+        tgi.cache_view([(cache.key, cache.value)], cache.spec(), SAME_MODEL, kv_scales=kv_scales)
     assert str(raised.value) == (
         f"kv_scales has {count} entries, expected 1, one per layer of a torch.float8_e4m3fn cache: "
         "its attention's kv_scales"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheView,
+    DType,
     FactsMismatchError,
     InvalidArgumentError,
     Layout,
@@ -247,7 +249,7 @@ def test_a_batch_prefilled_one_by_one_goes_on_as_if_never_moved(llama: Any) -> N
 
 
 def test_into_a_static_cache(llama: Any) -> None:
-    facts = hf.cache_facts(llama)
+    facts = hf.cache_facts(llama, fingerprint="f")
     ids = torch.tensor(PROMPTS[:1])
     src = transformers.DynamicCache(config=llama.config)
     with torch.inference_mode():
@@ -311,6 +313,7 @@ def test_facts_of_a_llama(llama: Any) -> None:
         window=0,
         total_kv_heads=KV_HEADS,
         first_kv_head=0,
+        compute_dtype=DType.F32,
         negative_slots="wrap",
     )
 
@@ -380,3 +383,78 @@ def test_an_empty_cache_is_refused(llama: Any) -> None:
     cache.early_initialization(1, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     with pytest.raises(InvalidArgumentError, match=r"layer\.keys is empty"):
         hf.cache_view(cache, CacheFacts())
+
+
+# ---- what a model computes ----
+
+
+@pytest.fixture
+def saved(llama: Any, tmp_path: Path) -> Path:
+    llama.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(directory: Path, **changes: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **changes)
+
+
+def test_a_record_is_of_the_config_as_it_was_loaded(saved: Path) -> None:
+    plain = hf.model_record(load(saved), saved)
+    assert plain.overrides == {}
+    assert hf.model_record(load(saved, dtype=torch.bfloat16), saved) == plain
+    assert hf.model_record(load(saved, use_cache=False), saved) == plain
+    assert hf.model_record(load(saved), saved, files="f").files == "f"
+    theta = {"rope_theta": 5e5, "rope_type": "default"}
+    changed = hf.model_record(load(saved, rope_parameters=theta), saved)
+    assert changed.files == plain.files
+    assert changed.rope == {"": theta}
+    louder = hf.model_record(load(saved, rms_norm_eps=1e-2), saved)
+    assert louder.overrides == {"rms_norm_eps": 1e-2}
+    assert len({found.fingerprint for found in (plain, changed, louder)}) == 3
+
+
+def test_a_config_that_is_changed_after_its_model_was_made_is_refused(saved: Path) -> None:
+    model = load(saved)
+    model.config.rope_parameters["rope_theta"] = 5e5
+    with pytest.raises(UnsupportedError, match=r"rotary_emb is not what model\.config says"):
+        hf.model_record(model, saved)
+
+
+def test_frequencies_that_are_changed_by_hand_are_refused(saved: Path) -> None:
+    model = load(saved)
+    for name, buffer in model.model.rotary_emb.named_buffers():
+        assert name.endswith("inv_freq")
+        buffer *= 0.5
+    with pytest.raises(UnsupportedError, match="Load the model with the rope_parameters that"):
+        hf.model_record(model, saved)
+
+
+def test_adapters_are_refused(saved: Path) -> None:
+    model = load(saved)
+    model.peft_config = {"style": object()}
+    with pytest.raises(UnsupportedError, match=r"has the adapters \['style'\], expected none"):
+        hf.model_record(model, saved)
+
+
+def test_weights_that_are_quantised_when_they_are_loaded(saved: Path) -> None:
+    model, plain = load(saved), hf.model_record(load(saved), saved)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = hf.model_record(model, saved)
+    assert found.quantization is not None
+    assert found.quantization["config"]["load_in_4bit"] is True
+    assert found.fingerprint != plain.fingerprint
+    model.config.save_pretrained(saved)  # the files say it themselves
+    assert hf.model_record(model, saved).quantization is None
+
+
+def test_angles_that_depend_on_the_length(saved: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = load(saved, rope_parameters=dynamic)
+    length = model.config.max_position_embeddings
+    with pytest.raises(InvalidArgumentError, match="num_tokens is None and the rotary embedding"):
+        hf.model_record(model, saved)
+    hf.model_record(model, saved, num_tokens=length)
+    with pytest.raises(
+        UnsupportedError, match=f"expected at most max_position_embeddings, {length}"
+    ):
+        hf.model_record(model, saved, num_tokens=length + 1)

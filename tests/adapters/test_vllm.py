@@ -23,7 +23,6 @@ from torch import Tensor
 from kvx_adapters import vllm
 from kvx_adapters.vllm import LayerSpec
 from kvx_core import (
-    CacheFacts,
     DType,
     InvalidArgumentError,
     ScaleGranularity,
@@ -48,6 +47,7 @@ from tests.adapters.vllm_caches import (
     random_tokens,
     some_slots,
 )
+from tests.facts import SAME_MODEL
 
 Views = Callable[[LayerSpec], tuple[Tensor, list[Tensor]]]
 
@@ -214,7 +214,7 @@ def test_fp8_takes_its_dtype_from_kv_cache_dtype(name: str, dtype: torch.dtype) 
     spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype=name)
     _, kv_caches = by_permutation(spec)
     scales = [torch.tensor(0.5), torch.tensor(0.25), torch.tensor(2.0)]
-    view = vllm.cache_view(kv_caches, spec, CacheFacts(), k_scales=scales, v_scales=[1.0, 2.0, 4.0])
+    view = vllm.cache_view(kv_caches, spec, SAME_MODEL, k_scales=scales, v_scales=[1.0, 2.0, 4.0])
     assert view.layers[0].k.dtype is DType.of(dtype)
     assert view.k_scales is not None
     assert view.k_scales[1] is not None
@@ -234,7 +234,7 @@ def test_scales_per_head() -> None:
     spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
     _, kv_caches = by_permutation(spec)
     scales = [torch.ones(H)] * L
-    view = vllm.cache_view(kv_caches, spec, CacheFacts(), k_scales=scales, v_scales=scales)
+    view = vllm.cache_view(kv_caches, spec, SAME_MODEL, k_scales=scales, v_scales=scales)
     assert view.k_scales is not None
     assert [scale and scale.granularity for scale in view.k_scales] == (
         [ScaleGranularity.PER_HEAD] * L
@@ -249,7 +249,7 @@ def test_fp8_without_scales_is_refused(scales: dict[str, Any], missing: str) -> 
     spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
     _, kv_caches = by_permutation(spec)
     with pytest.raises(InvalidArgumentError, match=f"{missing}_scales is None, expected one sc"):
-        vllm.cache_view(kv_caches, spec, CacheFacts(), **scales)
+        vllm.cache_view(kv_caches, spec, SAME_MODEL, **scales)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -262,7 +262,7 @@ def test_migrates_between_layouts(layout: str) -> None:
         kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(i)))
     src_table, length = [[4, vllm.NULL_BLOCK_ID, 6]], 2 * N + 3
     dst_table = [list(range(9, 18))]
-    facts = CacheFacts()
+    facts = SAME_MODEL
     migrate(
         vllm.cache_view(src_caches, src_spec, facts).at(vllm.block_table(src_table)),
         vllm.cache_view(dst_caches, dst_spec, facts).at(vllm.block_table(dst_table)),
@@ -481,7 +481,7 @@ def test_cache_view_needs_a_spec_per_layer() -> None:
     spec = make_spec()
     _, kv_caches = by_permutation(spec)
     with pytest.raises(InvalidArgumentError, match="specs has 2 layers, kv_caches 3"):
-        vllm.cache_view(kv_caches, [spec, spec], CacheFacts())
+        vllm.cache_view(kv_caches, [spec, spec], SAME_MODEL)
 
 
 # ---- tables ----

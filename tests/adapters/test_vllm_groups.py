@@ -74,7 +74,9 @@ class Engine:
         return vllm.layer_groups(self.config, self.layers, version)
 
     def view(self, group: vllm.LayerGroup) -> tuple[Any, int]:
-        return vllm.group_view(group, self.kv_caches, CacheFacts(engine="vllm"), self.layers)
+        return vllm.group_view(
+            group, self.kv_caches, CacheFacts(engine="vllm", fingerprint="f"), self.layers
+        )
 
 
 def engine(
@@ -132,6 +134,7 @@ def test_hybrid_groups_share_one_buffer(layout: str) -> None:
         assert view.null_block_id == vllm.NULL_BLOCK_ID
         assert view.facts == CacheFacts(
             engine="vllm",
+            fingerprint="f",
             window=group.window,
             num_layers=2,
             first_layer=group.layers[0],

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import (
-    CacheFacts,
     DType,
     FactsMismatchError,
     InvalidArgumentError,
@@ -42,6 +41,7 @@ from tests.adapters.vllm_caches import (
     some_slots,
     views_of,
 )
+from tests.facts import SAME_MODEL
 
 Store = Callable[[Tensor, int, int, Tensor, Tensor], None]  # cache, block, token, K and V (H, D)
 
@@ -304,7 +304,7 @@ def test_mla_has_no_v(version: str) -> None:
     kept = slots >= 0
     assert torch.equal(cache.view(-1, 1, size)[slots[kept]], key[kept])
     assert (raw == SENTINEL).sum() >= raw.numel() - int(kept.sum()) * size * 2
-    view = vllm.cache_view([cache], spec, CacheFacts())
+    view = vllm.cache_view([cache], spec, SAME_MODEL)
     assert (view.k_scales, view.v_scales) == (None, None)
 
 
@@ -320,7 +320,7 @@ def test_mla_fp8_has_one_scale() -> None:
         page_size_bytes=N * 64,
         num_layers=1,
     )
-    view = vllm.cache_view([cache], spec, CacheFacts(), k_scales=[0.5], v_scales=[1.0])
+    view = vllm.cache_view([cache], spec, SAME_MODEL, k_scales=[0.5], v_scales=[1.0])
     assert view.layers[0].k.dtype is DType.F8_E4M3
     assert view.k_scales is not None
     assert view.k_scales[0] is not None
@@ -350,7 +350,7 @@ def per_token_head_caches(spec: vllm.LayerSpec) -> list[Tensor]:
 def test_fp8_with_a_scale_per_token_and_head(layout: str) -> None:
     spec = per_token_head_spec("fp8", layout)
     caches = per_token_head_caches(spec)
-    view = vllm.cache_view(caches, spec, CacheFacts())
+    view = vllm.cache_view(caches, spec, SAME_MODEL)
     assert view.k_scales is not None
     assert view.v_scales is not None
     k_scale, v_scale = view.k_scales[1], view.v_scales[1]
@@ -420,7 +420,7 @@ def test_rows_of_bytes_go_to_their_own_kind_as_they_are(name: str) -> None:
         generator = torch.Generator().manual_seed(i)
         cache.copy_(torch.randint(-128, 128, cache.shape, generator=generator).to(cache.dtype))
     ends = [
-        vllm.cache_view(caches, spec, CacheFacts())
+        vllm.cache_view(caches, spec, SAME_MODEL)
         for caches, spec in ((src, src_spec), (dst, dst_spec))
     ]
     assert ends[0].layers[0].k.dtype is DType.U8
@@ -437,12 +437,12 @@ def test_rows_of_bytes_are_not_numbers() -> None:
     opaque = vllm.cache_view(
         per_token_head_caches(per_token_head_spec("int8")),
         per_token_head_spec("int8"),
-        CacheFacts(),
+        SAME_MODEL,
     )
     spec = make_spec(head_size=D + 4)
     extent = {"L": L, "B": B, "H": H, "N": N, "C": 2 * (D + 4)}
     values = vllm.cache_view(
-        list(dense("LBHNC", "LBNHC", extent, torch.bfloat16)[1]), spec, CacheFacts()
+        list(dense("LBHNC", "LBNHC", extent, torch.bfloat16)[1]), spec, SAME_MODEL
     )
     with pytest.raises(
         (InvalidArgumentError, FactsMismatchError), match="U8 holds opaque bytes and is never conv"

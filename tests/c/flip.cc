@@ -212,7 +212,6 @@ kvx_view_t view(const kvx_cache_desc_t *const *layers) {
   made.size = sizeof made;
   made.num_layers = 1;
   made.layers = layers;
-  made.null_block_id = KVX_NO_NULL_BLOCK;
   return made;
 }
 
@@ -273,7 +272,6 @@ void make_gather(Calls *c) {
   options = {};
   options.size = sizeof options;
   options.flags = KVX_FLAG_ZERO_FILL;
-  options.null_block_id = KVX_NO_NULL_BLOCK;
   c->run = [] { return kvx_gather_kv_ext(&cache, &gather, &options, nullptr); };
 }
 

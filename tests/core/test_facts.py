@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvx_core import CacheFacts, InvalidArgumentError, compare, fingerprint
+from kvx_core import CacheFacts, DType, InvalidArgumentError, compare, fingerprint
 
 FACTS = CacheFacts(
     engine="here 1.0",
@@ -42,7 +42,7 @@ THERE = replace(FACTS, engine="there 2.0")
 
 def test_equal_facts_agree() -> None:
     assert compare(FACTS, FACTS) == []
-    assert compare(CacheFacts(), CacheFacts()) == []
+    assert compare(CacheFacts(), CacheFacts(), same_model=True) == []
 
 
 def test_every_fact_is_compared_or_known_not_to_be() -> None:
@@ -51,7 +51,8 @@ def test_every_fact_is_compared_or_known_not_to_be() -> None:
 
 
 def test_facts_that_only_inform_do_not_keep_apart() -> None:
-    assert compare(FACTS, replace(THERE, negative_slots="wrap", scale_convention=None)) == []
+    there = replace(THERE, negative_slots="wrap", scale_convention=None, compute_dtype=DType.BF16)
+    assert compare(FACTS, there) == []
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -78,10 +79,41 @@ def test_what_only_one_end_knows_is_a_reason(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_what_neither_end_knows_is_no_reason(name: str) -> None:
+# What decides whether the bytes mean the same, whatever else is known.
+DECIDES = ("fingerprint", "rotary", "rotary_dim", "rope_applied")
+
+
+@pytest.mark.parametrize("name", sorted(OTHER.keys() - set(DECIDES)))
+def test_what_neither_end_knows_is_no_reason_where_the_caller_knows(name: str) -> None:
     unknown = {name: None}
     assert compare(replace(FACTS, **unknown), replace(THERE, **unknown)) == []
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_what_neither_end_knows_is_a_reason_where_it_decides(name: str) -> None:
+    here, there = replace(FACTS, **{name: None}), replace(THERE, **{name: None})
+    (reason,) = compare(here, there)
+    assert reason.startswith(
+        f"{name} is unknown at the source (here 1.0) and destination (there 2.0): set "
+        f"CacheFacts.{name} of both, or give same_model=True if they "
+    )
+    assert compare(here, there, same_model=True) == []
+    (reason,) = compare(replace(here, engine=None), replace(there, engine=None))
+    assert reason.startswith(f"{name} is unknown at the source and destination: ")
+
+
+@pytest.mark.parametrize("name", DECIDES[1:])
+def test_one_engine_rotates_the_keys_of_one_model_in_one_way(name: str) -> None:
+    """Whatever its version: What is unknown to it is the same in all of them."""
+    here = replace(FACTS, **{name: None})
+    assert compare(here, replace(here, engine="here 2.0")) == []
+    assert compare(here, replace(here, engine="here 2.0", fingerprint="of another model"))
+
+
+def test_same_model_overrules_nothing_that_is_known() -> None:
+    for name, other in OTHER.items():
+        assert compare(FACTS, replace(THERE, **{name: other}), same_model=True)
+        assert compare(FACTS, replace(THERE, **{name: None}), same_model=True)
 
 
 def test_all_reasons_are_given() -> None:

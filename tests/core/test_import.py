@@ -34,7 +34,7 @@ target = kvx.CacheDesc.from_kv(
     kvx.describe(copy, kvx.Layout.BLOCK_NHD), kvx.describe(copy.copy(), kvx.Layout.BLOCK_NHD)
 )
 into = kvx.CacheView((target,), kvx.CacheFacts())
-assert kvx.migrate(view, into, [4, 4, 4]) == 3 * 4 * 2 * 16 * 2
+assert kvx.migrate(view, into, [4, 4, 4], same_model=True) == 3 * 4 * 2 * 16 * 2
 assert kvx.verify(view, into, [4, 4, 4])
 assert np.array_equal(copy, k)
 print("done")

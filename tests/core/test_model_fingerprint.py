@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvx_core import InvalidArgumentError, model_fingerprint
+from kvx_core import InvalidArgumentError, digest_cache, model_fingerprint, tensor_digests
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,6 +29,12 @@ TENSORS = {
     "model.norm.weight": torch.ones(7, dtype=torch.bfloat16),
     "model.empty": torch.empty(0, 3),
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
 
 
 @pytest.fixture
@@ -78,11 +86,11 @@ def tokenizer(text: str) -> Callable[[Path], object]:
     ids=["versions", "names", "two files", "tokenizer", "generation", "readme", "moved"],
 )
 def test_what_does_not_matter(model: Path, change: Callable[[Path], object]) -> None:
-    before = [model_fingerprint(model, whole=whole) for whole in (False, True)]
+    before = [model_fingerprint(model, sample=sample) for sample in (False, True)]
     change(model)
     moved = model.with_name("moved")
     model = moved if moved.exists() else model
-    assert [model_fingerprint(str(model), whole=whole) for whole in (False, True)] == before
+    assert [model_fingerprint(str(model), sample=sample) for sample in (False, True)] == before
 
 
 @pytest.mark.parametrize(
@@ -103,23 +111,419 @@ def test_what_does_not_matter(model: Path, change: Callable[[Path], object]) -> 
     ],
 )
 def test_what_matters(model: Path, change: Callable[[Path], object]) -> None:
-    before = [model_fingerprint(model, whole=whole) for whole in (False, True)]
+    before = [model_fingerprint(model, sample=sample) for sample in (False, True)]
     change(model)
-    after = [model_fingerprint(model, whole=whole) for whole in (False, True)]
+    after = [model_fingerprint(model, sample=sample) for sample in (False, True)]
     assert not set(before) & set(after)
 
 
-def test_only_the_middle_of_large_tensors_is_read_unless_asked(model: Path) -> None:
-    before, all_before = (model_fingerprint(model, whole=whole) for whole in (False, True))
-    for element, is_seen in ((0, False), (3000, True), (5999, False)):
+def test_every_value_of_every_tensor_counts(model: Path) -> None:
+    """A fine-tune may change a few rows of an embedding and nothing else."""
+    found = {model_fingerprint(model)}
+    for element in (0, 1, 3000, 5998, 5999):
         tensors = load_file(model / "model.safetensors")
         tensors["model.embed.weight"].view(-1)[element] += 1
         save_file(tensors, model / "model.safetensors")
-        assert (model_fingerprint(model) != before) is is_seen
-        assert model_fingerprint(model, whole=True) != all_before
+        found.add(model_fingerprint(model))
         save_file(TENSORS, model / "model.safetensors")
+    assert len(found) == 6
+    assert model_fingerprint(model) in found
+
+
+def test_every_piece_of_a_large_tensor_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24000 bytes in pieces of 1000, each in reads of 300, by several threads."""
+    monkeypatch.setattr(tensor_digests, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_digests, "_READ_BYTES", 300)
+    found = {model_fingerprint(model)}
+    for element in (0, 249, 250, 3000, 5999):
+        changed = TENSORS["model.embed.weight"].clone()
+        changed.view(-1)[element] += 1
+        save_file(TENSORS | {"model.embed.weight": changed}, model / "model.safetensors")
+        found.add(model_fingerprint(model))
+    assert len(found) == 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one thread
+    assert model_fingerprint(model) in found
+
+
+def test_a_sample_is_the_middle_of_large_tensors(model: Path) -> None:
+    before = model_fingerprint(model, sample=True)
+    assert before != model_fingerprint(model)
+    for element, is_seen in ((0, False), (3000, True), (5999, False)):
+        changed = TENSORS["model.embed.weight"].clone()
+        changed.view(-1)[element] += 1
+        save_file(TENSORS | {"model.embed.weight": changed}, model / "model.safetensors")
+        assert (model_fingerprint(model, sample=True) != before) is is_seen
+
+
+def test_a_sample_of_small_tensors_is_not_all_bytes(model: Path) -> None:
+    """Though it has read the same bytes: who asks for all of them must not find it."""
+    save_file({"a": torch.ones(3)}, model / "model.safetensors")
+    assert model_fingerprint(model) != model_fingerprint(model, sample=True)
+
+
+# ---- rotary parameters, as each transformers writes them ----
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4}
+LONG = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 4.5]}
+
+
+@pytest.mark.parametrize(
+    ("four", "five"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3, "max_position_embeddings": 8192},
+            {
+                "rope_parameters": LLAMA3
+                | {"rope_theta": 5e5, "original_max_position_embeddings": 8192},
+                "max_position_embeddings": 8192,
+            },
+        ),
+        (
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": LONG | {"type": "su"},
+                "original_max_position_embeddings": 4096,
+            },
+            {
+                "rope_parameters": LONG | {"rope_type": "longrope", "rope_theta": 1e4},
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+    ],
+)
+def test_rope_is_the_same_in_both_ways_to_write_it(
+    model: Path, four: dict[str, object], five: dict[str, object]
+) -> None:
+    rest = {key: value for key, value in CONFIG.items() if key != "rope_parameters"}
+    for part in ({}, {"text_config": {}}):
+        found = []
+        for written in (four, five):
+            whole = rest | (part and {"text_config": written}) if part else rest | written
+            (model / "config.json").write_text(json.dumps(whole))
+            found.append(model_fingerprint(model))
+        assert found[0] == found[1]
+    changed = json.loads(json.dumps(four).replace("10000.0", "20000.0").replace("500000.0", "1e6"))
+    (model / "config.json").write_text(json.dumps(rest | changed))
+    assert model_fingerprint(model) not in found
+
+
+# ---- what is read, and when ----
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of tensors, one item a read."""
+    found: list[int] = []
+    preadv = os.preadv
+
+    def counted(*arguments: object) -> int:
+        found.append(preadv(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return found
+
+
+NUM_BYTES = sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are remembered at once, not from two seconds after they were written."""
+    monkeypatch.setattr(digest_cache, "_SETTLED_NS", -(1 << 62))
+
+
+@pytest.mark.usefixtures("settled")
+def test_bytes_are_read_once(model: Path, reads: list[int]) -> None:
+    before = model_fingerprint(model)
+    assert sum(reads) == NUM_BYTES
     assert model_fingerprint(model) == before
-    assert before != all_before
+    assert sum(reads) == NUM_BYTES
+    assert model_fingerprint(model, config=model / "config.json") == before
+    assert sum(reads) == NUM_BYTES
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_is_read_again_when_it_changes(model: Path, reads: list[int]) -> None:
+    """Saved in place, with the same size and the same time."""
+    path = model / "model.safetensors"
+    before, times = model_fingerprint(model), os.stat(path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert model_fingerprint(model) != before
+    assert sum(reads) == 2 * NUM_BYTES
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_blob_of_a_hub_cache_that_is_saved_over_is_read_again(
+    model: Path, reads: list[int]
+) -> None:
+    """Its name still says what its content was."""
+    path = model / "model.safetensors"
+    blob = model.parent / ("0" * 64)
+    path.rename(blob)
+    path.symlink_to(blob)
+    before = model_fingerprint(model)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    assert model_fingerprint(model) != before
+
+
+def test_a_file_that_was_written_just_now_is_not_remembered(model: Path, reads: list[int]) -> None:
+    """It could be written once more within a tick of the clock of its file system."""
+    for i in (1, 2):
+        model_fingerprint(model)
+        assert sum(reads) == i * NUM_BYTES
+    later = time.time_ns() + 3_000_000_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: later)
+        model_fingerprint(model)
+        assert sum(reads) == 3 * NUM_BYTES
+        model_fingerprint(model)
+        assert sum(reads) == 3 * NUM_BYTES
+
+
+def test_times_in_whole_seconds_are_not_trusted() -> None:
+    """An image with the times of its recipe gives two models one state."""
+    a_while_ago = 1_700_000_000 * 1_000_000_000
+    assert not digest_cache._is_telling((1, 2, 3, a_while_ago, a_while_ago))
+    assert digest_cache._is_telling((1, 2, 3, a_while_ago, a_while_ago + 4_000_000))
+
+
+# ---- what was remembered ----
+
+
+def remembered_in() -> Path:
+    return Path(os.environ["XDG_CACHE_HOME"]) / "kvx"
+
+
+def remembered() -> list[Path]:
+    return sorted(remembered_in().glob("*.json"))
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-20]),
+        lambda path: path.write_text("{}"),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_text(path.read_text().replace("digests", "others")),
+        lambda path: path.write_text(
+            path.read_text().replace('"model.empty": "', '"model.empty": "0', 1)
+        ),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        lambda path: path.unlink() or path.mkdir(),
+        lambda path: path.unlink() or os.mkfifo(path),
+        lambda path: path.rename(path.with_suffix(".x")).chmod(0o666),
+        lambda path: path.chmod(0o666),
+        lambda path: (
+            path.rename(path.with_suffix(".x")) and path.symlink_to(path.with_suffix(".x"))
+        ),
+    ],
+)
+def test_what_was_torn_or_spoilt_is_read_again(
+    model: Path, reads: list[int], spoil: Callable[[Path], object]
+) -> None:
+    before = model_fingerprint(model)
+    (path,) = remembered()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    spoil(path)
+    assert model_fingerprint(model) == before
+    assert sum(reads) == 2 * NUM_BYTES
+
+
+@pytest.mark.usefixtures("settled")
+def test_digests_of_another_file_are_not_used(model: Path, reads: list[int]) -> None:
+    """Moved to the place of this one's, checksum and all."""
+    model_fingerprint(model)
+    (first,) = remembered()
+    changed = {**TENSORS, "model.norm.weight": TENSORS["model.norm.weight"] * 2}
+    save_file(changed, model / "other.safetensors")
+    (model / "model.safetensors").unlink()
+    expected = model_fingerprint(model)
+    (other,) = set(remembered()) - {first}
+    other.write_bytes(first.read_bytes())
+    assert model_fingerprint(model) == expected
+
+
+@pytest.mark.usefixtures("settled")
+def test_the_oldest_are_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_cache, "_MAX_FILES", 3)
+    folder = remembered_in()
+    model_fingerprint(model)
+    (first,) = remembered()
+    os.utime(first, (1, 1))
+    for i in range(3):
+        save_file({f"{i}": torch.ones(1)}, model / f"{i}.safetensors")
+    model_fingerprint(model)
+    assert len(list(folder.iterdir())) == 3
+    assert not first.exists()
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_used(
+    model: Path, reads: list[int], mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = remembered_in()
+    folder.mkdir()
+    folder.chmod(mode)
+    for _ in range(2):
+        model_fingerprint(model)
+    assert sum(reads) == 2 * NUM_BYTES
+    assert not list(folder.iterdir())
+    assert f"its mode is {mode:o}, expected that nobody else may write" in caplog.text
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_folder_of_somebody_else_is_not_used(
+    model: Path, reads: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    model_fingerprint(model)
+    assert f"it belongs to user {os.getuid()}, expected" in caplog.text
+    assert not remembered()
+
+
+def test_without_a_place_to_remember_it_works_all_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = model_fingerprint(model)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert model_fingerprint(model) == before
+
+
+def test_one_process_reads_and_the_others_wait(model: Path, reads: list[int]) -> None:
+    states = [digest_cache.state_of(os.stat(model / "model.safetensors"))]
+    cache = digest_cache.DigestCache()
+    waited: list[float] = []
+
+    def release(_: float) -> None:
+        waited.append(sum(reads))
+        held.__exit__(None, None, None)
+
+    held = cache.lock(states)
+    held.__enter__()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", release)
+        model_fingerprint(model)
+    assert waited == [0]
+    assert sum(reads) == NUM_BYTES
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        lambda path: os.utime(path, ns=(1, 1)),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    preadv = os.preadv
+
+    def changed(*arguments: object) -> int:
+        change(model / "model.safetensors")
+        return preadv(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", changed)
+    with pytest.raises(InvalidArgumentError, match=r"changed while it was read\. Wait until"):
+        model_fingerprint(model)
+    assert not remembered()
+
+
+def test_progress_is_told_when_it_takes_long(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[tuple[int, int]] = []
+    model_fingerprint(model, progress=lambda *found: told.append(found))
+    assert not told
+    monkeypatch.setattr(tensor_digests, "_FIRST_SECONDS", 0)
+    monkeypatch.setattr(tensor_digests, "_NEXT_SECONDS", 0)
+    model_fingerprint(model, progress=lambda *found: told.append(found))
+    assert told[-1] == (NUM_BYTES, NUM_BYTES)
+    caplog.set_level("INFO", "kvx")
+    model_fingerprint(model)
+    assert "Reading the weights in" in caplog.text
+
+
+# ---- which files count ----
+
+
+def test_code_counts_where_the_config_names_it(model: Path) -> None:
+    code = model / "modeling_own.py"
+    code.write_text("theta = 1")
+    before = model_fingerprint(model)
+    code.write_text("theta = 2")
+    assert model_fingerprint(model) == before  # nobody runs it
+    config(auto_map={"AutoModelForCausalLM": "modeling_own.Model"})(model)
+    named = model_fingerprint(model)
+    code.write_text("theta = 3")
+    assert len({before, named, model_fingerprint(model)}) == 3
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_how_it_is_quantised_counts(model: Path, name: str) -> None:
+    found = {model_fingerprint(model)}
+    for bits in (4, 8):
+        (model / name).write_text(json.dumps({"bits": bits}))
+        found.add(model_fingerprint(model))
+    assert len(found) == 3
+
+
+def test_mistrals_own_config_counts(model: Path) -> None:
+    found = {model_fingerprint(model)}
+    for dim in (1, 2):
+        (model / "params.json").write_text(json.dumps({"dim": dim}))
+        found.add(model_fingerprint(model))
+    (model / "config.json").unlink()
+    found.add(model_fingerprint(model))
+    assert len(found) == 4
+
+
+def test_which_of_two_tensors_with_one_name_counts(model: Path) -> None:
+    """Engines load those that the index names, or the last."""
+    other = {**TENSORS, "model.norm.weight": TENSORS["model.norm.weight"] * 2}
+    found = set()
+    for first, second in ((TENSORS, other), (other, TENSORS)):
+        save_file(first, model / "model.safetensors")
+        save_file(second, model / "more.safetensors")
+        found.add(model_fingerprint(model))
+    index = model / "model.safetensors.index.json"
+    for name in ("model", "more"):
+        weight_map = {"model.norm.weight": f"{name}.safetensors"}
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        found.add(model_fingerprint(model))
+    assert len(found) == 4
+
+
+def test_the_same_tensors_twice_are_the_same_model(model: Path) -> None:
+    before = model_fingerprint(model)
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert model_fingerprint(model) == before
+
+
+def test_another_config_in_place_of_the_models_own(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "config"
+    other.mkdir()
+    shutil.copy(model / "config.json", other)
+    assert model_fingerprint(model, config=other) == model_fingerprint(model)
+    config(hidden_size=65)(other)
+    changed = model_fingerprint(model, config=other)
+    assert changed != model_fingerprint(model)
+    config(hidden_size=65)(model)
+    assert changed == model_fingerprint(model)
 
 
 def test_a_model_that_transformers_saves_again_stays_the_same(tmp_path: Path) -> None:

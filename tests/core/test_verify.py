@@ -17,7 +17,6 @@ import kvx_core
 from kvx_core import (
     BlockTable,
     CacheDesc,
-    CacheFacts,
     CacheView,
     Difference,
     InvalidArgumentError,
@@ -34,6 +33,7 @@ from kvx_core import (
 )
 from tests.core import dlpack
 from tests.core.dlpack import Producer
+from tests.facts import SAME_MODEL
 
 verify_module = sys.modules["kvx_core.verify"]
 
@@ -65,7 +65,7 @@ def make(*shape: int, dtype: torch.dtype, fill: float | None, layers: int = LAYE
 
 def view_of(layers: Any, layout: Layout, **options: Any) -> CacheView:
     caches = [CacheDesc.from_kv(describe(k, layout), describe(v, layout)) for k, v in layers]
-    return CacheView(layers=tuple(caches), facts=CacheFacts(), **options)
+    return CacheView(layers=tuple(caches), facts=SAME_MODEL, **options)
 
 
 def paged(
@@ -250,7 +250,7 @@ def test_kv_offsets_with_beams() -> None:
         describe(pool[:, 1], Layout.BLOCK_HND),
         pool=PoolDesc.of(pool, pool[0, 0].nbytes, second),
     )
-    src = CacheView((cache,), CacheFacts(), secondary_num_blocks=3)
+    src = CacheView((cache,), SAME_MODEL, secondary_num_blocks=3)
     in_second = -(2**31)
     table = torch.tensor(
         [
@@ -287,7 +287,7 @@ def test_a_range_of_heads() -> None:
 def test_a_cache_without_v() -> None:
     k = torch.randn(2, 8, 1, 576)
     src, dst = (
-        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), CacheFacts())
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL)
         for t in (k, k.clone())
     )
     found = verify(src, dst, [8, 8])
@@ -312,7 +312,7 @@ def test_layers_with_and_without_v() -> None:
     k = torch.randn(2, 8, 4, 10)
     without, with_v = (describe(k, Layout.BLOCK_NHD), None), (describe(k, Layout.BLOCK_NHD),) * 2
     layers = tuple(CacheDesc.from_kv(*halves) for halves in (without, with_v, without))
-    view = CacheView(layers, CacheFacts())
+    view = CacheView(layers, SAME_MODEL)
     assert verify(view, view, [8, 8]) == Verification(True, 16, 4 * k.numel(), None)
 
 
@@ -321,7 +321,7 @@ def pair(
 ) -> tuple[CacheView, CacheView]:
     """Two caches of one layer without V; `scale` is the destination's."""
     one, other = (
-        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), CacheFacts())
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL)
         for t in (src, dst)
     )
     return one, replace(other, k_scales=None if scale is None else (scale,))
@@ -522,7 +522,7 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             "dst has 1 layers, expected as many as src has, 2, and not 0 (spec E.3)",
         ),
         (
-            lambda src, dst: verify(*[CacheView((), CacheFacts())] * 2, []),
+            lambda src, dst: verify(*[CacheView((), SAME_MODEL)] * 2, []),
             InvalidArgumentError,
             "dst has 0 layers, expected as many as src has, 0, and not 0 (spec E.3)",
         ),

@@ -35,7 +35,14 @@ from tests.core import dlpack
 from tests.core.dlpack import Producer
 
 NUM_LAYERS, BLOCK_SIZE, HEADS, DIM = 3, 8, 4, 16
-FACTS = CacheFacts(engine="here 1.0", fingerprint="abc", total_kv_heads=4, first_kv_head=0)
+FACTS = CacheFacts(
+    engine="here 1.0",
+    fingerprint="abc",
+    rotary_dim=64,
+    rope_applied=True,
+    total_kv_heads=4,
+    first_kv_head=0,
+)
 
 
 def paged(num_blocks: int = 6, seed: int = 0) -> tuple[list[torch.Tensor], CacheView]:

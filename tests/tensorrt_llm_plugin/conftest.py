@@ -43,6 +43,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def fingerprint_of(directory: Path) -> str:
+    """What another engine that serves these files has: here transformers."""
+    from transformers import AutoModelForCausalLM
+
+    from kvx_adapters import transformers as hf
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    return hf.model_record(model, directory).fingerprint
+
+
 class Factory:
     """Makes engines that serve one model with one store."""
 

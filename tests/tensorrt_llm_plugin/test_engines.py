@@ -24,10 +24,9 @@ from kvx_core import (
     Section,
     describe,
 )
-from kvx_core.facts import model_fingerprint
 from tests.adapters.vllm_caches import SENTINEL as VLLM_SENTINEL
 from tests.adapters.vllm_caches import by_permutation, make_spec
-from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
+from tests.tensorrt_llm_plugin.conftest import SIZES, Factory, fingerprint_of
 from tests.tensorrt_llm_plugin.double import SENTINEL, Executor
 from tests.vllm_plugin.models import prompt
 
@@ -41,7 +40,7 @@ def store_for(serve: Factory) -> PrefixStore:
     """The store as a program opens it that has the model's files and nothing of TensorRT-LLM."""
     return PrefixStore(
         Directory(serve.store),
-        fingerprint=model_fingerprint(serve.model),
+        fingerprint=fingerprint_of(serve.model),
         num_layers=SIZES.num_layers,
         total_kv_heads=SIZES.total_kv_heads,
         precision=Precision.of(torch.float32),
@@ -79,7 +78,7 @@ def assert_holds(engine: Executor, block_ids: list[int], values: Tensor) -> None
 def test_a_prompt_that_transformers_has_computed(serve: Factory, block_size: int) -> None:
     tokens = prompt(100, 40)
     model, cache, values = prefilled(serve.model, tokens)
-    facts = hf.cache_facts(model, fingerprint=model_fingerprint(serve.model))
+    facts = hf.cache_facts(model, fingerprint=fingerprint_of(serve.model))
     save(store_for(serve), tokens, Section(LAYERS, hf.cache_view(cache, facts), None))
     engine = serve(block_size, compute=lambda ids: values)
     request = engine.ask(tokens)
@@ -131,7 +130,7 @@ def test_what_is_in_a_cache_of_vllm(serve: Factory) -> None:
     generator = torch.Generator().manual_seed(0)
     for cache in kv_caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
-    save(store_for(serve), tokens, vllm_section(kv_caches, spec, model_fingerprint(serve.model)))
+    save(store_for(serve), tokens, vllm_section(kv_caches, spec, fingerprint_of(serve.model)))
     values = vllm_tokens(kv_caches, 150)
     engine = serve(32, compute=lambda ids: values)
     request = engine.ask(tokens)
@@ -148,7 +147,7 @@ def test_what_tensorrt_llm_has_computed_in_a_cache_of_vllm(serve: Factory) -> No
     match = store.lookup(tokens)
     assert match.num_tokens == 150
     raw, kv_caches, spec = vllm_cache()
-    store.load(match, 0, 150, [vllm_section(kv_caches, spec, model_fingerprint(serve.model))])
+    store.load(match, 0, 150, [vllm_section(kv_caches, spec, fingerprint_of(serve.model))])
     values = engine.compute(tokens)
     assert torch.equal(vllm_tokens(kv_caches, 150), values)
     for layer in kv_caches:
@@ -169,7 +168,7 @@ def test_the_answer_goes_on_in_transformers(serve: Factory) -> None:
     match = store.lookup(tokens[:99])
     cache = transformers.DynamicCache(config=model.config)
     hf.reserve(cache, model, batch_size=1, num_tokens=99)
-    facts = replace(hf.cache_facts(model), fingerprint=model_fingerprint(serve.model))
+    facts = replace(hf.cache_facts(model), fingerprint=fingerprint_of(serve.model))
     store.load(match, 0, 99, [Section(LAYERS, hf.cache_view(cache, facts), None)])
     with torch.no_grad():
         found = model(torch.tensor([tokens[99:]]), past_key_values=cache).logits[0, -1]

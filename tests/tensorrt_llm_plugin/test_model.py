@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, UnsupportedError, model_fingerprint
-from tests.tensorrt_llm_plugin.conftest import Factory
+from kvx_core import DType, InvalidArgumentError, ModelRecord, UnsupportedError, model_fingerprint
+from tests.tensorrt_llm_plugin.conftest import Factory, fingerprint_of
 from tests.tensorrt_llm_plugin.double import KvCacheConfig, Sizes, TorchLlmArgs
 from tests.vllm_plugin.models import prompt
 
@@ -42,7 +43,8 @@ def args_for(directory: Path, **kv_cache: Any) -> TorchLlmArgs:
 
 def test_a_llama(model_dir: Path) -> None:
     model = model_of(args_for(model_dir, tokens_per_block=64))
-    assert model.fingerprint == model_fingerprint(model_dir)
+    assert model.fingerprint == fingerprint_of(model_dir)
+    assert model.compute_dtype is DType.F32
     assert (model.num_layers, model.total_kv_heads, model.head_dim) == (3, 2, 10)
     assert (model.kv_factor, model.tokens_per_block, model.dtype) == (2, 64, "FLOAT")
     assert (model.is_neox, model.rotary_dim) == (True, 10)
@@ -184,22 +186,95 @@ def test_arguments_that_a_version_does_not_have(model_dir: Path) -> None:
     assert model_of(args).num_layers == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("load_format", "LoadFormat.DUMMY", "load_format is 'LoadFormat.DUMMY', so the model is"),
-        ("model_kwargs", {"num_hidden_layers": 1}, "model_kwargs is {'num_hidden_layers': 1}, so"),
-        ("quant_config", SimpleNamespace(quant_algo="FP8"), "quant_config is namespace(quant_alg"),
-    ],
-)
-def test_models_that_are_not_what_their_files_say(
-    model_dir: Path, name: str, value: object, sentence: str
-) -> None:
+def record_of(args: TorchLlmArgs, **settings: Any) -> ModelRecord:
+    from kvx_adapters.tensorrt_llm_plugin import identity, model
+    from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+
+    directory = Path(args.model)
+    config = model._config(directory, args)
+    return identity.model_record(args, Settings(path=Path("x"), **settings), directory, config)
+
+
+def test_who_shares_with_whom(model_dir: Path) -> None:
+    """What changes keys and values besides the files, each in a record of its own."""
+    plain = ModelRecord(
+        files=model_fingerprint(model_dir),
+        architecture="llama",
+        rope={"": {"rope_type": "default", "rope_theta": 10000.0}},
+    )
+    assert record_of(args_for(model_dir)) == plain
+    for name, value in (
+        ("dtype", "bfloat16"),
+        ("tensor_parallel_size", 2),
+        ("trust_remote_code", True),
+        ("load_format", 0),
+    ):
+        args = args_for(model_dir)
+        setattr(args, name, value)
+        assert record_of(args) == plain
+    found = [plain.fingerprint]
+    for name, value in (
+        ("load_format", "LoadFormat.DUMMY"),
+        ("model_kwargs", {"rms_norm_eps": 1e-3}),
+        ("model_kwargs", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        ("quant_config", SimpleNamespace(quant_algo="FP8")),
+        ("quant_config", SimpleNamespace(quant_algo="W4A16")),
+    ):
+        for settings in ({}, {"fingerprint": "f"}):
+            args = args_for(model_dir)
+            setattr(args, name, value)
+            found.append(record_of(args, **settings).fingerprint)
+            assert model_of(args, **settings).fingerprint == found[-1]
+    assert len(set(found)) == len(found)
+
+
+def test_a_longer_config_by_model_kwargs(model_dir: Path) -> None:
     args = args_for(model_dir)
-    setattr(args, name, value)
-    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+    args.model_kwargs = {"num_hidden_layers": 2}
+    assert model_of(args).num_layers == 2
+
+
+def test_weights_from_elsewhere_are_refused(model_dir: Path) -> None:
+    args = args_for(model_dir)
+    args.load_format = "LoadFormat.VISION_ONLY"
+    with pytest.raises(UnsupportedError, match=r"load_format is 'LoadFormat\.VISION_ONLY', so the"):
         model_of(args)
-    assert model_of(args, fingerprint="mine").fingerprint == "mine"
+    assert record_of(args, fingerprint="f").files == "f"
+
+
+def test_an_argument_that_nobody_has_judged_salts_and_is_logged(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @dataclass
+    class Newer(TorchLlmArgs):
+        sharpness: int = 3
+        force_dynamic_quantization: bool = False
+
+    args = Newer(model_dir, KvCacheConfig())
+    assert record_of(args) == record_of(args_for(model_dir))
+    args.force_dynamic_quantization = True
+    assert record_of(args).salts == {
+        "engine": "tensorrt_llm main (double)",
+        "force_dynamic_quantization": True,
+    }
+    assert not caplog.text
+    args.sharpness = 4
+    assert record_of(args).salts["sharpness"] == 4
+    assert "does not know whether sharpness=4 matter" in caplog.text
+
+
+@pytest.mark.parametrize(("max_seq_len", "is_shared"), [(None, False), (128, True), (129, False)])
+def test_rope_that_depends_on_the_length(
+    tmp_path: Path, max_seq_len: int | None, is_shared: bool
+) -> None:
+    """Within the config's length a dynamic embedding is the same everywhere."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    directory = config_dir(
+        tmp_path, "Llama", dtype="float16", max_position_embeddings=128, rope_parameters=rope
+    )
+    args = args_for(directory)
+    args.max_seq_len = max_seq_len  # type: ignore[attr-defined]
+    assert bool(record_of(args, fingerprint="f").salts) is not is_shared
 
 
 def test_a_checkpoint_that_is_quantised_on_disk(model_dir: Path, tmp_path: Path) -> None:
@@ -208,7 +283,10 @@ def test_a_checkpoint_that_is_quantised_on_disk(model_dir: Path, tmp_path: Path)
     (tmp_path / "hf_quant_config.json").write_text("{}")
     args = args_for(tmp_path)
     args.quant_config = SimpleNamespace(quant_algo="FP8")
-    assert model_of(args).fingerprint == model_fingerprint(model_dir)
+    assert record_of(args) == replace(
+        record_of(args_for(model_dir)), files=model_fingerprint(tmp_path)
+    )
+    assert model_fingerprint(tmp_path) != model_fingerprint(model_dir)
 
 
 @pytest.mark.parametrize(

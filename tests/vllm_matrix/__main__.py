@@ -40,6 +40,8 @@ float32; they are the tokens of the same vLLM without KVX, and the idle engine h
 
 {table}
 
+- **is judged field by field**: every field of its config classes is in one of the lists of what
+  matters to keys and values (`kvx_adapters/vllm/judged_fields.py`).
 - **describes**: `live_view`, gathered by KVX, holds the keys and values that HF transformers
   computes for the same prompts (`tests/adapters/live_vllm.py`).
 - **writes**: with `KVX_VLLM_CPU_ATTENTION=1` KVX writes the cache, vLLM's attention reads it.
@@ -80,6 +82,7 @@ class Matrix:
             if not self.check(engine, "is installed", lambda e: e.install(kvx)):
                 continue
             self.torch[engine.version] = engine.installed("torch").version
+            self.check(engine, "is judged field by field", self.judge)
             if self.check(engine, "runs without KVX", self.run_stock):
                 self.check(engine, "describes", partial(self.describe, "auto"))
                 self.check(engine, "describes, FP8", partial(self.describe, "fp8"))
@@ -128,6 +131,9 @@ class Matrix:
         if found["num_used_blocks"]:
             raise CheckError(f"an idle engine holds {found['num_used_blocks']} blocks")
         return found
+
+    def judge(self, engine: Engine) -> None:
+        engine.run(Path(__file__).with_name("judged_fields.py"))
 
     def run_stock(self, engine: Engine) -> None:
         self.stock[engine.version] = self.generate(engine, self.prompts)["tokens"]

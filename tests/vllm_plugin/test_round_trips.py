@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,56 @@ def test_another_models_cache_is_not_found(
     assert output.finish_reason == "length"
 
 
+def test_a_longer_context_with_other_rotary_factors_is_not_found(
+    engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Phi-3's longrope turns all keys by its long factors where more than 256 tokens have room."""
+    model = models.phi3(tmp_path / "phi3")
+    store, one = tmp_path / "store", prompt(150, seed=7)
+    lengths = (512, 256)
+    alone = []
+    for length in lengths:
+        with engines.engine(model, max_model_len=length) as engine:
+            alone += engine.generate([one], max_tokens=NUM_NEW)
+    assert alone[0].tokens != alone[1].tokens
+    for again in (False, True):
+        for length, expected in zip(lengths, alone, strict=True):
+            options = {"max_model_len": length, "kv_transfer_config": connector(store)}
+            with engines.engine(model, **options) as engine:
+                (output,) = engine.generate([one], max_tokens=NUM_NEW)
+            assert output.num_cached_tokens == (149 if again else 0)
+            assert output.tokens == expected.tokens
+
+
+def test_random_weights_do_not_poison_the_models_store(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    one = PROMPTS[5]
+    config = connector(tmp_path)
+    with engines.engine(llama, load_format="dummy", kv_transfer_config=config) as engine:
+        engine.generate([one], max_tokens=NUM_NEW)
+    assert list(tmp_path.rglob("*.safetensors"))
+    (output,) = read(engines, llama, config, [one])
+    assert output.num_cached_tokens == 0
+    assert [output.tokens] == stock(llama, [one], NUM_NEW)
+
+
+def test_a_fine_tune_of_some_rows_is_not_found(
+    filled: Path, llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    """Of the embedding rows 1 to 119 differ, which are not in the middle of its bytes."""
+    from safetensors.torch import load_file, save_file
+
+    tuned = shutil.copytree(llama, tmp_path / "tuned")
+    tensors = load_file(tuned / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1:120] *= -1
+    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
+    outputs = read(engines, tuned, connector(filled, "kv_consumer"), PROMPTS[5:])
+    assert outputs[0].num_cached_tokens == 0
+    same_tokens(outputs, stock(tuned, PROMPTS[5:], NUM_NEW))
+    assert outputs[0].tokens != stock(llama, PROMPTS[5:], NUM_NEW)[0]
+
+
 def test_salted_requests_share_with_their_like_alone(
     llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
@@ -255,7 +306,6 @@ def test_transformers_prefills_and_vllm_decodes(
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from kvx_adapters import transformers as hf
-    from kvx_core.facts import model_fingerprint
     from kvx_core.snapshot import Precision, Section
     from kvx_core.stores.blobs import Directory
     from kvx_core.stores.prefix import PrefixStore
@@ -266,7 +316,7 @@ def test_transformers_prefills_and_vllm_decodes(
     with torch.inference_mode():
         model(input_ids=torch.tensor([one]), past_key_values=cache)
 
-    key = model_fingerprint(llama)
+    key = hf.model_record(model, llama).fingerprint
     store = PrefixStore(
         Directory(tmp_path),
         fingerprint=key,

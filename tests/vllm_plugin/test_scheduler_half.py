@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import CacheDesc, CacheFacts, CacheView, Layout, UnsupportedError, describe
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    Layout,
+    ModelRecord,
+    UnsupportedError,
+    describe,
+)
 from tests.vllm_plugin.models import prompt
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -168,6 +176,14 @@ def stored(tmp_path: Path) -> None:
     fill(tmp_path / "store", STORED)
 
 
+# What the engines here serve.
+RECORD = ModelRecord(
+    files="f",
+    architecture="llama",
+    rope={"": {"rope_type": "default", "rope_theta": 10000.0}},
+)
+
+
 def fill(path: Path, tokens: list[int], salt: str = "") -> None:
     from kvx_core.snapshot import Precision, Section
     from kvx_core.stores.blobs import Directory
@@ -175,7 +191,7 @@ def fill(path: Path, tokens: list[int], salt: str = "") -> None:
 
     store = PrefixStore(
         Directory(path),
-        fingerprint="f",
+        fingerprint=RECORD.fingerprint,
         num_layers=LAYERS,
         total_kv_heads=HEADS,
         precision=Precision.of("float32"),
@@ -185,7 +201,7 @@ def fill(path: Path, tokens: list[int], salt: str = "") -> None:
     tensors = [torch.randn(1, HEADS, len(tokens), DIM) for _ in range(2 * LAYERS)]
     descs = [describe(tensor, Layout.BLOCK_HND) for tensor in tensors]
     layers = tuple(map(CacheDesc.from_kv, descs[:LAYERS], descs[LAYERS:]))
-    facts = CacheFacts(fingerprint="f", num_layers=LAYERS, total_kv_heads=HEADS, first_kv_head=0)
+    facts = CacheFacts(num_layers=LAYERS, total_kv_heads=HEADS, first_kv_head=0)
     section = Section(tuple(range(LAYERS)), CacheView(layers=layers, facts=facts), None)
     for start, stop in store.spans(len(tokens), 0):
         snapshot = store.capture(tokens, start, stop, [section])
@@ -579,8 +595,28 @@ def test_layers_are_not_copied_where_they_are_computed_in_parts(start: Any) -> N
     from kvx_adapters.vllm_plugin.settings import Settings, check_engine
 
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(enable_dbo=True), cache_config=SimpleNamespace()
+        parallel_config=SimpleNamespace(enable_dbo=True),
+        cache_config=SimpleNamespace(),
+        attention_config=SimpleNamespace(),
     )
     check_engine(config, Settings(path="store"))
     with pytest.raises(UnsupportedError, match=r"layerwise is True with enable_dbo or ubatch_size"):
         check_engine(config, Settings(path="store", layerwise=True))
+
+
+@pytest.mark.parametrize("name", ["diffusion_config", "use_non_causal"])
+def test_tokens_that_see_those_after_them_are_refused(name: str) -> None:
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm_plugin.settings import Settings, check_engine
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        attention_config=SimpleNamespace(use_non_causal=name == "use_non_causal"),
+        diffusion_config="a canvas" if name == "diffusion_config" else None,
+    )
+    with pytest.raises(
+        UnsupportedError, match=f"{name} is .*the keys and values of a prefix depend"
+    ):
+        check_engine(config, Settings(path="store"))

@@ -1,0 +1,199 @@
+"""What a vLLM serves, as a ModelRecord."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvx_adapters.vllm.salts import salts
+from kvx_core import ModelRecord
+from kvx_core.config_values import as_json
+from kvx_core.model_record import without_rope
+from kvx_core.rope import KEYS, Rope, as_applied, standard_rope
+
+logger = logging.getLogger("vllm.kvx")
+
+# Formats of load_format that load the tensors of *.safetensors, bitsandbytes quantised by it.
+_SAFETENSORS = (
+    "auto",
+    "bitsandbytes",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+)
+# Rotary types whose angles depend on the config alone, and longrope and dynamic, which as_applied
+# knows. Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+# Models write into their config when they are made, in workers and not in the scheduler.
+# Source: vllm 0.32 model_executor/models/{deepseek_v2,AXK1,openpangu,interns1_pro}.py
+_WRITTEN_TYPES = {
+    "deepseek_llama_scaling": "yarn",
+    "deepseek_yarn": "yarn",
+    "openpangu": "default",
+}
+_WRITTEN = ("fope_init_factor", "fope_sep_head", "num_inv_freq", "num_key_value_heads", "use_fope")
+# Methods that only run what a checkpoint's own method says, by that method.
+# Source: vllm 0.32 model_executor/layers/quantization/*.py, override_quantization_method
+_SAME_METHOD = {
+    "awq": ("auto_awq", "awq_marlin"),
+    "gptq": ("auto_gptq", "gptq_marlin"),
+    "mxfp4": ("gpt_oss_mxfp4",),
+}
+
+
+def model_record(
+    vllm_config: Any, files: str, environment: Mapping[str, str], *, version: str
+) -> ModelRecord:
+    """What an engine of this configuration serves.
+
+    files:       the fingerprint of the model's files, or the user's own for them; of its config
+                 alone where load_format is "dummy"
+    environment: os.environ
+    version:     vllm.__version__
+    Logs settings that nobody has judged.
+    """
+    model = vllm_config.model_config
+    found, unjudged = salts(vllm_config, environment, version=version)
+    if unjudged:
+        _warn(", ".join(f"{name}={found[name]!r}" for name in unjudged))
+    own = _own_class(model)
+    if own is not None:
+        found = {"engine": f"vllm {version}", "model class": own, **found}
+    text = model.hf_text_config
+    return ModelRecord(
+        files=files,
+        architecture=text.model_type,
+        rope=_rope(model),
+        latent=bool(model.use_mla),
+        weights=_weights(vllm_config, version),
+        quantization=_quantization(model, version),
+        overrides=_overrides(model),
+        salts=found,
+    )
+
+
+@functools.cache
+def _warn(settings: str) -> None:
+    """Once in a process, which may have both halves of a connector."""
+    logger.warning(
+        "KVX does not know whether %s matter to keys and values: this engine shares them with "
+        "those alone that are set likewise",
+        settings,
+    )
+
+
+def loads_files(vllm_config: Any) -> bool:
+    """Whether the weights are the tensors of the directory's *.safetensors."""
+    load_format = vllm_config.load_config.load_format
+    return getattr(load_format, "value", load_format) in _SAFETENSORS
+
+
+def _weights(vllm_config: Any, version: str) -> str:
+    """Random weights are made by rank, from their shapes and dtype.
+
+    Source: vllm 0.32 model_executor/model_loader/weight_utils.py, initialize_dummy_weights
+    """
+    load_format = vllm_config.load_config.load_format
+    if getattr(load_format, "value", load_format) != "dummy":
+        return "files"
+    parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
+    ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+    return f"dummy of vllm {version}, {dtype}, {ranks} ranks"
+
+
+def _own_class(model: Any) -> str | None:
+    """The class that computes the model, if a plugin or a setting has put it in vLLM's place.
+
+    Source: vllm 0.32 model_executor/models/registry.py, _LazyRegisteredModel, _RegisteredModel
+    """
+    entry = model.registry.models.get(model.architecture)
+    kind = getattr(entry, "model_cls", None)
+    module = str(getattr(entry, "module_name", None) or getattr(kind, "__module__", "vllm."))
+    name = getattr(entry, "class_name", None) or getattr(kind, "__qualname__", "")
+    return None if module.startswith("vllm.") else f"{module}:{name}"
+
+
+def _rope(model: Any) -> Rope:
+    text = model.hf_text_config
+    length = getattr(text, "max_position_embeddings", None)
+    found = standard_rope(text.to_dict())
+    for parameters in found.values():
+        kind = parameters["rope_type"]
+        parameters["rope_type"] = _WRITTEN_TYPES.get(kind, kind)
+        by_length = parameters.get("use_fope", False)
+        for name in _WRITTEN:
+            parameters.pop(name, None)
+        if by_length or parameters["rope_type"] not in _ROPE_TYPES:
+            parameters["max_model_len"] = float(model.max_model_len)
+    return as_applied(found, num_tokens=model.max_model_len, max_position_embeddings=length)
+
+
+def _quantization(model: Any, version: str) -> dict[str, Any] | None:
+    """What is quantised otherwise than the files say.
+
+    How it is done is for each version to say, so that others do not share.
+    """
+    method, online = model.quantization, model.quantization_config
+    method = getattr(method, "value", method)
+    stored = _stored_method(model)
+    if online is None and (method is None or _runs(method, stored)):
+        return None
+    return {
+        "engine": f"vllm {version}",
+        "method": method,
+        "stored": stored,
+        "config": as_json(online),
+    }
+
+
+def _stored_method(model: Any) -> str | None:
+    """The method by which the files are quantised."""
+    config = model.model_arch_config.quantization_config
+    return None if config is None else str(config.get("quant_method", "")).lower()
+
+
+def _runs(method: str, stored: str | None) -> bool:
+    if stored is None:
+        return False
+    # Of one method there are variants by what is quantised: modelopt and modelopt_fp4.
+    kernels = _SAME_METHOD.get(stored, ())
+    return method in (stored, *kernels) or method.startswith(f"{stored}_")
+
+
+def _overrides(model: Any) -> dict[str, Any]:
+    """What the config says otherwise than the file that it was read from."""
+    overrides = model.hf_overrides
+    found: dict[str, Any]
+    if callable(overrides):
+        found = {"config": without_rope(as_json(model.hf_config.to_dict()))}
+    else:
+        found = dict(overrides or {})
+        if "rope_parameters" in found and _is_applied(found, model.hf_text_config):
+            found = without_rope(found)
+    text = model.hf_text_config
+    if text.model_type.startswith("llama4"):
+        # Source: vllm 0.32 model_executor/models/llama4.py, Llama4ForCausalLM.__init__
+        generation = dict(model.try_get_generation_config()) | model.override_generation_config
+        # A length that vLLM finds out itself is another one when the model is made.
+        is_found_out = getattr(model, "original_max_model_len", None) == -1
+        by_length = "by length" if is_found_out else model.max_model_len > 32768
+        found["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", by_length)
+    plain: dict[str, Any] = as_json(found)
+    return plain
+
+
+def _is_applied(overrides: Mapping[str, Any], text: Any) -> bool:
+    """Whether the rotary parameters that were set are those of the config, and so in the record."""
+    if any(name in overrides for name in KEYS if name != "rope_parameters"):
+        return False
+    config = text.to_dict()
+    return standard_rope(config | {"rope_parameters": overrides["rope_parameters"]}) == (
+        standard_rope(config)
+    )

@@ -1,0 +1,72 @@
+"""What this vLLM serves: the ModelRecord under which its keys and values are stored."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.version import __version__ as vllm_version
+
+from kvx_adapters import vllm
+from kvx_core import ModelRecord, UnsupportedError, model_fingerprint
+from kvx_core.model_fingerprint import config_fingerprint
+
+if TYPE_CHECKING:
+    from kvx_adapters.vllm_plugin.settings import Settings
+
+logger = init_logger("vllm.kvx")
+
+
+def model_record(vllm_config: Any, settings: Settings) -> ModelRecord:
+    """Of an engine. Raises UnsupportedError if the files of its model are not known."""
+    files = settings.fingerprint or _fingerprint(vllm_config, sample=settings.fingerprint_sampling)
+    return vllm.model_record(vllm_config, files, os.environ, version=vllm_version)
+
+
+def _fingerprint(vllm_config: Any, *, sample: bool) -> str:
+    """Of the files of the model that an engine has loaded."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    directory = _local(model.model, model.revision)
+    config = None
+    if model.hf_config_path:
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        config = _local(model.hf_config_path, revision)
+    if load.load_format == "dummy":
+        return config_fingerprint(directory, config=config)
+    if not vllm.loads_files(vllm_config) or model.model_weights:
+        raise UnsupportedError(
+            f"load_format is {load.load_format!r} and model_weights {model.model_weights!r}, so "
+            f"the weights are not those of {directory}/*.safetensors. {_OWN}"
+        )
+    return model_fingerprint(directory, config=config, sample=sample, progress=_log)
+
+
+_OWN = (
+    "Give kv_connector_extra_config a 'fingerprint' that is the same for all engines that serve "
+    "these weights, and for no others"
+)
+
+
+def _local(name: str, revision: str | None) -> Path:
+    """Where the files of a model are. Raises UnsupportedError."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"model is {name!r}, of which no local copy was found ({error}). {_OWN}"
+        ) from None
+
+
+def _log(read: int, total: int) -> None:
+    logger.info(
+        "KVX reads the model's weights, once, to know them again: %.1f of %.1f GB",
+        read / 1e9,
+        total / 1e9,
+    )

@@ -1,0 +1,120 @@
+"""Rotary parameters written one way, whichever version of transformers wrote them.
+
+Until transformers 4 a config has rope_theta and rope_scaling, since 5 rope_parameters, flat or one
+per layer type. Both mean the same, and so they become the same here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# The parameters of each layer type; "" is the type of all layers where they do not differ.
+Rope = dict[str, dict[str, Any]]
+
+KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+_TYPES = {"su": "longrope", "mrope": "default"}
+# Types that scale by the length that the model was first trained for. Where it stands beside the
+# parameters it goes before theirs.
+# Source: transformers 5.19 modeling_rope_utils.py, RotaryEmbeddingConfigMixin
+_BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+_NOT_APPLIED = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
+
+
+def standard_rope(config: Mapping[str, Any]) -> Rope:
+    """The rotary parameters of a decoder's config; {} if it has none of its own.
+
+    config: config.json's object for the decoder, or what to_dict() of a loaded config makes of it
+    """
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        return {"": {"rope_type": repr(found)}}
+    nested = {name: value for name, value in found.items() if isinstance(value, Mapping)}
+    is_nested = bool(nested) and len(nested) == sum(value is not None for value in found.values())
+    if not is_nested and not found and config.get("rope_theta") is None:
+        return {}
+    rope = {
+        name: _standard(value, config)
+        for name, value in (nested if is_nested else {"": found}).items()
+    }
+    first, *others = rope.values()
+    return {"": first} if all(other == first for other in others) else rope
+
+
+def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: number(value) for key, value in parameters.items() if value is not None}
+    kind = found.pop("type", "default")
+    kind = found.get("rope_type", kind)
+    found["rope_type"] = _TYPES.get(kind, kind) if isinstance(kind, str) else repr(kind)
+    if "rope_theta" not in found and config.get("rope_theta") is not None:
+        found["rope_theta"] = number(config["rope_theta"])
+    factor = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    found.pop("partial_rotary_factor", None)
+    if factor not in (None, 1):
+        found["partial_rotary_factor"] = number(factor)
+    if found["rope_type"] in _BY_ORIGINAL_LENGTH:
+        name = "original_max_position_embeddings"
+        length = config.get(name) or found.get(name) or config.get("max_position_embeddings")
+        if length is not None:
+            found[name] = number(length)
+    return found
+
+
+def number(value: Any) -> Any:
+    """Integers as the floats that they are equal to, inside too: 10000 and 10000.0 are one."""
+    if isinstance(value, Mapping):
+        return {key: number(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [number(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def as_applied(
+    rope: Rope,
+    *,
+    num_tokens: int,
+    max_position_embeddings: float | None,
+    is_transformers: bool = False,
+) -> Rope:
+    """`rope` as it is applied to texts where a sequence has room for `num_tokens` tokens.
+
+    Of longrope's two lists of factors one is used: the long one by who has room for more tokens
+    than the model was first trained for.
+    is_transformers: longrope scales as transformers does, not as vLLM does
+    How much of a head rotates is left out: CacheFacts.rotary_dim says so. The sections of
+    multimodal rotation too: the position of a text's token is the same in all of them.
+    Source: transformers 5.19 modeling_rope_utils.py; vllm 0.32 model_executor/layers/
+    rotary_embedding/phi3_long_rope_scaled_rope.py, dynamic_ntk_scaling_rope.py
+    """
+    found = {}
+    for name, parameters in rope.items():
+        kept = {key: value for key, value in parameters.items() if key not in _NOT_APPLIED}
+        if kept.get("rope_type") == "longrope":
+            kept = _longrope(kept, num_tokens, max_position_embeddings, is_transformers)
+        elif kept.get("rope_type") == "dynamic":
+            kept["max_position_embeddings"] = number(max_position_embeddings)
+        found[name] = kept
+    return found
+
+
+def _longrope(
+    parameters: dict[str, Any],
+    num_tokens: int,
+    max_position_embeddings: float | None,
+    is_transformers: bool,
+) -> dict[str, Any]:
+    original = parameters.pop("original_max_position_embeddings")
+    lists = {kind: parameters.pop(f"{kind}_factor") for kind in ("short", "long")}
+    scales = {kind: parameters.pop(f"{kind}_mscale", None) for kind in ("short", "long")}
+    factor, attention = parameters.pop("factor", None), parameters.pop("attention_factor", None)
+    used = "long" if num_tokens > original else "short"
+    ratio = (max_position_embeddings or original) / original
+    if is_transformers:
+        ratio = ratio if factor is None else factor
+        scaling = attention
+    else:
+        scaling = scales[used]
+    if scaling is None:
+        scaling = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    return parameters | {"factors": lists[used], "scaling": scaling}
