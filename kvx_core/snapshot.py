@@ -23,9 +23,9 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from kvx_core.cache import CacheDesc
 from kvx_core.descriptors import (
     BlockTable,
-    CacheDesc,
     ScaleDesc,
     SeqLens,
     TensorDesc,
@@ -516,6 +516,7 @@ class Snapshot:
             facts=CacheFacts(),
             k_scales=scales_of("k_scale"),
             v_scales=scales_of("v_scale"),
+            dense=True,
         )
 
     def _rows(self, name: str) -> TensorDesc:

@@ -53,24 +53,54 @@ void *address_of(const DLTensor &tensor) {
   return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
 }
 
-// How the tensors of one Python type are read.
+// How torch.Tensor is read; TensorType of kvx_core/_bound.py.
 struct TensorType {
   PyObject *type;
   DLTensorFromPyObject to_dlpack;
+  Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
+  bool (*is_neg)(const void *handle);
+  int32_t (*data_ptr)(const void *handle, void **data);
+  int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
 
-  // False for a tensor of more dimensions than KVX has, and for all that is not of this very type:
-  // to a subclass its memory may mean something else.
+  // False for a tensor of more dimensions than KVX has, for one whose numbers torch negates when it
+  // reads them, which DLPack does not say, and for all that is not of this very type: to a subclass
+  // its memory may mean something else.
   bool read(PyObject *object, DLTensor *tensor) const {
     PyObject *found = PyObject_Type(object);
     Py_DecRef(found);  // its object holds it
-    if (found != type) return false;
+    if (found != type || is_neg(handle_of(object))) return false;
     if (to_dlpack(object, tensor) != 0) {
       PyErr_Clear();
       return false;
     }
     return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
   }
+
+  const void *handle_of(PyObject *object) const {
+    return reinterpret_cast<const char *>(object) + handle_offset;
+  }
 };
+
+// Where the memory of a tensor lay when a call was bound to it; Held of kvx_core/_bound.py.
+struct Held {
+  PyObject *tensor;
+  void *data;
+  int64_t storage_bytes;
+
+  // False if the storage has been resized, or replaced.
+  bool is_in_place(const TensorType &tensors) const {
+    const void *handle = tensors.handle_of(tensor);
+    void *data_now = nullptr;
+    int64_t bytes_now = 0;
+    return tensors.data_ptr(handle, &data_now) == 0 && data_now == data &&
+           tensors.storage_bytes(handle, &bytes_now) == 0 && bytes_now == storage_bytes;
+  }
+};
+
+bool are_in_place(const TensorType &tensors, const Held *held, Py_ssize_t num_held) {
+  return std::all_of(held, held + num_held,
+                     [&](const Held &tensor) { return tensor.is_in_place(tensors); });
+}
 
 // A list or table of integers, contiguous as the ABI wants it.
 struct Indices {
@@ -79,14 +109,18 @@ struct Indices {
   const void *data;
 };
 
-// What every call is bound to.
+// What every call is bound to; Binding of kvx_core/_bound.py.
 struct Binding {
   TensorType tensors;
+  const Held *held;  // the tensors that the cache and its scales describe
+  Py_ssize_t num_held;
   const kvx_cache_desc_t *cache;
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
   PyObject *kept;        // whatever owns all this; the function holds it
+
+  bool is_in_place() const { return are_in_place(tensors, held, num_held); }
 
   // A key or value in the cache's memory.
   bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
@@ -159,7 +193,7 @@ struct Write {
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     kvx_write_desc_t write = *like;
     Indices slots;
-    if (num_args != 3 || !bound.read(args[0], &write.io.key) ||
+    if (num_args != 3 || !bound.is_in_place() || !bound.read(args[0], &write.io.key) ||
         (!Py_IsNone(args[1]) && !bound.read(args[1], &write.io.value)) ||
         !bound.read(args[2], 1, &slots)) {
       return not_taken();
@@ -187,7 +221,7 @@ struct Gather {
     kvx_gather_desc_t gather = *like;
     const kvx_tensor_desc_t &key = gather.io.key;
     Indices table, lens;
-    if (num_args != 4 || !bound.read(args[0], &gather.io.key) ||
+    if (num_args != 4 || !bound.is_in_place() || !bound.read(args[0], &gather.io.key) ||
         (!Py_IsNone(args[1]) && !bound.read(args[1], &gather.io.value)) ||
         !bound.read(args[2], 2, &table) || !bound.read(args[3], 1, &lens) || key.ndim < 3) {
       return not_taken();
@@ -224,6 +258,7 @@ struct Fingerprint {
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     struct {
       void *data;
+      int64_t storage_bytes;
       int32_t device_type, device_id, dtype, ndim;
       int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
     } all[kMostTensors] = {};
@@ -232,7 +267,10 @@ struct Fingerprint {
       DLTensor found;
       all[i].ndim = -1;
       if (Py_IsNone(args[i])) continue;
-      if (!tensors.read(args[i], &found)) return not_taken();
+      if (!tensors.read(args[i], &found) ||
+          tensors.storage_bytes(tensors.handle_of(args[i]), &all[i].storage_bytes) != 0) {
+        return not_taken();
+      }
       all[i].data = address_of(found);
       all[i].device_type = found.device_type;
       all[i].device_id = found.device_id;
@@ -243,6 +281,23 @@ struct Fingerprint {
     }
     const auto num_bytes = num_args * static_cast<Py_ssize_t>(sizeof all[0]);
     return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(all), num_bytes);
+  }
+};
+
+// Whether tensors have the memory that they had.
+struct InPlace {
+  static constexpr char kName[] = "kvx.in_place";
+
+  TensorType tensors;
+  const Held *held;
+  Py_ssize_t num_held;
+  PyObject *owner;  // of what `held` points to; the function holds it
+
+  PyObject *kept() const { return owner; }
+
+  // () -> bool
+  PyObject *run(PyObject *const *, Py_ssize_t) const {
+    return PyBool_FromLong(are_in_place(tensors, held, num_held));
   }
 };
 
@@ -304,8 +359,13 @@ KVX_API PyObject *kvx_python_gather(const kvx::Binding *bound,
   return kvx::function_of(kvx::Gather{*bound, function, like, options});
 }
 
-KVX_API PyObject *kvx_python_fingerprint(PyObject *type, kvx::DLTensorFromPyObject to_dlpack) {
-  return kvx::function_of(kvx::Fingerprint{{type, to_dlpack}});
+KVX_API PyObject *kvx_python_fingerprint(const kvx::TensorType *tensors) {
+  return kvx::function_of(kvx::Fingerprint{*tensors});
+}
+
+KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *tensors, const kvx::Held *held,
+                                      Py_ssize_t num_held, PyObject *owner) {
+  return kvx::function_of(kvx::InPlace{*tensors, held, num_held, owner});
 }
 
 }  // extern "C"

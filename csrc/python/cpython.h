@@ -32,6 +32,7 @@ PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t index);
 PyObject *PyCapsule_New(void *pointer, const char *name, PyCapsule_Destructor destructor);
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);
+PyObject *PyBool_FromLong(long value);
 PyObject *PyLong_FromLong(long value);
 void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyErr_Occurred(void);

@@ -245,12 +245,12 @@ def test_keys_of_a_model_in_training_mode() -> None:
         (
             {"layout": "HND"},
             InvalidArgumentError,
-            "Layout is named 'HND', expected one of INVALID, BLOCK_NHD, BLOCK_HND, ",
+            "layout is 'HND', expected a kvx_core.Layout: BLOCK_NHD, BLOCK_HND, BLOCK_HND_PACKED, ",
         ),
         (
             {"k_scale": torch.tensor(1.0), "scale_granularity": "PER_TOKEN"},
             InvalidArgumentError,
-            "ScaleGranularity is named 'PER_TOKEN', expected one of NONE, PER_TENSOR, ",
+            "scale_granularity is 'PER_TOKEN', expected a kvx_core.ScaleGranularity: NONE",
         ),
         (
             {"slots": torch.tensor([48])},

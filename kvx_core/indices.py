@@ -1,0 +1,51 @@
+"""Slots, tables and lengths as the ABI wants them: contiguous integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import (
+    Borrowed,
+    TensorLike,
+    borrow_ints,
+    int64_array,
+    is_tensor,
+    row_major,
+)
+from kvx_core.words import wrong
+
+
+def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
+    return contiguous(name, borrow_ints(name, numbers), 1)
+
+
+def contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
+    """The tables of the ABI have no strides, so a strided tensor cannot be one."""
+    if len(borrowed.shape) != ndim:
+        raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
+    if not borrowed.is_contiguous:
+        raise InvalidArgumentError(
+            f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
+            "contiguous. Pass a contiguous copy"
+        )
+    return borrowed
+
+
+def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
+    """A list of rows as a table, padded with -1 to the longest."""
+    expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
+        raise wrong(name, rows, expected)
+    for i, row in enumerate(rows):
+        is_row = isinstance(row, Sequence) or (is_tensor(row) and getattr(row, "ndim", 0) == 1)
+        if not is_row or isinstance(row, (str, bytes)):
+            raise wrong(f"{name}[{i}]", row, f"a list of block ids: {expected}")
+    width = max(1, 1, *map(len, rows))
+    table = np.full((len(rows), width), -1, np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
+    return table
