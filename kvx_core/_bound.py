@@ -27,6 +27,7 @@ from kvx_core.types import Memory
 
 NOT_TAKEN = -1
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
+_WORD = ctypes.sizeof(c_void_p)
 _IS_NEG = "_ZN2at6native6is_negERKNS_6TensorE"  # bool at::native::is_neg(const at::Tensor &)
 
 Call = Callable[..., int]  # tensors -> kvx_status_t or NOT_TAKEN
@@ -38,6 +39,7 @@ class _TensorType(ctypes.Structure):
     _fields_ = (
         ("type", py_object),
         ("to_dlpack", c_void_p),
+        ("type_offset", c_ssize_t),
         ("handle_offset", c_ssize_t),
         ("is_neg", c_void_p),
         ("data_ptr", c_void_p),
@@ -203,10 +205,10 @@ def _torch_reader() -> tuple[Any, int] | None:
 
 @cache
 def _torch_functions() -> tuple[int, ...] | None:
-    """Where torch.Tensor has its at::Tensor, and the C functions that are asked about it.
+    """Where a torch.Tensor has its type and its at::Tensor, and the C functions to ask about it.
 
     None if this torch has them elsewhere: asked about a plain and a negative tensor, they have to
-    answer as their methods do.
+    answer as the methods do.
     """
     torch = sys.modules["torch"]
     process = ctypes.CDLL(torch._C.__file__)  # and all that it is linked to
@@ -221,10 +223,12 @@ def _torch_functions() -> tuple[int, ...] | None:
     is_neg.argtypes, is_neg.restype = (c_void_p,), c_bool
     plain = torch.zeros(7)[2:]
     negative = torch._neg_view(plain)
-    offset = next((at for at in _words(torch.Tensor) if _finds(at, plain, negative)), None)
-    if offset is None:
+    both, header, size = (plain, negative), object.__basicsize__, torch.Tensor.__basicsize__
+    type_offset = _offset(range(0, header, _WORD), {id(t): id(torch.Tensor) for t in both})
+    offset = _offset(range(header, size, _WORD), {id(t): t._cdata for t in both})
+    if type_offset is None or offset is None:
         return None
-    for tensor in (plain, negative):
+    for tensor in both:
         handle, data, num_bytes = id(tensor) + offset, c_void_p(), c_int64()
         failed = data_ptr(c_void_p(handle), byref(data))
         failed |= storage_bytes(c_void_p(handle), byref(num_bytes))
@@ -232,17 +236,15 @@ def _torch_functions() -> tuple[int, ...] | None:
         if answers != (0, tensor.is_neg(), tensor.data_ptr(), 28):
             return None
     functions = (ctypes.cast(f, c_void_p).value or 0 for f in (is_neg, data_ptr, storage_bytes))
-    return offset, *functions
+    return type_offset, offset, *functions
 
 
-def _words(cls: type) -> range:
-    """Offsets of the words that an object of this type has of its own."""
-    return range(object.__basicsize__, cls.__basicsize__, ctypes.sizeof(c_void_p))
-
-
-def _finds(offset: int, *tensors: Any) -> bool:
-    """Whether Python objects have their tensors, which are single addresses, at this offset."""
-    return all(c_void_p.from_address(id(t) + offset).value == t._cdata for t in tensors)
+def _offset(offsets: range, words: dict[int, int]) -> int | None:
+    """The first offset at which each of these objects, by address, has its word."""
+    for offset in offsets:
+        if all(c_void_p.from_address(at + offset).value == word for at, word in words.items()):
+            return offset
+    return None
 
 
 @cache

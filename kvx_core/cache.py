@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvx_core import _abi, layouts
+from kvx_core import _abi, _bound, layouts
 from kvx_core.descriptors import TensorDesc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.overlap import share_an_element
@@ -115,7 +115,7 @@ class CacheDesc:
     pool: PoolDesc | None = None  # KV_OFFSETS only
     shared_kv: bool = False
     _c: _abi.kvx_cache_desc_t = field(init=False, compare=False)
-    # Of write_kv and gather_kv without options: made by the first such call.
+    # Of write_kv and gather_kv without options, and of require_in_place: made by the first call.
     bound_calls: dict[str, Callable[..., int]] = field(
         init=False, compare=False, default_factory=dict
     )
@@ -239,10 +239,20 @@ class CacheDesc:
         name: what errors call it
         Raises InvalidArgumentError.
         """
+        is_in_place = self.bound_calls.get("is_in_place")
+        if is_in_place is not None and is_in_place():
+            return
         for half, tensor in self.tensors.items():
             require_in_place(f"{name}.{half}", tensor)
         if self.pool is not None:
             self.pool.require_in_place(f"{name}.pool")
+        self.bound_calls["is_in_place"] = _bound.in_place(self.torch_owners)
+
+    @property
+    def torch_owners(self) -> list[Any]:
+        """The torch tensors that it describes."""
+        owners = [tensor.owner for tensor in self.tensors.values()]
+        return list(filter(is_torch, [*owners, *(self.pool.owners if self.pool else ())]))
 
     def to_c(self) -> _abi.kvx_cache_desc_t:
         """The C struct with these fields: built once, shared, to be read only."""

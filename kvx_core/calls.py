@@ -16,7 +16,7 @@ from kvx_core.placement import (
 )
 from kvx_core.tensors import TensorLike, current_stream, is_torch
 from kvx_core.types import Layout, Memory, Transfer
-from kvx_core.words import fix, flag, instance, int64, integer
+from kvx_core.words import address, fix, flag, instance, int64, integer
 
 A_CACHE = "a CacheDesc: CacheDesc.from_kv(describe(k, layout), describe(v, layout))"
 Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
@@ -56,8 +56,8 @@ def _scales(options: WriteOptions | GatherOptions) -> dict[str, ScaleDesc]:
 
 def _torch_owners(cache: CacheDesc, options: WriteOptions | GatherOptions) -> list[Any]:
     """The torch tensors that a cache and the scales of a call describe."""
-    descs: list[TensorDesc | ScaleDesc] = [*cache.tensors.values(), *_scales(options).values()]
-    return [desc.owner for desc in descs if is_torch(desc.owner)]
+    scales = (scale.owner for scale in _scales(options).values())
+    return [*cache.torch_owners, *filter(is_torch, scales)]
 
 
 def _require_cache_in_place(cache: CacheDesc, options: WriteOptions | GatherOptions) -> None:
@@ -167,7 +167,7 @@ def gather(
         check_index_memory({"block_table": table, "seq_lens": lens}, tensors, options.transfer)
     if max_seq_len is None:
         rows = max(table.num_rows, 1)
-        max_seq_len = key.shape[1] if key.ndim == 4 else key.shape[0] // rows
+        max_seq_len = key.shape[1] if key.ndim == 4 else sum(key.shape[:1]) // rows
     gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options)
     now = _abi.stream_now(call_stream(stream, cache.k, key))
     _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
@@ -176,15 +176,13 @@ def gather(
 def call_stream(stream: _abi.Stream, *tensors: TensorDesc | None) -> _abi.Stream:
     """The stream of a call, or what to ask for it; torch's if none is given."""
     if stream is not None:
-        return stream_of("stream", stream)
+        return stream if callable(stream) else stream_number(stream)
     return current_stream(*(tensor.owner for tensor in tensors if tensor is not None))
 
 
-def stream_of(name: str, stream: Any) -> _abi.Stream:
-    """A stream that is given, or what to ask for it. Raises InvalidArgumentError."""
-    if stream is None or callable(stream):
-        return stream  # type: ignore[no-any-return]
-    return integer(name, stream, 0, 2**64 - 1)
+def stream_number(stream: Any) -> int | None:
+    """A stream that is given as a number. Raises InvalidArgumentError."""
+    return None if stream is None else address("stream", stream)
 
 
 def _write_desc(

@@ -28,7 +28,7 @@ from kvx_core.tensors import (
     read_array,
 )
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
-from kvx_core.words import address, fix, flag, int64, integer, listed, many, sizes
+from kvx_core.words import address, are_sizes, fix, flag, int64, integer, listed, many, sizes, wrong
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,6 +48,10 @@ class TensorDesc:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        kinds = self.dtype, self.layout, self.memory, self.data, self.writable
+        is_typed = tuple(map(type, kinds)) == _KINDS and 0 <= self.data < 2**64
+        if is_typed and are_sizes(self.shape, self.stride):
+            return  # as usual: a call describes its tensors
         fix(
             self,
             dtype=_dtype,
@@ -58,10 +62,7 @@ class TensorDesc:
             data=address,
             writable=flag,
         )
-        if len(self.shape) != len(self.stride):
-            raise InvalidArgumentError(
-                f"stride has {many(len(self.stride), 'axis')}, expected {len(self.shape)} as shape"
-            )
+        _check_stride(self.shape, self.stride)
 
     def __repr__(self) -> str:
         extents, dtype, *unusual = memory_words(self)
@@ -398,6 +399,7 @@ class ScaleDesc:
             memory=_memory,
             writable=flag,
         )
+        _check_stride(self.shape, self.stride)
 
     def __repr__(self) -> str:
         extents, dtype, *unusual = memory_words(self)
@@ -423,6 +425,8 @@ class ScaleDesc:
         """
         if isinstance(scale, ScaleDesc):
             return scale
+        if isinstance(scale, bool):
+            raise wrong(name, scale, "a number or a tensor")
         if isinstance(scale, (int, float, np.number)):
             scale = np.array(scale, np.float32)
         found = borrow(scale, name=name)
@@ -454,6 +458,7 @@ class ScaleDesc:
         )
 
 
+_KINDS = DType, Layout, Memory, int, bool
 _dtype, _layout, _memory = DType.called, Layout.called, Memory.called
 
 
@@ -469,6 +474,13 @@ def _stored_as(stored: DType, dtype: DType | str) -> DType:
             f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
         )
     return wanted
+
+
+def _check_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    if len(shape) != len(stride):
+        raise InvalidArgumentError(
+            f"stride has {len(stride)} numbers, expected {len(shape)} as shape has"
+        )
 
 
 def _check_ndim(shape: tuple[int, ...], name: str) -> None:

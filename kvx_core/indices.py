@@ -16,6 +16,7 @@ from kvx_core.tensors import (
     is_tensor,
     row_major,
 )
+from kvx_core.types import DType
 from kvx_core.words import wrong
 
 
@@ -24,13 +25,17 @@ def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
 
 
 def contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
-    """The tables of the ABI have no strides, so a strided tensor cannot be one."""
+    """Integers without strides: the ABI's tables have none, and Python reads some of them too."""
     if len(borrowed.shape) != ndim:
         raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
     if not borrowed.is_contiguous:
         raise InvalidArgumentError(
             f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
             "contiguous. Pass a contiguous copy"
+        )
+    if borrowed.dtype not in (DType.S32, DType.S64):
+        raise InvalidArgumentError(
+            f"{name}.dtype is {borrowed.dtype.array_name}, expected int32 or int64"
         )
     return borrowed
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Layout
-from kvx_core.words import integer
+from kvx_core.words import integer, sizes
 
 
 class Axes(NamedTuple):
@@ -28,6 +28,7 @@ def axes(layout: Layout, shape: Sequence[int]) -> Axes:
     Raises InvalidArgumentError if the layout has another number of axes.
     Spec: 4.2
     """
+    shape = sizes("shape", shape)
     ndim = len(shape)
     layout = Layout.of(layout, "layout")
     if layout is Layout.BLOCK_NHD and ndim == 4:

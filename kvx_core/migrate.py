@@ -11,7 +11,7 @@ from kvx_core.placement import check_index_memory, require_writable
 from kvx_core.tensors import TensorLike, current_stream
 from kvx_core.types import Transfer
 from kvx_core.view import CacheSpan, CacheView
-from kvx_core.words import flag, integer
+from kvx_core.words import address, flag, integer
 
 
 def migrate(
@@ -96,7 +96,7 @@ def copy_tokens(
     transfer = Transfer.of(transfer, "transfer")
     zero_fill, find_scales = flag("zero_fill", zero_fill), flag("find_scales", find_scales)
     if stream is not None:
-        stream = integer("stream", stream, 0, 2**64 - 1)
+        stream = address("stream", stream)
     src.view.require_in_place("src")
     dst.view.require_in_place("dst")
     for name, tensor in dst.view.read_only.items():

@@ -20,7 +20,7 @@ from kvx_core.calls import (
     bound_write,
     gather,
     scale_desc,
-    stream_of,
+    stream_number,
     token_desc,
     was_left,
     write,
@@ -37,6 +37,7 @@ from kvx_core.tensors import (
 from kvx_core.types import DType, Memory, Transfer
 from kvx_core.words import flag, instance, integer, wrong
 
+_ALL_BLOCKS = 0
 _Key = TypeVar("_Key", bound=TensorLike | TensorDesc)
 _Value = TypeVar("_Value", bound=TensorLike | TensorDesc | None)
 
@@ -73,7 +74,7 @@ def write_kv(
     if (
         k_scale is None
         and v_scale is None
-        and not find_scales
+        and find_scales is False
         and transfer is Transfer.KERNEL
         and stream is None
         and is_torch(key)
@@ -88,7 +89,7 @@ def write_kv(
         Transfer.of(transfer, "transfer"),
     )
     tokens = token_desc("key", key), token_desc("value", value)
-    write(cache, *tokens, SlotMapping.of(slots), options, stream)
+    write(cache, *tokens, SlotMapping.of(slots), options, stream_number(stream))
 
 
 @overload
@@ -104,7 +105,7 @@ def gather_kv(
     v_scale: Scale | None = None,
     null_block_id: int = _abi.NO_NULL_BLOCK,
     zero_fill: bool = False,
-    secondary_num_blocks: int = 0,
+    secondary_num_blocks: int = _ALL_BLOCKS,
     transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
 ) -> tuple[_Key, _Value]: ...
@@ -121,7 +122,7 @@ def gather_kv(
     v_scale: Scale | None = None,
     null_block_id: int = _abi.NO_NULL_BLOCK,
     zero_fill: bool = False,
-    secondary_num_blocks: int = 0,
+    secondary_num_blocks: int = _ALL_BLOCKS,
     transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
 ) -> tuple[Any, Any]: ...
@@ -137,7 +138,7 @@ def gather_kv(
     v_scale: Scale | None = None,
     null_block_id: int = _abi.NO_NULL_BLOCK,
     zero_fill: bool = False,
-    secondary_num_blocks: int = 0,
+    secondary_num_blocks: int = _ALL_BLOCKS,
     transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
 ) -> tuple[Any, Any]:
@@ -180,9 +181,9 @@ def gather_kv(
         and dtype is None
         and k_scale is None
         and v_scale is None
-        and null_block_id == _abi.NO_NULL_BLOCK
-        and not zero_fill
-        and not secondary_num_blocks
+        and null_block_id is _abi.NO_NULL_BLOCK  # the defaults: others may have no truth value
+        and zero_fill is False
+        and secondary_num_blocks is _ALL_BLOCKS
         and transfer is Transfer.KERNEL
         and stream is None
         and is_torch(key)
@@ -191,13 +192,13 @@ def gather_kv(
         if not (status and was_left(status)):
             return key, value
     table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+    scales = scale_desc("k_scale", k_scale), scale_desc("v_scale", v_scale)
     if out is None:
-        scaled = k_scale is not None or v_scale is not None
         if max_seq_len is None:
             max_seq_len = int(lens.to_numpy().max(initial=0))
         max_seq_len = integer("max_seq_len", max_seq_len)
         instance("cache", cache, CacheDesc, A_CACHE)
-        key, value = _new_outputs(cache, table, max_seq_len, dtype, stream, scaled=scaled)
+        key, value = _new_outputs(cache, table, max_seq_len, dtype, stream, scaled=any(scales))
     elif dtype is not None:
         raise InvalidArgumentError(
             f"dtype is {dtype!r}, expected None with out, whose tensors have dtypes of their own"
@@ -205,15 +206,14 @@ def gather_kv(
     elif max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len)
     options = GatherOptions(
-        scale_desc("k_scale", k_scale),
-        scale_desc("v_scale", v_scale),
+        *scales,
         null_block_id,
         flag("zero_fill", zero_fill) or out is None,
         secondary_num_blocks,
         Transfer.of(transfer, "transfer"),
     )
     tokens = token_desc("key", key), token_desc("value", value)
-    gather(cache, *tokens, table, lens, max_seq_len, options, stream)
+    gather(cache, *tokens, table, lens, max_seq_len, options, stream_number(stream))
     return key, value
 
 
@@ -227,8 +227,7 @@ def device_status(stream: int | None = None) -> None:
     Raises OutOfRangeError, InvalidArgumentError.
     """
     stream = current_stream_here() if stream is None else stream
-    now = _abi.stream_now(stream_of("stream", stream))
-    _abi.check(_abi.library().kvx_device_status(now))
+    _abi.check(_abi.library().kvx_device_status(stream_number(stream)))
 
 
 def _bound_calls(cache: CacheDesc) -> dict[str, _bound.Call]:

@@ -210,10 +210,19 @@ def _borrow_torch(name: str, tensor: Any) -> Borrowed:
             f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
             f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
         )
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    storage_bytes = tensor.untyped_storage().nbytes()
+    last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+    needed = 0 if 0 in shape else (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if needed > storage_bytes:
+        raise InvalidArgumentError(
+            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
+            "been resized since the tensor was made"
+        )
     return Borrowed(
         data=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
+        shape=shape,
+        stride=stride,
         dtype=_dtype_of(name, tensor.dtype),
         memory=Memory.HOST if device == "cpu" else Memory.DEVICE,
         writable=True,

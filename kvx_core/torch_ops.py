@@ -39,6 +39,7 @@ from torch import Tensor
 
 from kvx_core import _bound, layouts
 from kvx_core.cache import CacheDesc
+from kvx_core.calls import token_desc
 from kvx_core.descriptors import ScaleDesc, SeqLens, TensorDesc, describe
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
@@ -137,8 +138,8 @@ def _plan(
         cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
         plan = kind(
             CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
-            key,
-            value,
+            token_desc("key", key),
+            token_desc("value", value),
             k_scale=_unowned(_scale(k_scale, granularity)),
             v_scale=_unowned(_scale(v_scale, granularity)),
             stream=current_stream(k_cache, key),
@@ -352,3 +353,5 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
     _library.impl(_name, _new_outputs if _name == "gather_kv" else _nothing, "Meta")
+    # Refused here, in words. torch would resolve copies of them, and cannot where a cache is None.
+    _library.impl(_name, torch.library.fallthrough_kernel, "Negative")

@@ -112,16 +112,16 @@ class CacheView:
             raise InvalidArgumentError(f"{name} is out of date: {reason}")
         if self._in_place and self._in_place[0]():
             return
+        owners = []
         for i, layer in enumerate(self.layers):
             layer.require_in_place(f"{name}.layers[{i}]")
-        owners = [t.owner for layer in self.layers for t in layer.tensors.values()]
-        owners += [o for la in self.layers if la.pool is not None for o in la.pool.owners]
+            owners += layer.torch_owners
         for kind in ("k_scales", "v_scales"):
             for i, scale in enumerate(getattr(self, kind) or ()):
                 if scale is not None:
                     require_in_place(f"{name}.{kind}[{i}]", scale)
-                    owners.append(scale.owner)
-        self._in_place[:] = [_bound.in_place([owner for owner in owners if is_torch(owner)])]
+                    owners += [scale.owner] if is_torch(scale.owner) else []
+        self._in_place[:] = [_bound.in_place(owners)]
 
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
         expected = "a list or tuple with a ScaleDesc or None per layer"

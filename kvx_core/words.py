@@ -33,14 +33,14 @@ def instance(name: str, value: object, kind: type[_T], expected: str) -> _T:
 
 
 def integer(name: str, value: Any, lowest: int = 0, highest: int = 2**32 - 1) -> int:
-    """`value` as an int, from any integer type. Raises InvalidArgumentError."""
+    """`value` as an int, from any integer type but bool. Raises InvalidArgumentError."""
     expected = f"{lowest} to {highest}"
+    if isinstance(value, bool) or hasattr(value, "__dlpack__"):
+        raise wrong(name, value, f"an integer, {expected}")
     try:
         number = index(value)
     except TypeError:
         raise wrong(name, value, f"an integer, {expected}") from None
-    if isinstance(value, bool):
-        raise wrong(name, value, f"an integer, {expected}")
     if not lowest <= number <= highest:
         raise InvalidArgumentError(f"{name} is {number}, expected {expected}")
     return number
@@ -67,16 +67,24 @@ def flag(name: str, value: Any) -> bool:
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
     """A shape or strides as a tuple of int. Raises InvalidArgumentError."""
-    try:
-        return tuple(map(index, value))
-    except TypeError:
-        raise wrong(name, value, "a tuple of integers") from None
+    if not isinstance(value, (tuple, list)):
+        raise wrong(name, value, "a tuple of integers")
+    if all(type(number) is int for number in value):
+        return tuple(value)
+    return tuple(int64(f"{name}[{i}]", number) for i, number in enumerate(value))
 
 
 def fix(desc: object, **fields: Callable[[str, Any], Any]) -> None:
     """Replaces fields of a frozen descriptor that is being made by what these make of them."""
     for name, make in fields.items():
         object.__setattr__(desc, name, make(name, getattr(desc, name)))
+
+
+def are_sizes(shape: Any, stride: Any) -> bool:
+    """Whether these are what `sizes` makes, and as many."""
+    if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+        return False
+    return set(map(type, shape + stride)) <= {int}
 
 
 def many(count: int, noun: str) -> str:

@@ -57,6 +57,7 @@ void *address_of(const DLTensor &tensor) {
 struct TensorType {
   PyObject *type;
   DLTensorFromPyObject to_dlpack;
+  Py_ssize_t type_offset;    // of its type in a Python object: PyObject_Type counts a reference
   Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
   bool (*is_neg)(const void *handle);
   int32_t (*data_ptr)(const void *handle, void **data);
@@ -66,14 +67,16 @@ struct TensorType {
   // reads them, which DLPack does not say, and for all that is not of this very type: to a subclass
   // its memory may mean something else.
   bool read(PyObject *object, DLTensor *tensor) const {
-    PyObject *found = PyObject_Type(object);
-    Py_DecRef(found);  // its object holds it
-    if (found != type || is_neg(handle_of(object))) return false;
+    if (type_of(object) != type || is_neg(handle_of(object))) return false;
     if (to_dlpack(object, tensor) != 0) {
       PyErr_Clear();
       return false;
     }
     return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
+  }
+
+  PyObject *type_of(PyObject *object) const {
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + type_offset);
   }
 
   const void *handle_of(PyObject *object) const {

@@ -24,7 +24,6 @@ enum { METH_FASTCALL = 0x0080 };
 
 void Py_DecRef(PyObject *object);
 int Py_IsNone(PyObject *object);
-PyObject *PyObject_Type(PyObject *object);
 PyObject *PyObject_CallObject(PyObject *callable, PyObject *args);
 PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
 PyObject *PyTuple_Pack(Py_ssize_t size, ...);

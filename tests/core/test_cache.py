@@ -284,6 +284,19 @@ def test_a_pool_that_moved_is_refused() -> None:
         migrate(span, dst, [3])
 
 
+def test_what_has_no_memory_is_not_described() -> None:
+    for num_bytes in (0, 64):
+        tensor = torch.zeros(2, 4, 1, 8)[1:]
+        tensor.untyped_storage().resize_(num_bytes)
+        with pytest.raises(InvalidArgumentError) as raised:
+            desc(tensor)
+        assert str(raised.value) == (
+            f"tensor has a storage of {num_bytes} bytes, expected at least 256: it has been "
+            "resized since the tensor was made"
+        )
+        assert borrow(tensor[:0]).shape == (0, 4, 1, 8)
+
+
 def test_memory_that_came_back_is_used() -> None:
     """A storage of the same size in the same place is what was described."""
     k = torch.zeros(2, 4, 1, 8)
