@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.indices import contiguous, index_list, padded
+from kvx_core.indices import are_right, contiguous, index_list, padded
 from kvx_core.placement import same_memory
 from kvx_core.tensors import (
     TensorLike,
@@ -28,7 +28,19 @@ from kvx_core.tensors import (
     read_array,
 )
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
-from kvx_core.words import address, are_sizes, fix, flag, int64, integer, listed, many, sizes, wrong
+from kvx_core.words import (
+    address,
+    are_sizes,
+    fix,
+    flag,
+    int64,
+    integer,
+    listed,
+    many,
+    same_length,
+    sizes,
+    wrong,
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -62,7 +74,7 @@ class TensorDesc:
             data=address,
             writable=flag,
         )
-        _check_stride(self.shape, self.stride)
+        same_length(self.shape, self.stride)
 
     def __repr__(self) -> str:
         extents, dtype, *unusual = memory_words(self)
@@ -273,6 +285,8 @@ class SlotMapping:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if are_right(self.dtype, self.memory, self.slots, self.token_count, self.invalid_slot):
+            return
         fix(
             self,
             dtype=_dtype,
@@ -334,6 +348,8 @@ class SeqLens:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if are_right(self.dtype, self.memory, self.lengths, self.seq_count):
+            return
         fix(self, dtype=_dtype, seq_count=integer, lengths=address, memory=_memory)
 
     def __repr__(self) -> str:
@@ -399,7 +415,7 @@ class ScaleDesc:
             memory=_memory,
             writable=flag,
         )
-        _check_stride(self.shape, self.stride)
+        same_length(self.shape, self.stride)
 
     def __repr__(self) -> str:
         extents, dtype, *unusual = memory_words(self)
@@ -474,13 +490,6 @@ def _stored_as(stored: DType, dtype: DType | str) -> DType:
             f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
         )
     return wanted
-
-
-def _check_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    if len(shape) != len(stride):
-        raise InvalidArgumentError(
-            f"stride has {len(stride)} numbers, expected {len(shape)} as shape has"
-        )
 
 
 def _check_ndim(shape: tuple[int, ...], name: str) -> None:

@@ -16,7 +16,7 @@ from kvx_core.tensors import (
     is_tensor,
     row_major,
 )
-from kvx_core.types import DType
+from kvx_core.types import DType, Memory
 from kvx_core.words import wrong
 
 
@@ -54,3 +54,11 @@ def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
     for i, row in enumerate(rows):
         table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
     return table
+
+
+def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:
+    """Whether fields are as `index_list` has them: asked first, since every call makes some."""
+    kinds = type(dtype), type(memory), type(place), type(count), type(invalid)
+    if kinds != (DType, Memory, int, int, int):
+        return False
+    return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63

@@ -212,8 +212,11 @@ def _borrow_torch(name: str, tensor: Any) -> Borrowed:
         )
     shape, stride = tuple(tensor.shape), tensor.stride()
     storage_bytes = tensor.untyped_storage().nbytes()
-    last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    needed = 0 if 0 in shape else (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if tensor.is_contiguous():
+        num_elements = tensor.numel()
+    else:
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
     if needed > storage_bytes:
         raise InvalidArgumentError(
             f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "

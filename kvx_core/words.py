@@ -80,6 +80,14 @@ def fix(desc: object, **fields: Callable[[str, Any], Any]) -> None:
         object.__setattr__(desc, name, make(name, getattr(desc, name)))
 
 
+def same_length(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Refuses strides of other axes than the shape's."""
+    if len(shape) != len(stride):
+        raise InvalidArgumentError(
+            f"stride has {len(stride)} numbers, expected {len(shape)} as shape has"
+        )
+
+
 def are_sizes(shape: Any, stride: Any) -> bool:
     """Whether these are what `sizes` makes, and as many."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
