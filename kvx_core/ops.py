@@ -230,16 +230,12 @@ def device_status(stream: int | None = None) -> None:
     _abi.check(_abi.library().kvx_device_status(stream_number(stream)))
 
 
-def _bound_calls(cache: CacheDesc) -> dict[str, _bound.Call]:
-    try:
-        return cache.bound_calls
-    except AttributeError:
-        raise wrong("cache", cache, A_CACHE) from None
-
-
 def _plain_write(cache: CacheDesc) -> _bound.Call:
     """The cache's bound write without options: made once, and kept with the cache."""
-    call = _bound_calls(cache).get("write")
+    try:
+        call = cache.bound_calls.get("write")
+    except AttributeError:
+        raise wrong("cache", cache, A_CACHE) from None
     if call is None:
         options = WriteOptions(None, None, False, Transfer.KERNEL)
         is_writable = all(tensor.writable for tensor in cache.tensors.values())
@@ -250,7 +246,10 @@ def _plain_write(cache: CacheDesc) -> _bound.Call:
 
 def _plain_gather(cache: CacheDesc) -> _bound.Call:
     """The cache's bound gather without options: made once, and kept with the cache."""
-    call = _bound_calls(cache).get("gather")
+    try:
+        call = cache.bound_calls.get("gather")
+    except AttributeError:
+        raise wrong("cache", cache, A_CACHE) from None
     if call is None:
         options = GatherOptions(None, None, _abi.NO_NULL_BLOCK, False, 0, Transfer.KERNEL)
         call = cache.bound_calls["gather"] = _bound_plain(bound_gather, cache, options)

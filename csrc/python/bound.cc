@@ -125,12 +125,10 @@ struct Binding {
 
   bool is_in_place() const { return are_in_place(tensors, held, num_held); }
 
-  // A key or value in the cache's memory.
+  // A key or value in the cache's memory. `desc` is empty but for its size.
   bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
     DLTensor found;
     if (!tensors.read(object, &found) || !is_in(cache->k.memory, found)) return false;
-    *desc = {};
-    desc->size = sizeof *desc;
     desc->dtype = dtype_of(found);
     desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
     desc->memory = cache->k.memory;
@@ -163,10 +161,10 @@ struct Binding {
   template <class Function, class Desc, class Options>
   PyObject *call(Function function, const Desc &desc, const Options *options) const {
     void *now = stream;
-    if (!Py_IsNone(ask_stream)) {
+    if (!is_none(ask_stream)) {
       PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
       if (!answer) return nullptr;
-      now = Py_IsNone(answer) ? nullptr : PyLong_AsVoidPtr(answer);
+      now = is_none(answer) ? nullptr : PyLong_AsVoidPtr(answer);
       Py_DecRef(answer);
       if (!now && PyErr_Occurred()) return nullptr;
     }
@@ -187,7 +185,7 @@ struct Write {
 
   Binding bound;
   decltype(&kvx_write_kv_ext) function;
-  const kvx_write_desc_t *like;  // what stays the same from call to call; it has no value
+  const kvx_write_desc_t *like;  // what stays the same from call to call; key and value are empty
   const kvx_write_options_t *options;
 
   PyObject *kept() const { return bound.kept; }
@@ -197,7 +195,7 @@ struct Write {
     kvx_write_desc_t write = *like;
     Indices slots;
     if (num_args != 3 || !bound.is_in_place() || !bound.read(args[0], &write.io.key) ||
-        (!Py_IsNone(args[1]) && !bound.read(args[1], &write.io.value)) ||
+        (!is_none(args[1]) && !bound.read(args[1], &write.io.value)) ||
         !bound.read(args[2], 1, &slots)) {
       return not_taken();
     }
@@ -225,7 +223,7 @@ struct Gather {
     const kvx_tensor_desc_t &key = gather.io.key;
     Indices table, lens;
     if (num_args != 4 || !bound.is_in_place() || !bound.read(args[0], &gather.io.key) ||
-        (!Py_IsNone(args[1]) && !bound.read(args[1], &gather.io.value)) ||
+        (!is_none(args[1]) && !bound.read(args[1], &gather.io.value)) ||
         !bound.read(args[2], 2, &table) || !bound.read(args[3], 1, &lens) || key.ndim < 3) {
       return not_taken();
     }
@@ -269,7 +267,7 @@ struct Fingerprint {
     for (Py_ssize_t i = 0; i < num_args; ++i) {
       DLTensor found;
       all[i].ndim = -1;
-      if (Py_IsNone(args[i])) continue;
+      if (is_none(args[i])) continue;
       if (!tensors.read(args[i], &found) ||
           tensors.storage_bytes(tensors.handle_of(args[i]), &all[i].storage_bytes) != 0) {
         return not_taken();
@@ -304,9 +302,10 @@ struct InPlace {
   }
 };
 
+// The capsules are nobody else's, so they have no names to compare in each call.
 template <class T>
 T *state_of(PyObject *capsule) {
-  return static_cast<T *>(PyCapsule_GetPointer(capsule, T::kName));
+  return static_cast<T *>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 // `self`: (capsule of the state, what it needs), which the garbage collector can look into.
@@ -322,7 +321,7 @@ PyObject *function_of(const T &state) {
   static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
   T *owned = new T(state);
   PyObject *capsule =
-      PyCapsule_New(owned, T::kName, [](PyObject *capsule) { delete state_of<T>(capsule); });
+      PyCapsule_New(owned, nullptr, [](PyObject *capsule) { delete state_of<T>(capsule); });
   if (!capsule) {
     delete owned;
     return nullptr;

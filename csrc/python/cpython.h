@@ -22,8 +22,11 @@ typedef struct PyMethodDef {
 
 enum { METH_FASTCALL = 0x0080 };
 
+extern PyObject _Py_NoneStruct;
+
+inline bool is_none(PyObject *object) { return object == &_Py_NoneStruct; }
+
 void Py_DecRef(PyObject *object);
-int Py_IsNone(PyObject *object);
 PyObject *PyObject_CallObject(PyObject *callable, PyObject *args);
 PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
 PyObject *PyTuple_Pack(Py_ssize_t size, ...);
