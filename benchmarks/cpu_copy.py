@@ -8,6 +8,7 @@ Run with `python -m benchmarks cpu_copy`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -211,7 +212,7 @@ def _vllm_to_hf(name: str, shape: Shape, numbers: Tensor) -> Case:
     halves = pool.split(dim, dim=-1)
     src = CacheDesc.from_kv(*[describe(half, Layout.BLOCK_NHD) for half in halves])
     dst = CacheDesc.from_kv(*[describe(output, Layout.BLOCK_HND) for output in outputs])
-    src_end, dst_end = one_layer(src).at(table[None]), one_layer(dst).at()
+    src_end, dst_end = one_layer(src).at(table[None]), replace(one_layer(dst), dense=True)
     staged = torch.empty_like(pool)
 
     def by_torch() -> None:

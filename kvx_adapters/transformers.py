@@ -5,13 +5,15 @@ after the rotation. That is a paged cache with one block per sequence: num_block
 block_size the number of tokens, and a batch padded on the left starts each sequence inside its
 block. Sliding-window, quantised and linear-attention layers keep something else and are refused.
 
-DynamicCache concatenates on every forward pass, so a view is good until the next one.
+DynamicCache concatenates on every forward pass, so a view is good until the next one: migrate and
+verify refuse it after that.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +63,7 @@ def cache_desc(layer: Any) -> CacheDesc:
     """One layer of a transformers cache, zero-copy: batch rows are blocks.
 
     layer: cache.layers[i], a DynamicLayer or StaticLayer that holds tokens (see `reserve`)
+    A DynamicLayer replaces its tensors in every forward pass: describe it again after each.
     Raises UnsupportedError, InvalidArgumentError.
     Source: transformers 5.19 cache_utils.py, DynamicLayer.update, StaticLayer.update
     """
@@ -114,11 +117,24 @@ def starts(attention_mask: Tensor) -> SeqLens:
 def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     """All layers of a DynamicCache or StaticCache, zero-copy.
 
-    cache: as it is now; the next forward pass of a DynamicCache moves it elsewhere
+    cache: as it is now. The next forward pass of a DynamicCache moves it elsewhere; migrate and
+           verify refuse the view then, as they do after a crop or a reordering
     facts: see `cache_facts`
     Raises UnsupportedError, InvalidArgumentError.
     """
-    return CacheView(layers=tuple(map(cache_desc, cache.layers)), facts=facts)
+    described = tuple(map(cache_desc, cache.layers))
+    return CacheView(described, facts, dense=True, outdated=partial(_outdated, cache, described))
+
+
+def _outdated(cache: Any, described: Sequence[CacheDesc]) -> str | None:
+    """Why the tensors of a cache are no longer the described ones; None if they are."""
+    for i, (layer, desc) in enumerate(zip(cache.layers, described, strict=False)):
+        if layer.keys is not desc.k.owner or desc.v is None or layer.values is not desc.v.owner:
+            return (
+                f"cache.layers[{i}] has new tensors, expected those described. A DynamicCache "
+                "replaces them in every forward pass: call cache_view again after it"
+            )
+    return None
 
 
 def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:

@@ -12,10 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvx_core import _abi
+from kvx_core.cache import CacheDesc, PoolDesc
 from kvx_core.descriptors import (
     BlockTable,
-    CacheDesc,
-    PoolDesc,
     ScaleDesc,
     SeqLens,
     SlotMapping,
@@ -35,7 +34,8 @@ from kvx_core.facts import CacheFacts, compare, fingerprint
 from kvx_core.migrate import migrate
 from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.model_record import ModelRecord
-from kvx_core.ops import GatherPlan, WritePlan, device_status, gather_kv, write_kv
+from kvx_core.ops import device_status, gather_kv, write_kv
+from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import (
     BlockTableFormat,
@@ -48,6 +48,7 @@ from kvx_core.types import (
 )
 from kvx_core.verify import Difference, Verification, verify
 from kvx_core.view import CacheSpan, CacheView
+from kvx_core.words import flag, integer
 
 __version__ = "0.1.0"
 
@@ -102,8 +103,7 @@ def set_num_threads(num_threads: int) -> None:
     num_threads: 1: the caller alone; 0: the default, $KVX_NUM_THREADS or the process's cores
     Raises InvalidArgumentError.
     """
-    _abi.check_uint32("num_threads", num_threads)
-    _abi.check(_abi.library().kvx_set_num_threads(num_threads))
+    _abi.check(_abi.library().kvx_set_num_threads(integer("num_threads", num_threads)))
 
 
 def use_openmp(enable: bool = True) -> bool:
@@ -113,7 +113,7 @@ def use_openmp(enable: bool = True) -> bool:
     calls are worth sharing. They are as many as OpenMP gives this thread now, which is what
     torch.get_num_threads() says. Returns whether they are used: False too without OpenMP here.
     """
-    team = _abi.openmp() if enable else None
+    team = _abi.openmp() if flag("enable", enable) else None
     _abi.check(_abi.library().kvx_set_team(*(team or (None, 0))))
     return team is not None
 

@@ -1,35 +1,49 @@
-"""Frozen descriptions of a paged cache and of what addresses it: the structs of kvx_abi.h.
+"""Frozen descriptions of tensors, scales and what finds tokens in a cache: structs of kvx_abi.h.
 
 A descriptor holds addresses, never a copy, and keeps the tensor behind them alive (`owner`).
 Whether it is valid is for libkvx to say, in every call and in CacheDesc.validate; only what C
-cannot see is checked here. Spec: 4, 5, 6
+cannot see is checked here, and that arguments are of the right types. Spec: 4, 5, 6
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi, layouts
+from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.indices import are_right, contiguous, index_list, padded
+from kvx_core.placement import same_memory
 from kvx_core.tensors import (
-    Borrowed,
     TensorLike,
     borrow,
-    borrow_ints,
-    int64_array,
+    dtype_name,
+    is_tensor,
     is_torch,
+    memory_words,
     read_array,
-    row_major,
 )
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity, Transfer
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
+from kvx_core.words import (
+    address,
+    are_sizes,
+    fix,
+    flag,
+    int64,
+    integer,
+    listed,
+    many,
+    same_length,
+    sizes,
+    wrong,
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TensorDesc:
     """One K, V, key or value tensor. Shape in the order of `layout`, strides in elements.
 
@@ -43,7 +57,28 @@ class TensorDesc:
     stride: tuple[int, ...]
     data: int
     writable: bool = True
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        kinds = self.dtype, self.layout, self.memory, self.data, self.writable
+        is_typed = tuple(map(type, kinds)) == _KINDS and 0 <= self.data < 2**64
+        if is_typed and are_sizes(self.shape, self.stride):
+            return  # as usual: a call describes its tensors
+        fix(
+            self,
+            dtype=_dtype,
+            layout=_layout,
+            memory=_memory,
+            shape=sizes,
+            stride=sizes,
+            data=address,
+            writable=flag,
+        )
+        same_length(self.shape, self.stride)
+
+    def __repr__(self) -> str:
+        extents, dtype, *unusual = memory_words(self)
+        return listed("TensorDesc", extents, dtype, self.layout.name, *unusual)
 
     @property
     def ndim(self) -> int:
@@ -63,20 +98,27 @@ class TensorDesc:
         )
 
 
-def describe(tensor: TensorLike, layout: Layout, *, dtype: DType | str | None = None) -> TensorDesc:
+def describe(
+    tensor: TensorLike,
+    layout: Layout | str,
+    *,
+    dtype: DType | str | None = None,
+    name: str = "tensor",
+) -> TensorDesc:
     """Describes a K or V tensor, zero-copy.
 
     tensor: shape in the order of `layout`; any strides, dtype, library and device
-    layout: which axis is which; never guessed from the shape
+    layout: which axis is which, a Layout or its name; never guessed from the shape
     dtype:  what the elements are, where the tensor stores them as something else of the same
             size, such as FP8 in uint8
+    name:   what errors call the tensor
     Raises InvalidArgumentError, UnsupportedError.
     Spec: 4.2, 6.2
     """
-    borrowed = borrow(tensor)
+    borrowed = borrow(tensor, name=name)
     return TensorDesc(
         dtype=borrowed.dtype if dtype is None else _stored_as(borrowed.dtype, dtype),
-        layout=layout,
+        layout=Layout.of(layout, "layout"),
         memory=borrowed.memory,
         shape=borrowed.shape,
         stride=borrowed.stride,
@@ -86,135 +128,7 @@ def describe(tensor: TensorLike, layout: Layout, *, dtype: DType | str | None = 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDesc:
-    """The pool behind a KV_OFFSETS table, seen from one layer. Addresses; 0 for no secondary.
-
-    Spec: 6.7
-    """
-
-    memory: Memory
-    bytes_per_block: int  # one K or V sub-block of one layer
-    primary: int
-    secondary: int = 0
-    owner: object = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        primary: TensorLike,
-        bytes_per_block: int,
-        secondary: TensorLike | None = None,
-    ) -> Self:
-        """A pool whose first K sub-block of this layer is element 0 of `primary`.
-
-        primary, secondary: tensors, any shape; their first elements are the addresses
-        Raises InvalidArgumentError, UnsupportedError.
-        """
-        first = borrow(primary)
-        second = None if secondary is None else borrow(secondary)
-        return cls(
-            memory=first.memory,
-            bytes_per_block=bytes_per_block,
-            primary=first.data,
-            secondary=0 if second is None else second.data,
-            owner=(first.owner, second and second.owner),
-        )
-
-    def to_c(self) -> _abi.kvx_pool_desc_t:
-        """A new C struct with these fields."""
-        return _abi.kvx_pool_desc_t(
-            memory=self.memory,
-            bytes_per_block=self.bytes_per_block,
-            primary=self.primary,
-            secondary=self.secondary,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheDesc:
-    """The cache of one layer. Spec: 6.1"""
-
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int  # of K
-    k: TensorDesc
-    v: TensorDesc | None = None  # None: no V (MLA)
-    pool: PoolDesc | None = None  # KV_OFFSETS only
-    _c: _abi.kvx_cache_desc_t = field(init=False, compare=False, repr=False)
-    # Of write_kv and gather_kv without options: made by the first such call.
-    bound_calls: dict[str, Callable[..., int]] = field(
-        init=False, compare=False, repr=False, default_factory=dict
-    )
-
-    def __post_init__(self) -> None:
-        struct = _abi.kvx_cache_desc_t(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            k=self.k.to_c(),
-            v=_abi.kvx_tensor_desc_t() if self.v is None else self.v.to_c(),
-        )
-        if self.pool is not None:
-            struct.pool = self.pool.to_c()
-        object.__setattr__(self, "_c", struct)
-
-    @classmethod
-    def from_kv(
-        cls, k: TensorDesc, v: TensorDesc | None = None, *, pool: PoolDesc | None = None
-    ) -> Self:
-        """The cache whose K is `k`, V is `v`; its sizes are those of `k`.
-
-        V may differ in layout, strides, dtype and head_dim, or be None.
-        Raises InvalidArgumentError if `k` has not the axes of its layout; the rest is checked by
-        `validate` and by every call.
-        """
-        sizes = layouts.axes(k.layout, k.shape)
-        return cls(
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            k=k,
-            v=v,
-            pool=pool,
-        )
-
-    @property
-    def v_head_dim(self) -> int:
-        """head_dim of V; 0 without V."""
-        return 0 if self.v is None else layouts.axes(self.v.layout, self.v.shape).head_dim
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of K and V of one token and head, as they are stored."""
-        dims = self.head_dim, self.v_head_dim
-        return sum(
-            dim * tensor.dtype.itemsize
-            for dim, tensor in zip(dims, self.tensors.values(), strict=False)
-        )
-
-    @property
-    def tensors(self) -> dict[str, TensorDesc]:
-        """K and, if there is one, V, by their names "k" and "v"."""
-        return {"k": self.k} if self.v is None else {"k": self.k, "v": self.v}
-
-    def validate(self) -> None:
-        """Checks everything that can be checked without reading the cache.
-
-        Raises InvalidArgumentError, UnsupportedError.
-        Spec: 7.1
-        """
-        _abi.check(_abi.library().kvx_validate_cache_desc(self._c))
-
-    def to_c(self) -> _abi.kvx_cache_desc_t:
-        """The C struct with these fields: built once, shared, to be read only."""
-        return self._c
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BlockTable:
     """Logical to physical blocks of each sequence. Spec: 5.1, 6.3"""
 
@@ -230,7 +144,30 @@ class BlockTable:
     beam_width: int = 1
     flags: int = 0
     memory: Memory = Memory.HOST
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
+        fix(
+            self,
+            format=BlockTableFormat.called,
+            index_dtype=_dtype,
+            indptr_dtype=_dtype,
+            indices=address,
+            indptr=address,
+            memory=_memory,
+            **dict.fromkeys((*counts, "beam_width", "flags"), integer),
+        )
+
+    def __repr__(self) -> str:
+        rows = many(self.seq_count, "sequence")
+        if self.beam_width > 1:
+            rows += f" x {many(self.beam_width, 'beam')}"
+        if self.format is BlockTableFormat.RAGGED:
+            rows += f", {many(self.indices_count, 'token')}"
+        else:
+            rows += f" x {many(self.max_blocks_per_seq, 'block')}"
+        return listed("BlockTable", rows, self.format.name, *_kind(self.index_dtype, self.memory))
 
     @classmethod
     def packed(cls, indices: TensorLike | Sequence[Sequence[int]]) -> Self:
@@ -240,12 +177,9 @@ class BlockTable:
                  padded with -1 to the longest. Entries past a sequence's blocks are never read.
         Raises InvalidArgumentError, UnsupportedError.
         """
-        if isinstance(indices, Sequence):
-            width = max(1, 1, *map(len, indices))
-            rows = [[*row, *[-1] * (width - len(row))] for row in indices]
-            flat = int64_array("block_table.indices", [block for row in rows for block in row])
-            indices = flat.reshape(-1, width)
-        table = _contiguous("block_table.indices", borrow(indices), 2)
+        if not is_tensor(indices):
+            indices = padded("block_table", indices)
+        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
         seq_count, max_blocks_per_seq = table.shape
         return cls(
             format=BlockTableFormat.PACKED,
@@ -277,8 +211,8 @@ class BlockTable:
                  and length); False: it may have more
         Raises InvalidArgumentError, UnsupportedError.
         """
-        ids = _list("block_table.indices", indices)
-        ends = _list("block_table.indptr", indptr)
+        ids = index_list("block_table.indices", indices)
+        ends = index_list("block_table.indptr", indptr)
         same_memory("block_table.indptr", ends.memory, "block_table.indices is", ids.memory)
         return cls(
             format=BlockTableFormat.RAGGED,
@@ -303,7 +237,7 @@ class BlockTable:
                  is K and [..., 1, :] is V
         Raises InvalidArgumentError, UnsupportedError.
         """
-        table = _contiguous("block_table.indices", borrow(indices), 4)
+        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 4)
         seq_count, beam_width, kv, max_blocks_per_seq = table.shape
         if kv != 2:
             raise InvalidArgumentError(
@@ -353,7 +287,7 @@ class BlockTable:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SlotMapping:
     """Where each token goes: slot = block_id * block_size + block_offset. Spec: 5.2, 6.4"""
 
@@ -362,7 +296,24 @@ class SlotMapping:
     slots: int  # address of [token_count]
     invalid_slot: int = -1  # skipped, as every negative slot is
     memory: Memory = Memory.HOST
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if are_right(self.dtype, self.memory, self.slots, self.token_count, self.invalid_slot):
+            return
+        fix(
+            self,
+            dtype=_dtype,
+            token_count=integer,
+            slots=address,
+            invalid_slot=int64,
+            memory=_memory,
+        )
+
+    def __repr__(self) -> str:
+        skipped = None if self.invalid_slot == -1 else f"invalid_slot {self.invalid_slot}"
+        tokens = many(self.token_count, "token")
+        return listed("SlotMapping", tokens, *_kind(self.dtype, self.memory), skipped)
 
     @classmethod
     def of(
@@ -375,7 +326,7 @@ class SlotMapping:
         """
         if isinstance(slots, SlotMapping):
             return slots
-        found = _list("slots", slots)
+        found = index_list("slots", slots)
         return cls(
             dtype=found.dtype,
             token_count=found.shape[0],
@@ -400,7 +351,7 @@ class SlotMapping:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SeqLens:
     """Tokens per sequence. Spec: 5.3, 6.5"""
 
@@ -408,18 +359,30 @@ class SeqLens:
     seq_count: int
     lengths: int  # address of [seq_count]
     memory: Memory = Memory.HOST
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if are_right(self.dtype, self.memory, self.lengths, self.seq_count):
+            return
+        fix(self, dtype=_dtype, seq_count=integer, lengths=address, memory=_memory)
+
+    def __repr__(self) -> str:
+        sequences = many(self.seq_count, "sequence")
+        return listed("SeqLens", sequences, *_kind(self.dtype, self.memory))
 
     @classmethod
-    def of(cls, lengths: SeqLens | TensorLike | Sequence[int]) -> SeqLens:
+    def of(
+        cls, lengths: SeqLens | TensorLike | Sequence[int], *, name: str = "seq_lens"
+    ) -> SeqLens:
         """Lengths, one per sequence; a SeqLens is returned as it is.
 
         lengths: (seq_count,), int32 or int64, contiguous, or a list of int
+        name:    what errors call them
         Raises InvalidArgumentError, UnsupportedError.
         """
         if isinstance(lengths, SeqLens):
             return lengths
-        found = _list("seq_lens", lengths)
+        found = index_list(name, lengths)
         return cls(
             dtype=found.dtype,
             seq_count=found.shape[0],
@@ -442,7 +405,7 @@ class SeqLens:
         return _abi.kvx_seq_lens_t(dtype=self.dtype, seq_count=self.seq_count, lengths=self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ScaleDesc:
     """Scales of an FP8 tensor: value = stored * scale. Spec: 6.6"""
 
@@ -453,13 +416,32 @@ class ScaleDesc:
     data: int
     memory: Memory = Memory.HOST
     writable: bool = True
-    owner: object = field(default=None, compare=False, repr=False)
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            dtype=_dtype,
+            granularity=ScaleGranularity.called,
+            shape=sizes,
+            stride=sizes,
+            data=address,
+            memory=_memory,
+            writable=flag,
+        )
+        same_length(self.shape, self.stride)
+
+    def __repr__(self) -> str:
+        extents, dtype, *unusual = memory_words(self)
+        return listed("ScaleDesc", extents, dtype, self.granularity.name, *unusual)
 
     @classmethod
     def of(
         cls,
         scale: ScaleDesc | TensorLike | float,
-        granularity: ScaleGranularity = ScaleGranularity.PER_TENSOR,
+        granularity: ScaleGranularity | str = ScaleGranularity.PER_TENSOR,
+        *,
+        name: str = "scale",
     ) -> ScaleDesc:
         """Scales from a tensor, zero-copy, or one scale from a number.
 
@@ -467,16 +449,20 @@ class ScaleDesc:
                      PER_BLOCK (num_blocks,), PER_HEAD (num_kv_heads,), PER_BLOCK_HEAD
                      (num_blocks, num_kv_heads), PER_TOKEN_HEAD
                      (num_blocks, block_size, num_kv_heads). A ScaleDesc is returned as it is.
+        granularity: a ScaleGranularity or its name
+        name:        what errors call the scale
         Raises InvalidArgumentError, UnsupportedError.
         """
         if isinstance(scale, ScaleDesc):
             return scale
-        if isinstance(scale, (int, float)):
+        if isinstance(scale, bool):
+            raise wrong(name, scale, "a number or a tensor")
+        if isinstance(scale, (int, float, np.number)):
             scale = np.array(scale, np.float32)
-        found = borrow(scale)
+        found = borrow(scale, name=name)
         return cls(
             dtype=found.dtype,
-            granularity=granularity,
+            granularity=ScaleGranularity.of(granularity, "granularity"),
             shape=found.shape,
             stride=found.stride,
             data=found.data,
@@ -502,6 +488,14 @@ class ScaleDesc:
         )
 
 
+_KINDS = DType, Layout, Memory, int, bool
+_dtype, _layout, _memory = DType.called, Layout.called, Memory.called
+
+
+def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
+    return dtype_name(dtype), None if memory is Memory.HOST else memory.name
+
+
 def _stored_as(stored: DType, dtype: DType | str) -> DType:
     wanted = DType.of(dtype)
     if wanted.itemsize != stored.itemsize:
@@ -516,61 +510,4 @@ def _check_ndim(shape: tuple[int, ...], name: str) -> None:
     if len(shape) > _abi.MAX_TENSOR_DIMS:
         raise InvalidArgumentError(
             f"{name}.ndim is {len(shape)}, expected at most {_abi.MAX_TENSOR_DIMS} (spec 6.2)"
-        )
-
-
-def _list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
-    return _contiguous(name, borrow_ints(name, numbers), 1)
-
-
-def _contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
-    """The tables of the ABI have no strides, so a strided tensor cannot be one."""
-    if len(borrowed.shape) != ndim:
-        raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
-    if not borrowed.is_contiguous:
-        raise InvalidArgumentError(
-            f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
-            "contiguous. Pass a contiguous copy"
-        )
-    return borrowed
-
-
-def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None:
-    """Refuses two buffers of one call of which only one is on the host: C sees bare addresses."""
-    if (memory is Memory.HOST) != (expected is Memory.HOST) and Memory.UNIFIED not in (
-        memory,
-        expected,
-    ):
-        raise InvalidArgumentError(
-            f"{name}.memory is {memory.name}, expected {expected.name}, where {other}. "
-            "Move it there first"
-        )
-
-
-def check_index_memory(
-    indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None],
-    tensors: Mapping[str, TensorDesc],
-    transfer: Transfer,
-) -> None:
-    """Refuses slots, tables and lengths that lie where the call does not run.
-
-    A call runs on the device if any of its tensors lies there; with COPY_ENGINE the host reads the
-    indices all the same.
-    """
-    if transfer is Transfer.COPY_ENGINE:
-        other, expected = "COPY_ENGINE reads them", Memory.HOST
-    else:
-        on_device = (name for name, tensor in tensors.items() if tensor.memory is not Memory.HOST)
-        name = next(on_device, next(iter(tensors)))
-        other, expected = f"{name} is", tensors[name].memory
-    for name, index in indices.items():
-        if index is not None:
-            same_memory(name, index.memory, other, expected)
-
-
-def require_writable(name: str, tensor: TensorDesc | ScaleDesc) -> None:
-    """Refuses read-only memory as a destination: C sees bare addresses."""
-    if not tensor.writable:
-        raise InvalidArgumentError(
-            f"{name} is read-only memory, expected writable. Pass a writable copy"
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Layout
+from kvx_core.words import integer, sizes
 
 
 class Axes(NamedTuple):
@@ -22,11 +23,14 @@ class Axes(NamedTuple):
 def axes(layout: Layout, shape: Sequence[int]) -> Axes:
     """Reads the sizes of a cache off the shape of its K or V tensor.
 
-    layout: BLOCK_CUSTOM reads as BLOCK_HND with 4 axes and as BLOCK_HND_PACKED with 5.
+    layout: a Layout or its name; BLOCK_CUSTOM reads as BLOCK_HND with 4 axes and as
+            BLOCK_HND_PACKED with 5.
     Raises InvalidArgumentError if the layout has another number of axes.
     Spec: 4.2
     """
+    shape = sizes("shape", shape)
     ndim = len(shape)
+    layout = Layout.of(layout, "layout")
     if layout is Layout.BLOCK_NHD and ndim == 4:
         num_blocks, block_size, num_kv_heads, head_dim = shape
         return Axes(num_blocks, block_size, num_kv_heads, head_dim, 1)
@@ -57,12 +61,13 @@ def shape(
     Raises InvalidArgumentError.
     Spec: 4.2
     """
+    layout = Layout.of(layout, "layout")
     if layout is Layout.BLOCK_NHD:
         return (num_blocks, block_size, num_kv_heads, head_dim)
     if layout is Layout.BLOCK_HND:
         return (num_blocks, num_kv_heads, block_size, head_dim)
     if layout is Layout.BLOCK_HND_PACKED:
-        if pack < 1 or head_dim % pack:
+        if integer("pack", pack) < 1 or head_dim % pack:
             raise InvalidArgumentError(
                 f"pack is {pack}, expected a divisor of head_dim {head_dim} "
                 "(BLOCK_HND_PACKED, spec 4.2)"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvx_core import _abi, facts
-from kvx_core.descriptors import SeqLens, check_index_memory, require_writable
+from kvx_core.descriptors import SeqLens
 from kvx_core.errors import FactsMismatchError
+from kvx_core.placement import check_index_memory, require_writable
 from kvx_core.tensors import TensorLike, current_stream
 from kvx_core.types import Transfer
 from kvx_core.view import CacheSpan, CacheView
+from kvx_core.words import address, flag, integer
 
 
 def migrate(
@@ -21,7 +23,7 @@ def migrate(
     zero_fill: bool = False,
     find_scales: bool = False,
     same_model: bool = False,
-    transfer: Transfer = Transfer.KERNEL,
+    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
 ) -> int:
     """Moves sequences from one cache into another: all layers, K and V, in one call and one pass.
@@ -30,7 +32,8 @@ def migrate(
     src.head_start + h to dst.head_start + h, for h < num_heads. Layout, strides, block size, dtype,
     scales and table of the two ends may differ.
 
-    src, dst:  a CacheView for a dense cache (sequence s is block s), or CacheView.at(...)
+    src, dst:  CacheView.at(block_table=...) or .at(slots=...), or a dense CacheView, in which
+               sequence s is block s
     seq_lens:  (seq_count,), int32 or int64, or a list of int: the tokens to move; lengths on a
                device are read back
     num_heads: None: all heads, of which both ends hold the same number
@@ -39,7 +42,7 @@ def migrate(
     find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
                per token and head
     same_model: both ends serve the same model and store it alike, where their facts do not say
-    transfer:  how a device moves the bytes
+    transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
                default stream. Ignored for HOST memory
     Mutates the destination tokens named above, nothing else.
@@ -48,7 +51,10 @@ def migrate(
     UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: E.3
     """
-    src, dst, lens = CacheSpan.of(src), CacheSpan.of(dst), SeqLens.of(seq_lens)
+    src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
+    lens = SeqLens.of(seq_lens)
+    if num_heads is not None:
+        num_heads = integer("num_heads", num_heads)
     reasons = facts.compare(
         src.view.facts,
         dst.view.facts,
@@ -82,7 +88,7 @@ def copy_tokens(
     num_heads: int | None = None,
     zero_fill: bool = False,
     find_scales: bool = False,
-    transfer: Transfer = Transfer.KERNEL,
+    transfer: Transfer | str = Transfer.KERNEL,
     max_seq_len: int = 0,
     stream: int | None = None,
 ) -> None:
@@ -90,6 +96,12 @@ def copy_tokens(
 
     max_seq_len: the tokens of a sequence that move at most; 0: all
     """
+    transfer = Transfer.of(transfer, "transfer")
+    zero_fill, find_scales = flag("zero_fill", zero_fill), flag("find_scales", find_scales)
+    if stream is not None:
+        stream = address("stream", stream)
+    src.view.require_in_place("src")
+    dst.view.require_in_place("dst")
     for name, tensor in dst.view.read_only.items():
         require_writable(f"dst.{name}", tensor)
     if find_scales:

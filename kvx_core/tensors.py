@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Memory
+from kvx_core.words import listed, product, wrong
 
 
 class TensorLike(Protocol):
@@ -28,7 +29,7 @@ class TensorLike(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Borrowed:
     """A tensor's memory, without a copy. `owner` keeps it alive."""
 
@@ -50,26 +51,28 @@ class Borrowed:
             expected *= extent
         return True
 
+    def __repr__(self) -> str:
+        return listed("Borrowed", *memory_words(self))
 
-def borrow(tensor: TensorLike) -> Borrowed:
+
+def borrow(tensor: TensorLike, *, name: str = "tensor") -> Borrowed:
     """The memory of `tensor`, without copying it.
 
     tensor: torch.Tensor, numpy.ndarray (ml_dtypes included), or an object with __dlpack__; any
             shape and strides. Memory is HOST, or for other devices DEVICE (UNIFIED if DLPack
             calls it managed).
+    name:   what errors call it
     A device's pending work is not waited for.
-    Raises InvalidArgumentError, UnsupportedError.
+    Raises InvalidArgumentError, UnsupportedError; the latter for a torch tensor with the negative
+    bit set. DLPack does not say that bit, so wrap no such tensor in an object with __dlpack__.
     """
     if is_torch(tensor):
-        return _borrow_torch(tensor)
+        return _borrow_torch(name, tensor)
     if isinstance(tensor, np.ndarray):
-        return _borrow_numpy(tensor)
-    if hasattr(tensor, "__dlpack__"):
-        return _borrow_dlpack(tensor)
-    raise InvalidArgumentError(
-        f"tensor is a {type(tensor).__name__}, expected a torch.Tensor, a numpy.ndarray or an "
-        "object with __dlpack__"
-    )
+        return _borrow_numpy(name, tensor)
+    if hasattr(tensor, "__dlpack__") and not isinstance(tensor, type):
+        return _borrow_dlpack(name, tensor)
+    raise wrong(name, tensor, "a torch.Tensor, a numpy.ndarray or an object with __dlpack__")
 
 
 def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
@@ -78,7 +81,9 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
     Raises InvalidArgumentError, which calls the numbers `name`, or UnsupportedError.
     """
     if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Sequence):
-        return borrow(numbers)  # type: ignore[arg-type]
+        if is_tensor(numbers):
+            return borrow(numbers, name=name)
+        raise wrong(name, numbers, "a tensor of int32 or int64, or a list of int")
     return borrow(int64_array(name, numbers))
 
 
@@ -86,8 +91,19 @@ def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
     try:
         return np.array(array("q", numbers), np.int64)
-    except (TypeError, OverflowError) as error:
-        raise InvalidArgumentError(f"{name}: {error}, expected integers of 64 bits") from None
+    except (TypeError, OverflowError):
+        pass
+    for i, number in enumerate(numbers):
+        try:
+            array("q", [number])
+        except (TypeError, OverflowError):
+            raise wrong(f"{name}[{i}]", number, "an integer of 64 bits") from None
+    raise wrong(name, numbers, "a list of integers of 64 bits")
+
+
+def is_tensor(value: object) -> TypeGuard[TensorLike]:
+    """Whether `borrow` knows the kind of `value`."""
+    return is_torch(value) or (hasattr(value, "__dlpack__") and not isinstance(value, type))
 
 
 def is_torch(tensor: object) -> TypeGuard[Any]:
@@ -182,35 +198,52 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return extended
 
 
-def _borrow_torch(tensor: Any) -> Borrowed:
+def _borrow_torch(name: str, tensor: Any) -> Borrowed:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"tensor.layout is {tensor.layout}, expected torch.strided")
+        raise UnsupportedError(f"{name}.layout is {tensor.layout}, expected torch.strided")
     device = tensor.device.type
     if device == "meta":
-        raise UnsupportedError("tensor.device is meta, expected a device that holds the data")
+        raise UnsupportedError(f"{name}.device is meta, expected a device that holds the data")
+    if tensor.is_neg():
+        raise UnsupportedError(
+            f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
+            f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
+        )
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        num_elements = tensor.numel()
+    else:
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
+    if needed > storage_bytes:
+        raise InvalidArgumentError(
+            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
+            "been resized since the tensor was made"
+        )
     return Borrowed(
         data=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
-        dtype=_dtype_of(tensor.dtype),
+        shape=shape,
+        stride=stride,
+        dtype=_dtype_of(name, tensor.dtype),
         memory=Memory.HOST if device == "cpu" else Memory.DEVICE,
         writable=True,
         owner=tensor,
     )
 
 
-def _borrow_numpy(tensor: npt.NDArray[Any]) -> Borrowed:
+def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> Borrowed:
     itemsize = tensor.dtype.itemsize
     if not tensor.dtype.isnative:
         raise UnsupportedError(
-            f"tensor.dtype is {tensor.dtype.str}, expected native byte order. Pass "
-            "tensor.astype(tensor.dtype.newbyteorder('='))"
+            f"{name}.dtype is {tensor.dtype.str}, expected native byte order. Pass "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
         )
-    dtype = _dtype_of(tensor.dtype)
+    dtype = _dtype_of(name, tensor.dtype)
     if any(stride % itemsize for stride in tensor.strides):
         raise UnsupportedError(
-            f"tensor.strides is {tensor.strides} bytes, expected multiples of itemsize {itemsize}"
+            f"{name}.strides is {tensor.strides} bytes, expected multiples of itemsize {itemsize}"
         )
     return Borrowed(
         data=tensor.__array_interface__["data"][0],
@@ -242,7 +275,7 @@ _DLPACK_DTYPE = {
 }
 
 
-def _borrow_dlpack(tensor: TensorLike) -> Borrowed:
+def _borrow_dlpack(name: str, tensor: TensorLike) -> Borrowed:
     device_type = int(tensor.__dlpack_device__()[0])
     # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
     options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
@@ -254,7 +287,7 @@ def _borrow_dlpack(tensor: TensorLike) -> Borrowed:
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(
-            f"the DLPack tensor has type code {found.code} with {found.bits} bits and "
+            f"{name} is a DLPack tensor of type code {found.code} with {found.bits} bits and "
             f"{found.lanes} lanes, expected a KVX dtype (spec 4.3)"
         )
     return Borrowed(
@@ -274,6 +307,23 @@ def _borrow_dlpack(tensor: TensorLike) -> Borrowed:
     )
 
 
+def memory_words(tensor: Any) -> tuple[str | None, ...]:
+    """What a repr says of memory with a shape: sizes, type, and what is not usual about it."""
+    shape = tensor.shape
+    return (
+        product(shape),
+        dtype_name(tensor.dtype),
+        None if tensor.stride == row_major(shape) else f"stride {product(tensor.stride)}",
+        None if tensor.memory is Memory.HOST else tensor.memory.name,
+        None if tensor.writable else "read-only",
+    )
+
+
+def dtype_name(dtype: DType) -> str:
+    """What torch and numpy call it; INVALID has no such name."""
+    return "INVALID" if dtype is DType.INVALID else dtype.array_name
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor of `shape`: the canonical ones of spec 4.2."""
     strides = []
@@ -284,8 +334,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _dtype_of(dtype: object) -> DType:
+def _dtype_of(name: str, dtype: object) -> DType:
     try:
         return DType.of(dtype)
     except InvalidArgumentError as error:
-        raise UnsupportedError(f"tensor.{error}") from None
+        raise UnsupportedError(f"{name}.{error}") from None

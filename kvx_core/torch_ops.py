@@ -17,6 +17,7 @@ plain tensors and without CacheFacts, and raise what those raise.
     block_table          (seq_count, max_blocks_per_seq) block ids
     src_dtype, dst_dtype as cache_dtype
     src_v, dst_v         empty if there is no V
+    src_block_table, src_slots  neither: sequence s is block s; the same of dst
     num_heads            0: all
     max_seq_len          tokens of a sequence that move at most; 0: all. A device then looks for no
                          more of them
@@ -31,18 +32,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvx_core import _bound, layouts
-from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc, describe
+from kvx_core.cache import CacheDesc
+from kvx_core.calls import token_desc
+from kvx_core.descriptors import ScaleDesc, SeqLens, TensorDesc, describe
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens
-from kvx_core.ops import GatherPlan, WritePlan
+from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.tensors import current_stream
 from kvx_core.types import DType, Layout, ScaleGranularity
 from kvx_core.view import CacheView
@@ -136,8 +138,8 @@ def _plan(
         cache = _cache(k_cache, v_cache, layout, v_layout, cache_dtype)
         plan = kind(
             CacheDesc.from_kv(replace(cache.k, owner=None), _unowned(cache.v)),
-            key,
-            value,
+            token_desc("key", key),
+            token_desc("value", value),
             k_scale=_unowned(_scale(k_scale, granularity)),
             v_scale=_unowned(_scale(v_scale, granularity)),
             stream=current_stream(k_cache, key),
@@ -161,7 +163,9 @@ def _fingerprint(*tensors: Tensor | None) -> Hashable:
 
 
 def _signature(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    num_bytes = tensor.untyped_storage().nbytes()
+    place = tensor.data_ptr(), num_bytes, tensor.is_neg()
+    return *place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def gather_kv(
@@ -287,10 +291,11 @@ def _new_outputs(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """The tensors that gather_kv returns: on meta tensors, all that it does."""
-    sizes = layouts.axes(_named(Layout, layout), k_cache.shape)
+    sizes = layouts.axes(Layout.of(layout, "layout"), k_cache.shape)
     v_head_dim = 0
     if v_cache is not None:
-        v_head_dim = layouts.axes(_named(Layout, v_layout or layout), v_cache.shape).head_dim
+        named = Layout.of(v_layout or layout, "v_layout")
+        v_head_dim = layouts.axes(named, v_cache.shape).head_dim
     rows = (block_table.shape[0], max_seq_len, sizes.num_kv_heads)
     k_dtype = dtype or cache_dtype or k_cache.dtype
     v_dtype = k_dtype if v_cache is None else dtype or cache_dtype or v_cache.dtype
@@ -309,8 +314,10 @@ def _cache(
 ) -> CacheDesc:
     stored = None if dtype is None else DType.of(dtype)
     return CacheDesc.from_kv(
-        describe(k, _named(Layout, layout), dtype=stored),
-        None if v is None else describe(v, _named(Layout, v_layout or layout), dtype=stored),
+        describe(k, Layout.of(layout, "layout"), dtype=stored, name="k_cache"),
+        None
+        if v is None
+        else describe(v, Layout.of(v_layout or layout, "v_layout"), dtype=stored, name="v_cache"),
     )
 
 
@@ -325,11 +332,13 @@ def _view(
     if v and len(v) != len(k):
         raise InvalidArgumentError(f"V has {len(v)} layers, expected {len(k)} as K, or none")
     layers = [_cache(k[i], v[i] if v else None, layout, v_layout, dtype) for i in range(len(k))]
-    return CacheView(layers=tuple(layers), facts=CacheFacts(), null_block_id=null_block_id)
+    return CacheView(tuple(layers), CacheFacts(), null_block_id=null_block_id, dense=True)
 
 
 def _scale(scale: Tensor | None, granularity: str) -> ScaleDesc | None:
-    return None if scale is None else ScaleDesc.of(scale, _named(ScaleGranularity, granularity))
+    if scale is None:
+        return None
+    return ScaleDesc.of(scale, ScaleGranularity.of(granularity, "scale_granularity"))
 
 
 _Desc = TypeVar("_Desc", TensorDesc, ScaleDesc)
@@ -339,21 +348,10 @@ def _unowned(desc: _Desc | None) -> _Desc | None:
     return None if desc is None else replace(desc, owner=None)
 
 
-_Enum = TypeVar("_Enum", bound=IntEnum)
-
-
-def _named(enum: type[_Enum], name: str) -> _Enum:
-    try:
-        return enum[name]
-    except KeyError:
-        expected = ", ".join(member.name for member in enum)
-        raise InvalidArgumentError(
-            f"{enum.__name__} is named {name!r}, expected one of {expected}"
-        ) from None
-
-
 _library: Any = torch.library.Library("kvx", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
     _library.impl(_name, _new_outputs if _name == "gather_kv" else _nothing, "Meta")
+    # Refused here, in words. torch would resolve copies of them, and cannot where a cache is None.
+    _library.impl(_name, torch.library.fallthrough_kernel, "Negative")

@@ -6,10 +6,45 @@ Spec: 4.2, 4.3, 5.1, 6.6, 8
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 from kvx_core.errors import InvalidArgumentError, Status, UnsupportedError
+from kvx_core.words import wrong
 
-__all__ = ["BlockTableFormat", "DType", "Layout", "Memory", "ScaleGranularity", "Status"]
+__all__ = [
+    "BlockTableFormat",
+    "DType",
+    "Layout",
+    "Memory",
+    "ScaleGranularity",
+    "Status",
+    "Transfer",
+]
+
+
+class _Named(IntEnum):
+    """An enum whose members may be given by their names."""
+
+    @classmethod
+    def of(cls, member: object, name: str | None = None) -> Self:
+        """`member`, or the member that has exactly this name.
+
+        Raises InvalidArgumentError, which calls the argument `name`.
+        """
+        if isinstance(member, cls):
+            return member
+        if isinstance(member, str) and member in cls.__members__:
+            return cls[member]
+        expected = ", ".join(found for found in cls.__members__ if found not in _NO_MEMBERS)
+        raise wrong(name or cls.__name__, member, f"a kvx_core.{cls.__name__}: {expected}")
+
+    @classmethod
+    def called(cls, name: str, member: object) -> Self:
+        """`of`, for a field or argument of this name."""
+        return cls.of(member, name)
+
+
+_NO_MEMBERS = ("INVALID", "UNKNOWN")
 
 
 class DType(IntEnum):
@@ -49,8 +84,8 @@ class DType(IntEnum):
 
         Raises InvalidArgumentError for a name that is not a KVX dtype.
         """
-        found = _BY_NAME.get(name.removeprefix("torch.").lower())
-        if found is None:
+        found = isinstance(name, str) and _BY_NAME.get(name.removeprefix("torch.").lower())
+        if not found:
             expected = ", ".join(_ARRAY_NAME.values())
             raise InvalidArgumentError(f"dtype is {name!r}, expected one of {expected} (spec 4.3)")
         return found
@@ -66,6 +101,16 @@ class DType(IntEnum):
         if isinstance(dtype, type):  # numpy.float16 and other scalar types
             return cls.from_name(dtype.__name__)
         return cls.from_name(str(dtype))
+
+    @classmethod
+    def called(cls, name: str, dtype: object) -> DType:
+        """`of`, for a field or argument of this name."""
+        if isinstance(dtype, cls):
+            return dtype
+        try:
+            return cls.of(dtype)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(str(error).replace("dtype", name, 1)) from None
 
 
 _ARRAY_NAME = {
@@ -86,7 +131,7 @@ _BY_NAME = {name: dtype for dtype, name in _ARRAY_NAME.items()} | {
 _ITEMSIZE = dict(zip(DType, (0, 2, 2, 4, 1, 1, 4, 8, 4, 8, 1), strict=True))
 
 
-class Layout(IntEnum):
+class Layout(_Named):
     """Order of a cache tensor's axes; strides are free. Spec: 4.2"""
 
     INVALID = 0
@@ -96,7 +141,7 @@ class Layout(IntEnum):
     BLOCK_CUSTOM = 15
 
 
-class Memory(IntEnum):
+class Memory(_Named):
     """Where a buffer lives. Spec: 4.3"""
 
     UNKNOWN = 0
@@ -105,7 +150,7 @@ class Memory(IntEnum):
     UNIFIED = 3
 
 
-class Transfer(IntEnum):
+class Transfer(_Named):
     """How a call that runs on a device moves bytes; other calls ignore it. Spec: E.2"""
 
     KERNEL = 0  # as fast as the device can
@@ -113,7 +158,7 @@ class Transfer(IntEnum):
     COPY_ENGINE = 4  # on none; for same bytes at both ends, with indices in HOST memory
 
 
-class BlockTableFormat(IntEnum):
+class BlockTableFormat(_Named):
     """How a sequence's tokens are found in a cache. Spec: 5.1"""
 
     INVALID = 0
@@ -122,7 +167,7 @@ class BlockTableFormat(IntEnum):
     KV_OFFSETS = 3
 
 
-class ScaleGranularity(IntEnum):
+class ScaleGranularity(_Named):
     """What one scale covers: value = stored * scale. Spec: 6.6"""
 
     NONE = 0

@@ -13,13 +13,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.descriptors import CacheDesc, ScaleDesc, SeqLens, TensorDesc
+from kvx_core.cache import CacheDesc
+from kvx_core.descriptors import ScaleDesc, SeqLens, TensorDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens, rows_per_sequence
 from kvx_core.tensors import TensorLike, row_major
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory
 from kvx_core.view import CacheSpan, CacheView
+from kvx_core.words import integer, wrong
 
 _PIECE_BYTES = 4 << 20  # of the F32 copy of one tensor of one end: stays in cache
 
@@ -82,9 +84,12 @@ def verify(
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     Spec: E.3, E.6
     """
-    if tolerance not in ("exact", "codec"):
-        raise InvalidArgumentError(f"tolerance is {tolerance!r}, expected 'exact' or 'codec'")
-    src, dst, lens = CacheSpan.of(src), CacheSpan.of(dst), SeqLens.of(seq_lens)
+    if not isinstance(tolerance, str) or tolerance not in ("exact", "codec"):
+        raise wrong("tolerance", tolerance, "'exact' or 'codec'")
+    src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
+    lens = SeqLens.of(seq_lens)
+    if num_heads is not None:
+        num_heads = integer("num_heads", num_heads)
     _check_pairs(src, dst, num_heads)
     rows = np.repeat(lens.to_numpy(), rows_per_sequence(src, dst, lens))
     if (rows < 0).any():

@@ -5,30 +5,32 @@ Spec: E.3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvx_core import _abi
+from kvx_core import _abi, _bound
+from kvx_core.cache import CacheDesc
 from kvx_core.descriptors import (
     BlockTable,
-    CacheDesc,
     ScaleDesc,
     SeqLens,
     SlotMapping,
     TensorDesc,
-    same_memory,
 )
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
-from kvx_core.tensors import TensorLike
+from kvx_core.placement import require_in_place, same_memory
+from kvx_core.tensors import TensorLike, is_torch
+from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheView:
     """All layers of one engine's cache and what their bytes mean.
 
-    Used directly as an end of migrate or verify it is `at()`: dense, sequence s is block s.
+    A dense view can be an end of migrate or verify as it is: sequence s is block s. A paged one
+    needs to be told where its sequences lie: see `at`.
     Raises InvalidArgumentError if a list of scales has not one entry per layer.
     """
 
@@ -38,18 +40,27 @@ class CacheView:
     v_scales: tuple[ScaleDesc | None, ...] | None = None
     null_block_id: int = _abi.NO_NULL_BLOCK  # block id that holds nothing (vLLM: 0)
     secondary_num_blocks: int = 0  # blocks in the secondary pool; 0: as many as num_blocks
-    _layers: Any = field(init=False, compare=False, repr=False)  # the C arrays, built once
-    _k_scales: Any = field(init=False, compare=False, repr=False)
-    _v_scales: Any = field(init=False, compare=False, repr=False)
+    dense: bool = False  # every block is one sequence, from its first token on
+    # Asked before each use: why the engine's cache is no longer the one described; None if it is.
+    outdated: Callable[[], str | None] | None = field(default=None, compare=False)
+    _layers: Any = field(init=False, compare=False)  # the C arrays, built once
+    _k_scales: Any = field(init=False, compare=False)
+    _v_scales: Any = field(init=False, compare=False)
     # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
-    read_only: dict[str, TensorDesc] = field(init=False, compare=False, repr=False)  # by name
-    _bytes: dict[int, int] = field(init=False, compare=False, repr=False)  # by num_heads; 0: all
+    read_only: dict[str, TensorDesc] = field(init=False, compare=False)  # by name
+    _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
+    # Whether all torch tensors are where they were at the first use: one call, made then.
+    _in_place: list[Callable[[], bool]] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_("layers", tuple(self.layers))
+        set_("layers", _checked_layers(self.layers))
+        instance("facts", self.facts, CacheFacts, "a CacheFacts: what the bytes mean")
+        fix(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
+        if self.outdated is not None and not callable(self.outdated):
+            raise wrong("outdated", self.outdated, "a function or None")
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", _abi.pointer_array(structs, _abi.kvx_cache_desc_t))
         for name in ("k_scales", "v_scales"):
@@ -62,16 +73,60 @@ class CacheView:
         }
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
+        set_("_in_place", [])
+
+    def __repr__(self) -> str:
+        first = [part for part in self.layers[0].words() if part] if self.layers else []
+        if len({layer.words() for layer in self.layers}) > 1:
+            first[0] = f"the first of {first[0]}"
+        scales = [kind for kind in ("k_scales", "v_scales") if getattr(self, kind) is not None]
+        null = self.null_block_id
+        return listed(
+            "CacheView",
+            many(len(self.layers), "layer"),
+            *first,
+            "dense" if self.dense else "paged",
+            *scales,
+            None if null == _abi.NO_NULL_BLOCK else f"null block {null}",
+            self.facts.engine,
+        )
 
     def bytes_per_token(self, num_heads: int | None = None) -> int:
         """Bytes of a token's K and V in all layers: of `num_heads` heads, or of all."""
+        if num_heads is not None:
+            num_heads = integer("num_heads", num_heads)
         found = self._bytes.get(num_heads or 0)
         if found is None:
             found = sum((num_heads or la.num_kv_heads) * la.head_bytes for la in self.layers)
             self._bytes[num_heads or 0] = found
         return found
 
+    def require_in_place(self, name: str) -> None:
+        """Refuses a view whose memory its engine or its tensors have left since it was described.
+
+        name: what errors call it
+        Raises InvalidArgumentError.
+        """
+        reason = None if self.outdated is None else self.outdated()
+        if reason is not None:
+            raise InvalidArgumentError(f"{name} is out of date: {reason}")
+        if self._in_place and self._in_place[0]():
+            return
+        owners = []
+        for i, layer in enumerate(self.layers):
+            layer.require_in_place(f"{name}.layers[{i}]")
+            owners += layer.torch_owners
+        for kind in ("k_scales", "v_scales"):
+            for i, scale in enumerate(getattr(self, kind) or ()):
+                if scale is not None:
+                    require_in_place(f"{name}.{kind}[{i}]", scale)
+                    owners += [scale.owner] if is_torch(scale.owner) else []
+        self._in_place[:] = [_bound.in_place(owners)]
+
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
+        expected = "a list or tuple with a ScaleDesc or None per layer"
+        if not isinstance(scales, (list, tuple)):
+            raise wrong(name, scales, expected)
         object.__setattr__(self, name, tuple(scales))
         if len(scales) != len(self.layers):
             raise InvalidArgumentError(
@@ -80,6 +135,7 @@ class CacheView:
             )
         for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True)):
             if scale is not None:
+                instance(f"{name}[{i}]", scale, ScaleDesc, "a ScaleDesc, see ScaleDesc.of, or None")
                 same_memory(f"{name}[{i}]", scale.memory, f"layers[{i}].k is", layer.k.memory)
         structs = [None if scale is None else scale.to_c() for scale in scales]
         return _abi.pointer_array(structs, _abi.kvx_scale_desc_t)
@@ -94,8 +150,9 @@ class CacheView:
         """Where sequences lie in this cache.
 
         block_table: a BlockTable, or what BlockTable.packed takes: (seq_count, max_blocks_per_seq)
-        slots:       (num_tokens,), one per moved token, the sequences one after the other; at most
-                     one of block_table and slots is given, neither means sequence s is block s
+        slots:       (num_tokens,), one per moved token, the sequences one after the other. A paged
+                     view takes one of block_table and slots, a dense one either or neither, which
+                     means sequence s is block s
         starts:      (seq_count,), the first token of each sequence here; None: 0
         head_start:  first head here
         Raises InvalidArgumentError, UnsupportedError.
@@ -104,14 +161,17 @@ class CacheView:
             view=self,
             block_table=None if block_table is None else BlockTable.of(block_table),
             slots=None if slots is None else SlotMapping.of(slots),
-            starts=None if starts is None else SeqLens.of(starts),
+            starts=None if starts is None else SeqLens.of(starts, name="starts"),
             head_start=head_start,
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheSpan:
-    """One end of a migration: a CacheView and where sequences lie in it. See CacheView.at."""
+    """One end of a migration: a CacheView and where sequences lie in it. See CacheView.at.
+
+    Raises InvalidArgumentError for a paged view without block_table or slots.
+    """
 
     view: CacheView
     block_table: BlockTable | None = None
@@ -119,10 +179,40 @@ class CacheSpan:
     starts: SeqLens | None = None
     head_start: int = 0
 
+    def __post_init__(self) -> None:
+        view = instance("view", self.view, CacheView, "a CacheView")
+        for name, kind in _PLACES.items():
+            found = getattr(self, name)
+            if found is not None and not isinstance(found, kind):
+                raise wrong(name, found, f"a {kind.__name__} or None. Use CacheView.at")
+        if self.block_table is None and self.slots is None and not view.dense:
+            raise InvalidArgumentError(
+                "the view is paged and has neither block_table nor slots, expected one of them: "
+                "view.at(block_table=...) or view.at(slots=...). A cache whose block s is sequence "
+                "s is described with CacheView(dense=True)"
+            )
+        fix(self, head_start=integer)
+
+    def __repr__(self) -> str:
+        given = (f"{name}={getattr(self, name)}" for name in _PLACES if getattr(self, name))
+        first = f"head_start={self.head_start}" if self.head_start else None
+        return listed("CacheSpan", repr(self.view), *given, first)
+
     @classmethod
-    def of(cls, end: CacheSpan | CacheView) -> CacheSpan:
-        """`end` itself if it is a CacheSpan, else the whole view."""
-        return end if isinstance(end, CacheSpan) else end.at()
+    def of(cls, end: CacheSpan | CacheView, *, name: str = "end") -> CacheSpan:
+        """`end` itself if it is a CacheSpan, else the whole of a dense view.
+
+        name: what errors call it
+        Raises InvalidArgumentError.
+        """
+        if isinstance(end, CacheSpan):
+            return end
+        if not isinstance(end, CacheView):
+            raise wrong(name, end, "a CacheView.at(block_table=...) or a dense CacheView")
+        try:
+            return end.at()
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name}: {error}") from None
 
     def to_c(self) -> _abi.kvx_view_t:
         """A new C struct with these fields."""
@@ -139,3 +229,16 @@ class CacheSpan:
             k_scales=view._k_scales,
             v_scales=view._v_scales,
         )
+
+
+_PLACES: dict[str, type[Any]] = {"block_table": BlockTable, "slots": SlotMapping, "starts": SeqLens}
+
+
+def _checked_layers(layers: Any) -> tuple[CacheDesc, ...]:
+    expected = "a list or tuple of CacheDesc, one per layer"
+    if not isinstance(layers, (list, tuple)):
+        raise wrong("layers", layers, expected)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, CacheDesc):
+            raise wrong(f"layers[{i}]", layer, f"a CacheDesc: {expected}")
+    return tuple(layers)

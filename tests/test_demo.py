@@ -89,7 +89,7 @@ def test_every_hop_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [70, 1, 17]
     k, v = torch.randn(2, 3, 70, 2, 16)  # three sequences of up to 70 tokens, two heads
     layer = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
-    view = CacheView(layers=(layer,), facts=SAME_MODEL)
+    view = CacheView(layers=(layer,), facts=SAME_MODEL, dense=True)
     chance = random.Random(0)
     dense = Stop("dense", "row", view.at())
     pool = trtllm_pool(view, lengths, chance)

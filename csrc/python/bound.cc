@@ -53,24 +53,57 @@ void *address_of(const DLTensor &tensor) {
   return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
 }
 
-// How the tensors of one Python type are read.
+// How torch.Tensor is read; TensorType of kvx_core/_bound.py.
 struct TensorType {
   PyObject *type;
   DLTensorFromPyObject to_dlpack;
+  Py_ssize_t type_offset;    // of its type in a Python object: PyObject_Type counts a reference
+  Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
+  bool (*is_neg)(const void *handle);
+  int32_t (*data_ptr)(const void *handle, void **data);
+  int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
 
-  // False for a tensor of more dimensions than KVX has, and for all that is not of this very type:
-  // to a subclass its memory may mean something else.
+  // False for a tensor of more dimensions than KVX has, for one whose numbers torch negates when it
+  // reads them, which DLPack does not say, and for all that is not of this very type: to a subclass
+  // its memory may mean something else.
   bool read(PyObject *object, DLTensor *tensor) const {
-    PyObject *found = PyObject_Type(object);
-    Py_DecRef(found);  // its object holds it
-    if (found != type) return false;
+    if (type_of(object) != type || is_neg(handle_of(object))) return false;
     if (to_dlpack(object, tensor) != 0) {
       PyErr_Clear();
       return false;
     }
     return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
   }
+
+  PyObject *type_of(PyObject *object) const {
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + type_offset);
+  }
+
+  const void *handle_of(PyObject *object) const {
+    return reinterpret_cast<const char *>(object) + handle_offset;
+  }
 };
+
+// Where the memory of a tensor lay when a call was bound to it; Held of kvx_core/_bound.py.
+struct Held {
+  PyObject *tensor;
+  void *data;
+  int64_t storage_bytes;
+
+  // False if the storage has been resized, or replaced.
+  bool is_in_place(const TensorType &tensors) const {
+    const void *handle = tensors.handle_of(tensor);
+    void *data_now = nullptr;
+    int64_t bytes_now = 0;
+    return tensors.data_ptr(handle, &data_now) == 0 && data_now == data &&
+           tensors.storage_bytes(handle, &bytes_now) == 0 && bytes_now == storage_bytes;
+  }
+};
+
+bool are_in_place(const TensorType &tensors, const Held *held, Py_ssize_t num_held) {
+  return std::all_of(held, held + num_held,
+                     [&](const Held &tensor) { return tensor.is_in_place(tensors); });
+}
 
 // A list or table of integers, contiguous as the ABI wants it.
 struct Indices {
@@ -79,21 +112,23 @@ struct Indices {
   const void *data;
 };
 
-// What every call is bound to.
+// What every call is bound to; Binding of kvx_core/_bound.py.
 struct Binding {
   TensorType tensors;
+  const Held *held;  // the tensors that the cache and its scales describe
+  Py_ssize_t num_held;
   const kvx_cache_desc_t *cache;
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
   PyObject *kept;        // whatever owns all this; the function holds it
 
-  // A key or value in the cache's memory.
+  bool is_in_place() const { return are_in_place(tensors, held, num_held); }
+
+  // A key or value in the cache's memory. `desc` is empty but for its size.
   bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
     DLTensor found;
     if (!tensors.read(object, &found) || !is_in(cache->k.memory, found)) return false;
-    *desc = {};
-    desc->size = sizeof *desc;
     desc->dtype = dtype_of(found);
     desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
     desc->memory = cache->k.memory;
@@ -126,10 +161,10 @@ struct Binding {
   template <class Function, class Desc, class Options>
   PyObject *call(Function function, const Desc &desc, const Options *options) const {
     void *now = stream;
-    if (!Py_IsNone(ask_stream)) {
+    if (!is_none(ask_stream)) {
       PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
       if (!answer) return nullptr;
-      now = Py_IsNone(answer) ? nullptr : PyLong_AsVoidPtr(answer);
+      now = is_none(answer) ? nullptr : PyLong_AsVoidPtr(answer);
       Py_DecRef(answer);
       if (!now && PyErr_Occurred()) return nullptr;
     }
@@ -150,7 +185,7 @@ struct Write {
 
   Binding bound;
   decltype(&kvx_write_kv_ext) function;
-  const kvx_write_desc_t *like;  // what stays the same from call to call; it has no value
+  const kvx_write_desc_t *like;  // what stays the same from call to call; key and value are empty
   const kvx_write_options_t *options;
 
   PyObject *kept() const { return bound.kept; }
@@ -159,8 +194,8 @@ struct Write {
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     kvx_write_desc_t write = *like;
     Indices slots;
-    if (num_args != 3 || !bound.read(args[0], &write.io.key) ||
-        (!Py_IsNone(args[1]) && !bound.read(args[1], &write.io.value)) ||
+    if (num_args != 3 || !bound.is_in_place() || !bound.read(args[0], &write.io.key) ||
+        (!is_none(args[1]) && !bound.read(args[1], &write.io.value)) ||
         !bound.read(args[2], 1, &slots)) {
       return not_taken();
     }
@@ -187,8 +222,8 @@ struct Gather {
     kvx_gather_desc_t gather = *like;
     const kvx_tensor_desc_t &key = gather.io.key;
     Indices table, lens;
-    if (num_args != 4 || !bound.read(args[0], &gather.io.key) ||
-        (!Py_IsNone(args[1]) && !bound.read(args[1], &gather.io.value)) ||
+    if (num_args != 4 || !bound.is_in_place() || !bound.read(args[0], &gather.io.key) ||
+        (!is_none(args[1]) && !bound.read(args[1], &gather.io.value)) ||
         !bound.read(args[2], 2, &table) || !bound.read(args[3], 1, &lens) || key.ndim < 3) {
       return not_taken();
     }
@@ -224,6 +259,7 @@ struct Fingerprint {
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     struct {
       void *data;
+      int64_t storage_bytes;
       int32_t device_type, device_id, dtype, ndim;
       int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
     } all[kMostTensors] = {};
@@ -231,8 +267,11 @@ struct Fingerprint {
     for (Py_ssize_t i = 0; i < num_args; ++i) {
       DLTensor found;
       all[i].ndim = -1;
-      if (Py_IsNone(args[i])) continue;
-      if (!tensors.read(args[i], &found)) return not_taken();
+      if (is_none(args[i])) continue;
+      if (!tensors.read(args[i], &found) ||
+          tensors.storage_bytes(tensors.handle_of(args[i]), &all[i].storage_bytes) != 0) {
+        return not_taken();
+      }
       all[i].data = address_of(found);
       all[i].device_type = found.device_type;
       all[i].device_id = found.device_id;
@@ -246,9 +285,27 @@ struct Fingerprint {
   }
 };
 
+// Whether tensors have the memory that they had.
+struct InPlace {
+  static constexpr char kName[] = "kvx.in_place";
+
+  TensorType tensors;
+  const Held *held;
+  Py_ssize_t num_held;
+  PyObject *owner;  // of what `held` points to; the function holds it
+
+  PyObject *kept() const { return owner; }
+
+  // () -> bool
+  PyObject *run(PyObject *const *, Py_ssize_t) const {
+    return PyBool_FromLong(are_in_place(tensors, held, num_held));
+  }
+};
+
+// The capsules are nobody else's, so they have no names to compare in each call.
 template <class T>
 T *state_of(PyObject *capsule) {
-  return static_cast<T *>(PyCapsule_GetPointer(capsule, T::kName));
+  return static_cast<T *>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 // `self`: (capsule of the state, what it needs), which the garbage collector can look into.
@@ -264,7 +321,7 @@ PyObject *function_of(const T &state) {
   static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
   T *owned = new T(state);
   PyObject *capsule =
-      PyCapsule_New(owned, T::kName, [](PyObject *capsule) { delete state_of<T>(capsule); });
+      PyCapsule_New(owned, nullptr, [](PyObject *capsule) { delete state_of<T>(capsule); });
   if (!capsule) {
     delete owned;
     return nullptr;
@@ -304,8 +361,13 @@ KVX_API PyObject *kvx_python_gather(const kvx::Binding *bound,
   return kvx::function_of(kvx::Gather{*bound, function, like, options});
 }
 
-KVX_API PyObject *kvx_python_fingerprint(PyObject *type, kvx::DLTensorFromPyObject to_dlpack) {
-  return kvx::function_of(kvx::Fingerprint{{type, to_dlpack}});
+KVX_API PyObject *kvx_python_fingerprint(const kvx::TensorType *tensors) {
+  return kvx::function_of(kvx::Fingerprint{*tensors});
+}
+
+KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *tensors, const kvx::Held *held,
+                                      Py_ssize_t num_held, PyObject *owner) {
+  return kvx::function_of(kvx::InPlace{*tensors, held, num_held, owner});
 }
 
 }  // extern "C"

@@ -22,9 +22,11 @@ typedef struct PyMethodDef {
 
 enum { METH_FASTCALL = 0x0080 };
 
+extern PyObject _Py_NoneStruct;
+
+inline bool is_none(PyObject *object) { return object == &_Py_NoneStruct; }
+
 void Py_DecRef(PyObject *object);
-int Py_IsNone(PyObject *object);
-PyObject *PyObject_Type(PyObject *object);
 PyObject *PyObject_CallObject(PyObject *callable, PyObject *args);
 PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
 PyObject *PyTuple_Pack(Py_ssize_t size, ...);
@@ -32,6 +34,7 @@ PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t index);
 PyObject *PyCapsule_New(void *pointer, const char *name, PyCapsule_Destructor destructor);
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);
+PyObject *PyBool_FromLong(long value);
 PyObject *PyLong_FromLong(long value);
 void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyErr_Occurred(void);

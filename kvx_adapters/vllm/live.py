@@ -79,8 +79,9 @@ def _engine_core(llm: Any) -> Any:
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "decode_context_parallel_size",
+        "prefill_context_parallel_size",
     ):
-        if getattr(parallel, field) != 1:
+        if getattr(parallel, field, 1) != 1:
             raise UnsupportedError(
                 f"{field} is {getattr(parallel, field)}, expected 1: the other ranks run in other "
                 "processes. Describe each rank's tensors there, with cache_view"

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.descriptors import CacheDesc, ScaleDesc, TensorDesc
+from kvx_core.cache import CacheDesc
+from kvx_core.descriptors import ScaleDesc, TensorDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.contents import FP8
 from kvx_core.tensors import is_torch

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.descriptors import CacheDesc, ScaleDesc, TensorDesc
+from kvx_core.cache import CacheDesc
+from kvx_core.descriptors import ScaleDesc, TensorDesc
 from kvx_core.facts import CacheFacts, compare
 from kvx_core.ops import device_status
 from kvx_core.snapshot.capture import Copy, check_capture, to_capture, token_ids
@@ -370,6 +371,7 @@ class Snapshot:
             facts=CacheFacts(),
             k_scales=scales_of("k_scale"),
             v_scales=scales_of("v_scale"),
+            dense=True,
         )
 
     def _rows(self, name: str) -> TensorDesc:

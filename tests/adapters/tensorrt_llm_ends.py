@@ -103,6 +103,7 @@ class Dense:
                 for layer in self.layers
             ),
             facts=FACTS,
+            dense=True,
         )
 
     def at(self, starts: Sequence[int] | None = None) -> CacheSpan:

@@ -58,6 +58,7 @@ def view_of(layers: list[list[Tensor]], **scales: tuple[ScaleDesc, ...]) -> Cach
             for layer in layers
         ),
         facts=FACTS,
+        dense=True,
         **scales,
     )
 

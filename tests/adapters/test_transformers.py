@@ -106,6 +106,45 @@ def test_a_cropped_cache_keeps_its_strides(llama: Any) -> None:
     assert torch.equal(key[0], cache.layers[0].keys[1].transpose(0, 1))
 
 
+@torch.inference_mode()
+def test_a_view_is_refused_after_another_forward_pass(llama: Any) -> None:
+    """Each pass concatenates: what was described is then an old copy that the model never reads."""
+    cache = transformers.DynamicCache(config=llama.config)
+    llama(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    view = hf.cache_view(cache, CacheFacts())
+    copy_of = filled(transformers.DynamicCache(config=llama.config), 1, 9)
+    other = hf.cache_view(copy_of, CacheFacts())
+    assert migrate(view, other, [3])
+    assert verify(view, other, [3])
+    llama(torch.tensor([[4]]), past_key_values=cache)
+    before = copy.deepcopy(copy_of)
+    for call in (
+        lambda: migrate(view, other, [3]),
+        lambda: migrate(other, view, [3]),
+        lambda: verify(view, other, [3]),
+        lambda: migrate(view.at(hf.block_table([0])), other, [3]),
+    ):
+        with pytest.raises(InvalidArgumentError) as raised:
+            call()
+        assert str(raised.value).endswith(
+            "is out of date: cache.layers[0] has new tensors, expected those described. A "
+            "DynamicCache replaces them in every forward pass: call cache_view again after it"
+        )
+    assert torch.equal(copy_of.layers[0].keys, before.layers[0].keys)
+    assert migrate(hf.cache_view(cache, CacheFacts()), other, [4])
+
+
+@torch.inference_mode()
+def test_a_static_cache_stays_where_it_is(llama: Any) -> None:
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=16)
+    llama(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    view = hf.cache_view(cache, CacheFacts())
+    llama(torch.tensor([[4]]), past_key_values=cache)
+    other = hf.cache_view(filled(transformers.DynamicCache(), 1, 16), CacheFacts())
+    assert migrate(view, other, [4])
+    assert verify(hf.cache_view(cache, CacheFacts()), other, [4])
+
+
 def test_kvx_writes_what_transformers_reads(llama: Any) -> None:
     cache = filled(transformers.DynamicCache(config=llama.config), 3, 9)
     before = copy.deepcopy(cache)

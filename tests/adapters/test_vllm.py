@@ -543,3 +543,69 @@ def test_an_engine_in_another_process_is_refused() -> None:
     llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace()))
     with pytest.raises(UnsupportedError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
         vllm.live_view(llm)
+
+
+def live_llm(groups: int = 1, **parallel: int) -> Any:
+    """As much of an engine in this process as live_view looks at before it describes anything."""
+    sizes = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    requests = {"0": object()}
+    group = SimpleNamespace(layer_names=["l0"])
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(
+            kv_cache_groups=[group] * groups, num_blocks=4, kv_cache_layout="NHD"
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(requests=requests),
+        model_executor=SimpleNamespace(driver_worker=worker),
+    )
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**(sizes | parallel)))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), vllm_config=config)
+    return SimpleNamespace(llm_engine=engine)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ],
+)
+def test_an_engine_of_several_ranks_is_refused(size: str) -> None:
+    for call in (vllm.live_view, lambda llm: vllm.live_block_table(llm, ["0"])):
+        with pytest.raises(UnsupportedError) as raised:
+            call(live_llm(**{size: 2}))
+        assert str(raised.value) == (
+            f"{size} is 2, expected 1: the other ranks run in other processes. Describe each "
+            "rank's tensors there, with cache_view"
+        )
+
+
+def test_a_request_that_is_finished_has_no_blocks() -> None:
+    with pytest.raises(InvalidArgumentError, match="request_ids has '7', which is not an unfini"):
+        vllm.live_block_table(live_llm(), ["0", "7"])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_engine_of_several_groups_is_refused(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.vllm import live
+
+    monkeypatch.setattr(live, "layer_groups", lambda *_, **__: ("group",) * count)
+    monkeypatch.setattr(live, "layout_before_29", lambda: None)
+    monkeypatch.setattr(live, "_vllm_version", lambda _: "0.32.0")
+    with pytest.raises(UnsupportedError) as raised:
+        vllm.live_view(live_llm())
+    assert str(raised.value) == (
+        f"the engine has {count} KV cache groups, expected 1. Describe each group with "
+        "group_view: every group has its own block table"
+    )

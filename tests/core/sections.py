@@ -46,6 +46,7 @@ def section_of(
         k_scales=tuple(_scale(layer.k) for layer in chosen),
         v_scales=tuple(_scale(layer.v) for layer in chosen),
         null_block_id=null_block_id,
+        dense=blocks is None,
     )
     table = blocks if blocks is None or isinstance(blocks, BlockTable) else [list(blocks)]
     return Section(tuple(layers), view, None if table is None else BlockTable.of(table), encoding)

@@ -28,12 +28,12 @@ plan(key, -key, [5, 0])
 got, _ = kvx.gather_kv(cache, [[1]], [2])
 assert np.array_equal(got[0, 1], key[0]), got
 assert np.array_equal(v[0, 0], -key[1])
-view = kvx.CacheView((cache,), kvx.CacheFacts())
+view = kvx.CacheView((cache,), kvx.CacheFacts(), dense=True)
 copy = np.zeros_like(k)
 target = kvx.CacheDesc.from_kv(
     kvx.describe(copy, kvx.Layout.BLOCK_NHD), kvx.describe(copy.copy(), kvx.Layout.BLOCK_NHD)
 )
-into = kvx.CacheView((target,), kvx.CacheFacts())
+into = kvx.CacheView((target,), kvx.CacheFacts(), dense=True)
 assert kvx.migrate(view, into, [4, 4, 4], same_model=True) == 3 * 4 * 2 * 16 * 2
 assert kvx.verify(view, into, [4, 4, 4])
 assert np.array_equal(copy, k)

@@ -55,7 +55,8 @@ def qkv(n: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.T
 
 def write_described(cache: CacheDesc, key: Any, value: Any, slots: Any) -> None:
     """write_kv of tensors described in Python, whatever they are."""
-    write_kv(cache, *[None if t is None else describe(t, IO) for t in (key, value)], slots)
+    halves = {"key": key, "value": value}.items()
+    write_kv(cache, *[t if t is None else describe(t, IO, name=name) for name, t in halves], slots)
 
 
 def gather_described(cache: CacheDesc, table: Any, lens: Any, out: Any, **options: Any) -> None:

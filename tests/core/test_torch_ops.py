@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 import kvx_core.torch_ops
-from kvx_core import InvalidArgumentError, OutOfRangeError
+from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
 
@@ -245,12 +245,12 @@ def test_keys_of_a_model_in_training_mode() -> None:
         (
             {"layout": "HND"},
             InvalidArgumentError,
-            "Layout is named 'HND', expected one of INVALID, BLOCK_NHD, BLOCK_HND, ",
+            "layout is 'HND', expected a kvx_core.Layout: BLOCK_NHD, BLOCK_HND, BLOCK_HND_PACKED, ",
         ),
         (
             {"k_scale": torch.tensor(1.0), "scale_granularity": "PER_TOKEN"},
             InvalidArgumentError,
-            "ScaleGranularity is named 'PER_TOKEN', expected one of NONE, PER_TENSOR, ",
+            "scale_granularity is 'PER_TOKEN', expected a kvx_core.ScaleGranularity: NONE",
         ),
         (
             {"slots": torch.tensor([48])},
@@ -281,6 +281,58 @@ def test_errors_reach_the_caller(
         torch.ops.kvx.write_kv(**{**call, **change})
     assert str(raised.value).startswith(expected)
     assert (kv == 7).all()
+
+
+def negative(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Ones in memory, minus ones to torch."""
+    return torch._neg_view(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "place"),
+    [
+        ("write_kv", "key", 0),
+        ("write_kv", "value", 1),
+        ("write_kv", "k_cache", 2),
+        ("write_kv", "v_cache", 3),
+        ("write_kv", "slots", 4),
+        ("gather_kv_out", "k_cache", 0),
+        ("gather_kv_out", "block_table", 2),
+        ("gather_kv_out", "seq_lens", 3),
+        ("gather_kv_out", "key", 4),
+        ("migrate_kv", "k_cache", 0),
+        ("migrate_kv", "seq_lens", 4),
+    ],
+)
+def test_negative_tensors_are_refused(op: str, name: str, place: int) -> None:
+    """Their memory has the other sign, which only torch knows."""
+    k, v, token = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)
+    out, one = torch.zeros(1, 1, 1, 8), torch.ones(1, dtype=torch.int64)
+    arguments: list[Any] = {
+        "write_kv": [token, token, k, v, one, "BLOCK_NHD"],
+        "gather_kv_out": [k, v, one[None], one, out, out.clone(), "BLOCK_NHD"],
+        "migrate_kv": [[k[:1]], [], [v[:1]], [], one, "BLOCK_NHD", "BLOCK_NHD"],
+    }[op]
+    getattr(torch.ops.kvx, op)(*arguments)
+    before = k.clone(), v.clone()
+    right = arguments[place]
+    like = right[0] if isinstance(right, list) else right
+    wrong = negative(*like.shape, dtype=like.dtype)
+    arguments[place] = [wrong] if isinstance(right, list) else wrong
+    with pytest.raises(UnsupportedError, match=rf"^{name}\.is_neg\(\) is True"):
+        getattr(torch.ops.kvx, op)(*arguments)
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+
+
+def test_a_storage_that_shrank_is_seen() -> None:
+    """What is remembered of a cache is not used after its storage was made smaller in place."""
+    k = torch.zeros(64, 8, HEADS, DIM)
+    call = tokens(1), None, k, None, torch.tensor([500]), "BLOCK_NHD"
+    torch.ops.kvx.write_kv(*call)
+    k.untyped_storage().resize_(64)
+    with pytest.raises(InvalidArgumentError, match="k_cache has a storage of 64 bytes"):
+        torch.ops.kvx.write_kv(*call)
 
 
 def test_migrate_of_unequal_lists() -> None:

@@ -77,7 +77,7 @@ def paged(
 
 def dense(dtype: torch.dtype = torch.bfloat16) -> tuple[Layers, CacheView]:
     layers = make(2, 12, HEADS, dtype=dtype, fill=9.0)
-    return layers, view_of(layers, Layout.BLOCK_NHD)
+    return layers, view_of(layers, Layout.BLOCK_NHD, dense=True)
 
 
 @pytest.fixture(params=[1, 100, 4 << 20], ids=lambda n: f"pieces of {n}")
@@ -259,7 +259,7 @@ def test_kv_offsets_with_beams() -> None:
         dtype=torch.int32,
     )
     out = torch.zeros(2, 2, 7, HEADS, DIM)
-    dst = view_of([tuple(out)], Layout.BLOCK_NHD)
+    dst = view_of([tuple(out)], Layout.BLOCK_NHD, dense=True)
     span = src.at(BlockTable.kv_offsets(table))
     migrate(span, dst, [7])
     assert torch.equal(out[1, 1, :4], second[2, 1].transpose(0, 1))
@@ -277,7 +277,7 @@ def test_kv_offsets_with_beams() -> None:
 def test_a_range_of_heads() -> None:
     _, src = paged()
     layers = make(2, 12, 2, dtype=torch.bfloat16, fill=9.0)
-    dst = view_of(layers, Layout.BLOCK_NHD)
+    dst = view_of(layers, Layout.BLOCK_NHD, dense=True)
     migrate(src.at(TABLE, head_start=1), dst, LENS, num_heads=2)
     assert verify(src.at(TABLE, head_start=1), dst, LENS, num_heads=2)
     assert not verify(src.at(TABLE), dst, LENS, num_heads=2)
@@ -287,7 +287,7 @@ def test_a_range_of_heads() -> None:
 def test_a_cache_without_v() -> None:
     k = torch.randn(2, 8, 1, 576)
     src, dst = (
-        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL)
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL, dense=True)
         for t in (k, k.clone())
     )
     found = verify(src, dst, [8, 8])
@@ -299,7 +299,7 @@ def test_layers_may_differ() -> None:
     shapes = [(2, 8, 4, 10), (2, 8, 1, 30)]
     layers = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
     copies = [(k.clone(), v.clone()) for k, v in layers]
-    src, dst = view_of(layers, Layout.BLOCK_NHD), view_of(copies, Layout.BLOCK_NHD)
+    src, dst = (view_of(of, Layout.BLOCK_NHD, dense=True) for of in (layers, copies))
     found = verify(src, dst, [8, 8])
     assert found == Verification(True, 16, sum(k.numel() * 2 for k, _ in layers), None)
     copies[1][1][1, 7, 0, 29] += 1
@@ -311,8 +311,8 @@ def test_layers_may_differ() -> None:
 def test_layers_with_and_without_v() -> None:
     k = torch.randn(2, 8, 4, 10)
     without, with_v = (describe(k, Layout.BLOCK_NHD), None), (describe(k, Layout.BLOCK_NHD),) * 2
-    layers = tuple(CacheDesc.from_kv(*halves) for halves in (without, with_v, without))
-    view = CacheView(layers, SAME_MODEL)
+    layers = tuple(CacheDesc.from_kv(*h, shared_kv=True) for h in (without, with_v, without))
+    view = CacheView(layers, SAME_MODEL, dense=True)
     assert verify(view, view, [8, 8]) == Verification(True, 16, 4 * k.numel(), None)
 
 
@@ -321,7 +321,7 @@ def pair(
 ) -> tuple[CacheView, CacheView]:
     """Two caches of one layer without V; `scale` is the destination's."""
     one, other = (
-        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL)
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), SAME_MODEL, dense=True)
         for t in (src, dst)
     )
     return one, replace(other, k_scales=None if scale is None else (scale,))
@@ -501,8 +501,8 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(verify_module._End, "_read", watched)
     k = torch.randn(2, 20_000, 8, 32)
-    layers = [(k, k)]
-    src, dst = view_of(layers, Layout.BLOCK_NHD), view_of([(k.clone(), k)], Layout.BLOCK_NHD)
+    v = k.clone()
+    src, dst = (view_of([(of, v)], Layout.BLOCK_NHD, dense=True) for of in (k, k.clone()))
     assert verify(src, dst, [20_000, 19_999])
     assert max(sizes) <= verify_module._PIECE_BYTES
     assert sum(sizes) >= 2 * k.nbytes
@@ -522,7 +522,7 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             "dst has 1 layers, expected as many as src has, 2, and not 0 (spec E.3)",
         ),
         (
-            lambda src, dst: verify(*[CacheView((), SAME_MODEL)] * 2, []),
+            lambda src, dst: verify(*[CacheView((), SAME_MODEL, dense=True)] * 2, []),
             InvalidArgumentError,
             "dst has 0 layers, expected as many as src has, 0, and not 0 (spec E.3)",
         ),
@@ -559,7 +559,9 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             lambda src, dst: verify(
                 src.at(TABLE),
-                view_of(make(2, 12, HEADS + 1, dtype=torch.half, fill=0), Layout.BLOCK_NHD),
+                view_of(
+                    make(2, 12, HEADS + 1, dtype=torch.half, fill=0), Layout.BLOCK_NHD, dense=True
+                ),
                 LENS,
             ),
             InvalidArgumentError,
@@ -569,7 +571,9 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda src, dst: verify(
                 src.at(TABLE),
                 view_of(
-                    [(k, k) for k, _ in make(2, 12, 3, dtype=torch.half, fill=0)], Layout.BLOCK_NHD
+                    [(k, k.clone()) for k, _ in make(2, 12, 3, dtype=torch.half, fill=0)],
+                    Layout.BLOCK_NHD,
+                    dense=True,
                 ),
                 LENS,
             ),
@@ -598,8 +602,8 @@ def test_refused(call: Any, error: type[Exception], expected: str) -> None:
 
 
 def test_verify_reads_memory_that_is_read_only() -> None:
-    array = np.ones((2, 12, HEADS, DIM), np.float32)
-    array.setflags(write=False)
-    view = view_of([(array, array)], Layout.BLOCK_NHD)
+    halves = np.ones((2, 2, 12, HEADS, DIM), np.float32)
+    halves.setflags(write=False)
+    view = view_of([tuple(halves)], Layout.BLOCK_NHD, dense=True)
     assert verify(view, view, [12, 12])
     assert kvx_core.verify is verify

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from kvx_core import (
     SlotMapping,
     describe,
     migrate,
+    verify,
 )
 from tests.core import dlpack
 from tests.core.dlpack import Producer
@@ -61,7 +63,7 @@ def dense(
     """Layers of (batch, length, heads, dim), full of nines."""
     shape = (batch, length, heads, DIM)
     layers = [(torch.full(shape, 9.0).to(dtype), torch.full(shape, 9.0).to(dtype)) for _ in "lll"]
-    return layers, view_of(layers, Layout.BLOCK_NHD)
+    return layers, view_of(layers, Layout.BLOCK_NHD, dense=True)
 
 
 def view_of(layers: Any, layout: Layout, **options: Any) -> CacheView:
@@ -120,7 +122,7 @@ def test_descriptors_are_taken_as_they_are() -> None:
     assert span.block_table is table
     assert span.starts is starts
     assert src.at(slots=slots).slots is slots
-    assert src.at().view is src
+    assert src.at(slots=slots).view is src
 
 
 def test_a_range_of_heads() -> None:
@@ -193,7 +195,7 @@ def test_beams_share_a_length() -> None:
 def test_a_cache_without_v() -> None:
     k, out = torch.randn(2, 8, 1, 576), torch.zeros(2, 8, 1, 576)
     src, dst = (
-        CacheView(layers=(CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), facts=FACTS)
+        CacheView((CacheDesc.from_kv(describe(t, Layout.BLOCK_NHD)),), FACTS, dense=True)
         for t in (k, out)
     )
     assert migrate(src, dst, [8, 8]) == out.nbytes
@@ -285,7 +287,7 @@ def test_read_only_memory_is_never_written() -> None:
     array = np.zeros((2, 20, HEADS, DIM), np.float32)
     writable = [(array.copy(), array.copy()) for _ in range(3)]
     writable[1][1].setflags(write=False)
-    dst = view_of(writable, Layout.BLOCK_NHD)
+    dst = view_of(writable, Layout.BLOCK_NHD, dense=True)
     with pytest.raises(InvalidArgumentError) as raised:
         migrate(src.at(TABLE), dst, LENS)
     assert str(raised.value) == (
@@ -308,8 +310,56 @@ def test_scales_lie_where_the_cache_lies() -> None:
         replace(view, v_scales=(None, scale, None))
 
 
+@pytest.mark.parametrize("move", [migrate, verify])
+def test_a_paged_view_has_to_be_told_where_sequences_lie(move: Any) -> None:
+    """Without a table it would be read as if block s were sequence s."""
+    _, src = paged()
+    layers, dst = dense()
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("src: ", lambda: move(src, dst, [1, 1])),
+        ("dst: ", lambda: move(dst, src, [1, 1])),
+        ("", lambda: src.at()),
+        ("", lambda: src.at(starts=[0, 0], head_start=1)),
+    ]
+    for name, call in calls:
+        with pytest.raises(InvalidArgumentError) as raised:
+            call()
+        assert str(raised.value) == (
+            f"{name}the view is paged and has neither block_table nor slots, expected one of them: "
+            "view.at(block_table=...) or view.at(slots=...). A cache whose block s is sequence s "
+            "is described with CacheView(dense=True)"
+        )
+    with pytest.raises(InvalidArgumentError, match="the view is paged"):
+        replace(src.at([[0]]), block_table=None)
+    assert all((k == 9).all() and (v == 9).all() for k, v in layers)
+
+
+def test_a_dense_view_takes_starts_heads_and_tables() -> None:
+    layers, view = dense()
+    for span in (view.at(), view.at(starts=[3, 0]), view.at(head_start=1), view.at([[1], [0]])):
+        assert span.view is view
+    _, src = paged()
+    migrate(src.at([[4], [2]]), view.at(starts=[3, 1]), [5, 8])
+    assert (layers[0][0][0, :3] == 9).all()
+    assert not (layers[0][0][0, 3:8] == 9).any()
+
+
+def test_a_view_that_its_engine_has_left_is_refused() -> None:
+    _, src = paged()
+    layers, dst = dense()
+    reasons: list[str | None] = [None, None, "the engine has moved on. Describe it again"]
+    watched = replace(dst, outdated=lambda: reasons.pop(0))
+    migrate(src.at([[4], [2]]), watched, [1, 0])
+    assert not (layers[0][0][0, 0] == 9).any()
+    assert migrate(watched, src.at([[4], [2]]), [1, 0])
+    with pytest.raises(InvalidArgumentError) as raised:
+        migrate(src.at([[4], [2]]), watched, [8, 0])
+    assert str(raised.value) == ("dst is out of date: the engine has moved on. Describe it again")
+    assert (layers[0][0][0, 1:] == 9).all()
+
+
 def test_a_view_without_layers_is_refused_by_c() -> None:
-    view = CacheView(layers=(), facts=FACTS)
+    view = CacheView(layers=(), facts=FACTS, dense=True)
     with pytest.raises(KvxError, match=r"src\.num_layers is 0, expected at least 1"):
         migrate(view, view, [])
 
@@ -334,7 +384,7 @@ def test_a_view_keeps_everything_alive() -> None:
 
 def test_views_are_frozen_and_compare_by_what_they_describe() -> None:
     layers, view = dense()
-    assert view == view_of(layers, Layout.BLOCK_NHD)
+    assert view == view_of(layers, Layout.BLOCK_NHD, dense=True)
     assert view != replace(view, null_block_id=0)
     with pytest.raises(AttributeError):
         view.null_block_id = 0  # type: ignore[misc]

@@ -14,6 +14,8 @@ from tests.engines.engine import FINGERPRINT, Sizes, bytes_of, filled, poisoned_
 class TorchCache:
     """A K and a V tensor per layer; V is left out with MLA."""
 
+    dense = False
+
     def __init__(self, sizes: Sizes, layout: Layout, *, has_v: bool = True) -> None:
         self.layout = layout
         self.block_size = sizes.block_size
@@ -53,6 +55,7 @@ class TorchCache:
             facts=facts,
             k_scales=k_scales,
             v_scales=v_scales if has_v else None,
+            dense=self.dense,
         )
 
     def span(
@@ -72,6 +75,8 @@ class TorchCache:
 
 class DenseCache(TorchCache):
     """(sequence, token, head, dim): sequence s is block s, and there is no table."""
+
+    dense = True
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes, Layout.BLOCK_NHD)

@@ -207,7 +207,7 @@ def test_the_migration_that_the_docs_show() -> None:
         total_kv_heads=2,
         first_kv_head=0,
     )
-    names["theirs"] = CacheView(layers=tuple(layers), facts=facts)
+    names["theirs"] = CacheView(layers=tuple(layers), facts=facts, dense=True)
     exec(code, names)
     sub_blocks = pool.view(7, 3, 2, 2, 32, 64)
     for row, (ids, length) in enumerate(zip(blocks, (40, 9), strict=True)):

@@ -202,7 +202,8 @@ def fill(path: Path, tokens: list[int], salt: str = "") -> None:
     descs = [describe(tensor, Layout.BLOCK_HND) for tensor in tensors]
     layers = tuple(map(CacheDesc.from_kv, descs[:LAYERS], descs[LAYERS:]))
     facts = CacheFacts(num_layers=LAYERS, total_kv_heads=HEADS, first_kv_head=0)
-    section = Section(tuple(range(LAYERS)), CacheView(layers=layers, facts=facts), None)
+    view = CacheView(layers=layers, facts=facts, dense=True)
+    section = Section(tuple(range(LAYERS)), view, None)
     for start, stop in store.spans(len(tokens), 0):
         snapshot = store.capture(tokens, start, stop, [section])
         assert snapshot is not None
@@ -620,3 +621,22 @@ def test_tokens_that_see_those_after_them_are_refused(name: str) -> None:
         UnsupportedError, match=f"{name} is .*the keys and values of a prefix depend"
     ):
         check_engine(config, Settings(path="store"))
+
+
+@pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_ranks_that_share_out_the_tokens_of_a_block_are_refused(size: str) -> None:
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm_plugin.settings import Settings, check_engine
+
+    def config(ranks: int) -> Any:
+        parallel = SimpleNamespace(**{size: ranks})
+        return SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace())
+
+    check_engine(config(1), Settings(path="store"))
+    with pytest.raises(UnsupportedError) as raised:
+        check_engine(config(2), Settings(path="store"))
+    assert str(raised.value) == (
+        f"{size} is 2, expected 1: its ranks share out the tokens of a block, which KVXConnector "
+        "does not put together again"
+    )

@@ -1,0 +1,268 @@
+"""The cache of one layer: where its K and V lie, and the pool behind them. Spec: 6.1, 6.7"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvx_core import _abi, _bound, layouts
+from kvx_core.descriptors import TensorDesc
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.overlap import share_an_element
+from kvx_core.placement import is_in_place, moved, require_in_place
+from kvx_core.tensors import (
+    TensorLike,
+    borrow,
+    dtype_name,
+    is_torch,
+)
+from kvx_core.types import Memory
+from kvx_core.words import address, fix, flag, instance, integer, listed, many, product, wrong
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PoolDesc:
+    """The pool behind a KV_OFFSETS table, seen from one layer. Addresses; 0 for no secondary.
+
+    Spec: 6.7
+    """
+
+    memory: Memory
+    bytes_per_block: int  # one K or V sub-block of one layer
+    primary: int
+    secondary: int = 0
+    owner: object = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            memory=Memory.called,
+            bytes_per_block=integer,
+            primary=address,
+            secondary=address,
+        )
+        if self.secondary and self.secondary == self.primary:
+            raise InvalidArgumentError(
+                "secondary is the memory of primary, expected a pool of its own: blocks of the two "
+                "pools would be the same bytes. Leave secondary out where there is one pool"
+            )
+
+    def __repr__(self) -> str:
+        second = "with a secondary pool" if self.secondary else None
+        memory = None if self.memory is Memory.HOST else self.memory.name
+        return listed("PoolDesc", f"{self.bytes_per_block} bytes per block", second, memory)
+
+    @classmethod
+    def of(
+        cls,
+        primary: TensorLike,
+        bytes_per_block: int,
+        secondary: TensorLike | None = None,
+    ) -> Self:
+        """A pool whose first K sub-block of this layer is element 0 of `primary`.
+
+        primary, secondary: tensors, any shape; their first elements are the addresses, and not the
+                            same one
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        first = borrow(primary, name="primary")
+        second = None if secondary is None else borrow(secondary, name="secondary")
+        return cls(
+            memory=first.memory,
+            bytes_per_block=bytes_per_block,
+            primary=first.data,
+            secondary=0 if second is None else second.data,
+            owner=(first.owner, second and second.owner),
+        )
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What keeps the pools alive."""
+        return self.owner if isinstance(self.owner, tuple) else (self.owner,)
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses a pool that lies elsewhere by now. Raises InvalidArgumentError."""
+        for owner in filter(is_torch, self.owners):
+            if not any(is_in_place(owner, at, at + 1) for at in (self.primary, self.secondary)):
+                raise moved(name)
+
+    def to_c(self) -> _abi.kvx_pool_desc_t:
+        """A new C struct with these fields."""
+        return _abi.kvx_pool_desc_t(
+            memory=self.memory,
+            bytes_per_block=self.bytes_per_block,
+            primary=self.primary,
+            secondary=self.secondary,
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CacheDesc:
+    """The cache of one layer.
+
+    shared_kv: K and V are the same memory on purpose, so that V is what was written last. Spec: E.8
+    Raises InvalidArgumentError for K and V that share an element without it.
+    Spec: 6.1
+    """
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int  # of K
+    k: TensorDesc
+    v: TensorDesc | None = None  # None: no V (MLA)
+    pool: PoolDesc | None = None  # KV_OFFSETS only
+    shared_kv: bool = False
+    _c: _abi.kvx_cache_desc_t = field(init=False, compare=False)
+    # Of write_kv and gather_kv without options, and of require_in_place: made by the first call.
+    bound_calls: dict[str, Callable[..., int]] = field(
+        init=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        counts = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
+        fix(self, shared_kv=flag, **dict.fromkeys(counts, integer))
+        _tensor("k", self.k)
+        if self.v is not None:
+            _tensor("v", self.v, ", or None where there is no V")
+            if not self.shared_kv and share_an_element(self.k, self.v):
+                raise InvalidArgumentError(
+                    "v is in the memory of k, expected elements of its own: a write would store V "
+                    "over K. Pass v=None where there is no V (MLA), or shared_kv=True if both are "
+                    "meant to be the same memory"
+                )
+        if self.pool is not None:
+            instance("pool", self.pool, PoolDesc, "a PoolDesc, such as PoolDesc.of(...), or None")
+        struct = _abi.kvx_cache_desc_t(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            k=self.k.to_c(),
+            v=_abi.kvx_tensor_desc_t() if self.v is None else self.v.to_c(),
+        )
+        if self.pool is not None:
+            struct.pool = self.pool.to_c()
+        object.__setattr__(self, "_c", struct)
+
+    def __repr__(self) -> str:
+        return listed("CacheDesc", *self.words())
+
+    def words(self) -> tuple[str | None, ...]:
+        """What there is to say of it: '8 blocks x 16 tokens x 2 heads x 64', 'float16', ..."""
+        counts = (
+            many(self.num_blocks, "block"),
+            many(self.block_size, "token"),
+            many(self.num_kv_heads, "head"),
+            self.head_dim,
+        )
+        memory = {tensor.memory for tensor in self.tensors.values()} - {Memory.HOST}
+        return (
+            product(counts),
+            *_kind(self.k),
+            self._v_words(),
+            " and ".join(sorted(found.name for found in memory)),
+            "with a pool" if self.pool else None,
+        )
+
+    def _v_words(self) -> str | None:
+        """How V differs from K."""
+        if self.v is None:
+            return "no V"
+        kinds = zip(_kind(self.k), _kind(self.v), strict=True)
+        parts = [of_v for of_k, of_v in kinds if of_v != of_k]
+        dim = layouts.axes(self.v.layout, self.v.shape).head_dim if self.v.ndim in (4, 5) else None
+        if dim is not None and dim != self.head_dim:
+            parts.insert(0, str(dim))
+        return f"V: {' '.join(parts)}" if parts else None
+
+    @classmethod
+    def from_kv(
+        cls,
+        k: TensorDesc,
+        v: TensorDesc | None = None,
+        *,
+        pool: PoolDesc | None = None,
+        shared_kv: bool = False,
+    ) -> Self:
+        """The cache whose K is `k`, V is `v`; its sizes are those of `k`.
+
+        V may differ in layout, strides, dtype and head_dim, or be None.
+        shared_kv: K and V are the same memory on purpose; without it they may not share an element
+        Raises InvalidArgumentError if `k` has not the axes of its layout or V lies in K; the rest
+        is checked by `validate` and by every call.
+        """
+        _tensor("k", k)
+        sizes = layouts.axes(k.layout, k.shape)
+        return cls(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            k=k,
+            v=v,
+            pool=pool,
+            shared_kv=shared_kv,
+        )
+
+    @property
+    def v_head_dim(self) -> int:
+        """head_dim of V; 0 without V."""
+        return 0 if self.v is None else layouts.axes(self.v.layout, self.v.shape).head_dim
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one token and head, as they are stored."""
+        dims = self.head_dim, self.v_head_dim
+        return sum(
+            dim * tensor.dtype.itemsize
+            for dim, tensor in zip(dims, self.tensors.values(), strict=False)
+        )
+
+    @property
+    def tensors(self) -> dict[str, TensorDesc]:
+        """K and, if there is one, V, by their names "k" and "v"."""
+        return {"k": self.k} if self.v is None else {"k": self.k, "v": self.v}
+
+    def validate(self) -> None:
+        """Checks everything that can be checked without reading the cache.
+
+        Raises InvalidArgumentError, UnsupportedError.
+        Spec: 7.1
+        """
+        _abi.check(_abi.library().kvx_validate_cache_desc(self._c))
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses a cache that lies elsewhere by now: its storage was resized or replaced.
+
+        name: what errors call it
+        Raises InvalidArgumentError.
+        """
+        is_in_place = self.bound_calls.get("is_in_place")
+        if is_in_place is not None and is_in_place():
+            return
+        for half, tensor in self.tensors.items():
+            require_in_place(f"{name}.{half}", tensor)
+        if self.pool is not None:
+            self.pool.require_in_place(f"{name}.pool")
+        self.bound_calls["is_in_place"] = _bound.in_place(self.torch_owners)
+
+    @property
+    def torch_owners(self) -> list[Any]:
+        """The torch tensors that it describes."""
+        owners = [tensor.owner for tensor in self.tensors.values()]
+        return list(filter(is_torch, [*owners, *(self.pool.owners if self.pool else ())]))
+
+    def to_c(self) -> _abi.kvx_cache_desc_t:
+        """The C struct with these fields: built once, shared, to be read only."""
+        return self._c
+
+
+def _tensor(name: str, desc: Any, otherwise: str = "") -> None:
+    if not isinstance(desc, TensorDesc):
+        raise wrong(name, desc, f"a TensorDesc: describe(tensor, layout){otherwise}")
+
+
+def _kind(tensor: TensorDesc) -> tuple[str, str]:
+    return dtype_name(tensor.dtype), tensor.layout.name.removeprefix("BLOCK_")

@@ -1,0 +1,64 @@
+"""Slots, tables and lengths as the ABI wants them: contiguous integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import (
+    Borrowed,
+    TensorLike,
+    borrow_ints,
+    int64_array,
+    is_tensor,
+    row_major,
+)
+from kvx_core.types import DType, Memory
+from kvx_core.words import wrong
+
+
+def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
+    return contiguous(name, borrow_ints(name, numbers), 1)
+
+
+def contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
+    """Integers without strides: the ABI's tables have none, and Python reads some of them too."""
+    if len(borrowed.shape) != ndim:
+        raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
+    if not borrowed.is_contiguous:
+        raise InvalidArgumentError(
+            f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
+            "contiguous. Pass a contiguous copy"
+        )
+    if borrowed.dtype not in (DType.S32, DType.S64):
+        raise InvalidArgumentError(
+            f"{name}.dtype is {borrowed.dtype.array_name}, expected int32 or int64"
+        )
+    return borrowed
+
+
+def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
+    """A list of rows as a table, padded with -1 to the longest."""
+    expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
+        raise wrong(name, rows, expected)
+    for i, row in enumerate(rows):
+        is_row = isinstance(row, Sequence) or (is_tensor(row) and getattr(row, "ndim", 0) == 1)
+        if not is_row or isinstance(row, (str, bytes)):
+            raise wrong(f"{name}[{i}]", row, f"a list of block ids: {expected}")
+    width = max(1, 1, *map(len, rows))
+    table = np.full((len(rows), width), -1, np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
+    return table
+
+
+def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:
+    """Whether fields are as `index_list` has them: asked first, since every call makes some."""
+    kinds = type(dtype), type(memory), type(place), type(count), type(invalid)
+    if kinds != (DType, Memory, int, int, int):
+        return False
+    return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63

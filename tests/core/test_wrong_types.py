@@ -1,0 +1,515 @@
+"""Every argument of every public function and descriptor, given values of every other type.
+
+What is no use is refused with a sentence that names the argument: a KvxError, never a traceback
+from inside, and never silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvx_core as kvx
+from kvx_core import (
+    BlockTable,
+    BlockTableFormat,
+    CacheDesc,
+    CacheFacts,
+    CacheSpan,
+    CacheView,
+    DType,
+    GatherPlan,
+    KvxError,
+    Layout,
+    Memory,
+    PoolDesc,
+    ScaleDesc,
+    ScaleGranularity,
+    SeqLens,
+    SlotMapping,
+    TensorDesc,
+    WritePlan,
+    describe,
+)
+from kvx_core import layouts as layouts_module
+
+NHD = Layout.BLOCK_NHD
+K, V = torch.zeros(2, 4, 8, 2, 16)
+KEY, VALUE = torch.ones(2, 2, 2, 16)
+CACHE = CacheDesc.from_kv(describe(K, NHD), describe(V, NHD))
+COPY = CacheDesc.from_kv(describe(K.clone(), NHD), describe(V.clone(), NHD))
+VIEW = CacheView((CACHE,), CacheFacts(), dense=True)
+OTHER = CacheView((COPY,), CacheFacts(), dense=True)
+PAGED = CacheView((CACHE,), CacheFacts())
+DEVICE_ADDRESS = 4096
+
+WRONG: dict[str, Any] = {
+    "None": None,
+    "int": 3,
+    "negative": -1,
+    "big": 1 << 70,
+    "float": 2.5,
+    "bool": True,
+    "str": "HND",
+    "bytes": b"x",
+    "object": object(),
+    "type": int,
+    "dict": {"k": 1},
+    "set": {1},
+    "empty list": [],
+    "list": [1],
+    "list of lists": [[1]],
+    "list of floats": [0.5],
+    "list of objects": [object()],
+    "pair": (1, 2),
+    "cache": CACHE,
+    "caches": [CACHE],
+    "view": VIEW,
+    "tensor desc": describe(K, NHD),
+    "torch floats": torch.ones(2),
+    "torch bools": torch.ones(2, dtype=torch.bool),
+    "torch table": torch.zeros(1, 1, dtype=torch.int64),
+    "torch list": torch.zeros(1, dtype=torch.int64),
+    "numpy float": np.float32(1),
+    "numpy int": np.int64(1),
+    "numpy objects": np.array([object()]),
+    "numpy strings": np.array(["x"]),
+    "layout": Layout.BLOCK_NHD,
+    "torch dtype": torch.float16,
+    "function": lambda: None,
+}
+
+INTS = {"int", "numpy int", "layout"}  # an IntEnum is an int
+ANY_INTS = INTS | {"negative"}
+LISTS = {"empty list", "list", "pair", "torch list"}
+DESC = {"tensor desc"}  # of another shape: C says so
+TABLES = {"empty list", "list of lists", "torch table"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that is right, and what else each argument may be."""
+
+    call: Callable[..., Any]
+    right: dict[str, Any]
+    also: dict[str, set[str]]  # names in WRONG that are right too
+    says: dict[str, str]  # what sentences call an argument, if not by its name
+
+
+def case(
+    call: Callable[..., Any],
+    right: dict[str, Any],
+    also: dict[str, set[str]],
+    says: dict[str, str] | None = None,
+) -> Case:
+    return Case(call, right, also, says or {})
+
+
+def _tensor_desc(**fields: Any) -> TensorDesc:
+    right = {
+        "dtype": DType.F32,
+        "layout": NHD,
+        "memory": Memory.HOST,
+        "shape": (1, 2),
+        "stride": (2, 1),
+        "data": 64,
+        "writable": True,
+    }
+    return TensorDesc(**(right | fields))
+
+
+SCALES = INTS | {"negative", "big", "float", "numpy float"}
+SCALES |= {"torch floats", "torch list", "torch table"}  # whether they fit is for C to say
+OPTIONAL = {"None"}
+OUTPUTS = torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16)
+BLOCK = torch.tensor([[1]])
+LENGTH = torch.tensor([1])
+OPTIONS = {
+    "k_scale": SCALES | OPTIONAL,
+    "v_scale": SCALES | OPTIONAL,
+    "find_scales": {"bool"},
+    "zero_fill": {"bool"},
+    "transfer": set[str](),
+    "stream": INTS | OPTIONAL,
+    "null_block_id": ANY_INTS,
+    "secondary_num_blocks": INTS,
+}
+WRITE_OPTIONS = ("k_scale", "v_scale", "find_scales", "transfer", "stream")
+GATHER_OPTIONS = (
+    "k_scale",
+    "v_scale",
+    "null_block_id",
+    "zero_fill",
+    "secondary_num_blocks",
+    "transfer",
+    "stream",
+)
+RIGHT_OPTIONS = {
+    "k_scale": None,
+    "v_scale": None,
+    "find_scales": False,
+    "zero_fill": False,
+    "transfer": kvx.Transfer.KERNEL,
+    "stream": None,
+    "null_block_id": -1,
+    "secondary_num_blocks": 0,
+}
+
+
+def options(*names: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    return {n: RIGHT_OPTIONS[n] for n in names}, {n: OPTIONS[n] for n in names}
+
+
+def calls() -> dict[str, Case]:
+    write, write_also = options(*WRITE_OPTIONS)
+    gather, gather_also = options(*GATHER_OPTIONS)
+    move, move_also = options("zero_fill", "find_scales", "transfer", "stream")
+    ends = {"src": VIEW, "dst": OTHER, "seq_lens": [1, 0, 0, 0]}
+    ends_also = {"src": {"view"}, "dst": {"view"}, "seq_lens": LISTS}
+    heads = INTS | OPTIONAL
+    geometry = dict.fromkeys(
+        ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"), 4
+    )
+    return {
+        "describe": case(
+            describe,
+            {"tensor": K, "layout": NHD, "dtype": None},
+            {
+                "tensor": {"torch floats", "torch list", "torch table"},
+                "layout": {"layout"},
+                "dtype": OPTIONAL,
+            },
+        ),
+        "borrow": case(
+            kvx.borrow,
+            {"tensor": K},
+            {"tensor": {"torch floats", "torch list", "torch table"}},
+        ),
+        "TensorDesc": case(
+            _tensor_desc,
+            {"dtype": DType.F16, "layout": NHD, "memory": Memory.HOST, "shape": (1, 2)}
+            | {"stride": (2, 1), "data": 64, "writable": True},
+            {
+                "dtype": {"torch dtype"},
+                "layout": {"layout"},
+                "memory": set(),
+                "shape": {"pair", "empty list"},
+                "stride": {"pair", "empty list"},
+                "data": INTS,
+                "writable": {"bool"},
+            },
+            {"shape": "s"},  # a shape of another length: "stride has ..."
+        ),
+        "PoolDesc": case(
+            PoolDesc,
+            {"memory": Memory.HOST, "bytes_per_block": 64, "primary": 64, "secondary": 0},
+            {"memory": set(), "bytes_per_block": INTS, "primary": INTS, "secondary": INTS},
+        ),
+        "PoolDesc.of": case(
+            PoolDesc.of,
+            {"primary": K, "bytes_per_block": 64, "secondary": None},
+            {
+                "primary": {"torch floats", "torch list", "torch table"},
+                "bytes_per_block": INTS,
+                "secondary": {"torch floats", "torch list", "torch table", "None"},
+            },
+        ),
+        "CacheDesc": case(
+            CacheDesc,
+            {"num_blocks": 4, "block_size": 8, "num_kv_heads": 2, "head_dim": 16}
+            | {"k": describe(K, NHD), "v": describe(V, NHD), "pool": None, "shared_kv": False},
+            {
+                **dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"), INTS),
+                "k": {"tensor desc"},
+                "v": OPTIONAL,
+                "pool": OPTIONAL,
+                "shared_kv": {"bool"},
+            },
+        ),
+        "CacheDesc.from_kv": case(
+            CacheDesc.from_kv,
+            {"k": describe(K, NHD), "v": describe(V, NHD), "pool": None, "shared_kv": False},
+            {"k": {"tensor desc"}, "v": OPTIONAL, "pool": OPTIONAL, "shared_kv": {"bool"}},
+        ),
+        "BlockTable": case(
+            BlockTable,
+            {"format": BlockTableFormat.PACKED, "index_dtype": DType.S64, "seq_count": 1}
+            | {"max_blocks_per_seq": 1, "indices": 64, "indices_count": 1, "beam_width": 1}
+            | {"indptr_dtype": DType.INVALID, "indptr": 0, "indptr_count": 0, "flags": 0}
+            | {"memory": Memory.HOST},
+            {
+                "format": set(),
+                "index_dtype": {"torch dtype"},
+                "indptr_dtype": {"torch dtype"},
+                "memory": set(),
+                **dict.fromkeys(("seq_count", "max_blocks_per_seq", "indices"), INTS),
+                **dict.fromkeys(("indices_count", "beam_width", "indptr"), INTS),
+                **dict.fromkeys(("indptr_count", "flags"), INTS),
+            },
+        ),
+        "BlockTable.packed": case(
+            BlockTable.packed, {"indices": [[1]]}, {"indices": TABLES}, {"indices": "block_table"}
+        ),
+        "BlockTable.of": case(
+            BlockTable.of, {"table": [[1]]}, {"table": TABLES}, {"table": "block_table"}
+        ),
+        "BlockTable.ragged": case(
+            BlockTable.ragged,
+            {"indices": [1], "indptr": [0, 1]},
+            {"indices": LISTS, "indptr": LISTS},
+        ),
+        "BlockTable.kv_offsets": case(
+            BlockTable.kv_offsets,
+            {"indices": torch.zeros(1, 1, 2, 1, dtype=torch.int32)},
+            {"indices": set()},
+            {"indices": "block_table"},
+        ),
+        "SlotMapping": case(
+            SlotMapping,
+            {"dtype": DType.S64, "token_count": 1, "slots": 64, "invalid_slot": -1}
+            | {"memory": Memory.HOST},
+            {
+                "dtype": {"torch dtype"},
+                "token_count": INTS,
+                "slots": INTS,
+                "invalid_slot": ANY_INTS,
+                "memory": set(),
+            },
+        ),
+        "SlotMapping.of": case(
+            SlotMapping.of,
+            {"slots": [1], "invalid_slot": -1},
+            {"slots": LISTS, "invalid_slot": ANY_INTS},
+        ),
+        "SeqLens": case(
+            SeqLens,
+            {"dtype": DType.S64, "seq_count": 1, "lengths": 64, "memory": Memory.HOST},
+            {"dtype": {"torch dtype"}, "seq_count": INTS, "lengths": INTS, "memory": set()},
+        ),
+        "SeqLens.of": case(
+            SeqLens.of, {"lengths": [1]}, {"lengths": LISTS}, {"lengths": "seq_lens"}
+        ),
+        "ScaleDesc": case(
+            ScaleDesc,
+            {"dtype": DType.F32, "granularity": ScaleGranularity.PER_TENSOR, "shape": (2, 2)}
+            | {"stride": (2, 1), "data": 64, "memory": Memory.HOST, "writable": True},
+            {
+                "dtype": {"torch dtype"},
+                "granularity": set(),
+                "shape": {"pair", "empty list"},
+                "stride": {"pair", "empty list"},
+                "data": INTS,
+                "memory": set(),
+                "writable": {"bool"},
+            },
+        ),
+        "ScaleDesc.of": case(
+            ScaleDesc.of,
+            {"scale": 1.0, "granularity": ScaleGranularity.PER_TENSOR},
+            {
+                "scale": SCALES,
+                "granularity": set(),
+            },
+        ),
+        "CacheView": case(
+            CacheView,
+            {"layers": (CACHE,), "facts": CacheFacts(), "k_scales": None, "v_scales": None}
+            | {"null_block_id": -1, "secondary_num_blocks": 0, "dense": True, "outdated": None},
+            {
+                "layers": {"caches", "empty list"},
+                "facts": set(),
+                "k_scales": OPTIONAL,
+                "v_scales": OPTIONAL,
+                "null_block_id": ANY_INTS,
+                "secondary_num_blocks": INTS,
+                "dense": {"bool"},
+                "outdated": OPTIONAL | {"function", "type"},
+            },
+        ),
+        "CacheView.at": case(
+            VIEW.at,
+            {"block_table": None, "slots": None, "starts": None, "head_start": 0},
+            {
+                "block_table": TABLES | OPTIONAL,
+                "slots": LISTS | OPTIONAL,
+                "starts": LISTS | OPTIONAL,
+                "head_start": INTS,
+            },
+        ),
+        "CacheView.bytes_per_token": case(
+            VIEW.bytes_per_token, {"num_heads": None}, {"num_heads": heads}
+        ),
+        "CacheSpan": case(
+            CacheSpan,
+            {"view": VIEW, "block_table": None, "slots": None, "starts": None, "head_start": 0},
+            {
+                "view": {"view"},
+                "block_table": OPTIONAL,
+                "slots": OPTIONAL,
+                "starts": OPTIONAL,
+                "head_start": INTS,
+            },
+        ),
+        "CacheSpan.of": case(CacheSpan.of, {"end": VIEW}, {"end": {"view"}}),
+        "CacheGeometry.k_shape": case(
+            kvx.CacheGeometry(**geometry, dtype="float16").k_shape,  # type: ignore[arg-type]
+            {"layout": Layout.BLOCK_HND_PACKED, "pack": 2},
+            {"layout": {"layout"}, "pack": {"numpy int", "layout"}},
+        ),
+        "layouts.axes": case(
+            layouts_module.axes,
+            {"layout": NHD, "shape": (4, 8, 2, 16)},
+            {"layout": {"layout"}, "shape": {"empty list", "list", "pair"}},  # too few axes
+        ),
+        "write_kv": case(
+            kvx.write_kv,
+            {"cache": CACHE, "key": KEY, "value": VALUE, "slots": [1]} | write,
+            {"cache": {"cache"}, "key": DESC, "value": DESC, "slots": LISTS} | write_also,
+        ),
+        "WritePlan": case(
+            WritePlan,
+            {"cache": CACHE, "key_like": KEY, "value_like": VALUE} | write | {"stream": None},
+            {"cache": {"cache"}, "key_like": DESC, "value_like": DESC}
+            | write_also
+            | {"stream": INTS | OPTIONAL | {"function", "type"}},
+            {"key_like": "key", "value_like": "value"},
+        ),
+        "WritePlan()": case(
+            WritePlan(CACHE, KEY, VALUE).__call__,
+            {"key": KEY, "value": VALUE, "slots": [1]},
+            {"key": DESC, "value": DESC, "slots": LISTS},
+        ),
+        "gather_kv, out": case(
+            kvx.gather_kv,
+            {"cache": CACHE, "block_table": [[1]], "seq_lens": [1], "out": OUTPUTS}
+            | {"max_seq_len": None, "dtype": None}
+            | gather,
+            {
+                "cache": {"cache"},
+                "block_table": TABLES,
+                "seq_lens": LISTS,
+                "out": OPTIONAL,
+                "max_seq_len": heads,
+                "dtype": OPTIONAL,
+            }
+            | gather_also,
+            {"out": ""},  # of a pair, the one that is wrong
+        ),
+        "gather_kv": case(
+            kvx.gather_kv,
+            {"cache": CACHE, "block_table": [[1]], "seq_lens": [1]}
+            | {"max_seq_len": None, "dtype": None}
+            | gather,
+            {
+                "cache": {"cache"},
+                "block_table": TABLES,
+                "seq_lens": LISTS,
+                "max_seq_len": heads,
+                "dtype": OPTIONAL | {"torch dtype"},
+            }
+            | gather_also,
+        ),
+        "GatherPlan": case(
+            GatherPlan,
+            {"cache": CACHE, "key_like": OUTPUTS[0], "value_like": OUTPUTS[1]} | gather,
+            {"cache": {"cache"}, "key_like": DESC, "value_like": DESC}
+            | gather_also
+            | {"stream": INTS | OPTIONAL | {"function", "type"}},
+            {"key_like": "key", "value_like": "value"},
+        ),
+        "GatherPlan()": case(
+            GatherPlan(CACHE, *OUTPUTS).__call__,
+            {"key": OUTPUTS[0], "value": OUTPUTS[1], "block_table": [[1]], "seq_lens": [1]},
+            {"key": DESC, "value": DESC, "block_table": TABLES, "seq_lens": LISTS},
+        ),
+        "migrate": case(
+            kvx.migrate,
+            ends | {"num_heads": None} | move,
+            ends_also | {"num_heads": heads} | move_also,
+        ),
+        "verify": case(
+            kvx.verify,
+            ends | {"num_heads": None, "tolerance": "exact"},
+            ends_also | {"num_heads": heads, "tolerance": set()},
+        ),
+        "device_status": case(kvx.device_status, {"stream": None}, {"stream": INTS | OPTIONAL}),
+        "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
+        "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
+    }
+
+
+CALLS = calls()
+# Exceptions, enums, results, and what others hand over; stores and facts have tests of their own.
+ELSEWHERE = {
+    "BackendInfo BlobStore Borrowed CacheFacts CacheGeometry Difference Directory Match PrefixStore"
+    " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
+    " compare fingerprint model_fingerprint"
+}
+
+
+def test_every_public_function_and_descriptor_is_here() -> None:
+    covered = {name.split(".")[0].split(",")[0].removesuffix("()") for name in CALLS}
+    elsewhere = set(" ".join(ELSEWHERE).split())
+    for name in kvx.__all__:
+        thing = getattr(kvx, name)
+        is_enum = isinstance(thing, type) and issubclass(thing, int)
+        is_error = isinstance(thing, type) and issubclass(thing, Exception)
+        assert name in covered or name in elsewhere or is_enum or is_error, name
+
+
+def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
+    """What a call raises."""
+    try:
+        call(**arguments)
+    except Exception as error:  # a TypeError from inside too
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, argument) for name, found in CALLS.items() for argument in found.also],
+)
+def test_a_wrong_type_is_refused_in_words(name: str, argument: str) -> None:
+    found = CALLS[name]
+    found.call(**found.right)
+    try:
+        for kind, value in WRONG.items():
+            raised = outcome(found.call, found.right | {argument: value})
+            assert raised is None or isinstance(raised, KvxError), f"{kind}: {raised!r}"
+            if kind not in found.also[argument]:
+                assert raised is not None, f"{kind} is taken"
+                assert found.says.get(argument, argument) in str(raised), f"{kind}: {raised}"
+                assert "expected" in str(raised), f"{kind}: {raised}"
+    finally:
+        kvx.set_num_threads(0)
+        kvx.use_openmp(False)
+
+
+@pytest.mark.parametrize("enum", [Layout, Memory, BlockTableFormat, ScaleGranularity, kvx.Transfer])
+def test_names_are_taken_exactly(enum: Any) -> None:
+    for member in enum:
+        assert enum.of(member) is enum.of(member.name) is member
+    name = list(enum)[1].name
+    for wrong in (name.lower(), f"{name} ", 1, None, "HND"):
+        with pytest.raises(kvx.InvalidArgumentError) as raised:
+            enum.of(wrong)
+        assert f", expected a kvx_core.{enum.__name__}: " in str(raised.value)
+
+
+def test_names_do_wherever_members_do() -> None:
+    k, v = describe(K, "BLOCK_NHD"), describe(V, "BLOCK_NHD")
+    assert k.layout is NHD
+    cache = CacheDesc.from_kv(k, v)
+    for transfer in ("KERNEL", "BACKGROUND"):
+        kvx.write_kv(cache, KEY, VALUE, [1], transfer=transfer)
+        kvx.gather_kv(cache, [[1]], [1], transfer=transfer)
+        WritePlan(cache, KEY, VALUE, transfer=transfer)
+        kvx.migrate(VIEW, OTHER, [1, 0, 0, 0], transfer=transfer)
+    assert ScaleDesc.of(torch.ones(2), "PER_HEAD").granularity is ScaleGranularity.PER_HEAD
+    assert _tensor_desc(dtype="float16", layout="BLOCK_HND", memory="DEVICE").dtype is DType.F16
