@@ -78,8 +78,8 @@ def write(
 ) -> Call:
     """kvx_write_kv_ext of (key, value or None, slots), the rest as in `like`.
 
-    owners: the torch tensors that the structs describe, as they lie now. The caller keeps them for
-            as long as the call.
+    owners: the torch tensors that the structs describe, as they lie now: the call keeps them.
+            Memory of other libraries is for the caller to keep.
     """
     return _bind("write", cache, like, options, index_memory, stream, owners)
 
@@ -95,8 +95,8 @@ def gather(
     """kvx_gather_kv_ext of (key, value or None, block_table, seq_lens), the rest as in `like`.
 
     block_table is PACKED.
-    owners: the torch tensors that the structs describe, as they lie now. The caller keeps them for
-            as long as the call.
+    owners: the torch tensors that the structs describe, as they lie now: the call keeps them.
+            Memory of other libraries is for the caller to keep.
     """
     return _bind("gather", cache, like, options, index_memory, stream, owners)
 

@@ -5,8 +5,8 @@
 // every kind of tensor and says what is wrong with one that cannot be used: they return kNotTaken
 // and have done nothing. Whether a call is valid is for libkvx to say, as always.
 //
-// A call keeps what Python has bound it to, but for the tensors behind the descriptors: those are
-// for its caller to keep.
+// A call keeps what Python has bound it to, torch tensors behind the descriptors included. It
+// leaves to Python also once the storage of one of these has been resized or replaced.
 #include <algorithm>
 #include <cstdint>
 
