@@ -55,7 +55,12 @@ def test_the_snippets() -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
     assert len(snippets) == 4
     facts = tgi.cache_facts(
-        theirs_spec, rotary="half", rotary_dim=64, num_layers=NUM_LAYERS, window=0
+        theirs_spec,
+        fingerprint="a model",
+        rotary="half",
+        rotary_dim=64,
+        num_layers=NUM_LAYERS,
+        window=0,
     )
     names["theirs"] = tgi.cache_view([(c.key, c.value) for c in other], theirs_spec, facts)
     for snippet in snippets:

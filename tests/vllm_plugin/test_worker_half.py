@@ -47,7 +47,12 @@ class Worker:
         spec = make_spec("LBHNC", num_kv_heads=last - first, block_size=block_size)
         self.raw, self.kv_caches = by_permutation(spec)
         facts = CacheFacts(
-            fingerprint="f", num_layers=L, window=0, total_kv_heads=H, first_kv_head=first
+            engine="vllm",
+            fingerprint="f",
+            num_layers=L,
+            window=0,
+            total_kv_heads=H,
+            first_kv_head=first,
         )
         names = tuple(f"model.layers.{i}" for i in range(L))
         group = vllm.LayerGroup(names, tuple(range(L)), (spec,) * L, 0)
