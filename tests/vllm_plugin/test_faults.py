@@ -83,10 +83,10 @@ def test_killed_while_it_saves(
         pytest.fail("it was not killed")
     assert list(store.rglob("*.safetensors")) or call == "write"
     with second.engine(llama, block_size=64, kv_transfer_config=config) as engine:
-        assert temporary_files(store) == []
         for _ in range(2):
             same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
             engine.call("reset_prefix_cache")
+    assert temporary_files(store) == []  # its first save has taken away what the other one left
 
 
 def temporary_files(store: Path) -> list[Path]:
