@@ -62,7 +62,12 @@ def test_errors_short_reads_and_delays(
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in PROMPTS]
 
 
-@pytest.mark.parametrize("call", ["write", "sync", "link+rename"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "call", ["sync", pytest.param("write", marks=SLOW), pytest.param("link+rename", marks=SLOW)]
+)
 def test_killed_while_it_saves(
     call: str, llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
 ) -> None:
