@@ -62,7 +62,12 @@ def test_errors_short_reads_and_delays(
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in PROMPTS]
 
 
-@pytest.mark.parametrize("call", ["write", "sync", "link+rename"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "call", ["sync", pytest.param("write", marks=SLOW), pytest.param("link+rename", marks=SLOW)]
+)
 def test_killed_while_it_saves(
     call: str, llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
 ) -> None:
@@ -83,10 +88,10 @@ def test_killed_while_it_saves(
         pytest.fail("it was not killed")
     assert list(store.rglob("*.safetensors")) or call == "write"
     with second.engine(llama, block_size=64, kv_transfer_config=config) as engine:
-        assert temporary_files(store) == []
         for _ in range(2):
             same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
             engine.call("reset_prefix_cache")
+    assert temporary_files(store) == []  # its first save has taken away what the other one left
 
 
 def temporary_files(store: Path) -> list[Path]:
