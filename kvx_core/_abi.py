@@ -1,6 +1,6 @@
 """libkvx through ctypes: the structs of kvx_abi.h and kvx_ext.h, and the calls.
 
-Nothing else in KVX but _bound.py imports ctypes. Structs carry the names, field order and sizes of
+Besides, only _bound.py and stores/beneath.py import ctypes. Structs carry the names, field order and sizes of
 the headers; what a field means is written there. Spec: 3, 6
 """
 

@@ -60,7 +60,7 @@ def migrate(
         dst.view.facts,
         src_head_start=src.head_start,
         dst_head_start=dst.head_start,
-        same_model=same_model,
+        same_model=flag("same_model", same_model),
     )
     if reasons:
         raise FactsMismatchError(reasons)

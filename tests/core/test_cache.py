@@ -13,7 +13,6 @@ import torch
 from kvx_core import (
     BlockTable,
     CacheDesc,
-    CacheFacts,
     CacheView,
     GatherPlan,
     InvalidArgumentError,
@@ -31,6 +30,7 @@ from kvx_core import (
     write_kv,
 )
 from kvx_core.overlap import share_an_element
+from tests.facts import SAME_MODEL
 
 NHD = Layout.BLOCK_NHD
 
@@ -220,9 +220,9 @@ def test_a_storage_that_moved_is_refused(
     cache = both(tensors["k"], tensors["v"])
     key, out = torch.ones(1, 1, 8), torch.zeros(1, 1, 1, 8)
     slot, table, lens = torch.tensor([5]), torch.tensor([[1]]), torch.tensor([1])
-    view = CacheView((cache,), CacheFacts(), dense=True)
+    view = CacheView((cache,), SAME_MODEL, dense=True)
     other = CacheView(
-        (both(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)),), CacheFacts(), dense=True
+        (both(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)),), SAME_MODEL, dense=True
     )
     write_plan, gather_plan = WritePlan(cache, key, key), GatherPlan(cache, out, out)
     calls: dict[str, Callable[[], object]] = {
@@ -256,8 +256,8 @@ def test_scales_that_moved_are_refused() -> None:
     scales = torch.ones(1)
     cache, key, slot = both(k), torch.ones(1, 1, 8), torch.tensor([5])
     plan = WritePlan(cache, key, None, k_scale=ScaleDesc.of(scales))
-    view = CacheView((cache,), CacheFacts(), k_scales=[ScaleDesc.of(scales)], dense=True)  # type: ignore[arg-type]
-    other = CacheView((both(torch.zeros(2, 4, 1, 8)),), CacheFacts(), dense=True)
+    view = CacheView((cache,), SAME_MODEL, k_scales=[ScaleDesc.of(scales)], dense=True)  # type: ignore[arg-type]
+    other = CacheView((both(torch.zeros(2, 4, 1, 8)),), SAME_MODEL, dense=True)
     plan(key, None, slot)
     migrate(view, other, [1, 1])
     scales.untyped_storage().resize_(0)
@@ -272,12 +272,10 @@ def test_a_pool_that_moved_is_refused() -> None:
     cache = CacheDesc.from_kv(
         desc(pool[:, 0]), desc(pool[:, 1]), pool=PoolDesc.of(pool, 128, second)
     )
-    span = CacheView((cache,), CacheFacts()).at(
+    span = CacheView((cache,), SAME_MODEL).at(
         BlockTable.kv_offsets(torch.tensor([[[[0], [1]]]], dtype=torch.int32))
     )
-    dst = CacheView(
-        (both(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8)),), CacheFacts(), dense=True
-    )
+    dst = CacheView((both(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8)),), SAME_MODEL, dense=True)
     assert migrate(span, dst, [3])
     second.set_(torch.zeros(4, 2, 4, 1, 8))
     with pytest.raises(InvalidArgumentError, match=r"^src\.layers\[0\]\.pool describes memory"):

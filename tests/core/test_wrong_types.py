@@ -19,7 +19,6 @@ from kvx_core import (
     BlockTable,
     BlockTableFormat,
     CacheDesc,
-    CacheFacts,
     CacheSpan,
     CacheView,
     DType,
@@ -37,15 +36,16 @@ from kvx_core import (
     describe,
 )
 from kvx_core import layouts as layouts_module
+from tests.facts import SAME_MODEL
 
 NHD = Layout.BLOCK_NHD
 K, V = torch.zeros(2, 4, 8, 2, 16)
 KEY, VALUE = torch.ones(2, 2, 2, 16)
 CACHE = CacheDesc.from_kv(describe(K, NHD), describe(V, NHD))
 COPY = CacheDesc.from_kv(describe(K.clone(), NHD), describe(V.clone(), NHD))
-VIEW = CacheView((CACHE,), CacheFacts(), dense=True)
-OTHER = CacheView((COPY,), CacheFacts(), dense=True)
-PAGED = CacheView((CACHE,), CacheFacts())
+VIEW = CacheView((CACHE,), SAME_MODEL, dense=True)
+OTHER = CacheView((COPY,), SAME_MODEL, dense=True)
+PAGED = CacheView((CACHE,), SAME_MODEL)
 DEVICE_ADDRESS = 4096
 
 WRONG: dict[str, Any] = {
@@ -318,7 +318,7 @@ def calls() -> dict[str, Case]:
         ),
         "CacheView": case(
             CacheView,
-            {"layers": (CACHE,), "facts": CacheFacts(), "k_scales": None, "v_scales": None}
+            {"layers": (CACHE,), "facts": SAME_MODEL, "k_scales": None, "v_scales": None}
             | {"null_block_id": -1, "secondary_num_blocks": 0, "dense": True, "outdated": None},
             {
                 "layers": {"caches", "empty list"},
@@ -429,8 +429,8 @@ def calls() -> dict[str, Case]:
         ),
         "migrate": case(
             kvx.migrate,
-            ends | {"num_heads": None} | move,
-            ends_also | {"num_heads": heads} | move_also,
+            ends | {"num_heads": None, "same_model": False} | move,
+            ends_also | {"num_heads": heads, "same_model": {"bool"}} | move_also,
         ),
         "verify": case(
             kvx.verify,
@@ -448,7 +448,7 @@ CALLS = calls()
 ELSEWHERE = {
     "BackendInfo BlobStore Borrowed CacheFacts CacheGeometry Difference Directory Match PrefixStore"
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
-    " compare fingerprint model_fingerprint"
+    " ModelRecord Precision compare fingerprint model_fingerprint read_key"
 }
 
 
