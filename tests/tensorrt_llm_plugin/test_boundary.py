@@ -20,8 +20,7 @@ from tests.vllm_plugin.models import prompt
 
 ERRORS = [RuntimeError, AttributeError, MemoryError, RecursionError]
 PLUGIN = "kvx_adapters.tensorrt_llm_plugin"
-# Below start_load_kv an error is let through, as blocks that are not written would be wrong; and
-
+# Start-up raises, and start_load_kv: blocks that are not written would be taken for computed.
 PASSED = ("__init__", "register_kv_caches", "start_load_kv", "_load")
 KNOWN, NEW = prompt(100, seed=40), prompt(70, seed=41)
 
