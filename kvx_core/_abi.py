@@ -1,7 +1,7 @@
 """libkvx through ctypes: the structs of kvx_abi.h and kvx_ext.h, and the calls.
 
-Besides, only _bound.py and stores/beneath.py import ctypes. Structs carry the names, field order and sizes of
-the headers; what a field means is written there. Spec: 3, 6
+Besides this file, only _bound.py and stores/beneath.py import ctypes. Structs carry the names,
+field order and sizes of the headers; what a field means is written there. Spec: 3, 6
 """
 
 from __future__ import annotations
