@@ -115,6 +115,8 @@ class Directory:
         """
         if "\0" in str(root):
             raise InvalidArgumentError(f"root is {str(root)!r}, expected a path without NUL")
+        if os.path.isfile(root):
+            raise InvalidArgumentError(f"root is {root}, a file, expected a directory")
         if group not in MODES:
             raise InvalidArgumentError(f"group is {group!r}, expected one of {', '.join(MODES)}")
         self.root = Path(root)

@@ -27,6 +27,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
+from tests.facts import SAME_MODEL
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,9 +112,9 @@ def test_a_view_is_refused_after_another_forward_pass(llama: Any) -> None:
     """Each pass concatenates: what was described is then an old copy that the model never reads."""
     cache = transformers.DynamicCache(config=llama.config)
     llama(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    view = hf.cache_view(cache, CacheFacts())
+    view = hf.cache_view(cache, SAME_MODEL)
     copy_of = filled(transformers.DynamicCache(config=llama.config), 1, 9)
-    other = hf.cache_view(copy_of, CacheFacts())
+    other = hf.cache_view(copy_of, SAME_MODEL)
     assert migrate(view, other, [3])
     assert verify(view, other, [3])
     llama(torch.tensor([[4]]), past_key_values=cache)
@@ -131,18 +132,18 @@ def test_a_view_is_refused_after_another_forward_pass(llama: Any) -> None:
             "DynamicCache replaces them in every forward pass: call cache_view again after it"
         )
     assert torch.equal(copy_of.layers[0].keys, before.layers[0].keys)
-    assert migrate(hf.cache_view(cache, CacheFacts()), other, [4])
+    assert migrate(hf.cache_view(cache, SAME_MODEL), other, [4])
 
 
 @torch.inference_mode()
 def test_a_static_cache_stays_where_it_is(llama: Any) -> None:
     cache = transformers.StaticCache(config=llama.config, max_cache_len=16)
     llama(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    view = hf.cache_view(cache, CacheFacts())
+    view = hf.cache_view(cache, SAME_MODEL)
     llama(torch.tensor([[4]]), past_key_values=cache)
-    other = hf.cache_view(filled(transformers.DynamicCache(), 1, 16), CacheFacts())
+    other = hf.cache_view(filled(transformers.DynamicCache(), 1, 16), SAME_MODEL)
     assert migrate(view, other, [4])
-    assert verify(hf.cache_view(cache, CacheFacts()), other, [4])
+    assert verify(hf.cache_view(cache, SAME_MODEL), other, [4])
 
 
 def test_kvx_writes_what_transformers_reads(llama: Any) -> None:

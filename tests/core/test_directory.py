@@ -301,8 +301,10 @@ def test_who_else_may_write_to_the_root(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "root").touch()
     blobs = Directory(tmp_path / "root")
+    (tmp_path / "root").touch()
+    with pytest.raises(InvalidArgumentError, match=r"root is .*root, a file, expected a directory"):
+        Directory(tmp_path / "root")
     for call in (
         lambda: blobs.open("a"),
         lambda: blobs.delete("a"),

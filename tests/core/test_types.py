@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 CODE = """
@@ -32,6 +34,7 @@ def calls(cache: CacheDesc, key: Tensor, array: npt.NDArray[np.float32]) -> None
 """
 
 
+@pytest.mark.slow
 def test_gather_kv_returns_what_it_is_given(tmp_path: Path) -> None:
     """The last three calls are wrong, and nothing else."""
     path = tmp_path / "calls.py"

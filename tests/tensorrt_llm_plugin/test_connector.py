@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, OutOfRangeError, StoreError, UnsupportedError
+from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from tests.calls import BACKENDS
 from tests.tensorrt_llm_plugin import double
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
@@ -354,7 +354,7 @@ def test_a_store_that_cannot_be_written(serve: Factory, trtllm: ModuleType) -> N
 
 def test_a_store_that_is_a_file(serve: Factory) -> None:
     serve.store.write_text("no directory")
-    with pytest.raises(StoreError, match=r"cannot be read: Not a directory\. A file lies where"):
+    with pytest.raises(InvalidArgumentError, match=r"root is .*, a file, expected a directory"):
         serve()
 
 

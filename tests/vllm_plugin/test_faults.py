@@ -62,12 +62,8 @@ def test_errors_short_reads_and_delays(
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in PROMPTS]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "call", ["sync", pytest.param("write", marks=SLOW), pytest.param("link+rename", marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["sync", "write", "link+rename"])
 def test_killed_while_it_saves(
     call: str, llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_in_place_of_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) 
     assert load(root, expected) == len(TOKENS)
 
 
+@pytest.mark.slow
 def test_beside_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) -> None:
     """As an entry that begins like the prompt: a lookup opens it to compare tokens."""
     root, path, good, expected = store

@@ -264,4 +264,5 @@ def test_a_field_that_nobody_has_judged_salts_and_is_logged(
     assert found.salts["engine"].startswith("vllm ")
     record(additional_config={"a": 1})
     told = "does not know whether VllmConfig.additional_config={'a': 1} matter"
-    assert caplog.text.count(told) == 1
+    # Two handlers may have been given one record.
+    assert len({id(r) for r in caplog.records if told in r.getMessage()}) == 1

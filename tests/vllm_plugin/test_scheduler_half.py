@@ -631,7 +631,12 @@ def test_ranks_that_share_out_the_tokens_of_a_block_are_refused(size: str) -> No
 
     def config(ranks: int) -> Any:
         parallel = SimpleNamespace(**{size: ranks})
-        return SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace())
+        return SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(),
+            attention_config=SimpleNamespace(use_non_causal=False),
+            diffusion_config=None,
+        )
 
     check_engine(config(1), Settings(path="store"))
     with pytest.raises(UnsupportedError) as raised:
