@@ -12,12 +12,14 @@ from typing import Any
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import fingerprint
 from kvx_core.rope import KEYS, standard_rope
-from kvx_core.tensor_digests import Progress, Tensor, digests
+from kvx_core.tensor_digests import Progress, Tensor, digests, metadata
 
 logger = logging.getLogger("kvx")
 
 # Who saved the model, with what, and what it is loaded as: none of it changes what is computed.
 _CONFIG_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+# Here the same words say how weights and activations are quantised.
+_QUANTIZATION = ("quantization_config", "compression_config")
 # A tokenizer.json has the settings of whoever last saved it.
 _TOKENIZER_IGNORED = ("padding", "truncation")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
@@ -54,8 +56,9 @@ def model_fingerprint(
         if path.is_file():
             is_json = path.suffix == ".json"
             parts += [name, _canonical(_json(path), _TOKENIZER_IGNORED) if is_json else path]
+    files = sorted(directory.glob("*.safetensors"))
     tensors = digests(
-        sorted(directory.glob("*.safetensors")),
+        files,
         sample=sample,
         progress=progress or _log(directory),
     )
@@ -64,6 +67,9 @@ def model_fingerprint(
             f"{directory} has no tensors in *.safetensors, expected the weights there. Save them "
             "so, or give the fingerprint yourself"
         )
+    if "torchao" in str(parts[1]):  # its tensors are put together by what the files say of them
+        told = {item for path in files for item in metadata(path).items()}
+        parts.append(json.dumps(sorted(told)))
     return fingerprint(*parts, *_tensor_parts(directory, tensors))
 
 
@@ -130,7 +136,11 @@ def _canonical(value: Any, ignored: tuple[str, ...]) -> str:
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kept(item) for key, item in value.items() if key not in ignored}
+            return {
+                key: item if key in _QUANTIZATION else kept(item)
+                for key, item in value.items()
+                if key not in ignored
+            }
         return value
 
     return json.dumps(kept(value), sort_keys=True)

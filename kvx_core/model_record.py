@@ -16,6 +16,7 @@ from kvx_core.rope import KEYS, Rope, number
 
 # What a loaded config says of how it was loaded, not of what the model computes.
 _CONFIG_IGNORED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,5 +60,7 @@ def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             if factors:
                 found["partial_rotary_factor"] = number(factors.get("", sorted(factors.items())))
         elif key not in KEYS and key not in _CONFIG_IGNORED:
-            found[key] = without_rope(value) if isinstance(value, Mapping) else number(value)
+            # A quantiser's dtypes say what it computes.
+            is_part = isinstance(value, Mapping) and key not in _QUANTIZATION
+            found[key] = without_rope(value) if is_part else number(value)
     return found

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvx_core.digest_cache import DigestCache, FileState, state_of
 from kvx_core.errors import InvalidArgumentError
@@ -81,6 +82,13 @@ def digests(
                         cache.put(file.state, file.header, found[id(file)])
                     known |= found
         return [tensor for file in files for tensor in file.tensors(known[id(file)])]
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """What a file says of itself besides its tensors. Raises InvalidArgumentError, OSError."""
+    with _opened(path) as file:
+        found = json.loads(file.header).get("__metadata__")
+    return found if isinstance(found, dict) else {}
 
 
 def _remembered(files: Sequence[_File], cache: DigestCache) -> dict[int, dict[str, str]]:
@@ -184,6 +192,8 @@ def _opened(path: Path) -> Iterator[_File]:
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        with suppress(OSError):  # a page that is still to be written may change and tell no time
+            os.fsync(handle)
         state = state_of(os.fstat(handle))
         try:
             size = state[2]

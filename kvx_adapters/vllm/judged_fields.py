@@ -45,9 +45,6 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
         ),
         "this connector's own settings": "kv_transfer_config",
         "how fast it is: graphs, kernels, batches": "optimization_level performance_mode",
-        "weights that change while the engine runs are for reset_prefix_cache to tell": (
-            "weight_transfer_config"
-        ),
     },
     "ModelConfig": {
         "token ids are the key, whoever made them": (
@@ -70,9 +67,6 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
             "sleep_preserve_parameter_names sleep_mode_offload_cudagraph "
             "enable_nccl_comm_suspend enable_cumem_allocator"
         ),
-        "the Transformers implementation of a model computes what vLLM's own does": "model_impl",
-        "it only caps max_model_len at the window, within which nothing differs; the window itself "
-        "is in CacheFacts": "disable_sliding_window",
         "it permits a method; the method itself is mapped": "allow_deprecated_quantization",
         "code that is run is in the model's files, and counts": "trust_remote_code",
         "found out from the files": "word_embeddings_untied_by_checkpoint is_submodel_config",
@@ -154,9 +148,8 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
     "KernelConfig": {
         "kernels for the same operations": (
             "ir_op_priority enable_flashinfer_autotune enable_cutedsl_warmup "
-            "enable_bf16x3_router_gemm moe_backend linear_backend enable_jit_warmup "
-            "enable_rocm_segmented_attn_autotune sparse_indexer_topk_backend "
-            "linear_backend_per_quant"
+            "enable_bf16x3_router_gemm enable_jit_warmup enable_rocm_segmented_attn_autotune "
+            "sparse_indexer_topk_backend"
         ),
     },
     "CompilationConfig": {
@@ -189,6 +182,7 @@ MAPPED: dict[str, dict[str, str]] = {
             "override_generation_config"
         ),
         "ModelRecord.quantization": "quantization quantization_config",
+        "ModelRecord.salts: the class that computes the model": "model_impl",
         "CacheFacts.compute_dtype": "dtype",
     },
     "CacheConfig": {
@@ -206,16 +200,25 @@ MAPPED: dict[str, dict[str, str]] = {
 COUNT: dict[str, dict[str, str]] = {
     "VllmConfig": {
         "settings of platforms that vLLM does not know itself": "additional_config",
+        "weights change while the engine runs": "weight_transfer_config",
     },
     "ModelConfig": {
         "another class computes the model": "model_class_overrides",
         "code of another repository may be run": "code_revision",
         "the config may be another file": "config_format",
+        "the window is in CacheFacts, and those that differ in it cannot load from each other": (
+            "disable_sliding_window"
+        ),
     },
     "ParallelConfig": {"a class that may replace the worker's parts": "worker_extension_cls"},
     "LoadConfig": {
         "which files are loaded, or adapters merged into them": (
             "model_loader_extra_config ignore_patterns"
+        ),
+    },
+    "KernelConfig": {
+        "some quantise activations too, and some weights alone": (
+            "moe_backend linear_backend linear_backend_per_quant"
         ),
     },
     "AttentionConfig": {
@@ -234,7 +237,7 @@ ENVIRONMENT: dict[str, str] = {
         "VLLM_CPU_INT4_W4A8 VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_B12X_MOE_FP4_FORCE_A16 "
         "VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE "
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 "
-        "VLLM_ROCM_FP8_MFMA_PAGE_ATTN"
+        "VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_DISABLED_KERNELS VLLM_USE_DEEP_GEMM_E8M0"
     ),
     "tokens go to experts that are not the model's choice": "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
 }

@@ -109,15 +109,18 @@ def _weights(vllm_config: Any, version: str) -> str:
 
 
 def _own_class(model: Any) -> str | None:
-    """The class that computes the model, if a plugin or a setting has put it in vLLM's place.
+    """The class that computes the model, if it is not vLLM's own for this architecture.
 
+    A plugin or a setting may have put it there. Of transformers' classes vLLM is not told how keys
+    are rotated, so that caches of both kinds cannot be compared.
     Source: vllm 0.32 model_executor/models/registry.py, _LazyRegisteredModel, _RegisteredModel
     """
     entry = model.registry.models.get(model.architecture)
     kind = getattr(entry, "model_cls", None)
     module = str(getattr(entry, "module_name", None) or getattr(kind, "__module__", "vllm."))
     name = getattr(entry, "class_name", None) or getattr(kind, "__qualname__", "")
-    return None if module.startswith("vllm.") else f"{module}:{name}"
+    is_own = module.startswith("vllm.") and ".transformers" not in module
+    return None if is_own else f"{module}:{name}"
 
 
 def _rope(model: Any) -> Rope:

@@ -28,8 +28,10 @@ def model_record(vllm_config: Any, settings: Settings) -> ModelRecord:
 def _fingerprint(vllm_config: Any, *, sample: bool) -> str:
     """Of the files of the model that an engine has loaded."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    directory = _local(model.model, model.revision)
+    directory = _local(model.model, model.revision, load.download_dir)
     config = None
+    if not (directory / "config.json").is_file():  # only weights go to download_dir
+        config = _local(model.model, model.revision)
     if model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         config = _local(model.hf_config_path, revision)
@@ -40,7 +42,17 @@ def _fingerprint(vllm_config: Any, *, sample: bool) -> str:
             f"load_format is {load.load_format!r} and model_weights {model.model_weights!r}, so "
             f"the weights are not those of {directory}/*.safetensors. {_OWN}"
         )
-    return model_fingerprint(directory, config=config, sample=sample, progress=_log)
+    found = model_fingerprint(directory, config=config, sample=sample, progress=_log)
+    return f"{found} by {load.load_format}" if _depends_on_format(directory, load) else found
+
+
+def _depends_on_format(directory: Path, load: Any) -> bool:
+    """Whether another load_format would load other files: Mistral's, or those of a rank.
+
+    Source: vllm 0.32 model_executor/model_loader/default_loader.py, _prepare_weights
+    """
+    is_mistral = {path.name.startswith("consolidated") for path in directory.glob("*.safetensors")}
+    return len(is_mistral) == 2 or "sharded" in str(load.load_format)
 
 
 _OWN = (
@@ -49,15 +61,17 @@ _OWN = (
 )
 
 
-def _local(name: str, revision: str | None) -> Path:
-    """Where the files of a model are. Raises UnsupportedError."""
+def _local(name: str, revision: str | None, cache: str | None = None) -> Path:
+    """Where the files of a model are; cache: None: the hub's own. Raises UnsupportedError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        )
     except (LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UnsupportedError(
             f"model is {name!r}, of which no local copy was found ({error}). {_OWN}"

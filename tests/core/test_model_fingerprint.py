@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import time
@@ -480,6 +481,37 @@ def test_how_it_is_quantised_counts(model: Path, name: str) -> None:
         (model / name).write_text(json.dumps({"bits": bits}))
         found.add(model_fingerprint(model))
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_dtypes_of_a_quantiser_count(model: Path, name: str) -> None:
+    """Where they are a model's own, they say how it was saved."""
+    found = []
+    for dtype in ("fp4", "fp6_e3m2"):
+        config(**{name: {"input_tensors": {"dtype": dtype}}})(model)
+        found.append(model_fingerprint(model))
+    assert len(set(found)) == 2
+
+
+def test_what_torchaos_files_say_of_their_tensors_counts(model: Path) -> None:
+    found = []
+    for method, scale in (("torchao", "1"), ("torchao", "2"), ("awq", "1"), ("awq", "2")):
+        config(quantization_config={"quant_method": method})(model)
+        save_file(TENSORS, model / "model.safetensors", {"model.norm.weight": scale})
+        found.append(model_fingerprint(model))
+    assert len(set(found)) == 3
+    assert found[2] == found[3]
+
+
+def test_a_change_through_a_mapping_is_seen(model: Path, settled: None) -> None:
+    """A page that is still to be written may change again without changing a time."""
+    path = model / "model.safetensors"
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        found = []
+        for value in (1, 2, 3):
+            mapped[-8] = value
+            found.append(model_fingerprint(model))
+    assert len(set(found)) == 3
 
 
 def test_mistrals_own_config_counts(model: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_plain_engine_is_its_files_and_their_rope(record: Record, llama: Path)
         {"enforce_eager": False, "enable_prefix_caching": False, "async_scheduling": True},
         {"load_format": "safetensors", "generation_config": "vllm", "revision": "main"},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-        {"model_impl": "transformers", "served_model_name": "a", "max_logprobs": 3},
+        {"served_model_name": "a", "max_logprobs": 3},
     ],
 )
 def test_what_does_not_matter(record: Record, options: dict[str, Any]) -> None:
@@ -103,6 +103,8 @@ def test_what_matters(record: Record, tmp_path: Path, llama: Path) -> None:
         {"hf_overrides": {"rms_norm_eps": 1e-4}},
         {"hf_overrides": louder},
         {"additional_config": {"a": 1}},
+        {"model_impl": "transformers"},
+        {"disable_sliding_window": True},
         {"config_format": "hf"},
         {"model_loader_extra_config": {"enable_multithread_load": True}},
         {"extra": {"fingerprint": "f"}},
