@@ -157,16 +157,13 @@ def test_a_rehearsal_on_a_bare_machine(machine: Bare, hostgrid: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_whole_rehearsal(machine: Bare, tmp_path: Path) -> None:
-    """All steps: libkvx is built, for the CPU and by nvcc, and every test and case runs."""
-    found = rehearse(machine, tmp_path, timeout=3600)
-    elsewhere = {"test_cuda_graph", "memcheck", "racecheck"}
-    expected = {s["name"]: NOT_THERE if s["name"] in elsewhere else PASSED for s in found["steps"]}
-    assert verdicts(found) == expected, found["printed"]
-    assert {"build", "build_nvcc", "test_migrate", "migrate"} < expected.keys()
+def test_a_rehearsal_that_builds(machine: Bare, tmp_path: Path) -> None:
+    """For the CPU and by nvcc. What the other files test on the CPU is in the suite as well."""
+    builds = ("configure", "build", "configure_nvcc", "build_nvcc")
+    names = (*builds, "test_conformance", "test_find_scales", "write", "migrate")
+    found = rehearse(machine, tmp_path, "--only", *names, timeout=1200)
+    assert verdicts(found) == dict.fromkeys(("machine", *names), PASSED), found["printed"]
     assert found["code"] == 0
-    passed = [s["result"]["counts"].get("passed", 0) for s in found["steps"] if s["result"]]
-    assert sum(passed) > 2000
 
 
 def test_one_broken_file_costs_no_other_step(machine: Bare, hostgrid: Path, tmp_path: Path) -> None:
