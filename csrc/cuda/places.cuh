@@ -57,12 +57,6 @@ __device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address 
   return begin < 0 ? row : UINT64_MAX;
 }
 
-// One past the position of a row's last token, of those that move and of those that max_len cuts.
-__device__ __forceinline__ uint64_t row_end_of(const Common &p, const Address &a, uint64_t row) {
-  const int64_t start = a.starts.data ? a.starts[row] : 0;
-  return static_cast<uint64_t>(start) + static_cast<uint64_t>(p.rows.length_of(row));
-}
-
 __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uint64_t row) {
   RowEnd end{0, a.block_size, 0};
   if (a.mode == Addressing::kSlots) return end;
@@ -71,7 +65,6 @@ __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uin
     if (wrong_indptr(p, a, row, first, last) != UINT64_MAX) return {0, 0, 0};
     end.entry = static_cast<uint32_t>(first);
     end.capacity = static_cast<uint32_t>(last - first);
-    if (a.exact && is_inexact(a, row, row_end_of(p, a, row))) return {0, 0, 0};
   } else if (a.mode != Addressing::kDense) {
     end.entry = static_cast<uint32_t>(table_entry(a, row, 0));
     end.capacity *= a.max_blocks_per_seq;
@@ -121,8 +114,9 @@ __device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, ui
   found->count = p.rows.stored(row);
   found->limit = capacity_of(a, row);
   if (found->value < 0) return Fault::kStart;
-  if (is_inexact(a, row, row_end_of(p, a, row))) {
-    found->count = row_end_of(p, a, row);
+  const uint64_t end = found->first + static_cast<uint64_t>(length);
+  if (is_inexact(a, row, end)) {
+    found->count = end;
     return Fault::kExact;
   }
   const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
@@ -161,20 +155,11 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
   }
 }
 
-// The length of a row, the same for all lanes of a warp even while the caller changes it: they stop
-// at the same token.
-__device__ __forceinline__ int64_t length_for_warp(const Common &p, uint64_t row) {
-  const int64_t length = p.rows.length_of(row);
-  return p.rows.lens.data ? __shfl_sync(~0u, length, 0) : length;
-}
-
 // The tokens of all rows before `row`; the lanes of a warp share the rows.
 __device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row) {
   uint64_t tokens = 0;
-  for (uint32_t before = threadIdx.x % kWarp; before < row; before += kWarp) {
-    const int64_t length = p.rows.length_of(before);
-    if (length > 0) tokens += p.rows.cut(length);
-  }
+  for (uint32_t before = threadIdx.x % kWarp; before < row; before += kWarp)
+    if (p.rows.length_of(before) > 0) tokens += p.rows.stored(before);
   for (uint32_t step = kWarp / 2; step > 0; step /= 2) tokens += __shfl_xor_sync(~0u, tokens, step);
   return tokens;
 }
@@ -189,9 +174,9 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
   if (reports && span == 0 && skipped == 0) report(p, kv, s.row, false, 0, 0);
-  const int64_t length = length_for_warp(p, s.row);
+  const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
-  s.stored = static_cast<uint32_t>(min(p.rows.cut(length), uint64_t{UINT32_MAX}));
+  s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
   const uint64_t first = uint64_t{span} * p.tokens_per_span, begin = first + skipped;
   const uint64_t end =
       min(first + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
