@@ -550,7 +550,7 @@ def on_the_grid(
 # by the first four, often K by one and V by another; the last two run if a caller asks for them.
 FAMILIES: dict[str, Callable[[], None]] = {
     "blocks": partial(on_the_grid, "torch NHD", "tgi flashinfer"),
-    "rows": partial(on_the_grid, "torch NHD", "torch HND"),
+    "vectors": partial(on_the_grid, "torch NHD", "torch HND"),
     "remap": partial(on_the_grid, "vllm ROCM_ATTN LBHNC", "tgi paged cuda"),
     "tile": partial(on_the_grid, "torch HND", "tgi paged ipex xpu"),
     "convert": partial(on_the_grid, "torch NHD", "torch HND", BF16, torch.float32),

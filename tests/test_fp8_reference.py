@@ -1,4 +1,4 @@
-"""codec.h's FP8 is that of NVIDIA's processors, for every BF16 and for 116 million floats.
+"""scalar.h's FP8 is that of NVIDIA's processors, for every BF16 and for 116 million floats.
 
 The reference is the host part of cuda_fp8.h. It is written to give the same bits as the
 instructions that its functions are on a device; those are what the kernels use.

@@ -25,13 +25,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "vector_wider_than_alignment": Mutant(
-        "family.cc", "alignment % vector || ", "", "ON", r"misaligned address"
+        "choice.cc", "alignment % vector || ", "", "ON", r"misaligned address"
     ),
     "tile_read_before_it_is_filled": Mutant(
         "tile.cu", "__syncthreads();", "", "THREAD", r"race in launch|FAILED"
     ),
     "one_unit_too_many": Mutant(
-        "rows.cu",
+        "vectors.cu",
         "if (unit + i * kWarp < last) store(",
         "if (unit + i * kWarp <= last) store(",
         "ON",

@@ -531,13 +531,11 @@ def sentences_in(source: Path) -> list[str]:
     return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal)) for literal in found]
 
 
-@pytest.mark.parametrize(
-    "name", ["validate.cc", "apart.cc", "cpu/check.cc", "finding.cc", "abi.cc"]
-)
-def test_every_sentence_has_a_rule(name: str) -> None:
+def test_every_sentence_has_a_rule() -> None:
     """A new rule in the sources without one in validation_rules.txt fails here."""
-    sentences = sentences_in(CSRC / name)
-    assert sentences, "the sources no longer look as this test expects"
+    sources = [*CSRC.glob("*.cc"), *CSRC.glob("rules/*.cc"), *CSRC.glob("plan/*.cc")]
+    sentences = [sentence for source in sources for sentence in sentences_in(source)]
+    assert len(sentences) > 90, "the sources no longer look as this test expects"
     covered_elsewhere = {
         "out of memory",  # cannot be provoked
         "version is NULL",  # test_the_other_functions_refuse_null
@@ -558,7 +556,7 @@ def test_every_sentence_has_a_rule(name: str) -> None:
         pattern = re.sub(r"%\\?#?(?:ll|z)?[a-z]", ".*", pattern)
         if sentence not in covered_elsewhere and not any(re.fullmatch(pattern, s) for s in said):
             missing.append(sentence)
-    assert not missing, f"{name} says what no rule in validation_rules.txt makes it say: {missing}"
+    assert not missing, f"no rule in validation_rules.txt makes libkvx say: {missing}"
 
 
 def test_every_section_that_is_named_exists() -> None:

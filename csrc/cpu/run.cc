@@ -12,11 +12,11 @@
 #include <optional>
 
 #include "cpu/float_env.h"
-#include "cpu/kernels.h"
-#include "cpu/nest.h"
-#include "cpu/pool.h"
-#include "cpu/walk.h"
-#include "scale.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/threads.h"
+#include "desc/scale.h"
+#include "plan/loops.h"
+#include "plan/walk.h"
 
 namespace kvx::cpu {
 namespace {
@@ -29,38 +29,38 @@ constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source an
 constexpr int64_t kStageBytes = 32 << 10;
 constexpr uint64_t kManyElements = 8192;  // of one scale: converting them repays tables for it
 
-// Copies with the nest of the last token count at hand: most stretches are one block long.
+// Copies with the loops of the last token count at hand: most runs of tokens are one block long.
 class Copier {
  public:
-  Copier(const Side &src, const Side &dst, int64_t heads, int64_t head_dim, bool streaming)
+  Copier(const Plane &src, const Plane &dst, int64_t heads, int64_t head_dim, bool streaming)
       : src_(src),
         dst_(dst),
         heads_(heads),
         head_dim_(head_dim),
         streaming_(streaming),
-        by_element_(!has_nest(src, dst)) {}
+        by_element_(!can_loop(src, dst)) {}
 
   void operator()(uint8_t *dst, const uint8_t *src, const Next &next, int64_t tokens) {
     if (tokens != tokens_) {
-      make_nest(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype),
-                &nest_);
+      make_loops(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype),
+                 &loops_);
       tokens_ = tokens;
     }
-    if (!by_element_) return kernels_.copy(nest_, dst, src, next, streaming_);
+    if (!by_element_) return kernels_.copy(loops_, dst, src, next, streaming_);
     for (int64_t d = 0; d < head_dim_; ++d) {
       const uint8_t *const from = src + element_offset(src_, d);
       uint8_t *const to = dst + element_offset(dst_, d);
-      kernels_.copy(nest_, to, from, {to, from}, false);
+      kernels_.copy(loops_, to, from, {to, from}, false);
     }
   }
 
  private:
-  const Side &src_, &dst_;
+  const Plane &src_, &dst_;
   const int64_t heads_, head_dim_;
   const bool streaming_, by_element_;
   const Kernels &kernels_ = kernels();
   int64_t tokens_ = -1;
-  Nest nest_;
+  Loops loops_;
 };
 
 // The scale of each (token, head) from one block and offset on.
@@ -92,24 +92,26 @@ class Stages {
  public:
   Stages(const Plan &plan, uint64_t tokens) {
     size_t src_bytes = 0, dst_bytes = 0;
-    for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
-      const TensorPair &pair = plan.pairs[i];
-      if (!pair.num_heads || !pair.convert) continue;
+    for (const PlanePair &pair : plan.pairs) {
+      if (!pair.convert) continue;
       const auto most_rows = static_cast<uint64_t>(rows_of(pair));
       const uint64_t rows =
           tokens < most_rows ? std::min(tokens * pair.num_heads, most_rows) : most_rows;
-      const auto bytes = [&](const Side &side) {
-        return static_cast<size_t>(rows * pair.head_dim) * static_cast<size_t>(size_of(side.dtype));
+      const auto bytes = [&](const Plane &plane) {
+        return static_cast<size_t>(rows * pair.head_dim) *
+               static_cast<size_t>(size_of(plane.dtype));
       };
-      if (!is_dense_row(pair.src, pair.head_dim)) src_bytes = std::max(src_bytes, bytes(pair.src));
-      if (!is_dense_row(pair.dst, pair.head_dim)) dst_bytes = std::max(dst_bytes, bytes(pair.dst));
+      if (!is_dense_vector(pair.src, pair.head_dim))
+        src_bytes = std::max(src_bytes, bytes(pair.src));
+      if (!is_dense_vector(pair.dst, pair.head_dim))
+        dst_bytes = std::max(dst_bytes, bytes(pair.dst));
     }
     if (src_bytes) src_.reset(new uint8_t[src_bytes]);
     if (dst_bytes) dst_.reset(new uint8_t[dst_bytes]);
   }
 
   // Rows that are converted at a time: one at least.
-  static int64_t rows_of(const TensorPair &pair) {
+  static int64_t rows_of(const PlanePair &pair) {
     return std::max<int64_t>(kStageBytes / (int64_t{pair.head_dim} * 4), 1);
   }
 
@@ -120,17 +122,17 @@ class Stages {
   std::unique_ptr<uint8_t[]> src_, dst_;
 };
 
-// Converts through dense stages where a side's rows are not dense.
+// Converts through dense stages where a plane's vectors are not dense.
 class Converter {
  public:
-  Converter(const TensorPair &pair, Stages *stages, uint64_t tokens, bool streaming)
+  Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
       : pair_(pair),
         stages_(*stages),
         streaming_(streaming),
         run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
         decode_(kernels().convert[convert_index(pair.src.dtype)][convert_index(KVX_DTYPE_F32)]),
-        stages_src_(!is_dense_row(pair.src, pair.head_dim)),
-        stages_dst_(!is_dense_row(pair.dst, pair.head_dim)),
+        stages_src_(!is_dense_vector(pair.src, pair.head_dim)),
+        stages_dst_(!is_dense_vector(pair.dst, pair.head_dim)),
         varies_(pair.find_scales || varies(pair.src_scales) || varies(pair.dst_scales)),
         many_(!varies_ && !pair.src_scales.block_stride && !pair.dst_scales.block_stride &&
               are_many(tokens)) {}
@@ -165,10 +167,10 @@ class Converter {
                     int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
                     const ScaleCursor &divisor, bool many) {
     const int64_t dim = pair_.head_dim;
-    const Side src_stage = dense_side(stages_.src(), pair_.src.dtype, heads, dim);
-    const Side dst_stage = dense_side(stages_.dst(), pair_.dst.dtype, heads, dim);
-    const Side &from = stages_src_ ? src_stage : pair_.src;
-    const Side &to = stages_dst_ ? dst_stage : pair_.dst;
+    const Plane src_stage = dense_plane(stages_.src(), pair_.src.dtype, heads, dim);
+    const Plane dst_stage = dense_plane(stages_.dst(), pair_.dst.dtype, heads, dim);
+    const Plane &from = stages_src_ ? src_stage : pair_.src;
+    const Plane &to = stages_dst_ ? dst_stage : pair_.dst;
     if (stages_src_) {
       Copier(pair_.src, src_stage, heads, dim, false)(src_stage.base, src, {src_stage.base, src},
                                                       tokens);
@@ -183,7 +185,7 @@ class Converter {
   }
 
   // One call per row, or per token, or for all, as far as rows follow each other and share scales.
-  void convert_rows(uint8_t *dst, const Side &to, const uint8_t *src, const Side &from,
+  void convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                     int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
                     int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
                     bool many) {
@@ -223,7 +225,7 @@ class Converter {
     return found_scale(amax, pair_.dst.dtype, pair_.dst_scales.dtype);
   }
 
-  const TensorPair &pair_;
+  const PlanePair &pair_;
   Stages &stages_;
   const bool streaming_;
   const ConvertRun run_, decode_;
@@ -231,22 +233,17 @@ class Converter {
   const bool varies_, many_;  // scales within a block; elements of one scale
 };
 
-uint8_t *base_of(const Side &side, const Place &place) {
-  return (place.secondary ? side.secondary : side.base) + place.block * side.block_stride +
-         place.offset * side.token_stride;
-}
-
-// A stretch of tokens that is contiguous token by token at both ends.
-struct Stretch {
+// A run of tokens: each follows the one before by the plane's token_stride, at both ends.
+struct TokenRun {
   uint8_t *src = nullptr, *dst = nullptr;
   int64_t tokens = 0;
   Place src_place{}, dst_place{};
 };
 
-// Moves stretches of one pair: joins what continues, copies or converts.
+// Moves runs of tokens of one pair: joins what continues, copies or converts.
 class Mover {
  public:
-  Mover(const TensorPair &pair, Stages *stages, uint64_t tokens, bool streaming)
+  Mover(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
       : pair_(pair),
         copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
         joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
@@ -256,7 +253,7 @@ class Mover {
   ~Mover() { flush({pending_.dst, pending_.src}); }
 
   void add(const Place &from, const Place &to, int64_t tokens) {
-    uint8_t *src = base_of(pair_.src, from), *dst = base_of(pair_.dst, to);
+    uint8_t *src = address_of(pair_.src, from), *dst = address_of(pair_.dst, to);
     const bool continues = src == pending_.src + pending_.tokens * pair_.src.token_stride &&
                            dst == pending_.dst + pending_.tokens * pair_.dst.token_stride;
     const bool same_blocks =
@@ -271,17 +268,17 @@ class Mover {
 
   void clear(const Place &to, int64_t tokens) {
     const int64_t size = size_of(pair_.dst.dtype);
-    Nest nest;
-    make_nest(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size, &nest);
-    const Dim once = {1, 0, 0};
-    const auto dim = [&](int i) { return i < nest.num_dims ? nest.dims[i] : once; };
-    uint8_t *dst = base_of(pair_.dst, to);
+    Loops loops;
+    make_loops(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size, &loops);
+    const Loop once = {1, 0, 0};
+    const auto dim = [&](int i) { return i < loops.count ? loops.at[i] : once; };
+    uint8_t *dst = address_of(pair_.dst, to);
     for (int64_t a = 0; a < dim(0).count; ++a)
       for (int64_t b = 0; b < dim(1).count; ++b)
         for (int64_t c = 0; c < dim(2).count; ++c)
           for (int64_t d = 0; d < dim(3).count; ++d)
             memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
-                   static_cast<size_t>(nest.run));
+                   static_cast<size_t>(loops.run));
     if (!pair_.find_scales) return;
     const ScaleCursor scale(pair_.dst_scales, to);
     for (int64_t t = 0; t < tokens; ++t)
@@ -300,34 +297,33 @@ class Mover {
     pending_.tokens = 0;
   }
 
-  const TensorPair &pair_;
+  const PlanePair &pair_;
   Copier copy_;
   std::optional<Converter> convert_;
   const bool joins_blocks_;
-  Stretch pending_;
+  TokenRun pending_;
 };
 
 // V begins within K's first token: they are halves of a last axis, say.
-bool interleave(const Side &k, const Side &v) {
+bool interleave(const Plane &k, const Plane &v) {
   return std::abs(v.base - k.base) < std::max(k.token_stride, k.head_stride);
 }
 
-// Tokens [begin, end) of the pairs that find them at the same places.
+// Tokens [begin, end) of pairs with the same lookup.
 template <size_t kPairs>
-void move_tokens(const Plan &plan, const Address &src, const Address &dst,
-                 Mover *const (&movers)[kPairs], uint64_t begin, uint64_t end) {
-  walk(plan, src, dst, begin, end,
-       [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
-         for (Mover *mover : movers) {
-           if (to.block < 0) continue;
-           if (from.block >= 0) {
-             mover->add(from, to, static_cast<int64_t>(count));
-           } else if (plan.zero_fill) {
-             mover->clear(to, static_cast<int64_t>(count));
-           }
-         }
-         return KVX_STATUS_OK;
-       });
+void move_tokens(const Plan &plan, const LookupPair &lookup, Mover *const (&movers)[kPairs],
+                 uint64_t begin, uint64_t end) {
+  walk(plan, lookup, begin, end, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+    for (Mover *mover : movers) {
+      if (to.block < 0) continue;
+      if (from.block >= 0) {
+        mover->add(from, to, static_cast<int64_t>(count));
+      } else if (plan.zero_fill) {
+        mover->clear(to, static_cast<int64_t>(count));
+      }
+    }
+    return KVX_STATUS_OK;
+  });
 }
 
 // The plan cut into items: a range of tokens of one layer, K and V after each other, so that what
@@ -336,13 +332,14 @@ class Job {
  public:
   Job(const Plan &plan, uint64_t tokens) : plan_(plan), tokens_(tokens) {
     uint64_t all_layers = 0, all_costs = 0;  // of one token
-    for (uint32_t l = 0; l < plan.num_layers; ++l) {
+    for (size_t l = 0; l < plan.layers.size(); ++l) {
       uint64_t bytes = 0;
-      for (const TensorPair *pair : {&plan.pairs[2 * l], &plan.pairs[2 * l + 1]}) {
+      for (const PlanePair *pair = plan.begin_of(l); pair != plan.end_of(l); ++pair) {
         const uint64_t elements = uint64_t{pair->num_heads} * pair->head_dim;
         const auto size = static_cast<uint64_t>(size_of(pair->dst.dtype));
         bytes += elements * size;
-        all_costs += elements * (is_dense_row(pair->dst, pair->head_dim) ? size : kScatteredBytes);
+        all_costs +=
+            elements * (is_dense_vector(pair->dst, pair->head_dim) ? size : kScatteredBytes);
       }
       widest_layer_ = std::max(widest_layer_, bytes);
       all_layers += bytes;
@@ -361,7 +358,7 @@ class Job {
       tokens_per_item_ = std::min(tokens_per_item_, (tokens_ - 1) / (wanted + 1) + 1);
     items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();
-    if (__builtin_mul_overflow(items_per_layer_, plan_.num_layers, &items_)) items_ = UINT64_MAX;
+    if (__builtin_mul_overflow(items_per_layer_, plan_.layers.size(), &items_)) items_ = UINT64_MAX;
     const uint64_t helpers = std::min(wanted, items_ - 1);
     // The caller's stages come before the first write: without memory for them nothing is written.
     callers_stages_.emplace(plan_, tokens_);
@@ -386,25 +383,28 @@ class Job {
       const uint64_t layer = item / items_per_layer_;
       const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
       const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
-      move_layer(plan_.pairs + 2 * layer, begin, end, stages);
+      move_layer(layer, begin, end, stages);
     }
 #if defined(__x86_64__)
     if (streaming_) _mm_sfence();
 #endif
   }
 
-  void move_layer(const TensorPair *pairs, uint64_t begin, uint64_t end, Stages *stages) {
-    Mover k(pairs[0], stages, tokens_, streaming_);
-    if (!pairs[1].num_heads)
-      return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
-    Mover v(pairs[1], stages, tokens_, streaming_);
-    // Small calls find K's and V's places once; large ones write fewer streams at a time, unless
-    // that would read every other piece of the source.
-    const bool small = bytes_ < kSmallBytes;
-    if (plan_.same_places && (small || interleave(pairs[0].src, pairs[1].src)))
-      return move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k, &v}, begin, end);
-    move_tokens(plan_, plan_.src[0], plan_.dst[0], {&k}, begin, end);
-    move_tokens(plan_, plan_.src[1], plan_.dst[1], {&v}, begin, end);
+  void move_layer(size_t layer, uint64_t begin, uint64_t end, Stages *stages) {
+    const PlanePair *pair = plan_.begin_of(layer), *const last = plan_.end_of(layer);
+    while (pair != last) {
+      const PlanePair &k = *pair++;
+      Mover move_k(k, stages, tokens_, streaming_);
+      // Small calls look up the tokens of two planes once; large ones write fewer streams at a
+      // time, unless that would read every other piece of the source.
+      if (pair != last && pair->lookup == k.lookup &&
+          (bytes_ < kSmallBytes || interleave(k.src, pair->src))) {
+        Mover move_v(*pair++, stages, tokens_, streaming_);
+        move_tokens(plan_, plan_.lookups[k.lookup], {&move_k, &move_v}, begin, end);
+      } else {
+        move_tokens(plan_, plan_.lookups[k.lookup], {&move_k}, begin, end);
+      }
+    }
   }
 
   const Plan &plan_;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void find_tokens(const P &p, const Runs &runs, uint32
                                             uint32_t first, bool may_report, Places *places) {
   const Pair pair = this_pair(p);
   const bool reports = pair.reports && may_report;
-  const Span span = span_of(p, pair.kv, index, first, reports && threadIdx.x == 0);
+  const Span span = span_of(p, pair.lookup, index, first, reports && threadIdx.x == 0);
   const uint32_t tokens = min(span.end - span.begin, runs.round);
   Token token{};
   if (threadIdx.x < tokens) token = token_at(p, pair, span, span.begin + threadIdx.x, reports);

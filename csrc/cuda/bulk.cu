@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (uint32_t item = blockIdx.x * kWarps + warp; item < p.spans; item += gridDim.x * kWarps) {
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += runs.round) {
       // Find all tokens, one per lane
-      const Span span = span_of(p, pair.kv, item, skipped, pair.reports && lane == 0);
+      const Span span = span_of(p, pair.lookup, item, skipped, pair.reports && lane == 0);
       if (span.begin >= span.end) break;
       const uint32_t tokens = min(span.end - span.begin, runs.round);
       Token token{};

@@ -2,9 +2,9 @@
 // them. They give the same bits, save that a NaN of 16 bits may be another NaN. Spec: E.6
 #pragma once
 
-#include "codec.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 #include "cuda/vector.h"
+#include "formats/scalar.h"
 
 namespace kvx::cuda {
 
@@ -242,14 +242,14 @@ __device__ __forceinline__ bool is_usable(float scale) {
 // Reports the one of the two that is not usable.
 __device__ __forceinline__ void report_scale(const Common &p, const Pair &pair, const Token &token,
                                              uint32_t head, float scale, float divisor) {
-  Finding found{};
+  Violation found{};
   found.fault = Fault::kScale;
-  found.kv = pair.kv;
+  found.is_v = pair.is_v;
   found.at_dst = is_usable(scale);
   found.value = found.at_dst ? token.to.block : token.from.block;
   found.index = head;
   found.scale = found.at_dst ? divisor : scale;
-  report(p, pair.kv, found);
+  report(p, pair.lookup, found);
 }
 
 // Divides numbers by a scale and encodes them: what IEEE division and rounding give, mostly without

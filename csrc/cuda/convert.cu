@@ -4,7 +4,7 @@
 
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 
 namespace kvx::cuda {
 namespace {
@@ -20,7 +20,7 @@ struct HeadScales {
   float scale = 1.0f, divisor = 1.0f;
 
   HeadScales() = default;
-  __device__ __forceinline__ HeadScales(const TensorPair &shape, const TokenScales &scales,
+  __device__ __forceinline__ HeadScales(const PlanePair &shape, const TokenScales &scales,
                                         uint32_t head) {
     if constexpr (kIsFp8<Src>) scale = scale_of(shape.src_scales, scales.src, head);
     if constexpr (kIsFp8<Dst>) divisor = scale_of(shape.dst_scales, scales.dst, head);
@@ -82,7 +82,7 @@ __device__ constexpr uint32_t units_in_flight() {
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_constant__ P p) {
   constexpr uint32_t kUnroll = units_in_flight<Src, Dst>();
-  const TensorPair &shape = p.shape;
+  const PlanePair &shape = p.shape;
   const bool by_head = shape.src_scales.head_stride != 0 || shape.dst_scales.head_stride != 0;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);

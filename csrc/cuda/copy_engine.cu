@@ -2,13 +2,13 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/nest.h"
-#include "cpu/run.h"
-#include "cpu/walk.h"
 #include "cuda/copy_engine.h"
 #include "cuda/runtime.h"
 #include "error.h"
-#include "finding.h"
+#include "plan/check.h"
+#include "plan/loops.h"
+#include "plan/violation.h"
+#include "plan/walk.h"
 
 namespace kvx::cuda {
 namespace {
@@ -44,7 +44,7 @@ class Copies {
   }
 
   // `rows.count` runs of `bytes`.
-  kvx_status_t add(uint8_t *dst, const uint8_t *src, size_t bytes, const cpu::Dim &rows) {
+  kvx_status_t add(uint8_t *dst, const uint8_t *src, size_t bytes, const Loop &rows) {
     const auto height = static_cast<size_t>(rows.count);
     const auto src_pitch = static_cast<size_t>(rows.src), dst_pitch = static_cast<size_t>(rows.dst);
     if (src) {
@@ -103,11 +103,11 @@ kvx_status_t can_batch(cudaStream_t stream, bool *can) {
   return KVX_STATUS_OK;
 }
 
-// Moves stretches of one pair: joins what continues, then splits it into runs.
+// Moves runs of tokens of one pair: joins what continues, then splits it into runs.
 class Mover {
  public:
-  Mover(const TensorPair &pair, Copies *copies)
-      : pair_(pair), copies_(*copies), by_element_(!cpu::has_nest(pair.src, pair.dst)) {}
+  Mover(const PlanePair &pair, Copies *copies)
+      : pair_(pair), copies_(*copies), by_element_(!can_loop(pair.src, pair.dst)) {}
 
   kvx_status_t add(const Place &from, const Place &to, int64_t tokens) {
     const uint8_t *src = from.block < 0 ? nullptr : address_of(pair_.src, from);
@@ -127,40 +127,35 @@ class Mover {
   kvx_status_t flush() {
     if (!tokens_) return KVX_STATUS_OK;
     const int64_t tokens = std::exchange(tokens_, 0);
-    const Side &src = src_ ? pair_.src : pair_.dst;
+    const Plane &src = src_ ? pair_.src : pair_.dst;
     const bool by_element = src_ && by_element_;
-    cpu::Nest nest;
-    cpu::make_nest(src, pair_.dst, tokens, pair_.num_heads, by_element ? 1 : pair_.head_dim,
-                   size_of(pair_.dst.dtype), &nest);
+    Loops loops;
+    make_loops(src, pair_.dst, tokens, pair_.num_heads, by_element ? 1 : pair_.head_dim,
+               size_of(pair_.dst.dtype), &loops);
     // The longest loop innermost: the rows of 2D copies
-    std::stable_sort(nest.dims, nest.dims + nest.num_dims,
-                     [](const cpu::Dim &a, const cpu::Dim &b) { return a.count < b.count; });
-    if (!by_element) return copy(nest, dst_, src_);
+    std::stable_sort(loops.at, loops.at + loops.count,
+                     [](const Loop &a, const Loop &b) { return a.count < b.count; });
+    if (!by_element) return copy(loops, dst_, src_);
     for (int64_t d = 0; d < pair_.head_dim; ++d) {
-      KVX_TRY(copy(nest, dst_ + cpu::element_offset(pair_.dst, d),
-                   src_ + cpu::element_offset(pair_.src, d)));
+      KVX_TRY(
+          copy(loops, dst_ + element_offset(pair_.dst, d), src_ + element_offset(pair_.src, d)));
     }
     return KVX_STATUS_OK;
   }
 
  private:
-  static uint8_t *address_of(const Side &side, const Place &place) {
-    return (place.secondary ? side.secondary : side.base) + place.block * side.block_stride +
-           place.offset * side.token_stride;
-  }
-
-  kvx_status_t copy(const cpu::Nest &nest, uint8_t *dst, const uint8_t *src) {
-    const auto bytes = static_cast<size_t>(nest.run);
-    const cpu::Dim *const rows = nest.num_dims ? &nest.dims[nest.num_dims - 1] : nullptr;
-    const bool has_rows = rows && std::min(rows->src, rows->dst) >= nest.run &&
+  kvx_status_t copy(const Loops &loops, uint8_t *dst, const uint8_t *src) {
+    const auto bytes = static_cast<size_t>(loops.run);
+    const Loop *const rows = loops.count ? &loops.at[loops.count - 1] : nullptr;
+    const bool has_rows = rows && std::min(rows->src, rows->dst) >= loops.run &&
                           std::max(rows->src, rows->dst) <= kMostPitch;
-    const int loops = nest.num_dims - (has_rows ? 1 : 0);
+    const int outer = loops.count - (has_rows ? 1 : 0);
     int64_t count = 1;
-    for (int i = 0; i < loops; ++i) count *= nest.dims[i].count;
+    for (int i = 0; i < outer; ++i) count *= loops.at[i].count;
     for (int64_t n = 0; n < count; ++n) {
       int64_t rest = n, to = 0, from = 0;
-      for (int i = loops - 1; i >= 0; --i) {
-        const cpu::Dim &dim = nest.dims[i];
+      for (int i = outer - 1; i >= 0; --i) {
+        const Loop &dim = loops.at[i];
         to += rest % dim.count * dim.dst;
         from += rest % dim.count * dim.src;
         rest /= dim.count;
@@ -172,7 +167,7 @@ class Mover {
     return KVX_STATUS_OK;
   }
 
-  const TensorPair &pair_;
+  const PlanePair &pair_;
   Copies &copies_;
   const bool by_element_;
   const uint8_t *src_ = nullptr;  // NULL: zeros
@@ -180,12 +175,13 @@ class Mover {
   int64_t tokens_ = 0;
 };
 
-kvx_status_t check_same_bytes(const TensorPair &pair, uint32_t layer) {
-  if (!pair.num_heads || !pair.convert) return KVX_STATUS_OK;
-  return fail(KVX_STATUS_UNSUPPORTED,
-              "%c of layer %u has another %s at each end, but COPY_ENGINE moves bytes as they are; "
-              "call without the flag (spec E.2)",
-              pair.kv ? 'V' : 'K', layer, pair.src.dtype == pair.dst.dtype ? "scale" : "dtype");
+kvx_status_t check_same_bytes(const PlanePair &pair, size_t layer) {
+  if (!pair.convert) return KVX_STATUS_OK;
+  return fail(
+      KVX_STATUS_UNSUPPORTED,
+      "%c of layer %zu has another %s at each end, but COPY_ENGINE moves bytes as they are; "
+      "call without the flag (spec E.2)",
+      pair.is_v ? 'V' : 'K', layer, pair.src.dtype == pair.dst.dtype ? "scale" : "dtype");
 }
 
 kvx_status_t check_host_memory(const char *name, const Ints &ints) {
@@ -198,10 +194,10 @@ kvx_status_t check_host_memory(const char *name, const Ints &ints) {
 }
 
 kvx_status_t check_host_memory(const Plan &plan) {
-  const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
+  const FieldNames names = field_names(plan);
   KVX_TRY(check_host_memory(names.lens, plan.rows.lens));
   for (const bool at_dst : {false, true}) {
-    const Address &a = at_dst ? plan.dst[0] : plan.src[0];
+    const Lookup &a = at_dst ? plan.lookups[0].dst : plan.lookups[0].src;
     const char *const table = at_dst ? names.dst_table : names.src_table;
     KVX_TRY(check_host_memory(table, a.indices));
     KVX_TRY(check_host_memory(table, a.indptr));
@@ -213,24 +209,22 @@ kvx_status_t check_host_memory(const Plan &plan) {
 }  // namespace
 
 kvx_status_t run_copies(const Plan &plan, void *stream) {
-  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i)
-    KVX_TRY(check_same_bytes(plan.pairs[i], i / 2));
+  for (size_t layer = 0; layer < plan.layers.size(); ++layer)
+    for (const PlanePair *pair = plan.begin_of(layer); pair != plan.end_of(layer); ++pair)
+      KVX_TRY(check_same_bytes(*pair, layer));
   KVX_TRY(check_host_memory(plan));
   uint64_t tokens;
-  KVX_TRY(cpu::check_data(plan, &tokens));
+  KVX_TRY(check_data(plan, &tokens));
   bool batches;
   KVX_TRY(can_batch(static_cast<cudaStream_t>(stream), &batches));
   Copies copies(static_cast<cudaStream_t>(stream), batches);
-  for (uint32_t i = 0; i < 2 * plan.num_layers; ++i) {
-    const TensorPair &pair = plan.pairs[i];
-    if (!pair.num_heads) continue;
+  for (const PlanePair &pair : plan.pairs) {
     Mover mover(pair, &copies);
-    KVX_TRY(cpu::walk(plan, plan.src[pair.kv], plan.dst[pair.kv], 0, tokens,
-                      [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
-                        const bool moves = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
-                        return moves ? mover.add(from, to, static_cast<int64_t>(count))
-                                     : KVX_STATUS_OK;
-                      }));
+    KVX_TRY(walk(plan, plan.lookups[pair.lookup], 0, tokens,
+                 [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+                   const bool moves = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
+                   return moves ? mover.add(from, to, static_cast<int64_t>(count)) : KVX_STATUS_OK;
+                 }));
     KVX_TRY(mover.flush());
   }
   return copies.flush();

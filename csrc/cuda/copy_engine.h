@@ -1,7 +1,7 @@
 // A plan moved by the device's copy engines: no kernel runs, the host finds all places.
 #pragma once
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace kvx::cuda {
 

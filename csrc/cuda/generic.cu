@@ -1,7 +1,7 @@
 // Everything: an element at a time, any strides, any dtypes, any scales. Slow and always right.
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 
 namespace kvx::cuda {
 namespace {
@@ -10,7 +10,7 @@ template <class P>
 __global__ void __launch_bounds__(kThreads, 4) generic_kernel(const __grid_constant__ P p) {
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  const TensorPair &shape = p.shape;
+  const PlanePair &shape = p.shape;
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
   each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     for (uint32_t element = first + lane; element < last; element += kWarp) {

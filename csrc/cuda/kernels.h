@@ -1,7 +1,7 @@
-// The families' launches, one .cu each. All take a grid of (blocks, pairs), of kThreads threads.
+// The kernels' launches, one .cu each. All take a grid of (blocks, pairs), of kThreads threads.
 #pragma once
 
-#include "cuda/family.h"
+#include "cuda/choice.h"
 #include "cuda/platform.h"
 
 namespace kvx::cuda {
@@ -11,7 +11,7 @@ void launch_blocks(const P &params, const Choice &choice, dim3 grid, cudaStream_
 template <class P>
 void launch_bulk(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 template <class P>
-void launch_rows(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+void launch_vectors(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 template <class P>
 void launch_remap(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 template <class P>
@@ -25,7 +25,7 @@ void launch_generic(const P &params, const Choice &choice, dim3 grid, cudaStream
 
 }  // namespace kvx::cuda
 
-// At the end of a family's file: its launch for one layer and for a model.
+// At the end of a kernel's file: its launch for one layer and for a model.
 #define KVX_INSTANTIATE(launch)                                                              \
   template void kvx::cuda::launch(const kvx::cuda::Small &, const kvx::cuda::Choice &, dim3, \
                                   cudaStream_t);                                             \

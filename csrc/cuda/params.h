@@ -1,15 +1,15 @@
-// What a kernel is given: a part of the plan whose tensor pairs differ in their pointers alone.
+// What a kernel is given: a part of the plan whose pairs of planes differ in their pointers alone.
 #pragma once
 
 #include "cuda/status.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace kvx::cuda {
 
 constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
 constexpr uint64_t kMostItems = INT32_MAX;  // spans x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
-// Of a block, in every family. Four blocks share a multiprocessor, so a thread has 64 registers;
+// Of a block, of every kernel. Four blocks share a multiprocessor, so a thread has 64 registers;
 // kernels say so, or compilers for sm_100 and later spill to make room for more of them.
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kWarps = kThreads / kWarp;
@@ -50,8 +50,8 @@ struct Bases {
 
 struct Common {
   Rows rows;
-  Address src[2], dst[2];  // K, V
-  TensorPair shape;        // of every pair; its pointers are in `bases`
+  LookupPair lookups[2];
+  PlanePair shape;  // of every pair; its pointers are in `bases`
   Units units;
 
   // Work is cut into spans: `tokens_per_span` tokens of a row, and these into parts of a token.
@@ -64,14 +64,15 @@ struct Common {
   bool zero_fill;
   Call call;
   uint32_t num_pairs;
-  uint32_t reporter[2];  // the pair that reports the faults of K's and of V's places
+  uint32_t reporter[2];  // the pair that reports the faults of each lookup
   Status *status;
 };
 
 template <uint32_t kPairs>
 struct Params : Common {
   Bases bases[kPairs];
-  uint8_t kv[kPairs];
+  uint8_t lookup[kPairs];  // which of the two
+  bool is_v[kPairs];
 };
 
 using Small = Params<2>;               // one layer: what a decode step launches

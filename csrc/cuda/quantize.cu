@@ -1,8 +1,8 @@
 // To FP8 with a scale per token and head that is found on the way. Spec: E.9
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
-#include "scale.h"
+#include "cuda/lookup.cuh"
+#include "desc/scale.h"
 
 namespace kvx::cuda {
 namespace {
@@ -29,7 +29,7 @@ __device__ constexpr uint32_t rows_in_flight() {
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_constant__ P p) {
   constexpr uint32_t kUnroll = rows_in_flight<Src>();
-  const TensorPair &shape = p.shape;
+  const PlanePair &shape = p.shape;
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t units = p.units.per_head.divisor;
   const uint32_t lanes = 1u << (32 - __clz(static_cast<int>(units - 1)));
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
 // Any rows, a warp each: an element at a time, read twice.
 template <class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_constant__ P p) {
-  const TensorPair &shape = p.shape;
+  const PlanePair &shape = p.shape;
   const int64_t src_step = shape.src.inner_stride, dst_step = shape.dst.inner_stride;
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);

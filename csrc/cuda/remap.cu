@@ -1,7 +1,7 @@
 // Same bytes, tokens innermost at one end or at both, as in packed layouts: a warp moves several
 // tokens at a time, so that tokens which follow each other there are moved together.
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 
 namespace kvx::cuda {
@@ -11,8 +11,8 @@ constexpr uint32_t kUnroll = 4;  // loads in flight per lane
 
 // A unit's bytes, or the step between elements, of 4 bytes at most, that nothing contiguous joins.
 template <class V>
-__device__ __forceinline__ int64_t step_of(const Side &side, const Units &units) {
-  return sizeof(V) <= 4 && units.elements == 1 ? side.inner_stride : int64_t{sizeof(V)};
+__device__ __forceinline__ int64_t step_of(const Plane &plane, const Units &units) {
+  return sizeof(V) <= 4 && units.elements == 1 ? plane.inner_stride : int64_t{sizeof(V)};
 }
 
 template <class V, class P>
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constan
   const uint32_t tokens = min(p.tokens_per_span, kWarp), lanes = kWarp / tokens;  // of a token
   const uint32_t lane = threadIdx.x % kWarp, own_token = lane / lanes, own_unit = lane % lanes;
   const Pair pair = this_pair(p);
-  const Side &src = p.shape.src, &dst = p.shape.dst;
+  const Plane &src = p.shape.src, &dst = p.shape.dst;
   const int64_t src_step = step_of<V>(src, p.units), dst_step = step_of<V>(dst, p.units);
   const uint32_t items = p.spans * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constan
     const uint32_t first = part * p.units_per_part + own_unit;
     const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += tokens) {
-      const Span span = span_of(p, pair.kv, index, skipped, reports && lane == 0);
+      const Span span = span_of(p, pair.lookup, index, skipped, reports && lane == 0);
       if (span.begin >= span.end) break;
       Token token{};
       if (own_token < span.end - span.begin)

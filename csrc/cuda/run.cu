@@ -6,7 +6,7 @@
 #include "cuda/runtime.h"
 #include "cuda/status.h"
 #include "error.h"
-#include "finding.h"
+#include "plan/violation.h"
 
 namespace kvx::cuda {
 namespace {
@@ -14,17 +14,16 @@ namespace {
 constexpr uint64_t kBlocksPerSm = 32;  // about four waves: enough to balance, few enough to start
 constexpr uint64_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
 
-uint32_t num_pairs(const Plan &plan) { return 2 * plan.num_layers; }
-
-// Pairs are of one kind if they differ in their pointers alone.
-TensorPair without_pointers(TensorPair pair) {
-  for (Side *side : {&pair.src, &pair.dst}) side->base = side->secondary = nullptr;
+// Pairs are of one kind if they differ in their pointers alone. Two lookups fit into a launch.
+PlanePair without_pointers(PlanePair pair) {
+  for (Plane *plane : {&pair.src, &pair.dst}) plane->base = plane->secondary = nullptr;
   pair.src_scales.data = pair.dst_scales.data = nullptr;
-  pair.kv = 0;
+  pair.lookup = 0;
+  pair.is_v = false;
   return pair;
 }
 
-bool is_same(const Side &a, const Side &b) {
+bool is_same(const Plane &a, const Plane &b) {
   return a.block_stride == b.block_stride && a.token_stride == b.token_stride &&
          a.head_stride == b.head_stride && a.outer_stride == b.outer_stride &&
          a.inner_stride == b.inner_stride && a.pack == b.pack && a.dtype == b.dtype;
@@ -35,10 +34,11 @@ bool is_same(const Scales &a, const Scales &b) {
          a.token_stride == b.token_stride && a.head_stride == b.head_stride;
 }
 
-bool is_same(const TensorPair &a, const TensorPair &b) {
+bool is_same(const PlanePair &a, const PlanePair &b) {
   return is_same(a.src, b.src) && is_same(a.dst, b.dst) && is_same(a.src_scales, b.src_scales) &&
          is_same(a.dst_scales, b.dst_scales) && a.num_heads == b.num_heads &&
-         a.head_dim == b.head_dim && a.convert == b.convert && a.find_scales == b.find_scales;
+         a.head_dim == b.head_dim && a.convert == b.convert && a.find_scales == b.find_scales &&
+         a.lookup / 2 == b.lookup / 2;
 }
 
 kvx_status_t too_large(const char *what, const char *unit) {
@@ -55,13 +55,14 @@ uint64_t row_bound(const Plan &plan) {
   if (plan.rows.fill_to_max) return plan.rows.max_len;
   // One more than there are slots, so that a kernel meets the token that has none. Not 0, so that
   // every row is looked at.
-  const auto bound = [](const Address &a) -> uint64_t {
-    if (a.mode == Addressing::kDense) return a.block_size;
-    if (a.mode == Addressing::kSlots) return uint64_t{a.indices_count} + 1;
-    return a.mode == Addressing::kRagged ? a.indices_count
+  const auto bound = [](const Lookup &a) -> uint64_t {
+    if (a.mode == LookupMode::kDense) return a.block_size;
+    if (a.mode == LookupMode::kSlots) return uint64_t{a.indices_count} + 1;
+    return a.mode == LookupMode::kRagged ? a.indices_count
                                          : uint64_t{a.max_blocks_per_seq} * a.block_size;
   };
-  const uint64_t most = std::min({plan.rows.max_len, bound(plan.src[0]), bound(plan.dst[0])});
+  uint64_t most = plan.rows.max_len;
+  for (const auto &[src, dst] : plan.lookups) most = std::min({most, bound(src), bound(dst)});
   return std::max<uint64_t>(most, plan.rows.max_len ? 1 : 0);
 }
 
@@ -69,16 +70,17 @@ uint64_t row_bound(const Plan &plan) {
 kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   constexpr uint64_t kLimit = UINT32_MAX;
   uint64_t heads = 1;
-  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
-    const TensorPair &pair = plan.pairs[i];
+  for (const PlanePair &pair : plan.pairs) {
     heads = std::max<uint64_t>(heads, pair.num_heads);
     if (uint64_t{pair.num_heads} * pair.head_dim >= kLimit) return too_large("a token", "elements");
   }
-  for (const Address *a : {&plan.src[0], &plan.src[1], &plan.dst[0], &plan.dst[1]}) {
-    const bool columns = a->mode == Addressing::kPacked || a->mode == Addressing::kKvOffsets;
-    if (columns && uint64_t{a->max_blocks_per_seq} * a->block_size >= kLimit)
-      return too_large("a row of a block table", "tokens");
-    if (a->num_blocks * a->block_size >= kLimit) return too_large("a cache", "slots");
+  for (const LookupPair &lookup : plan.lookups) {
+    for (const Lookup *a : {&lookup.src, &lookup.dst}) {
+      const bool columns = a->mode == LookupMode::kPacked || a->mode == LookupMode::kKvOffsets;
+      if (columns && uint64_t{a->max_blocks_per_seq} * a->block_size >= kLimit)
+        return too_large("a row of a block table", "tokens");
+      if (a->num_blocks * a->block_size >= kLimit) return too_large("a cache", "slots");
+    }
   }
   if (plan.rows.count * heads >= kMostItems || bound >= kLimit)
     return too_large("rows times heads", "items");
@@ -90,17 +92,18 @@ kvx_status_t check_indices(const Plan &plan) {
   const auto check = [](const char *name, const void *data, const char *field = "") {
     return data ? check_reachable(name, field, data) : KVX_STATUS_OK;
   };
-  const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
+  const FieldNames names = field_names(plan);
   KVX_TRY(check(names.lens, plan.rows.lens.data));
-  for (const bool at_dst : {false, true}) {
-    const Address &a = at_dst ? plan.dst[0] : plan.src[0];
-    const char *const table = at_dst ? names.dst_table : names.src_table;
-    KVX_TRY(check(table, a.indices.data, a.mode == Addressing::kSlots ? "" : ".indices"));
-    KVX_TRY(check(table, a.indptr.data, ".indptr"));
-    KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
+  for (const LookupPair &lookup : plan.lookups) {
+    for (const bool at_dst : {false, true}) {
+      const Lookup &a = at_dst ? lookup.dst : lookup.src;
+      const char *const table = at_dst ? names.dst_table : names.src_table;
+      KVX_TRY(check(table, a.indices.data, a.mode == LookupMode::kSlots ? "" : ".indices"));
+      KVX_TRY(check(table, a.indptr.data, ".indptr"));
+      KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
+    }
   }
-  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
-    const TensorPair &pair = plan.pairs[i];
+  for (const PlanePair &pair : plan.pairs) {
     KVX_TRY(check("pool.secondary of the source", pair.src.secondary));
     KVX_TRY(check("pool.secondary of the destination", pair.dst.secondary));
     KVX_TRY(check("a scale of the source", pair.src_scales.data));
@@ -111,44 +114,45 @@ kvx_status_t check_indices(const Plan &plan) {
 
 // One launch: pairs of one kind.
 template <class P>
-kvx_status_t launch(const Common &common, const Choice &choice, const TensorPair *const *pairs,
+kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair *const *pairs,
                     uint64_t most_blocks, cudaStream_t stream) {
   P params;
   static_cast<Common &>(params) = common;
   for (uint32_t i = 0; i < common.num_pairs; ++i) {
-    const TensorPair &pair = *pairs[i];
+    const PlanePair &pair = *pairs[i];
     params.bases[i] = {pair.src.base,        pair.src.secondary,
                        pair.dst.base,        pair.dst.secondary,
                        pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
-    params.kv[i] = pair.kv;
+    params.lookup[i] = pair.lookup % 2;
+    params.is_v[i] = pair.is_v;
   }
   const uint32_t items = common.spans * common.parts.divisor;
-  const uint64_t blocks = (items - 1) / items_per_block(choice.family) + 1;
+  const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
   const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
   const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);
-  switch (choice.family) {
-    case Family::kBlocks:
+  switch (choice.kernel) {
+    case Kernel::kBlocks:
       launch_blocks(params, choice, grid, stream);
       break;
-    case Family::kBulk:
+    case Kernel::kBulk:
       launch_bulk(params, choice, grid, stream);
       break;
-    case Family::kRows:
-      launch_rows(params, choice, grid, stream);
+    case Kernel::kVectors:
+      launch_vectors(params, choice, grid, stream);
       break;
-    case Family::kRemap:
+    case Kernel::kRemap:
       launch_remap(params, choice, grid, stream);
       break;
-    case Family::kTile:
+    case Kernel::kTile:
       launch_tile(params, choice, grid, stream);
       break;
-    case Family::kConvert:
+    case Kernel::kConvert:
       launch_convert(params, choice, grid, stream);
       break;
-    case Family::kQuantize:
+    case Kernel::kQuantize:
       launch_quantize(params, choice, grid, stream);
       break;
-    case Family::kGeneric:
+    case Kernel::kGeneric:
       launch_generic(params, choice, grid, stream);
   }
   return check(cudaPeekAtLastError(), "kernel launch");
@@ -156,14 +160,14 @@ kvx_status_t launch(const Common &common, const Choice &choice, const TensorPair
 
 // The first pair from `from` on that is of the kind of pair `first`; num_pairs: none.
 uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
-  while (from < num_pairs(plan) && !is_same(plan.pairs[from], plan.pairs[first])) ++from;
+  while (from < plan.pairs.size() && !is_same(plan.pairs[from], plan.pairs[first])) ++from;
   return from;
 }
 
 uint64_t alignment_of(const Plan &plan, uint32_t first) {
   uint64_t bits = 4096;
-  for (uint32_t i = first; i < num_pairs(plan); i = next_of_kind(plan, first, i + 1)) {
-    const TensorPair &pair = plan.pairs[i];
+  for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
+    const PlanePair &pair = plan.pairs[i];
     for (const uint8_t *at : {pair.src.base, pair.src.secondary, pair.dst.base, pair.dst.secondary})
       bits |= reinterpret_cast<uintptr_t>(at);
   }
@@ -171,31 +175,37 @@ uint64_t alignment_of(const Plan &plan, uint32_t first) {
 }
 
 // Tokens of a block, if it has as many at both ends.
-uint32_t block_tokens(const Plan &plan) {
-  return plan.src[0].block_size == plan.dst[0].block_size ? plan.src[0].block_size : 0;
+uint32_t block_tokens(const LookupPair &lookup) {
+  return lookup.src.block_size == lookup.dst.block_size ? lookup.src.block_size : 0;
 }
+
+using Reported = Few<bool, 2>;  // of each lookup, whether a launch reports for it
 
 // All pairs of the kind of pair `first`, in as few launches as their pointers, or blocks in the
 // background, fit into.
-kvx_status_t run_kind(const Plan &plan, uint32_t first, bool reports[2], Common common,
+kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Common common,
                       uint32_t sms, cudaStream_t stream) {
-  const Choice choice = choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
-                               block_tokens(plan), plan.background);
+  const Choice choice =
+      choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
+             block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
   const uint32_t most_pairs = plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
   common.shape = choice.shape;
   common.units = choice.units;
-  for (uint32_t next = first; next < num_pairs(plan);) {
-    const TensorPair *pairs[2 * kMaxLayers];
+  const size_t first_lookup = plan.pairs[first].lookup / 2 * 2;
+  for (size_t i = 0; i < 2 && first_lookup + i < plan.lookups.size(); ++i)
+    common.lookups[i] = plan.lookups[first_lookup + i];
+  for (uint32_t next = first; next < plan.pairs.size();) {
+    const PlanePair *pairs[2 * kMaxLayers];
     common.num_pairs = 0;
-    // Each place is reported by the first pair that looks at it.
+    // What is wrong with a lookup is reported by the first pair that uses it.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
-    for (; next < num_pairs(plan) && common.num_pairs < most_pairs;
+    for (; next < plan.pairs.size() && common.num_pairs < most_pairs;
          next = next_of_kind(plan, first, next + 1)) {
-      const TensorPair &pair = plan.pairs[next];
-      const uint8_t kv = plan.same_places ? 0 : pair.kv;
-      if (reports[kv]) common.reporter[pair.kv] = common.num_pairs;
-      reports[kv] = false;
+      const PlanePair &pair = plan.pairs[next];
+      bool &is_reported = (*reported)[pair.lookup];
+      if (!is_reported) common.reporter[pair.lookup % 2] = common.num_pairs;
+      is_reported = true;
       pairs[common.num_pairs++] = &pair;
     }
     cut(choice, &common);
@@ -211,10 +221,6 @@ kvx_status_t run(const Plan &plan, void *stream) {
   if (plan.copy_engine) return run_copies(plan, stream);
   Common common{};
   common.rows = plan.rows;
-  for (int kv = 0; kv < 2; ++kv) {
-    common.src[kv] = plan.src[kv];
-    common.dst[kv] = plan.dst[kv];
-  }
   common.row_bound = row_bound(plan);
   if (common.row_bound == 0 || plan.rows.count == 0) return KVX_STATUS_OK;
   KVX_TRY(check_narrow(plan, common.row_bound));
@@ -225,10 +231,12 @@ kvx_status_t run(const Plan &plan, void *stream) {
   KVX_TRY(count_sms(&sms));
   KVX_TRY(device_status(&common.status));
 
-  bool reports[2] = {true, true};
-  for (uint32_t i = 0; i < num_pairs(plan); ++i) {
-    if (plan.pairs[i].num_heads && next_of_kind(plan, i, 0) == i)
-      KVX_TRY(run_kind(plan, i, reports, common, sms, static_cast<cudaStream_t>(stream)));
+  Reported reported;
+  reported.reserve(plan.lookups.size());
+  for (size_t i = 0; i < plan.lookups.size(); ++i) reported.add();
+  for (uint32_t i = 0; i < plan.pairs.size(); ++i) {
+    if (next_of_kind(plan, i, 0) == i)
+      KVX_TRY(run_kind(plan, i, &reported, common, sms, static_cast<cudaStream_t>(stream)));
   }
   return KVX_STATUS_OK;
 }

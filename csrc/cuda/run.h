@@ -1,7 +1,7 @@
 // A plan on the device. The rest of the library sees no more of CUDA than this.
 #pragma once
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace kvx::cuda {
 

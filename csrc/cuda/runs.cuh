@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 
 namespace kvx::cuda {
@@ -26,8 +26,8 @@ struct Runs {
         dst_step(step_of(choice, choice.shape.dst)) {}
 
  private:
-  static uint32_t step_of(const Choice &choice, const Side &side) {
-    return choice.units.elements == 1 ? static_cast<uint32_t>(side.inner_stride)
+  static uint32_t step_of(const Choice &choice, const Plane &plane) {
+    return choice.units.elements == 1 ? static_cast<uint32_t>(plane.inner_stride)
                                       : choice.unit_bytes;
   }
 };
@@ -53,9 +53,10 @@ __device__ __forceinline__ void move_vectors(uint32_t first, uint32_t count, Fro
 template <class V>
 __device__ __forceinline__ void move_units(const Common &p, const Runs &runs, const uint8_t *src,
                                            uint8_t *dst) {
-  const auto offset = [&](const Side &side, const FastDiv &per_pack, uint32_t step, uint32_t unit) {
+  const auto offset = [&](const Plane &plane, const FastDiv &per_pack, uint32_t step,
+                          uint32_t unit) {
     const uint32_t head = p.units.per_head.quotient(unit);
-    return unit_offset(side, per_pack, step, head, unit - head * p.units.per_head.divisor);
+    return unit_offset(plane, per_pack, step, head, unit - head * p.units.per_head.divisor);
   };
   move_vectors<V, kWarp, 1>(
       threadIdx.x % kWarp, p.units.per_token,

@@ -2,7 +2,7 @@
 // Kernels of several streams may find and one host thread take at the same time.
 #pragma once
 
-#include "finding.h"
+#include "plan/violation.h"
 
 namespace kvx::cuda {
 
@@ -10,8 +10,8 @@ struct Status {
   unsigned long long count;
   uint32_t claimed, ready;  // somebody writes what follows; it is written
   Call call;
-  Addressing src, dst;  // how the first call's tokens are found
-  Finding first;
+  LookupMode src, dst;  // how the first call's tokens are found
+  Violation first;
 };
 
 // The status of the current device. Allocates nothing: it is a variable of the library's kernels.

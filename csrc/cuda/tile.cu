@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 
 namespace kvx::cuda {
@@ -42,12 +42,12 @@ struct Window {
 
 // How one end finds units.
 struct End {
-  const Side &side;
+  const Plane &plane;
   const FastDiv &per_pack;
   int64_t step;  // within a pack
 
   __device__ __forceinline__ int64_t offset(const Window &window, uint32_t unit) const {
-    return unit_offset(side, per_pack, step, window.head, window.unit + unit);
+    return unit_offset(plane, per_pack, step, window.head, window.unit + unit);
   }
 };
 
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
   Tile<V> &tile = *shared;
   const Pair pair = this_pair(p);
   const Units &units = p.units;
-  const Side &inner_side = kToInner ? p.shape.dst : p.shape.src;
-  const End inner{inner_side, kToInner ? units.dst_per_pack : units.src_per_pack,
-                  units.elements == 1 ? inner_side.inner_stride : int64_t{sizeof(V)}};
+  const Plane &inner_plane = kToInner ? p.shape.dst : p.shape.src;
+  const End inner{inner_plane, kToInner ? units.dst_per_pack : units.src_per_pack,
+                  units.elements == 1 ? inner_plane.inner_stride : int64_t{sizeof(V)}};
   const End outer{kToInner ? p.shape.src : p.shape.dst,
                   kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
   const uint32_t items = p.spans * p.parts.divisor;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
     const uint32_t last = min((part + 1) * p.units_per_part, units.per_token);
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
       // Find the tokens
-      const Span span = span_of(p, pair.kv, index, skipped, reports && threadIdx.x == 0);
+      const Span span = span_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);
       if (threadIdx.x < kTokens) {
         Token token{};
         if (threadIdx.x < span.end - span.begin)
@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
 
 template <class P>
 Wide wide_accesses(const P &p, bool to_inner, uint32_t unit_bytes) {
-  const Side &inner = to_inner ? p.shape.dst : p.shape.src;
-  const Side &outer = to_inner ? p.shape.src : p.shape.dst;
+  const Plane &inner = to_inner ? p.shape.dst : p.shape.src;
+  const Plane &outer = to_inner ? p.shape.src : p.shape.dst;
   const uint32_t inner_pack = (to_inner ? p.units.dst_per_pack : p.units.src_per_pack).divisor;
   const uint32_t outer_pack = (to_inner ? p.units.src_per_pack : p.units.dst_per_pack).divisor;
-  const auto packs = [&](const Side &side, uint32_t per_pack) {
-    return per_pack == p.units.per_head.divisor ? 0 : side.outer_stride;
+  const auto packs = [&](const Plane &plane, uint32_t per_pack) {
+    return per_pack == p.units.per_head.divisor ? 0 : plane.outer_stride;
   };
   uint64_t inner_bits =
       inner.head_stride | packs(inner, inner_pack) | (inner_pack == 1 ? 0 : inner.inner_stride);

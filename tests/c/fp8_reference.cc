@@ -1,11 +1,11 @@
-// codec.h's encoders against NVIDIA's own conversions, as cuda_fp8.h defines them for the host:
+// scalar.h's encoders against NVIDIA's own conversions, as cuda_fp8.h defines them for the host:
 // they stand for the instructions that the kernels use. Prints the first differences, and how many
 // there are.
 #include <cuda_fp8.h>
 
 #include <cstdio>
 
-#include "codec.h"
+#include "formats/scalar.h"
 
 namespace {
 

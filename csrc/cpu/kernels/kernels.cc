@@ -1,4 +1,4 @@
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 #include <unistd.h>
 
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "codec.h"
+#include "formats/scalar.h"
 
 #define KVX_MEMBER __attribute__((always_inline))
 #define KVX_INLINE static inline KVX_MEMBER
@@ -36,7 +36,7 @@ static const bool kFetchesNear = false;
 namespace portable {
 #define KVX_ISA "portable"
 #define KVX_VECTOR_BYTES 16
-#include "cpu/kernels.inl"
+#include "cpu/kernels/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 }  // namespace portable
@@ -49,7 +49,7 @@ namespace portable {
 namespace avx2 {
 #define KVX_ISA "avx2"
 #define KVX_VECTOR_BYTES 32
-#include "cpu/kernels.inl"
+#include "cpu/kernels/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 }  // namespace avx2
@@ -60,7 +60,7 @@ namespace avx2 {
 namespace avx512 {
 #define KVX_ISA "avx512"
 #define KVX_VECTOR_BYTES 64
-#include "cpu/kernels.inl"
+#include "cpu/kernels/kernels.inl"
 #undef KVX_ISA
 }  // namespace avx512
 #pragma GCC pop_options
@@ -70,7 +70,7 @@ namespace avx512 {
 namespace avx512vbmi {  // Ice Lake, Zen 4 and later
 #define KVX_ISA "avx512vbmi"
 #define KVX_VBMI 1
-#include "cpu/kernels.inl"
+#include "cpu/kernels/kernels.inl"
 #undef KVX_ISA
 #undef KVX_VECTOR_BYTES
 #undef KVX_VBMI

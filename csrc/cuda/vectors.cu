@@ -1,7 +1,7 @@
 // Same bytes, a warp per token: any layouts whose rows hold units of 1 to 16 bytes on both sides.
 // A unit's place is worked out from its number, so that heads may lie anywhere.
 #include "cuda/kernels.h"
-#include "cuda/places.cuh"
+#include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 
 namespace kvx::cuda {
@@ -10,10 +10,10 @@ namespace {
 constexpr uint32_t kUnroll = 4;  // loads in flight per lane
 
 template <class V, class P>
-__global__ void __launch_bounds__(kThreads, 4) rows_kernel(const __grid_constant__ P p) {
+__global__ void __launch_bounds__(kThreads, 4) vectors_kernel(const __grid_constant__ P p) {
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
-  const Side &src = p.shape.src, &dst = p.shape.dst;
+  const Plane &src = p.shape.src, &dst = p.shape.dst;
   each_token_of_warp<false>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     for (uint32_t unit = first + lane; unit < last; unit += kWarp * kUnroll) {
       V units[kUnroll];
@@ -37,12 +37,12 @@ __global__ void __launch_bounds__(kThreads, 4) rows_kernel(const __grid_constant
 }  // namespace
 
 template <class P>
-void launch_rows(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+void launch_vectors(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
   with_vector(choice.unit_bytes, [&](auto vector) {
-    KVX_LAUNCH((rows_kernel<decltype(vector), P>), grid, kThreads, 0, stream, params);
+    KVX_LAUNCH((vectors_kernel<decltype(vector), P>), grid, kThreads, 0, stream, params);
   });
 }
 
 }  // namespace kvx::cuda
 
-KVX_INSTANTIATE(launch_rows);
+KVX_INSTANTIATE(launch_vectors);

@@ -1,26 +1,27 @@
 // What only the data can show: lengths, slots, block ids, scales. Every rule once, before any
 // write.
+#include "plan/check.h"
+
 #include <algorithm>
 #include <vector>
 
-#include "cpu/run.h"
-#include "cpu/walk.h"
+#include "desc/scale.h"
 #include "error.h"
-#include "finding.h"
-#include "scale.h"
+#include "plan/violation.h"
+#include "plan/walk.h"
 
-namespace kvx::cpu {
+namespace kvx {
 namespace {
 
 // `*tokens`: what moves, of all rows.
-kvx_status_t check_lengths(const Plan &plan, const Names &names, uint64_t *tokens) {
+kvx_status_t check_lengths(const Plan &plan, const FieldNames &names, uint64_t *tokens) {
   const Rows &rows = plan.rows;
   *tokens = 0;
   if (!rows.lens.data) {
     *tokens = rows.count * rows.uniform_len;
     return KVX_STATUS_OK;
   }
-  Finding found{};
+  Violation found{};
   found.fault = Fault::kLength;
   for (uint64_t i = 0; i < rows.count / rows.rows_per_len; ++i) {
     found.index = i;
@@ -36,10 +37,10 @@ kvx_status_t check_lengths(const Plan &plan, const Names &names, uint64_t *token
 }
 
 // What the rows can have at one end together, as the descriptors say.
-uint64_t most_tokens(const Rows &rows, const Address &a) {
-  if (a.mode == Addressing::kSlots || a.mode == Addressing::kRagged) return a.indices_count;
+uint64_t most_tokens(const Rows &rows, const Lookup &a) {
+  if (a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged) return a.indices_count;
   uint64_t most = rows.count;
-  const bool has_columns = a.mode != Addressing::kDense;
+  const bool has_columns = a.mode != LookupMode::kDense;
   if (__builtin_mul_overflow(most, a.block_size, &most) ||
       (has_columns && __builtin_mul_overflow(most, a.max_blocks_per_seq, &most))) {
     return UINT64_MAX;
@@ -47,26 +48,26 @@ uint64_t most_tokens(const Rows &rows, const Address &a) {
   return most;
 }
 
-// One end of the plan, K or V.
+// One end of a lookup.
 class End {
  public:
-  End(const Plan &plan, int kv, bool at_dst, const Names &names)
-      : rows_(plan.rows), address_(at_dst ? plan.dst[kv] : plan.src[kv]), names_(names) {
-    found_.mode = address_.mode;
-    found_.kv = address_.kv;
+  End(const Rows &rows, const Lookup &lookup, bool at_dst, const FieldNames &names)
+      : rows_(rows), lookup_(lookup), names_(names) {
+    found_.mode = lookup_.mode;
+    found_.is_v = lookup_.is_v;
     found_.at_dst = at_dst;
-    found_.sub_blocks = address_.sub_blocks;
-    found_.sub_block = address_.sub_block;
+    found_.sub_blocks = lookup_.sub_blocks;
+    found_.sub_block = lookup_.sub_block;
   }
 
   // Every table entry or slot that the plan will read at this end.
   kvx_status_t check(uint64_t tokens) {
-    const Address &a = address_;
-    if (a.mode == Addressing::kSlots) {
+    const Lookup &a = lookup_;
+    if (a.mode == LookupMode::kSlots) {
       if (tokens != a.indices_count) return fail_counts(tokens);
       return check_entries(0, tokens);
     }
-    if (a.mode == Addressing::kRagged) KVX_TRY(check_indptr());
+    if (a.mode == LookupMode::kRagged) KVX_TRY(check_indptr());
     for (uint64_t row = 0; row < rows_.count; ++row) {
       const int64_t start = a.starts.data ? a.starts[row] : 0;
       if (start < 0) return fail_at(Fault::kStart, row, start, 0);
@@ -75,9 +76,9 @@ class End {
       const uint64_t count = rows_.stored(row);
       if (count == 0) continue;
       KVX_TRY(check_capacity(row, first, count));
-      if (a.mode == Addressing::kRagged) {
+      if (a.mode == LookupMode::kRagged) {
         KVX_TRY(check_entries(static_cast<uint64_t>(a.indptr[row]) + first, count));
-      } else if (a.mode != Addressing::kDense) {
+      } else if (a.mode != LookupMode::kDense) {
         const uint64_t begin = first / a.block_size, last = (first + count - 1) / a.block_size;
         KVX_TRY(check_entries(table_entry(a, row, begin), last - begin + 1));
       }
@@ -96,22 +97,22 @@ class End {
 
   kvx_status_t fail_counts(uint64_t tokens) {
     found_.count = tokens;
-    return fail_at(Fault::kSlotCount, 0, 0, address_.indices_count);
+    return fail_at(Fault::kSlotCount, 0, 0, lookup_.indices_count);
   }
 
   kvx_status_t check_entries(uint64_t begin, uint64_t count) {
-    const uint64_t end = std::min<uint64_t>(begin + count, address_.indices_count);
+    const uint64_t end = std::min<uint64_t>(begin + count, lookup_.indices_count);
     for (uint64_t i = begin; i < end; ++i) {
-      const int64_t entry = address_.indices[i];
-      const Fault fault = fault_of(address_, entry);
-      if (fault != Fault::kNone) return fail_at(fault, i, entry, limit_of(address_, entry));
+      const int64_t entry = lookup_.indices[i];
+      const Fault fault = fault_of(lookup_, entry);
+      if (fault != Fault::kNone) return fail_at(fault, i, entry, limit_of(lookup_, entry));
     }
     return KVX_STATUS_OK;
   }
 
   // Tokens [first, first + count) of a row are within what the row can address.
   kvx_status_t check_capacity(uint64_t row, uint64_t first, uint64_t count) {
-    const uint64_t capacity = capacity_of(address_, row);
+    const uint64_t capacity = capacity_of(lookup_, row);
     if (first <= capacity && count <= capacity - first) return KVX_STATUS_OK;
     found_.row = row;
     found_.first = first;
@@ -121,28 +122,28 @@ class End {
 
   // A row whose tokens end before `end` has as many entries, where the table says that it is exact.
   kvx_status_t check_exact(uint64_t row, uint64_t end) {
-    if (!is_inexact(address_, row, end)) return KVX_STATUS_OK;
+    if (!is_inexact(lookup_, row, end)) return KVX_STATUS_OK;
     found_.row = row;
     found_.count = end;
-    return fail_at(Fault::kExact, row, 0, capacity_of(address_, row));
+    return fail_at(Fault::kExact, row, 0, capacity_of(lookup_, row));
   }
 
   kvx_status_t check_indptr() {
-    const Ints &indptr = address_.indptr;
+    const Ints &indptr = lookup_.indptr;
     if (indptr[0] != 0) return fail_at(Fault::kIndptr, 0, indptr[0], 0);
     for (uint64_t row = 0; row < rows_.count; ++row) {
       found_.first = static_cast<uint64_t>(indptr[row]);
       if (indptr[row + 1] < indptr[row])
         return fail_at(Fault::kIndptr, row + 1, indptr[row + 1], 0);
     }
-    if (indptr[rows_.count] == address_.indices_count) return KVX_STATUS_OK;
-    return fail_at(Fault::kIndptr, rows_.count, indptr[rows_.count], address_.indices_count);
+    if (indptr[rows_.count] == lookup_.indices_count) return KVX_STATUS_OK;
+    return fail_at(Fault::kIndptr, rows_.count, indptr[rows_.count], lookup_.indices_count);
   }
 
   const Rows &rows_;
-  const Address &address_;
-  const Names &names_;
-  Finding found_{};
+  const Lookup &lookup_;
+  const FieldNames &names_;
+  Violation found_{};
 };
 
 // Blocks of the primary and the secondary pool.
@@ -166,16 +167,15 @@ class Blocks {
 
 // Source and destination blocks of one pool must differ, as far as tokens move.
 kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
-  for (int kv = 0; kv < (plan.has_v ? 2 : 1); ++kv) {
-    const Address &src = plan.src[kv], &dst = plan.dst[kv];
+  for (const LookupPair &lookup : plan.lookups) {
     Blocks sources;
-    KVX_TRY(walk(plan, src, dst, 0, tokens,
-                 [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-                   if (from.block >= 0 && to.block >= 0) sources.add(from);
-                   return KVX_STATUS_OK;
-                 }));
+    KVX_TRY(
+        walk(plan, lookup, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+          if (from.block >= 0 && to.block >= 0) sources.add(from);
+          return KVX_STATUS_OK;
+        }));
     sources.sort();
-    KVX_TRY(walk(plan, src, dst, 0, tokens,
+    KVX_TRY(walk(plan, lookup, 0, tokens,
                  [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
                    const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
                    if (!written || !sources.contain(to)) return KVX_STATUS_OK;
@@ -184,14 +184,13 @@ kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
                        "expected disjoint blocks (spec E.3)",
                        static_cast<ll>(to.block), static_cast<ull>(row));
                  }));
-    if (plan.same_places) break;
   }
   return KVX_STATUS_OK;
 }
 
 // The scales of `count` tokens from `place` on.
-kvx_status_t check_scales_at(const TensorPair &pair, bool at_dst, const Place &place,
-                             uint64_t count, const Names &names) {
+kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &place, uint64_t count,
+                             const FieldNames &names) {
   const Scales &scales = at_dst ? pair.dst_scales : pair.src_scales;
   if (!scales.data || (at_dst && pair.find_scales)) return KVX_STATUS_OK;
   const uint64_t tokens = scales.token_stride ? count : 1;
@@ -203,9 +202,9 @@ kvx_status_t check_scales_at(const TensorPair &pair, bool at_dst, const Place &p
                           h * scales.head_stride;
       const float scale = read_scale(at, scales.dtype);
       if (is_usable_scale(scale)) continue;
-      Finding found{};
+      Violation found{};
       found.fault = Fault::kScale;
-      found.kv = pair.kv;
+      found.is_v = pair.is_v;
       found.at_dst = at_dst;
       found.value = place.block;
       found.index = h;
@@ -217,10 +216,10 @@ kvx_status_t check_scales_at(const TensorPair &pair, bool at_dst, const Place &p
 }
 
 // Every scale that a moving token uses, at both ends.
-kvx_status_t check_scale_values(const Plan &plan, const TensorPair &pair, uint64_t tokens,
-                                const Names &names) {
+kvx_status_t check_scale_values(const Plan &plan, const PlanePair &pair, uint64_t tokens,
+                                const FieldNames &names) {
   if (!pair.src_scales.data && !pair.dst_scales.data) return KVX_STATUS_OK;
-  return walk(plan, plan.src[pair.kv], plan.dst[pair.kv], 0, tokens,
+  return walk(plan, plan.lookups[pair.lookup], 0, tokens,
               [&](uint64_t, const Place &from, const Place &to, uint64_t count) -> kvx_status_t {
                 if (from.block < 0 || to.block < 0) return KVX_STATUS_OK;
                 KVX_TRY(check_scales_at(pair, false, from, count, names));
@@ -231,23 +230,22 @@ kvx_status_t check_scale_values(const Plan &plan, const TensorPair &pair, uint64
 }  // namespace
 
 kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
-  const Names names = names_of(plan.call, plan.src[0].mode, plan.dst[0].mode);
+  const FieldNames names = field_names(plan);
   KVX_TRY(check_lengths(plan, names, tokens));
-  for (int kv = 0; kv < (plan.has_v && !plan.same_places ? 2 : 1); ++kv) {
-    KVX_TRY(End(plan, kv, false, names).check(*tokens));
-    KVX_TRY(End(plan, kv, true, names).check(*tokens));
-  }
   const Rows &rows = plan.rows;
+  for (const LookupPair &lookup : plan.lookups) {
+    KVX_TRY(End(rows, lookup.src, false, names).check(*tokens));
+    KVX_TRY(End(rows, lookup.dst, true, names).check(*tokens));
+  }
   if (rows.fill_to_max) {
     *tokens = rows.count * rows.max_len;
   } else if (rows.lens.data) {  // which may have changed since they were added up
-    *tokens = std::min(*tokens, most_tokens(rows, plan.src[0]));
-    *tokens = std::min(*tokens, most_tokens(rows, plan.dst[0]));
+    *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].src));
+    *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, *tokens));
-  for (uint32_t i = 0; i < plan.num_layers * 2; ++i)
-    if (plan.pairs[i].num_heads) KVX_TRY(check_scale_values(plan, plan.pairs[i], *tokens, names));
+  for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }
 
-}  // namespace kvx::cpu
+}  // namespace kvx

@@ -2,15 +2,15 @@
 // finds; only the host speaks.
 #pragma once
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace kvx {
 
 // The fields that a Fault needs are set, the others are zero.
-struct Finding {
+struct Violation {
   Fault fault;
-  Addressing mode;
-  uint8_t kv;
+  LookupMode mode;
+  bool is_v;
   bool at_dst;
   uint32_t sub_blocks, sub_block;  // kPoolBlock, kSubBlock
   uint64_t row;
@@ -23,9 +23,12 @@ struct Finding {
 };
 
 // Leaves the sentence and returns its status.
-kvx_status_t fail_with(const Finding &finding, const Names &names);
+kvx_status_t fail_with(const Violation &violation, const FieldNames &names);
 
-// What a call's fields are called. `mode`: how tokens are found at each end.
-Names names_of(Call call, Addressing src, Addressing dst);
+// What a call's fields are called, as the lookups' modes have it.
+FieldNames field_names(Call call, LookupMode src, LookupMode dst);
+inline FieldNames field_names(const Plan &plan) {
+  return field_names(plan.call, plan.lookups[0].src.mode, plan.lookups[0].dst.mode);
+}
 
 }  // namespace kvx

@@ -10,24 +10,26 @@ namespace kvx::cuda {
 // pairs share their places, so one of them does.
 struct Pair {
   Bases bases;
-  uint8_t kv;
+  uint8_t lookup;
+  bool is_v;
   bool reports;
 };
 
 template <uint32_t kPairs>
 __device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
   const uint32_t index = blockIdx.y;
-  const uint8_t kv = p.kv[index];
-  return {p.bases[index], kv, index == p.reporter[kv]};
+  const uint8_t lookup = p.lookup[index];
+  return {p.bases[index], lookup, p.is_v[index], index == p.reporter[lookup]};
 }
 
-__device__ __forceinline__ void report(const Common &p, uint8_t kv, const Finding &finding) {
+__device__ __forceinline__ void report(const Common &p, uint8_t lookup,
+                                       const Violation &violation) {
   atomicAdd(&p.status->count, 1ull);
   if (atomicCAS(&p.status->claimed, 0u, 1u) != 0) return;
   p.status->call = p.call;
-  p.status->src = p.src[kv].mode;
-  p.status->dst = p.dst[kv].mode;
-  p.status->first = finding;
+  p.status->src = p.lookups[lookup].src.mode;
+  p.status->dst = p.lookups[lookup].dst.mode;
+  p.status->first = violation;
   __threadfence();
   atomicExch(&p.status->ready, 1u);
 }
@@ -49,7 +51,7 @@ struct Span {
 
 // The entry of a RAGGED table's indptr that bounds a row and is not what it must be: `row`,
 // `row + 1`, or neither.
-__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address &a, uint64_t row,
+__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Lookup &a, uint64_t row,
                                                  int64_t begin, int64_t end) {
   if (row == 0 && begin != 0) return 0;
   const bool is_last = row + 1 == p.rows.count;
@@ -57,15 +59,15 @@ __device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Address 
   return begin < 0 ? row : UINT64_MAX;
 }
 
-__device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uint64_t row) {
+__device__ __forceinline__ RowEnd row_end(const Common &p, const Lookup &a, uint64_t row) {
   RowEnd end{0, a.block_size, 0};
-  if (a.mode == Addressing::kSlots) return end;
-  if (a.mode == Addressing::kRagged) {
+  if (a.mode == LookupMode::kSlots) return end;
+  if (a.mode == LookupMode::kRagged) {
     const int64_t first = a.indptr[row], last = a.indptr[row + 1];
     if (wrong_indptr(p, a, row, first, last) != UINT64_MAX) return {0, 0, 0};
     end.entry = static_cast<uint32_t>(first);
     end.capacity = static_cast<uint32_t>(last - first);
-  } else if (a.mode != Addressing::kDense) {
+  } else if (a.mode != LookupMode::kDense) {
     end.entry = static_cast<uint32_t>(table_entry(a, row, 0));
     end.capacity *= a.max_blocks_per_seq;
   }
@@ -76,30 +78,30 @@ __device__ __forceinline__ RowEnd row_end(const Common &p, const Address &a, uin
 }
 
 // The entry or slot that says where a token lies, and how far into its block; false: nowhere.
-__device__ __forceinline__ bool entry_of(const Address &a, const RowEnd &end, uint64_t token,
+__device__ __forceinline__ bool entry_of(const Lookup &a, const RowEnd &end, uint64_t token,
                                          uint64_t flat, uint64_t *entry, uint32_t *offset) {
   *entry = flat;
   *offset = 0;
-  if (a.mode == Addressing::kSlots) return true;
+  if (a.mode == LookupMode::kSlots) return true;
   const uint64_t wide = token + end.start;
   if (wide >= end.capacity) return false;
   const auto position = static_cast<uint32_t>(wide);
   const uint32_t block = position / a.block_size;
   *offset = position - block * a.block_size;
-  *entry = end.entry + (a.mode == Addressing::kRagged ? position : block);
+  *entry = end.entry + (a.mode == LookupMode::kRagged ? position : block);
   return true;
 }
 
 // What is wrong with the length of a row, or with its start or its share of a table at one end.
-__device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, uint64_t row,
-                                           Finding *found) {
+__device__ __forceinline__ Fault row_fault(const Common &p, const Lookup &a, uint64_t row,
+                                           Violation *found) {
   const int64_t length = p.rows.length_of(row);
   if (length < 0) {
     found->index = divide(row, p.rows.rows_per_len).quotient;
     found->value = length;
     return Fault::kLength;
   }
-  if (a.mode == Addressing::kRagged) {
+  if (a.mode == LookupMode::kRagged) {
     found->index = wrong_indptr(p, a, row, a.indptr[row], a.indptr[row + 1]);
     if (found->index != UINT64_MAX) {
       found->value = a.indptr[found->index];
@@ -125,16 +127,16 @@ __device__ __forceinline__ Fault row_fault(const Common &p, const Address &a, ui
 
 // Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
 // is wrong with that token's row, which has been reported. Rare, so it looks everything up again.
-__device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row, bool of_token,
+__device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t row, bool of_token,
                                        uint64_t token, uint64_t flat) {
 #pragma unroll 1
   for (uint32_t i = 0; i < 2; ++i) {
-    const Address &a = i ? p.dst[kv] : p.src[kv];
-    Finding found{};
+    const Lookup &a = i ? p.lookups[lookup].dst : p.lookups[lookup].src;
+    Violation found{};
     uint32_t offset;
     if (!of_token) {
       found.fault = row_fault(p, a, row, &found);
-    } else if (a.mode != Addressing::kDense &&
+    } else if (a.mode != LookupMode::kDense &&
                entry_of(a, row_end(p, a, row), token, flat, &found.index, &offset)) {
       found.limit = a.indices_count;
       found.fault = Fault::kSlotCount;
@@ -146,12 +148,12 @@ __device__ __forceinline__ void report(const Common &p, uint8_t kv, uint64_t row
     }
     if (found.fault == Fault::kNone) continue;
     found.mode = a.mode;
-    found.kv = kv;
+    found.is_v = a.is_v;
     found.at_dst = i != 0;
     found.row = row;
     found.sub_blocks = a.sub_blocks;
     found.sub_block = a.sub_block;
-    return report(p, kv, found);
+    return report(p, lookup, found);
   }
 }
 
@@ -167,13 +169,13 @@ __device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row)
 // Span `index` of the launch from its token `skipped` on, for whole warps. Where `reports`, the
 // first span of a row reports for the row. Kernels ask again for every round of tokens, rather than
 // keep a span in registers while they move bytes.
-__device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t index,
+__device__ __forceinline__ Span span_of(const Common &p, uint8_t lookup, uint32_t index,
                                         uint32_t skipped, bool reports) {
-  const Address &src = p.src[kv], &dst = p.dst[kv];
+  const auto &[src, dst] = p.lookups[lookup];
   Span s{};
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
-  if (reports && span == 0 && skipped == 0) report(p, kv, s.row, false, 0, 0);
+  if (reports && span == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
   s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
@@ -185,19 +187,19 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t kv, uint32_t in
   s.end = static_cast<uint32_t>(end);
   s.src = row_end(p, src, s.row);
   s.dst = row_end(p, dst, s.row);
-  const bool has_slots = src.mode == Addressing::kSlots || dst.mode == Addressing::kSlots;
+  const bool has_slots = src.mode == LookupMode::kSlots || dst.mode == LookupMode::kSlots;
   if (has_slots && s.row > 0) s.flat = tokens_before(p, s.row);
   return s;
 }
 
 // `find`, for a token of which nobody has checked that it is in range: if it is not, it lies
 // nowhere, and `*wrong` is set.
-__device__ __forceinline__ Place find_checked(const Address &a, const RowEnd &end, uint32_t row,
+__device__ __forceinline__ Place find_checked(const Lookup &a, const RowEnd &end, uint32_t row,
                                               uint64_t token, uint64_t flat, bool *wrong) {
   uint64_t entry;
   uint32_t offset;
   if (entry_of(a, end, token, flat, &entry, &offset)) {
-    if (a.mode == Addressing::kDense) return place_in_block(a, row, offset);
+    if (a.mode == LookupMode::kDense) return place_in_block(a, row, offset);
     if (entry < a.indices_count) {
       const int64_t value = a.indices[entry];
       if (fault_of(a, value) == Fault::kNone) return place_of(a, value, offset);
@@ -214,12 +216,6 @@ struct Token {
   Place from, to;
 };
 
-__device__ __forceinline__ uint8_t *address_of(const Side &shape, uint8_t *base, uint8_t *secondary,
-                                               const Place &place) {
-  return (place.secondary ? secondary : base) + place.block * shape.block_stride +
-         place.offset * shape.token_stride;
-}
-
 // Token `token` of a span. Of all threads that look at one, a single one `reports`.
 __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Span &span,
                                           uint64_t token, bool reports) {
@@ -227,9 +223,9 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   const uint64_t flat = span.flat + token;
   bool wrong = false;
   if (token < span.stored)
-    t.from = find_checked(p.src[pair.kv], span.src, span.row, token, flat, &wrong);
-  t.to = find_checked(p.dst[pair.kv], span.dst, span.row, token, flat, &wrong);
-  if (wrong && reports) report(p, pair.kv, span.row, true, token, flat);
+    t.from = find_checked(p.lookups[pair.lookup].src, span.src, span.row, token, flat, &wrong);
+  t.to = find_checked(p.lookups[pair.lookup].dst, span.dst, span.row, token, flat, &wrong);
+  if (wrong && reports) report(p, pair.lookup, span.row, true, token, flat);
   // A token that is out of range at one end is skipped at both, zero fill or not.
   if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;
   t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
@@ -267,7 +263,7 @@ __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair,
     const uint32_t first = part * p.units_per_part;
     const uint32_t last = min(first + p.units_per_part, p.units.per_token);
     for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kWarp) {
-      const Span span = span_of(p, pair.kv, index, skipped, reports && lane == 0);
+      const Span span = span_of(p, pair.lookup, index, skipped, reports && lane == 0);
       if (span.begin >= span.end) break;
       Token own{};
       if (lane < span.end - span.begin) own = token_at(p, pair, span, span.begin + lane, reports);
@@ -278,7 +274,7 @@ __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair,
 }
 
 // Bytes from a token's first element to unit `unit` of head `head`.
-__device__ __forceinline__ int64_t unit_offset(const Side &shape, const FastDiv &per_pack,
+__device__ __forceinline__ int64_t unit_offset(const Plane &shape, const FastDiv &per_pack,
                                                int64_t unit_bytes, uint32_t head, uint32_t unit) {
   const uint32_t pack = per_pack.quotient(unit);
   const uint32_t within = unit - pack * per_pack.divisor;

@@ -1,12 +1,13 @@
-#include "validate.h"
+#include "rules/validate.h"
 
 #include <algorithm>
 
-#include "apart.h"
+#include "desc/memory.h"
+#include "desc/scale.h"
+#include "desc/view.h"
 #include "error.h"
-#include "path.h"
-#include "plan.h"
-#include "scale.h"
+#include "rules/apart.h"
+#include "rules/path.h"
 
 namespace kvx {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/nest.h"
+#include "plan/loops.h"
 
 namespace kvx::cpu {
 
@@ -35,9 +35,9 @@ struct Next {
 
 struct Kernels {
   const char *isa;
-  // Copies a nest. `streaming` stores past the caches: right when the bytes moved exceed them. What
-  // the same nest will need at `next` is fetched meanwhile.
-  void (*copy)(const Nest &nest, uint8_t *dst, const uint8_t *src, const Next &next,
+  // Copies a loops. `streaming` stores past the caches: right when the bytes moved exceed them.
+  // What the same loops will need at `next` is fetched meanwhile.
+  void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
   ConvertRun convert[5][5];  // [src][dst], by convert_index
 };

@@ -1,4 +1,4 @@
-#include "cpu/pool.h"
+#include "cpu/threads.h"
 
 #include <pthread.h>
 #include <sched.h>

@@ -1,8 +1,8 @@
-#include "cuda/family.h"
+#include "cuda/choice.h"
 
 #include <algorithm>
 
-#include "cpu/nest.h"
+#include "plan/loops.h"
 
 namespace kvx::cuda {
 namespace {
@@ -16,17 +16,17 @@ constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large
 constexpr uint64_t kSpansWanted = 1024;   // of runs
 constexpr uint64_t kLeastBytes = 4 << 10, kMostBytes = 32 << 10, kMostBulkBytes = 128 << 10;
 
-bool has_dense_rows(const Side &side, uint32_t head_dim) {
-  return side.pack == head_dim && side.inner_stride == size_of(side.dtype);
+bool has_dense_vectors(const Plane &plane, uint32_t head_dim) {
+  return plane.pack == head_dim && plane.inner_stride == size_of(plane.dtype);
 }
 
 bool varies(const Scales &scales) { return scales.head_stride != 0; }
 
 // Heads that follow each other at both ends are one long head.
-void merge_heads(TensorPair *shape) {
-  const auto follow = [&](const Side &side) {
-    return has_dense_rows(side, shape->head_dim) &&
-           side.head_stride == int64_t{shape->head_dim} * size_of(side.dtype);
+void merge_heads(PlanePair *shape) {
+  const auto follow = [&](const Plane &plane) {
+    return has_dense_vectors(plane, shape->head_dim) &&
+           plane.head_stride == int64_t{shape->head_dim} * size_of(plane.dtype);
   };
   if (shape->num_heads == 1 || shape->find_scales || varies(shape->src_scales) ||
       varies(shape->dst_scales) || !follow(shape->src) || !follow(shape->dst)) {
@@ -38,14 +38,14 @@ void merge_heads(TensorPair *shape) {
 }
 
 // Whether rows are made of units of `elements`, each contiguous, at addresses of `alignment`.
-bool holds_units(const Side &side, uint32_t head_dim, uint32_t elements, uint64_t alignment) {
-  const int64_t strides = side.block_stride | side.token_stride | side.head_stride |
-                          (side.pack == head_dim ? 0 : side.outer_stride);
-  return (elements == 1 || side.inner_stride == size_of(side.dtype)) && side.pack % elements == 0 &&
-         static_cast<uint64_t>(strides) % alignment == 0;
+bool holds_units(const Plane &plane, uint32_t head_dim, uint32_t elements, uint64_t alignment) {
+  const int64_t strides = plane.block_stride | plane.token_stride | plane.head_stride |
+                          (plane.pack == head_dim ? 0 : plane.outer_stride);
+  return (elements == 1 || plane.inner_stride == size_of(plane.dtype)) &&
+         plane.pack % elements == 0 && static_cast<uint64_t>(strides) % alignment == 0;
 }
 
-Units units_of(const TensorPair &shape, uint32_t elements) {
+Units units_of(const PlanePair &shape, uint32_t elements) {
   Units units;
   units.elements = elements;
   units.per_head = FastDiv(shape.head_dim / elements);
@@ -56,23 +56,23 @@ Units units_of(const TensorPair &shape, uint32_t elements) {
 }
 
 // Elements of a token that follow each other are further apart than those of its neighbour.
-bool is_token_inner(const Side &side, uint32_t head_dim, int64_t unit_bytes) {
-  return side.token_stride == unit_bytes &&
-         (side.pack != head_dim || side.inner_stride != size_of(side.dtype));
+bool is_token_inner(const Plane &plane, uint32_t head_dim, int64_t unit_bytes) {
+  return plane.token_stride == unit_bytes &&
+         (plane.pack != head_dim || plane.inner_stride != size_of(plane.dtype));
 }
 
 // Tokens whose bytes are one run at both ends: 1 if tokens follow each other byte by byte, those of
 // a block if its interior is the same bytes at both ends, else 0.
-uint32_t find_runs(const TensorPair &shape, uint64_t alignment, uint32_t block_tokens) {
-  const Side &src = shape.src, &dst = shape.dst;
+uint32_t find_runs(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens) {
+  const Plane &src = shape.src, &dst = shape.dst;
   if (alignment % kVectorBytes || src.block_stride % kVectorBytes ||
-      dst.block_stride % kVectorBytes || !cpu::has_nest(src, dst)) {
+      dst.block_stride % kVectorBytes || !can_loop(src, dst)) {
     return 0;
   }
   const auto run_of = [&](int64_t tokens) {
-    cpu::Nest nest;
-    cpu::make_nest(src, dst, tokens, shape.num_heads, shape.head_dim, size_of(src.dtype), &nest);
-    return nest.num_dims == 0 && nest.run % kVectorBytes == 0 ? nest.run : 0;
+    Loops loops;
+    make_loops(src, dst, tokens, shape.num_heads, shape.head_dim, size_of(src.dtype), &loops);
+    return loops.count == 0 && loops.run % kVectorBytes == 0 ? loops.run : 0;
   };
   const int64_t token = run_of(1);
   const auto follow = [&](int64_t stride) { return stride == token || stride == 0; };
@@ -82,28 +82,29 @@ uint32_t find_runs(const TensorPair &shape, uint64_t alignment, uint32_t block_t
 
 }  // namespace
 
-Choice choose(const TensorPair &pair, uint64_t alignment, uint32_t block_tokens, bool background) {
-  Choice choice{Family::kGeneric, 0, 0, pair, {}};
-  TensorPair &shape = choice.shape;
+Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, bool background) {
+  Choice choice{Kernel::kGeneric, 0, 0, pair, {}};
+  PlanePair &shape = choice.shape;
   merge_heads(&shape);
   const auto src_bytes = static_cast<uint32_t>(size_of(shape.src.dtype));
   const auto dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
   if (shape.convert) {
-    const auto fits = [&](const Side &side, uint32_t bytes) {
+    const auto fits = [&](const Plane &plane, uint32_t bytes) {
       const uint32_t vector = std::min(kElementsPerUnit * bytes, kVectorBytes);
-      return alignment % vector == 0 && holds_units(side, shape.head_dim, kElementsPerUnit, vector);
+      return alignment % vector == 0 &&
+             holds_units(plane, shape.head_dim, kElementsPerUnit, vector);
     };
     const bool has_units = !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
                            fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
     if (shape.find_scales) {
       const bool fits_warp = has_units && shape.head_dim <= kWarp * kElementsPerUnit;
-      choice.family = Family::kQuantize;
+      choice.kernel = Kernel::kQuantize;
       choice.units = units_of(shape, fits_warp ? kElementsPerUnit : 1);
       choice.unit_bytes = choice.units.elements * src_bytes;
       return choice;
     }
     if (has_units) {
-      choice.family = Family::kConvert;
+      choice.kernel = Kernel::kConvert;
       choice.units = units_of(shape, kElementsPerUnit);
       choice.unit_bytes = kElementsPerUnit * src_bytes;
       return choice;
@@ -123,15 +124,15 @@ Choice choose(const TensorPair &pair, uint64_t alignment, uint32_t block_tokens,
       const bool dst_follows = shape.dst.inner_stride == src_bytes;
       choice.run_tokens = find_runs(shape, alignment, block_tokens);
       if (choice.run_tokens) {
-        choice.family = background && choice.run_tokens <= kWarp ? Family::kBulk : Family::kBlocks;
+        choice.kernel = background && choice.run_tokens <= kWarp ? Kernel::kBulk : Kernel::kBlocks;
       } else if (src_inner != dst_inner && vector <= 4 && (src_inner ? dst_follows : src_follows)) {
-        choice.family = Family::kTile;
+        choice.kernel = Kernel::kTile;
       } else if (src_inner || dst_inner) {
-        choice.family = Family::kRemap;
+        choice.kernel = Kernel::kRemap;
       } else if (!src_follows || !dst_follows) {
-        choice.family = Family::kGeneric;
+        choice.kernel = Kernel::kGeneric;
       } else {
-        choice.family = Family::kRows;
+        choice.kernel = Kernel::kVectors;
       }
       return choice;
     }
@@ -141,8 +142,8 @@ Choice choose(const TensorPair &pair, uint64_t alignment, uint32_t block_tokens,
   return choice;
 }
 
-uint32_t items_per_block(Family family) {
-  return family == Family::kTile || family == Family::kBlocks ? 1 : kWarps;
+uint32_t items_per_block(Kernel kernel) {
+  return kernel == Kernel::kTile || kernel == Kernel::kBlocks ? 1 : kWarps;
 }
 
 void cut(const Choice &choice, Common *common) {
@@ -151,10 +152,10 @@ void cut(const Choice &choice, Common *common) {
   const uint64_t tokens = std::min(rows * common->row_bound, kMostItems) * pairs;
   uint32_t parts = 1, per_item = units.per_token;
   common->tokens_per_span = 1;
-  switch (choice.family) {
-    case Family::kBlocks:
-    case Family::kBulk: {
-      const bool bulk = choice.family == Family::kBulk;
+  switch (choice.kernel) {
+    case Kernel::kBlocks:
+    case Kernel::kBulk: {
+      const bool bulk = choice.kernel == Kernel::kBulk;
       const uint64_t run_bytes = run_vectors(choice) * kVectorBytes;
       const uint64_t bytes = std::clamp(tokens / choice.run_tokens * run_bytes / kSpansWanted,
                                         kLeastBytes, bulk ? kMostBulkBytes : kMostBytes);
@@ -165,8 +166,8 @@ void cut(const Choice &choice, Common *common) {
       if (!bulk) parts = static_cast<uint32_t>((run_bytes - 1) / bytes + 1);
       break;
     }
-    case Family::kRemap: {
-      const TensorPair &shape = choice.shape;
+    case Kernel::kRemap: {
+      const PlanePair &shape = choice.shape;
       const bool both = is_token_inner(shape.src, shape.head_dim, choice.unit_bytes) &&
                         is_token_inner(shape.dst, shape.head_dim, choice.unit_bytes);
       const uint32_t most_tokens = both ? kWarp : kTokensPerRemap;
@@ -177,7 +178,7 @@ void cut(const Choice &choice, Common *common) {
           std::clamp<uint64_t>(kWarpsWanted / ((tokens - 1) / span + 1), 1, most_parts));
       break;
     }
-    case Family::kTile: {
+    case Kernel::kTile: {
       common->tokens_per_span = kTileBytes / choice.unit_bytes;
       const uint32_t heads = choice.shape.num_heads, per_head = units.per_head.divisor;
       const uint64_t tiles = ((tokens - 1) / common->tokens_per_span + 1) * heads;
@@ -198,7 +199,7 @@ void cut(const Choice &choice, Common *common) {
   }
   parts = static_cast<uint32_t>(std::min<uint64_t>(parts, kMostItems / rows));
   common->units_per_part = (per_item - 1) / parts + 1;
-  if (choice.family == Family::kQuantize) {  // heads stay whole
+  if (choice.kernel == Kernel::kQuantize) {  // heads stay whole
     const uint32_t per_head = units.per_head.divisor;
     common->units_per_part = ((common->units_per_part - 1) / per_head + 1) * per_head;
   }

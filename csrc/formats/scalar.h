@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "address.h"
+#include "hd.h"
 #include "kvx/kvx_abi.h"
 
 namespace kvx {

@@ -2,8 +2,8 @@
 // a call reads to find its way from what it writes. For arguments that are valid otherwise.
 #pragma once
 
-#include "path.h"
-#include "plan.h"
+#include "desc/view.h"
+#include "rules/path.h"
 
 namespace kvx {
 

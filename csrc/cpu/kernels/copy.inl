@@ -1,4 +1,4 @@
-// Copying a nest: runs forward, or short runs transposed through registers.
+// Copying a loops: runs forward, or short runs transposed through registers.
 // Included by kernels.inl.
 
 typedef uint8_t Vector __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(1), may_alias));
@@ -121,7 +121,7 @@ KVX_INLINE void scatter(uint8_t *dst, int64_t step, const uint8_t *src, int64_t 
 
 // Runs of a size known here become a few instructions.
 template <bool kStreaming>
-KVX_INLINE void copy_runs(const Dim &dim, int64_t run, uint8_t *dst, const uint8_t *src,
+KVX_INLINE void copy_runs(const Loop &dim, int64_t run, uint8_t *dst, const uint8_t *src,
                           int64_t ahead) {
   const auto each = [&](auto copy) __attribute__((always_inline)) {
     for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
@@ -294,7 +294,7 @@ class StreamingTranspose {
  public:
   ~StreamingTranspose() { drain(); }
 
-  void add(int64_t run, const Dim &in_dst, const Dim &in_src, uint8_t *dst, const uint8_t *src,
+  void add(int64_t run, const Loop &in_dst, const Loop &in_src, uint8_t *dst, const uint8_t *src,
            int64_t ahead) {
     const bool whole_lines = run == 16 && in_dst.count % (kLineBytes / 16) == 0 &&
                              (reinterpret_cast<intptr_t>(dst) | in_src.dst) % kLineBytes == 0;
@@ -345,15 +345,15 @@ class StreamingTranspose {
   Tile filled_{};
 };
 
-// ---- The nest ----
+// ---- The loops ----
 
 template <bool kStreaming>
-void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src, int64_t ahead) {
-  const int inner = nest.transposes ? 2 : 1;
-  Dim outer[Nest::kMaxDims - 1] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
-  for (int i = 0; i < nest.num_dims - inner; ++i)
-    outer[Nest::kMaxDims - 1 - (nest.num_dims - inner) + i] = nest.dims[i];
-  const Dim one = {1, 0, 0}, *last = nest.num_dims ? &nest.dims[nest.num_dims - 1] : &one;
+void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ahead) {
+  const int inner = loops.transposes ? 2 : 1;
+  Loop outer[Loops::kMost - 1] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+  for (int i = 0; i < loops.count - inner; ++i)
+    outer[Loops::kMost - 1 - (loops.count - inner) + i] = loops.at[i];
+  const Loop one = {1, 0, 0}, *last = loops.count ? &loops.at[loops.count - 1] : &one;
   const auto each = [&](auto body) __attribute__((always_inline)) {
     for (int64_t a = 0; a < outer[0].count; ++a)
       for (int64_t b = 0; b < outer[1].count; ++b)
@@ -362,26 +362,26 @@ void copy_nest(const Nest &nest, uint8_t *dst, const uint8_t *src, int64_t ahead
             body(dst + a * outer[0].dst + b * outer[1].dst + c * outer[2].dst + d * outer[3].dst,
                  src + a * outer[0].src + b * outer[1].src + c * outer[2].src + d * outer[3].src);
   };
-  if (!nest.transposes) {
+  if (!loops.transposes) {
     each([&](uint8_t *to, const uint8_t *from) {
-      copy_runs<kStreaming>(*last, nest.run, to, from, ahead);
+      copy_runs<kStreaming>(*last, loops.run, to, from, ahead);
     });
   } else if (kStreaming) {
     StreamingTranspose transpose;
     each([&](uint8_t *to, const uint8_t *from) {
-      transpose.add(nest.run, last[-1], *last, to, from, ahead);
+      transpose.add(loops.run, last[-1], *last, to, from, ahead);
     });
   } else {
     each([&](uint8_t *to, const uint8_t *from) {
-      transpose_runs(nest.run, to, last->dst, from, last[-1].src, last[-1].count, last->count, 0);
+      transpose_runs(loops.run, to, last->dst, from, last[-1].src, last[-1].count, last->count, 0);
     });
   }
 }
 
-void copy(const Nest &nest, uint8_t *dst, const uint8_t *src, const Next &next, bool streaming) {
-  if (streaming) return copy_nest<true>(nest, dst, src, next.src - src);
-  if (nest.num_dims) return copy_nest<false>(nest, dst, src, 0);
-  if (nest.run >= kLeastRow && nest.run <= kMostRow)
-    return copy_row(dst, src, nest.run, next.dst - dst);
-  copy_run(dst, src, nest.run);
+void copy(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next, bool streaming) {
+  if (streaming) return copy_loops<true>(loops, dst, src, next.src - src);
+  if (loops.count) return copy_loops<false>(loops, dst, src, 0);
+  if (loops.run >= kLeastRow && loops.run <= kMostRow)
+    return copy_row(dst, src, loops.run, next.dst - dst);
+  copy_run(dst, src, loops.run);
 }

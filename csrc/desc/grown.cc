@@ -1,4 +1,4 @@
-#include "grown.h"
+#include "desc/grown.h"
 
 #include <cstring>
 

@@ -5,11 +5,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define KVX_HD __host__ __device__ __forceinline__
-#else
-#define KVX_HD inline __attribute__((always_inline))
-#endif
+#include "hd.h"
 
 namespace kvx {
 
@@ -29,12 +25,12 @@ struct Ints {
   }
 };
 
-enum class Addressing : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets };
+enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets };
 
 // How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
-struct Address {
-  Addressing mode;
-  uint8_t kv;                   // row of a KV_OFFSETS table: K 0, V 1
+struct Lookup {
+  LookupMode mode;
+  bool is_v;                    // which row of a KV_OFFSETS table
   bool exact;                   // RAGGED: a row has one entry per token, and no more
   uint32_t block_size;          // tokens
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
@@ -60,7 +56,7 @@ struct Place {
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
 
-KVX_HD Place place_in_block(const Address &a, int64_t block, uint32_t offset) {
+KVX_HD Place place_in_block(const Lookup &a, int64_t block, uint32_t offset) {
   const bool null = block < 0 || block == a.null_block;
   return {null ? -1 : block, offset, a.block_size - offset, false};
 }
@@ -81,7 +77,7 @@ KVX_HD Division divide(uint64_t number, uint32_t divisor) {
 
 // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
 // Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
-KVX_HD Place place_in_pool(const Address &a, int32_t index, uint32_t offset) {
+KVX_HD Place place_in_pool(const Lookup &a, int32_t index, uint32_t offset) {
   if (index == -1) return place_in_block(a, -1, offset);
   const uint32_t sub_block_id = static_cast<uint32_t>(index) & ~kSecondaryPool;
   Place place = place_in_block(a, sub_block_id / a.sub_blocks, offset);
@@ -90,17 +86,17 @@ KVX_HD Place place_in_pool(const Address &a, int32_t index, uint32_t offset) {
 }
 
 // The entry of a PACKED or KV_OFFSETS table for a row's column.
-KVX_HD uint64_t table_entry(const Address &a, uint64_t row, uint64_t column) {
-  const uint64_t table_row = a.mode == Addressing::kKvOffsets ? row * 2 + a.kv : row;
+KVX_HD uint64_t table_entry(const Lookup &a, uint64_t row, uint64_t column) {
+  const uint64_t table_row = a.mode == LookupMode::kKvOffsets ? row * 2 + (a.is_v ? 1 : 0) : row;
   return table_row * a.max_blocks_per_seq + column;
 }
 
 // The place that a slot or a table's entry names, `offset` tokens into the block of an entry.
-KVX_HD Place place_of(const Address &a, int64_t entry, uint32_t offset) {
-  if (a.mode == Addressing::kPacked) return place_in_block(a, entry, offset);
-  if (a.mode == Addressing::kKvOffsets)
+KVX_HD Place place_of(const Lookup &a, int64_t entry, uint32_t offset) {
+  if (a.mode == LookupMode::kPacked) return place_in_block(a, entry, offset);
+  if (a.mode == LookupMode::kKvOffsets)
     return place_in_pool(a, static_cast<int32_t>(entry), offset);
-  if (a.mode == Addressing::kSlots) {
+  if (a.mode == LookupMode::kSlots) {
     if (entry < 0 || entry == a.invalid_slot) return {-1, 0, 1, false};
     const Division at = divide(static_cast<uint64_t>(entry), a.block_size);
     entry = static_cast<int64_t>(at.quotient);
@@ -129,12 +125,12 @@ enum class Fault : uint8_t {
 };
 
 // Whether a slot or an entry of a table is in range; null is.
-KVX_HD Fault fault_of(const Address &a, int64_t entry) {
-  if (a.mode == Addressing::kSlots) {
+KVX_HD Fault fault_of(const Lookup &a, int64_t entry) {
+  if (a.mode == LookupMode::kSlots) {
     const auto limit = static_cast<int64_t>(a.num_blocks * a.block_size);
     return entry < limit || entry == a.invalid_slot ? Fault::kNone : Fault::kSlot;
   }
-  if (a.mode != Addressing::kKvOffsets) {
+  if (a.mode != LookupMode::kKvOffsets) {
     const bool null = entry < 0 || entry == a.null_block;
     return null || static_cast<uint64_t>(entry) < a.num_blocks ? Fault::kNone : Fault::kBlock;
   }
@@ -150,22 +146,22 @@ KVX_HD Fault fault_of(const Address &a, int64_t entry) {
 }
 
 // What an entry that fault_of refuses had to stay below: tokens, or blocks of its pool.
-KVX_HD uint64_t limit_of(const Address &a, int64_t entry) {
-  if (a.mode == Addressing::kSlots) return a.num_blocks * a.block_size;
-  return a.mode == Addressing::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
+KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
+  if (a.mode == LookupMode::kSlots) return a.num_blocks * a.block_size;
+  return a.mode == LookupMode::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
                                                                              : a.num_blocks;
 }
 
 // Whether a row that has its last token before `end` breaks a table's promise to be exact.
-KVX_HD bool is_inexact(const Address &a, uint64_t row, uint64_t end) {
+KVX_HD bool is_inexact(const Lookup &a, uint64_t row, uint64_t end) {
   return a.exact && static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]) != end;
 }
 
 // How many tokens a row can have here.
-KVX_HD uint64_t capacity_of(const Address &a, uint64_t row) {
-  if (a.mode == Addressing::kSlots) return UINT64_MAX;
-  if (a.mode == Addressing::kDense) return a.block_size;
-  if (a.mode == Addressing::kRagged)
+KVX_HD uint64_t capacity_of(const Lookup &a, uint64_t row) {
+  if (a.mode == LookupMode::kSlots) return UINT64_MAX;
+  if (a.mode == LookupMode::kDense) return a.block_size;
+  if (a.mode == LookupMode::kRagged)
     return static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]);
   return uint64_t{a.max_blocks_per_seq} * a.block_size;
 }

@@ -1,11 +1,23 @@
-// One scale: in HOST memory, and as it is found for a row.
+// One scale: in HOST memory, and as it is found for a vector.
 #pragma once
 
 #include <cmath>
 
-#include "codec.h"
+#include "formats/scalar.h"
+#include "kvx/kvx_abi.h"
 
 namespace kvx {
+
+// The v1 per-tensor F32 pointer as a descriptor, for when `desc` is empty.
+inline kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor) {
+  if (desc.data || !per_tensor) return desc;
+  kvx_scale_desc_t scale{};
+  scale.size = sizeof scale;
+  scale.dtype = KVX_DTYPE_F32;
+  scale.granularity = KVX_SCALE_PER_TENSOR;
+  scale.data = per_tensor;
+  return scale;
+}
 
 inline float read_scale(const void *data, kvx_dtype_t dtype) {
   if (dtype == KVX_DTYPE_F32) return *static_cast<const float *>(data);
@@ -24,8 +36,8 @@ inline void write_scale(void *data, kvx_dtype_t dtype, float scale) {
 
 inline bool is_usable_scale(float scale) { return std::isfinite(scale) && scale > 0.0f; }
 
-// The scale of an FP8 row whose largest magnitude is `amax`, as it is read back once it is stored.
-// Spec: E.9
+// The scale of an FP8 vector whose largest magnitude is `amax`, as it is read back once it is
+// stored. Spec: E.9
 KVX_HD float found_scale(float amax, kvx_dtype_t fp8, kvx_dtype_t scale_dtype) {
   const float exact = amax / (fp8 == KVX_DTYPE_F8_E4M3 ? 448.0f : 57344.0f);
   const float stored = scale_dtype == KVX_DTYPE_F32   ? exact

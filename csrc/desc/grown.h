@@ -14,7 +14,7 @@ constexpr uint32_t kViewSize13 = 72;
 const kvx_gather_options_t *grown(const kvx_gather_options_t *options, kvx_gather_options_t *room);
 const kvx_view_t *grown(const kvx_view_t *view, kvx_view_t *room);
 
-// A block id as it stands in an Address: -1 for none. `plus_1` is a null_block_plus_1.
+// A block id as it stands in an Lookup: -1 for none. `plus_1` is a null_block_plus_1.
 inline int64_t null_block_of(uint64_t plus_1) { return static_cast<int64_t>(plus_1 - 1); }
 
 }  // namespace kvx

@@ -2,14 +2,14 @@
 // KVX_VBMI whether bytes can be looked up in it.
 // Included by kernels.cc once per instruction set, inside its namespace.
 
-#include "cpu/copy.inl"
+#include "cpu/kernels/copy.inl"
 #if KVX_VECTOR_BYTES == 64
-#include "cpu/e4m3.inl"
+#include "cpu/kernels/e4m3.inl"
 #endif
 #if KVX_VBMI
-#include "cpu/fp8.inl"
+#include "cpu/kernels/fp8.inl"
 #endif
-#include "cpu/convert.inl"
+#include "cpu/kernels/convert.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,

@@ -1,4 +1,4 @@
-// Which kernels move a tensor pair, and how they cut it up.
+// Which kernel moves a pair of planes, and how it cuts the work up.
 #pragma once
 
 #include "cuda/params.h"
@@ -8,11 +8,11 @@ namespace kvx::cuda {
 constexpr uint32_t kVectorBytes = 16;  // of the widest load and store
 
 // In the order in which they are considered. The last one moves everything.
-enum class Family : uint8_t {
+enum class Kernel : uint8_t {
   kBlocks,    // same bytes, long runs: whole blocks, or tokens that follow each other at both ends
   kBulk,      // the same in the background
-  kRows,      // same bytes, a warp per token
-  kRemap,     // same bytes, tokens innermost on one side, units of 4 bytes or more: packed layouts
+  kVectors,   // same bytes, a warp per token
+  kRemap,     // same bytes, tokens innermost at one end, units of 4 bytes or more: packed layouts
   kTile,      // same bytes, a transpose of elements: through shared memory
   kConvert,   // another dtype or scale, eight elements at a time
   kQuantize,  // to FP8 with a scale per token and head that is found on the way
@@ -20,17 +20,17 @@ enum class Family : uint8_t {
 };
 
 struct Choice {
-  Family family;
+  Kernel kernel;
   uint32_t unit_bytes;  // of a unit at the source: the vector of a copy
   uint32_t
-      run_tokens;    // kBlocks, kBulk: whose bytes follow each other at both ends, 1 or a block's
-  TensorPair shape;  // with heads merged into one where they follow each other
+      run_tokens;   // kBlocks, kBulk: whose bytes follow each other at both ends, 1 or a block's
+  PlanePair shape;  // with heads merged into one where they follow each other
   Units units;
 };
 
 // For pairs that differ in their pointers alone; `alignment` is the largest power of two that
 // divides all of these. `block_tokens`: of a block, if it has as many at both ends; else 0.
-Choice choose(const TensorPair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
+Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
 
 // Vectors of a run of kBlocks and kBulk.
 inline uint64_t run_vectors(const Choice &choice) {
@@ -42,6 +42,6 @@ inline uint64_t run_vectors(const Choice &choice) {
 void cut(const Choice &choice, Common *common);
 
 // Spans x parts that a thread block works on at a time.
-uint32_t items_per_block(Family family);
+uint32_t items_per_block(Kernel kernel);
 
 }  // namespace kvx::cuda

@@ -1,23 +1,23 @@
-#include "finding.h"
+#include "plan/violation.h"
 
 #include "error.h"
 
 namespace kvx {
 
-Names names_of(Call call, Addressing src, Addressing dst) {
+FieldNames field_names(Call call, LookupMode src, LookupMode dst) {
   switch (call) {
     case Call::kWrite:
       return {"", "write.slots.slots", "", "", ""};
     case Call::kGather:
       return {"gather.block_table", "", "", "", "gather.seq_lens.lengths"};
     default:
-      return {src == Addressing::kSlots ? "src.slots.slots" : "src.block_table",
-              dst == Addressing::kSlots ? "dst.slots.slots" : "dst.block_table",
+      return {src == LookupMode::kSlots ? "src.slots.slots" : "src.block_table",
+              dst == LookupMode::kSlots ? "dst.slots.slots" : "dst.block_table",
               "src.starts.lengths", "dst.starts.lengths", "migrate.seq_lens.lengths"};
   }
 }
 
-kvx_status_t fail_with(const Finding &f, const Names &names) {
+kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
   const char *const table = f.at_dst ? names.dst_table : names.src_table;
   const char *const starts = f.at_dst ? names.dst_starts : names.src_starts;
   const auto pool_index = static_cast<uint32_t>(static_cast<int32_t>(f.value));
@@ -45,7 +45,7 @@ kvx_status_t fail_with(const Finding &f, const Names &names) {
       return KVX_OUT_OF_RANGE(
           "%s.indices[%llu] is %u, sub-block %u of its block, expected sub-block %u: that of %s "
           "(spec E.8)",
-          table, static_cast<ull>(f.index), id, id % f.sub_blocks, f.sub_block, f.kv ? "V" : "K");
+          table, static_cast<ull>(f.index), id, id % f.sub_blocks, f.sub_block, f.is_v ? "V" : "K");
     case Fault::kLength:
       return KVX_OUT_OF_RANGE("%s[%llu] is %lld, expected at least 0 (spec 5.3)", names.lens,
                               static_cast<ull>(f.index), static_cast<ll>(f.value));
@@ -56,9 +56,9 @@ kvx_status_t fail_with(const Finding &f, const Names &names) {
       return KVX_OUT_OF_RANGE(
           "row %llu needs tokens [%llu, %llu + %llu), but %s holds %llu %s (spec 5.3)",
           static_cast<ull>(f.row), static_cast<ull>(f.first), static_cast<ull>(f.first),
-          static_cast<ull>(f.count), f.mode == Addressing::kDense ? "a dense end" : table,
+          static_cast<ull>(f.count), f.mode == LookupMode::kDense ? "a dense end" : table,
           static_cast<ull>(f.limit),
-          f.mode == Addressing::kRagged
+          f.mode == LookupMode::kRagged
               ? "of this row: a RAGGED table has a block id per token, not per block"
               : "per row");
     case Fault::kExact:
@@ -95,7 +95,7 @@ kvx_status_t fail_with(const Finding &f, const Names &names) {
     case Fault::kScale:
       return KVX_INVALID(
           "%s %c scale of block %lld, head %llu is %g, expected a finite scale above 0 (spec E.6)",
-          f.at_dst ? "destination" : "source", f.kv ? 'V' : 'K', static_cast<ll>(f.value),
+          f.at_dst ? "destination" : "source", f.is_v ? 'V' : 'K', static_cast<ll>(f.value),
           static_cast<ull>(f.index), static_cast<double>(f.scale));
     case Fault::kNone:
       break;

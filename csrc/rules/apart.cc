@@ -1,8 +1,9 @@
-#include "apart.h"
+#include "rules/apart.h"
 
 #include <algorithm>
 #include <vector>
 
+#include "desc/scale.h"
 #include "error.h"
 
 namespace kvx {
@@ -170,7 +171,7 @@ Extent all_of(const kvx_view_t &view, bool secondary) {
   return all;
 }
 
-// Names the first two tensors that meet.
+// FieldNames the first two tensors that meet.
 kvx_status_t fail_ends(const Path &src_path, const Path &dst_path, const kvx_migrate_desc_t &m,
                        uint32_t i, const Extent &from) {
   uint32_t j = 0;

@@ -1,0 +1,96 @@
+#include "backend.h"
+
+#include "cpu/kernels/kernels.h"
+#include "cpu/run.h"
+#include "cpu/threads.h"
+#include "desc/memory.h"
+#include "error.h"
+#include "plan/check.h"
+#if KVX_WITH_CUDA
+#include "cuda/run.h"
+#endif
+
+namespace kvx {
+
+bool is_readable(kvx_memory_type_t memory) {
+#if KVX_WITH_CUDA
+  if (memory == KVX_MEMORY_UNIFIED) return !cuda::has_device();
+#endif
+  return memory != KVX_MEMORY_DEVICE;
+}
+
+namespace backend {
+
+kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device) {
+  *on_device = false;
+  for (size_t i = 0; i < count; ++i) {
+    const auto &[name, tensor] = tensors[i];
+    if (is_absent(*tensor)) continue;
+#if KVX_WITH_CUDA
+    if (tensor->memory == KVX_MEMORY_DEVICE && !cuda::has_device()) {
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "%s.memory is DEVICE, but no CUDA device can be used here: %s (spec 4.3)", name,
+                  cuda::no_device_because());
+    }
+    *on_device |= tensor->memory != KVX_MEMORY_HOST && cuda::has_device();
+#else
+    if (tensor->memory == KVX_MEMORY_DEVICE) {
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "libkvx was built without CUDA; %s.memory is DEVICE. Rebuild with nvcc on PATH "
+                  "(spec 4.3)",
+                  name);
+    }
+#endif
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
+                 [[maybe_unused]] size_t count, [[maybe_unused]] bool on_device,
+                 [[maybe_unused]] void *stream) {
+#if KVX_WITH_CUDA
+  if (on_device) {
+    for (size_t i = 0; i < count; ++i) {
+      const auto &[name, tensor] = tensors[i];
+      const bool on_host = tensor->memory == KVX_MEMORY_HOST;
+      // Copy engines reach all host memory, unless to fill it.
+      if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
+      const Extent extent = extent_of(*tensor);
+      KVX_TRY(cuda::check_reachable(name, ".data", extent.begin));
+      // Pinned memory may end within a tensor.
+      if (on_host) KVX_TRY(cuda::check_reachable(name, "'s last byte", extent.end - 1));
+    }
+    return cuda::run(plan, stream);
+  }
+#endif
+  uint64_t tokens;
+  KVX_TRY(check_data(plan, &tokens));
+  cpu::run(plan, tokens);
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t report_status([[maybe_unused]] void *stream) {
+#if KVX_WITH_CUDA
+  if (cuda::has_device()) return cuda::report_status(stream);
+#endif
+  return KVX_STATUS_OK;
+}
+
+void fill(kvx_backend_info_t *info) {
+  const uint32_t size = info->size;
+  *info = {};
+  info->size = size;
+#if KVX_WITH_CUDA
+  info->has_cuda = 1;
+#endif
+  info->num_threads = cpu::num_threads();
+  info->cpu_isa = cpu::kernels().isa;
+  info->version = KVX_VERSION;
+  info->stream_bytes = cpu::stream_bytes();
+}
+
+void set_num_threads(uint32_t count) { cpu::set_num_threads(count); }
+void set_team(kvx_team_t team, uint32_t num_threads) { cpu::set_team(team, num_threads); }
+
+}  // namespace backend
+}  // namespace kvx

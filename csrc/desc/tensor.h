@@ -1,0 +1,52 @@
+// Questions about a tensor descriptor: its axes, its bytes.
+#pragma once
+
+#include "formats/format.h"
+
+namespace kvx {
+
+// Position of each axis in a layout's shape; outer is -1 where dim is one axis.
+struct Axes {
+  int block, token, head, outer, inner;
+};
+inline Axes axes_of(const kvx_tensor_desc_t &tensor) {
+  if (tensor.layout == KVX_LAYOUT_BLOCK_NHD) return {0, 1, 2, -1, 3};
+  if (tensor.ndim == 5) return {0, 3, 1, 2, 4};
+  return {0, 2, 1, -1, 3};
+}
+
+inline bool is_absent(const kvx_tensor_desc_t &tensor) {
+  return tensor.data == nullptr && tensor.ndim == 0;
+}
+
+// Elements of dim per token and head.
+inline int64_t dim_of(const kvx_tensor_desc_t &tensor) {
+  const Axes axes = axes_of(tensor);
+  return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
+}
+
+// Bytes from one to the next along an axis, as the descriptor has it.
+inline int64_t stride_bytes(const kvx_tensor_desc_t &tensor, int axis) {
+  return tensor.stride[axis] * size_of(tensor.dtype);
+}
+
+// The bytes from a tensor's first element to its last.
+struct Extent {
+  const uint8_t *begin, *end;
+};
+inline int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
+  int64_t last = 0;
+  for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
+    last += (tensor.shape[axis] - 1) * tensor.stride[axis];
+  return (last + 1) * size_of(tensor.dtype);
+}
+inline Extent extent_of(const kvx_tensor_desc_t &tensor) {
+  const auto *data = static_cast<const uint8_t *>(tensor.data);
+  return {data, data + extent_bytes(tensor)};
+}
+
+inline bool intersect(const Extent &a, const Extent &b) {
+  return a.begin < b.end && b.begin < a.end;
+}
+
+}  // namespace kvx

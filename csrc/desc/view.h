@@ -1,0 +1,33 @@
+// Questions about tables and views: how many rows they have, what pools lie behind them.
+#pragma once
+
+#include "desc/tensor.h"
+#include "kvx/kvx_ext.h"
+
+namespace kvx {
+
+inline bool is_kv_offsets(const kvx_block_table_t &table) {
+  return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
+}
+inline bool is_kv_offsets(const kvx_view_t &view) {
+  return view.block_table && is_kv_offsets(*view.block_table);
+}
+
+// Sequences, or their beams.
+inline uint64_t rows_of(const kvx_block_table_t &table) {
+  return uint64_t{table.seq_count} * (is_kv_offsets(table) ? table.beam_width : 1);
+}
+
+// Rows of a migration: one per length or, where a KV_OFFSETS table has as many sequences as there
+// are lengths, one per beam of each.
+uint64_t rows_of(const kvx_migrate_desc_t &migrate);
+
+// A KV_OFFSETS table may name blocks of a secondary pool.
+inline bool has_secondary(const kvx_view_t &view) {
+  return is_kv_offsets(view) && view.layers[0]->pool.secondary;
+}
+
+// Both ends are the same tensors, so that their block ids mean the same blocks.
+bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
+
+}  // namespace kvx

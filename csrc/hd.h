@@ -1,0 +1,8 @@
+// Functions that every backend shares: compiled for the host and, by nvcc, for the device.
+#pragma once
+
+#if defined(__CUDACC__)
+#define KVX_HD __host__ __device__ __forceinline__
+#else
+#define KVX_HD inline __attribute__((always_inline))
+#endif

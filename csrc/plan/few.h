@@ -1,0 +1,38 @@
+// A list of a few items, which takes memory of its own only where it becomes long: the plan of a
+// call of one layer allocates nothing.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace kvx {
+
+template <class T, size_t kNear>
+class Few {
+ public:
+  Few() = default;
+  Few(const Few &) = delete;
+  Few &operator=(const Few &) = delete;
+
+  // Makes room for `count` items of zeros, which `add` hands out. Once, before the first of them.
+  void reserve(size_t count) {
+    if (count > kNear) far_.reset(new T[count]{});
+    if (count > kNear) items_ = far_.get();
+  }
+  T &add() { return items_[size_++] = T{}; }
+  void drop_last() { --size_; }
+
+  size_t size() const { return size_; }
+  T &operator[](size_t i) { return items_[i]; }
+  const T &operator[](size_t i) const { return items_[i]; }
+  const T *begin() const { return items_; }
+  const T *end() const { return items_ + size_; }
+
+ private:
+  T near_[kNear];
+  std::unique_ptr<T[]> far_;
+  T *items_ = near_;
+  size_t size_ = 0;
+};
+
+}  // namespace kvx

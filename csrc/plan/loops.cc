@@ -1,0 +1,103 @@
+#include "plan/loops.h"
+
+#include <algorithm>
+
+namespace kvx {
+namespace {
+
+constexpr int64_t kMaxTransposedRun = 16;  // bytes; longer runs are copied as they are
+
+// Takes loops into the run as long as one of them continues it on both sides.
+void grow_run(Loops *loops) {
+  for (int i = 0; i < loops->count;) {
+    const Loop &dim = loops->at[i];
+    if (dim.src == loops->run && dim.dst == loops->run) {
+      loops->run *= dim.count;
+      std::copy(loops->at + i + 1, loops->at + loops->count, loops->at + i);
+      --loops->count;
+      i = 0;
+    } else {
+      ++i;
+    }
+  }
+}
+
+// Reads forward through the source: the widest step outermost.
+void sort_by_source(Loops *loops) {
+  for (int i = 1; i < loops->count; ++i)
+    for (int j = i; j > 0 && loops->at[j].src > loops->at[j - 1].src; --j)
+      std::swap(loops->at[j], loops->at[j - 1]);
+}
+
+void merge_loops(Loops *loops) {
+  for (int i = 0; i + 1 < loops->count;) {
+    Loop &outer = loops->at[i];
+    const Loop &inner = loops->at[i + 1];
+    if (outer.src == inner.count * inner.src && outer.dst == inner.count * inner.dst) {
+      outer = {outer.count * inner.count, inner.src, inner.dst};
+      std::copy(loops->at + i + 2, loops->at + loops->count, loops->at + i + 1);
+      --loops->count;
+    } else {
+      ++i;
+    }
+  }
+}
+
+// Short runs that follow each other along one loop in the source and another in the destination.
+void find_transpose(Loops *loops) {
+  const bool power_of_two = (loops->run & (loops->run - 1)) == 0;
+  if (loops->run > kMaxTransposedRun || !power_of_two) return;
+  int in_src = -1, in_dst = -1;
+  for (int i = 0; i < loops->count; ++i) {
+    if (loops->at[i].src == loops->run) in_src = i;
+    if (loops->at[i].dst == loops->run) in_dst = i;
+  }
+  if (in_src < 0 || in_dst < 0) return;
+  const Loop swapped[2] = {loops->at[in_dst], loops->at[in_src]};
+  Loop *kept = loops->at;
+  for (int i = 0; i < loops->count; ++i)
+    if (i != in_src && i != in_dst) *kept++ = loops->at[i];
+  std::copy(swapped, swapped + 2, kept);
+  loops->transposes = true;
+}
+
+}  // namespace
+
+bool can_loop(const Plane &src, const Plane &dst) {
+  return src.pack % dst.pack == 0 || dst.pack % src.pack == 0;
+}
+
+void make_loops(const Plane &src, const Plane &dst, int64_t tokens, int64_t heads, int64_t head_dim,
+                int64_t element_bytes, Loops *loops) {
+  loops->run = element_bytes;
+  loops->count = 0;
+  loops->transposes = false;
+  const auto add = [&](int64_t count, int64_t src_step, int64_t dst_step) {
+    if (count > 1) loops->at[loops->count++] = {count, src_step, dst_step};
+  };
+  add(tokens, src.token_stride, dst.token_stride);
+  add(heads, src.head_stride, dst.head_stride);
+  const int64_t wide = std::min<int64_t>(std::max(src.pack, dst.pack), head_dim);
+  const int64_t narrow = std::min<int64_t>(std::min(src.pack, dst.pack), head_dim);
+  add(head_dim / wide, element_offset(src, wide), element_offset(dst, wide));
+  add(wide / narrow, element_offset(src, narrow), element_offset(dst, narrow));
+  add(narrow, src.inner_stride, dst.inner_stride);
+  grow_run(loops);
+  sort_by_source(loops);
+  merge_loops(loops);
+  find_transpose(loops);
+}
+
+Plane dense_plane(uint8_t *base, kvx_dtype_t dtype, int64_t heads, int64_t head_dim) {
+  Plane plane{};
+  plane.base = base;
+  plane.dtype = dtype;
+  plane.inner_stride = size_of(dtype);
+  plane.head_stride = head_dim * plane.inner_stride;
+  plane.token_stride = heads * plane.head_stride;
+  plane.outer_stride = plane.head_stride;
+  plane.pack = static_cast<uint32_t>(head_dim);
+  return plane;
+}
+
+}  // namespace kvx

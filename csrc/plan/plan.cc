@@ -1,0 +1,325 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+
+#include "desc/grown.h"
+#include "desc/memory.h"
+#include "desc/scale.h"
+
+namespace kvx {
+namespace {
+
+Ints ints(const void *data, kvx_dtype_t dtype) { return {data, dtype == KVX_DTYPE_S64}; }
+
+// Drops the `pack` level where the axis is one stride anyway.
+void set_dim(Plane *plane, int64_t outer, int64_t inner, int64_t pack, int64_t dim) {
+  if (pack == 1) pack = dim, inner = outer;
+  if (outer == pack * inner) pack = dim;
+  plane->outer_stride = outer;
+  plane->inner_stride = inner;
+  plane->pack = static_cast<uint32_t>(pack);
+}
+
+// Bytes from one to the next along an axis. Where there is no next, the descriptor's stride may be
+// anything, and `none` stands for it: 0 is what vectors like and what repeats nothing.
+template <class Desc>
+int64_t step_bytes(const Desc &desc, int axis, int64_t none = 0) {
+  return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : none;
+}
+
+// From here on a part of the plan is filled where it stays: a copy would wait for the stores.
+void set_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint32_t head_start) {
+  const Axes axes = axes_of(tensor);
+  plane->dtype = tensor.dtype;
+  plane->block_stride = step_bytes(tensor, axes.block);
+  plane->token_stride = step_bytes(tensor, axes.token);
+  plane->head_stride = step_bytes(tensor, axes.head);
+  plane->base = static_cast<uint8_t *>(tensor.data) + head_start * plane->head_stride;
+  const int64_t size = size_of(tensor.dtype);
+  const int64_t inner = step_bytes(tensor, axes.inner, size);
+  const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer, size);
+  set_dim(plane, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
+}
+
+// The secondary pool mirrors the primary: the same place within a block, the same step from block
+// to block, which counts even where the primary has one block.
+void add_secondary(Plane *plane, const kvx_tensor_desc_t &tensor, const kvx_pool_desc_t &pool) {
+  if (!pool.secondary) return;
+  plane->block_stride = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
+  plane->secondary =
+      static_cast<uint8_t *>(pool.secondary) + (plane->base - static_cast<uint8_t *>(pool.primary));
+}
+
+// A dense [rows, tokens, heads, dim] tensor, or the same as [rows * tokens, heads, dim].
+void set_io_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint64_t tokens_per_row) {
+  const int head = static_cast<int>(tensor.ndim) - 2;
+  plane->base = static_cast<uint8_t *>(tensor.data);
+  plane->dtype = tensor.dtype;
+  plane->token_stride = step_bytes(tensor, head - 1);
+  plane->block_stride = tensor.ndim == 4
+                            ? step_bytes(tensor, 0)
+                            : static_cast<int64_t>(tokens_per_row) * plane->token_stride;
+  plane->head_stride = step_bytes(tensor, head);
+  const int64_t inner = step_bytes(tensor, head + 1, size_of(tensor.dtype));
+  set_dim(plane, inner, inner, 1, tensor.shape[head + 1]);
+}
+
+void set_scales(Scales *scales, const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype,
+                uint32_t head_start) {
+  if (!desc || !desc->data || !is_fp8(tensor_dtype)) return;
+  scales->data = static_cast<const uint8_t *>(desc->data);
+  scales->dtype = desc->dtype;
+  switch (desc->granularity) {
+    case KVX_SCALE_PER_BLOCK:
+      scales->block_stride = step_bytes(*desc, 0);
+      break;
+    case KVX_SCALE_PER_HEAD:
+      scales->head_stride = step_bytes(*desc, 0);
+      break;
+    case KVX_SCALE_PER_BLOCK_HEAD:
+      scales->block_stride = step_bytes(*desc, 0);
+      scales->head_stride = step_bytes(*desc, 1);
+      break;
+    case KVX_SCALE_PER_TOKEN_HEAD:
+      scales->block_stride = step_bytes(*desc, 0);
+      scales->token_stride = step_bytes(*desc, 1);
+      scales->head_stride = step_bytes(*desc, 2);
+      break;
+    default:
+      break;
+  }
+  scales->data += head_start * scales->head_stride;
+}
+
+bool is_one_scale(const Scales &scales) {
+  return scales.block_stride == 0 && scales.token_stride == 0 && scales.head_stride == 0;
+}
+
+// One scale for the whole tensor that is 1, or none.
+bool is_unit(const Scales &scales) {
+  return !scales.data || (is_one_scale(scales) && read_scale(scales.data, scales.dtype) == 1.0f);
+}
+
+void finish(PlanePair *pair, bool scales_readable) {
+  if (scales_readable) {
+    if (is_unit(pair->src_scales)) pair->src_scales = {};
+    if (!pair->find_scales && is_unit(pair->dst_scales)) pair->dst_scales = {};
+  }
+  const Scales &src = pair->src_scales, &dst = pair->dst_scales;
+  const bool same_scale =
+      (!src.data && !dst.data) ||
+      (src.data && dst.data && is_one_scale(src) && is_one_scale(dst) && scales_readable &&
+       !pair->find_scales && read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
+  pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
+  if (!pair->convert) pair->src_scales = pair->dst_scales = {};
+}
+
+void set_flags(Plan *plan, uint32_t flags) {
+  plan->zero_fill = flags & KVX_FLAG_ZERO_FILL;
+  plan->background = flags & KVX_FLAG_BACKGROUND;
+  plan->copy_engine = flags & KVX_FLAG_COPY_ENGINE;
+}
+
+// A token's V vector follows its K vector in memory.
+bool v_follows(const Plane &k, const Plane &v, uint32_t k_dim, uint32_t v_dim) {
+  const int64_t size = size_of(k.dtype);
+  return k.dtype == v.dtype && k.pack == k_dim && v.pack == v_dim && k.inner_stride == size &&
+         v.inner_stride == size && v.base == k.base + k_dim * size && !k.secondary &&
+         !v.secondary && k.block_stride == v.block_stride && k.token_stride == v.token_stride &&
+         k.head_stride == v.head_stride;
+}
+
+// Ends a layer. Where V's vectors follow K's at both ends, as in vLLM's [.., 2 * head_dim] caches,
+// K's pair moves both.
+void end_layer(Plan *plan) {
+  const size_t size = plan->pairs.size(), layers = plan->layers.size();
+  const size_t first = layers ? plan->layers[layers - 1] : 0;
+  if (size - first == 2) {
+    PlanePair &k = plan->pairs[first];
+    const PlanePair &v = plan->pairs[first + 1];
+    if (!k.convert && !v.convert && k.lookup == v.lookup && k.num_heads == v.num_heads &&
+        v_follows(k.src, v.src, k.head_dim, v.head_dim) &&
+        v_follows(k.dst, v.dst, k.head_dim, v.head_dim)) {
+      k.head_dim += v.head_dim;
+      k.src.pack = k.dst.pack = k.head_dim;
+      plan->pairs.drop_last();
+    }
+  }
+  plan->layers.add() = static_cast<uint32_t>(plan->pairs.size());
+}
+
+void set_dense(Lookup *a, uint64_t rows, uint64_t tokens_per_row) {
+  a->mode = LookupMode::kDense;
+  a->block_size = static_cast<uint32_t>(tokens_per_row);
+  a->num_blocks = rows;
+  a->null_block = null_block_of(0);
+}
+
+void set_slots(Lookup *a, const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
+  set_dense(a, cache.num_blocks, cache.block_size);
+  a->mode = LookupMode::kSlots;
+  a->indices = ints(slots.slots, slots.dtype);
+  a->indices_count = slots.token_count;
+  a->invalid_slot = slots.invalid_slot;
+}
+
+// `tensor` is the cache's K or V.
+void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor, bool is_v,
+               const kvx_block_table_t &table, uint64_t null_block_plus_1,
+               uint32_t secondary_num_blocks) {
+  set_dense(a, cache.num_blocks, cache.block_size);
+  a->is_v = is_v;
+  a->null_block = null_block_of(null_block_plus_1);
+  a->max_blocks_per_seq = table.max_blocks_per_seq;
+  a->indices = ints(table.indices, table.index_dtype);
+  a->indices_count = table.indices_count;
+  switch (table.format) {
+    case KVX_BLOCK_TABLE_PACKED:
+      a->mode = LookupMode::kPacked;
+      break;
+    case KVX_BLOCK_TABLE_RAGGED:
+      a->mode = LookupMode::kRagged;
+      a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
+      a->indptr = ints(table.indptr, table.indptr_dtype);
+      break;
+    default: {
+      a->mode = LookupMode::kKvOffsets;
+      const int64_t block_bytes = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
+      const auto *k = static_cast<const uint8_t *>(cache.k.data);
+      a->sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
+      a->sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
+                                           cache.pool.bytes_per_block);
+      if (cache.pool.secondary)
+        a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
+    }
+  }
+}
+
+void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
+  const kvx_cache_desc_t &cache = *view.layers[0];
+  const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
+  if (view.slots) {
+    set_slots(a, cache, *view.slots);
+  } else if (view.block_table) {
+    set_table(a, cache, tensor, is_v, *view.block_table, view.null_block_plus_1,
+              view.secondary_num_blocks);
+  } else {
+    set_dense(a, cache.num_blocks, cache.block_size);
+  }
+  if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
+}
+
+}  // namespace
+
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                Plan *plan) {
+  plan->rows.count = 1;
+  plan->rows.rows_per_len = 1;
+  plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
+  plan->call = Call::kWrite;
+  set_flags(plan, flags);
+  LookupPair &lookup = plan->lookups.add();
+  set_dense(&lookup.src, 1, write.io.num_tokens);
+  set_slots(&lookup.dst, cache, write.slots);
+  for (const bool is_v : {false, true}) {
+    const kvx_tensor_desc_t &io = is_v ? write.io.value : write.io.key;
+    const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
+    if (is_absent(tensor)) break;
+    const kvx_scale_desc_t scale = scale_or_pointer(is_v ? write.v_scale_desc : write.k_scale_desc,
+                                                    is_v ? write.v_scale : write.k_scale);
+    PlanePair &pair = plan->pairs.add();
+    pair.is_v = is_v;
+    pair.num_heads = cache.num_kv_heads;
+    pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
+    set_io_plane(&pair.src, io, write.io.num_tokens);
+    set_plane(&pair.dst, tensor, 0);
+    set_scales(&pair.dst_scales, &scale, tensor.dtype, 0);
+    pair.find_scales = flags & KVX_FLAG_FIND_SCALES;
+    finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
+  }
+  end_layer(plan);
+}
+
+void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
+                 const kvx_gather_options_t &options, Plan *plan) {
+  const kvx_block_table_t &table = gather.block_table;
+  set_flags(plan, options.flags);
+  plan->rows.count = rows_of(table);
+  plan->rows.rows_per_len = is_kv_offsets(table) ? table.beam_width : 1;
+  plan->rows.lens = ints(gather.seq_lens.lengths, gather.seq_lens.dtype);
+  plan->rows.max_len = gather.max_seq_len;
+  plan->rows.fill_to_max = plan->zero_fill;
+  plan->call = Call::kGather;
+  for (const bool is_v : {false, true}) {
+    const kvx_tensor_desc_t &io = is_v ? gather.io.value : gather.io.key;
+    const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
+    if (is_absent(tensor)) break;
+    if (!is_v || is_kv_offsets(table)) {  // which says for K and V each where they lie
+      LookupPair &lookup = plan->lookups.add();
+      set_table(&lookup.src, cache, tensor, is_v, table, options.null_block_plus_1,
+                options.secondary_num_blocks);
+      set_dense(&lookup.dst, plan->rows.count, gather.max_seq_len);
+    }
+    PlanePair &pair = plan->pairs.add();
+    pair.lookup = static_cast<uint8_t>(plan->lookups.size() - 1);
+    pair.is_v = is_v;
+    pair.num_heads = cache.num_kv_heads;
+    pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
+    set_plane(&pair.src, tensor, 0);
+    if (is_kv_offsets(table)) add_secondary(&pair.src, tensor, cache.pool);
+    set_io_plane(&pair.dst, io, gather.max_seq_len);
+    set_scales(&pair.src_scales, is_v ? options.v_scale : options.k_scale, tensor.dtype, 0);
+    finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
+  }
+  end_layer(plan);
+}
+
+void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
+  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  set_flags(plan, migrate.flags);
+  plan->check_same_pool = are_same_pool(src, dst);
+  plan->rows.count = rows_of(migrate);
+  const uint32_t sequences = migrate.seq_lens->seq_count;
+  plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
+  plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
+  plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
+  plan->call = Call::kMigrate;
+  const bool offsets = is_kv_offsets(src) || is_kv_offsets(dst);
+  const bool has_v = !is_absent(src.layers[0]->v);
+  for (const bool is_v : {false, true}) {
+    if (is_v && !(offsets && has_v)) break;
+    LookupPair &lookup = plan->lookups.add();
+    set_view(&lookup.src, src, is_v);
+    set_view(&lookup.dst, dst, is_v);
+  }
+  plan->pairs.reserve(size_t{2} * src.num_layers);
+  plan->layers.reserve(src.num_layers);
+  for (uint32_t l = 0; l < src.num_layers; ++l) {
+    const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
+    for (const bool is_v : {false, true}) {
+      const kvx_tensor_desc_t &src_tensor = is_v ? from.v : from.k;
+      const kvx_tensor_desc_t &dst_tensor = is_v ? to.v : to.k;
+      if (is_absent(src_tensor)) break;
+      PlanePair &pair = plan->pairs.add();
+      pair.lookup = is_v && offsets;
+      pair.is_v = is_v;
+      pair.num_heads = migrate.num_heads ? migrate.num_heads : from.num_kv_heads;
+      pair.head_dim = static_cast<uint32_t>(dim_of(src_tensor));
+      set_plane(&pair.src, src_tensor, src.head_start);
+      set_plane(&pair.dst, dst_tensor, dst.head_start);
+      const auto *src_scale = is_v ? src.v_scales : src.k_scales;
+      const auto *dst_scale = is_v ? dst.v_scales : dst.k_scales;
+      set_scales(&pair.src_scales, src_scale ? src_scale[l] : nullptr, src_tensor.dtype,
+                 src.head_start);
+      set_scales(&pair.dst_scales, dst_scale ? dst_scale[l] : nullptr, dst_tensor.dtype,
+                 dst.head_start);
+      if (is_kv_offsets(src)) add_secondary(&pair.src, src_tensor, from.pool);
+      if (is_kv_offsets(dst)) add_secondary(&pair.dst, dst_tensor, to.pool);
+      pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
+      finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
+    }
+    end_layer(plan);
+  }
+}
+
+}  // namespace kvx

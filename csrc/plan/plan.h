@@ -1,0 +1,110 @@
+// What a backend runs: planes reduced to byte strides, and the lookups that find tokens in them.
+// The last to know a layout's name.
+#pragma once
+
+#include "desc/view.h"
+#include "plan/few.h"
+#include "plan/lookup.h"
+
+namespace kvx {
+
+// A plane, K or V of a layer, at one end. Number d of the vector of a (block, token, head) lies at
+// block * block_stride + token * token_stride + head * head_stride
+//   + (d / pack) * outer_stride + (d % pack) * inner_stride bytes from the base.
+struct Plane {
+  uint8_t *base;
+  uint8_t *secondary;  // base in the secondary pool, or NULL
+  int64_t block_stride, token_stride, head_stride;
+  int64_t outer_stride, inner_stride;
+  uint32_t pack;
+  kvx_dtype_t dtype;
+};
+
+// Where a place's token begins in a plane whose bases are these.
+KVX_HD uint8_t *address_of(const Plane &plane, uint8_t *base, uint8_t *secondary,
+                           const Place &place) {
+  return (place.secondary ? secondary : base) + place.block * plane.block_stride +
+         place.offset * plane.token_stride;
+}
+inline uint8_t *address_of(const Plane &plane, const Place &place) {
+  return address_of(plane, plane.base, plane.secondary, place);
+}
+
+// The scale of (block, token, head) lies at data + block * block_stride + ...; NULL data means 1.
+struct Scales {
+  const uint8_t *data;
+  kvx_dtype_t dtype;
+  int64_t block_stride, token_stride, head_stride;
+};
+
+// A plane from one cache to the other.
+struct PlanePair {
+  Plane src, dst;
+  Scales src_scales, dst_scales;
+  uint32_t num_heads, head_dim;
+  uint8_t lookup;    // which of the plan's
+  bool is_v;         // for sentences
+  bool convert;      // dtype or scale differs; otherwise bytes are copied
+  bool find_scales;  // dst_scales are found on the way and stored
+};
+
+// How planes find their tokens at both ends.
+struct LookupPair {
+  Lookup src, dst;
+};
+
+// The tokens that move: row r has min(lens[r / rows_per_len], max_len) of them, or `uniform_len`
+// when there are no lens.
+struct Rows {
+  uint64_t count;
+  uint32_t rows_per_len;
+  uint64_t uniform_len;
+  uint64_t max_len;
+  Ints lens;
+  bool fill_to_max;  // rows go on to max_len with tokens that have no source
+
+  KVX_HD int64_t length_of(uint64_t row) const {
+    if (!lens.data) return static_cast<int64_t>(uniform_len);
+    return lens[divide(row, rows_per_len).quotient];
+  }
+  // Tokens that move of a row with this length.
+  KVX_HD uint64_t cut(int64_t length) const {
+    const auto len = static_cast<uint64_t>(length);
+    return len < max_len ? len : max_len;
+  }
+  KVX_HD uint64_t stored(uint64_t row) const { return cut(length_of(row)); }
+};
+
+enum class Call : uint8_t { kWrite, kGather, kMigrate };
+
+// What the caller calls the fields whose data can be out of range.
+struct FieldNames {
+  const char *src_table, *dst_table, *src_starts, *dst_starts, *lens;
+};
+
+struct Plan {
+  Call call = Call::kWrite;
+  Rows rows{};
+  bool zero_fill = false;
+  bool background = false, copy_engine = false;  // how a device moves it
+  bool check_same_pool = false;  // both ends share memory: their blocks must be disjoint
+
+  Few<LookupPair, 2> lookups;
+  Few<PlanePair, 2> pairs;  // those of a layer follow each other
+  Few<uint32_t, 1> layers;  // where the pairs of each layer end
+
+  // The pairs of a layer.
+  const PlanePair *begin_of(size_t layer) const {
+    return pairs.begin() + (layer ? layers[layer - 1] : 0);
+  }
+  const PlanePair *end_of(size_t layer) const { return pairs.begin() + layers[layer]; }
+};
+
+// Each takes validated arguments and fills a new plan.
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                Plan *plan);
+void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
+                 const kvx_gather_options_t &options, Plan *plan);
+void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan);
+
+}  // namespace kvx
