@@ -21,7 +21,9 @@ static_assert(sizeof(kvx_scale_desc_t) == 104);
 static_assert(sizeof(kvx_write_desc_t) == 512);
 static_assert(sizeof(kvx_gather_desc_t) == 352);
 static_assert(sizeof(kvx_gather_options_t) == 48);
-static_assert(sizeof(kvx_view_t) == 80);
+static_assert(sizeof(kvx_view_t) == 112);
+static_assert(sizeof(kvx_plane_axis_t) == 24);
+static_assert(sizeof(kvx_plane_t) == 304);
 
 namespace kvx {
 namespace {

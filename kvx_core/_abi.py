@@ -16,8 +16,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, InvalidArgumentError
 
-ABI_MAJOR, ABI_MINOR = 1, 4
+ABI_MAJOR, ABI_MINOR = 1, 5
 MAX_TENSOR_DIMS = 5
+MAX_PLANE_AXES = 8
 FLAG_KVCACHEINDEX = 1 << 0
 FLAG_EXACT = 1 << 1
 FLAG_ZERO_FILL = 1 << 0
@@ -208,6 +209,35 @@ class kvx_gather_options_t(_Struct):
     )
 
 
+class kvx_plane_axis_t(ctypes.Structure):
+    _fields_ = (
+        ("axis", c_int),
+        ("reserved", c_uint32),
+        ("extent", c_int64),
+        ("stride_bytes", c_int64),
+    )
+
+
+class kvx_plane_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("role", c_uint32),
+        ("layer", c_uint32),
+        ("dtype", c_int),
+        ("memory", c_int),
+        ("tokens_per_entry", c_uint32),
+        ("flags", c_uint32),
+        ("num_axes", c_uint32),
+        ("axes", kvx_plane_axis_t * MAX_PLANE_AXES),
+        ("data", c_void_p),
+        ("scale", POINTER(kvx_scale_desc_t)),
+        ("zero", POINTER(kvx_scale_desc_t)),
+        ("block_table", POINTER(kvx_block_table_t)),
+        ("slots", POINTER(kvx_slot_mapping_t)),
+        ("reserved", c_uint64 * 5),
+    )
+
+
 class kvx_view_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
@@ -222,6 +252,11 @@ class kvx_view_t(_Struct):
         ("k_scales", POINTER(POINTER(kvx_scale_desc_t))),
         ("v_scales", POINTER(POINTER(kvx_scale_desc_t))),
         ("null_block_plus_1", c_uint64),
+        ("k_zeros", POINTER(POINTER(kvx_scale_desc_t))),
+        ("v_zeros", POINTER(POINTER(kvx_scale_desc_t))),
+        ("planes", POINTER(POINTER(kvx_plane_t))),
+        ("num_planes", c_uint32),
+        ("reserved_1", c_uint32),
     )
 
 

@@ -25,7 +25,11 @@ const kvx_gather_options_t *grown(const kvx_gather_options_t *options, kvx_gathe
 }
 
 const kvx_view_t *grown(const kvx_view_t *view, kvx_view_t *room) {
-  return grown_from(kViewSize13, view, room);
+  if (!view || view->size != kViewSize14) return grown_from(kViewSize13, view, room);
+  *room = {};
+  std::memcpy(static_cast<void *>(room), static_cast<const void *>(view), kViewSize14);
+  room->size = sizeof *room;
+  return room;
 }
 
 }  // namespace kvx

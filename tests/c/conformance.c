@@ -158,7 +158,7 @@ OFFSET_IS(kvx_gather_options_t, k_scale, 24);
 OFFSET_IS(kvx_gather_options_t, v_scale, 32);
 OFFSET_IS(kvx_gather_options_t, null_block_plus_1, 40);
 
-SIZE_IS(kvx_view_t, 80);
+SIZE_IS(kvx_view_t, 112);
 OFFSET_IS(kvx_view_t, num_layers, 4);
 OFFSET_IS(kvx_view_t, layers, 8);
 OFFSET_IS(kvx_view_t, block_table, 16);
@@ -170,6 +170,10 @@ OFFSET_IS(kvx_view_t, reserved_0, 48);
 OFFSET_IS(kvx_view_t, k_scales, 56);
 OFFSET_IS(kvx_view_t, v_scales, 64);
 OFFSET_IS(kvx_view_t, null_block_plus_1, 72);
+OFFSET_IS(kvx_view_t, k_zeros, 80);
+OFFSET_IS(kvx_view_t, v_zeros, 88);
+OFFSET_IS(kvx_view_t, planes, 96);
+OFFSET_IS(kvx_view_t, num_planes, 104);
 
 SIZE_IS(kvx_migrate_desc_t, 40);
 OFFSET_IS(kvx_migrate_desc_t, flags, 4);

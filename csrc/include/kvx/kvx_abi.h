@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 #define KVX_ABI_VERSION_MAJOR 1
-#define KVX_ABI_VERSION_MINOR 4
+#define KVX_ABI_VERSION_MINOR 5
 #define KVX_ABI_VERSION_PATCH 0
 
 /* Enough for the packed layout, [block, head, dim / pack, token, pack]. */

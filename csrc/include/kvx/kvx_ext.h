@@ -6,6 +6,7 @@
 #define KVX_EXT_H_
 
 #include "kvx/kvx_abi.h"
+#include "kvx/kvx_plane.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -116,8 +117,8 @@ KVX_API kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache,
  *   slots        one slot per moved token, the sequences one after the other
  *   neither      dense: sequence s is block s (HF's [batch, head, token, dim], a StaticCache, ...)
  *
- * 80 bytes. Until 1.3 it was 72 bytes, and reserved_0 was `null_block_id`, the block itself: a
- * struct of that size keeps that meaning. */
+ * 112 bytes; 80 in 1.4, which had no zeros and no planes. Until 1.3 it was 72 bytes, and reserved_0
+ * was `null_block_id`, the block itself: structs of those sizes keep their meaning. */
 typedef struct kvx_view_t {
   uint32_t size;
   uint32_t num_layers;
@@ -130,7 +131,12 @@ typedef struct kvx_view_t {
   int64_t reserved_0;                      /* 0 */
   const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
   const kvx_scale_desc_t *const *v_scales;
-  uint64_t null_block_plus_1; /* as in kvx_gather_options_t */
+  uint64_t null_block_plus_1;             /* as in kvx_gather_options_t */
+  const kvx_scale_desc_t *const *k_zeros; /* zero points, as k_scales; since 1.5 */
+  const kvx_scale_desc_t *const *v_zeros;
+  const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
+  uint32_t num_planes;
+  uint32_t reserved_1; /* 0 */
 } kvx_view_t;
 
 /* kvx_migrate_kv's arguments.
