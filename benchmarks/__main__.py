@@ -116,4 +116,5 @@ def _options() -> argparse.Namespace:
     return options
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ def run(shape: Shape, threads: Sequence[int], rounds: int, only: str) -> list[di
             }
             if case.blocks and native.stream_isa():
                 contestants["blocks"] = native.BlockCopy(case.blocks, count)
-            timing = compete(contestants, rounds, before=before)
+            timing = compete(contestants, rounds, case=f"{name}, {count} threads", before=before)
             rows.append(row(name, count, case.num_bytes, timing, case.goals))
             report.print_row(rows[-1], _VERSUS)
     kvx_core.set_num_threads(0)

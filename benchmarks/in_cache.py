@@ -69,7 +69,10 @@ def run(shape: Shape, threads: Sequence[int], rounds: int, only: str) -> list[di
         for count in threads:
             kvx_core.set_num_threads(count)
             torch.set_num_threads(count)
-            timing = compete(case.contestants(), rounds, before=lambda _: time.sleep(SPIN_SECONDS))
+            label = f"{case.name}, {count} threads"
+            timing = compete(
+                case.contestants(), rounds, case=label, before=lambda _: time.sleep(SPIN_SECONDS)
+            )
             results.append(row(case.name, count, case.num_bytes, timing, _GOALS))
             report.print_row(results[-1], ["rows", "torch"])
     kvx_core.set_num_threads(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -41,17 +41,33 @@ class Timing:
         return median(other / own for other, own in pairs)
 
 
+def _at_once(case: str, name: str, work: Contestant) -> float:
+    return work()
+
+
+_turn: Callable[[str, str, Contestant], float] = _at_once
+_left_out: Container[str] = ()
+
+
+def take_turns(turn: Callable[[str, str, Contestant], float], left_out: Container[str]) -> None:
+    """From now on `turn(case, contestant, work)` times what `compete` times, but for `left_out`."""
+    global _turn, _left_out
+    _turn, _left_out = turn, left_out
+
+
 def compete(
     contestants: Mapping[str, Contestant],
     rounds: int,
     *,
+    case: str = "",
     before: Callable[[str], object] = lambda name: None,
 ) -> Timing:
     """Times every contestant once per round; each round begins with another of them.
 
+    case:   what they do, in words
     before: called with the contestant's name ahead of every timing, untimed
     """
-    names = list(contestants)
+    names = [name for name in contestants if name not in _left_out]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for name in names:  # first touches, lazy set-up, thread start
         before(name)
@@ -62,8 +78,12 @@ def compete(
         for r in range(rounds):
             for i in range(len(names)):
                 name = names[(r + i) % len(names)]
-                before(name)
-                samples[name].append(contestants[name]())
+
+                def work(name: str = name) -> float:
+                    before(name)
+                    return contestants[name]()
+
+                samples[name].append(_turn(case, name, work))
     finally:
         gc.enable()
     return Timing(samples)

@@ -12,11 +12,12 @@
 
 namespace kvx {
 
-bool is_readable(kvx_memory_type_t memory) {
+bool unified_is_host() {
 #if KVX_WITH_CUDA
-  if (memory == KVX_MEMORY_UNIFIED) return !cuda::has_device();
+  return !cuda::has_device();
+#else
+  return true;
 #endif
-  return memory != KVX_MEMORY_DEVICE;
 }
 
 namespace backend {

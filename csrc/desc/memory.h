@@ -5,8 +5,12 @@
 
 namespace kvx {
 
-// The host may read it while the call is prepared: a call on UNIFIED memory runs on the host where
-// there is no device.
-bool is_readable(kvx_memory_type_t memory);
+// Whether calls on UNIFIED memory run on the host: there is no device.
+bool unified_is_host();
+
+// The host may read it while the call is prepared.
+inline bool is_readable(kvx_memory_type_t memory) {
+  return memory == KVX_MEMORY_HOST || (memory == KVX_MEMORY_UNIFIED && unified_is_host());
+}
 
 }  // namespace kvx
