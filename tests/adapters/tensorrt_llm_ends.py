@@ -12,8 +12,8 @@ from torch import Tensor
 from kvx_adapters import tensorrt_llm as trt
 from kvx_adapters.tensorrt_llm import PoolSpec
 from kvx_core import CacheDesc, CacheSpan, CacheView, Layout, Memory, describe
-from tests.adapters.tensorrt_llm_double import Config, KvBlockArray, KvCacheManager, Request
 from tests.facts import SAME_MODEL
+from tests.fakes.tensorrt_llm import Config, KvBlockArray, KvCacheManager, Request
 
 NAMES = {
     torch.float16: "HALF",

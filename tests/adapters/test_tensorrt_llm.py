@@ -25,7 +25,6 @@ from kvx_core import (
     gather_kv,
     migrate,
 )
-from tests.adapters.tensorrt_llm_double import Config, KvBlockArray, KvCacheManager
 from tests.adapters.tensorrt_llm_ends import (
     FACTS,
     WORKED_EXAMPLE,
@@ -38,6 +37,7 @@ from tests.adapters.tensorrt_llm_ends import (
     store,
     views_of,
 )
+from tests.fakes.tensorrt_llm import Config, KvBlockArray, KvCacheManager
 
 # ---- the worked example, byte for byte ----
 

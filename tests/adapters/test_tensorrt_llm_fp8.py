@@ -17,7 +17,6 @@ from kvx_core import (
     describe,
     migrate,
 )
-from tests.adapters.tensorrt_llm_double import KvCacheManager
 from tests.adapters.tensorrt_llm_ends import (
     FACTS,
     Dense,
@@ -29,6 +28,7 @@ from tests.adapters.tensorrt_llm_ends import (
     store,
     views_of,
 )
+from tests.fakes.tensorrt_llm import KvCacheManager
 
 FP8 = torch.float8_e4m3fn
 FACTORS = [0.5, 4.0, 0.125]  # powers of two: 1 / factor is exact, as is the engine's product

@@ -20,7 +20,6 @@ from kvx_core import (
     gather_kv,
     migrate,
 )
-from tests.adapters.tensorrt_llm_double import KvCacheManager, KvCacheManagerV2
 from tests.adapters.tensorrt_llm_ends import (
     FACTS,
     NAMES,
@@ -32,6 +31,7 @@ from tests.adapters.tensorrt_llm_ends import (
     specs_of,
     store,
 )
+from tests.fakes.tensorrt_llm import KvCacheManager, KvCacheManagerV2
 
 Manager = KvCacheManagerV2
 

@@ -1,6 +1,6 @@
 """TGI's caches, as its KVCache allocates them, through the adapter and back.
 
-The other side is always a double that knows TGI's own indexing alone: see tgi_caches.py. FP8 is in
+The other side is always a double that knows TGI's own indexing alone: see tests/fakes/tgi.py. FP8 is in
 test_tgi_fp8.py.
 """
 
@@ -30,8 +30,8 @@ from kvx_core import (
     verify,
     write_kv,
 )
-from tests.adapters.tgi_caches import FLAVOURS, SENTINEL, Batch, Cache, SimpleAllocator
 from tests.facts import SAME_MODEL
+from tests.fakes.tgi import FLAVOURS, SENTINEL, Batch, Cache, SimpleAllocator
 
 SEEDS = [0, 1, 2]
 every_flavour = pytest.mark.parametrize("flavour", FLAVOURS, ids="-".join)

@@ -13,7 +13,7 @@ import torch
 
 from kvx_adapters import tgi
 from kvx_core import CacheView, SlotMapping
-from tests.adapters.tgi_caches import FLAVOURS, Batch, Cache, SimpleAllocator
+from tests.fakes.tgi import FLAVOURS, Batch, Cache, SimpleAllocator
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "tgi.md").read_text()

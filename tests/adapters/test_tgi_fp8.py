@@ -18,8 +18,8 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from tests.adapters.tgi_caches import Cache, KVScales
 from tests.facts import SAME_MODEL
+from tests.fakes.tgi import Cache, KVScales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLASHINFER = ("flashinfer", "cuda", "cuda")

@@ -31,7 +31,8 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from tests.adapters.vllm_caches import (
+from tests.facts import SAME_MODEL
+from tests.fakes.vllm import (
     LAYOUTS,
     SENTINEL,
     B,
@@ -47,7 +48,6 @@ from tests.adapters.vllm_caches import (
     random_tokens,
     some_slots,
 )
-from tests.facts import SAME_MODEL
 
 Views = Callable[[LayerSpec], tuple[Tensor, list[Tensor]]]
 

@@ -24,7 +24,7 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from tests.adapters.vllm_caches import LAYOUTS, D, H, N, needs_vllm, random_tokens
+from tests.fakes.vllm import LAYOUTS, D, H, N, needs_vllm, random_tokens
 
 pytestmark = needs_vllm
 

@@ -26,7 +26,8 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from tests.adapters.vllm_caches import (
+from tests.facts import SAME_MODEL
+from tests.fakes.vllm import (
     LAYOUTS,
     SENTINEL,
     B,
@@ -41,7 +42,6 @@ from tests.adapters.vllm_caches import (
     some_slots,
     views_of,
 )
-from tests.facts import SAME_MODEL
 
 Store = Callable[[Tensor, int, int, Tensor, Tensor], None]  # cache, block, token, K and V (H, D)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheDesc, InvalidArgumentError, Layout, UnsupportedError, describe
-from tests.adapters.vllm_caches import (
+from tests.fakes.vllm import (
     SENTINEL,
     B,
     D,

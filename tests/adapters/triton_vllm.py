@@ -21,7 +21,7 @@ import vllm.triton_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvx_adapters import vllm as adapter
-from tests.adapters.vllm_caches import LAYOUTS, SENTINEL, B, L, make_spec, views_of
+from tests.fakes.vllm import LAYOUTS, SENTINEL, B, L, make_spec, views_of
 
 # vllm for CPU turns Triton off; these are what its modules import from there.
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language

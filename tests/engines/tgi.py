@@ -1,6 +1,6 @@
 """TGI: a layout-faithful double of each flavour's KVCache, and how its store places tokens.
 
-TGI is on no package index. Its tensors are those of tests/adapters/tgi_caches.py; its store is
+TGI is on no package index. Its tensors are those of tests/fakes/tgi.py; its store is
 written out here for many tokens at once. Source: TGI 3.3.7 server/text_generation_server/layers/
 attention/kv_cache.py, KVCache.store
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvx_adapters import tgi
 from kvx_core import CacheSpan
-from tests.adapters.tgi_caches import Cache, KVScales
 from tests.engines.engine import FINGERPRINT, Sizes, poisoned_table
+from tests.fakes.tgi import Cache, KVScales
 
 # K and V of a layer, slot of each token, block_size, key and value (num_tokens, heads, dim)
 Store = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheSpan
-from tests.adapters.vllm_caches import dense
 from tests.engines.engine import E4M3, E5M2, FINGERPRINT, FP8, Sizes, poisoned_table
+from tests.fakes.vllm import dense
 
 _FP8_NAMES = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.tensorrt_llm_plugin import double
-from tests.tensorrt_llm_plugin.double import Executor, KvCacheConfig, Sizes, TorchLlmArgs
+from tests.fakes import tensorrt_llm_executor as fake
+from tests.fakes.tensorrt_llm_executor import Executor, KvCacheConfig, Sizes, TorchLlmArgs
 
 SIZES = Sizes(num_layers=3, total_kv_heads=2, head_dim=10)  # of the model
 
@@ -20,8 +20,8 @@ SIZES = Sizes(num_layers=3, total_kv_heads=2, head_dim=10)  # of the model
 @pytest.fixture(params=["main"])
 def trtllm(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The double, installed as tensorrt_llm; parametrize it indirectly for another version."""
-    yield double.install(sys.modules, request.param)
-    double.remove(sys.modules)
+    yield fake.install(sys.modules, request.param)
+    fake.remove(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.tensorrt_llm_plugin import double
+from tests.fakes import tensorrt_llm_executor as fake
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {
@@ -24,8 +24,8 @@ CLASSES = {
 @pytest.mark.parametrize("trtllm", ["main", "1.2"], indirect=True)
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_method_is_there_with_its_arguments(trtllm: ModuleType, name: str) -> None:
-    base = getattr(sys.modules[double.place()], CLASSES[name])
-    made = getattr(import_module(double.PLUGIN), name)
+    base = getattr(sys.modules[fake.place()], CLASSES[name])
+    made = getattr(import_module(fake.PLUGIN), name)
     assert issubclass(made, base)
     assert not made.__abstractmethods__
     for method, function in inspect.getmembers(base, inspect.isfunction):
@@ -53,7 +53,7 @@ def run(code: str, path: Path) -> str:
 
 
 def test_without_tensorrt_llm(tmp_path: Path) -> None:
-    assert run(f"import {double.PLUGIN}", tmp_path) == (
+    assert run(f"import {fake.PLUGIN}", tmp_path) == (
         "ImportError: kvx_adapters.tensorrt_llm_plugin runs inside TensorRT-LLM, and there is no "
         "module tensorrt_llm here. Install it, or use kvx_adapters.tensorrt_llm, which describes "
         "its caches without it"
@@ -64,9 +64,9 @@ def test_a_version_without_connectors(tmp_path: Path) -> None:
     package = tmp_path / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '0.20.0'; logger = None; mpi_rank = None\n")
-    assert run(f"import {double.PLUGIN}", tmp_path) == (
+    assert run(f"import {fake.PLUGIN}", tmp_path) == (
         "ImportError: tensorrt_llm is 0.20.0 and has neither "
-        f"{' nor '.join(double.PLACES.values())}, expected one of them: KV cache connectors came "
+        f"{' nor '.join(fake.PLACES.values())}, expected one of them: KV cache connectors came "
         "with 1.1"
     )
 
@@ -76,18 +76,18 @@ def test_an_installation_that_is_broken(tmp_path: Path) -> None:
     package = tmp_path / "tensorrt_llm"
     package.mkdir()
     (package / "__init__.py").write_text("import a_library_that_it_needs\n")
-    assert run(f"import {double.PLUGIN}", tmp_path) == (
+    assert run(f"import {fake.PLUGIN}", tmp_path) == (
         "ModuleNotFoundError: No module named 'a_library_that_it_needs'"
     )
 
 
 def test_an_interface_that_is_broken(tmp_path: Path) -> None:
     folder = tmp_path
-    for name in double.PLACES["main"].split(".")[:-1]:
+    for name in fake.PLACES["main"].split(".")[:-1]:
         folder = folder / name
         folder.mkdir()
         (folder / "__init__.py").write_text("__version__ = logger = mpi_rank = None\n")
     (folder / "kv_cache_connector.py").write_text("import a_library_that_it_needs\n")
-    assert run(f"import {double.PLUGIN}", tmp_path) == (
+    assert run(f"import {fake.PLUGIN}", tmp_path) == (
         "ModuleNotFoundError: No module named 'a_library_that_it_needs'"
     )

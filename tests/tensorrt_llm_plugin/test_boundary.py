@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from tests.fakes.tensorrt_llm_executor import LlmRequest
 from tests.injection import Injection
 from tests.tensorrt_llm_plugin.conftest import Factory
-from tests.tensorrt_llm_plugin.double import LlmRequest
 from tests.vllm_plugin.models import prompt
 
 ERRORS = [RuntimeError, AttributeError, MemoryError, RecursionError]

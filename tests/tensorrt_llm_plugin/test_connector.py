@@ -16,9 +16,9 @@ import torch
 
 from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from tests.calls import BACKENDS
-from tests.tensorrt_llm_plugin import double
+from tests.fakes import tensorrt_llm_executor as fake
+from tests.fakes.tensorrt_llm_executor import SENTINEL, Executor, LlmRequest
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
-from tests.tensorrt_llm_plugin.double import SENTINEL, Executor, LlmRequest
 from tests.vllm_plugin.models import prompt
 
 
@@ -42,7 +42,7 @@ def test_another_block_size(serve: Factory, save_size: int, load_size: int, seed
     (rank,) = second.ranks
     found = rank.raw.clone()
     rank.raw.fill_(SENTINEL)
-    rank.write(request.block_ids, 0, double.keys_and_values(tokens, SIZES))
+    rank.write(request.block_ids, 0, fake.keys_and_values(tokens, SIZES))
     assert torch.equal(rank.raw, found)  # and nothing else has been written
 
 
@@ -163,14 +163,14 @@ def test_a_promise_whose_beginning_is_not_taken(serve: Factory, trtllm: ModuleTy
     request = LlmRequest(7, tokens)
     assert scheduler.get_num_new_matched_tokens(request, 16) == (80, False)
     scheduler.cancel_load(request, 16, 48)
-    data = double.RequestDataOfMain(7, tokens, list(range(10, 17)), 48, 4)
-    plan = scheduler.build_connector_meta(double.SchedulerOutput([data]))
+    data = fake.RequestDataOfMain(7, tokens, list(range(10, 17)), 48, 4)
+    plan = scheduler.build_connector_meta(fake.SchedulerOutput([data]))
     (load,), (save,) = plan.loads, plan.saves
     assert load.block_ids == [13, 14, 15]
     assert save.start == 96  # what is before is in the store
-    values = double.keys_and_values(tokens, SIZES)[..., 48:96, :]
+    values = fake.keys_and_values(tokens, SIZES)[..., 48:96, :]
     expected = values.unflatten(3, (3, 16)).permute(3, 0, 1, 2, 4, 5).flatten(3)
-    assert torch.equal(torch.from_numpy(load.blocks), double.as_bytes(expected))
+    assert torch.equal(torch.from_numpy(load.blocks), fake.as_bytes(expected))
 
 
 def test_the_first_versions_counted_promised_tokens(serve: Factory) -> None:
@@ -189,8 +189,8 @@ def test_a_position_that_no_version_reports_is_not_believed(serve: Factory) -> N
     saved(serve, tokens)
     scheduler = serve(16).scheduler
     scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 0)
-    data = double.RequestDataOfMain(7, tokens, list(range(7)), -96, 100)
-    plan = scheduler.build_connector_meta(double.SchedulerOutput([data]))
+    data = fake.RequestDataOfMain(7, tokens, list(range(7)), -96, 100)
+    plan = scheduler.build_connector_meta(fake.SchedulerOutput([data]))
     assert [load.block_ids for load in plan.loads] == [list(range(6))]
     assert plan.saves == []
     assert scheduler._requests == {}
@@ -211,8 +211,8 @@ def test_tokens_that_are_not_known_yet(serve: Factory) -> None:
     tokens = prompt(30, 32)
     scheduler = serve(16).scheduler
     scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 0)
-    data = double.RequestDataOfMain(7, tokens, [3, 4, 5], 29, 20)
-    (save,) = scheduler.build_connector_meta(double.SchedulerOutput([data])).saves
+    data = fake.RequestDataOfMain(7, tokens, [3, 4, 5], 29, 20)
+    (save,) = scheduler.build_connector_meta(fake.SchedulerOutput([data])).saves
     assert (save.tokens.tolist(), save.block_ids) == (tokens, [3, 4])
 
 
@@ -402,8 +402,8 @@ def test_a_request_that_starts_anew(serve: Factory) -> None:
     request = LlmRequest(7, tokens)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (96, False)
     scheduler.request_reset(request)
-    data = double.RequestDataOfMain(7, tokens, list(range(7)), 0, 100)
-    plan = scheduler.build_connector_meta(double.SchedulerOutput([data]))
+    data = fake.RequestDataOfMain(7, tokens, list(range(7)), 0, 100)
+    plan = scheduler.build_connector_meta(fake.SchedulerOutput([data]))
     assert (plan.loads, plan.saves) == ([], [])
     assert scheduler.get_num_new_matched_tokens(request, 0) == (96, False)
 
@@ -413,12 +413,12 @@ def test_blocks_that_a_promise_does_not_have(serve: Factory) -> None:
     saved(serve, tokens)
     scheduler = serve().scheduler
     scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 0)
-    data = double.RequestDataOfMain(7, tokens, [1, 2, 3], 0, 4)
+    data = fake.RequestDataOfMain(7, tokens, [1, 2, 3], 0, 4)
     with pytest.raises(
         InvalidArgumentError,
         match="request 7 has 3 blocks, expected at least 6 for the 96 tokens that it was promised",
     ):
-        scheduler.build_connector_meta(double.SchedulerOutput([data]))
+        scheduler.build_connector_meta(fake.SchedulerOutput([data]))
 
 
 def test_blocks_that_the_pool_does_not_have(serve: Factory) -> None:
@@ -434,23 +434,23 @@ def test_blocks_that_the_pool_does_not_have(serve: Factory) -> None:
             worker.start_load_kv(None)
 
 
-def layout_of(engine: Executor, **changes: Any) -> double.KvCacheLayout:
+def layout_of(engine: Executor, **changes: Any) -> fake.KvCacheLayout:
     """The pool of a rank as KVCacheManagerV2 describes it."""
     (rank,) = engine.ranks
     roles = ("key", "value")
     block_bytes = len(rank.raw) // engine.num_blocks
-    buffers = [double.KvCacheBufferRef(layer, role) for layer in range(3) for role in roles]
-    region = double.KvCacheRegion(
+    buffers = [fake.KvCacheBufferRef(layer, role) for layer in range(3) for role in roles]
+    region = fake.KvCacheRegion(
         rank.raw,
         block_bytes,
         block_bytes,
         engine.num_blocks,
         tuple(changes.get("buffers", buffers)),
     )
-    group = double.KvCacheLayerGroupLayout(
+    group = fake.KvCacheLayerGroupLayout(
         0, (0, 1, 2), changes.get("window"), (region,), changes.get("replicated", ())
     )
-    return double.KvCacheLayout(16, (group,) * changes.get("groups", 1))
+    return fake.KvCacheLayout(16, (group,) * changes.get("groups", 1))
 
 
 def test_the_layout_of_kv_cache_manager_v2(serve: Factory) -> None:
@@ -471,7 +471,7 @@ def test_the_layout_of_kv_cache_manager_v2(serve: Factory) -> None:
         {"buffers": []},
         {
             "buffers": [
-                double.KvCacheBufferRef(layer, role)
+                fake.KvCacheBufferRef(layer, role)
                 for role in ("key", "value")
                 for layer in range(3)
             ]

@@ -24,10 +24,10 @@ from kvx_core import (
     Section,
     describe,
 )
-from tests.adapters.vllm_caches import SENTINEL as VLLM_SENTINEL
-from tests.adapters.vllm_caches import by_permutation, make_spec
+from tests.fakes.tensorrt_llm_executor import SENTINEL, Executor
+from tests.fakes.vllm import SENTINEL as VLLM_SENTINEL
+from tests.fakes.vllm import by_permutation, make_spec
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory, fingerprint_of
-from tests.tensorrt_llm_plugin.double import SENTINEL, Executor
 from tests.vllm_plugin.models import prompt
 
 transformers = pytest.importorskip("transformers")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.tensorrt_llm_executor import Executor
 from tests.hostile import hostile_files
 from tests.tensorrt_llm_plugin.conftest import Factory
-from tests.tensorrt_llm_plugin.double import Executor
 from tests.vllm_plugin.models import prompt
 
 TOKENS = prompt(60, seed=50)  # two full chunks of 24, and a part of one

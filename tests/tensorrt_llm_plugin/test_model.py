@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvx_core import DType, InvalidArgumentError, ModelRecord, UnsupportedError, model_fingerprint
+from tests.fakes.tensorrt_llm_executor import KvCacheConfig, Sizes, TorchLlmArgs
 from tests.tensorrt_llm_plugin.conftest import Factory, fingerprint_of
-from tests.tensorrt_llm_plugin.double import KvCacheConfig, Sizes, TorchLlmArgs
 from tests.vllm_plugin.models import prompt
 
 transformers = pytest.importorskip("transformers")

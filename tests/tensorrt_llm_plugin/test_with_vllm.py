@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvx_adapters import transformers as hf
 from kvx_core import PrefixStore, Section
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.tensorrt_llm_executor import Sizes
+from tests.fakes.vllm import needs_cpu_op
 from tests.tensorrt_llm_plugin.conftest import Factory
-from tests.tensorrt_llm_plugin.double import Sizes
 from tests.vllm_plugin import models
 from tests.vllm_plugin.engine import Engine, EngineProcess, connector
 from tests.vllm_plugin.models import prompt

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvx_core.stores.blobs import Directory
-from tests.adapters.vllm_caches import SENTINEL
+from tests.fakes.vllm import SENTINEL
 from tests.injection import Injection
 from tests.vllm_plugin import test_scheduler_half as scheduler_half
 from tests.vllm_plugin.models import prompt

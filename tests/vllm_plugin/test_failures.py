@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from kvx_core.snapshot import Snapshot
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt

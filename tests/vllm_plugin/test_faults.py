@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import faults
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.vllm import needs_cpu_op
 from tests.soak.vandal import PHASES, environment
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineError, EngineProcess, connector, same_tokens

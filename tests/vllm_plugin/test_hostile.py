@@ -14,7 +14,7 @@ import torch
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.stores.blobs import Directory
-from tests.adapters.vllm_caches import SENTINEL, needs_cpu_op
+from tests.fakes.vllm import SENTINEL, needs_cpu_op
 from tests.hostile import hostile_files
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvx_core import InvalidArgumentError, ModelRecord, UnsupportedError, model_fingerprint
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
 
 pytestmark = needs_cpu_op

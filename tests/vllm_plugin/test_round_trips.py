@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens

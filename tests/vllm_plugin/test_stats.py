@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.adapters.vllm_caches import needs_cpu_op
+from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.engine import EngineProcess, connector
 from tests.vllm_plugin.models import prompt
 

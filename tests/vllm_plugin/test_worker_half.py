@@ -20,7 +20,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
-from tests.adapters.vllm_caches import SENTINEL, B, H, L, N, by_permutation, make_spec
+from tests.fakes.vllm import SENTINEL, B, H, L, N, by_permutation, make_spec
 from tests.vllm_plugin.models import prompt
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
