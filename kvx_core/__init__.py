@@ -13,14 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvx_core import _abi
 from kvx_core.cache import CacheDesc, PoolDesc
-from kvx_core.descriptors import (
-    BlockTable,
-    ScaleDesc,
-    SeqLens,
-    SlotMapping,
-    TensorDesc,
-    describe,
-)
 from kvx_core.errors import (
     FactsMismatchError,
     IncompatibleError,
@@ -36,6 +28,9 @@ from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.model_record import ModelRecord
 from kvx_core.ops import device_status, gather_kv, write_kv
 from kvx_core.plans import GatherPlan, WritePlan
+from kvx_core.scales import ScaleDesc
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import (
     BlockTableFormat,

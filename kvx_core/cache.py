@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from kvx_core import _abi, _bound, layouts
-from kvx_core.descriptors import TensorDesc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.overlap import share_an_element
-from kvx_core.placement import is_in_place, moved, require_in_place
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import (
     TensorLike,
     borrow,
     dtype_name,
+    is_in_place,
     is_torch,
+    moved,
 )
 from kvx_core.types import Memory
 from kvx_core.words import address, fix, flag, instance, integer, listed, many, product, wrong
@@ -243,7 +244,7 @@ class CacheDesc:
         if is_in_place is not None and is_in_place():
             return
         for half, tensor in self.tensors.items():
-            require_in_place(f"{name}.{half}", tensor)
+            tensor.require_in_place(f"{name}.{half}")
         if self.pool is not None:
             self.pool.require_in_place(f"{name}.pool")
         self.bound_calls["is_in_place"] = _bound.in_place(self.torch_owners)

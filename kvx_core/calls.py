@@ -7,16 +7,14 @@ from typing import Any, overload
 
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
-from kvx_core.descriptors import BlockTable, ScaleDesc, SeqLens, SlotMapping, TensorDesc, describe
-from kvx_core.placement import (
-    check_index_memory,
-    require_in_place,
-    require_writable,
-    same_memory,
-)
-from kvx_core.tensors import TensorLike, current_stream, is_torch
+from kvx_core.memory_checks import check_index_memory, same_memory
+from kvx_core.scales import ScaleDesc
+from kvx_core.streams import call_stream
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc, describe
+from kvx_core.tensors import TensorLike, is_torch
 from kvx_core.types import Layout, Memory, Transfer
-from kvx_core.words import address, fix, flag, instance, int64, integer
+from kvx_core.words import fix, flag, instance, int64, integer
 
 A_CACHE = "a CacheDesc: CacheDesc.from_kv(describe(k, layout), describe(v, layout))"
 Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
@@ -64,7 +62,7 @@ def _require_cache_in_place(cache: CacheDesc, options: WriteOptions | GatherOpti
     instance("cache", cache, CacheDesc, A_CACHE)
     cache.require_in_place("cache")
     for name, scale in _scales(options).items():
-        require_in_place(name, scale)
+        scale.require_in_place(name)
 
 
 def _index_memory(cache: CacheDesc, transfer: Transfer) -> Memory:
@@ -134,16 +132,16 @@ def write(
     """write_kv of descriptors."""
     _require_cache_in_place(cache, options)
     for name, tensor in cache.tensors.items():
-        require_writable(f"cache.{name}", tensor)
+        tensor.require_writable(f"cache.{name}")
     if options.find_scales:
         for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
             if scale is not None:
-                require_writable(name, scale)
+                scale.require_writable(name)
     if slots.token_count:
         tensors = {"cache.k": cache.k, "key": key}
         check_index_memory({"slots": slots}, tensors, options.transfer)
     write = _write_desc(cache, key, value, slots, options)
-    now = _abi.stream_now(call_stream(stream, cache.k, key))
+    now = _abi.stream_now(call_stream(stream, cache.k.owner, key.owner))
     _abi.check(_abi.library().kvx_write_kv_ext(cache.to_c(), write, options.to_c(), now))
 
 
@@ -161,7 +159,7 @@ def gather(
     _require_cache_in_place(cache, options)
     for name, tensor in (("key", key), ("value", value)):
         if tensor is not None:
-            require_writable(name, tensor)
+            tensor.require_writable(name)
     if table.num_rows:
         tensors = {"cache.k": cache.k, "key": key}
         check_index_memory({"block_table": table, "seq_lens": lens}, tensors, options.transfer)
@@ -169,20 +167,8 @@ def gather(
         rows = max(table.num_rows, 1)
         max_seq_len = key.shape[1] if key.ndim == 4 else sum(key.shape[:1]) // rows
     gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options)
-    now = _abi.stream_now(call_stream(stream, cache.k, key))
+    now = _abi.stream_now(call_stream(stream, cache.k.owner, key.owner))
     _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
-
-
-def call_stream(stream: _abi.Stream, *tensors: TensorDesc | None) -> _abi.Stream:
-    """The stream of a call, or what to ask for it; torch's if none is given."""
-    if stream is not None:
-        return stream if callable(stream) else stream_number(stream)
-    return current_stream(*(tensor.owner for tensor in tensors if tensor is not None))
-
-
-def stream_number(stream: Any) -> int | None:
-    """A stream that is given as a number. Raises InvalidArgumentError."""
-    return None if stream is None else address("stream", stream)
 
 
 def _write_desc(

@@ -1,6 +1,6 @@
 """The numbers of a cache as they come from outside: an engine's config, a file, a command line.
 
-Checked once, when they are loaded. Descriptors of memory are in descriptors.py.
+Checked once, when they are loaded. Descriptors of memory: tensor_desc.py, cache.py.
 """
 
 from __future__ import annotations

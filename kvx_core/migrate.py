@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvx_core import _abi, facts
-from kvx_core.descriptors import SeqLens
 from kvx_core.errors import FactsMismatchError
-from kvx_core.placement import check_index_memory, require_writable
-from kvx_core.tensors import TensorLike, current_stream
+from kvx_core.memory_checks import check_index_memory
+from kvx_core.streams import current_stream
+from kvx_core.tables import SeqLens
+from kvx_core.tensors import TensorLike
 from kvx_core.types import Transfer
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import address, flag, integer
@@ -103,12 +104,12 @@ def copy_tokens(
     src.view.require_in_place("src")
     dst.view.require_in_place("dst")
     for name, tensor in dst.view.read_only.items():
-        require_writable(f"dst.{name}", tensor)
+        tensor.require_writable(f"dst.{name}")
     if find_scales:
         for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
             for i, scale in enumerate(scales or ()):
                 if scale is not None:
-                    require_writable(f"dst.{name}[{i}]", scale)
+                    scale.require_writable(f"dst.{name}[{i}]")
     if src.view.layers and dst.view.layers:
         tensors = {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
         indices = {

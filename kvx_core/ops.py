@@ -20,20 +20,15 @@ from kvx_core.calls import (
     bound_write,
     gather,
     scale_desc,
-    stream_number,
     token_desc,
     was_left,
     write,
 )
-from kvx_core.descriptors import BlockTable, SeqLens, SlotMapping, TensorDesc
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.tensors import (
-    TensorLike,
-    current_stream,
-    current_stream_here,
-    empty_like_owner,
-    is_torch,
-)
+from kvx_core.streams import current_stream, current_stream_here, stream_number
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc
+from kvx_core.tensors import TensorLike, empty_like_owner, is_torch
 from kvx_core.types import DType, Memory, Transfer
 from kvx_core.words import flag, instance, integer, wrong
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvx_core.descriptors import TensorDesc
+from kvx_core.tensor_desc import TensorDesc
 
 _MOST_STEPS = 10_000  # of a search that takes a hundred for caches as they are
 

@@ -14,14 +14,15 @@ from kvx_core.calls import (
     WriteOptions,
     bound_gather,
     bound_write,
-    call_stream,
     gather,
     scale_desc,
     token_desc,
     was_left,
     write,
 )
-from kvx_core.descriptors import BlockTable, SeqLens, SlotMapping, TensorDesc
+from kvx_core.streams import call_stream
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike
 from kvx_core.types import Transfer
 from kvx_core.words import instance
@@ -64,7 +65,7 @@ class WritePlan:
             Transfer.of(transfer, "transfer"),
         )
         key, value = token_desc("key_like", key_like), token_desc("value_like", value_like)
-        self._stream = call_stream(stream, cache.k, key)
+        self._stream = call_stream(stream, cache.k.owner, key.owner)
         write(cache, key, value, SlotMapping.of(()), self._options, self._stream)
         self._call = bound_write(cache, self._options, self._stream)
 
@@ -117,7 +118,7 @@ class GatherPlan:
         )
         key = _no_rows(token_desc("key_like", key_like))
         value = _no_rows(token_desc("value_like", value_like))
-        self._stream = call_stream(stream, cache.k, key)
+        self._stream = call_stream(stream, cache.k.owner, key.owner)
         table, lens = BlockTable.packed([]), SeqLens.of([])
         gather(cache, key, value, table, lens, None, self._options, self._stream)
         self._call = bound_gather(cache, self._options, self._stream)

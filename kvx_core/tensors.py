@@ -1,15 +1,14 @@
 """Zero-copy access to the memory of any tensor: torch, numpy, or whatever speaks DLPack.
 
-What a tensor means (which axis is which) is for layouts.py and descriptors.py.
+What a tensor means (which axis is which) is for layouts.py, tensor_desc.py and scales.py.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -18,7 +17,17 @@ import numpy.typing as npt
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Memory
-from kvx_core.words import listed, product, wrong
+from kvx_core.words import (
+    address,
+    are_sizes,
+    fix,
+    flag,
+    listed,
+    product,
+    same_length,
+    sizes,
+    wrong,
+)
 
 
 class TensorLike(Protocol):
@@ -29,17 +38,55 @@ class TensorLike(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Borrowed:
-    """A tensor's memory, without a copy. `owner` keeps it alive."""
+    """A tensor's memory, without a copy: what a TensorDesc and a ScaleDesc have in common.
+
+    Raises InvalidArgumentError for fields of other types.
+    """
 
     data: int  # address of element [0, 0, ...]; 0 if the tensor is empty
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
     dtype: DType
     memory: Memory
-    writable: bool
-    owner: object = field(compare=False, repr=False)
+    writable: bool = True
+    owner: object = field(default=None, compare=False)  # keeps the memory alive
+
+    def __post_init__(self) -> None:
+        kinds = type(self.dtype), type(self.memory), type(self.data), type(self.writable)
+        if kinds == _KINDS and 0 <= self.data < 2**64 and are_sizes(self.shape, self.stride):
+            return  # as usual: a call describes its tensors
+        fix(
+            self,
+            dtype=DType.called,
+            memory=Memory.called,
+            shape=sizes,
+            stride=sizes,
+            data=address,
+            writable=flag,
+        )
+        same_length(self.shape, self.stride)
+
+    def __repr__(self) -> str:
+        is_usual = self.stride == row_major(self.shape)
+        return listed(
+            type(self).__name__,
+            product(self.shape),
+            dtype_name(self.dtype),
+            self.kind(),
+            None if is_usual else f"stride {product(self.stride)}",
+            None if self.memory is Memory.HOST else self.memory.name,
+            None if self.writable else "read-only",
+        )
+
+    def kind(self) -> str | None:
+        """What a repr says between the dtype and what is unusual."""
+        return None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
@@ -51,8 +98,66 @@ class Borrowed:
             expected *= extent
         return True
 
-    def __repr__(self) -> str:
-        return listed("Borrowed", *memory_words(self))
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """The address of the first byte, and that after the last."""
+        if 0 in self.shape:
+            return self.data, self.data
+        itemsize = self.dtype.itemsize
+        steps = [(extent - 1) * step for extent, step in zip(self.shape, self.stride, strict=True)]
+        first = self.data + itemsize * sum(step for step in steps if step < 0)
+        last = self.data + itemsize * sum(step for step in steps if step > 0)
+        return first, last + itemsize
+
+    def require_writable(self, name: str) -> None:
+        """Refuses read-only memory as a destination: C sees bare addresses."""
+        if not self.writable:
+            raise InvalidArgumentError(
+                f"{name} is read-only memory, expected writable. Pass a writable copy"
+            )
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses memory that has been freed or belongs to others by now."""
+        if not is_in_place(self.owner, *self.byte_range):
+            raise moved(name)
+
+    def c_fields(self, name: str) -> dict[str, Any]:
+        """The fields that kvx_tensor_desc_t and kvx_scale_desc_t share."""
+        if len(self.shape) > _abi.MAX_TENSOR_DIMS:
+            raise InvalidArgumentError(
+                f"{name}.ndim is {len(self.shape)}, expected at most {_abi.MAX_TENSOR_DIMS} "
+                "(spec 6.2)"
+            )
+        return {
+            "dtype": self.dtype,
+            "ndim": len(self.shape),
+            "shape": _abi.dims(self.shape),
+            "stride": _abi.dims(self.stride),
+            "data": self.data,
+        }
+
+
+_KINDS = DType, Memory, int, bool
+
+
+def is_in_place(owner: object, begin: int, end: int) -> bool:
+    """Whether the bytes `begin` to `end` are in the storage that a torch tensor has now.
+
+    True for the tensors of other libraries, whose memory does not move while they are kept.
+    """
+    if begin == end or not is_torch(owner):
+        return True
+    storage = owner.untyped_storage()
+    first = storage.data_ptr()
+    return bool(first <= begin and end <= first + storage.nbytes())
+
+
+def moved(name: str) -> InvalidArgumentError:
+    """The exception of a description that is out of date."""
+    return InvalidArgumentError(
+        f"{name} describes memory that its tensor no longer has, expected it as it was described: "
+        "the tensor's storage has been resized or replaced. Describe the tensor again"
+    )
 
 
 def borrow(tensor: TensorLike, *, name: str = "tensor") -> Borrowed:
@@ -66,6 +171,11 @@ def borrow(tensor: TensorLike, *, name: str = "tensor") -> Borrowed:
     Raises InvalidArgumentError, UnsupportedError; the latter for a torch tensor with the negative
     bit set. DLPack does not say that bit, so wrap no such tensor in an object with __dlpack__.
     """
+    return Borrowed(**borrowed_fields(name, tensor))
+
+
+def borrowed_fields(name: str, tensor: TensorLike) -> dict[str, Any]:
+    """The fields of a Borrowed, for it or a descriptor with more of them. Raises as `borrow`."""
     if is_torch(tensor):
         return _borrow_torch(name, tensor)
     if isinstance(tensor, np.ndarray):
@@ -110,25 +220,6 @@ def is_torch(tensor: object) -> TypeGuard[Any]:
     """Whether `tensor` is a torch.Tensor; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
-
-
-def current_stream(*owners: object) -> Callable[[], int] | None:
-    """Asks for the CUDA stream that torch works on, on the device of the first of its CUDA tensors.
-
-    None if there is none among `owners`.
-    """
-    for owner in owners:
-        if is_torch(owner) and owner.device.type == "cuda":
-            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, owner.device.index)
-    return None
-
-
-def current_stream_here() -> int | None:
-    """The CUDA stream that torch works on, on the current device; None if it uses none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def empty_like_owner(
@@ -198,7 +289,7 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return extended
 
 
-def _borrow_torch(name: str, tensor: Any) -> Borrowed:
+def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{name}.layout is {tensor.layout}, expected torch.strided")
@@ -222,18 +313,18 @@ def _borrow_torch(name: str, tensor: Any) -> Borrowed:
             f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
             "been resized since the tensor was made"
         )
-    return Borrowed(
-        data=tensor.data_ptr(),
-        shape=shape,
-        stride=stride,
-        dtype=_dtype_of(name, tensor.dtype),
-        memory=Memory.HOST if device == "cpu" else Memory.DEVICE,
-        writable=True,
-        owner=tensor,
-    )
+    return {
+        "data": tensor.data_ptr(),
+        "shape": shape,
+        "stride": stride,
+        "dtype": _dtype_of(name, tensor.dtype),
+        "memory": Memory.HOST if device == "cpu" else Memory.DEVICE,
+        "writable": True,
+        "owner": tensor,
+    }
 
 
-def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> Borrowed:
+def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> dict[str, Any]:
     itemsize = tensor.dtype.itemsize
     if not tensor.dtype.isnative:
         raise UnsupportedError(
@@ -245,15 +336,15 @@ def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> Borrowed:
         raise UnsupportedError(
             f"{name}.strides is {tensor.strides} bytes, expected multiples of itemsize {itemsize}"
         )
-    return Borrowed(
-        data=tensor.__array_interface__["data"][0],
-        shape=tensor.shape,
-        stride=tuple(stride // itemsize for stride in tensor.strides),
-        dtype=dtype,
-        memory=Memory.HOST,
-        writable=tensor.flags.writeable,
-        owner=tensor,
-    )
+    return {
+        "data": tensor.__array_interface__["data"][0],
+        "shape": tensor.shape,
+        "stride": tuple(stride // itemsize for stride in tensor.strides),
+        "dtype": dtype,
+        "memory": Memory.HOST,
+        "writable": tensor.flags.writeable,
+        "owner": tensor,
+    }
 
 
 # DLDeviceType: kDLCPU, kDLCUDAHost and kDLROCMHost; kDLCUDAManaged. All others are devices.
@@ -275,7 +366,7 @@ _DLPACK_DTYPE = {
 }
 
 
-def _borrow_dlpack(name: str, tensor: TensorLike) -> Borrowed:
+def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
     device_type = int(tensor.__dlpack_device__()[0])
     # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
     options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
@@ -290,33 +381,21 @@ def _borrow_dlpack(name: str, tensor: TensorLike) -> Borrowed:
             f"{name} is a DLPack tensor of type code {found.code} with {found.bits} bits and "
             f"{found.lanes} lanes, expected a KVX dtype (spec 4.3)"
         )
-    return Borrowed(
-        data=found.data,
-        shape=found.shape,
-        stride=found.strides if found.strides is not None else row_major(found.shape),
-        dtype=dtype,
-        memory=(
+    return {
+        "data": found.data,
+        "shape": found.shape,
+        "stride": found.strides if found.strides is not None else row_major(found.shape),
+        "dtype": dtype,
+        "memory": (
             Memory.HOST
             if found.device_type in _DLPACK_HOST
             else Memory.UNIFIED
             if found.device_type == _DLPACK_MANAGED
             else Memory.DEVICE
         ),
-        writable=found.writable,
-        owner=(tensor, capsule),
-    )
-
-
-def memory_words(tensor: Any) -> tuple[str | None, ...]:
-    """What a repr says of memory with a shape: sizes, type, and what is not usual about it."""
-    shape = tensor.shape
-    return (
-        product(shape),
-        dtype_name(tensor.dtype),
-        None if tensor.stride == row_major(shape) else f"stride {product(tensor.stride)}",
-        None if tensor.memory is Memory.HOST else tensor.memory.name,
-        None if tensor.writable else "read-only",
-    )
+        "writable": found.writable,
+        "owner": (tensor, capsule),
+    }
 
 
 def dtype_name(dtype: DType) -> str:

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.cache import CacheDesc
-from kvx_core.descriptors import ScaleDesc, SeqLens, TensorDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens, rows_per_sequence
+from kvx_core.scales import ScaleDesc
+from kvx_core.tables import SeqLens
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike, row_major
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory
 from kvx_core.view import CacheSpan, CacheView

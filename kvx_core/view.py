@@ -11,16 +11,12 @@ from typing import Any
 
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
-from kvx_core.descriptors import (
-    BlockTable,
-    ScaleDesc,
-    SeqLens,
-    SlotMapping,
-    TensorDesc,
-)
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
-from kvx_core.placement import require_in_place, same_memory
+from kvx_core.memory_checks import same_memory
+from kvx_core.scales import ScaleDesc
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike, is_torch
 from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
 
@@ -119,7 +115,7 @@ class CacheView:
         for kind in ("k_scales", "v_scales"):
             for i, scale in enumerate(getattr(self, kind) or ()):
                 if scale is not None:
-                    require_in_place(f"{name}.{kind}[{i}]", scale)
+                    scale.require_in_place(f"{name}.{kind}[{i}]")
                     owners += [scale.owner] if is_torch(scale.owner) else []
         self._in_place[:] = [_bound.in_place(owners)]
 

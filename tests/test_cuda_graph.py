@@ -19,8 +19,8 @@ from kvx_core import (
     gather_kv,
     write_kv,
 )
-from kvx_core.descriptors import BlockTable, SeqLens
 from kvx_core.migrate import copy_tokens
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.view import CacheSpan
 from tests.calls import BACKENDS
 

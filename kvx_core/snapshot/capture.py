@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.descriptors import BlockTable, SeqLens
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.migrate import copy_tokens
 from kvx_core.snapshot.contents import SCALE_KINDS
 from kvx_core.snapshot.scales import scale_shape, scales_of
 from kvx_core.snapshot.section import Section
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import int64_array
 from kvx_core.types import DType
 from kvx_core.view import CacheView

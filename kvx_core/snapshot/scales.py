@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.cache import CacheDesc
-from kvx_core.descriptors import ScaleDesc, TensorDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.scales import ScaleDesc
 from kvx_core.snapshot.contents import FP8
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import is_torch
 from kvx_core.types import Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView

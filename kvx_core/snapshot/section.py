@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.descriptors import BlockTable, SeqLens
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_row_scales, scales_of
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import is_torch, read_array
 from kvx_core.types import BlockTableFormat, DType, Memory
 from kvx_core.view import CacheView

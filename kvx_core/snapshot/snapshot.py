@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.cache import CacheDesc
-from kvx_core.descriptors import ScaleDesc, TensorDesc
 from kvx_core.facts import CacheFacts, compare
 from kvx_core.ops import device_status
+from kvx_core.scales import ScaleDesc
 from kvx_core.snapshot.capture import Copy, check_capture, to_capture, token_ids
 from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Header, Part, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
@@ -36,6 +36,7 @@ from kvx_core.snapshot.scales import (
 )
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on, view_of
 from kvx_core.snapshot.signing import Key
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import row_major
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView

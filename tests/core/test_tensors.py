@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from kvx_core import (
+    Borrowed,
     DType,
     IncompatibleError,
     InvalidArgumentError,
     Memory,
+    ScaleDesc,
     UnsupportedError,
     borrow,
+    describe,
 )
 from kvx_core.tensors import row_major
 from tests.core import dlpack
@@ -246,3 +250,49 @@ def test_dtype_unknown() -> None:
     )
     with pytest.raises(UnsupportedError, match=r"DType.INVALID has no torch or numpy type"):
         _ = DType.INVALID.array_name
+
+
+def test_every_description_of_memory_is_of_one_type() -> None:
+    """A TensorDesc and a ScaleDesc answer what a Borrowed does, of the same bytes."""
+    memory = torch.zeros(7, 6, dtype=torch.float32)
+    rows = memory[1:5, 2:5]
+    owners = rows, rows.numpy()[::-1], rows[:0]
+    ranges = [(rows.data_ptr(), 84), (rows.data_ptr(), 84), (rows[:0].data_ptr(), 0)]
+    for owner, (first, num_bytes) in zip(owners, ranges, strict=True):
+        found = borrow(owner), describe(owner, "BLOCK_CUSTOM"), ScaleDesc.of(owner, "PER_BLOCK")
+        for desc in found:
+            assert isinstance(desc, Borrowed)
+            assert desc.byte_range == (first, first + num_bytes)
+            assert desc.is_contiguous is (0 in owner.shape)
+            assert desc.ndim == 2
+            desc.require_writable("x")
+            desc.require_in_place("x")
+            with pytest.raises(InvalidArgumentError, match="x is read-only memory, expected"):
+                replace(desc, writable=False).require_writable("x")
+        assert len({repr(desc).partition("(")[0] for desc in found}) == 3
+    freed = torch.zeros(3, 4)
+    found = borrow(freed), describe(freed, "BLOCK_CUSTOM"), ScaleDesc.of(freed, "PER_BLOCK")
+    freed.untyped_storage().resize_(0)
+    for desc in found:
+        with pytest.raises(InvalidArgumentError, match="x describes memory that its tensor no lon"):
+            desc.require_in_place("x")
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "expected"),
+    [
+        ("data", -1, "data is -1, expected 0 to 18446744073709551615"),
+        ("shape", 3, "shape is 3, expected a tuple of integers"),
+        ("stride", (1,), "stride has 1 numbers, expected 2 as shape has"),
+        ("dtype", "float7", "dtype is 'float7', expected"),
+        ("memory", 1, "memory is 1, expected a kvx_core.Memory: HOST"),
+        ("writable", 2, "writable is 2, expected True or False"),
+    ],
+)
+def test_a_description_of_memory_checks_its_fields(field: str, wrong: Any, expected: str) -> None:
+    tensor = torch.zeros(2, 3)
+    descs = borrow(tensor), describe(tensor, "BLOCK_CUSTOM"), ScaleDesc.of(tensor, "PER_BLOCK")
+    for desc in descs:
+        with pytest.raises(InvalidArgumentError) as raised:
+            replace(desc, **{field: wrong})
+        assert str(raised.value).startswith(expected)

@@ -1,15 +1,14 @@
-"""Frozen descriptions of tensors, scales and what finds tokens in a cache: structs of kvx_abi.h.
+"""What finds tokens in a cache: block tables, slots and lengths, as structs of kvx_abi.h.
 
 A descriptor holds addresses, never a copy, and keeps the tensor behind them alive (`owner`).
-Whether it is valid is for libkvx to say, in every call and in CacheDesc.validate; only what C
-cannot see is checked here, and that arguments are of the right types. Spec: 4, 5, 6
+Whether it is valid is for libkvx to say, in every call. Spec: 5, 6.3 to 6.5
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,115 +16,17 @@ import numpy.typing as npt
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.indices import are_right, contiguous, index_list, padded
-from kvx_core.placement import same_memory
+from kvx_core.memory_checks import same_memory
 from kvx_core.tensors import (
     TensorLike,
     borrow,
     dtype_name,
     is_tensor,
     is_torch,
-    memory_words,
     read_array,
 )
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
-from kvx_core.words import (
-    address,
-    are_sizes,
-    fix,
-    flag,
-    int64,
-    integer,
-    listed,
-    many,
-    same_length,
-    sizes,
-    wrong,
-)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class TensorDesc:
-    """One K, V, key or value tensor. Shape in the order of `layout`, strides in elements.
-
-    Spec: 6.2
-    """
-
-    dtype: DType
-    layout: Layout
-    memory: Memory
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    data: int
-    writable: bool = True
-    owner: object = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        kinds = self.dtype, self.layout, self.memory, self.data, self.writable
-        is_typed = tuple(map(type, kinds)) == _KINDS and 0 <= self.data < 2**64
-        if is_typed and are_sizes(self.shape, self.stride):
-            return  # as usual: a call describes its tensors
-        fix(
-            self,
-            dtype=_dtype,
-            layout=_layout,
-            memory=_memory,
-            shape=sizes,
-            stride=sizes,
-            data=address,
-            writable=flag,
-        )
-        same_length(self.shape, self.stride)
-
-    def __repr__(self) -> str:
-        extents, dtype, *unusual = memory_words(self)
-        return listed("TensorDesc", extents, dtype, self.layout.name, *unusual)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def to_c(self) -> _abi.kvx_tensor_desc_t:
-        """A new C struct with these fields."""
-        _check_ndim(self.shape, "tensor")
-        return _abi.kvx_tensor_desc_t(
-            dtype=self.dtype,
-            layout=self.layout,
-            memory=self.memory,
-            ndim=len(self.shape),
-            shape=_abi.dims(self.shape),
-            stride=_abi.dims(self.stride),
-            data=self.data,
-        )
-
-
-def describe(
-    tensor: TensorLike,
-    layout: Layout | str,
-    *,
-    dtype: DType | str | None = None,
-    name: str = "tensor",
-) -> TensorDesc:
-    """Describes a K or V tensor, zero-copy.
-
-    tensor: shape in the order of `layout`; any strides, dtype, library and device
-    layout: which axis is which, a Layout or its name; never guessed from the shape
-    dtype:  what the elements are, where the tensor stores them as something else of the same
-            size, such as FP8 in uint8
-    name:   what errors call the tensor
-    Raises InvalidArgumentError, UnsupportedError.
-    Spec: 4.2, 6.2
-    """
-    borrowed = borrow(tensor, name=name)
-    return TensorDesc(
-        dtype=borrowed.dtype if dtype is None else _stored_as(borrowed.dtype, dtype),
-        layout=Layout.of(layout, "layout"),
-        memory=borrowed.memory,
-        shape=borrowed.shape,
-        stride=borrowed.stride,
-        data=borrowed.data,
-        writable=borrowed.writable,
-        owner=borrowed.owner,
-    )
+from kvx_core.types import BlockTableFormat, DType, Memory
+from kvx_core.words import address, fix, int64, integer, listed, many
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -405,109 +306,8 @@ class SeqLens:
         return _abi.kvx_seq_lens_t(dtype=self.dtype, seq_count=self.seq_count, lengths=self.lengths)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ScaleDesc:
-    """Scales of an FP8 tensor: value = stored * scale. Spec: 6.6"""
-
-    dtype: DType
-    granularity: ScaleGranularity
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    data: int
-    memory: Memory = Memory.HOST
-    writable: bool = True
-    owner: object = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        fix(
-            self,
-            dtype=_dtype,
-            granularity=ScaleGranularity.called,
-            shape=sizes,
-            stride=sizes,
-            data=address,
-            memory=_memory,
-            writable=flag,
-        )
-        same_length(self.shape, self.stride)
-
-    def __repr__(self) -> str:
-        extents, dtype, *unusual = memory_words(self)
-        return listed("ScaleDesc", extents, dtype, self.granularity.name, *unusual)
-
-    @classmethod
-    def of(
-        cls,
-        scale: ScaleDesc | TensorLike | float,
-        granularity: ScaleGranularity | str = ScaleGranularity.PER_TENSOR,
-        *,
-        name: str = "scale",
-    ) -> ScaleDesc:
-        """Scales from a tensor, zero-copy, or one scale from a number.
-
-        scale:       F32, F16 or BF16, any strides, or a float. PER_TENSOR one element,
-                     PER_BLOCK (num_blocks,), PER_HEAD (num_kv_heads,), PER_BLOCK_HEAD
-                     (num_blocks, num_kv_heads), PER_TOKEN_HEAD
-                     (num_blocks, block_size, num_kv_heads). A ScaleDesc is returned as it is.
-        granularity: a ScaleGranularity or its name
-        name:        what errors call the scale
-        Raises InvalidArgumentError, UnsupportedError.
-        """
-        if isinstance(scale, ScaleDesc):
-            return scale
-        if isinstance(scale, bool):
-            raise wrong(name, scale, "a number or a tensor")
-        if isinstance(scale, (int, float, np.number)):
-            scale = np.array(scale, np.float32)
-        found = borrow(scale, name=name)
-        return cls(
-            dtype=found.dtype,
-            granularity=ScaleGranularity.of(granularity, "granularity"),
-            shape=found.shape,
-            stride=found.stride,
-            data=found.data,
-            memory=found.memory,
-            writable=found.writable,
-            owner=found.owner,
-        )
-
-    def to_numpy(self) -> npt.NDArray[Any]:
-        """The scales, a copy. Raises UnsupportedError if they are on a device."""
-        return read_array("scale", self.data, self.shape, self.stride, self.dtype, self.memory)
-
-    def to_c(self) -> _abi.kvx_scale_desc_t:
-        """A new C struct with these fields."""
-        _check_ndim(self.shape, "scale")
-        return _abi.kvx_scale_desc_t(
-            dtype=self.dtype,
-            granularity=self.granularity,
-            ndim=len(self.shape),
-            shape=_abi.dims(self.shape),
-            stride=_abi.dims(self.stride),
-            data=self.data,
-        )
-
-
-_KINDS = DType, Layout, Memory, int, bool
-_dtype, _layout, _memory = DType.called, Layout.called, Memory.called
+_dtype, _memory = DType.called, Memory.called
 
 
 def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
     return dtype_name(dtype), None if memory is Memory.HOST else memory.name
-
-
-def _stored_as(stored: DType, dtype: DType | str) -> DType:
-    wanted = DType.of(dtype)
-    if wanted.itemsize != stored.itemsize:
-        raise InvalidArgumentError(
-            f"dtype is {wanted.name} of {wanted.itemsize} bytes, expected one of the "
-            f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
-        )
-    return wanted
-
-
-def _check_ndim(shape: tuple[int, ...], name: str) -> None:
-    if len(shape) > _abi.MAX_TENSOR_DIMS:
-        raise InvalidArgumentError(
-            f"{name}.ndim is {len(shape)}, expected at most {_abi.MAX_TENSOR_DIMS} (spec 6.2)"
-        )

@@ -1,0 +1,46 @@
+"""In which memory the buffers of one call lie: C, which sees bare addresses, cannot check it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.types import Memory, Transfer
+
+if TYPE_CHECKING:
+    from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+    from kvx_core.tensors import Borrowed
+
+
+def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None:
+    """Refuses two buffers of one call of which only one is on the host."""
+    if (memory is Memory.HOST) != (expected is Memory.HOST) and Memory.UNIFIED not in (
+        memory,
+        expected,
+    ):
+        raise InvalidArgumentError(
+            f"{name}.memory is {memory.name}, expected {expected.name}, where {other}. "
+            "Move it there first"
+        )
+
+
+def check_index_memory(
+    indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None],
+    tensors: Mapping[str, Borrowed],
+    transfer: Transfer,
+) -> None:
+    """Refuses slots, tables and lengths that lie where the call does not run.
+
+    A call runs on the device if any of its tensors lies there; with COPY_ENGINE the host reads the
+    indices all the same.
+    """
+    if transfer is Transfer.COPY_ENGINE:
+        other, expected = "COPY_ENGINE reads them", Memory.HOST
+    else:
+        on_device = (name for name, tensor in tensors.items() if tensor.memory is not Memory.HOST)
+        name = next(on_device, next(iter(tensors)))
+        other, expected = f"{name} is", tensors[name].memory
+    for name, index in indices.items():
+        if index is not None:
+            same_memory(name, index.memory, other, expected)

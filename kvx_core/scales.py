@@ -1,0 +1,69 @@
+"""ScaleDesc: the scales of an FP8 tensor, and over what each of them reaches. Spec: 6.6"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core import _abi
+from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields, read_array
+from kvx_core.types import Memory, ScaleGranularity
+from kvx_core.words import fix, wrong
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class ScaleDesc(Borrowed):
+    """Scales of an FP8 tensor: value = stored * scale.
+
+    Raises InvalidArgumentError for fields of other types.
+    Spec: 6.6
+    """
+
+    granularity: ScaleGranularity
+    memory: Memory = Memory.HOST
+
+    def __post_init__(self) -> None:
+        if type(self.granularity) is not ScaleGranularity:
+            fix(self, granularity=ScaleGranularity.called)
+        Borrowed.__post_init__(self)
+
+    def kind(self) -> str | None:
+        return self.granularity.name
+
+    @classmethod
+    def of(
+        cls,
+        scale: ScaleDesc | TensorLike | float,
+        granularity: ScaleGranularity | str = ScaleGranularity.PER_TENSOR,
+        *,
+        name: str = "scale",
+    ) -> ScaleDesc:
+        """Scales from a tensor, zero-copy, or one scale from a number.
+
+        scale:       F32, F16 or BF16, any strides, or a float. PER_TENSOR one element,
+                     PER_BLOCK (num_blocks,), PER_HEAD (num_kv_heads,), PER_BLOCK_HEAD
+                     (num_blocks, num_kv_heads), PER_TOKEN_HEAD
+                     (num_blocks, block_size, num_kv_heads). A ScaleDesc is returned as it is.
+        granularity: a ScaleGranularity or its name
+        name:        what errors call the scale
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        if isinstance(scale, ScaleDesc):
+            return scale
+        if isinstance(scale, bool):
+            raise wrong(name, scale, "a number or a tensor")
+        if isinstance(scale, (int, float, np.number)):
+            scale = np.array(scale, np.float32)
+        fields = borrowed_fields(name, scale)
+        return cls(granularity=ScaleGranularity.of(granularity, "granularity"), **fields)
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """The scales, a copy. Raises UnsupportedError if they are on a device."""
+        return read_array("scale", self.data, self.shape, self.stride, self.dtype, self.memory)
+
+    def to_c(self) -> _abi.kvx_scale_desc_t:
+        """A new C struct with these fields."""
+        return _abi.kvx_scale_desc_t(granularity=self.granularity, **self.c_fields("scale"))

@@ -1,0 +1,45 @@
+"""The CUDA stream of a call: what the caller named, or torch's current one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvx_core import _abi
+from kvx_core.tensors import is_torch
+from kvx_core.words import address
+
+
+def current_stream(*owners: object) -> Callable[[], int] | None:
+    """Asks for the CUDA stream that torch works on, on the device of the first of its CUDA tensors.
+
+    None if there is none among `owners`.
+    """
+    for owner in owners:
+        if is_torch(owner) and owner.device.type == "cuda":
+            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, owner.device.index)
+    return None
+
+
+def current_stream_here() -> int | None:
+    """The CUDA stream that torch works on, on the current device; None if it uses none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def call_stream(stream: _abi.Stream, *owners: object) -> _abi.Stream:
+    """The stream of a call, or what to ask for it: torch's, on the device of one of its tensors, if
+    none is given.
+    """
+    if stream is not None:
+        return stream if callable(stream) else stream_number(stream)
+    return current_stream(*owners)
+
+
+def stream_number(stream: Any) -> int | None:
+    """A stream that is given as a number. Raises InvalidArgumentError."""
+    return None if stream is None else address("stream", stream)

@@ -1,0 +1,70 @@
+"""TensorDesc: where a K, V, key or value tensor lies and which of its axes is which. Spec: 6.2"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields
+from kvx_core.types import DType, Layout
+from kvx_core.words import fix
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class TensorDesc(Borrowed):
+    """One K, V, key or value tensor. Shape in the order of `layout`, strides in elements.
+
+    Whether it is valid is for libkvx to say, in every call and in CacheDesc.validate.
+    Raises InvalidArgumentError for fields of other types.
+    Spec: 6.2
+    """
+
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        if type(self.layout) is not Layout:
+            fix(self, layout=Layout.called)
+        Borrowed.__post_init__(self)
+
+    def kind(self) -> str | None:
+        return self.layout.name
+
+    def to_c(self) -> _abi.kvx_tensor_desc_t:
+        """A new C struct with these fields."""
+        return _abi.kvx_tensor_desc_t(
+            layout=self.layout, memory=self.memory, **self.c_fields("tensor")
+        )
+
+
+def describe(
+    tensor: TensorLike,
+    layout: Layout | str,
+    *,
+    dtype: DType | str | None = None,
+    name: str = "tensor",
+) -> TensorDesc:
+    """Describes a K or V tensor, zero-copy.
+
+    tensor: shape in the order of `layout`; any strides, dtype, library and device
+    layout: which axis is which, a Layout or its name; never guessed from the shape
+    dtype:  what the elements are, where the tensor stores them as something else of the same
+            size, such as FP8 in uint8
+    name:   what errors call the tensor
+    Raises InvalidArgumentError, UnsupportedError.
+    Spec: 4.2, 6.2
+    """
+    fields = borrowed_fields(name, tensor)
+    if dtype is not None:
+        fields["dtype"] = _stored_as(fields["dtype"], dtype)
+    return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
+
+
+def _stored_as(stored: DType, dtype: DType | str) -> DType:
+    wanted = DType.of(dtype)
+    if wanted.itemsize != stored.itemsize:
+        raise InvalidArgumentError(
+            f"dtype is {wanted.name} of {wanted.itemsize} bytes, expected one of the "
+            f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
+        )
+    return wanted
