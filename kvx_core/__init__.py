@@ -30,7 +30,7 @@ from kvx_core.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from kvx_core.facts import CacheFacts, compare, fingerprint
+from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare, fingerprint
 from kvx_core.migrate import migrate
 from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.model_record import ModelRecord
@@ -129,6 +129,7 @@ __all__ = [
     "CacheGeometry",
     "CacheSpan",
     "CacheView",
+    "Comparison",
     "DType",
     "Difference",
     "Directory",
@@ -146,6 +147,7 @@ __all__ = [
     "PoolDesc",
     "Precision",
     "PrefixStore",
+    "ReorderRotary",
     "ScaleDesc",
     "ScaleGranularity",
     "Section",
