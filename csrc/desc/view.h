@@ -13,6 +13,16 @@ inline bool is_kv_offsets(const kvx_view_t &view) {
   return view.block_table && is_kv_offsets(*view.block_table);
 }
 
+inline const kvx_tensor_desc_t &tensor_of(const kvx_view_t &view, uint32_t l, bool is_v) {
+  return is_v ? view.layers[l]->v : view.layers[l]->k;
+}
+
+// NULL: none.
+inline const kvx_scale_desc_t *scales_of(const kvx_view_t &view, uint32_t l, bool is_v) {
+  const kvx_scale_desc_t *const *const list = is_v ? view.v_scales : view.k_scales;
+  return list ? list[l] : nullptr;
+}
+
 // Sequences, or their beams.
 inline uint64_t rows_of(const kvx_block_table_t &table) {
   return uint64_t{table.seq_count} * (is_kv_offsets(table) ? table.beam_width : 1);

@@ -1,4 +1,5 @@
-// Every rule of the spec that can be checked without reading indices, once, in spec order.
+// What a call must obey before a plan is made: every rule of the spec that can be checked without
+// reading indices, once, with its sentence. A file of this folder for each struct.
 #pragma once
 
 #include "kvx/kvx_ext.h"

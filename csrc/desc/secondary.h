@@ -1,0 +1,25 @@
+// Where a KV_OFFSETS table's secondary pool lies, which no tensor descriptor covers.
+#pragma once
+
+#include "desc/tensor.h"
+#include "kvx/kvx_ext.h"
+
+namespace kvx {
+
+// Blocks that `tensor` has in the secondary pool: `secondary_num_blocks` or, where that is 0, as
+// many as in the primary pool, and no more than an index can name.
+uint64_t secondary_blocks(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
+                          uint32_t secondary_num_blocks);
+
+// Where `tensor` lies in the secondary pool. False: past 2^62 bytes or the end of the address
+// space.
+bool find_secondary(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
+                    uint32_t secondary_num_blocks, Extent *extent);
+
+// K or V of layer `l`, in the primary pool or, for a view that has one, the secondary pool.
+Extent extent_of(const kvx_view_t &view, uint32_t l, bool is_v, bool in_secondary);
+
+// From the first byte of all layers to the last, in one of the pools.
+Extent extent_of(const kvx_view_t &view, bool in_secondary);
+
+}  // namespace kvx

@@ -1,0 +1,66 @@
+#include "rules/apart_arrays.h"
+
+#include "desc/secondary.h"
+
+namespace kvx {
+namespace {
+
+// Calls visit with each array of a migration, until it does not return OK.
+template <class Visit>
+[[gnu::always_inline]] inline kvx_status_t each_array(const kvx_migrate_desc_t &migrate,
+                                                      Visit visit) {
+  KVX_TRY(visit(array_of("migrate", "seq_lens", *migrate.seq_lens)));
+  for (const bool is_dst : {false, true}) {
+    const kvx_view_t &view = is_dst ? *migrate.dst : *migrate.src;
+    const char *const owner = is_dst ? "dst" : "src";
+    if (view.slots) KVX_TRY(visit(array_of(owner, *view.slots)));
+    if (view.starts) KVX_TRY(visit(array_of(owner, "starts", *view.starts)));
+    if (!view.block_table) continue;
+    KVX_TRY(visit(indices_of(owner, *view.block_table)));
+    KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t fail_array(const Array &array, const Path &written) {
+  return KVX_INVALID(
+      "%s.%s.%s is %p: its %llu bytes meet %s, which the call writes; pass a copy of the array "
+      "(spec 7)",
+      array.owner, array.group, array.field, static_cast<const void *>(array.extent.begin),
+      static_cast<ull>(array.extent.end - array.extent.begin), KVX_AT(written));
+}
+
+kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &migrate,
+                                const Extent &written) {
+  const kvx_view_t &dst = *migrate.dst;
+  const bool finds_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
+  if (!finds_scales && !has_secondary(dst)) {  // far apart, as usual
+    bool any = false;
+    KVX_TRY(each_array(migrate, [&](const Array &array) {
+      any |= meet(array, written);
+      return KVX_STATUS_OK;
+    }));
+    if (!any) return KVX_STATUS_OK;
+  }
+  const auto check = [&](const Path &path, const Extent &extent) {
+    return each_array(migrate,
+                      [&](const Array &array) { return check_array_apart(array, path, extent); });
+  };
+  for (uint32_t l = 0; l < dst.num_layers; ++l) {
+    const Path layer{&dst_path, "layers", l}, pool{&layer, "pool"};
+    for (const bool is_v : {false, true}) {
+      if (is_absent(tensor_of(dst, l, is_v))) continue;
+      KVX_TRY(check({&layer, is_v ? "v" : "k"}, extent_of(dst, l, is_v, false)));
+      if (has_secondary(dst)) KVX_TRY(check({&pool, "secondary"}, extent_of(dst, l, is_v, true)));
+      if (finds_scales) {
+        KVX_TRY(check({&dst_path, is_v ? "v_scales" : "k_scales", l},
+                      extent_of(*scales_of(dst, l, is_v))));
+      }
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

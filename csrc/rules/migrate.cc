@@ -1,0 +1,96 @@
+// Rules of kvx_migrate_desc_t: two views that go together.
+#include <initializer_list>
+
+#include "desc/view.h"
+#include "rules/apart.h"
+#include "rules/io.h"
+#include "rules/scales.h"
+#include "rules/struct.h"
+#include "rules/table.h"
+#include "rules/validate.h"
+#include "rules/view.h"
+
+namespace kvx {
+namespace {
+
+kvx_status_t check_all_heads(const Path &path, const kvx_view_t &view) {
+  if (view.head_start == 0) return KVX_STATUS_OK;
+  return KVX_INVALID("%s.head_start is %u, expected 0 when num_heads is 0 (all) (spec E.3)",
+                     KVX_AT(path), view.head_start);
+}
+
+// One layer of the source and the destination.
+kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
+                              const kvx_migrate_desc_t &migrate, uint32_t l) {
+  const kvx_cache_desc_t &src = *migrate.src->layers[l], &dst = *migrate.dst->layers[l];
+  const Path src_layer{&src_path, "layers", l}, dst_layer{&dst_path, "layers", l};
+  if (migrate.num_heads == 0) {
+    if (src.num_kv_heads != dst.num_kv_heads) {
+      return KVX_INVALID(
+          "%s.num_kv_heads is %u, expected that of %s, %u; give num_heads to move a range "
+          "(spec E.3)",
+          KVX_AT(dst_layer), dst.num_kv_heads, KVX_AT(src_layer), src.num_kv_heads);
+    }
+    KVX_TRY(check_all_heads(src_path, *migrate.src));
+    KVX_TRY(check_all_heads(dst_path, *migrate.dst));
+  } else {
+    KVX_TRY(check_heads(src_path, *migrate.src, l, migrate.num_heads));
+    KVX_TRY(check_heads(dst_path, *migrate.dst, l, migrate.num_heads));
+  }
+  if (is_absent(src.v) != is_absent(dst.v)) {
+    return KVX_INVALID("%s has %s V, expected as %s (spec E.1)", KVX_AT(dst_layer),
+                       is_absent(dst.v) ? "no" : "a", KVX_AT(src_layer));
+  }
+  for (const bool is_v : {false, true}) {
+    const kvx_tensor_desc_t &from = is_v ? src.v : src.k, &to = is_v ? dst.v : dst.k;
+    if (is_absent(from)) continue;
+    const Path from_path{&src_layer, is_v ? "v" : "k"}, to_path{&dst_layer, is_v ? "v" : "k"};
+    if (dim_of(from) != dim_of(to)) {
+      return KVX_INVALID("%s has head_dim %lld, expected that of %s, %lld (spec E.3)",
+                         KVX_AT(to_path), static_cast<ll>(dim_of(to)), KVX_AT(from_path),
+                         static_cast<ll>(dim_of(from)));
+    }
+    KVX_TRY(check_convertible(to_path, to.dtype, from_path, from.dtype));
+  }
+  return KVX_STATUS_OK;
+}
+
+// Room for the scales that the call finds, in one layer of the destination.
+kvx_status_t check_layer_finds(const Path &path, const kvx_view_t &dst, uint32_t l) {
+  const Path layer{&path, "layers", l};
+  for (const bool is_v : {false, true}) {
+    KVX_TRY(check_found_scales({&path, is_v ? "v_scales" : "k_scales", l}, scales_of(dst, l, is_v),
+                               {&layer, is_v ? "v" : "k"},
+                               is_v ? dst.layers[l]->v : dst.layers[l]->k));
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
+  const Path path{nullptr, "migrate"}, src{nullptr, "src"}, dst{nullptr, "dst"};
+  KVX_TRY(check_struct(path, migrate));
+  KVX_TRY(check_flags(
+      path, migrate->flags,
+      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
+  const Path lens{&path, "seq_lens"};
+  if (!migrate->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens));
+  KVX_TRY(check_lens(lens, *migrate->seq_lens));
+  KVX_TRY(check_view(src, migrate->src));
+  KVX_TRY(check_view(dst, migrate->dst));
+  const uint32_t num_layers = migrate->src->num_layers;
+  if (num_layers != migrate->dst->num_layers) {
+    return KVX_INVALID("dst.num_layers is %u, expected src.num_layers %u (spec E.3)",
+                       migrate->dst->num_layers, num_layers);
+  }
+  for (uint32_t l = 0; l < num_layers; ++l) KVX_TRY(check_layer_pair(src, dst, *migrate, l));
+  if (migrate->flags & KVX_FLAG_FIND_SCALES)
+    for (uint32_t l = 0; l < num_layers; ++l) KVX_TRY(check_layer_finds(dst, *migrate->dst, l));
+  const uint64_t rows = rows_of(*migrate);
+  KVX_TRY(check_rows(src, *migrate->src, rows));
+  KVX_TRY(check_rows(dst, *migrate->dst, rows));
+  return check_apart(*migrate);
+}
+
+}  // namespace kvx

@@ -1,0 +1,48 @@
+// What every struct obeys: it is there, it is as large as this library reads it, its reserved
+// fields and its flags hold nothing unknown.
+#pragma once
+
+#include "rules/path.h"
+
+namespace kvx {
+
+template <class Struct>
+inline kvx_status_t check_struct(const Path &path, const Struct *object) {
+  if (!object) return KVX_INVALID("%s is NULL", KVX_AT(path));
+  if (object->size < sizeof(Struct)) {
+    return KVX_INVALID("%s.size is %u, expected at least %zu (spec 6)", KVX_AT(path), object->size,
+                       sizeof(Struct));
+  }
+  return KVX_STATUS_OK;
+}
+
+inline kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t value) {
+  if (value) return KVX_STATUS_OK;
+  return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);
+}
+
+// reserved_0 of structs that have grown: until ABI 1.3 it had another meaning.
+inline kvx_status_t check_reserved_0(const Path &path, int64_t reserved_0) {
+  if (reserved_0 == 0) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "%s.reserved_0 is %lld, expected 0: it was null_block_id until ABI 1.3; set "
+      "null_block_plus_1 to KVX_NULL_BLOCK(id) (spec E.2)",
+      KVX_AT(path), static_cast<ll>(reserved_0));
+}
+
+inline kvx_status_t check_flags(const Path &path, uint32_t flags, uint32_t known) {
+  if (flags & ~known) {
+    return KVX_INVALID("%s.flags is %#x, expected no bits but those of %#x (spec E.2)",
+                       KVX_AT(path), flags, known);
+  }
+  constexpr uint32_t kBoth = KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE;
+  if ((flags & kBoth) == kBoth) {
+    return KVX_INVALID(
+        "%s.flags is %#x, expected BACKGROUND (2) or COPY_ENGINE (4), not both "
+        "(spec E.2)",
+        KVX_AT(path), flags);
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

@@ -1,0 +1,13 @@
+// Rules of kvx_block_table_t, kvx_slot_mapping_t and kvx_seq_lens_t: arrays that say where tokens
+// lie. What is in the arrays, plan/check.cc checks.
+#pragma once
+
+#include "rules/path.h"
+
+namespace kvx {
+
+kvx_status_t check_table(const Path &path, const kvx_block_table_t &table);
+kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots);
+kvx_status_t check_lens(const Path &path, const kvx_seq_lens_t &lens);
+
+}  // namespace kvx

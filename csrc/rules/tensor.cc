@@ -1,0 +1,50 @@
+#include "rules/tensor.h"
+
+namespace kvx {
+
+kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
+                           const int64_t *stride, kvx_dtype_t dtype, int64_t *extent) {
+  const int64_t most = (int64_t{1} << 62) / size_of(dtype);
+  int64_t reached = 1;
+  for (uint32_t axis = 0; axis < ndim; ++axis) {
+    if (stride[axis] < 0) {
+      return KVX_INVALID("%s.stride[%u] is %lld, expected at least 0 (spec 4.2)", KVX_AT(path),
+                         axis, static_cast<ll>(stride[axis]));
+    }
+    int64_t reach;
+    if (shape[axis] > 0 && (__builtin_mul_overflow(shape[axis] - 1, stride[axis], &reach) ||
+                            __builtin_add_overflow(reached, reach, &reached) || reached > most)) {
+      return KVX_INVALID(
+          "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec "
+          "4.2)",
+          KVX_AT(path), axis, static_cast<ll>(stride[axis]), axis, static_cast<ll>(shape[axis]));
+    }
+  }
+  *extent = reached;
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t check_disjoint(const Path &path, uint32_t ndim, const int64_t *shape,
+                            const int64_t *stride) {
+  uint32_t order[KVX_MAX_TENSOR_DIMS], n = 0;
+  for (uint32_t axis = ndim; axis-- > 0;) {  // the last axis is mostly the smallest
+    if (shape[axis] == 0) return KVX_STATUS_OK;
+    if (shape[axis] == 1) continue;
+    uint32_t at = n++;
+    for (; at > 0 && stride[order[at - 1]] >= stride[axis]; --at) order[at] = order[at - 1];
+    order[at] = axis;
+  }
+  int64_t extent = 1;
+  for (uint32_t i = 0; i < n; ++i) {
+    const uint32_t axis = order[i];
+    if (stride[axis] < extent) {
+      return KVX_INVALID(
+          "%s.stride[%u] is %lld, expected at least %lld: elements overlap (spec 4.2)",
+          KVX_AT(path), axis, static_cast<ll>(stride[axis]), static_cast<ll>(extent));
+    }
+    extent += (shape[axis] - 1) * stride[axis];
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

@@ -1,0 +1,58 @@
+// Rules of kvx_write_desc_t and kvx_write_options_t.
+#include "desc/scale.h"
+#include "rules/apart.h"
+#include "rules/cache.h"
+#include "rules/io.h"
+#include "rules/scales.h"
+#include "rules/struct.h"
+#include "rules/table.h"
+#include "rules/validate.h"
+
+namespace kvx {
+namespace {
+
+// The scales of K or V: a descriptor or, where that is empty, a pointer to one F32.
+kvx_status_t check_write_scales(const Path &path, const kvx_cache_desc_t &cache,
+                                const kvx_write_desc_t &write, bool is_v, bool finds_scales) {
+  const Path cache_path{nullptr, "cache"}, tensor_path{&cache_path, is_v ? "v" : "k"};
+  const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
+  const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
+  const void *const pointer = is_v ? write.v_scale : write.k_scale;
+  const char *const desc_name = is_v ? "v_scale_desc" : "k_scale_desc";
+  const char *const pointer_name = is_v ? "v_scale" : "k_scale";
+  if (desc.data || pointer) {
+    KVX_TRY(check_scales({&path, desc.data ? desc_name : pointer_name},
+                         scale_or_pointer(desc, pointer), cache, tensor, tensor_path));
+  }
+  if (!finds_scales) return KVX_STATUS_OK;
+  return check_found_scales({&path, desc_name}, &desc, tensor_path, tensor);
+}
+
+}  // namespace
+
+kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                            const kvx_write_options_t *options) {
+  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"}, with{nullptr, "options"};
+  KVX_TRY(check_cache(cache_path, cache));
+  uint32_t flags = 0;
+  if (options) {
+    KVX_TRY(check_struct(with, options));
+    flags = options->flags;
+    KVX_TRY(check_flags(with, flags,
+                        KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
+  }
+  KVX_TRY(check_struct(path, write));
+  KVX_TRY(check_input({&path, "io"}, *cache, write->io));
+  const Path slots{&path, "slots"};
+  KVX_TRY(check_slots(slots, write->slots));
+  if (write->slots.token_count != write->io.num_tokens) {
+    return KVX_INVALID("%s.token_count is %u, expected io.num_tokens %u (spec 6.4)", KVX_AT(slots),
+                       write->slots.token_count, write->io.num_tokens);
+  }
+  const bool finds_scales = flags & KVX_FLAG_FIND_SCALES;
+  KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/false, finds_scales));
+  KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/true, finds_scales));
+  return check_apart(*cache, *write, finds_scales);
+}
+
+}  // namespace kvx
