@@ -87,7 +87,7 @@ def test_everything_is_of_the_headers_version() -> None:
     header = (REPOSITORY / "csrc/include/kvx/kvx_abi.h").read_text()
     parts = dict(re.findall(r"#define KVX_ABI_VERSION_(\w+) (\d+)", header))
     version = f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}"
-    assert (_abi.ABI_MAJOR, _abi.ABI_MINOR) == (int(parts["MAJOR"]), int(parts["MINOR"]))
+    assert (int(parts["MAJOR"]), int(parts["MINOR"])) == (_abi.ABI_MAJOR, _abi.ABI_MINOR)
     spec = (REPOSITORY / "docs/spec.md").read_text()
     assert re.findall(r"[Tt]his is ABI version ([\d.]+\d)", spec) == [version]
     assert re.findall(r"are version ([\d.]+\d) of the ABI", spec) == [version]
