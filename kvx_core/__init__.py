@@ -22,7 +22,7 @@ from kvx_core.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from kvx_core.facts import CacheFacts, compare, fingerprint
+from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare, fingerprint
 from kvx_core.migrate import migrate
 from kvx_core.model_fingerprint import model_fingerprint
 from kvx_core.model_record import ModelRecord
@@ -124,6 +124,7 @@ __all__ = [
     "CacheGeometry",
     "CacheSpan",
     "CacheView",
+    "Comparison",
     "DType",
     "Difference",
     "Directory",
@@ -141,6 +142,7 @@ __all__ = [
     "PoolDesc",
     "Precision",
     "PrefixStore",
+    "ReorderRotary",
     "ScaleDesc",
     "ScaleGranularity",
     "Section",

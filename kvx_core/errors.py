@@ -6,6 +6,7 @@ Spec: 8
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -59,9 +60,10 @@ class InternalError(KvxError, RuntimeError):
 class FactsMismatchError(InvalidArgumentError):
     """Bytes could be copied but would not mean the same; `reasons` says why, one per fact."""
 
-    def __init__(self, reasons: list[str]) -> None:
+    def __init__(self, reasons: Iterable[str]) -> None:
+        reasons = tuple(reasons)
         super().__init__("the copy would not mean the same: " + "; ".join(reasons))
-        self.reasons = tuple(reasons)
+        self.reasons = reasons
 
 
 BY_STATUS: dict[int, type[KvxError]] = {

@@ -1,7 +1,8 @@
 """What the bytes of a cache mean beyond layout and dtype, so that a copy means the same.
 
 An adapter fills in what it knows of its engine; the caller adds what only the caller knows (which
-model). Unknown is None, and is never taken for agreement with something known.
+model). Unknown is None, and is never taken for agreement with something known. `compare` says what
+keeps two caches apart, and which differences a copy can undo exactly: kvx_core.reorder does that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +27,11 @@ class CacheFacts:
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
     fingerprint: str | None = None  # of model, weights and tokenizer: see fingerprint()
-    rotary: Literal["half", "interleaved", "none"] | None = None  # how the dims of K pair up
-    rotary_dim: int | None = None  # dims of a head that rotate; 0 for "none"
+    # How the dims of K pair up in every layer held here, None where layers differ: dim i with
+    # i + rotary_dim / 2 ("half"), or 2 * i with 2 * i + 1 ("interleaved").
+    rotary: Literal["half", "interleaved", "none"] | None = None
+    # Dims of a head that rotate, its first ones (in a latent of MLA: its last); 0 for "none".
+    rotary_dim: int | None = None
     rope_applied: bool | None = None  # K is stored after its rotation
     hadamard: bool | None = None  # K or V is stored Hadamard-rotated
     scale_convention: Literal["multiply", "divide"] | None = None  # KVX: value = stored * scale
@@ -56,6 +61,50 @@ _EQUAL = (
 _OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
 
 
+@dataclass(frozen=True, slots=True)
+class ReorderRotary:
+    """K's rotary dims change places on the way: pair i, dims (i, i + rotary_dim / 2) in "half"
+    order, is dims (2 * i, 2 * i + 1) in "interleaved" order. No number changes.
+
+    An engine that rotates in the other order than its model was trained in reorders the rows of the
+    model's key and query weights, so that scores stay the same. So its keys are those of the other
+    engine reordered, and this holds before the rotation as well as after it: a rotation turns each
+    pair by an angle that belongs to the pair, wherever its two dims stand. Biases, norm weights and
+    scales per head follow the rows. Rotations of whole heads (Hadamard) do not.
+    """
+
+    src: Literal["half", "interleaved"]
+    dst: Literal["half", "interleaved"]
+    rotary_dim: int
+    difference: str  # the reason of a copy that leaves the dims where they are
+
+    @property
+    def name(self) -> str:
+        return f"rotary {self.src} to {self.dst}"
+
+    @property
+    def sentence(self) -> str:
+        """What it does."""
+        return (
+            f"the first {self.rotary_dim} dims of each head of K go from {self.src} to {self.dst} "
+            "order"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare` found. A copy means the same if there are no reasons and it does all
+    transforms."""
+
+    reasons: tuple[str, ...]  # why no copy would mean the same: a sentence each
+    transforms: tuple[ReorderRotary, ...] = ()  # exact: they move bytes and change no number
+
+    @property
+    def reasons_as_is(self) -> tuple[str, ...]:
+        """Why a copy that does no transform would not mean the same: a sentence each."""
+        return *self.reasons, *(transform.difference for transform in self.transforms)
+
+
 def compare(
     src: CacheFacts,
     dst: CacheFacts,
@@ -63,8 +112,8 @@ def compare(
     src_head_start: int = 0,
     dst_head_start: int = 0,
     same_model: bool = False,
-) -> list[str]:
-    """Why bytes copied from `src` to `dst` would not mean the same: a sentence each, or none.
+) -> Comparison:
+    """Whether bytes copied from `src` to `dst` would mean the same, and what the copy has to do.
 
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
@@ -72,12 +121,31 @@ def compare(
     A fact that only one end knows is a reason too. That neither knows is one for the fingerprint,
     and for how keys rotate if two engines may do it differently, unless same_model says otherwise.
     Which part of the model a cache holds is for the caller to know if the facts do not say.
+    `migrate` does the transforms; a caller that does none asks for `reasons_as_is`.
     """
-    reasons = [
-        reason
-        for name in _EQUAL
-        for reason in _unequal(name, getattr(src, name), getattr(dst, name), src, dst)
-    ]
+    try:
+        return _compared(src, dst, src_head_start, dst_head_start, same_model)
+    except TypeError:  # a fact that is a list, say, which no cache of results takes
+        return _compared.__wrapped__(src, dst, src_head_start, dst_head_start, same_model)
+
+
+# Migrations between the same two caches compare the same facts every time.
+@lru_cache(maxsize=256, typed=True)
+def _compared(
+    src: CacheFacts, dst: CacheFacts, src_head_start: int, dst_head_start: int, same_model: bool
+) -> Comparison:
+    reasons: list[str] = []
+    transforms: list[ReorderRotary] = []
+    for name in _EQUAL:
+        unequal = list(_unequal(name, getattr(src, name), getattr(dst, name), src, dst))
+        if name == "rotary" and unequal and {src.rotary, dst.rotary} == {"half", "interleaved"}:
+            found = _reorder_rotary(src, dst, unequal[0])
+            if isinstance(found, ReorderRotary):
+                transforms.append(found)
+            elif found is not None:
+                reasons.append(found)
+        else:
+            reasons += unequal
     if not same_model:
         reasons += _unknown(src, dst)
     src_head = None if src.first_kv_head is None else src.first_kv_head + src_head_start
@@ -90,7 +158,35 @@ def compare(
                 f"scale_convention is {facts.scale_convention!r} at the {_named(end, facts)}, "
                 "expected 'multiply': give its scales as value = stored * scale"
             )
-    return reasons
+    return Comparison(tuple(reasons), tuple(transforms))
+
+
+def _reorder_rotary(
+    src: CacheFacts, dst: CacheFacts, difference: str
+) -> ReorderRotary | str | None:
+    """What makes the order of K's dims the same; the reason if that is not known; None if it is.
+
+    `src.rotary` and `dst.rotary` are "half" and "interleaved".
+    """
+    rotary_dim = src.rotary_dim
+    if rotary_dim != dst.rotary_dim or src.hadamard != dst.hadamard:
+        return difference  # and these are reasons of their own
+    if rotary_dim is None:
+        return f"{difference}: set CacheFacts.rotary_dim of both, so that K can be reordered"
+    if rotary_dim < 0 or rotary_dim % 2:
+        return f"{difference}, and rotary_dim is {rotary_dim}, expected an even number of dims"
+    if src.hadamard is None:
+        return (
+            f"{difference}, and hadamard is unknown at both: K can be reordered if it is False, "
+            "set CacheFacts.hadamard of both"
+        )
+    if src.hadamard:
+        return f"{difference}, and K is stored Hadamard-rotated, which mixes its dims"
+    if rotary_dim <= 2:
+        return None  # one pair stands alike in both orders, and so does none
+    if src.rotary == "half":
+        return ReorderRotary("half", "interleaved", rotary_dim, difference)
+    return ReorderRotary("interleaved", "half", rotary_dim, difference)
 
 
 def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:

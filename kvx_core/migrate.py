@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvx_core import _abi, facts
 from kvx_core.errors import FactsMismatchError
 from kvx_core.memory_checks import check_index_memory
+from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream
 from kvx_core.tables import SeqLens
 from kvx_core.tensors import TensorLike
@@ -31,7 +32,8 @@ def migrate(
 
     Token src.starts[s] + i of sequence s goes to dst.starts[s] + i, for i < seq_lens[s], heads
     src.head_start + h to dst.head_start + h, for h < num_heads. Layout, strides, block size, dtype,
-    scales and table of the two ends may differ.
+    scales and table of the two ends may differ, and so may the order of K's rotary dims, where the
+    facts of both ends say what it is: K is reordered on the way.
 
     src, dst:  CacheView.at(block_table=...) or .at(slots=...), or a dense CacheView, in which
                sequence s is block s
@@ -56,15 +58,18 @@ def migrate(
     lens = SeqLens.of(seq_lens)
     if num_heads is not None:
         num_heads = integer("num_heads", num_heads)
-    reasons = facts.compare(
+    found = facts.compare(
         src.view.facts,
         dst.view.facts,
         src_head_start=src.head_start,
         dst_head_start=dst.head_start,
         same_model=flag("same_model", same_model),
     )
-    if reasons:
-        raise FactsMismatchError(reasons)
+    if found.reasons:
+        raise FactsMismatchError(found.reasons)
+    bytes_per_token = dst.view.bytes_per_token(num_heads)
+    for transform in found.transforms:
+        src, dst = reordered(src, dst, transform, find_scales=flag("find_scales", find_scales))
     lengths = lens.to_numpy()
     num_tokens = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
     copy_tokens(
@@ -78,7 +83,7 @@ def migrate(
         max_seq_len=int(lengths.max(initial=0)),
         stream=stream,
     )
-    return num_tokens * dst.view.bytes_per_token(num_heads)
+    return num_tokens * bytes_per_token
 
 
 def copy_tokens(

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
-from kvx_core.facts import CacheFacts
+from kvx_core.facts import CacheFacts, ReorderRotary, compare
 from kvx_core.migrate import copy_tokens, rows_per_sequence
+from kvx_core.reorder import dims_in_order, reordered
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import SeqLens
 from kvx_core.tensor_desc import TensorDesc
@@ -37,7 +38,7 @@ class Difference:
     sequence: int  # row of the table: a sequence, or one beam of it
     token: int  # within the tokens compared of that sequence
     head: int  # within the heads compared
-    dim: int
+    dim: int  # as the source counts, where K's rotary dims are in another order
     src_value: float  # with its scale; the byte of a U8 cache
     dst_value: float
 
@@ -78,7 +79,7 @@ def verify(
     """Compares what migrate with the same arguments reads with what it writes.
 
     src, dst, seq_lens, num_heads: as for migrate. Tokens that either end has not (null blocks,
-               negative slots) are passed over.
+               negative slots) are passed over. K's dims are compared in the order that facts say.
     tolerance: "exact": the same bytes where dtypes are the same and there are no scales, else the
                same values, where NaN equals NaN. "codec": each value is the other one rounded to
                its dtype and scale
@@ -96,7 +97,10 @@ def verify(
     rows = np.repeat(lens.to_numpy(), rows_per_sequence(src, dst, lens))
     if (rows < 0).any():
         raise OutOfRangeError(f"seq_lens has {rows.min()}, expected at least 0 (spec 5.3)")
-    ends = _End("src", src, rows, num_heads), _End("dst", dst, rows, num_heads)
+    found = compare(src.view.facts, dst.view.facts, same_model=True)
+    for transform in found.transforms:
+        reordered(src, dst, transform)  # refuses what migrate refuses
+    ends = _End("src", src, rows, num_heads), _End("dst", dst, rows, num_heads, found.transforms)
     halves = {kv: layer for layer in range(len(src.view.layers)) for kv in ends[0].halves(layer)}
     stored = {
         kv: ends[0].is_stored(at, kv) & ends[1].is_stored(at, kv) for kv, at in halves.items()
@@ -148,7 +152,12 @@ class _End:
     """One end. Its tokens are numbered through all rows."""
 
     def __init__(
-        self, name: str, span: CacheSpan, rows: npt.NDArray[np.int64], num_heads: int | None
+        self,
+        name: str,
+        span: CacheSpan,
+        rows: npt.NDArray[np.int64],
+        num_heads: int | None,
+        transforms: Sequence[ReorderRotary] = (),  # that this end's K is put through when read
     ) -> None:
         self.name = name
         self.span = span
@@ -156,6 +165,7 @@ class _End:
         self.ends = rows.cumsum()  # number of the token after each
         self.num_tokens = int(self.ends[-1]) if len(rows) else 0
         self.num_heads = num_heads
+        self.transforms = transforms
         if span.slots is not None and span.slots.token_count != self.num_tokens:
             raise InvalidArgumentError(
                 f"{name}.slots.token_count is {span.slots.token_count}, expected the sum of "
@@ -189,13 +199,15 @@ class _End:
         """Tokens lo to hi: (hi - lo, heads, head_dim), float32."""
         scale = self.scale(layer, kv) if scaled else None
         shape = self._shape(layer, kv, hi - lo)
-        return self._read(layer, kv, lo, np.zeros(shape, np.float32), DType.F32, scale)
+        read = self._read(layer, kv, lo, np.zeros(shape, np.float32), DType.F32, scale)
+        return self._in_order(kv, read)
 
     def stored(self, layer: int, kv: _Half, lo: int, hi: int) -> _Array:
         """Tokens lo to hi: (hi - lo, heads, head_dim), the bytes as unsigned integers."""
         dtype = self.dtype(layer, kv)
         shape = self._shape(layer, kv, hi - lo)
-        return self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
+        read = self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
+        return self._in_order(kv, read)
 
     def is_stored(self, layer: int, kv: _Half) -> npt.NDArray[np.bool_]:
         """Which tokens are stored: those whose copy does not depend on what it overwrites.
@@ -211,6 +223,14 @@ class _End:
                 self._read(layer, kv, lo, array, dtype)
             found[lo:hi] = (zeros == ones)[:, 0, 0]
         return found
+
+    def _in_order(self, kv: _Half, read: _Array) -> _Array:
+        """`read` with K's dims in the order of the source."""
+        for transform in self.transforms if kv == "K" else ():
+            first = dims_in_order(transform.dst, transform.src, transform.rotary_dim)
+            others = np.arange(len(first), read.shape[-1])
+            read = read[..., np.concatenate([first, others])]
+        return read
 
     def _tensor(self, layer: int, kv: _Half) -> TensorDesc:
         return self.span.view.layers[layer].tensors[kv.lower()]
@@ -316,8 +336,8 @@ def _is_rounded(
     mantissa, smallest, largest = _FORMAT[end.dtype(layer, kv)]
     scale = end.scale(layer, kv)
     stored = value if scale is None else end.values(layer, kv, lo, hi, scaled=False)
-    exact, value, stored = (array.astype(np.float64) for array in (exact, value, stored))
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN may signal
+        exact, value, stored = (array.astype(np.float64) for array in (exact, value, stored))
         if scale is None:
             factor, slack = np.ones(()), np.zeros(())
         else:

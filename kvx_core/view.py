@@ -45,6 +45,8 @@ class CacheView:
     # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
     read_only: dict[str, TensorDesc] = field(init=False, compare=False)  # by name
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
+    # K's dims in another order, see kvx_core.reorder; a string: why that cannot be described.
+    reordered: dict[Any, CacheView | str] = field(init=False, compare=False)
     # Whether all torch tensors are where they were at the first use: one call, made then.
     _in_place: list[Callable[[], bool]] = field(init=False, compare=False)
 
@@ -69,6 +71,7 @@ class CacheView:
         }
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
+        set_("reordered", {})
         set_("_in_place", [])
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> No
                 f"sections have the heads {section.heads} and {sections[0].heads}, expected the "
                 "same. Capture them apart"
             )
-        wrong = compare(section.view.facts, section.view.facts, same_model=True)
+        wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
 

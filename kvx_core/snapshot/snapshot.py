@@ -272,7 +272,7 @@ class Snapshot:
                 first_layer=facts.first_layer,
                 first_kv_head=facts.first_kv_head,
             )
-            reasons += compare(of_file, facts)
+            reasons += compare(of_file, facts).reasons_as_is  # rows go where they are, unchanged
             for layer in shared:
                 reasons += self._unlike(layer, held[layer])
         return [reason[:_MAX_REASON] for reason in reasons]

@@ -20,7 +20,6 @@ from kvx_core import (
     InvalidArgumentError,
     Layout,
     UnsupportedError,
-    compare,
     describe,
     gather_kv,
     migrate,
@@ -383,20 +382,20 @@ def test_rotary_convention(
     assert facts.rope_applied == (None if rotary is None else True)
 
 
-def test_neighbours_do_not_go_into_halves(llama: Any) -> None:
-    interleaved = make_model("Cohere")
-    reasons = compare(hf.cache_facts(interleaved), hf.cache_facts(llama))
-    assert any(reason.startswith("rotary is 'interleaved' at the source") for reason in reasons)
+def test_neighbours_go_into_halves_if_the_models_are_one(llama: Any) -> None:
+    """Cohere's keys, whose neighbouring dims pair up, become those that a Llama would compute."""
+    neighbours, halves = hf.cache_facts(make_model("Cohere")), hf.cache_facts(llama)
     src = filled(transformers.DynamicCache(config=llama.config), 1, 3)
     dst = filled(transformers.DynamicCache(config=llama.config), 1, 3)
-    dst_before = copy.deepcopy(dst)
-    with pytest.raises(FactsMismatchError, match="rotary is 'interleaved'"):
-        migrate(
-            hf.cache_view(src, hf.cache_facts(interleaved)),
-            hf.cache_view(dst, hf.cache_facts(llama)),
-            [3],
-        )
-    assert torch.equal(dst.layers[0].keys, dst_before.layers[0].keys)
+    before = copy.deepcopy(dst)
+    with pytest.raises(FactsMismatchError, match="fingerprint is unknown at the source"):
+        migrate(hf.cache_view(src, neighbours), hf.cache_view(dst, halves), [3])
+    assert torch.equal(dst.layers[0].keys, before.layers[0].keys)
+    migrate(hf.cache_view(src, neighbours), hf.cache_view(dst, halves), [3], same_model=True)
+    for held, wanted in zip(dst.layers, src.layers, strict=True):
+        expected = torch.cat([wanted.keys[..., 0::2], wanted.keys[..., 1::2]], dim=-1)
+        assert torch.equal(held.keys, expected)
+        assert torch.equal(held.values, wanted.values)
 
 
 # ---- what cannot be described ----

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvx_core import CacheFacts, DType, InvalidArgumentError, compare, fingerprint
+from kvx_core import (
+    CacheFacts,
+    Comparison,
+    DType,
+    InvalidArgumentError,
+    ReorderRotary,
+    compare,
+    fingerprint,
+)
 
 FACTS = CacheFacts(
     engine="here 1.0",
@@ -27,7 +35,7 @@ FACTS = CacheFacts(
 )
 OTHER: dict[str, Any] = {
     "fingerprint": "abd",
-    "rotary": "interleaved",
+    "rotary": "none",
     "rotary_dim": 32,
     "rope_applied": False,
     "hadamard": True,
@@ -38,11 +46,12 @@ OTHER: dict[str, Any] = {
     "first_kv_head": 4,
 }
 THERE = replace(FACTS, engine="there 2.0")
+ALIKE = Comparison(reasons=())
 
 
 def test_equal_facts_agree() -> None:
-    assert compare(FACTS, FACTS) == []
-    assert compare(CacheFacts(), CacheFacts(), same_model=True) == []
+    assert compare(FACTS, FACTS) == ALIKE
+    assert compare(CacheFacts(), CacheFacts(), same_model=True) == ALIKE
 
 
 def test_every_fact_is_compared_or_known_not_to_be() -> None:
@@ -52,12 +61,12 @@ def test_every_fact_is_compared_or_known_not_to_be() -> None:
 
 def test_facts_that_only_inform_do_not_keep_apart() -> None:
     there = replace(THERE, negative_slots="wrap", scale_convention=None, compute_dtype=DType.BF16)
-    assert compare(FACTS, there) == []
+    assert compare(FACTS, there) == ALIKE
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_difference_is_a_reason(name: str) -> None:
-    [reason] = compare(FACTS, replace(THERE, **{name: OTHER[name]}))
+    (reason,) = compare(FACTS, replace(THERE, **{name: OTHER[name]})).reasons
     called = name if name != "first_kv_head" else "first_kv_head + head_start"
     assert reason == (
         f"{called} is {getattr(FACTS, name)!r} at the source (here 1.0) and {OTHER[name]!r} at the "
@@ -67,12 +76,12 @@ def test_a_difference_is_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_only_one_end_knows_is_a_reason(name: str) -> None:
-    [reason] = compare(FACTS, replace(THERE, **{name: None}))
+    (reason,) = compare(FACTS, replace(THERE, **{name: None})).reasons
     assert reason == (
         f"{name} is {getattr(FACTS, name)!r} at the source (here 1.0) and unknown at the "
         f"destination (there 2.0): set CacheFacts.{name} of the destination"
     )
-    [reason] = compare(replace(FACTS, engine=None, **{name: None}), THERE)
+    (reason,) = compare(replace(FACTS, engine=None, **{name: None}), THERE).reasons
     assert reason == (
         f"{name} is {getattr(FACTS, name)!r} at the destination (there 2.0) and unknown at the "
         f"source: set CacheFacts.{name} of the source"
@@ -86,19 +95,19 @@ DECIDES = ("fingerprint", "rotary", "rotary_dim", "rope_applied")
 @pytest.mark.parametrize("name", sorted(OTHER.keys() - set(DECIDES)))
 def test_what_neither_end_knows_is_no_reason_where_the_caller_knows(name: str) -> None:
     unknown = {name: None}
-    assert compare(replace(FACTS, **unknown), replace(THERE, **unknown)) == []
+    assert compare(replace(FACTS, **unknown), replace(THERE, **unknown)) == ALIKE
 
 
 @pytest.mark.parametrize("name", DECIDES)
 def test_what_neither_end_knows_is_a_reason_where_it_decides(name: str) -> None:
     here, there = replace(FACTS, **{name: None}), replace(THERE, **{name: None})
-    (reason,) = compare(here, there)
+    (reason,) = compare(here, there).reasons
     assert reason.startswith(
         f"{name} is unknown at the source (here 1.0) and destination (there 2.0): set "
         f"CacheFacts.{name} of both, or give same_model=True if they "
     )
-    assert compare(here, there, same_model=True) == []
-    (reason,) = compare(replace(here, engine=None), replace(there, engine=None))
+    assert compare(here, there, same_model=True) == ALIKE
+    (reason,) = compare(replace(here, engine=None), replace(there, engine=None)).reasons
     assert reason.startswith(f"{name} is unknown at the source and destination: ")
 
 
@@ -106,34 +115,116 @@ def test_what_neither_end_knows_is_a_reason_where_it_decides(name: str) -> None:
 def test_one_engine_rotates_the_keys_of_one_model_in_one_way(name: str) -> None:
     """Whatever its version: What is unknown to it is the same in all of them."""
     here = replace(FACTS, **{name: None})
-    assert compare(here, replace(here, engine="here 2.0")) == []
-    assert compare(here, replace(here, engine="here 2.0", fingerprint="of another model"))
+    assert compare(here, replace(here, engine="here 2.0")) == ALIKE
+    assert compare(here, replace(here, engine="here 2.0", fingerprint="another")).reasons
 
 
 def test_same_model_overrules_nothing_that_is_known() -> None:
     for name, other in OTHER.items():
-        assert compare(FACTS, replace(THERE, **{name: other}), same_model=True)
-        assert compare(FACTS, replace(THERE, **{name: None}), same_model=True)
+        assert compare(FACTS, replace(THERE, **{name: other}), same_model=True).reasons
+        assert compare(FACTS, replace(THERE, **{name: None}), same_model=True).reasons
 
 
 def test_all_reasons_are_given() -> None:
-    assert len(compare(FACTS, replace(THERE, **OTHER))) == len(OTHER)
+    assert len(compare(FACTS, replace(THERE, **OTHER)).reasons) == len(OTHER)
 
 
 def test_heads_are_those_of_the_model() -> None:
     """Rank 1 of 2, whose first head is the model's fifth, out of a cache with all of them."""
     rank = replace(THERE, first_kv_head=4)
-    assert compare(FACTS, rank, src_head_start=4) == []
-    assert compare(rank, FACTS, src_head_start=1, dst_head_start=5) == []
-    [reason] = compare(FACTS, rank, src_head_start=3)
+    assert compare(FACTS, rank, src_head_start=4) == ALIKE
+    assert compare(rank, FACTS, src_head_start=1, dst_head_start=5) == ALIKE
+    (reason,) = compare(FACTS, rank, src_head_start=3).reasons
     assert reason.startswith("first_kv_head + head_start is 3 at the source")
 
 
 @pytest.mark.parametrize(("src", "dst"), [("divide", "multiply"), ("multiply", "divide")])
 def test_scales_that_divide_are_a_reason(src: Any, dst: Any) -> None:
-    [reason] = compare(replace(FACTS, scale_convention=src), replace(THERE, scale_convention=dst))
+    (reason,) = compare(
+        replace(FACTS, scale_convention=src), replace(THERE, scale_convention=dst)
+    ).reasons
     assert reason.startswith("scale_convention is 'divide' at the ")
     assert reason.endswith("expected 'multiply': give its scales as value = stored * scale")
+
+
+# ---- the order of K's rotary dims ----
+
+BOTH_ORDERS = (
+    "rotary is 'half' at the source (here 1.0) and 'interleaved' at the destination (there 2.0)"
+)
+TURNED = replace(THERE, rotary="interleaved")
+
+
+@pytest.mark.parametrize("rope_applied", [True, False, None])
+def test_half_and_interleaved_differ_by_a_transform(rope_applied: bool | None) -> None:
+    """Keys that are stored before they are rotated are those of reordered weights as well."""
+    here, there = (replace(facts, rope_applied=rope_applied) for facts in (FACTS, TURNED))
+    found = compare(here, there, same_model=True)
+    transform = ReorderRotary("half", "interleaved", 64, difference=BOTH_ORDERS)
+    assert found == Comparison(reasons=(), transforms=(transform,))
+    assert found.reasons_as_is == (BOTH_ORDERS,)
+    assert transform.name == "rotary half to interleaved"
+    assert transform.sentence == (
+        "the first 64 dims of each head of K go from half to interleaved order"
+    )
+    (back,) = compare(there, here, same_model=True).transforms
+    assert (back.src, back.dst, back.rotary_dim) == ("interleaved", "half", 64)
+
+
+def test_other_reasons_stay_beside_a_transform() -> None:
+    found = compare(FACTS, replace(TURNED, window=4096))
+    (reason,) = found.reasons
+    assert reason.startswith("window is 0 at the source")
+    assert found.reasons_as_is == (reason, BOTH_ORDERS)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 2])
+def test_one_pair_of_dims_stands_alike_in_both_orders(rotary_dim: int) -> None:
+    here, there = (replace(facts, rotary_dim=rotary_dim) for facts in (FACTS, TURNED))
+    assert compare(here, there) == ALIKE
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"rotary_dim": None}, ": set CacheFacts.rotary_dim of both, so that K can be reordered"),
+        ({"rotary_dim": 63}, ", and rotary_dim is 63, expected an even number of dims"),
+        ({"rotary_dim": -2}, ", and rotary_dim is -2, expected an even number of dims"),
+        ({"hadamard": True}, ", and K is stored Hadamard-rotated, which mixes its dims"),
+        (
+            {"hadamard": None},
+            ", and hadamard is unknown at both: K can be reordered if it is False, set "
+            "CacheFacts.hadamard of both",
+        ),
+    ],
+)
+def test_what_keeps_dims_from_being_reordered(facts: dict[str, Any], reason: str) -> None:
+    found = compare(replace(FACTS, **facts), replace(TURNED, **facts), same_model=True)
+    assert found == Comparison(reasons=(BOTH_ORDERS + reason,))
+
+
+@pytest.mark.parametrize("facts", [{"rotary_dim": 32}, {"hadamard": True}])
+def test_dims_are_not_reordered_where_another_fact_of_them_differs(facts: dict[str, Any]) -> None:
+    found = compare(FACTS, replace(TURNED, **facts))
+    assert not found.transforms
+    assert BOTH_ORDERS in found.reasons
+    assert len(found.reasons) == 2
+
+
+@pytest.mark.parametrize("rotary", ["none", None])
+@pytest.mark.parametrize("other", ["half", "interleaved"])
+def test_only_known_orders_are_reordered(rotary: Any, other: Any) -> None:
+    for ends in ((rotary, other), (other, rotary)):
+        found = compare(*(replace(FACTS, rotary=known) for known in ends))
+        assert not found.transforms
+        assert len(found.reasons) == 1
+
+
+def test_facts_that_no_cache_of_results_takes_are_compared() -> None:
+    here, there = (replace(facts, fingerprint=["a", "b"]) for facts in (FACTS, THERE))  # type: ignore[arg-type]
+    assert compare(here, there) == ALIKE
+    (reason,) = compare(here, THERE).reasons
+    assert reason.startswith("fingerprint is ['a', 'b'] at the source")
 
 
 def test_fingerprint_of_parts(tmp_path: Path) -> None:

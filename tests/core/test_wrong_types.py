@@ -448,7 +448,7 @@ CALLS = calls()
 ELSEWHERE = {
     "BackendInfo BlobStore Borrowed CacheFacts CacheGeometry Difference Directory Match PrefixStore"
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
-    " ModelRecord Precision compare fingerprint model_fingerprint read_key"
+    " Comparison ModelRecord Precision ReorderRotary compare fingerprint model_fingerprint read_key"
 }
 
 
