@@ -409,7 +409,7 @@ def cache_facts(
 ) -> CacheFacts:
     """What the keys and values of one rank mean; what only the model says is for the caller.
 
-    fingerprint:   of model, weights and tokenizer, see kvx_core.fingerprint
+    fingerprint:   of what is computed, see kvx_core.ModelRecord
     rotary:        "half" for PositionRotaryEmbedding; "interleaved" for CohereRotary and GPTJRotary
     rotary_dim:    0 for "none"
     window:        sliding window of the model, 0 for full attention

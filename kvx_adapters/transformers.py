@@ -34,7 +34,7 @@ from kvx_core import (
     SlotMapping,
     UnsupportedError,
     describe,
-    model_fingerprint,
+    model_files_digest,
 )
 from kvx_core.config_values import as_json
 from kvx_core.model_record import without_rope
@@ -174,7 +174,7 @@ def model_record(
 
     model:      a PreTrainedModel whose weights are those of the files
     directory:  the model's files
-    files:      a fingerprint of one's own for them; None: model_fingerprint(directory)
+    files:      a name of one's own for them; None: model_files_digest(directory)
     num_tokens: of the longest sequence, computed in one forward pass. Needed for rotary types that
                 depend on it: longrope, dynamic
     Raises UnsupportedError for what the files and the config do not tell, such as adapters,
@@ -191,7 +191,7 @@ def model_record(
     if text.model_type.startswith("llama4"):
         overrides["attn_temperature_tuning"] = bool(text.attn_temperature_tuning)
     return ModelRecord(
-        files=model_fingerprint(directory) if files is None else files,
+        files=model_files_digest(directory) if files is None else files,
         architecture=text.model_type,
         rope=_rope(model, text, num_tokens),
         quantization=_quantization(saved, model.config),

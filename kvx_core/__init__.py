@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvx_core import _abi
 from kvx_core.cache import CacheDesc, PoolDesc
+from kvx_core.content_digest import content_digest
 from kvx_core.errors import (
     FactsMismatchError,
     IncompatibleError,
@@ -22,9 +23,9 @@ from kvx_core.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare, fingerprint
+from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare
 from kvx_core.migrate import migrate
-from kvx_core.model_fingerprint import model_fingerprint
+from kvx_core.model_files import model_files_digest
 from kvx_core.model_record import ModelRecord
 from kvx_core.ops import device_status, gather_kv, write_kv
 from kvx_core.plans import GatherPlan, WritePlan
@@ -162,12 +163,12 @@ __all__ = [
     "backend_info",
     "borrow",
     "compare",
+    "content_digest",
     "describe",
     "device_status",
-    "fingerprint",
     "gather_kv",
     "migrate",
-    "model_fingerprint",
+    "model_files_digest",
     "set_num_threads",
     "use_openmp",
     "verify",

@@ -7,14 +7,11 @@ keeps two caches apart, and which differences a copy can undo exactly: kvx_core.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
-from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
 
 
@@ -26,7 +23,7 @@ class CacheFacts:
     """
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
-    fingerprint: str | None = None  # of model, weights and tokenizer: see fingerprint()
+    fingerprint: str | None = None  # of what the engine computes: see ModelRecord.fingerprint
     # How the dims of K pair up in every layer held here, None where layers differ: dim i with
     # i + rotary_dim / 2 ("half"), or 2 * i with 2 * i + 1 ("interleaved").
     rotary: Literal["half", "interleaved", "none"] | None = None
@@ -231,33 +228,3 @@ def _unequal(
 
 def _named(end: str, facts: CacheFacts) -> str:
     return end if facts.engine is None else f"{end} ({facts.engine})"
-
-
-def fingerprint(*parts: bytes | str | Path) -> str:
-    """SHA-256, as hex, of `parts` in order: equal only if every part is.
-
-    parts: bytes and str stand for themselves (str as UTF-8); a Path for the content of a file, or
-           of all files below a directory together with their names there.
-    Raises OSError for a file that cannot be read, InvalidArgumentError for a path that is neither.
-    """
-    digest = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Path):
-            content = _path_digest(part)
-        else:
-            content = hashlib.sha256(part.encode() if isinstance(part, str) else part).digest()
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def _path_digest(path: Path) -> bytes:
-    if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-    if not path.is_dir():
-        raise InvalidArgumentError(f"fingerprint: {path} is neither a file nor a directory")
-    digest = hashlib.sha256()
-    for file_path in sorted(found for found in path.rglob("*") if found.is_file()):
-        digest.update(hashlib.sha256(file_path.relative_to(path).as_posix().encode()).digest())
-        digest.update(_path_digest(file_path))
-    return digest.digest()

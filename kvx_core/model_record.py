@@ -23,7 +23,7 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 class ModelRecord:
     """What an engine serves. The values of mappings are those of JSON."""
 
-    files: str  # model_fingerprint of the model's files, or a name of one's own for them
+    files: str  # model_files_digest of the model's files, or a name of one's own for them
     architecture: str  # model_type of the decoder
     rope: Rope  # as applied, by layer type: see standard_rope and as_applied
     latent: bool = False  # MLA: the cache holds latents, not the heads' keys and values

@@ -33,7 +33,7 @@ from kvx_adapters.cli.demo_engines import (
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
 from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, make_model
 from kvx_adapters.cli.demo_screen import Screen, hops_table, open_screen, prompts_table
-from kvx_core import CacheSpan, SeqLens, fingerprint, verify
+from kvx_core import CacheSpan, SeqLens, content_digest, verify
 
 __all__ = ["PASSAGES", "PROMPTS", "DemoError", "make_model", "run"]
 
@@ -162,7 +162,7 @@ def _corrupt(
 
 def _fingerprint(directory: str) -> str:
     """Of the model, weights and tokenizer in the directory that an engine has loaded."""
-    return fingerprint(*sorted(Path(directory).iterdir()))
+    return content_digest(*sorted(Path(directory).iterdir()))
 
 
 def _num_equal(ours: list[list[int]], theirs: list[list[int]]) -> int:

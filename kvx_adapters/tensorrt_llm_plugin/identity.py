@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvx_adapters.tensorrt_llm_plugin import api
-from kvx_core import ModelRecord, UnsupportedError, model_fingerprint
+from kvx_core import ModelRecord, UnsupportedError, model_files_digest
 from kvx_core.config_values import as_json, changed, values
-from kvx_core.model_fingerprint import config_fingerprint
+from kvx_core.model_files import model_config_digest
 from kvx_core.rope import Rope, as_applied, standard_rope
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def _load_format(llm_args: Any) -> str:
 def _files(llm_args: Any, settings: Settings, directory: Path) -> str:
     load_format = _load_format(llm_args)
     if load_format == "dummy":
-        return config_fingerprint(directory)
+        return model_config_digest(directory)
     if load_format not in ("0", "auto"):
         raise UnsupportedError(
             f"load_format is {llm_args.load_format!r}, so the weights are not those of "
             f"{directory}/*.safetensors. Give the settings a 'fingerprint' of your own, the same "
             "for all engines that serve these weights and for no others"
         )
-    return model_fingerprint(directory, sample=settings.fingerprint_sampling)
+    return model_files_digest(directory, sample=settings.fingerprint_sampling)
 
 
 def _weights(llm_args: Any, engine: str) -> str:

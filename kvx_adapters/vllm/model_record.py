@@ -53,7 +53,7 @@ def model_record(
 ) -> ModelRecord:
     """What an engine of this configuration serves.
 
-    files:       the fingerprint of the model's files, or the user's own for them; of its config
+    files:       the digest of the model's files, or the user's own for them; of its config
                  alone where load_format is "dummy"
     environment: os.environ
     version:     vllm.__version__

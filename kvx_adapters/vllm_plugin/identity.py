@@ -10,8 +10,8 @@ from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
-from kvx_core import ModelRecord, UnsupportedError, model_fingerprint
-from kvx_core.model_fingerprint import config_fingerprint
+from kvx_core import ModelRecord, UnsupportedError, model_files_digest
+from kvx_core.model_files import model_config_digest
 
 if TYPE_CHECKING:
     from kvx_adapters.vllm_plugin.settings import Settings
@@ -36,13 +36,13 @@ def _fingerprint(vllm_config: Any, *, sample: bool) -> str:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         config = _local(model.hf_config_path, revision)
     if load.load_format == "dummy":
-        return config_fingerprint(directory, config=config)
+        return model_config_digest(directory, config=config)
     if not vllm.loads_files(vllm_config) or model.model_weights:
         raise UnsupportedError(
             f"load_format is {load.load_format!r} and model_weights {model.model_weights!r}, so "
             f"the weights are not those of {directory}/*.safetensors. {_OWN}"
         )
-    found = model_fingerprint(directory, config=config, sample=sample, progress=_log)
+    found = model_files_digest(directory, config=config, sample=sample, progress=_log)
     return f"{found} by {load.load_format}" if _depends_on_format(directory, load) else found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from kvx_core import (
     CacheFacts,
     Comparison,
     DType,
-    InvalidArgumentError,
     ReorderRotary,
     compare,
-    fingerprint,
 )
 
 FACTS = CacheFacts(
@@ -225,32 +222,3 @@ def test_facts_that_no_cache_of_results_takes_are_compared() -> None:
     assert compare(here, there) == ALIKE
     (reason,) = compare(here, THERE).reasons
     assert reason.startswith("fingerprint is ['a', 'b'] at the source")
-
-
-def test_fingerprint_of_parts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert len(fingerprint("model")) == 64
-    assert fingerprint("model") == fingerprint(b"model")
-    assert fingerprint("ab", "c") != fingerprint("a", "bc")
-    assert fingerprint("a", "b") != fingerprint("b", "a")
-    assert fingerprint(tmp_path / "config.json") == fingerprint("{}")
-
-
-def test_fingerprint_of_a_directory_sees_names_and_contents(tmp_path: Path) -> None:
-    def of(files: dict[str, str]) -> str:
-        root = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
-        for name, text in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(text)
-        return fingerprint(root)
-
-    model = {"config.json": "{}", "weights/0.bin": "abc"}
-    assert of(model) == of(dict(reversed(model.items())))
-    assert of(model) != of({**model, "weights/0.bin": "abd"})
-    assert of(model) != of({"config.json": "{}", "weights/1.bin": "abc"})
-    assert of(model) != of({"config.json": "{}"})
-
-
-def test_fingerprint_of_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="is neither a file nor a directory"):
-        fingerprint(tmp_path / "none")

@@ -448,7 +448,8 @@ CALLS = calls()
 ELSEWHERE = {
     "BackendInfo BlobStore Borrowed CacheFacts CacheGeometry Difference Directory Match PrefixStore"
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
-    " Comparison ModelRecord Precision ReorderRotary compare fingerprint model_fingerprint read_key"
+    " Comparison ModelRecord Precision ReorderRotary compare content_digest"
+    " model_files_digest read_key"
 }
 
 

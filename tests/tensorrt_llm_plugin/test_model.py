@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import DType, InvalidArgumentError, ModelRecord, UnsupportedError, model_fingerprint
+from kvx_core import DType, InvalidArgumentError, ModelRecord, UnsupportedError, model_files_digest
 from tests.fakes.tensorrt_llm_executor import KvCacheConfig, Sizes, TorchLlmArgs
 from tests.tensorrt_llm_plugin.conftest import Factory, fingerprint_of
 from tests.vllm_plugin.models import prompt
@@ -198,7 +198,7 @@ def record_of(args: TorchLlmArgs, **settings: Any) -> ModelRecord:
 def test_who_shares_with_whom(model_dir: Path) -> None:
     """What changes keys and values besides the files, each in a record of its own."""
     plain = ModelRecord(
-        files=model_fingerprint(model_dir),
+        files=model_files_digest(model_dir),
         architecture="llama",
         rope={"": {"rope_type": "default", "rope_theta": 10000.0}},
     )
@@ -284,9 +284,9 @@ def test_a_checkpoint_that_is_quantised_on_disk(model_dir: Path, tmp_path: Path)
     args = args_for(tmp_path)
     args.quant_config = SimpleNamespace(quant_algo="FP8")
     assert record_of(args) == replace(
-        record_of(args_for(model_dir)), files=model_fingerprint(tmp_path)
+        record_of(args_for(model_dir)), files=model_files_digest(tmp_path)
     )
-    assert model_fingerprint(tmp_path) != model_fingerprint(model_dir)
+    assert model_files_digest(tmp_path) != model_files_digest(model_dir)
 
 
 @pytest.mark.parametrize(

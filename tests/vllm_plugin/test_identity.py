@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, ModelRecord, UnsupportedError, model_fingerprint
+from kvx_core import InvalidArgumentError, ModelRecord, UnsupportedError, model_files_digest
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
 
@@ -56,7 +56,7 @@ def environment() -> Iterator[None]:
 
 def test_a_plain_engine_is_its_files_and_their_rope(record: Record, llama: Path) -> None:
     assert record() == ModelRecord(
-        files=model_fingerprint(llama),
+        files=model_files_digest(llama),
         architecture="llama",
         rope={"": {"rope_theta": 10000.0, "rope_type": "default"}},
     )
@@ -184,7 +184,7 @@ def test_a_config_from_elsewhere_is_the_same_as_in_its_place(
 
 
 def test_a_quantised_checkpoint_alone_and_with_more(record: Record, tmp_path: Path) -> None:
-    """How its files are quantised is in their fingerprint."""
+    """How its files are quantised is in their digest."""
     model = models.llama(tmp_path / "model")
     path = model / "config.json"
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic"}

@@ -1,4 +1,4 @@
-"""model_fingerprint: what a model's files are, as far as keys and values depend on them."""
+"""What a model's files are, as far as keys and values depend on them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvx_core.content_digest import content_digest
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.facts import fingerprint
 from kvx_core.rope import KEYS, standard_rope
 from kvx_core.tensor_digests import Progress, Tensor, digests, metadata
 
@@ -28,21 +28,21 @@ _QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.jso
 _CONFIGS = ("config.json", "params.json")  # params.json: as Mistral writes it
 
 
-def model_fingerprint(
+def model_files_digest(
     directory: Path | str,
     *,
     config: Path | str | None = None,
     sample: bool = False,
     progress: Progress | None = None,
 ) -> str:
-    """The fingerprint of a model in a directory as transformers saves it; other engines load it.
+    """A digest of the files of a model, in a directory as transformers saves it.
 
     It covers config.json, how the model is quantised, the tokenizer, code that the config names,
     and name, dtype, shape and every byte of each tensor. How tensors are spread over files, which
     version of transformers wrote the rotary parameters, and how to generate, does not matter.
     config: a config.json, or a directory that has one, in place of the model's own
     sample: 4 KiB out of the middle of each tensor, not all bytes: models that differ elsewhere,
-            such as fine-tunes of some rows, then share. Never equal to a fingerprint of all bytes
+            such as fine-tunes of some rows, then share. Never equal to a digest of all bytes
     progress: called with bytes read and bytes to read when it takes seconds; None: logs them
     The bytes of a file are read once, and its digests remembered in $XDG_CACHE_HOME/kvx until it
     changes. Raises InvalidArgumentError if there is no config.json or *.safetensors, one is broken
@@ -70,17 +70,17 @@ def model_fingerprint(
     if "torchao" in str(parts[1]):  # its tensors are put together by what the files say of them
         told = {item for path in files for item in metadata(path).items()}
         parts.append(json.dumps(sorted(told)))
-    return fingerprint(*parts, *_tensor_parts(directory, tensors))
+    return content_digest(*parts, *_tensor_parts(directory, tensors))
 
 
-def config_fingerprint(directory: Path | str, *, config: Path | str | None = None) -> str:
-    """Of a model's config and code alone, for engines that load no weights.
+def model_config_digest(directory: Path | str, *, config: Path | str | None = None) -> str:
+    """A digest of a model's config and code alone, for engines that load no weights.
 
     Raises InvalidArgumentError if there is no config.json, or it is broken.
     """
     directory = Path(directory)
     parts = _config_parts(directory, directory if config is None else Path(config))
-    return fingerprint("kvx config 2", *parts)
+    return content_digest("kvx config 2", *parts)
 
 
 def _config_parts(directory: Path, config: Path) -> list[str | bytes | Path]:

@@ -1,4 +1,4 @@
-"""model_fingerprint: what of a model's directory matters to the keys and values it computes."""
+"""model_files_digest: what of a model's directory matters to the keys and values it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvx_core import InvalidArgumentError, digest_cache, model_fingerprint, tensor_digests
+from kvx_core import InvalidArgumentError, digest_cache, model_files_digest, tensor_digests
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,11 +87,11 @@ def tokenizer(text: str) -> Callable[[Path], object]:
     ids=["versions", "names", "two files", "tokenizer", "generation", "readme", "moved"],
 )
 def test_what_does_not_matter(model: Path, change: Callable[[Path], object]) -> None:
-    before = [model_fingerprint(model, sample=sample) for sample in (False, True)]
+    before = [model_files_digest(model, sample=sample) for sample in (False, True)]
     change(model)
     moved = model.with_name("moved")
     model = moved if moved.exists() else model
-    assert [model_fingerprint(str(model), sample=sample) for sample in (False, True)] == before
+    assert [model_files_digest(str(model), sample=sample) for sample in (False, True)] == before
 
 
 @pytest.mark.parametrize(
@@ -112,54 +112,54 @@ def test_what_does_not_matter(model: Path, change: Callable[[Path], object]) -> 
     ],
 )
 def test_what_matters(model: Path, change: Callable[[Path], object]) -> None:
-    before = [model_fingerprint(model, sample=sample) for sample in (False, True)]
+    before = [model_files_digest(model, sample=sample) for sample in (False, True)]
     change(model)
-    after = [model_fingerprint(model, sample=sample) for sample in (False, True)]
+    after = [model_files_digest(model, sample=sample) for sample in (False, True)]
     assert not set(before) & set(after)
 
 
 def test_every_value_of_every_tensor_counts(model: Path) -> None:
     """A fine-tune may change a few rows of an embedding and nothing else."""
-    found = {model_fingerprint(model)}
+    found = {model_files_digest(model)}
     for element in (0, 1, 3000, 5998, 5999):
         tensors = load_file(model / "model.safetensors")
         tensors["model.embed.weight"].view(-1)[element] += 1
         save_file(tensors, model / "model.safetensors")
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
         save_file(TENSORS, model / "model.safetensors")
     assert len(found) == 6
-    assert model_fingerprint(model) in found
+    assert model_files_digest(model) in found
 
 
 def test_every_piece_of_a_large_tensor_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """24000 bytes in pieces of 1000, each in reads of 300, by several threads."""
     monkeypatch.setattr(tensor_digests, "PIECE_BYTES", 1000)
     monkeypatch.setattr(tensor_digests, "_READ_BYTES", 300)
-    found = {model_fingerprint(model)}
+    found = {model_files_digest(model)}
     for element in (0, 249, 250, 3000, 5999):
         changed = TENSORS["model.embed.weight"].clone()
         changed.view(-1)[element] += 1
         save_file(TENSORS | {"model.embed.weight": changed}, model / "model.safetensors")
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
     assert len(found) == 6
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one thread
-    assert model_fingerprint(model) in found
+    assert model_files_digest(model) in found
 
 
 def test_a_sample_is_the_middle_of_large_tensors(model: Path) -> None:
-    before = model_fingerprint(model, sample=True)
-    assert before != model_fingerprint(model)
+    before = model_files_digest(model, sample=True)
+    assert before != model_files_digest(model)
     for element, is_seen in ((0, False), (3000, True), (5999, False)):
         changed = TENSORS["model.embed.weight"].clone()
         changed.view(-1)[element] += 1
         save_file(TENSORS | {"model.embed.weight": changed}, model / "model.safetensors")
-        assert (model_fingerprint(model, sample=True) != before) is is_seen
+        assert (model_files_digest(model, sample=True) != before) is is_seen
 
 
 def test_a_sample_of_small_tensors_is_not_all_bytes(model: Path) -> None:
     """Though it has read the same bytes: who asks for all of them must not find it."""
     save_file({"a": torch.ones(3)}, model / "model.safetensors")
-    assert model_fingerprint(model) != model_fingerprint(model, sample=True)
+    assert model_files_digest(model) != model_files_digest(model, sample=True)
 
 
 # ---- rotary parameters, as each transformers writes them ----
@@ -206,11 +206,11 @@ def test_rope_is_the_same_in_both_ways_to_write_it(
         for written in (four, five):
             whole = rest | (part and {"text_config": written}) if part else rest | written
             (model / "config.json").write_text(json.dumps(whole))
-            found.append(model_fingerprint(model))
+            found.append(model_files_digest(model))
         assert found[0] == found[1]
     changed = json.loads(json.dumps(four).replace("10000.0", "20000.0").replace("500000.0", "1e6"))
     (model / "config.json").write_text(json.dumps(rest | changed))
-    assert model_fingerprint(model) not in found
+    assert model_files_digest(model) not in found
 
 
 # ---- what is read, and when ----
@@ -241,11 +241,11 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_bytes_are_read_once(model: Path, reads: list[int]) -> None:
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     assert sum(reads) == NUM_BYTES
-    assert model_fingerprint(model) == before
+    assert model_files_digest(model) == before
     assert sum(reads) == NUM_BYTES
-    assert model_fingerprint(model, config=model / "config.json") == before
+    assert model_files_digest(model, config=model / "config.json") == before
     assert sum(reads) == NUM_BYTES
 
 
@@ -253,12 +253,12 @@ def test_bytes_are_read_once(model: Path, reads: list[int]) -> None:
 def test_a_file_is_read_again_when_it_changes(model: Path, reads: list[int]) -> None:
     """Saved in place, with the same size and the same time."""
     path = model / "model.safetensors"
-    before, times = model_fingerprint(model), os.stat(path)
+    before, times = model_files_digest(model), os.stat(path)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert model_fingerprint(model) != before
+    assert model_files_digest(model) != before
     assert sum(reads) == 2 * NUM_BYTES
 
 
@@ -271,22 +271,22 @@ def test_a_blob_of_a_hub_cache_that_is_saved_over_is_read_again(
     blob = model.parent / ("0" * 64)
     path.rename(blob)
     path.symlink_to(blob)
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
-    assert model_fingerprint(model) != before
+    assert model_files_digest(model) != before
 
 
 def test_a_file_that_was_written_just_now_is_not_remembered(model: Path, reads: list[int]) -> None:
     """It could be written once more within a tick of the clock of its file system."""
     for i in (1, 2):
-        model_fingerprint(model)
+        model_files_digest(model)
         assert sum(reads) == i * NUM_BYTES
     later = time.time_ns() + 3_000_000_000
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: later)
-        model_fingerprint(model)
+        model_files_digest(model)
         assert sum(reads) == 3 * NUM_BYTES
-        model_fingerprint(model)
+        model_files_digest(model)
         assert sum(reads) == 3 * NUM_BYTES
 
 
@@ -332,39 +332,39 @@ def remembered() -> list[Path]:
 def test_what_was_torn_or_spoilt_is_read_again(
     model: Path, reads: list[int], spoil: Callable[[Path], object]
 ) -> None:
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     (path,) = remembered()
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     spoil(path)
-    assert model_fingerprint(model) == before
+    assert model_files_digest(model) == before
     assert sum(reads) == 2 * NUM_BYTES
 
 
 @pytest.mark.usefixtures("settled")
 def test_digests_of_another_file_are_not_used(model: Path, reads: list[int]) -> None:
     """Moved to the place of this one's, checksum and all."""
-    model_fingerprint(model)
+    model_files_digest(model)
     (first,) = remembered()
     changed = {**TENSORS, "model.norm.weight": TENSORS["model.norm.weight"] * 2}
     save_file(changed, model / "other.safetensors")
     (model / "model.safetensors").unlink()
-    expected = model_fingerprint(model)
+    expected = model_files_digest(model)
     (other,) = set(remembered()) - {first}
     other.write_bytes(first.read_bytes())
-    assert model_fingerprint(model) == expected
+    assert model_files_digest(model) == expected
 
 
 @pytest.mark.usefixtures("settled")
 def test_the_oldest_are_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest_cache, "_MAX_FILES", 3)
     folder = remembered_in()
-    model_fingerprint(model)
+    model_files_digest(model)
     (first,) = remembered()
     os.utime(first, (1, 1))
     for i in range(3):
         save_file({f"{i}": torch.ones(1)}, model / f"{i}.safetensors")
-    model_fingerprint(model)
+    model_files_digest(model)
     assert len(list(folder.iterdir())) == 3
     assert not first.exists()
 
@@ -378,7 +378,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     folder.mkdir()
     folder.chmod(mode)
     for _ in range(2):
-        model_fingerprint(model)
+        model_files_digest(model)
     assert sum(reads) == 2 * NUM_BYTES
     assert not list(folder.iterdir())
     assert f"its mode is {mode:o}, expected that nobody else may write" in caplog.text
@@ -389,7 +389,7 @@ def test_a_folder_of_somebody_else_is_not_used(
     model: Path, reads: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    model_fingerprint(model)
+    model_files_digest(model)
     assert f"it belongs to user {os.getuid()}, expected" in caplog.text
     assert not remembered()
 
@@ -397,10 +397,10 @@ def test_a_folder_of_somebody_else_is_not_used(
 def test_without_a_place_to_remember_it_works_all_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert model_fingerprint(model) == before
+    assert model_files_digest(model) == before
 
 
 def test_one_process_reads_and_the_others_wait(model: Path, reads: list[int]) -> None:
@@ -416,7 +416,7 @@ def test_one_process_reads_and_the_others_wait(model: Path, reads: list[int]) ->
     held.__enter__()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", release)
-        model_fingerprint(model)
+        model_files_digest(model)
     assert waited == [0]
     assert sum(reads) == NUM_BYTES
     cache.close()
@@ -440,7 +440,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     monkeypatch.setattr(os, "preadv", changed)
     with pytest.raises(InvalidArgumentError, match=r"changed while it was read\. Wait until"):
-        model_fingerprint(model)
+        model_files_digest(model)
     assert not remembered()
 
 
@@ -448,14 +448,14 @@ def test_progress_is_told_when_it_takes_long(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[tuple[int, int]] = []
-    model_fingerprint(model, progress=lambda *found: told.append(found))
+    model_files_digest(model, progress=lambda *found: told.append(found))
     assert not told
     monkeypatch.setattr(tensor_digests, "_FIRST_SECONDS", 0)
     monkeypatch.setattr(tensor_digests, "_NEXT_SECONDS", 0)
-    model_fingerprint(model, progress=lambda *found: told.append(found))
+    model_files_digest(model, progress=lambda *found: told.append(found))
     assert told[-1] == (NUM_BYTES, NUM_BYTES)
     caplog.set_level("INFO", "kvx")
-    model_fingerprint(model)
+    model_files_digest(model)
     assert "Reading the weights in" in caplog.text
 
 
@@ -465,21 +465,21 @@ def test_progress_is_told_when_it_takes_long(
 def test_code_counts_where_the_config_names_it(model: Path) -> None:
     code = model / "modeling_own.py"
     code.write_text("theta = 1")
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     code.write_text("theta = 2")
-    assert model_fingerprint(model) == before  # nobody runs it
+    assert model_files_digest(model) == before  # nobody runs it
     config(auto_map={"AutoModelForCausalLM": "modeling_own.Model"})(model)
-    named = model_fingerprint(model)
+    named = model_files_digest(model)
     code.write_text("theta = 3")
-    assert len({before, named, model_fingerprint(model)}) == 3
+    assert len({before, named, model_files_digest(model)}) == 3
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
 def test_how_it_is_quantised_counts(model: Path, name: str) -> None:
-    found = {model_fingerprint(model)}
+    found = {model_files_digest(model)}
     for bits in (4, 8):
         (model / name).write_text(json.dumps({"bits": bits}))
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
     assert len(found) == 3
 
 
@@ -489,7 +489,7 @@ def test_dtypes_of_a_quantiser_count(model: Path, name: str) -> None:
     found = []
     for dtype in ("fp4", "fp6_e3m2"):
         config(**{name: {"input_tensors": {"dtype": dtype}}})(model)
-        found.append(model_fingerprint(model))
+        found.append(model_files_digest(model))
     assert len(set(found)) == 2
 
 
@@ -498,7 +498,7 @@ def test_what_torchaos_files_say_of_their_tensors_counts(model: Path) -> None:
     for method, scale in (("torchao", "1"), ("torchao", "2"), ("awq", "1"), ("awq", "2")):
         config(quantization_config={"quant_method": method})(model)
         save_file(TENSORS, model / "model.safetensors", {"model.norm.weight": scale})
-        found.append(model_fingerprint(model))
+        found.append(model_files_digest(model))
     assert len(set(found)) == 3
     assert found[2] == found[3]
 
@@ -510,17 +510,17 @@ def test_a_change_through_a_mapping_is_seen(model: Path, settled: None) -> None:
         found = []
         for value in (1, 2, 3):
             mapped[-8] = value
-            found.append(model_fingerprint(model))
+            found.append(model_files_digest(model))
     assert len(set(found)) == 3
 
 
 def test_mistrals_own_config_counts(model: Path) -> None:
-    found = {model_fingerprint(model)}
+    found = {model_files_digest(model)}
     for dim in (1, 2):
         (model / "params.json").write_text(json.dumps({"dim": dim}))
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
     (model / "config.json").unlink()
-    found.add(model_fingerprint(model))
+    found.add(model_files_digest(model))
     assert len(found) == 4
 
 
@@ -531,31 +531,31 @@ def test_which_of_two_tensors_with_one_name_counts(model: Path) -> None:
     for first, second in ((TENSORS, other), (other, TENSORS)):
         save_file(first, model / "model.safetensors")
         save_file(second, model / "more.safetensors")
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
     index = model / "model.safetensors.index.json"
     for name in ("model", "more"):
         weight_map = {"model.norm.weight": f"{name}.safetensors"}
         index.write_text(json.dumps({"weight_map": weight_map}))
-        found.add(model_fingerprint(model))
+        found.add(model_files_digest(model))
     assert len(found) == 4
 
 
 def test_the_same_tensors_twice_are_the_same_model(model: Path) -> None:
-    before = model_fingerprint(model)
+    before = model_files_digest(model)
     shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
-    assert model_fingerprint(model) == before
+    assert model_files_digest(model) == before
 
 
 def test_another_config_in_place_of_the_models_own(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "config"
     other.mkdir()
     shutil.copy(model / "config.json", other)
-    assert model_fingerprint(model, config=other) == model_fingerprint(model)
+    assert model_files_digest(model, config=other) == model_files_digest(model)
     config(hidden_size=65)(other)
-    changed = model_fingerprint(model, config=other)
-    assert changed != model_fingerprint(model)
+    changed = model_files_digest(model, config=other)
+    assert changed != model_files_digest(model)
     config(hidden_size=65)(model)
-    assert changed == model_fingerprint(model)
+    assert changed == model_files_digest(model)
 
 
 def test_a_model_that_transformers_saves_again_stays_the_same(tmp_path: Path) -> None:
@@ -572,11 +572,11 @@ def test_a_model_that_transformers_saves_again_stays_the_same(tmp_path: Path) ->
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     again.save_pretrained(tmp_path / "again", max_shard_size="10KB")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
-    assert model_fingerprint(tmp_path / "first") == model_fingerprint(tmp_path / "again")
+    assert model_files_digest(tmp_path / "first") == model_files_digest(tmp_path / "again")
     with torch.no_grad():
         again.model.layers[0].mlp.up_proj.weight += 1e-3
     again.save_pretrained(tmp_path / "tuned")
-    assert model_fingerprint(tmp_path / "first") != model_fingerprint(tmp_path / "tuned")
+    assert model_files_digest(tmp_path / "first") != model_files_digest(tmp_path / "tuned")
 
 
 def weights(data: bytes) -> Callable[[Path], object]:
@@ -614,4 +614,4 @@ def test_directories_that_are_no_model(
 ) -> None:
     change(model)
     with pytest.raises(InvalidArgumentError, match=message):
-        model_fingerprint(model)
+        model_files_digest(model)
