@@ -68,7 +68,7 @@ _BY_IPEX = "how IPEX applies them on XPU is not known here"
 
 # Every cache that TGI allocates, by (ATTENTION, SYSTEM), and SYSTEM:device.type where it asks that.
 # Source: TGI 3.3.7, files below server/text_generation_server; after this version there is
-# maintenance alone. What holds for every row:
+# maintenance alone. What holds for every entry:
 #   block_size  models/globals.py, BLOCK_SIZE
 #   order       layers/attention/kv_cache.py, KVCache.__init__: x = BLOCK_SIZE // itemsize
 #   fp8         the same; scales: KVCache.can_scale, KVCache.store, layers/fp8.py, fp8_quantize
@@ -332,7 +332,7 @@ def without_negative_slots(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What of a write may be given to KVCache.store, in which a negative slot is a stray write.
 
-    key, value: (>= num_tokens, num_kv_heads, head_dim), any strides; rows past num_tokens go too
+    key, value: (>= num_tokens, num_kv_heads, head_dim), any strides; tokens past num_tokens go too
     slots:      (num_tokens,), int64. Waits for a device
     Returns (key, value, slots): views if no slot is negative, else copies.
     Source: the table _FLAVOURS, negative_slots

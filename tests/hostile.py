@@ -355,7 +355,7 @@ def _headers(good: bytes) -> Iterator[tuple[str, bytes]]:
         "a layer beyond all": lambda h: h["parts"][0]["layers"].append(1 << 40),
         "many layers": lambda h: h["parts"][0].update(layers=list(range(100_000))),
         "many parts": lambda h: h.update(parts=h["parts"] * 1000),
-        "opaque rows": lambda h: h["parts"][0].update(encoding="rows"),
+        "opaque bytes": lambda h: h["parts"][0].update(encoding="rows"),
     }
     for word in ("", "zz" * 32, "ab", "AB" * 32, "0" * 63, "0" * 65, "\u0661" * 64, "../" * 20,
                    "0" * 64, "x" * 50_000, "0" * 63 + "\n", "\0" * 64):  # fmt: skip

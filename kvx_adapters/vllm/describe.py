@@ -33,7 +33,7 @@ class Layer:
     """One layer: its descriptor, and scales that lie in the cache."""
 
     desc: CacheDesc
-    rows: Encoding
+    encoding: Encoding
     k_scale: ScaleDesc | None
     v_scale: ScaleDesc | None
 
@@ -45,8 +45,8 @@ def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
               block_size, 2 * head_size) for most backends since 0.26, strides as spec.layout says;
               or, where vLLM splits its blocks for the kernel, (num_blocks * n, num_kv_heads,
               block_size / n, 2 * head_size), described with those smaller blocks
-    What its bytes are is taken from spec.kv_cache_dtype: FP8 is stored as uint8, for example. Rows
-    that are no numbers to KVX, such as INT8 with a scale in each, are U8: see LayerGroup.encoding.
+    spec.kv_cache_dtype says what the bytes are: FP8 is stored as uint8, for example. Vectors that
+    are no numbers to KVX, such as INT8 with a scale behind them, are U8: see LayerGroup.encoding.
     Raises UnsupportedError for what is not known here, InvalidArgumentError where `kv_cache` is
     not what `spec` says.
     Source: the table PAGES; vllm 0.32 v1/kv_cache_interface.py, compute_layout_strides
@@ -57,8 +57,8 @@ def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
 def inline_scales(kv_cache: Tensor, spec: LayerSpec) -> tuple[ScaleDesc, ScaleDesc] | None:
     """The scales that lie in the cache itself, of K and V; None if there are none.
 
-    kv_cache: as in `cache_desc`; with kv_cache_dtype "fp8_per_token_head" each row of a token and
-              head ends in its float32 scale
+    kv_cache: as in `cache_desc`; with kv_cache_dtype "fp8_per_token_head" each vector ends in its
+              float32 scale
     Raises UnsupportedError, InvalidArgumentError.
     """
     layer = layer_of(kv_cache, spec)
@@ -100,18 +100,19 @@ def cache_view(
 
 def layer_of(kv_cache: Tensor, spec: LayerSpec) -> Layer:
     """One layer and what lies beside its values. Raises as `cache_desc`."""
-    page, rows = page_of(spec), encoding_of(spec)
-    kv_cache = placed(kv_cache, spec, page, rows)
-    if rows.dtype is DType.U8:
+    page, encoding = page_of(spec), encoding_of(spec)
+    kv_cache = placed(kv_cache, spec, page, encoding)
+    if encoding.dtype is DType.U8:
         kv_cache = kv_cache.view(torch.uint8)  # KVX has no INT8
-    k, v = page.split(kv_cache, spec.num_kv_heads, rows)
+    k, v = page.split(kv_cache, spec.num_kv_heads, encoding)
     return Layer(
         desc=CacheDesc.from_kv(
-            _values(k, rows, rows.k_row), None if v is None else _values(v, rows, rows.v_row)
+            _values(k, encoding, encoding.k_elements),
+            None if v is None else _values(v, encoding, encoding.v_elements),
         ),
-        rows=rows,
-        k_scale=_inline(k, rows),
-        v_scale=None if v is None else _inline(v, rows),
+        encoding=encoding,
+        k_scale=_inline(k, encoding),
+        v_scale=None if v is None else _inline(v, encoding),
     )
 
 
@@ -122,18 +123,20 @@ def scale_desc(scale: Tensor | float) -> ScaleDesc:
     return ScaleDesc.of(scale)
 
 
-def _values(tensor: Tensor, rows: Encoding, row: int) -> TensorDesc:
-    """(block, head, token, row) without what follows the values, or 5 axes, packed."""
+def _values(tensor: Tensor, encoding: Encoding, num_elements: int) -> TensorDesc:
+    """(block, head, token, stored elements) without what follows the values, or 5 axes, packed."""
     if tensor.ndim == 5:
-        return describe(tensor, Layout.BLOCK_HND_PACKED, dtype=rows.dtype)
-    return describe(tensor[..., : rows.values(row)], Layout.BLOCK_HND, dtype=rows.dtype)
+        return describe(tensor, Layout.BLOCK_HND_PACKED, dtype=encoding.dtype)
+    return describe(
+        tensor[..., : encoding.values(num_elements)], Layout.BLOCK_HND, dtype=encoding.dtype
+    )
 
 
-def _inline(tensor: Tensor, rows: Encoding) -> ScaleDesc | None:
-    """The float32 at the end of each row, as (block, token, head)."""
-    if not rows.inline_scales:
+def _inline(tensor: Tensor, encoding: Encoding) -> ScaleDesc | None:
+    """The float32 at the end of each vector, as (block, token, head)."""
+    if not encoding.inline_scales:
         return None
-    scales = tensor[..., rows.values(tensor.shape[-1]) :].view(torch.float32)
+    scales = tensor[..., encoding.values(tensor.shape[-1]) :].view(torch.float32)
     return ScaleDesc.of(scales[..., 0].transpose(1, 2), ScaleGranularity.PER_TOKEN_HEAD)
 
 
@@ -144,7 +147,7 @@ def _scales(
     inline = [layer.k_scale if name == "k" else layer.v_scale for layer in layers]
     missing = [
         found is None
-        and layer.rows.name == VALUES
+        and layer.encoding.name == VALUES
         and name in layer.desc.tensors
         and layer.desc.tensors[name].dtype.itemsize == 1
         for layer, found in zip(layers, inline, strict=True)

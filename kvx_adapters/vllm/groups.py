@@ -44,7 +44,7 @@ class LayerGroup:
 
     @property
     def encoding(self) -> str:
-        """What `group_view` describes: "values", or the name of opaque rows of bytes."""
+        """What `group_view` describes: "values", or the name of opaque bytes."""
         return encoding_of(self.specs[0]).name
 
 

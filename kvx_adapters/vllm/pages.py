@@ -1,6 +1,6 @@
 """Where the attention backends of vLLM keep K and V: one table, by backend and version.
 
-A row of the table is what the sources of one backend say: the axes of the tensor that a layer is
+An entry of the table is what the sources of one backend say: the axes of the tensor that a layer is
 bound to, the orders in which they may lie in memory, and how the backend finds K and V in it. What
 the numbers are is for encodings.py; whether a tensor is what the table says, for placement.py.
 """
@@ -17,8 +17,9 @@ from kvx_adapters.vllm.encodings import Encoding
 from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import InvalidArgumentError, UnsupportedError
 
-# K and V as (block, head, token, row), or K packed as (block, head, row / x, token, x).
-Rows = tuple[Tensor, Tensor | None]
+# D: elements of a vector, the K or V of one token and head, as they are stored.
+# K and V as (block, head, token, D), or K packed as (block, head, D / x, token, x).
+KV = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,89 +32,89 @@ class Page:
 
     axes: str  # of the tensor
     orders: Mapping[str, str]  # resolved layout -> the axes as they lie in memory, outermost first
-    split: Callable[[Tensor, int, Encoding], Rows]  # tensor, num_kv_heads, rows -> K and V
+    split: Callable[[Tensor, int, Encoding], KV]  # tensor, num_kv_heads, encoding -> K and V
     # A cell is K and V of a token and head, one of the two, or one of the two of all heads.
     cell: Literal["both", "one", "all heads"] = "both"
     v: Literal["like k", "own size", "none"] = "like k"
 
-    def cell_elements(self, num_kv_heads: int, rows: Encoding) -> int:
+    def cell_elements(self, num_kv_heads: int, encoding: Encoding) -> int:
         """Stored elements of a cell."""
         if self.cell == "both":
-            return rows.k_row + (0 if self.v == "none" else rows.v_row)
-        return rows.k_row * (num_kv_heads if self.cell == "all heads" else 1)
+            return encoding.k_elements + (0 if self.v == "none" else encoding.v_elements)
+        return encoding.k_elements * (num_kv_heads if self.cell == "all heads" else 1)
 
 
 # ---- how backends find K and V ----
 
 
-def _halves(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, H, N, K row then V row)."""
-    return cache[..., : rows.k_row], cache[..., rows.k_row :]
+def _halves(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, H, N, D of K and then D of V)."""
+    return cache[..., : encoding.k_elements], cache[..., encoding.k_elements :]
 
 
-def _halves_of_tokens(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, N, H, K row then V row)."""
-    return _halves(cache.transpose(1, 2), num_kv_heads, rows)
+def _halves_of_tokens(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, N, H, D of K and then D of V)."""
+    return _halves(cache.transpose(1, 2), num_kv_heads, encoding)
 
 
-def _latent(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, 1, N, row) of MLA, which has no V: attention reads the front of the row as V."""
+def _latent(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, 1, N, D) of MLA, which has no V: attention reads the front of each vector as V."""
     return cache, None
 
 
-def _two_tensors(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(2, B, N, H, row)."""
+def _two_tensors(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(2, B, N, H, D)."""
     k, v = cache.unbind(0)
     return k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _two_planes(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, 2, N, H, row)."""
+def _two_planes(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, 2, N, H, D)."""
     k, v = cache.unbind(1)
     return k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _two_slots(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, 2, N, H * row): K and V are head slots, with all heads of a token in one cell."""
-    heads = cache.view(*cache.shape[:-1], num_kv_heads, rows.k_row)
-    return _two_planes(heads, num_kv_heads, rows)
+def _two_slots(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, 2, N, H * D): K and V are head slots, with all heads of a token in one cell."""
+    heads = cache.view(*cache.shape[:-1], num_kv_heads, encoding.k_elements)
+    return _two_planes(heads, num_kv_heads, encoding)
 
 
-def cpu_planes(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, H, N, 2 * row), where a head's page is really K as [row, N] and then V as [N, row]."""
+def cpu_planes(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, H, N, 2 * D), where a head's page is really K as [D, N] and then V as [N, D]."""
     num_blocks, _, block_size, _ = cache.shape
-    row = rows.k_row
-    k = cache.view(num_blocks, num_kv_heads, 2, row, block_size)[:, :, 0]
-    v = cache.view(num_blocks, num_kv_heads, 2, block_size, row)[:, :, 1]
+    size = encoding.k_elements
+    k = cache.view(num_blocks, num_kv_heads, 2, size, block_size)[:, :, 0]
+    v = cache.view(num_blocks, num_kv_heads, 2, block_size, size)[:, :, 1]
     return k.transpose(2, 3), v
 
 
-def _cpu_tensors(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(2, B, H, N, row), with the pages of `cpu_planes`."""
+def _cpu_tensors(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(2, B, H, N, D), with the pages of `cpu_planes`."""
     k, v = cache.unbind(0)
-    return k.view(*k.shape[:2], rows.k_row, -1).transpose(2, 3), v
+    return k.view(*k.shape[:2], encoding.k_elements, -1).transpose(2, 3), v
 
 
-def _packed(k: Tensor, v: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """Pages of all heads: K as [H, row / x, N, x] with x of 16 bytes, V as [H, row, N].
+def _packed(k: Tensor, v: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """Pages of all heads: K as [H, D / x, N, x] with x of 16 bytes, V as [H, D, N].
 
     Source: vllm 0.32 v1/attention/ops/paged_attn.py, PagedAttention.split_kv_cache
     """
     num_blocks, x = k.shape[0], 16 // k.element_size()
     return (
-        k.view(num_blocks, num_kv_heads, rows.k_row // x, -1, x),
-        v.view(num_blocks, num_kv_heads, rows.k_row, -1).transpose(2, 3),
+        k.view(num_blocks, num_kv_heads, encoding.k_elements // x, -1, x),
+        v.view(num_blocks, num_kv_heads, encoding.k_elements, -1).transpose(2, 3),
     )
 
 
-def _packed_tensors(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(2, B, N, H, row), with the pages of `_packed`."""
-    return _packed(cache[0], cache[1], num_kv_heads, rows)
+def _packed_tensors(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(2, B, N, H, D), with the pages of `_packed`."""
+    return _packed(cache[0], cache[1], num_kv_heads, encoding)
 
 
-def _packed_slots(cache: Tensor, num_kv_heads: int, rows: Encoding) -> Rows:
-    """(B, 2, N, H * row), with the pages of `_packed`."""
-    return _packed(cache[:, 0], cache[:, 1], num_kv_heads, rows)
+def _packed_slots(cache: Tensor, num_kv_heads: int, encoding: Encoding) -> KV:
+    """(B, 2, N, H * D), with the pages of `_packed`."""
+    return _packed(cache[:, 0], cache[:, 1], num_kv_heads, encoding)
 
 
 # ---- the orders in memory ----
@@ -209,8 +210,8 @@ _NOT_STRIDED = {
     "DEEPSEEK_V4_INDEXER": _DATA_THEN_SCALES,
     "DEEPSEEK_V41_INDEXER": _DATA_THEN_SCALES,
     "DEEPSEEK_SPARSE_SWA": _DATA_THEN_SCALES,
-    "TURBOQUANT": "its rows are rotated and coded, in an order that depends on the device",
-    "ULTRAQUANT": "its rows are rotated and coded, in an order that depends on the device",
+    "TURBOQUANT": "its vectors are rotated and coded, in an order that depends on the device",
+    "ULTRAQUANT": "its vectors are rotated and coded, in an order that depends on the device",
 }
 
 # CPU_ATTN chooses by ISA what a page looks like; these two were read back from its own op.
@@ -218,7 +219,7 @@ _CPU_PLANES = ("vec", "vec16")
 
 
 def page_of(spec: LayerSpec) -> Page:
-    """The row of the table for a layer. Raises UnsupportedError."""
+    """The entry of the table for a layer. Raises UnsupportedError."""
     minor, backend = spec.minor, spec.backend
     if backend in _NOT_STRIDED:
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import InvalidArgumentError, UnsupportedError
 
 
-def placed(kv_cache: Tensor, spec: LayerSpec, page: Page, rows: Encoding) -> Tensor:
+def placed(kv_cache: Tensor, spec: LayerSpec, page: Page, encoding: Encoding) -> Tensor:
     """`kv_cache` with the axes of `page`, checked to be what `spec` implies.
 
     Raises InvalidArgumentError, UnsupportedError.
@@ -26,9 +26,9 @@ def placed(kv_cache: Tensor, spec: LayerSpec, page: Page, rows: Encoding) -> Ten
     if page.v == "none" and kv_cache.ndim == 3:
         kv_cache = kv_cache.unsqueeze(1)  # the layer's own view of MLA's one head
     order = order_of(spec, page)
-    _check_contents(spec, page, rows)
+    _check_contents(spec, page, encoding)
     n = kernel_blocks(kv_cache, spec, page)
-    extent = _extents(spec, page, rows, n)
+    extent = _extents(spec, page, encoding, n)
     expected = tuple(extent[axis] for axis in page.axes)
     if tuple(kv_cache.shape) != expected:
         raise InvalidArgumentError(
@@ -55,9 +55,9 @@ def kernel_blocks(kv_cache: Tensor, spec: LayerSpec, page: Page) -> int:
     return max(1, spec.block_size // kernel_block_size) if kernel_block_size else 1
 
 
-def _check_contents(spec: LayerSpec, page: Page, rows: Encoding) -> None:
+def _check_contents(spec: LayerSpec, page: Page, encoding: Encoding) -> None:
     """A page must hold K and V of every head and token, and nothing else."""
-    content = page.cell_elements(spec.num_kv_heads, rows) * spec.dtype.itemsize
+    content = page.cell_elements(spec.num_kv_heads, encoding) * spec.dtype.itemsize
     sizes_of_v: dict[str, tuple[int | None, ...]] = {
         "like k": (None, spec.head_size),
         "own size": (spec.head_size_v,),
@@ -77,7 +77,7 @@ def _check_contents(spec: LayerSpec, page: Page, rows: Encoding) -> None:
             )
 
 
-def _extents(spec: LayerSpec, page: Page, rows: Encoding, n: int) -> dict[str, int]:
+def _extents(spec: LayerSpec, page: Page, encoding: Encoding, n: int) -> dict[str, int]:
     """The extent of every axis of the cache, in kernel blocks."""
     return {
         "L": spec.num_layers,
@@ -85,7 +85,7 @@ def _extents(spec: LayerSpec, page: Page, rows: Encoding, n: int) -> dict[str, i
         "K": 2,
         "H": 2 if page.cell == "all heads" else spec.num_kv_heads,
         "N": spec.block_size // n,
-        "C": page.cell_elements(spec.num_kv_heads, rows),
+        "C": page.cell_elements(spec.num_kv_heads, encoding),
     }
 
 

@@ -36,7 +36,8 @@ def self_test(
     dtype:   of the token that vLLM is given; None: the cache's, or bfloat16 if it is quantised
     k_scale, v_scale: of an FP8 cache, one or one per KV head
     The block that holds the slot is as before when this returns or raises; nobody else may use it
-    meanwhile. Rows of bytes cannot be read as numbers: only that they, and no others, changed.
+    meanwhile. Opaque bytes cannot be read as numbers: the test is then
+    that this token changed, and no other.
     Raises InvalidArgumentError naming what differs, or as `cache_desc`.
     """
     layer = layer_of(kv_cache, spec)
@@ -55,19 +56,19 @@ def self_test(
     block = kv_cache.select(page_of(spec).axes.index("B"), last_block)
     saved = block.clone()
     try:
-        before = reader.rows()
+        before = reader.vectors()
         write(*tokens, torch.tensor([slot], device=kv_cache.device))
-        after, found = reader.rows(), reader.token()
+        after, found = reader.vectors(), reader.token()
     finally:
         block.copy_(saved)
     for i, token in enumerate((key, value)):
         if token is None:
             continue
         name = f"{'KV'[i]} of {spec.backend}"
-        _check_rows(name, before[i], after[i], slot)
-        if layer.rows.name == VALUES:
+        _check_vectors(name, before[i], after[i], slot)
+        if layer.encoding.name == VALUES:
             # A scale that vLLM finds by itself rounds; the values of neighbours differ by more.
-            tolerance = 1 / 14 if layer.rows.inline_scales else 0.0
+            tolerance = 1 / 14 if layer.encoding.inline_scales else 0.0
             _check_token(name, token[0] * reader.factors[i], found[i], tolerance, slot)
 
 
@@ -150,7 +151,7 @@ class _Reader:
         self, desc: CacheDesc, layer: Layer, k_scale: Tensor | float, v_scale: Tensor | float
     ) -> None:
         self.desc = desc
-        self.is_values = layer.rows.name == VALUES
+        self.is_values = layer.encoding.name == VALUES
         self.k_scale, self.v_scale = layer.k_scale, layer.v_scale
         self.factors: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)
         # A bit above each code of FP8: an op that truncates stores the same as one that rounds.
@@ -160,8 +161,8 @@ class _Reader:
             self.v_scale = None if desc.v is None else scale_desc(v_scale)
             self.factors = (_per_head(k_scale), _per_head(v_scale))
 
-    def rows(self) -> tuple[Tensor, Tensor | None]:
-        """The bytes of the last block, (block_size, num_kv_heads, row)."""
+    def vectors(self) -> tuple[Tensor, Tensor | None]:
+        """The bytes of the last block, (block_size, num_kv_heads, vector)."""
         key, value = gather_kv(self.desc, *self._last_block())
         return key[0].view(torch.uint8), None if value is None else value[0].view(torch.uint8)
 
@@ -187,14 +188,14 @@ def _per_head(scale: Tensor | float) -> Tensor | float:
     return scale.flatten()[:, None] if isinstance(scale, Tensor) else scale
 
 
-def _check_rows(name: str, before: Any, after: Any, slot: int) -> None:
-    """(block_size, num_kv_heads, row) of bytes: the last token changed, in every head, alone."""
+def _check_vectors(name: str, before: Any, after: Any, slot: int) -> None:
+    """(block_size, num_kv_heads, vector) of bytes: the last token changed, in every head, alone."""
     changed = (before != after).any(-1)
     others = changed[:-1].nonzero().tolist()
     if others:
         token, head = others[0]
         raise InvalidArgumentError(
-            f"{name}: vLLM wrote a token to slot {slot}, and KVX reads {len(others)} other rows "
+            f"{name}: vLLM wrote a token to slot {slot}, and KVX reads {len(others)} other vectors "
             f"changed, the first of token {token} and head {head} of the block. The description is "
             "wrong"
         )

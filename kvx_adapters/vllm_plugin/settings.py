@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvx_adapters.vllm.encodings import FP8, rows_name
+from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import model_record
 from kvx_core import DType, InvalidArgumentError, UnsupportedError
@@ -139,10 +139,10 @@ def precision(dtype: Any, cache_config: Any) -> Precision:
     if name in FP8:
         return Precision.of(dtype, FP8[name])
     if name == "fp8_per_token_head":
-        return Precision.of(dtype, DType.F8_E4M3, row_scales=True)
+        return Precision.of(dtype, DType.F8_E4M3, vector_scales=True)
     from vllm.version import __version__ as version
 
-    rows = Precision.of(rows=rows_name(minor(version), name))
+    opaque = Precision.of(opaque=opaque_name(minor(version), name))
     # Layers that are skipped keep what was computed.
     skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
-    return rows.meet(Precision.of(dtype)) if skipped else rows
+    return opaque.meet(Precision.of(dtype)) if skipped else opaque

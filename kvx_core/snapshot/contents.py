@@ -12,7 +12,7 @@ from kvx_core.types import DType
 
 SCALE_KINDS = ("k_scale", "v_scale")
 FP8 = (DType.F8_E4M3, DType.F8_E5M2)
-ROWS = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # what K and V may be
+KV_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # what K and V may be
 _MAX_INDEX = 1 << 24  # of layers and heads
 
 
@@ -91,41 +91,41 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
         except ValueError as error:
             return str(error)
     known = {"tokens"}
-    rows = (tokens.shape[0], last - first)
+    counts = (tokens.shape[0], last - first)  # of tokens and heads
     for layer, encoding in ((i, part.encoding) for part in header.parts for i in part.layers):
         for kind in ("k", "v"):
             name = f"layers.{layer}.{kind}"
             if name in tensors or kind == "k":
                 known |= {name, f"{name}_scale"}
-                reason = next(_wrong_rows(name, tensors, rows, encoding), None)
+                reason = next(_wrong_tensor(name, tensors, counts, encoding), None)
                 if reason:
                     return reason
     others = sorted(set(tensors) - known)
     return f"{others[0]} belongs to none of its layers {layers}" if others else None
 
 
-def _wrong_rows(
-    name: str, tensors: Mapping[str, Stored], rows: tuple[int, int], encoding: str
+def _wrong_tensor(
+    name: str, tensors: Mapping[str, Stored], counts: tuple[int, int], encoding: str
 ) -> Iterator[str]:
     """What is wrong with K or V of a layer, or its scale."""
     stored, scale = tensors.get(name, NOTHING), tensors.get(f"{name}_scale")
     if (
-        stored.shape[:2] != rows
+        stored.shape[:2] != counts
         or len(stored.shape) != 3
         or not stored.shape[2]
-        or stored.dtype not in ROWS
+        or stored.dtype not in KV_DTYPES
         or (stored.dtype is DType.U8) is (encoding == VALUES)
     ):
         yield (
-            f"{name} is {stored.dtype.name} {stored.shape}, expected {rows} and a head_dim, of a "
+            f"{name} is {stored.dtype.name} {stored.shape}, expected {counts} and a head_dim, of a "
             f"dtype of {encoding!r}"
         )
     if scale is not None and (
         scale.dtype is not DType.F32
         or stored.dtype not in FP8
-        or scale.shape not in ((1,), rows[1:], rows)
+        or scale.shape not in ((1,), counts[1:], counts)
     ):
         yield (
             f"{name}_scale is {scale.dtype.name} {scale.shape} for {name} of "
-            f"{stored.dtype.name}, expected F32 (1,), {rows[1:]} or {rows} for FP8"
+            f"{stored.dtype.name}, expected F32 (1,), {counts[1:]} or {counts} for FP8"
         )

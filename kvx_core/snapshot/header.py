@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvx_core.snapshot.contents import ROWS, Header, Stored, inconsistency
+from kvx_core.snapshot.contents import KV_DTYPES, Header, Stored, inconsistency
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.seal import sealed
 from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.text import strict_json
 from kvx_core.types import DType
 
-_DTYPES = {dtype.name: dtype for dtype in ROWS} | {"I64": DType.S64}
+_DTYPES = {dtype.name: dtype for dtype in KV_DTYPES} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
 

@@ -17,7 +17,7 @@ from typing import Literal, Self
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
 
-VALUES = "values"  # the encoding of numbers; any other name is that of opaque rows, U8
+VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
 # The numbers of a key include those of its values. F16 and BF16 do not include each other: F16
@@ -31,26 +31,26 @@ _INCLUDES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in _FP8},
 }
 _DIGITS = {"f32": 24, "f16": 11, "bf16": 8}  # significant bits; fewer for FP8
-_ROWS = re.compile("rows-[0-9a-f]{16}")
+_OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The numbers that all of some formats have in common; without formats, all numbers.
 
-    formats: none of them includes another; "rows-<hash>" are opaque rows, which only equal
+    formats: none of them includes another; "rows-<hash>" are opaque bytes, which only equal
     """
 
     formats: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, *dtypes: object, rows: str | None = None, row_scales: bool = False) -> Self:
+    def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
         """Of values that were computed in a dtype and kept in a cache of another.
 
-        dtypes:     of the computation and of K and V: DTypes, torch or numpy dtypes, or names;
-                    layers may differ
-        rows:       the name of opaque rows that (some) layers keep; not "values"
-        row_scales: the FP8 among them have a scale per token and head
+        dtypes: of the computation and of K and V: DTypes, torch or numpy dtypes, or names; layers
+                may differ
+        opaque: the name of opaque bytes that (some) layers keep; not "values"
+        vector_scales: the FP8 among them have a scale per token and head
         Raises InvalidArgumentError for what holds no keys or values.
         """
         formats = []
@@ -61,9 +61,9 @@ class Precision:
                     f"dtype is {dtype.name}, expected F16, BF16, F32, F8_E4M3 or F8_E5M2 for the "
                     "precision of keys and values"
                 )
-            formats.append(f"{name}_row" if row_scales and name in _FP8 else name)
-        if rows is not None:
-            formats.append(f"rows-{hashlib.sha256(rows.encode()).hexdigest()[:16]}")
+            formats.append(f"{name}_row" if vector_scales and name in _FP8 else name)
+        if opaque is not None:
+            formats.append(f"rows-{hashlib.sha256(opaque.encode()).hexdigest()[:16]}")
         return cls(_coarsest(formats))
 
     @classmethod
@@ -71,7 +71,7 @@ class Precision:
     def parse(cls, name: str) -> Self:
         """The precision of this `name`. Raises ValueError for what is none."""
         formats = tuple(name.split("+"))
-        known = all(word in _INCLUDES or _ROWS.fullmatch(word) for word in formats)
+        known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
             raise ValueError(f"precision is {name[:100]!r}, expected one that KVX has written")
         return cls(formats)
@@ -95,7 +95,7 @@ class Precision:
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:
-        """Whether values can be converted to these at all: opaque rows only stay what they are."""
+        """Whether values can be converted to these at all: opaque bytes only stay what they are."""
         mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
 

@@ -35,19 +35,19 @@ def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
     )
 
 
-def has_row_scales(view: CacheView) -> bool:
+def has_vector_scales(view: CacheView) -> bool:
     """Whether the scales are per token and head. Raises UnsupportedError if only some are."""
-    per_row = {
+    per_vector = {
         scale is not None and scale.granularity is ScaleGranularity.PER_TOKEN_HEAD
         for i, layer in enumerate(view.layers)
         for scale in (scales_of(view, f"{kind}_scale")[i] for kind in layer.tensors)
     }
-    if len(per_row) == 2:
+    if len(per_vector) == 2:
         raise UnsupportedError(
             "some scales of the section are PER_TOKEN_HEAD, expected all or none. Make a section "
             "of each"
         )
-    return per_row.pop()
+    return per_vector.pop()
 
 
 def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:
@@ -64,10 +64,10 @@ def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:
     )
 
 
-def scale_rows(view: CacheView) -> CacheView:
+def scales_as_cache(view: CacheView) -> CacheView:
     """Scales per token and head as a cache of their own, with head_dim 1."""
 
-    def rows(scale: ScaleDesc | None) -> TensorDesc | None:
+    def tensor(scale: ScaleDesc | None) -> TensorDesc | None:
         if scale is None:
             return None
         return TensorDesc(
@@ -84,9 +84,9 @@ def scale_rows(view: CacheView) -> CacheView:
     layers = []
     pairs = zip(scales_of(view, "k_scale"), scales_of(view, "v_scale"), strict=True)
     for k_scale, v_scale in pairs:
-        k = rows(k_scale)
-        assert k is not None  # by has_row_scales
-        layers.append(CacheDesc.from_kv(k, rows(v_scale)))
+        k = tensor(k_scale)
+        assert k is not None  # by has_vector_scales
+        layers.append(CacheDesc.from_kv(k, tensor(v_scale)))
     return replace(bare(view), layers=tuple(layers))
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.snapshot.precision import VALUES, Precision
-from kvx_core.snapshot.scales import has_row_scales, scales_of
+from kvx_core.snapshot.scales import has_vector_scales, scales_of
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import is_torch, read_array
 from kvx_core.types import BlockTableFormat, DType, Memory
@@ -62,7 +62,7 @@ class Section:
                 if (tensor.dtype is DType.U8) is (self.encoding == VALUES):
                     raise InvalidArgumentError(
                         f"section.encoding is {self.encoding!r} and {name} of layer {layer} is "
-                        f"{tensor.dtype.name}, expected U8 for opaque rows and only for them"
+                        f"{tensor.dtype.name}, expected U8 for opaque bytes and only for them"
                     )
 
     @property
@@ -75,11 +75,11 @@ class Section:
     def precision(self) -> Precision:
         """Of the values here, as far as facts.compute_dtype and the dtypes of K and V tell."""
         if self.encoding != VALUES:
-            return Precision.of(rows=self.encoding)
+            return Precision.of(opaque=self.encoding)
         dtypes: set[DType] = {t.dtype for layer in self.view.layers for t in layer.tensors.values()}
         if self.view.facts.compute_dtype is not None:
             dtypes.add(self.view.facts.compute_dtype)
-        return Precision.of(*dtypes, row_scales=has_row_scales(self.view))
+        return Precision.of(*dtypes, vector_scales=has_vector_scales(self.view))
 
     def of(self, layers: Sequence[int]) -> Section:
         """The same for some of its layers."""

@@ -29,9 +29,9 @@ from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.scales import (
     are_good,
     bare,
-    has_row_scales,
-    scale_rows,
+    has_vector_scales,
     scale_values,
+    scales_as_cache,
     scales_of,
 )
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on, view_of
@@ -164,9 +164,9 @@ class Snapshot:
             table=table_on(section.block_table, device),
         )
         copy.run(bare(section.view), self._view(section.layers, scales=False), into_table=False)
-        if has_row_scales(section.view):
-            scales = scale_rows(self._view(section.layers))
-            copy.run(scale_rows(section.view), scales, into_table=False)
+        if has_vector_scales(section.view):
+            scales = scales_as_cache(self._view(section.layers))
+            copy.run(scales_as_cache(section.view), scales, into_table=False)
             return
         for kind in SCALE_KINDS:
             for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=True):
@@ -272,7 +272,7 @@ class Snapshot:
                 first_layer=facts.first_layer,
                 first_kv_head=facts.first_kv_head,
             )
-            reasons += compare(of_file, facts).reasons_as_is  # rows go where they are, unchanged
+            reasons += compare(of_file, facts).reasons_as_is  # restore copies bytes as they are
             for layer in shared:
                 reasons += self._unlike(layer, held[layer])
         return [reason[:_MAX_REASON] for reason in reasons]
@@ -306,12 +306,12 @@ class Snapshot:
             table=table_on(section.block_table, device),
             stream=stream,
         )
-        into_rows = has_row_scales(view)
-        if into_rows and self._has_row_scales(layers, view):
+        per_vector = has_vector_scales(view)
+        if per_vector and self._has_vector_scales(layers, view):
             copy.run(self._view(layers, scales=False), bare(view))
-            copy.run(scale_rows(self._view(layers)), scale_rows(view))
+            copy.run(scales_as_cache(self._view(layers)), scales_as_cache(view))
         else:
-            copy.run(self._view(layers), view, find_scales=into_rows)
+            copy.run(self._view(layers), view, find_scales=per_vector)
         if device is not None:
             device_status(stream)  # what it reads is freed now
         return (stop - start) * view.bytes_per_token(num_heads)
@@ -343,7 +343,7 @@ class Snapshot:
         return snapshot
 
     def _unlike(self, layer: int, cache: CacheDesc) -> list[str]:
-        """Why rows of this layer cannot be rows of `cache`."""
+        """Why keys and values of this layer do not fit into `cache`."""
         reasons = []
         dims = {"k": cache.head_dim, "v": cache.v_head_dim}
         for kind, head_dim in dims.items():
@@ -361,8 +361,8 @@ class Snapshot:
 
         def cache(layer: int) -> CacheDesc:
             v = f"layers.{layer}.v"
-            k = self._rows(f"layers.{layer}.k")
-            return CacheDesc.from_kv(k, self._rows(v) if v in self.tensors else None)
+            k = self._tensor(f"layers.{layer}.k")
+            return CacheDesc.from_kv(k, self._tensor(v) if v in self.tensors else None)
 
         def scales_of(kind: str) -> tuple[ScaleDesc | None, ...] | None:
             return tuple(self._scale(f"layers.{i}.{kind}") for i in layers) if scales else None
@@ -375,7 +375,7 @@ class Snapshot:
             dense=True,
         )
 
-    def _rows(self, name: str) -> TensorDesc:
+    def _tensor(self, name: str) -> TensorDesc:
         tensor = self.tensors[name]
         shape = (1, *tensor.shape)
         return TensorDesc(
@@ -399,8 +399,8 @@ class Snapshot:
             scale, ScaleGranularity.PER_HEAD if per_head else ScaleGranularity.PER_TENSOR
         )
 
-    def _has_row_scales(self, layers: Sequence[int], view: CacheView) -> bool:
-        """Whether rows and scales of `view` can take these layers' byte for byte."""
+    def _has_vector_scales(self, layers: Sequence[int], view: CacheView) -> bool:
+        """Whether vectors and scales of `view` can take these layers' byte for byte."""
         return all(
             self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
             and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2

@@ -16,8 +16,8 @@ from kvx_core.stores.keys import (
     Ids,
     common_tokens,
     entry_of,
-    head_of,
     name_of,
+    opening_of,
     parse_name,
     shared_tokens,
 )
@@ -82,12 +82,12 @@ class Finder:
 
     def _folders(self, node: str, ids: Ids) -> Iterator[tuple[str, int]]:
         """Folders below a node, and how many of `ids` their entries have at most; most first."""
-        own = head_of(node, ids)
+        own = opening_of(node, ids)
         yield f"{self.space}/{node}/{own}", len(ids)
-        heads = self.entries.blobs.names(f"{self.space}/{node}")
-        bounds = {head: common_tokens(head, own) for head in heads if head != own}
-        for head in sorted(bounds, key=bounds.__getitem__, reverse=True):
-            yield f"{self.space}/{node}/{head}", bounds[head]
+        openings = self.entries.blobs.names(f"{self.space}/{node}")
+        bounds = {opening: common_tokens(opening, own) for opening in openings if opening != own}
+        for opening in sorted(bounds, key=bounds.__getitem__, reverse=True):
+            yield f"{self.space}/{node}/{opening}", bounds[opening]
 
     def _good(self, files: Iterable[EntryFile]) -> list[EntryFile]:
         """Good files of an entry that together hold all layers and heads; none if some miss."""

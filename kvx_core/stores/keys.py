@@ -1,10 +1,10 @@
 """How the files of a prefix store are named, and what a name says.
 
-    <space>/<node>/<head>/<num_tokens>-<entry>.l<layers>.h<heads>.p<precision>.safetensors
+    <space>/<node>/<opening>/<num_tokens>-<entry>.l<layers>.h<heads>.p<precision>.safetensors
 
-space: model, salt, key and format; node: all chunks before this one; head: two digits for each of
-the first 8 tokens, so that entries which differ early are not in one folder; layers and heads:
-ranges without their end, several joined by "+"; precision: see Precision.name.
+space: model, salt, key and format; node: all chunks before this one; opening: two digits for each
+of the first 8 tokens, so that entries which differ early are in different folders; layers and KV
+heads: ranges without their end, several joined by "+"; precision: see Precision.name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvx_core.snapshot import FORMAT, Key, Precision
 
-_HEAD_TOKENS = 8
+_OPENING_TOKENS = 8
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
 _NAME = re.compile(
     r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
@@ -73,9 +73,9 @@ def entry_of(node: str, ids: Ids) -> str:
     return f"{len(ids)}-{chain(node, ids)}"
 
 
-def head_of(node: str, ids: Ids) -> str:
+def opening_of(node: str, ids: Ids) -> str:
     """Two digits for each of the first tokens; they differ from some token on if the tokens do."""
-    data, crc, digits = ids[:_HEAD_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
+    data, crc, digits = ids[:_OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
     for at in range(0, len(data), ids.itemsize):
         crc = zlib.crc32(data[at : at + ids.itemsize], crc)
         digits += f"{crc & 0xFF:02x}"
@@ -99,7 +99,7 @@ def name_of(
             runs.append([layer, layer + 1])
     ranges = "+".join(f"{lo}-{hi}" for lo, hi in runs)
     return (
-        f"{space}/{node}/{head_of(node, ids)}/{entry_of(node, ids)}"
+        f"{space}/{node}/{opening_of(node, ids)}/{entry_of(node, ids)}"
         f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
     )
 
@@ -124,10 +124,10 @@ def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:
     return EntryFile(name, found["folder"], int(found["num_tokens"]), layers, heads, precision)
 
 
-def common_tokens(head: str, other: str) -> int:
-    """The tokens that two heads may have in common at most."""
-    count = min(len(head), len(other)) // 2
-    differs = (i for i in range(count) if head[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
+def common_tokens(opening: str, other: str) -> int:
+    """How many first tokens entries in the folders of two openings can share at most."""
+    count = min(len(opening), len(other)) // 2
+    differs = (i for i in range(count) if opening[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
     return next(differs, count)
 
 

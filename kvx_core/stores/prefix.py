@@ -36,8 +36,8 @@ from kvx_core.stores.keys import (
     Ids,
     chain,
     entry_of,
-    head_of,
     name_of,
+    opening_of,
     space_of,
 )
 from kvx_core.types import Memory
@@ -241,7 +241,7 @@ class PrefixStore:
         key = entry_of(node, ids)
         files = [
             file
-            for file in self._finder.parsed(f"{self._space}/{node}/{head_of(node, ids)}")
+            for file in self._finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
             if file.entry == key and file.precision.includes(own)
         ]
         return not self._finder.cover(files)[0][list(layers), slice(*heads)].all()

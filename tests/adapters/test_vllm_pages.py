@@ -576,8 +576,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "backend is 'DEEPSEEK_V32_INDEXER': its pages hold the data of all tokens and then their",
     ),
     ({"backend": "DEEPSEEK_SPARSE_SWA"}, "its pages hold the data of all tokens and then their"),
-    ({"backend": "TURBOQUANT"}, "its rows are rotated and coded, in an order that depends on the"),
-    ({"backend": "ULTRAQUANT"}, "its rows are rotated and coded, in an order that depends on the"),
+    (
+        {"backend": "TURBOQUANT"},
+        "its vectors are rotated and coded, in an order that depends",
+    ),
+    (
+        {"backend": "ULTRAQUANT"},
+        "its vectors are rotated and coded, in an order that depends",
+    ),
     (
         {"backend": "ROCM_AITER_FA", "version": "0.28.0", "layout": "NHD"},
         "vllm is 0.28.0, expected 0.29 or later for backend ROCM_AITER_FA, whose earlier pages",
@@ -587,9 +593,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "backend ROCM_ATTN keeps V in groups of tokens of 16 bytes, which strides cannot say",
     ),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype is 'nvfp4': its pages hold the FP4 data of all"),
-    ({"kv_cache_dtype": "turboquant_k8v4"}, "its rows are rotated and coded, in an order that"),
-    ({"kv_cache_dtype": "ultraquant_4bit"}, "its rows are rotated and coded, in an order that"),
-    ({"kv_cache_dtype": "octave_k3v4"}, "its rows are rotated and coded, in an order that"),
+    ({"kv_cache_dtype": "turboquant_k8v4"}, "its vectors are rotated and coded, in an order that"),
+    ({"kv_cache_dtype": "ultraquant_4bit"}, "its vectors are rotated and coded, in an order that"),
+    ({"kv_cache_dtype": "octave_k3v4"}, "its vectors are rotated and coded, in an order that"),
     (
         {"kv_cache_dtype": "fp8_per_token_head", "backend": "FLASH_ATTN"},
         "kv_cache_dtype is 'fp8_per_token_head' for backend FLASH_ATTN of vllm 0.32.0, expected "

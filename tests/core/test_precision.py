@@ -59,12 +59,12 @@ def test_what_went_through_two_formats_is_no_better_than_either() -> None:
     assert Precision().meet(F16) == F16
     assert Precision().includes(F32)
     assert not F32.includes(Precision())
-    for one in (F32, BF16, F16, E4M3, E5M2, both, Precision.of(rows="x")):
+    for one in (F32, BF16, F16, E4M3, E5M2, both, Precision.of(opaque="x")):
         assert Precision.parse(one.name) == one
 
 
 def test_opaque_rows_are_equal_or_not_at_all() -> None:
-    one, two = Precision.of(rows="one"), Precision.of(rows="two")
+    one, two = Precision.of(opaque="one"), Precision.of(opaque="two")
     assert one.includes(one)
     assert not one.includes(two)
     assert not one.may_become(two)
@@ -72,7 +72,7 @@ def test_opaque_rows_are_equal_or_not_at_all() -> None:
     assert not one.may_become(F32)
     assert F32.may_become(E5M2)
     assert E5M2.may_become(F32)
-    mixed = Precision.of("bfloat16", rows="one")
+    mixed = Precision.of("bfloat16", opaque="one")
     assert F32.includes(BF16)
     assert mixed.includes(mixed)
     assert F32.may_become(mixed)
@@ -80,7 +80,7 @@ def test_opaque_rows_are_equal_or_not_at_all() -> None:
 
 
 def test_scales_per_row_are_other_numbers() -> None:
-    rows = Precision.of("bfloat16", DType.F8_E4M3, row_scales=True)
+    rows = Precision.of("bfloat16", DType.F8_E4M3, vector_scales=True)
     assert rows.name == "f8_e4m3_row"
     assert BF16.includes(rows)
     assert not rows.includes(E4M3)

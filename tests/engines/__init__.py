@@ -65,7 +65,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "vllm turboquant": Refused(
         partial(vllm.flash_attn, layout="LBNHC", kv_cache_dtype="turboquant_4bit_nc"),
-        "its rows are rotated and coded",
+        "its vectors are rotated and coded",
     ),
     "vllm ROCM_ATTN FP8": Refused(
         partial(vllm.rocm_attn, layout="LHBNC"), "whose FP8 may be the FNUZ variant", E4M3

@@ -35,13 +35,13 @@ def test_the_coarsest_of_computation_and_cache(
     assert precision(dtype, SimpleNamespace(cache_dtype=cache_dtype)).name == name
 
 
-def test_rows_of_bytes_are_those_of_this_version() -> None:
+def test_opaque_bytes_are_those_of_this_version() -> None:
     from vllm.version import __version__ as version
 
     from kvx_adapters.vllm_plugin.settings import precision
 
-    rows = f"vllm 0.{version.split('.')[1]} int8_per_token_head"
+    opaque = f"vllm 0.{version.split('.')[1]} int8_per_token_head"
     config = SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=[])
-    assert precision(torch.bfloat16, config) == Precision.of(rows=rows)
+    assert precision(torch.bfloat16, config) == Precision.of(opaque=opaque)
     config.kv_cache_dtype_skip_layers = ["0"]
-    assert precision(torch.bfloat16, config) == Precision.of("bfloat16", rows=rows)
+    assert precision(torch.bfloat16, config) == Precision.of("bfloat16", opaque=opaque)
