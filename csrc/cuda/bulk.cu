@@ -16,15 +16,15 @@ struct Shared {
   uint64_t words[kWarps];
 };
 
-// The stretch that begins at this lane's token: as many runs as follow each other at both ends.
+// The piece that begins at this lane's token: as many runs as follow each other at both ends.
 // None for the other lanes.
-struct Stretch {
+struct Piece {
   uint64_t begin, end;  // bytes of the span
 };
 
 // False if a block is not whole, or has no source.
-__device__ __forceinline__ bool find_stretch(const Common &p, const Runs &runs, const Token &token,
-                                             uint32_t tokens, Stretch *stretch) {
+__device__ __forceinline__ bool find_piece(const Common &p, const Runs &runs, const Token &token,
+                                             uint32_t tokens, Piece *piece) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t run = lane / runs.tokens, in_run = lane - run * runs.tokens;
   const uint64_t run_bytes = uint64_t{runs.vectors} * kVectorBytes;
@@ -42,25 +42,25 @@ __device__ __forceinline__ bool find_stretch(const Common &p, const Runs &runs, 
   const bool begins = is_member && in_run == 0 && (lane == 0 || !next);
   const uint32_t later = __ballot_sync(~0u, begins) & ~((2u << lane) - 1);
   const uint32_t end = later ? __ffs(later) - 1 : tokens;
-  *stretch = {run * run_bytes, begins && dst ? end / runs.tokens * run_bytes : 0};
+  *piece = {run * run_bytes, begins && dst ? end / runs.tokens * run_bytes : 0};
   return true;
 }
 
-// All stretches of a warp through its stage.
+// All pieces of a warp through its stage.
 __device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint32_t tokens,
-                                     const Stretch &stretch, uint8_t *stage, BulkLoads *loads) {
+                                     const Piece &piece, uint8_t *stage, BulkLoads *loads) {
   const uint64_t bytes = tokens / runs.tokens * uint64_t{runs.vectors} * kVectorBytes;
   for (uint64_t begin = 0; begin < bytes; begin += kStageBytes) {
-    // Load what the stage holds of this lane's stretch
-    const uint64_t first = max(begin, stretch.begin);
-    const uint64_t last = min(begin + kStageBytes, stretch.end);
+    // Load what the stage holds of this lane's piece
+    const uint64_t first = max(begin, piece.begin);
+    const uint64_t last = min(begin + kStageBytes, piece.end);
     const auto count = static_cast<uint32_t>(first < last ? last - first : 0);
     const auto in_stage = static_cast<uint32_t>(first - begin);
-    const uint64_t in_stretch = first - stretch.begin;
-    if (count) loads->start(stage + in_stage, token.src + in_stretch, count);
+    const uint64_t in_piece = first - piece.begin;
+    if (count) loads->start(stage + in_stage, token.src + in_piece, count);
     loads->wait();
     // Store it
-    if (count) start_bulk_store(token.dst + in_stretch, stage + in_stage, count);
+    if (count) start_bulk_store(token.dst + in_piece, stage + in_stage, count);
     wait_for_stores_to_read();
     __syncwarp();
   }
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(kThreads, 4)
       const uint32_t tokens = min(span.end - span.begin, runs.round);
       Token token{};
       if (lane < tokens) token = token_at(p, pair, span, span.begin + lane, pair.reports);
-      Stretch stretch;
-      if (kHasBulk && find_stretch(p, runs, token, tokens, &stretch)) {
-        pass(runs, token, tokens, stretch, stage, &loads);
+      Piece piece;
+      if (kHasBulk && find_piece(p, runs, token, tokens, &piece)) {
+        pass(runs, token, tokens, piece, stage, &loads);
         continue;
       }
       for (uint32_t i = 0; i < tokens; ++i) {

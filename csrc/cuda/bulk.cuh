@@ -1,4 +1,4 @@
-// Bulk copies: the processor's own engine moves stretches between global and shared memory, of
+// Bulk copies: the processor's own engine moves pieces between global and shared memory, of
 // multiples of 16 bytes at multiples of 16. Elsewhere than on sm_90 and later: a plain loop.
 #pragma once
 

@@ -20,8 +20,8 @@ void set_dim(Plane *plane, int64_t outer, int64_t inner, int64_t pack, int64_t d
   plane->pack = static_cast<uint32_t>(pack);
 }
 
-// Bytes from one to the next along an axis. Where there is no next, the descriptor's stride may be
-// anything, and `none` stands for it: 0 is what vectors like and what repeats nothing.
+// Bytes from one to the next along an axis. An axis of extent 1 may have any stride; `none` takes
+// its place: 0 by default, which keeps addresses aligned to whatever the base is aligned to.
 template <class Desc>
 int64_t step_bytes(const Desc &desc, int axis, int64_t none = 0) {
   return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : none;
