@@ -389,6 +389,11 @@ def pointer_to(desc: Described | None) -> Any:
     return None if desc is None else pointer(desc.to_c())
 
 
+def address_of(struct: _Struct | None) -> int | None:
+    """Where a struct lies, while it is kept alive."""
+    return None if struct is None else ctypes.addressof(struct)
+
+
 def pointer_array(structs: Sequence[_S | None], struct_type: type[_S]) -> Any:
     """A C array of pointers that keeps `structs` alive; NULL where one is None."""
     array = (POINTER(struct_type) * len(structs))()

@@ -1,11 +1,13 @@
 """Calls of libkvx that read their torch tensors in C, made once and called many times.
 
-Such a call takes tensors as they usually come, in less than a microsecond. It answers NOT_TAKEN,
-and has done nothing, for all others; its caller then describes them in Python. It is also NOT_TAKEN
-once the storage of a tensor that it is bound to has been resized or replaced. Tensors are read
-through the DLPack exchange API, which torch has from 2.10 on, and older releases with the package
-torch-c-dlpack-ext: without it every call is NOT_TAKEN. What DLPack leaves out (torch's negative
-bit, the size of the storage) C functions of torch tell, of the at::Tensor in a Python object.
+Such a call takes tensors as they usually come, in less than a microsecond. Of others it does
+nothing and returns minus the sum of what it has left to Python: MOVED once the storage of a tensor
+that it is bound to has been resized or replaced, KEY, VALUE, INDICES (slots or a table) and LENS
+where a tensor cannot be read in C, SIZES where they are no counts. Its caller describes what was
+left and calls again. Tensors are read through the DLPack exchange API, which torch has from 2.10
+on, and older releases with the package torch-c-dlpack-ext: without it every tensor is left. What
+DLPack leaves out (torch's negative bit, the size of the storage) C functions of torch tell, of the
+at::Tensor in a Python object.
 Source: https://dmlc.github.io/dlpack/latest/python_spec.html; torch 2.13
 csrc/autograd/python_variable.h, csrc/inductor/aoti_torch/c/shim.h
 """
@@ -17,7 +19,18 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import POINTER, byref, c_bool, c_int, c_int64, c_ssize_t, c_void_p, py_object
+from ctypes import (
+    POINTER,
+    byref,
+    c_bool,
+    c_int,
+    c_int64,
+    c_ssize_t,
+    c_uint64,
+    c_void_p,
+    py_object,
+)
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,16 +38,17 @@ from typing import Any
 from kvx_core import _abi
 from kvx_core.types import Memory
 
-NOT_TAKEN = -1
+MOVED, KEY, VALUE, INDICES, LENS, SIZES = 1, 2, 4, 8, 16, 32  # Left of csrc/python/bound.cc
+FAILED = 8  # migrate returns minus (a status << FAILED)
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
 _WORD = ctypes.sizeof(c_void_p)
 _IS_NEG = "_ZN2at6native6is_negERKNS_6TensorE"  # bool at::native::is_neg(const at::Tensor &)
 
-Call = Callable[..., int]  # tensors -> kvx_status_t or NOT_TAKEN
+Call = Callable[..., int]  # tensors -> kvx_status_t, or minus what was left
 
 
 class _TensorType(ctypes.Structure):
-    """TensorType of csrc/python/bound.cc."""
+    """TensorType of csrc/python/tensors.h."""
 
     _fields_ = (
         ("type", py_object),
@@ -47,20 +61,25 @@ class _TensorType(ctypes.Structure):
     )
 
 
-class _Held(ctypes.Structure):
-    """Held of csrc/python/bound.cc."""
+class _HeldTensor(ctypes.Structure):
+    """HeldTensor of csrc/python/tensors.h."""
 
     _fields_ = (("tensor", py_object), ("data", c_void_p), ("storage_bytes", c_int64))
+
+
+class _Held(ctypes.Structure):
+    """Held of csrc/python/tensors.h."""
+
+    _fields_ = (("tensors", POINTER(_HeldTensor)), ("num_tensors", c_ssize_t))
 
 
 class _Binding(ctypes.Structure):
     """Binding of csrc/python/bound.cc."""
 
     _fields_ = (
-        ("tensors", _TensorType),
-        ("held", POINTER(_Held)),
-        ("num_held", c_ssize_t),
-        ("cache", POINTER(_abi.kvx_cache_desc_t)),
+        ("type", _TensorType),
+        ("held", _Held * 2),
+        ("memory", c_int),
         ("index_memory", c_int),
         ("stream", c_void_p),
         ("ask_stream", py_object),
@@ -68,90 +87,112 @@ class _Binding(ctypes.Structure):
     )
 
 
+class Held:
+    """Torch tensors, kept, and the memory and storage that they had when they were taken."""
+
+    __slots__ = ("are_in_place", "array", "type")
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self.type = _torch_type()
+        self.array = (_HeldTensor * len(tensors))()
+        for held, tensor in zip(self.array, tensors, strict=True):
+            held.tensor, held.data = tensor, tensor.data_ptr()
+            held.storage_bytes = tensor.untyped_storage().nbytes()
+        self.are_in_place: Callable[[], bool] = _in_place(self.type, self.array)
+
+    def to_c(self) -> _Held:
+        """For a call that reads tensors in C; empty where nothing does: Python looks then."""
+        return _Held(self.array, len(self.array) if self.type else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a call keeps, besides its C structs."""
+
+    held: tuple[Held, ...]  # one or two: the torch tensors that the structs describe
+    memory: Memory  # of keys and values
+    index_memory: Memory  # where slots, tables and lengths are read
+    stream: _abi.Stream = None
+    reads_tensors: bool = True  # False: all tensors are left, since none tells the stream
+
+
 def write(
+    binding: Binding,
     cache: _abi.kvx_cache_desc_t,
     like: _abi.kvx_write_desc_t,
     options: _abi.kvx_write_options_t,
-    index_memory: Memory,
-    stream: _abi.Stream,
-    owners: Sequence[Any],
 ) -> Call:
     """kvx_write_kv_ext of (key, value or None, slots), the rest as in `like`.
 
-    owners: the torch tensors that the structs describe, as they lie now: the call keeps them.
-            Memory of other libraries is for the caller to keep.
+    The call keeps the torch tensors of `binding`; other memory is for the caller to keep. It may be
+    given more: a stream, then key, value and slots as addresses of C structs, or None for what is
+    to be read in C.
     """
-    return _bind("write", cache, like, options, index_memory, stream, owners)
+    return _bind("write_kv_ext", binding, cache, like, options)
 
 
 def gather(
+    binding: Binding,
     cache: _abi.kvx_cache_desc_t,
     like: _abi.kvx_gather_desc_t,
     options: _abi.kvx_gather_options_t,
-    index_memory: Memory,
-    stream: _abi.Stream,
-    owners: Sequence[Any],
 ) -> Call:
     """kvx_gather_kv_ext of (key, value or None, block_table, seq_lens), the rest as in `like`.
 
-    block_table is PACKED.
-    owners: the torch tensors that the structs describe, as they lie now: the call keeps them.
-            Memory of other libraries is for the caller to keep.
+    What is kept and what more may be given is as for `write`, max_seq_len or None last.
     """
-    return _bind("gather", cache, like, options, index_memory, stream, owners)
+    return _bind("gather_kv_ext", binding, cache, like, options)
+
+
+def migrate(
+    binding: Binding, like: _abi.kvx_migrate_desc_t, token_bytes: int, table_rows: int
+) -> Call:
+    """kvx_migrate_kv of (seq_lens, stream or None), the rest as in `like`: the tokens moved.
+
+    It may be given more: seq_lens as the address of a C struct, and max_seq_len.
+    table_rows: of the tables of both ends, which hold a beam per row; 0: there are none
+    """
+    return _bind("migrate_kv", binding, like, c_uint64(token_bytes), c_uint64(table_rows))
+
+
+def _bind(name: str, binding: Binding, *args: Any) -> Call:
+    type_ = _torch_type() if binding.reads_tensors else None
+    stream = binding.stream
+    fixed, ask = (None, stream) if callable(stream) else (stream, None)
+    kept = type_, binding, args
+    held = (_Held * 2)(*(held.to_c() for held in binding.held if type_))
+    struct = _Binding(
+        type_ or _TensorType(), held, binding.memory, binding.index_memory, fixed, ask, kept
+    )
+    function = ctypes.cast(getattr(_abi.library(), f"kvx_{name}"), c_void_p)
+    bind = getattr(_library(), f"kvx_python_{name.partition('_')[0]}")
+    by_reference = (byref(arg) if isinstance(arg, ctypes.Structure) else arg for arg in args)
+    call: Call = bind(byref(struct), function, *by_reference)
+    return call
 
 
 def fingerprint() -> Callable[..., bytes | int]:
     """Of up to 4 tensors or None: where they lie, device, dtype, shape and strides, as bytes."""
     tensors = _torch_type()
     if tensors is None:
-        return take_nothing
+        return lambda *_: -KEY
     function: Callable[..., bytes | int] = _library().kvx_python_fingerprint(byref(tensors))
     return function
 
 
-def in_place(owners: Sequence[Any]) -> Callable[[], bool]:
-    """Asks whether these torch tensors all have the memory and the storage that they have now."""
-    tensors, held = _torch_type(), _held(owners)
-    if tensors is None:
-        places = [(place.tensor, place.data, place.storage_bytes) for place in held]
+def _in_place(type_: _TensorType | None, array: Any) -> Callable[[], bool]:
+    """Asks whether all these have the memory and the storage that they had."""
+    if type_ is None:
+        places = [(held.tensor, held.data, held.storage_bytes) for held in array]
         return lambda: all(
             tensor.data_ptr() == (data or 0) and tensor.untyped_storage().nbytes() == num_bytes
             for tensor, data, num_bytes in places
         )
     function: Callable[[], bool] = _library().kvx_python_in_place(
-        byref(tensors), held, len(held), (tensors, held)
+        byref(type_), array, len(array), (type_, array)
     )
     return function
-
-
-def _held(owners: Sequence[Any]) -> Any:
-    held = (_Held * len(owners))()
-    for place, owner in zip(held, owners, strict=True):
-        place.tensor, place.data = owner, owner.data_ptr()
-        place.storage_bytes = owner.untyped_storage().nbytes()
-    return held
-
-
-def _bind(
-    name: str, cache: Any, like: Any, options: Any, memory: Memory, stream: Any, owners: Any
-) -> Call:
-    tensors = _torch_type()
-    if tensors is None:
-        return take_nothing
-    held = _held(owners)
-    fixed, ask = (None, stream) if callable(stream) else (stream, None)
-    kept = tensors, held, cache, like, options, ask
-    binding = _Binding(tensors, held, len(owners), ctypes.pointer(cache), memory, fixed, ask, kept)
-    function = ctypes.cast(getattr(_abi.library(), f"kvx_{name}_kv_ext"), c_void_p)
-    bind = getattr(_library(), f"kvx_python_{name}")
-    call: Call = bind(byref(binding), function, byref(like), byref(options))
-    return call
-
-
-def take_nothing(*_: object) -> int:
-    """A call that no tensors are right for."""
-    return NOT_TAKEN
 
 
 @cache
@@ -174,13 +215,13 @@ def _library() -> Any:
     library.kvx_python_fingerprint.restype = py_object
     library.kvx_python_in_place.argtypes = (
         POINTER(_TensorType),
-        POINTER(_Held),
+        POINTER(_HeldTensor),
         c_ssize_t,
         py_object,
     )
     library.kvx_python_in_place.restype = py_object
-    library.kvx_python_write.restype = py_object
-    library.kvx_python_gather.restype = py_object
+    for name in ("write", "gather", "migrate"):
+        getattr(library, f"kvx_python_{name}").restype = py_object
     return library
 
 

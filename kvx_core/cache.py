@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -116,10 +115,9 @@ class CacheDesc:
     pool: PoolDesc | None = None  # KV_OFFSETS only
     shared_kv: bool = False
     _c: _abi.kvx_cache_desc_t = field(init=False, compare=False)
-    # Of write_kv and gather_kv without options, and of require_in_place: made by the first call.
-    bound_calls: dict[str, Callable[..., int]] = field(
-        init=False, compare=False, default_factory=dict
-    )
+    # Writes and gathers with all but their tensors bound, by the key of their options. See calls.py
+    bound_calls: dict[str, _bound.Call] = field(init=False, compare=False, default_factory=dict)
+    _held: list[_bound.Held] = field(init=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
@@ -240,14 +238,24 @@ class CacheDesc:
         name: what errors call it
         Raises InvalidArgumentError.
         """
-        is_in_place = self.bound_calls.get("is_in_place")
-        if is_in_place is not None and is_in_place():
-            return
+        self.held(name)
+
+    def held(self, name: str) -> _bound.Held:
+        """The torch tensors that it describes, which are where they were when they were described.
+
+        name: what errors call the cache
+        Raises InvalidArgumentError.
+        """
+        if self._held and self._held[0].are_in_place():
+            return self._held[0]
         for half, tensor in self.tensors.items():
             tensor.require_in_place(f"{name}.{half}")
         if self.pool is not None:
             self.pool.require_in_place(f"{name}.pool")
-        self.bound_calls["is_in_place"] = _bound.in_place(self.torch_owners)
+        self.bound_calls.clear()  # they hold the tensors as they were
+        held = _bound.Held(self.torch_owners)
+        self._held[:] = [held]
+        return held
 
     @property
     def torch_owners(self) -> list[Any]:

@@ -1,50 +1,210 @@
-"""Calls of libkvx made of descriptors: what write_kv, gather_kv and the plans have in common."""
+"""The one route of a write and of a gather, for functions and plans alike.
+
+A call of a cache and options is bound once (_bound.py) and given its tensors. What C cannot read of
+these is described here, and the same call is given the descriptions.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, overload
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
+from kvx_core.errors import InternalError
 from kvx_core.memory_checks import check_index_memory, same_memory
+from kvx_core.options import GatherOptions, WriteOptions
 from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.tensors import TensorLike, is_torch
 from kvx_core.types import Layout, Memory, Transfer
-from kvx_core.words import fix, flag, instance, int64, integer
+from kvx_core.words import instance, wrong
 
 A_CACHE = "a CacheDesc: CacheDesc.from_kv(describe(k, layout), describe(v, layout))"
-Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
+_MOST_CALLS = 16  # that a cache keeps: one for each set of options without scales
+_BEFORE_TORCH = "before torch"  # some call was bound before torch was imported, and reads none
 
 
-def was_left(status: int) -> bool:
-    """Whether a bound call has left its tensors to Python; raises the exception of a failed one."""
-    if status == _bound.NOT_TAKEN:
-        return True
+_Options = TypeVar("_Options", WriteOptions, GatherOptions)
+
+
+def kept_call(
+    bind: Callable[[CacheDesc, _Options], _bound.Call], cache: CacheDesc, options: _Options
+) -> _bound.Call:
+    """The bound call of a cache and options: made once, and kept with the cache, without scales.
+
+    Raises InvalidArgumentError.
+    """
+    try:
+        calls = cache.bound_calls
+        call = calls.get(options.key)
+    except AttributeError:
+        raise wrong("cache", cache, A_CACHE) from None
+    if call is None:
+        call = bind(cache, options)
+        if options.key:
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            calls[options.key] = call
+            if "torch" not in sys.modules:
+                calls[_BEFORE_TORCH] = call
+    return call
+
+
+def bound_write(cache: CacheDesc, options: WriteOptions, stream: _abi.Stream = None) -> _bound.Call:
+    """write_kv with all but its tensors bound: (key, value, slots) -> status or less.
+
+    A caller passes what it returns, if not 0, to `rest_of_write`.
+    Raises InvalidArgumentError.
+    """
+    held = _require_cache(cache, options)
+    for name, tensor in cache.tensors.items():
+        tensor.require_writable(f"cache.{name}")
+    if options.find_scales:
+        for name, scale in _scales(options).items():
+            scale.require_writable(name)
+    like = _abi.kvx_write_desc_t(io=_io_desc(cache), slots=_abi.kvx_slot_mapping_t(invalid_slot=-1))
+    for name, scale in _scales(options).items():
+        setattr(like, f"{name}_desc", scale.to_c())
+    binding = _binding(cache, held, options, stream)
+    return _bound.write(binding, cache.to_c(), like, options.to_c())
+
+
+def bound_gather(
+    cache: CacheDesc, options: GatherOptions, stream: _abi.Stream = None
+) -> _bound.Call:
+    """gather_kv with all but its tensors bound: (key, value, table, lens) -> status or less.
+
+    A caller passes what it returns, if not 0, to `rest_of_gather`.
+    Raises InvalidArgumentError.
+    """
+    held = _require_cache(cache, options)
+    like = _abi.kvx_gather_desc_t(
+        io=_io_desc(cache),
+        block_table=_EMPTY_TABLE.to_c(),
+        seq_lens=_abi.kvx_seq_lens_t(),
+    )
+    binding = _binding(cache, held, options, stream)
+    return _bound.gather(binding, cache.to_c(), like, options.to_c())
+
+
+def rest_of_write(
+    status: int,
+    call: _bound.Call,
+    cache: CacheDesc,
+    options: WriteOptions,
+    stream: _abi.Stream,
+    key: Any,
+    value: Any,
+    slots: Any,
+) -> None:
+    """What is left of a write that returned this status. Raises as write_kv."""
+    if status < 0:
+        left = -status
+        found_key = token_desc("key", key) if left & _bound.KEY else None
+        found_value = token_desc("value", value) if left & _bound.VALUE else None
+        if _is_elsewhere(found_key, cache):
+            left |= _bound.INDICES
+        found_slots = SlotMapping.of(slots) if left & _bound.INDICES else None
+        _forget_if_before_torch(cache, key)
+        _require_cache(cache, options)
+        if found_slots is not None and found_slots.token_count:
+            tensors = {"cache.k": cache.k} | ({"key": found_key} if found_key else {})
+            check_index_memory({"slots": found_slots}, tensors, options.transfer)
+        structs = _structs(found_key, found_value, found_slots)
+        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
+        status = call(key, value, slots, now, *map(_abi.address_of, structs))
+    _check(status)
+
+
+def rest_of_gather(
+    status: int,
+    call: _bound.Call,
+    cache: CacheDesc,
+    options: GatherOptions,
+    stream: _abi.Stream,
+    key: Any,
+    value: Any,
+    block_table: Any,
+    seq_lens: Any,
+    max_seq_len: int | None = None,
+) -> None:
+    """What is left of a gather that returned this status. Raises as gather_kv.
+
+    max_seq_len: None: the rows of `key`
+    """
+    if status < 0:
+        left = -status
+        found_key = token_desc("key", key) if left & _bound.KEY else None
+        found_value = token_desc("value", value) if left & _bound.VALUE else None
+        if _is_elsewhere(found_key, cache):
+            left |= _bound.INDICES | _bound.LENS
+        table = BlockTable.of(block_table) if left & _bound.INDICES else None
+        lens = SeqLens.of(seq_lens) if left & _bound.LENS else None
+        _forget_if_before_torch(cache, key)
+        _require_cache(cache, options)
+        for name, tensor in (("key", found_key), ("value", found_value)):
+            if tensor is not None:
+                tensor.require_writable(name)
+        if table is None or table.num_rows:
+            tensors = {"cache.k": cache.k} | ({"key": found_key} if found_key else {})
+            indices = {"block_table": table, "seq_lens": lens}
+            check_index_memory(indices, tensors, options.transfer)
+        structs = _structs(found_key, found_value, table, lens)
+        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
+        addresses = map(_abi.address_of, structs)
+        status = call(key, value, block_table, seq_lens, now, *addresses, max_seq_len)
+        if status == -_bound.SIZES:
+            _check_counts(key, block_table, max_seq_len)
+        elif status < 0 and left | -status != left:
+            return rest_of_gather(
+                -(left | -status),
+                call,
+                cache,
+                options,
+                stream,
+                key,
+                value,
+                block_table,
+                seq_lens,
+                max_seq_len,
+            )
+    _check(status)
+
+
+def _check(status: int) -> None:
+    if status < 0:
+        raise InternalError(f"a bound call has left {-status:#b} of tensors that it had read")
     _abi.check(status)
-    return False
 
 
-def bound_write(cache: CacheDesc, options: WriteOptions, stream: _abi.Stream) -> _bound.Call:
-    """write_kv with all but its tensors bound."""
-    _require_cache_in_place(cache, options)
-    like = _write_desc(cache, None, None, SlotMapping.of(()), options)
-    memory = _index_memory(cache, options.transfer)
-    owners = _torch_owners(cache, options)
-    return _bound.write(cache.to_c(), like, options.to_c(), memory, stream, owners)
+def _check_counts(key: Any, block_table: Any, max_seq_len: int | None) -> None:
+    """Refuses rows that are too many to be counted."""
+    rows = BlockTable.of(block_table).num_rows
+    if max_seq_len is None:
+        shape = token_desc("key", key).shape
+        max_seq_len = shape[1] if len(shape) == 4 else sum(shape[:1]) // max(rows, 1)
+    _abi.check_uint32("max_seq_len", max_seq_len)
+    _abi.check_uint32("num_tokens", rows * max_seq_len)
 
 
-def bound_gather(cache: CacheDesc, options: GatherOptions, stream: _abi.Stream) -> _bound.Call:
-    """gather_kv with all but its tensors bound."""
-    _require_cache_in_place(cache, options)
-    table, lens = BlockTable.packed([]), SeqLens.of([])
-    like = _gather_desc(cache, None, None, table, lens, 0, options)
-    memory = _index_memory(cache, options.transfer)
-    owners = _torch_owners(cache, options)
-    return _bound.gather(cache.to_c(), like, options.to_c(), memory, stream, owners)
+def _is_elsewhere(key: TensorDesc | None, cache: CacheDesc) -> bool:
+    """Whether indices that C would read in the cache's memory may have to lie in the key's."""
+    return key is not None and key.memory is not cache.k.memory
+
+
+def _forget_if_before_torch(cache: CacheDesc, key: Any) -> None:
+    """Drops calls that were bound before torch was imported, as the first torch tensor comes."""
+    if is_torch(key) and _BEFORE_TORCH in cache.bound_calls:
+        cache.bound_calls.clear()
+
+
+def _structs(*descs: _abi.Described | None) -> list[Any]:
+    """Structs of descriptors, to be held until the call is over."""
+    return [None if desc is None else desc.to_c() for desc in descs]
 
 
 def _scales(options: WriteOptions | GatherOptions) -> dict[str, ScaleDesc]:
@@ -52,180 +212,47 @@ def _scales(options: WriteOptions | GatherOptions) -> dict[str, ScaleDesc]:
     return {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def _torch_owners(cache: CacheDesc, options: WriteOptions | GatherOptions) -> list[Any]:
-    """The torch tensors that a cache and the scales of a call describe."""
-    scales = (scale.owner for scale in _scales(options).values())
-    return [*cache.torch_owners, *filter(is_torch, scales)]
-
-
-def _require_cache_in_place(cache: CacheDesc, options: WriteOptions | GatherOptions) -> None:
-    instance("cache", cache, CacheDesc, A_CACHE)
-    cache.require_in_place("cache")
+def _require_cache(cache: CacheDesc, options: WriteOptions | GatherOptions) -> _bound.Held:
+    """Refuses what is no cache, and memory that has moved."""
+    held = instance("cache", cache, CacheDesc, A_CACHE).held("cache")
     for name, scale in _scales(options).items():
         scale.require_in_place(name)
+        same_memory(name, scale.memory, "cache.k is", cache.k.memory)
+    return held
 
 
-def _index_memory(cache: CacheDesc, transfer: Transfer) -> Memory:
-    """Where a call reads slots, tables and lengths."""
-    return Memory.HOST if transfer is Transfer.COPY_ENGINE else cache.k.memory
-
-
-# From here on only descriptors, which the callers hold until C is done: the structs made of them
-# hold bare addresses.
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """The options of write_kv."""
-
-    k_scale: ScaleDesc | None
-    v_scale: ScaleDesc | None
-    find_scales: bool
-    transfer: Transfer
-
-    def __post_init__(self) -> None:
-        fix(self, find_scales=flag)
-
-    def to_c(self) -> _abi.kvx_write_options_t:
-        return _abi.kvx_write_options_t(
-            flags=_abi.flags(find_scales=self.find_scales) | self.transfer
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GatherOptions:
-    """The options of gather_kv."""
-
-    k_scale: ScaleDesc | None
-    v_scale: ScaleDesc | None
-    null_block_id: int
-    zero_fill: bool
-    secondary_num_blocks: int
-    transfer: Transfer
-
-    def __post_init__(self) -> None:
-        fix(
-            self,
-            null_block_id=int64,
-            zero_fill=flag,
-            secondary_num_blocks=integer,
-        )
-
-    def to_c(self) -> _abi.kvx_gather_options_t:
-        return _abi.kvx_gather_options_t(
-            flags=_abi.flags(self.zero_fill) | self.transfer,
-            null_block_plus_1=_abi.null_block_plus_1(self.null_block_id),
-            secondary_num_blocks=self.secondary_num_blocks,
-            k_scale=_abi.pointer_to(self.k_scale),
-            v_scale=_abi.pointer_to(self.v_scale),
-        )
-
-
-def write(
+def _binding(
     cache: CacheDesc,
-    key: TensorDesc,
-    value: TensorDesc | None,
-    slots: SlotMapping,
-    options: WriteOptions,
+    held: _bound.Held,
+    options: WriteOptions | GatherOptions,
     stream: _abi.Stream,
-) -> None:
-    """write_kv of descriptors."""
-    _require_cache_in_place(cache, options)
-    for name, tensor in cache.tensors.items():
-        tensor.require_writable(f"cache.{name}")
-    if options.find_scales:
-        for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-            if scale is not None:
-                scale.require_writable(name)
-    if slots.token_count:
-        tensors = {"cache.k": cache.k, "key": key}
-        check_index_memory({"slots": slots}, tensors, options.transfer)
-    write = _write_desc(cache, key, value, slots, options)
-    now = _abi.stream_now(call_stream(stream, cache.k.owner, key.owner))
-    _abi.check(_abi.library().kvx_write_kv_ext(cache.to_c(), write, options.to_c(), now))
-
-
-def gather(
-    cache: CacheDesc,
-    key: TensorDesc,
-    value: TensorDesc | None,
-    table: BlockTable,
-    lens: SeqLens,
-    max_seq_len: int | None,
-    options: GatherOptions,
-    stream: _abi.Stream,
-) -> None:
-    """gather_kv of descriptors; max_seq_len None: the rows of `key`."""
-    _require_cache_in_place(cache, options)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor is not None:
-            tensor.require_writable(name)
-    if table.num_rows:
-        tensors = {"cache.k": cache.k, "key": key}
-        check_index_memory({"block_table": table, "seq_lens": lens}, tensors, options.transfer)
-    if max_seq_len is None:
-        rows = max(table.num_rows, 1)
-        max_seq_len = key.shape[1] if key.ndim == 4 else sum(key.shape[:1]) // rows
-    gather = _gather_desc(cache, key, value, table, lens, max_seq_len, options)
-    now = _abi.stream_now(call_stream(stream, cache.k.owner, key.owner))
-    _abi.check(_abi.library().kvx_gather_kv_ext(cache.to_c(), gather, options.to_c(), now))
-
-
-def _write_desc(
-    cache: CacheDesc,
-    key: TensorDesc | None,
-    value: TensorDesc | None,
-    slots: SlotMapping,
-    options: WriteOptions,
-) -> _abi.kvx_write_desc_t:
-    k_scale, v_scale = options.k_scale, options.v_scale
-    _check_scales_memory(cache, (k_scale, v_scale))
-    write = _abi.kvx_write_desc_t(
-        io=_io_desc(cache, key, value, slots.token_count), slots=slots.to_c()
-    )
-    if k_scale is not None:
-        write.k_scale_desc = k_scale.to_c()
-    if v_scale is not None:
-        write.v_scale_desc = v_scale.to_c()
-    return write
-
-
-def _gather_desc(
-    cache: CacheDesc,
-    key: TensorDesc | None,
-    value: TensorDesc | None,
-    table: BlockTable,
-    lens: SeqLens,
-    max_seq_len: int,
-    options: GatherOptions,
-) -> _abi.kvx_gather_desc_t:
-    _check_scales_memory(cache, (options.k_scale, options.v_scale))
-    return _abi.kvx_gather_desc_t(
-        io=_io_desc(cache, key, value, table.num_rows * max_seq_len),
-        block_table=table.to_c(),
-        seq_lens=lens.to_c(),
-        max_seq_len=max_seq_len,
+) -> _bound.Binding:
+    scales = [s.owner for s in _scales(options).values() if is_torch(s.owner)]
+    stream = call_stream(stream, cache.k.owner)
+    reads_indices_on_host = options.transfer is Transfer.COPY_ENGINE
+    return _bound.Binding(
+        held=(held, _bound.Held(scales)) if scales else (held,),
+        memory=cache.k.memory,
+        index_memory=Memory.HOST if reads_indices_on_host else cache.k.memory,
+        stream=stream,
+        reads_tensors=stream is not None or cache.k.memory is Memory.HOST,
     )
 
 
-def _io_desc(
-    cache: CacheDesc, key: TensorDesc | None, value: TensorDesc | None, num_tokens: int
-) -> _abi.kvx_kv_io_desc_t:
+def _io_desc(cache: CacheDesc) -> _abi.kvx_kv_io_desc_t:
     return _abi.kvx_kv_io_desc_t(
-        key=_abi.kvx_tensor_desc_t() if key is None else key.to_c(),
-        value=_abi.kvx_tensor_desc_t() if value is None else value.to_c(),
-        num_tokens=num_tokens,
+        key=_abi.kvx_tensor_desc_t(),
+        value=_abi.kvx_tensor_desc_t(),
         num_kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
     )
 
 
-def _check_scales_memory(
-    cache: CacheDesc, scales: tuple[ScaleDesc | None, ScaleDesc | None]
-) -> None:
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        if scale is not None:
-            same_memory(name, scale.memory, "cache.k is", cache.k.memory)
+_EMPTY_TABLE = BlockTable.packed([])
+
+
+def _owner(tensor: Any) -> object:
+    return tensor.owner if isinstance(tensor, TensorDesc) else tensor
 
 
 @overload
@@ -237,8 +264,3 @@ def token_desc(name: str, tensor: TensorLike | TensorDesc | None) -> TensorDesc 
     if isinstance(tensor, TensorDesc) or (tensor is None and name.startswith("value")):
         return tensor
     return describe(tensor, Layout.BLOCK_CUSTOM, name=name)  # type: ignore[arg-type]
-
-
-def scale_desc(name: str, scale: Scale | None) -> ScaleDesc | None:
-    """The scales of a call."""
-    return None if scale is None else ScaleDesc.of(scale, name=name)

@@ -1,19 +1,29 @@
-"""migrate: sequences from one engine's cache into another's, in one pass. Spec: E.3"""
+"""migrate: sequences from one engine's cache into another's, in one pass. Spec: E.3
+
+What is the same from call to call is found out once for a source, a destination and options, and
+kept with the source (CacheSpan.moves): the C structs, the facts compared, memory that can be
+written. Each call looks whether memory has moved, reads its lengths, and hands over to libkvx.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Unpack
 
-from kvx_core import _abi, facts
+from kvx_core import _abi, _bound, facts
 from kvx_core.errors import FactsMismatchError
 from kvx_core.memory_checks import check_index_memory
+from kvx_core.options import MoveKeywords, MoveOptions
 from kvx_core.reorder import reordered
-from kvx_core.streams import current_stream
+from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike
-from kvx_core.types import Transfer
-from kvx_core.view import CacheSpan, CacheView
-from kvx_core.words import address, flag, integer
+from kvx_core.types import Memory, Transfer
+from kvx_core.view import CacheSpan, CacheView, Move
+from kvx_core.words import flag
+
+_USUAL = MoveOptions()
 
 
 def migrate(
@@ -21,12 +31,9 @@ def migrate(
     dst: CacheView | CacheSpan,
     seq_lens: SeqLens | TensorLike | Sequence[int],
     *,
-    num_heads: int | None = None,
-    zero_fill: bool = False,
-    find_scales: bool = False,
     same_model: bool = False,
-    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
+    **options: Unpack[MoveKeywords],
 ) -> int:
     """Moves sequences from one cache into another: all layers, K and V, in one call and one pass.
 
@@ -55,35 +62,35 @@ def migrate(
     Spec: E.3
     """
     src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
-    lens = SeqLens.of(seq_lens)
-    if num_heads is not None:
-        num_heads = integer("num_heads", num_heads)
-    found = facts.compare(
-        src.view.facts,
-        dst.view.facts,
-        src_head_start=src.head_start,
-        dst_head_start=dst.head_start,
-        same_model=flag("same_model", same_model),
-    )
-    if found.reasons:
-        raise FactsMismatchError(found.reasons)
-    bytes_per_token = dst.view.bytes_per_token(num_heads)
-    for transform in found.transforms:
-        src, dst = reordered(src, dst, transform, find_scales=flag("find_scales", find_scales))
-    lengths = lens.to_numpy()
-    num_tokens = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
-    copy_tokens(
-        src,
-        dst,
-        lens,
-        num_heads=num_heads,
-        zero_fill=zero_fill,
-        find_scales=find_scales,
-        transfer=transfer,
-        max_seq_len=int(lengths.max(initial=0)),
-        stream=stream,
-    )
-    return num_tokens * bytes_per_token
+    chosen = MoveOptions.of(options) if options else _USUAL
+    key = id(dst), chosen.key, flag("same_model", same_model)
+    move = src.moves.to(dst, key)
+    transforms: tuple[facts.ReorderRotary, ...] = ()
+    if move is None:
+        found = facts.compare(
+            src.view.facts,
+            dst.view.facts,
+            src_head_start=src.head_start,
+            dst_head_start=dst.head_start,
+            same_model=same_model,
+        )
+        if found.reasons:
+            raise FactsMismatchError(found.reasons)
+        transforms = found.transforms
+    src.view.require_current("src")
+    dst.view.require_current("dst")
+    if move is None:
+        move = _bound_move(src, dst, chosen, key, transforms)
+    if stream is not None:
+        stream = stream_number(stream)
+    moved = move.call(seq_lens, stream)
+    if moved < 0:
+        _check(moved)
+        lens = SeqLens.of(seq_lens)
+        lengths = lens.to_numpy()
+        _move_described(move, src, dst, lens, int(lengths.max(initial=0)), stream)
+        moved = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
+    return moved * move.token_bytes
 
 
 def copy_tokens(
@@ -91,54 +98,110 @@ def copy_tokens(
     dst: CacheSpan,
     lens: SeqLens,
     *,
-    num_heads: int | None = None,
-    zero_fill: bool = False,
-    find_scales: bool = False,
-    transfer: Transfer | str = Transfer.KERNEL,
     max_seq_len: int = 0,
     stream: int | None = None,
+    **options: Unpack[MoveKeywords],
 ) -> None:
     """What migrate does after it has compared facts. Waits for no device.
 
     max_seq_len: the tokens of a sequence that move at most; 0: all
     """
-    transfer = Transfer.of(transfer, "transfer")
-    zero_fill, find_scales = flag("zero_fill", zero_fill), flag("find_scales", find_scales)
-    if stream is not None:
-        stream = address("stream", stream)
-    src.view.require_in_place("src")
-    dst.view.require_in_place("dst")
+    chosen = MoveOptions.of(options) if options else _USUAL
+    stream = stream_number(stream)
+    src.view.require_current("src")
+    dst.view.require_current("dst")
+    key = id(dst), chosen.key, "copy_tokens"
+    move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key)
+    _move_described(move, src, dst, lens, max_seq_len, stream)
+
+
+def _bound_move(
+    src: CacheSpan,
+    dst: CacheSpan,
+    options: MoveOptions,
+    key: tuple[Any, ...],
+    transforms: tuple[facts.ReorderRotary, ...] = (),
+) -> Move:
+    """The move of these ends and options, kept with `src` by `key`.
+
+    Raises InvalidArgumentError.
+    """
+    held = src.view.held("src"), dst.view.held("dst")
     for name, tensor in dst.view.read_only.items():
         tensor.require_writable(f"dst.{name}")
-    if find_scales:
+    if options.find_scales:
         for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
             for i, scale in enumerate(scales or ()):
                 if scale is not None:
                     scale.require_writable(f"dst.{name}[{i}]")
-    if src.view.layers and dst.view.layers:
-        tensors = {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
+    tensors = _first_tensors(src, dst)
+    memory = {tensor.memory for tensor in tensors.values()} - {Memory.HOST} or {Memory.HOST}
+    if tensors:
         indices = {
             f"{end}.{name}": getattr(span, name)
             for end, span in (("src", src), ("dst", dst))
             for name in ("block_table", "slots", "starts")
         }
-        if lens.seq_count:
-            indices["seq_lens"] = lens
-        check_index_memory(indices, tensors, transfer)
-        if stream is None:
-            stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
-    struct = _abi.kvx_migrate_desc_t(
-        flags=_abi.flags(zero_fill, find_scales) | transfer,
-        num_heads=num_heads or 0,
-        max_seq_len=min(max(max_seq_len, 0), 2**32 - 1),
-        seq_lens=_abi.pointer_to(lens),
-        src=_abi.pointer_to(src),
-        dst=_abi.pointer_to(dst),
+        check_index_memory(indices, tensors, options.transfer)
+    where = next(iter(memory))
+    binding = _bound.Binding(
+        held=held,
+        memory=where,
+        index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else where,
+        stream=current_stream(*(tensor.owner for tensor in tensors.values())),
     )
-    _abi.check(_abi.library().kvx_migrate_kv(struct, stream))
+    ends = src, dst
+    for transform in transforms:
+        ends = reordered(*ends, transform, find_scales=options.find_scales)
+    struct = _abi.kvx_migrate_desc_t(
+        flags=options.flags,
+        num_heads=options.num_heads or 0,
+        src=_abi.pointer_to(ends[0]),
+        dst=_abi.pointer_to(ends[1]),
+    )
+    token_bytes = dst.view.bytes_per_token(options.num_heads)
+    rows = max(_table_rows(src, dst), default=0)
+    call = _bound.migrate(binding, struct, token_bytes, rows)
+    move = Move(call, token_bytes, held, options.transfer)
+    src.moves.keep(dst, key, move)
+    return move
+
+
+def _move_described(
+    move: Move, src: CacheSpan, dst: CacheSpan, lens: SeqLens, max_seq_len: int, stream: int | None
+) -> None:
+    """The move of lengths that are described."""
+    held = src.view.held("src"), dst.view.held("dst")
+    if held != move.held:
+        src.moves.clear()  # all is where it was described, in another storage: bind it anew
+    tensors = _first_tensors(src, dst)
+    if lens.seq_count and tensors:
+        check_index_memory({"seq_lens": lens}, tensors, move.transfer)
+    if stream is None:
+        stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
+    struct = lens.to_c()
+    max_seq_len = min(max(max_seq_len, 0), 2**32 - 1)
+    _check(move.call(None, stream, _abi.address_of(struct), max_seq_len))
+
+
+def _check(moved: int) -> None:
+    """Raises the exception of a migration that failed."""
+    if moved <= -(1 << _bound.FAILED):
+        _abi.check(-moved >> _bound.FAILED)
+
+
+def _first_tensors(src: CacheSpan, dst: CacheSpan) -> dict[str, TensorDesc]:
+    """A tensor of each end, by name: they say where the call runs; none if an end has no layers."""
+    if not src.view.layers or not dst.view.layers:
+        return {}
+    return {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
+
+
+def _table_rows(src: CacheSpan, dst: CacheSpan) -> list[int]:
+    return [end.block_table.num_rows for end in (src, dst) if end.block_table is not None]
 
 
 def rows_per_sequence(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> int:
     """Rows that share one length: the beams of a KV_OFFSETS table, else 1."""
-    rows = [end.block_table.num_rows for end in (src, dst) if end.block_table is not None]
+    rows = _table_rows(src, dst)
     return max(rows, default=lens.seq_count) // max(lens.seq_count, 1) or 1

@@ -1,38 +1,36 @@
 """write_kv and gather_kv: new tokens into a paged cache, cached tokens out of it.
 
-A call describes its tensors, hands them to libkvx and returns. Without options its torch tensors
-are read in C. Spec: 6.8 to 6.10, 7
+A call without scales is bound to its cache once; its torch tensors are then read in C. All others
+take the same route (calls.py). Spec: 6.8 to 6.10, 7
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, Unpack, overload
 
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
 from kvx_core.calls import (
     A_CACHE,
-    GatherOptions,
-    Scale,
-    WriteOptions,
     bound_gather,
     bound_write,
-    gather,
-    scale_desc,
-    token_desc,
-    was_left,
-    write,
+    kept_call,
+    rest_of_gather,
+    rest_of_write,
 )
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.streams import current_stream, current_stream_here, stream_number
+from kvx_core.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
+from kvx_core.streams import current_stream_here, stream_number
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import TensorLike, empty_like_owner, is_torch
-from kvx_core.types import DType, Memory, Transfer
-from kvx_core.words import flag, instance, integer, wrong
+from kvx_core.tensors import TensorLike, empty_like_owner
+from kvx_core.types import DType
+from kvx_core.words import instance, integer, wrong
 
-_ALL_BLOCKS = 0
+_USUAL_WRITE = WriteOptions()
+_USUAL_GATHER = GatherOptions()
 _Key = TypeVar("_Key", bound=TensorLike | TensorDesc)
 _Value = TypeVar("_Value", bound=TensorLike | TensorDesc | None)
 
@@ -43,11 +41,8 @@ def write_kv(
     value: TensorLike | TensorDesc | None,
     slots: SlotMapping | TensorLike | Sequence[int],
     *,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    find_scales: bool = False,
-    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
+    **options: Unpack[WriteKeywords],
 ) -> None:
     """Writes new tokens into a paged cache, converting dtype and scale on the way.
 
@@ -66,25 +61,14 @@ def write_kv(
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.9, 7
     """
-    if (
-        k_scale is None
-        and v_scale is None
-        and find_scales is False
-        and transfer is Transfer.KERNEL
-        and stream is None
-        and is_torch(key)
-    ):
-        status = _plain_write(cache)(key, value, slots)
-        if not (status and was_left(status)):
-            return
-    options = WriteOptions(
-        scale_desc("k_scale", k_scale),
-        scale_desc("v_scale", v_scale),
-        find_scales,
-        Transfer.of(transfer, "transfer"),
-    )
-    tokens = token_desc("key", key), token_desc("value", value)
-    write(cache, *tokens, SlotMapping.of(slots), options, stream_number(stream))
+    chosen = WriteOptions.of(options) if options else _USUAL_WRITE
+    call = kept_call(bound_write, cache, chosen)
+    if stream is None:
+        status = call(key, value, slots)
+    else:
+        status = call(key, value, slots, stream_number(stream))
+    if status:
+        rest_of_write(status, call, cache, chosen, stream, key, value, slots)
 
 
 @overload
@@ -96,13 +80,8 @@ def gather_kv(
     max_seq_len: int | None = None,
     out: tuple[_Key, _Value],
     dtype: None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    null_block_id: int = _abi.NO_NULL_BLOCK,
-    zero_fill: bool = False,
-    secondary_num_blocks: int = _ALL_BLOCKS,
-    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
+    **options: Unpack[GatherKeywords],
 ) -> tuple[_Key, _Value]: ...
 @overload
 def gather_kv(
@@ -113,13 +92,8 @@ def gather_kv(
     max_seq_len: int | None = None,
     out: None = None,
     dtype: DType | str | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    null_block_id: int = _abi.NO_NULL_BLOCK,
-    zero_fill: bool = False,
-    secondary_num_blocks: int = _ALL_BLOCKS,
-    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
+    **options: Unpack[GatherKeywords],
 ) -> tuple[Any, Any]: ...
 def gather_kv(
     cache: CacheDesc,
@@ -129,13 +103,8 @@ def gather_kv(
     max_seq_len: int | None = None,
     out: tuple[Any, Any] | None = None,
     dtype: DType | str | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    null_block_id: int = _abi.NO_NULL_BLOCK,
-    zero_fill: bool = False,
-    secondary_num_blocks: int = _ALL_BLOCKS,
-    transfer: Transfer | str = Transfer.KERNEL,
     stream: int | None = None,
+    **options: Unpack[GatherKeywords],
 ) -> tuple[Any, Any]:
     """Gathers the first min(length, max_seq_len) cached tokens of every sequence.
 
@@ -163,52 +132,75 @@ def gather_kv(
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.10, 7, E.2
     """
-    key: Any = None
-    value: Any = None
-    if out is not None:
-        try:
-            key, value = out
-        except (TypeError, ValueError):
-            raise wrong("out", out, "(key, value) or, where there is no V, (key, None)") from None
-    if (
-        key is not None
-        and max_seq_len is None
-        and dtype is None
-        and k_scale is None
-        and v_scale is None
-        and null_block_id is _abi.NO_NULL_BLOCK  # the defaults: others may have no truth value
-        and zero_fill is False
-        and secondary_num_blocks is _ALL_BLOCKS
-        and transfer is Transfer.KERNEL
-        and stream is None
-        and is_torch(key)
-    ):
-        status = _plain_gather(cache)(key, value, block_table, seq_lens)
-        if not (status and was_left(status)):
-            return key, value
-    table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-    scales = scale_desc("k_scale", k_scale), scale_desc("v_scale", v_scale)
+    chosen = GatherOptions.of(options) if options else _USUAL_GATHER
     if out is None:
-        if max_seq_len is None:
-            max_seq_len = int(lens.to_numpy().max(initial=0))
-        max_seq_len = integer("max_seq_len", max_seq_len)
-        instance("cache", cache, CacheDesc, A_CACHE)
-        key, value = _new_outputs(cache, table, max_seq_len, dtype, stream, scaled=any(scales))
-    elif dtype is not None:
+        return _gather_into_new(cache, block_table, seq_lens, max_seq_len, dtype, stream, chosen)
+    try:
+        key, value = out
+    except (TypeError, ValueError):
+        raise wrong("out", out, "(key, value) or, where there is no V, (key, None)") from None
+    if dtype is not None:
         raise InvalidArgumentError(
             f"dtype is {dtype!r}, expected None with out, whose tensors have dtypes of their own"
         )
-    elif max_seq_len is not None:
+    _gather(cache, key, value, block_table, seq_lens, max_seq_len, stream, chosen)
+    return key, value
+
+
+def _gather(
+    cache: CacheDesc,
+    key: Any,
+    value: Any,
+    block_table: Any,
+    seq_lens: Any,
+    max_seq_len: int | None,
+    stream: int | None,
+    options: GatherOptions,
+) -> None:
+    call = kept_call(bound_gather, cache, options)
+    if stream is not None:
+        stream = stream_number(stream)
+    if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len)
-    options = GatherOptions(
-        *scales,
-        null_block_id,
-        flag("zero_fill", zero_fill) or out is None,
-        secondary_num_blocks,
-        Transfer.of(transfer, "transfer"),
-    )
-    tokens = token_desc("key", key), token_desc("value", value)
-    gather(cache, *tokens, table, lens, max_seq_len, options, stream_number(stream))
+        status = -_bound.SIZES
+    elif stream is None:
+        status = call(key, value, block_table, seq_lens)
+    else:
+        status = call(key, value, block_table, seq_lens, stream)
+    if status:
+        tensors = key, value, block_table, seq_lens
+        rest_of_gather(status, call, cache, options, stream, *tensors, max_seq_len)
+
+
+def _gather_into_new(
+    cache: CacheDesc,
+    block_table: Any,
+    seq_lens: Any,
+    max_seq_len: int | None,
+    dtype: DType | str | None,
+    stream: int | None,
+    options: GatherOptions,
+) -> tuple[Any, Any]:
+    table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+    if max_seq_len is None:
+        max_seq_len = int(lens.to_numpy().max(initial=0))
+    max_seq_len = integer("max_seq_len", max_seq_len)
+    instance("cache", cache, CacheDesc, A_CACHE)
+    if dtype is None and (options.k_scale or options.v_scale):
+        raise InvalidArgumentError(
+            "dtype is None, expected the dtype to convert to, since scales are given and the "
+            "outputs have none"
+        )
+
+    def new(tensor: TensorDesc, head_dim: int) -> Any:
+        shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
+        stored = tensor.dtype if dtype is None else DType.of(dtype)
+        return empty_like_owner(tensor.owner, shape, stored, stream)
+
+    key = new(cache.k, cache.head_dim)
+    value = None if cache.v is None else new(cache.v, cache.v_head_dim)
+    zeroing = options if options.zero_fill else replace(options, zero_fill=True)
+    _gather(cache, key, value, table, lens, max_seq_len, stream, zeroing)
     return key, value
 
 
@@ -223,60 +215,3 @@ def device_status(stream: int | None = None) -> None:
     """
     stream = current_stream_here() if stream is None else stream
     _abi.check(_abi.library().kvx_device_status(stream_number(stream)))
-
-
-def _plain_write(cache: CacheDesc) -> _bound.Call:
-    """The cache's bound write without options: made once, and kept with the cache."""
-    try:
-        call = cache.bound_calls.get("write")
-    except AttributeError:
-        raise wrong("cache", cache, A_CACHE) from None
-    if call is None:
-        options = WriteOptions(None, None, False, Transfer.KERNEL)
-        is_writable = all(tensor.writable for tensor in cache.tensors.values())
-        call = _bound_plain(bound_write, cache, options) if is_writable else _bound.take_nothing
-        cache.bound_calls["write"] = call
-    return call
-
-
-def _plain_gather(cache: CacheDesc) -> _bound.Call:
-    """The cache's bound gather without options: made once, and kept with the cache."""
-    try:
-        call = cache.bound_calls.get("gather")
-    except AttributeError:
-        raise wrong("cache", cache, A_CACHE) from None
-    if call is None:
-        options = GatherOptions(None, None, _abi.NO_NULL_BLOCK, False, 0, Transfer.KERNEL)
-        call = cache.bound_calls["gather"] = _bound_plain(bound_gather, cache, options)
-    return call
-
-
-def _bound_plain(bind: Callable[..., _bound.Call], cache: CacheDesc, options: Any) -> _bound.Call:
-    stream = current_stream(cache.k.owner)
-    if stream is None and cache.k.memory is not Memory.HOST:
-        return _bound.take_nothing  # each call's tensors tell
-    return bind(cache, options, stream)
-
-
-def _new_outputs(
-    cache: CacheDesc,
-    table: BlockTable,
-    max_seq_len: int,
-    dtype: DType | str | None,
-    stream: int | None,
-    *,
-    scaled: bool,
-) -> tuple[Any, Any]:
-    if dtype is None and scaled:
-        raise InvalidArgumentError(
-            "dtype is None, expected the dtype to convert to, since scales are given and the "
-            "outputs have none"
-        )
-
-    def new(tensor: TensorDesc, head_dim: int) -> Any:
-        shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
-        stored = tensor.dtype if dtype is None else DType.of(dtype)
-        return empty_like_owner(tensor.owner, shape, stored, stream)
-
-    key = new(cache.k, cache.head_dim)
-    return key, None if cache.v is None else new(cache.v, cache.v_head_dim)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
-from kvx_core import _abi
+from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
 from kvx_core.calls import (
     A_CACHE,
-    GatherOptions,
-    Scale,
-    WriteOptions,
     bound_gather,
     bound_write,
-    gather,
-    scale_desc,
+    rest_of_gather,
+    rest_of_write,
     token_desc,
-    was_left,
-    write,
 )
+from kvx_core.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
 from kvx_core.streams import call_stream
-from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike
-from kvx_core.types import Transfer
 from kvx_core.words import instance
 
 
@@ -44,11 +38,8 @@ class WritePlan:
         key_like: TensorLike | TensorDesc,
         value_like: TensorLike | TensorDesc | None,
         *,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        find_scales: bool = False,
-        transfer: Transfer | str = Transfer.KERNEL,
         stream: _abi.Stream = None,
+        **options: Unpack[WriteKeywords],
     ) -> None:
         """Checks that tokens like these can be written; writes nothing.
 
@@ -58,23 +49,21 @@ class WritePlan:
         Raises InvalidArgumentError, UnsupportedError.
         """
         self._cache = instance("cache", cache, CacheDesc, A_CACHE)
-        self._options = WriteOptions(
-            scale_desc("k_scale", k_scale),
-            scale_desc("v_scale", v_scale),
-            find_scales,
-            Transfer.of(transfer, "transfer"),
-        )
+        self._options = WriteOptions.of(options)
         key, value = token_desc("key_like", key_like), token_desc("value_like", value_like)
         self._stream = call_stream(stream, cache.k.owner, key.owner)
-        write(cache, key, value, SlotMapping.of(()), self._options, self._stream)
         self._call = bound_write(cache, self._options, self._stream)
+        rest_of_write(
+            _ALL_LEFT, self._call, cache, self._options, self._stream, key, value, slots=()
+        )
 
     def __call__(self, key: Any, value: Any, slots: Any) -> None:
         """write_kv(cache, key, value, slots). Raises as write_kv."""
         status = self._call(key, value, slots)
-        if status and was_left(status):
-            key, value = token_desc("key", key), token_desc("value", value)
-            write(self._cache, key, value, SlotMapping.of(slots), self._options, self._stream)
+        if status:
+            rest_of_write(
+                status, self._call, self._cache, self._options, self._stream, key, value, slots
+            )
 
 
 class GatherPlan:
@@ -93,43 +82,43 @@ class GatherPlan:
         key_like: TensorLike | TensorDesc,
         value_like: TensorLike | TensorDesc | None,
         *,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        null_block_id: int = _abi.NO_NULL_BLOCK,
-        zero_fill: bool = False,
-        secondary_num_blocks: int = 0,
-        transfer: Transfer | str = Transfer.KERNEL,
         stream: _abi.Stream = None,
+        **options: Unpack[GatherKeywords],
     ) -> None:
         """Checks that tokens can be gathered into outputs like these; writes nothing.
 
-        cache and the options: as for gather_kv; the plan keeps them alive
+        cache and the options: as for gather_kv; the plan keeps them alive. `stream` may be a
+        function, which each call asks
         key_like, value_like: outputs as gather_kv takes them, with any number of rows
         Raises InvalidArgumentError, UnsupportedError.
         """
         self._cache = instance("cache", cache, CacheDesc, A_CACHE)
-        self._options = GatherOptions(
-            scale_desc("k_scale", k_scale),
-            scale_desc("v_scale", v_scale),
-            null_block_id,
-            zero_fill,
-            secondary_num_blocks,
-            Transfer.of(transfer, "transfer"),
-        )
+        self._options = GatherOptions.of(options)
         key = _no_rows(token_desc("key_like", key_like))
         value = _no_rows(token_desc("value_like", value_like))
         self._stream = call_stream(stream, cache.k.owner, key.owner)
-        table, lens = BlockTable.packed([]), SeqLens.of([])
-        gather(cache, key, value, table, lens, None, self._options, self._stream)
         self._call = bound_gather(cache, self._options, self._stream)
+        nothing = key, value, (), ()
+        rest_of_gather(_ALL_LEFT, self._call, cache, self._options, self._stream, *nothing)
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
         status = self._call(key, value, block_table, seq_lens)
-        if status and was_left(status):
-            table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-            key, value = token_desc("key", key), token_desc("value", value)
-            gather(self._cache, key, value, table, lens, None, self._options, self._stream)
+        if status:
+            rest_of_gather(
+                status,
+                self._call,
+                self._cache,
+                self._options,
+                self._stream,
+                key,
+                value,
+                block_table,
+                seq_lens,
+            )
+
+
+_ALL_LEFT = -(_bound.KEY | _bound.VALUE | _bound.INDICES | _bound.LENS)
 
 
 @overload

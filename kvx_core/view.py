@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
@@ -18,6 +19,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike, is_torch
+from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
 
 
@@ -47,8 +49,7 @@ class CacheView:
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
     # K's dims in another order, see kvx_core.reorder; a string: why that cannot be described.
     reordered: dict[Any, CacheView | str] = field(init=False, compare=False)
-    # Whether all torch tensors are where they were at the first use: one call, made then.
-    _in_place: list[Callable[[], bool]] = field(init=False, compare=False)
+    _held: list[_bound.Held] = field(init=False, compare=False)  # made by the first use
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -72,7 +73,7 @@ class CacheView:
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
         set_("reordered", {})
-        set_("_in_place", [])
+        set_("_held", [])
 
     def __repr__(self) -> str:
         first = [part for part in self.layers[0].words() if part] if self.layers else []
@@ -106,11 +107,23 @@ class CacheView:
         name: what errors call it
         Raises InvalidArgumentError.
         """
+        self.require_current(name)
+        self.held(name)
+
+    def require_current(self, name: str) -> None:
+        """Refuses a view that its engine says is out of date. Raises InvalidArgumentError."""
         reason = None if self.outdated is None else self.outdated()
         if reason is not None:
             raise InvalidArgumentError(f"{name} is out of date: {reason}")
-        if self._in_place and self._in_place[0]():
-            return
+
+    def held(self, name: str) -> _bound.Held:
+        """The torch tensors that it describes, which are where they were when they were described.
+
+        name: what errors call the view
+        Raises InvalidArgumentError.
+        """
+        if self._held and self._held[0].are_in_place():
+            return self._held[0]
         owners = []
         for i, layer in enumerate(self.layers):
             layer.require_in_place(f"{name}.layers[{i}]")
@@ -120,7 +133,9 @@ class CacheView:
                 if scale is not None:
                     scale.require_in_place(f"{name}.{kind}[{i}]")
                     owners += [scale.owner] if is_torch(scale.owner) else []
-        self._in_place[:] = [_bound.in_place(owners)]
+        held = _bound.Held(owners)
+        self._held[:] = [held]
+        return held
 
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
         expected = "a list or tuple with a ScaleDesc or None per layer"
@@ -165,7 +180,41 @@ class CacheView:
         )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+class Move(NamedTuple):
+    """A migration with all but its lengths bound. See migrate.py"""
+
+    call: _bound.Call
+    token_bytes: int  # as the destination stores the heads that move, in all layers
+    held: tuple[_bound.Held, _bound.Held]
+    transfer: Transfer
+
+
+class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):
+    """What migrate keeps with a source for each destination, as long as both exist."""
+
+    __slots__ = ("__weakref__",)
+    _MOST = 16
+
+    def to(self, dst: CacheSpan, key: tuple[Any, ...]) -> Move | None:
+        """What `keep` has kept of `dst`."""
+        kept = self.get(key)
+        return None if kept is None or kept[0]() is not dst else kept[1]
+
+    def keep(self, dst: CacheSpan, key: tuple[Any, ...], move: Move) -> None:
+        """Keeps `move` until `dst` is gone; `key` begins with id(dst)."""
+        this = ref(self)  # or else both would live until the garbage collector comes
+
+        def forget(_: object) -> None:
+            moves = this()
+            if moves is not None:
+                moves.pop(key, None)
+
+        if len(self) >= self._MOST:
+            self.clear()
+        self[key] = ref(dst, forget), move
+
+
+@dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
 class CacheSpan:
     """One end of a migration: a CacheView and where sequences lie in it. See CacheView.at.
 
@@ -177,6 +226,7 @@ class CacheSpan:
     slots: SlotMapping | None = None
     starts: SeqLens | None = None
     head_start: int = 0
+    moves: Moves = field(init=False, compare=False, default_factory=Moves)  # see migrate.py
 
     def __post_init__(self) -> None:
         view = instance("view", self.view, CacheView, "a CacheView")

@@ -1,137 +1,85 @@
-// Bound calls: write_kv and gather_kv as Python functions that read their tensors through DLPack,
-// which costs tens of nanoseconds each.
+// Bound calls: write_kv, gather_kv and migrate as Python functions that read their tensors through
+// DLPack, which costs tens of nanoseconds each.
 //
-// They take torch tensors as these usually come. Anything else they leave to Python, which knows
-// every kind of tensor and says what is wrong with one that cannot be used: they return kNotTaken
-// and have done nothing. Whether a call is valid is for libkvx to say, as always.
+// They take torch tensors as these usually come. What they cannot read they leave to Python, which
+// knows every kind of tensor and says what is wrong with one that cannot be used: they have done
+// nothing then, and return minus the sum of what they have left (`Left`). Python calls again with
+// C structs of what was left. Whether a call is valid is for libkvx to say, as always.
 //
 // A call keeps what Python has bound it to, torch tensors behind the descriptors included. It
-// leaves to Python also once the storage of one of these has been resized or replaced.
+// leaves also once the storage of one of these has been resized or replaced.
 #include <algorithm>
 #include <cstdint>
 
 #include "cpython.h"
-#include "dlpack.h"
+#include "function.h"
 #include "kvx/kvx_ext.h"
+#include "tensors.h"
 
 namespace kvx {
 namespace {
 
-constexpr long kNotTaken = -1;
-constexpr double kBriefElements = 8 << 10;  // microseconds, wherever they lie
+constexpr double kBriefBytes = 16 << 10;  // microseconds, wherever they lie
+constexpr uint32_t kBriefLayers = 8;      // so are the checks of so many
 
-PyObject *not_taken() { return PyLong_FromLong(kNotTaken); }
+// What a call has left to Python; _bound.py has the same numbers.
+enum Left : long {
+  kMoved = 1,  // a bound tensor lies elsewhere by now
+  kKey = 2,    // of those below: it is not a tensor that can be read here
+  kValue = 4,
+  kIndices = 8,  // slots or block_table
+  kLens = 16,
+  kSizes = 32,  // the tensors can be read, but not what they say of the number of tokens
+};
+constexpr int kFailed = 8;  // migrate: minus (a status << kFailed)
 
-kvx_dtype_t dtype_of(const DLTensor &tensor) {
-  if (tensor.lanes != 1) return KVX_DTYPE_INVALID;
-  switch (tensor.code << 8 | tensor.bits) {
-    case kDLFloat << 8 | 16:
-      return KVX_DTYPE_F16;
-    case kDLBfloat << 8 | 16:
-      return KVX_DTYPE_BF16;
-    case kDLFloat << 8 | 32:
-      return KVX_DTYPE_F32;
-    case kDLFloat8_e4m3fn << 8 | 8:
-      return KVX_DTYPE_F8_E4M3;
-    case kDLFloat8_e5m2 << 8 | 8:
-      return KVX_DTYPE_F8_E5M2;
-    case kDLInt << 8 | 32:
-      return KVX_DTYPE_S32;
-    case kDLInt << 8 | 64:
-      return KVX_DTYPE_S64;
-  }
-  return KVX_DTYPE_INVALID;
-}
+PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
 
-bool is_in(kvx_memory_type_t memory, const DLTensor &tensor) {
-  const int32_t type = tensor.device_type;
-  return memory == KVX_MEMORY_HOST ? type == kDLCPU || type == kDLCUDAHost
-                                   : memory == KVX_MEMORY_DEVICE && type == kDLCUDA;
-}
+// What a call is given: its tensors, then the stream if it has one for this call, then what its
+// tensors are described as: the address of a C struct, or None for one to be read here.
+struct Arguments {
+  PyObject *const *args;
+  Py_ssize_t num_tensors, num_args;
 
-void *address_of(const DLTensor &tensor) {
-  return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
-}
+  PyObject *tensor(Py_ssize_t i) const { return args[i]; }
+  bool have_stream() const { return num_args > num_tensors; }
+  bool are_described() const { return num_args > num_tensors + 1; }
 
-// How torch.Tensor is read; TensorType of kvx_core/_bound.py.
-struct TensorType {
-  PyObject *type;
-  DLTensorFromPyObject to_dlpack;
-  Py_ssize_t type_offset;    // of its type in a Python object: PyObject_Type counts a reference
-  Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
-  bool (*is_neg)(const void *handle);
-  int32_t (*data_ptr)(const void *handle, void **data);
-  int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
-
-  // False for a tensor of more dimensions than KVX has, for one whose numbers torch negates when it
-  // reads them, which DLPack does not say, and for all that is not of this very type: to a subclass
-  // its memory may mean something else.
-  bool read(PyObject *object, DLTensor *tensor) const {
-    if (type_of(object) != type || is_neg(handle_of(object))) return false;
-    if (to_dlpack(object, tensor) != 0) {
-      PyErr_Clear();
-      return false;
-    }
-    return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
-  }
-
-  PyObject *type_of(PyObject *object) const {
-    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + type_offset);
-  }
-
-  const void *handle_of(PyObject *object) const {
-    return reinterpret_cast<const char *>(object) + handle_offset;
+  template <class Struct>
+  const Struct *described(Py_ssize_t i) const {
+    if (!are_described() || is_none(args[num_tensors + 1 + i])) return nullptr;
+    return static_cast<const Struct *>(PyLong_AsVoidPtr(args[num_tensors + 1 + i]));
   }
 };
 
-// Where the memory of a tensor lay when a call was bound to it; Held of kvx_core/_bound.py.
-struct Held {
-  PyObject *tensor;
-  void *data;
-  int64_t storage_bytes;
-
-  // False if the storage has been resized, or replaced.
-  bool is_in_place(const TensorType &tensors) const {
-    const void *handle = tensors.handle_of(tensor);
-    void *data_now = nullptr;
-    int64_t bytes_now = 0;
-    return tensors.data_ptr(handle, &data_now) == 0 && data_now == data &&
-           tensors.storage_bytes(handle, &bytes_now) == 0 && bytes_now == storage_bytes;
-  }
-};
-
-bool are_in_place(const TensorType &tensors, const Held *held, Py_ssize_t num_held) {
-  return std::all_of(held, held + num_held,
-                     [&](const Held &tensor) { return tensor.is_in_place(tensors); });
-}
-
-// A list or table of integers, contiguous as the ABI wants it.
-struct Indices {
-  kvx_dtype_t dtype;
-  uint32_t shape[2];
-  const void *data;
-};
-
-// What every call is bound to; Binding of kvx_core/_bound.py.
+// What every call is bound to; _Binding of kvx_core/_bound.py.
 struct Binding {
-  TensorType tensors;
-  const Held *held;  // the tensors that the cache and its scales describe
-  Py_ssize_t num_held;
-  const kvx_cache_desc_t *cache;
+  TensorType type;
+  Held held[2];  // the torch tensors that are described: of cache and scales, of src and dst
+  kvx_memory_type_t memory;        // of keys and values
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
   PyObject *kept;        // whatever owns all this; the function holds it
 
-  bool is_in_place() const { return are_in_place(tensors, held, num_held); }
+  // Python has looked itself where it describes tensors.
+  long moved(const Arguments &given) const {
+    const bool is_in_place =
+        given.are_described() || (held[0].are_in_place(type) && held[1].are_in_place(type));
+    return is_in_place ? 0L : kMoved;
+  }
 
   // A key or value in the cache's memory. `desc` is empty but for its size.
-  bool read(PyObject *object, kvx_tensor_desc_t *desc) const {
+  bool read(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
+    if (const auto *described = given.described<kvx_tensor_desc_t>(i)) {
+      *desc = *described;
+      return true;
+    }
     DLTensor found;
-    if (!tensors.read(object, &found) || !is_in(cache->k.memory, found)) return false;
+    if (!type.read(given.tensor(i), &found) || !is_in(memory, found)) return false;
     desc->dtype = dtype_of(found);
     desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
-    desc->memory = cache->k.memory;
+    desc->memory = memory;
     desc->ndim = static_cast<uint32_t>(found.ndim);
     std::copy_n(found.shape, found.ndim, desc->shape);
     std::copy_n(found.strides, found.ndim, desc->stride);
@@ -139,9 +87,13 @@ struct Binding {
     return desc->dtype != KVX_DTYPE_INVALID;
   }
 
+  bool read_value(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
+    return is_none(given.tensor(i)) || read(given, i, desc);
+  }
+
   bool read(PyObject *object, int32_t ndim, Indices *indices) const {
     DLTensor found;
-    if (!tensors.read(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
+    if (!type.read(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
       return false;
     }
     int64_t size = 1;
@@ -156,27 +108,73 @@ struct Binding {
     return indices->dtype != KVX_DTYPE_INVALID && size <= UINT32_MAX;
   }
 
-  // Makes the call, without the GIL unless it is over sooner than other threads could use it.
-  // Returns its status. The caller's arguments hold the tensors.
-  template <class Function, class Desc, class Options>
-  PyObject *call(Function function, const Desc &desc, const Options *options) const {
+  bool read(const Arguments &given, Py_ssize_t i, kvx_slot_mapping_t *slots) const {
+    if (const auto *described = given.described<kvx_slot_mapping_t>(i)) {
+      *slots = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 1, &found)) return false;
+    slots->dtype = found.dtype;
+    slots->token_count = found.shape[0];
+    slots->slots = found.data;
+    return true;
+  }
+
+  bool read(const Arguments &given, Py_ssize_t i, kvx_block_table_t *table) const {
+    if (const auto *described = given.described<kvx_block_table_t>(i)) {
+      *table = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 2, &found)) return false;
+    table->index_dtype = found.dtype;
+    table->seq_count = found.shape[0];
+    table->max_blocks_per_seq = found.shape[1];
+    table->indices = found.data;
+    table->indices_count = found.shape[0] * found.shape[1];
+    return true;
+  }
+
+  bool read(const Arguments &given, Py_ssize_t i, kvx_seq_lens_t *lens) const {
+    if (const auto *described = given.described<kvx_seq_lens_t>(i)) {
+      *lens = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 1, &found)) return false;
+    lens->dtype = found.dtype;
+    lens->seq_count = found.shape[0];
+    lens->lengths = found.data;
+    return true;
+  }
+
+  // Makes the call `run(stream)`, without the GIL unless it is over sooner than other threads could
+  // use it. False with a Python exception. The caller's arguments hold the tensors.
+  template <class Run>
+  bool call(const Arguments &given, bool is_brief, kvx_status_t *status, const Run &run) const {
     void *now = stream;
-    if (!is_none(ask_stream)) {
+    if (given.have_stream() && !is_none(given.args[given.num_tensors])) {
+      now = PyLong_AsVoidPtr(given.args[given.num_tensors]);
+      if (!now && PyErr_Occurred()) return false;
+    } else if (!given.are_described() && !is_none(ask_stream)) {
       PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
-      if (!answer) return nullptr;
+      if (!answer) return false;
       now = is_none(answer) ? nullptr : PyLong_AsVoidPtr(answer);
       Py_DecRef(answer);
-      if (!now && PyErr_Occurred()) return nullptr;
+      if (!now && PyErr_Occurred()) return false;
     }
-    const kvx_tensor_desc_t &value = desc.io.value;
-    const auto v_head_dim = value.ndim ? static_cast<double>(value.shape[value.ndim - 1]) : 0.0;
-    const double heads = double{1} * desc.io.num_tokens * desc.io.num_kv_heads;
-    const bool is_brief = cache->k.memory == KVX_MEMORY_HOST &&
-                          heads * (desc.io.head_dim + v_head_dim) <= kBriefElements;
     PyThreadState *state = is_brief ? nullptr : PyEval_SaveThread();
-    const kvx_status_t status = function(cache, &desc, options, now);
+    *status = run(now);
     if (state) PyEval_RestoreThread(state);
-    return PyLong_FromLong(status);
+    return true;
+  }
+
+  bool is_brief(const kvx_kv_io_desc_t &io) const {
+    const auto v_head_dim =
+        io.value.ndim ? static_cast<double>(io.value.shape[io.value.ndim - 1]) : 0.0;
+    const double heads = double{1} * io.num_tokens * io.num_kv_heads;
+    return memory == KVX_MEMORY_HOST && 2 * heads * (io.head_dim + v_head_dim) <= kBriefBytes;
   }
 };
 
@@ -185,25 +183,28 @@ struct Write {
 
   Binding bound;
   decltype(&kvx_write_kv_ext) function;
+  const kvx_cache_desc_t *cache;
   const kvx_write_desc_t *like;  // what stays the same from call to call; key and value are empty
   const kvx_write_options_t *options;
 
   PyObject *kept() const { return bound.kept; }
 
-  // (key, value or None, slots) -> status
+  // (key, value or None, slots[, stream[, key, value, slots as structs]]) -> status, or what is
+  // left
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    const Arguments given{args, 3, num_args};
     kvx_write_desc_t write = *like;
-    Indices slots;
-    if (num_args != 3 || !bound.is_in_place() || !bound.read(args[0], &write.io.key) ||
-        (!is_none(args[1]) && !bound.read(args[1], &write.io.value)) ||
-        !bound.read(args[2], 1, &slots)) {
-      return not_taken();
-    }
-    write.io.num_tokens = slots.shape[0];
-    write.slots.dtype = slots.dtype;
-    write.slots.token_count = slots.shape[0];
-    write.slots.slots = slots.data;
-    return bound.call(function, write, options);
+    long left = bound.moved(given);
+    if (!bound.read(given, 0, &write.io.key)) left |= kKey;
+    if (!bound.read_value(given, 1, &write.io.value)) left |= kValue;
+    if (!bound.read(given, 2, &write.slots)) left |= kIndices;
+    if (left) return left_to_python(left);
+
+    write.io.num_tokens = write.slots.token_count;
+    kvx_status_t status;
+    const auto run = [&](void *stream) { return function(cache, &write, options, stream); };
+    if (!bound.call(given, bound.is_brief(write.io), &status, run)) return nullptr;
+    return PyLong_FromLong(status);
   }
 };
 
@@ -212,37 +213,103 @@ struct Gather {
 
   Binding bound;
   decltype(&kvx_gather_kv_ext) function;
+  const kvx_cache_desc_t *cache;
   const kvx_gather_desc_t *like;
   const kvx_gather_options_t *options;
 
   PyObject *kept() const { return bound.kept; }
 
-  // (key, value or None, block_table, seq_lens) -> status
+  // (key, value or None, block_table, seq_lens[, stream[, key, value, block_table, seq_lens as
+  // structs, max_seq_len or None]]) -> status, or what is left
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    const Arguments given{args, 4, num_args};
     kvx_gather_desc_t gather = *like;
+    long left = bound.moved(given);
+    if (!bound.read(given, 0, &gather.io.key)) left |= kKey;
+    if (!bound.read_value(given, 1, &gather.io.value)) left |= kValue;
+    if (!bound.read(given, 2, &gather.block_table)) left |= kIndices;
+    if (!bound.read(given, 3, &gather.seq_lens)) left |= kLens;
+    if (left) return left_to_python(left);
+
     const kvx_tensor_desc_t &key = gather.io.key;
-    Indices table, lens;
-    if (num_args != 4 || !bound.is_in_place() || !bound.read(args[0], &gather.io.key) ||
-        (!is_none(args[1]) && !bound.read(args[1], &gather.io.value)) ||
-        !bound.read(args[2], 2, &table) || !bound.read(args[3], 1, &lens) || key.ndim < 3) {
-      return not_taken();
+    const uint64_t num_rows =
+        uint64_t{gather.block_table.seq_count} * std::max(gather.block_table.beam_width, 1u);
+    int64_t max_seq_len = 0;
+    if (given.are_described() && !is_none(args[num_args - 1])) {
+      max_seq_len = PyLong_AsLong(args[num_args - 1]);
+    } else if (key.ndim == 4) {
+      max_seq_len = key.shape[1];
+    } else if (key.ndim > 0) {
+      max_seq_len =
+          key.shape[0] / static_cast<int64_t>(std::clamp<uint64_t>(num_rows, 1, INT64_MAX));
     }
-    const int64_t num_rows = table.shape[0];
-    const int64_t max_seq_len =
-        key.ndim == 4 ? key.shape[1] : key.shape[0] / std::max<int64_t>(num_rows, 1);
-    if (max_seq_len > UINT32_MAX || num_rows * max_seq_len > UINT32_MAX) return not_taken();
+    const bool are_counts = 0 <= max_seq_len && max_seq_len <= UINT32_MAX &&
+                            num_rows <= UINT32_MAX / std::max<uint64_t>(max_seq_len, 1);
+    if (!are_counts) return left_to_python(kSizes);
 
     gather.io.num_tokens = static_cast<uint32_t>(num_rows * max_seq_len);
     gather.max_seq_len = static_cast<uint32_t>(max_seq_len);
-    gather.block_table.index_dtype = table.dtype;
-    gather.block_table.seq_count = table.shape[0];
-    gather.block_table.max_blocks_per_seq = table.shape[1];
-    gather.block_table.indices = table.data;
-    gather.block_table.indices_count = table.shape[0] * table.shape[1];
-    gather.seq_lens.dtype = lens.dtype;
-    gather.seq_lens.seq_count = lens.shape[0];
-    gather.seq_lens.lengths = lens.data;
-    return bound.call(function, gather, options);
+    kvx_status_t status;
+    const auto run = [&](void *stream) { return function(cache, &gather, options, stream); };
+    if (!bound.call(given, bound.is_brief(gather.io), &status, run)) return nullptr;
+    return PyLong_FromLong(status);
+  }
+};
+
+// The sum of lengths on the host, and the longest of them. Negative ones libkvx refuses.
+template <class Int>
+void measure(const kvx_seq_lens_t &lens, uint64_t *sum, int64_t *longest) {
+  const auto *lengths = static_cast<const Int *>(lens.lengths);
+  for (uint32_t i = 0; i < lens.seq_count; ++i) {
+    *sum += static_cast<uint64_t>(lengths[i]);
+    *longest = std::max(*longest, int64_t{lengths[i]});
+  }
+}
+
+struct Migrate {
+  static constexpr char kName[] = "kvx.migrate";
+
+  Binding bound;
+  decltype(&kvx_migrate_kv) function;
+  const kvx_migrate_desc_t *like;
+  uint64_t token_bytes;
+  uint64_t table_rows;  // of the tables, which beams have more of than there are lengths; 0: none
+
+  PyObject *kept() const { return bound.kept; }
+
+  // (seq_lens, stream or None[, seq_lens as a struct, max_seq_len]) -> tokens that were moved,
+  // beams counted; or what is left; or minus (status << kFailed)
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    const Arguments given{args, 1, num_args};
+    long left = bound.moved(given);
+    kvx_seq_lens_t lens = {};
+    lens.size = sizeof lens;
+    if (!bound.read(given, 0, &lens)) left |= kLens;
+    uint64_t num_tokens = 0;
+    int64_t longest = 0;
+    if (!left && given.are_described()) {
+      longest = PyLong_AsLong(args[num_args - 1]);
+    } else if (!left && lens.dtype == KVX_DTYPE_S32 && bound.index_memory == KVX_MEMORY_HOST) {
+      measure<int32_t>(lens, &num_tokens, &longest);
+    } else if (!left && lens.dtype == KVX_DTYPE_S64 && bound.index_memory == KVX_MEMORY_HOST) {
+      measure<int64_t>(lens, &num_tokens, &longest);
+    } else {
+      left |= kLens;
+    }
+    if (left) return left_to_python(left);
+
+    num_tokens *= std::max<uint64_t>(table_rows / std::max(lens.seq_count, 1u), 1);
+    kvx_migrate_desc_t migrate = *like;
+    migrate.seq_lens = &lens;
+    migrate.max_seq_len =
+        static_cast<uint32_t>(std::min<int64_t>(std::max<int64_t>(longest, 0), UINT32_MAX));
+    const bool is_brief = bound.memory == KVX_MEMORY_HOST && !given.are_described() &&
+                          like->src->num_layers <= kBriefLayers &&
+                          static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
+    kvx_status_t status;
+    const auto run = [&](void *stream) { return function(&migrate, stream); };
+    if (!bound.call(given, is_brief, &status, run)) return nullptr;
+    return PyLong_FromLong(status ? -(long{status} << kFailed) : static_cast<long>(num_tokens));
   }
 };
 
@@ -255,7 +322,7 @@ struct Fingerprint {
 
   PyObject *kept() const { return tensors.type; }
 
-  // (tensor or None, ...) -> bytes, or kNotTaken
+  // (tensor or None, ...) -> bytes, or a number where one cannot be read
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     struct {
       void *data;
@@ -263,14 +330,14 @@ struct Fingerprint {
       int32_t device_type, device_id, dtype, ndim;
       int64_t shape[KVX_MAX_TENSOR_DIMS], stride[KVX_MAX_TENSOR_DIMS];
     } all[kMostTensors] = {};
-    if (num_args > kMostTensors) return not_taken();
+    if (num_args > kMostTensors) return left_to_python(kKey);
     for (Py_ssize_t i = 0; i < num_args; ++i) {
       DLTensor found;
       all[i].ndim = -1;
       if (is_none(args[i])) continue;
       if (!tensors.read(args[i], &found) ||
           tensors.storage_bytes(tensors.handle_of(args[i]), &all[i].storage_bytes) != 0) {
-        return not_taken();
+        return left_to_python(kKey);
       }
       all[i].data = address_of(found);
       all[i].device_type = found.device_type;
@@ -289,50 +356,17 @@ struct Fingerprint {
 struct InPlace {
   static constexpr char kName[] = "kvx.in_place";
 
-  TensorType tensors;
-  const Held *held;
-  Py_ssize_t num_held;
+  TensorType type;
+  Held held;
   PyObject *owner;  // of what `held` points to; the function holds it
 
   PyObject *kept() const { return owner; }
 
   // () -> bool
   PyObject *run(PyObject *const *, Py_ssize_t) const {
-    return PyBool_FromLong(are_in_place(tensors, held, num_held));
+    return PyBool_FromLong(held.are_in_place(type));
   }
 };
-
-// The capsules are nobody else's, so they have no names to compare in each call.
-template <class T>
-T *state_of(PyObject *capsule) {
-  return static_cast<T *>(PyCapsule_GetPointer(capsule, nullptr));
-}
-
-// `self`: (capsule of the state, what it needs), which the garbage collector can look into.
-template <class T>
-PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-  const T *state = state_of<T>(PyTuple_GetItem(self, 0));
-  return state ? state->run(args, num_args) : nullptr;
-}
-
-// A Python function that runs this state; NULL with a Python exception.
-template <class T>
-PyObject *function_of(const T &state) {
-  static PyMethodDef method = {T::kName, &run<T>, METH_FASTCALL, nullptr};
-  T *owned = new T(state);
-  PyObject *capsule =
-      PyCapsule_New(owned, nullptr, [](PyObject *capsule) { delete state_of<T>(capsule); });
-  if (!capsule) {
-    delete owned;
-    return nullptr;
-  }
-  PyObject *self = PyTuple_Pack(2, capsule, state.kept());
-  Py_DecRef(capsule);
-  if (!self) return nullptr;
-  PyObject *function = PyCFunction_NewEx(&method, self, nullptr);
-  Py_DecRef(self);
-  return function;
-}
 
 }  // namespace
 }  // namespace kvx
@@ -349,25 +383,31 @@ KVX_API kvx::DLTensorFromPyObject kvx_python_reader(PyObject *capsule) {
 }
 
 KVX_API PyObject *kvx_python_write(const kvx::Binding *bound, decltype(&kvx_write_kv_ext) function,
-                                   const kvx_write_desc_t *like,
+                                   const kvx_cache_desc_t *cache, const kvx_write_desc_t *like,
                                    const kvx_write_options_t *options) {
-  return kvx::function_of(kvx::Write{*bound, function, like, options});
+  return kvx::function_of(kvx::Write{*bound, function, cache, like, options});
 }
 
 KVX_API PyObject *kvx_python_gather(const kvx::Binding *bound,
                                     decltype(&kvx_gather_kv_ext) function,
-                                    const kvx_gather_desc_t *like,
+                                    const kvx_cache_desc_t *cache, const kvx_gather_desc_t *like,
                                     const kvx_gather_options_t *options) {
-  return kvx::function_of(kvx::Gather{*bound, function, like, options});
+  return kvx::function_of(kvx::Gather{*bound, function, cache, like, options});
+}
+
+KVX_API PyObject *kvx_python_migrate(const kvx::Binding *bound, decltype(&kvx_migrate_kv) function,
+                                     const kvx_migrate_desc_t *like, uint64_t token_bytes,
+                                     uint64_t table_rows) {
+  return kvx::function_of(kvx::Migrate{*bound, function, like, token_bytes, table_rows});
 }
 
 KVX_API PyObject *kvx_python_fingerprint(const kvx::TensorType *tensors) {
   return kvx::function_of(kvx::Fingerprint{*tensors});
 }
 
-KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *tensors, const kvx::Held *held,
+KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *type, const kvx::HeldTensor *held,
                                       Py_ssize_t num_held, PyObject *owner) {
-  return kvx::function_of(kvx::InPlace{*tensors, held, num_held, owner});
+  return kvx::function_of(kvx::InPlace{*type, {held, num_held}, owner});
 }
 
 }  // extern "C"

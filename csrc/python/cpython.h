@@ -36,6 +36,7 @@ void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);
 PyObject *PyBool_FromLong(long value);
 PyObject *PyLong_FromLong(long value);
+long PyLong_AsLong(PyObject *number);
 void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyErr_Occurred(void);
 void PyErr_Clear(void);

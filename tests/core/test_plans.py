@@ -79,7 +79,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def watch(call: Callable[..., int]) -> Callable[..., int]:
         def watched(*tensors: object) -> int:
             status = call(*tensors)
-            calls.append(status != _bound.NOT_TAKEN)
+            if len(tensors) <= 4:  # else it is given what it has left, described
+                calls.append(status >= 0)
             return status
 
         return watched
@@ -165,7 +166,7 @@ def test_what_is_read_in_c(taken: list[bool], change: Any, expected: bool) -> No
     else:
         plan(*tensors)
         write_kv(plain.desc, *tensors)
-    assert taken == [expected, expected]
+    assert taken[-2:] == [expected, expected]
     assert torch.equal(cache.kv, described.kv)
     assert torch.equal(plain.kv, described.kv)
 

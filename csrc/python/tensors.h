@@ -1,0 +1,108 @@
+// Torch tensors read without making any Python object, and whether they still have their memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpython.h"
+#include "dlpack.h"
+#include "kvx/kvx_abi.h"
+
+namespace kvx {
+
+inline kvx_dtype_t dtype_of(const DLTensor &tensor) {
+  if (tensor.lanes != 1) return KVX_DTYPE_INVALID;
+  switch (tensor.code << 8 | tensor.bits) {
+    case kDLFloat << 8 | 16:
+      return KVX_DTYPE_F16;
+    case kDLBfloat << 8 | 16:
+      return KVX_DTYPE_BF16;
+    case kDLFloat << 8 | 32:
+      return KVX_DTYPE_F32;
+    case kDLFloat8_e4m3fn << 8 | 8:
+      return KVX_DTYPE_F8_E4M3;
+    case kDLFloat8_e5m2 << 8 | 8:
+      return KVX_DTYPE_F8_E5M2;
+    case kDLInt << 8 | 32:
+      return KVX_DTYPE_S32;
+    case kDLInt << 8 | 64:
+      return KVX_DTYPE_S64;
+  }
+  return KVX_DTYPE_INVALID;
+}
+
+inline bool is_in(kvx_memory_type_t memory, const DLTensor &tensor) {
+  const int32_t type = tensor.device_type;
+  return memory == KVX_MEMORY_HOST ? type == kDLCPU || type == kDLCUDAHost
+                                   : memory == KVX_MEMORY_DEVICE && type == kDLCUDA;
+}
+
+inline void *address_of(const DLTensor &tensor) {
+  return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
+}
+
+// How torch.Tensor is read; TensorType of kvx_core/_bound.py.
+struct TensorType {
+  PyObject *type;
+  DLTensorFromPyObject to_dlpack;
+  Py_ssize_t type_offset;    // of its type in a Python object: PyObject_Type counts a reference
+  Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
+  bool (*is_neg)(const void *handle);
+  int32_t (*data_ptr)(const void *handle, void **data);
+  int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
+
+  // False if nothing reads torch tensors (`type` is NULL), for a tensor of more dimensions than KVX
+  // has, for one whose numbers torch negates when it reads them, which DLPack does not say, and for
+  // all that is not of this very type: to a subclass its memory may mean something else.
+  bool read(PyObject *object, DLTensor *tensor) const {
+    if (!type || type_of(object) != type || is_neg(handle_of(object))) return false;
+    if (to_dlpack(object, tensor) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
+  }
+
+  PyObject *type_of(PyObject *object) const {
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + type_offset);
+  }
+
+  const void *handle_of(PyObject *object) const {
+    return reinterpret_cast<const char *>(object) + handle_offset;
+  }
+};
+
+// Where the memory of a tensor lay when a call was bound to it; _HeldTensor of kvx_core/_bound.py.
+struct HeldTensor {
+  PyObject *tensor;
+  void *data;
+  int64_t storage_bytes;
+
+  // False if the storage has been resized, or replaced.
+  bool is_in_place(const TensorType &tensors) const {
+    const void *handle = tensors.handle_of(tensor);
+    void *data_now = nullptr;
+    int64_t bytes_now = 0;
+    return tensors.data_ptr(handle, &data_now) == 0 && data_now == data &&
+           tensors.storage_bytes(handle, &bytes_now) == 0 && bytes_now == storage_bytes;
+  }
+};
+
+struct Held {
+  const HeldTensor *tensors;
+  Py_ssize_t num_tensors;
+
+  bool are_in_place(const TensorType &type) const {
+    return std::all_of(tensors, tensors + num_tensors,
+                       [&](const HeldTensor &tensor) { return tensor.is_in_place(type); });
+  }
+};
+
+// A list or table of integers, contiguous as the ABI wants it.
+struct Indices {
+  kvx_dtype_t dtype;
+  uint32_t shape[2];
+  const void *data;
+};
+
+}  // namespace kvx

@@ -1,0 +1,168 @@
+"""The options of write_kv, gather_kv and migrate: each listed once, checked, and as C has them.
+
+A ...Keywords is what callers may give, an ...Options what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypedDict
+
+from kvx_core import _abi
+from kvx_core.scales import ScaleDesc
+from kvx_core.tensors import TensorLike
+from kvx_core.types import Transfer
+from kvx_core.words import fix, flag, int64, integer
+
+Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
+
+
+class WriteKeywords(TypedDict, total=False):
+    """Options of write_kv and WritePlan, which say what they mean."""
+
+    k_scale: Scale | None
+    v_scale: Scale | None
+    find_scales: bool
+    transfer: Transfer | str
+
+
+class GatherKeywords(TypedDict, total=False):
+    """Options of gather_kv and GatherPlan, which say what they mean."""
+
+    k_scale: Scale | None
+    v_scale: Scale | None
+    null_block_id: int
+    zero_fill: bool
+    secondary_num_blocks: int
+    transfer: Transfer | str
+
+
+class MoveKeywords(TypedDict, total=False):
+    """Options of migrate and copy_tokens, which say what they mean."""
+
+    num_heads: int | None
+    zero_fill: bool
+    find_scales: bool
+    transfer: Transfer | str
+
+
+class _Options:
+    """Options that are all keywords with defaults."""
+
+    __slots__ = ()
+    _defaults: ClassVar[dict[type, Any]] = {}
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """The options of a call; those that are given as they are by default cost nothing.
+
+        Raises InvalidArgumentError; TypeError for a keyword that there is not.
+        """
+        usual: Self | None = cls._defaults.get(cls)
+        if usual is None:
+            usual = cls._defaults[cls] = cls()
+        for name, value in keywords.items():
+            if value is not getattr(usual, name, cls):
+                return cls(**keywords)
+        return usual
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions(_Options):
+    """The options of write_kv. Raises InvalidArgumentError, UnsupportedError."""
+
+    k_scale: ScaleDesc | None = None
+    v_scale: ScaleDesc | None = None
+    find_scales: bool = False
+    transfer: Transfer = Transfer.KERNEL
+    key: str = field(init=False, compare=False)  # tells them apart; "" if there are scales
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            k_scale=_scale,
+            v_scale=_scale,
+            find_scales=flag,
+            transfer=Transfer.called,
+        )
+        bare = self.k_scale is self.v_scale is None
+        _set_key(self, f"write {self.find_scales:d} {self.transfer:d}" if bare else "")
+
+    def to_c(self) -> _abi.kvx_write_options_t:
+        return _abi.kvx_write_options_t(
+            flags=_abi.flags(find_scales=self.find_scales) | self.transfer
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions(_Options):
+    """The options of gather_kv. Raises InvalidArgumentError, UnsupportedError."""
+
+    k_scale: ScaleDesc | None = None
+    v_scale: ScaleDesc | None = None
+    null_block_id: int = _abi.NO_NULL_BLOCK
+    zero_fill: bool = False
+    secondary_num_blocks: int = 0
+    transfer: Transfer = Transfer.KERNEL
+    key: str = field(init=False, compare=False)  # tells them apart; "" if there are scales
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            k_scale=_scale,
+            v_scale=_scale,
+            null_block_id=int64,
+            zero_fill=flag,
+            secondary_num_blocks=integer,
+            transfer=Transfer.called,
+        )
+        numbers = self.null_block_id, self.secondary_num_blocks, self.zero_fill, self.transfer
+        bare = self.k_scale is self.v_scale is None
+        _set_key(self, "gather {} {} {:d} {:d}".format(*numbers) if bare else "")
+
+    def to_c(self) -> _abi.kvx_gather_options_t:
+        return _abi.kvx_gather_options_t(
+            flags=_abi.flags(self.zero_fill) | self.transfer,
+            null_block_plus_1=_abi.null_block_plus_1(self.null_block_id),
+            secondary_num_blocks=self.secondary_num_blocks,
+            k_scale=_abi.pointer_to(self.k_scale),
+            v_scale=_abi.pointer_to(self.v_scale),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOptions(_Options):
+    """The options of migrate. Raises InvalidArgumentError."""
+
+    num_heads: int | None = None
+    zero_fill: bool = False
+    find_scales: bool = False
+    transfer: Transfer = Transfer.KERNEL
+    key: str = field(init=False, compare=False)  # tells them apart
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            num_heads=_count_or_none,
+            zero_fill=flag,
+            find_scales=flag,
+            transfer=Transfer.called,
+        )
+        _set_key(self, f"{self.num_heads} {self.flags}")
+
+    @property
+    def flags(self) -> int:
+        return _abi.flags(self.zero_fill, self.find_scales) | self.transfer
+
+
+def _set_key(options: object, key: str) -> None:
+    object.__setattr__(options, "key", key)
+
+
+def _scale(name: str, scale: Scale | None) -> ScaleDesc | None:
+    return None if scale is None else ScaleDesc.of(scale, name=name)
+
+
+def _count_or_none(name: str, count: Any) -> int | None:
+    return None if count is None else integer(name, count)
