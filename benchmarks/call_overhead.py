@@ -46,7 +46,12 @@ _CALLS = {  # what it is: (statement, the result that is checked)
         "",
     ),
 }
-_AT_MOST_US = {"WritePlan": 1.5, "GatherPlan": 1.5}
+_AT_MOST_US = {
+    "WritePlan": 1.5,
+    "GatherPlan": 1.5,
+    "migrate, 1 layer": 10,
+    "migrate, 32 layers": 15,
+}
 
 
 def run(rounds: int) -> list[dict[str, Any]]:

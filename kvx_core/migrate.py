@@ -65,6 +65,7 @@ def migrate(
     chosen = MoveOptions.of(options) if options else _USUAL
     key = id(dst), chosen.key, flag("same_model", same_model)
     move = src.moves.to(dst, key)
+    transforms: tuple[facts.ReorderRotary, ...] = ()
     if move is None:
         found = facts.compare(
             src.view.facts,
@@ -75,13 +76,11 @@ def migrate(
         )
         if found.reasons:
             raise FactsMismatchError(found.reasons)
+        transforms = found.transforms
     src.view.require_current("src")
     dst.view.require_current("dst")
     if move is None:
-        ends = src, dst
-        for transform in found.transforms:
-            ends = reordered(*ends, transform, find_scales=chosen.find_scales)
-        move = _bound_move(src, dst, chosen, key, ends)
+        move = _bound_move(src, dst, chosen, key, transforms)
     if stream is not None:
         stream = stream_number(stream)
     moved = move.call(seq_lens, stream)
@@ -121,11 +120,10 @@ def _bound_move(
     dst: CacheSpan,
     options: MoveOptions,
     key: tuple[Any, ...],
-    ends: tuple[CacheSpan, CacheSpan] | None = None,
+    transforms: tuple[facts.ReorderRotary, ...] = (),
 ) -> Move:
     """The move of these ends and options, kept with `src` by `key`.
 
-    ends: the same as the copy is to see them, where facts ask for a transform
     Raises InvalidArgumentError.
     """
     held = src.view.held("src"), dst.view.held("dst")
@@ -152,11 +150,14 @@ def _bound_move(
         index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else where,
         stream=current_stream(*(tensor.owner for tensor in tensors.values())),
     )
+    ends = src, dst
+    for transform in transforms:
+        ends = reordered(*ends, transform, find_scales=options.find_scales)
     struct = _abi.kvx_migrate_desc_t(
         flags=options.flags,
         num_heads=options.num_heads or 0,
-        src=_abi.pointer_to((ends or (src, dst))[0]),
-        dst=_abi.pointer_to((ends or (src, dst))[1]),
+        src=_abi.pointer_to(ends[0]),
+        dst=_abi.pointer_to(ends[1]),
     )
     token_bytes = dst.view.bytes_per_token(options.num_heads)
     rows = max(_table_rows(src, dst), default=0)

@@ -5,6 +5,7 @@ What they write, in every layout, dtype and table, is for tests/test_write_gathe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -355,3 +356,58 @@ def test_unified_memory_is_used_where_the_call_runs() -> None:
     out = torch.zeros(1, 2, HEADS, DIM, dtype=torch.bfloat16)
     gather_kv(cache, BlockTable.packed([[1]]), [2], out=(out, out.clone()))
     assert (out == 7).all()
+
+
+def test_indices_lie_where_the_key_takes_the_call() -> None:
+    """A key on a device takes the call there, and slots that the host could read are refused."""
+    _, _, cache = new_cache()
+    key = Producer(data=4096, shape=(1, HEADS, DIM), device_type=dlpack.CUDA)
+    row = Producer(data=4096, shape=(1, 1, HEADS, DIM), device_type=dlpack.CUDA)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"slots\.memory is HOST, expected DEV"):
+            write_kv(cache, key, key, torch.tensor([1]))
+        with pytest.raises(InvalidArgumentError, match=r"block_table\.memory is HOST, exp"):
+            gather_kv(cache, torch.tensor([[1]]), torch.tensor([1]), out=(row, row))
+
+
+def test_options_that_are_given_as_they_are_by_default_are_none() -> None:
+    """A call keeps no more than one bound call for them; what equals a default is checked still."""
+    _, _, cache = new_cache()
+    out = tuple(torch.zeros(1, 2, HEADS, DIM) for _ in range(2))
+    usual: dict[str, Any] = {"k_scale": None, "v_scale": None, "transfer": kvx_core.Transfer.KERNEL}
+    token = torch.ones(1, HEADS, DIM)
+    for _ in range(2):
+        write_kv(cache, token, token, torch.tensor([3]))
+        write_kv(cache, token, token, torch.tensor([3]), find_scales=False, stream=None, **usual)
+        gather_kv(cache, torch.tensor([[0]]), torch.tensor([2]), out=out)
+        gather_kv(cache, [[0]], [2], out=out, zero_fill=False, null_block_id=-1, **usual)
+        assert len(cache.bound_calls) == 2
+        with pytest.raises(InvalidArgumentError, match="find_scales is 0, expected True or False"):
+            write_kv(cache, token, token, [3], find_scales=0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="null_block"):
+            gather_kv(cache, [[0]], [2], out=out, null_block=0)  # type: ignore[call-overload]
+    for null in range(40):
+        out[0].zero_()
+        gather_kv(cache, torch.tensor([[0]]), torch.tensor([2]), out=out, null_block_id=null)
+        assert bool(out[0].any()) is (null != 0)
+        assert len(cache.bound_calls) <= 16
+    gather_kv(
+        cache, torch.tensor([[0]]), torch.tensor([2]), out=out, null_block_id=0, zero_fill=True
+    )
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize("max_seq_len", [None, 3])
+def test_max_seq_len_beside_tensors_of_any_kind(max_seq_len: int | None) -> None:
+    """Whether C reads them or not: the first rows of the sequence, the rest left alone."""
+    _, _, cache = new_cache()
+    token = torch.arange(8.0).view(8, 1, 1).expand(8, HEADS, DIM)
+    write_kv(cache, token, -token, torch.arange(8))
+    kinds: list[Any] = [torch.tensor, np.array, list]
+    for table, lens in itertools.product(kinds, kinds):
+        out = torch.full((2, 1, 3, HEADS, DIM), 9.0)
+        gather_kv(cache, table([[0]]), lens([2]), max_seq_len=max_seq_len, out=tuple(out.unbind(0)))
+        assert out[0, 0, :, 0, 0].tolist() == [0, 1, 9]
+        assert out[1, 0, :, 0, 0].tolist() == [0, -1, 9]
+        with pytest.raises(InvalidArgumentError, match=r"shape\[1\] is 3, expected max_seq_len 2"):
+            gather_kv(cache, table([[0]]), lens([2]), max_seq_len=2, out=tuple(out.unbind(0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
 import sys
 import threading
 import timeit
@@ -521,3 +522,33 @@ def test_a_call_costs_microseconds() -> None:
     described = cost(lambda: gather_described(cache.desc, table, lens, out))
     assert max(planned, plain) < 5e-6
     assert max(planned, plain) < described / 4
+
+
+BEFORE_TORCH = """
+import sys
+import numpy as np
+from kvx_core import CacheDesc, describe, write_kv
+k = np.zeros((2, 4, 1, 8), np.float32)
+cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"))
+for slot in (0, 1):
+    write_kv(cache, np.ones((1, 1, 8), np.float32), None, [slot])
+(call,) = set(cache.bound_calls.values())
+assert "torch" not in sys.modules
+import torch
+key, slots = torch.full((1, 1, 8), 2.0), torch.tensor([5])
+assert call(key, None, slots) < 0
+for _ in range(2):
+    write_kv(cache, key, None, slots)
+(call,) = cache.bound_calls.values()
+assert call(key, None, slots) == 0
+print(k[:, :, 0, 0].ravel().tolist())
+"""
+
+
+def test_a_cache_that_was_used_before_torch_was_imported() -> None:
+    """Its calls read torch tensors in C as soon as there are any."""
+    found = subprocess.run(
+        [sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "[1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]\n"
