@@ -6,3 +6,10 @@
 #else
 #define KVX_HD inline __attribute__((always_inline))
 #endif
+
+// Before a loop that kernels do not unroll: it is long, or rare.
+#if defined(__CUDA_ARCH__)
+#define KVX_LOOP _Pragma("unroll 1")
+#else
+#define KVX_LOOP
+#endif

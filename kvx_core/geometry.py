@@ -68,7 +68,7 @@ class CacheGeometry(BaseModel):
 
     @field_serializer("dtype")
     def _dtype_name(self, dtype: DType) -> str:
-        return dtype.array_name
+        return dtype.label
 
     @property
     def num_tokens(self) -> int:

@@ -351,19 +351,7 @@ def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> dict[str, Any]:
 _DLPACK_HOST = (1, 3, 11)
 _DLPACK_MANAGED = 13
 
-# (DLDataTypeCode, bits): kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.
-_DLPACK_DTYPE = {
-    (2, 16): DType.F16,
-    (4, 16): DType.BF16,
-    (2, 32): DType.F32,
-    (10, 8): DType.F8_E4M3,
-    (12, 8): DType.F8_E5M2,
-    (0, 32): DType.S32,
-    (0, 64): DType.S64,
-    (1, 32): DType.U32,
-    (1, 64): DType.U64,
-    (1, 8): DType.U8,
-}
+_DLPACK_DTYPE = {dtype.format.dlpack: dtype for dtype in DType if dtype.format.dlpack}
 
 
 def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
@@ -399,8 +387,8 @@ def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
 
 
 def dtype_name(dtype: DType) -> str:
-    """What torch and numpy call it; INVALID has no such name."""
-    return "INVALID" if dtype is DType.INVALID else dtype.array_name
+    """What torch and numpy call it, or KVX where they have no such type."""
+    return dtype.label
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

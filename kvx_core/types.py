@@ -8,7 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Self
 
-from kvx_core.errors import InvalidArgumentError, Status, UnsupportedError
+from kvx_core.errors import Status
+from kvx_core.formats import DType
 from kvx_core.words import wrong
 
 __all__ = [
@@ -45,90 +46,6 @@ class _Named(IntEnum):
 
 
 _NO_MEMBERS = ("INVALID", "UNKNOWN")
-
-
-class DType(IntEnum):
-    """Element type of a tensor. Spec: 4.3"""
-
-    INVALID = 0
-    F16 = 1
-    BF16 = 2
-    F32 = 3
-    F8_E4M3 = 4
-    F8_E5M2 = 5
-    S32 = 6
-    S64 = 7
-    U32 = 8
-    U64 = 9
-    U8 = 10
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element; 0 for INVALID."""
-        return _ITEMSIZE[self]
-
-    @property
-    def array_name(self) -> str:
-        """The name torch and numpy (with ml_dtypes) give this type, e.g. "float8_e4m3fn".
-
-        Raises UnsupportedError for INVALID.
-        """
-        try:
-            return _ARRAY_NAME[self]
-        except KeyError:
-            raise UnsupportedError("DType.INVALID has no torch or numpy type") from None
-
-    @classmethod
-    def from_name(cls, name: str) -> DType:
-        """The dtype called `name` by torch, numpy, ml_dtypes or KVX: "bfloat16", "BF16".
-
-        Raises InvalidArgumentError for a name that is not a KVX dtype.
-        """
-        found = isinstance(name, str) and _BY_NAME.get(name.removeprefix("torch.").lower())
-        if not found:
-            expected = ", ".join(_ARRAY_NAME.values())
-            raise InvalidArgumentError(f"dtype is {name!r}, expected one of {expected} (spec 4.3)")
-        return found
-
-    @classmethod
-    def of(cls, dtype: object) -> DType:
-        """`dtype` as a DType, from a DType, a name, a torch.dtype or a numpy dtype.
-
-        Raises InvalidArgumentError for anything that is not a KVX dtype.
-        """
-        if isinstance(dtype, cls):
-            return dtype
-        if isinstance(dtype, type):  # numpy.float16 and other scalar types
-            return cls.from_name(dtype.__name__)
-        return cls.from_name(str(dtype))
-
-    @classmethod
-    def called(cls, name: str, dtype: object) -> DType:
-        """`of`, for a field or argument of this name."""
-        if isinstance(dtype, cls):
-            return dtype
-        try:
-            return cls.of(dtype)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(str(error).replace("dtype", name, 1)) from None
-
-
-_ARRAY_NAME = {
-    DType.F16: "float16",
-    DType.BF16: "bfloat16",
-    DType.F32: "float32",
-    DType.F8_E4M3: "float8_e4m3fn",
-    DType.F8_E5M2: "float8_e5m2",
-    DType.S32: "int32",
-    DType.S64: "int64",
-    DType.U32: "uint32",
-    DType.U64: "uint64",
-    DType.U8: "uint8",
-}
-_BY_NAME = {name: dtype for dtype, name in _ARRAY_NAME.items()} | {
-    dtype.name.lower(): dtype for dtype in _ARRAY_NAME
-}
-_ITEMSIZE = dict(zip(DType, (0, 2, 2, 4, 1, 1, 4, 8, 4, 8, 1), strict=True))
 
 
 class Layout(_Named):

@@ -319,21 +319,14 @@ def _differing(
     return differs
 
 
-# Of each dtype: bits of mantissa, exponent of the smallest normal number, largest number.
-_FORMAT = {
-    DType.F16: (10, -14, 65504.0),
-    DType.BF16: (7, -126, 2.0**127 * (2 - 2.0**-7)),
-    DType.F32: (23, -126, 2.0**127 * (2 - 2.0**-23)),
-    DType.F8_E4M3: (3, -6, 448.0),
-    DType.F8_E5M2: (2, -14, 57344.0),
-}
-
-
 def _is_rounded(
     exact: _Array, value: _Array, end: _End, layer: int, kv: _Half, lo: int, hi: int
 ) -> npt.NDArray[np.bool_]:
     """Where `value`, read from `end`, is `exact` rounded to nearest in its codec, saturating."""
-    mantissa, smallest, largest = _FORMAT[end.dtype(layer, kv)]
+    rounding = end.dtype(layer, kv).format.rounding
+    if rounding is None:
+        return np.zeros(exact.shape, np.bool_)
+    mantissa, smallest, largest = rounding
     scale = end.scale(layer, kv)
     stored = value if scale is None else end.values(layer, kv, lo, hi, scaled=False)
     with np.errstate(divide="ignore", invalid="ignore"):  # NaN may signal

@@ -4,18 +4,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <optional>
 
+#include "cpu/convert.h"
+#include "cpu/copier.h"
 #include "cpu/float_env.h"
-#include "cpu/kernels/kernels.h"
 #include "cpu/threads.h"
-#include "desc/scale.h"
-#include "plan/loops.h"
 #include "plan/walk.h"
 
 namespace kvx::cpu {
@@ -26,212 +23,6 @@ constexpr uint64_t kBytesPerHelper = 1 << 20, kBytesPerTeamMember = 32 << 10;
 constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache line of its own costs
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
-constexpr int64_t kStageBytes = 32 << 10;
-constexpr uint64_t kManyElements = 8192;  // of one scale: converting them repays tables for it
-
-// Copies with the loops of the last token count at hand: most runs of tokens are one block long.
-class Copier {
- public:
-  Copier(const Plane &src, const Plane &dst, int64_t heads, int64_t head_dim, bool streaming)
-      : src_(src),
-        dst_(dst),
-        heads_(heads),
-        head_dim_(head_dim),
-        streaming_(streaming),
-        by_element_(!can_loop(src, dst)) {}
-
-  void operator()(uint8_t *dst, const uint8_t *src, const Next &next, int64_t tokens) {
-    if (tokens != tokens_) {
-      make_loops(src_, dst_, tokens, heads_, by_element_ ? 1 : head_dim_, size_of(src_.dtype),
-                 &loops_);
-      tokens_ = tokens;
-    }
-    if (!by_element_) return kernels_.copy(loops_, dst, src, next, streaming_);
-    for (int64_t d = 0; d < head_dim_; ++d) {
-      const uint8_t *const from = src + element_offset(src_, d);
-      uint8_t *const to = dst + element_offset(dst_, d);
-      kernels_.copy(loops_, to, from, {to, from}, false);
-    }
-  }
-
- private:
-  const Plane &src_, &dst_;
-  const int64_t heads_, head_dim_;
-  const bool streaming_, by_element_;
-  const Kernels &kernels_ = kernels();
-  int64_t tokens_ = -1;
-  Loops loops_;
-};
-
-// The scale of each (token, head) from one block and offset on.
-struct ScaleCursor {
-  const Scales &scales;
-  const uint8_t *first;
-
-  ScaleCursor(const Scales &all, const Place &place)
-      : scales(all),
-        first(all.data + place.block * all.block_stride + place.offset * all.token_stride) {}
-
-  float at(int64_t token, int64_t head) const {
-    if (!scales.data) return 1.0f;
-    return read_scale(address(token, head), scales.dtype);
-  }
-  void store(int64_t token, int64_t head, float scale) const {
-    write_scale(const_cast<uint8_t *>(address(token, head)), scales.dtype, scale);
-  }
-
- private:
-  const uint8_t *address(int64_t token, int64_t head) const {
-    return first + token * scales.token_stride + head * scales.head_stride;
-  }
-};
-
-// Room for converting rows that are not dense, as they come from the source and as they go to the
-// destination; for small calls as much as they need.
-class Stages {
- public:
-  Stages(const Plan &plan, uint64_t tokens) {
-    size_t src_bytes = 0, dst_bytes = 0;
-    for (const PlanePair &pair : plan.pairs) {
-      if (!pair.convert) continue;
-      const auto most_rows = static_cast<uint64_t>(rows_of(pair));
-      const uint64_t rows =
-          tokens < most_rows ? std::min(tokens * pair.num_heads, most_rows) : most_rows;
-      const auto bytes = [&](const Plane &plane) {
-        return static_cast<size_t>(rows * pair.head_dim) *
-               static_cast<size_t>(size_of(plane.dtype));
-      };
-      if (!is_dense_vector(pair.src, pair.head_dim))
-        src_bytes = std::max(src_bytes, bytes(pair.src));
-      if (!is_dense_vector(pair.dst, pair.head_dim))
-        dst_bytes = std::max(dst_bytes, bytes(pair.dst));
-    }
-    if (src_bytes) src_.reset(new uint8_t[src_bytes]);
-    if (dst_bytes) dst_.reset(new uint8_t[dst_bytes]);
-  }
-
-  // Rows that are converted at a time: one at least.
-  static int64_t rows_of(const PlanePair &pair) {
-    return std::max<int64_t>(kStageBytes / (int64_t{pair.head_dim} * 4), 1);
-  }
-
-  uint8_t *src() { return src_.get(); }
-  uint8_t *dst() { return dst_.get(); }
-
- private:
-  std::unique_ptr<uint8_t[]> src_, dst_;
-};
-
-// Converts through dense stages where a plane's vectors are not dense.
-class Converter {
- public:
-  Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
-      : pair_(pair),
-        stages_(*stages),
-        streaming_(streaming),
-        run_(kernels().convert[convert_index(pair.src.dtype)][convert_index(pair.dst.dtype)]),
-        decode_(kernels().convert[convert_index(pair.src.dtype)][convert_index(KVX_DTYPE_F32)]),
-        stages_src_(!is_dense_vector(pair.src, pair.head_dim)),
-        stages_dst_(!is_dense_vector(pair.dst, pair.head_dim)),
-        varies_(pair.find_scales || varies(pair.src_scales) || varies(pair.dst_scales)),
-        many_(!varies_ && !pair.src_scales.block_stride && !pair.dst_scales.block_stride &&
-              are_many(tokens)) {}
-
-  void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
-                  const Place &src_place, const Place &dst_place) {
-    const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
-    const bool many = many_ || (!varies_ && are_many(static_cast<uint64_t>(tokens)));
-    const int64_t rows = Stages::rows_of(pair_);
-    const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
-    const int64_t step = rows / heads;
-    for (int64_t t = 0; t < tokens; t += step) {
-      for (int64_t h = 0; h < pair_.num_heads; h += heads) {
-        convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
-                     src + t * pair_.src.token_stride + h * pair_.src.head_stride, next - src, t,
-                     std::min(step, tokens - t), h, std::min<int64_t>(heads, pair_.num_heads - h),
-                     scale, divisor, many);
-      }
-    }
-  }
-
- private:
-  // Scales that differ within a block.
-  static bool varies(const Scales &scales) {
-    return scales.data && (scales.token_stride || scales.head_stride);
-  }
-  bool are_many(uint64_t tokens) const {
-    return tokens * pair_.num_heads * pair_.head_dim >= kManyElements;
-  }
-
-  void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
-                    int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
-                    const ScaleCursor &divisor, bool many) {
-    const int64_t dim = pair_.head_dim;
-    const Plane src_stage = dense_plane(stages_.src(), pair_.src.dtype, heads, dim);
-    const Plane dst_stage = dense_plane(stages_.dst(), pair_.dst.dtype, heads, dim);
-    const Plane &from = stages_src_ ? src_stage : pair_.src;
-    const Plane &to = stages_dst_ ? dst_stage : pair_.dst;
-    if (stages_src_) {
-      Copier(pair_.src, src_stage, heads, dim, false)(src_stage.base, src, {src_stage.base, src},
-                                                      tokens);
-      src = src_stage.base;
-      ahead = 0;
-    }
-    uint8_t *const out = stages_dst_ ? dst_stage.base : dst;
-    convert_rows(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor,
-                 many);
-    if (stages_dst_)
-      Copier(dst_stage, pair_.dst, heads, dim, streaming_)(dst, out, {dst, out}, tokens);
-  }
-
-  // One call per row, or per token, or for all, as far as rows follow each other and share scales.
-  void convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
-                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
-                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
-                    bool many) {
-    int64_t run = pair_.head_dim;
-    const int64_t src_size = size_of(from.dtype), dst_size = size_of(to.dtype);
-    const auto follows = [&](int64_t src_stride, int64_t dst_stride, int64_t count) {
-      return count == 1 || (src_stride == run * src_size && dst_stride == run * dst_size);
-    };
-    if (!varies_ && follows(from.head_stride, to.head_stride, heads)) {
-      run *= heads, heads = 1;
-      if (follows(from.token_stride, to.token_stride, tokens)) run *= tokens, tokens = 1;
-    }
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t h = 0; h < heads; ++h) {
-        const uint8_t *const row = src + t * from.token_stride + h * from.head_stride;
-        const float factor = scale.at(first_token + t, first_head + h);
-        if (pair_.find_scales)
-          divisor.store(first_token + t, first_head + h, find_scale(row, src_size, factor));
-        const Scaling scaling = {factor, divisor.at(first_token + t, first_head + h)};
-        run_(dst + t * to.token_stride + h * to.head_stride, row, run,
-             {scaling, streaming_ && !stages_dst_, many, ahead});
-      }
-    }
-  }
-
-  float find_scale(const uint8_t *row, int64_t src_size, float factor) const {
-    float amax = 0.0f, values[256];
-    for (int64_t d = 0; d < pair_.head_dim; d += 256) {
-      const int64_t count = std::min<int64_t>(pair_.head_dim - d, 256);
-      if (decode_) {
-        decode_(values, row + d * src_size, count, {{factor, 1.0f}, false, false, 0});
-      } else {  // F32, which has no scale
-        memcpy(values, row + d * src_size, static_cast<size_t>(count * src_size));
-      }
-      for (int64_t i = 0; i < count; ++i) amax = std::max(amax, std::abs(values[i]));  // not NaN
-    }
-    return found_scale(amax, pair_.dst.dtype, pair_.dst_scales.dtype);
-  }
-
-  const PlanePair &pair_;
-  Stages &stages_;
-  const bool streaming_;
-  const ConvertRun run_, decode_;
-  const bool stages_src_, stages_dst_;
-  const bool varies_, many_;  // scales within a block; elements of one scale
-};
 
 // A run of tokens: each follows the one before by the plane's token_stride, at both ends.
 struct TokenRun {
@@ -269,7 +60,7 @@ class Mover {
   void clear(const Place &to, int64_t tokens) {
     const int64_t size = size_of(pair_.dst.dtype);
     Loops loops;
-    make_loops(pair_.dst, pair_.dst, tokens, pair_.num_heads, pair_.head_dim, size, &loops);
+    make_loops(pair_.dst, pair_.dst, tokens, pair_.num_heads, dst_units(pair_), size, &loops);
     const Loop once = {1, 0, 0};
     const auto dim = [&](int i) { return i < loops.count ? loops.at[i] : once; };
     uint8_t *dst = address_of(pair_.dst, to);
@@ -335,11 +126,11 @@ class Job {
     for (size_t l = 0; l < plan.layers.size(); ++l) {
       uint64_t bytes = 0;
       for (const PlanePair *pair = plan.begin_of(l); pair != plan.end_of(l); ++pair) {
-        const uint64_t elements = uint64_t{pair->num_heads} * pair->head_dim;
+        const int64_t units = dst_units(*pair);
+        const auto elements = uint64_t{pair->num_heads} * static_cast<uint64_t>(units);
         const auto size = static_cast<uint64_t>(size_of(pair->dst.dtype));
         bytes += elements * size;
-        all_costs +=
-            elements * (is_dense_vector(pair->dst, pair->head_dim) ? size : kScatteredBytes);
+        all_costs += elements * (is_dense_vector(pair->dst, units) ? size : kScatteredBytes);
       }
       widest_layer_ = std::max(widest_layer_, bytes);
       all_layers += bytes;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "formats/codec.h"
 #include "plan/loops.h"
 
 namespace kvx::cuda {
@@ -21,6 +22,48 @@ bool has_dense_vectors(const Plane &plane, uint32_t head_dim) {
 }
 
 bool varies(const Scales &scales) { return scales.head_stride != 0; }
+
+bool is_power_of_two(int64_t number) { return (number & (number - 1)) == 0; }
+
+// A copy of units of any size as one of bytes, which vectors of every size can move; false: dim has
+// too many parts for that.
+bool take_for_bytes(PlanePair *shape) {
+  const auto bytes = static_cast<uint32_t>(size_of(shape->src.dtype));
+  for (Plane *plane : {&shape->src, &shape->dst}) {
+    if (plane->inner_stride != bytes && plane->pack != shape->head_dim) return false;
+  }
+  for (Plane *plane : {&shape->src, &shape->dst}) {
+    if (plane->inner_stride == bytes) {
+      plane->pack *= bytes;
+    } else {
+      plane->outer_stride = plane->inner_stride;
+      plane->pack = bytes;
+    }
+    plane->inner_stride = 1;
+    plane->dtype = KVX_DTYPE_U8;
+  }
+  shape->head_dim *= bytes;
+  return true;
+}
+
+// For kernels that work on units of the formats themselves.
+Choice choose_units(Choice choice) {
+  const PlanePair &shape = choice.shape;
+  const auto numbers = [&](const Plane &plane) {
+    return shape.convert ? static_cast<uint32_t>(numbers_of(plane.dtype, 1)) : 1;
+  };
+  Units &units = choice.units;
+  choice.kernel = Kernel::kUnits;
+  units.elements = std::max(numbers(shape.src), numbers(shape.dst));
+  units.per_head = FastDiv(shape.head_dim / units.elements);
+  units.per_token = shape.num_heads * units.per_head.divisor;
+  units.dst_units = units.elements / numbers(shape.dst);
+  units.dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
+  units.bytes =
+      units.elements / numbers(shape.src) * static_cast<uint32_t>(size_of(shape.src.dtype));
+  choice.unit_bytes = units.bytes;
+  return choice;
+}
 
 // Heads that follow each other at both ends are one long head.
 void merge_heads(PlanePair *shape) {
@@ -48,6 +91,7 @@ bool holds_units(const Plane &plane, uint32_t head_dim, uint32_t elements, uint6
 Units units_of(const PlanePair &shape, uint32_t elements) {
   Units units;
   units.elements = elements;
+  units.bytes = elements * static_cast<uint32_t>(size_of(shape.src.dtype));
   units.per_head = FastDiv(shape.head_dim / elements);
   units.per_token = shape.num_heads * units.per_head.divisor;
   units.src_per_pack = FastDiv(shape.src.pack / elements);
@@ -85,6 +129,10 @@ uint32_t find_runs(const PlanePair &shape, uint64_t alignment, uint32_t block_to
 Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, bool background) {
   Choice choice{Kernel::kGeneric, 0, 0, pair, {}};
   PlanePair &shape = choice.shape;
+  if (shape.convert && !(is_scalar(shape.src.dtype) && is_scalar(shape.dst.dtype)))
+    return choose_units(choice);
+  if (!is_power_of_two(size_of(shape.src.dtype)) && !shape.convert && !take_for_bytes(&shape))
+    return choose_units(choice);
   merge_heads(&shape);
   const auto src_bytes = static_cast<uint32_t>(size_of(shape.src.dtype));
   const auto dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
@@ -94,7 +142,8 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
       return alignment % vector == 0 &&
              holds_units(plane, shape.head_dim, kElementsPerUnit, vector);
     };
-    const bool has_units = !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
+    const bool has_units = is_fast(shape.src.dtype) && is_fast(shape.dst.dtype) &&
+                           !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
                            fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
     if (shape.find_scales) {
       const bool fits_warp = has_units && shape.head_dim <= kWarp * kElementsPerUnit;

@@ -16,6 +16,7 @@ enum class Kernel : uint8_t {
   kTile,      // same bytes, a transpose of elements: through shared memory
   kConvert,   // another dtype or scale, eight elements at a time
   kQuantize,  // to FP8 with a scale per token and head that is found on the way
+  kUnits,     // formats with several numbers in a unit, a unit at a time
   kGeneric,   // an element at a time
 };
 

@@ -4,7 +4,7 @@
 
 #include "cuda/lookup.cuh"
 #include "cuda/vector.h"
-#include "formats/scalar.h"
+#include "formats/codec.h"
 
 namespace kvx::cuda {
 
@@ -20,34 +20,33 @@ __device__ __forceinline__ void store_as(uint8_t *at, float value) {
   *reinterpret_cast<typename Format::Bits *>(at) = Format::encode(value);
 }
 
+// A number of a scalar format; the others have kernels of their own (units.cu).
 __device__ __forceinline__ float load_element(const uint8_t *at, kvx_dtype_t dtype) {
   switch (dtype) {
-    case KVX_DTYPE_F32:
-      return load_as<F32>(at);
-    case KVX_DTYPE_F16:
-      return load_as<F16>(at);
-    case KVX_DTYPE_BF16:
-      return load_as<Bf16>(at);
-    case KVX_DTYPE_F8_E4M3:
-      return load_as<E4m3>(at);
+#define KVX_ROW(name, codec, ...)                              \
+  case KVX_DTYPE_##name:                                       \
+    if constexpr (kIsScalar<codec>) return load_as<codec>(at); \
+    break;
+    KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
     default:
-      return load_as<E5m2>(at);
+      break;
   }
+  __builtin_unreachable();
 }
 
 __device__ __forceinline__ void store_element(uint8_t *at, float value, kvx_dtype_t dtype) {
   switch (dtype) {
-    case KVX_DTYPE_F32:
-      return store_as<F32>(at, value);
-    case KVX_DTYPE_F16:
-      return store_as<F16>(at, value);
-    case KVX_DTYPE_BF16:
-      return store_as<Bf16>(at, value);
-    case KVX_DTYPE_F8_E4M3:
-      return store_as<E4m3>(at, value);
+#define KVX_ROW(name, codec, ...)                                      \
+  case KVX_DTYPE_##name:                                               \
+    if constexpr (kIsScalar<codec>) return store_as<codec>(at, value); \
+    break;
+    KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
     default:
-      return store_as<E5m2>(at, value);
+      break;
   }
+  __builtin_unreachable();
 }
 
 // An element as it is; NULL is zero.
@@ -289,26 +288,5 @@ class Divisor {
 
   float scale_, below_, above_;
 };
-
-// ---- dtypes as types ----
-
-template <class Visit>
-void with_fp8(kvx_dtype_t dtype, Visit visit) {
-  return dtype == KVX_DTYPE_F8_E4M3 ? visit(E4m3{}) : visit(E5m2{});
-}
-
-template <class Visit>
-void with_format(kvx_dtype_t dtype, Visit visit) {
-  switch (dtype) {
-    case KVX_DTYPE_F32:
-      return visit(F32{});
-    case KVX_DTYPE_F16:
-      return visit(F16{});
-    case KVX_DTYPE_BF16:
-      return visit(Bf16{});
-    default:
-      return with_fp8(dtype, visit);
-  }
-}
 
 }  // namespace kvx::cuda

@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, 4) convert_kernel(const __grid_const
 
 template <class P>
 void launch_convert(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
-  with_format(choice.shape.src.dtype, [&](auto src) {
-    with_format(choice.shape.dst.dtype, [&](auto dst) {
+  with_fast_codec(choice.shape.src.dtype, [&](auto src) {
+    with_fast_codec(choice.shape.dst.dtype, [&](auto dst) {
       using Src = decltype(src);
       using Dst = decltype(dst);
       // The same dtype without scales is the same bytes; FP8 to FP8, a change of scales, is rare.

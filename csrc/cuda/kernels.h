@@ -21,6 +21,8 @@ void launch_convert(const P &params, const Choice &choice, dim3 grid, cudaStream
 template <class P>
 void launch_quantize(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 template <class P>
+void launch_units(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
 void launch_generic(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 
 }  // namespace kvx::cuda

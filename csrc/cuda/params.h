@@ -37,7 +37,8 @@ struct FastDiv {
 struct Units {
   FastDiv per_head;
   uint32_t per_token;                  // of all heads
-  uint32_t elements;                   // per unit
+  uint32_t elements, bytes;            // per unit, at the source
+  uint32_t dst_units, dst_bytes;       // units of the format in a unit of kUnits, bytes of each
   FastDiv src_per_pack, dst_per_pack;  // units that follow each other before outer_stride counts
 };
 

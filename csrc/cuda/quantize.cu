@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
           if (unit == 0) report_scale(p, pair, token, head, scales[i], 1.0f);
           continue;
         }
-        const float found = found_scale(amax, shape.dst.dtype, shape.dst_scales.dtype);
+        const float found = found_scale(amax, largest_of(dtype_of<Dst>()), shape.dst_scales.dtype);
         store_eight(token.dst + head * shape.dst.head_stride + to,
                     Divisor(found).encode_quotients<Dst>(values));
         if (unit == 0) store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_
       for (uint32_t d = lane; d < shape.head_dim; d += kWarp)
         amax = fmaxf(amax, fabsf(value_at(d)));
       const float found =
-          found_scale(row_amax(amax, kWarp), shape.dst.dtype, shape.dst_scales.dtype);
+          found_scale(row_amax(amax, kWarp), largest_of(shape.dst.dtype), shape.dst_scales.dtype);
       for (uint32_t d = lane; d < shape.head_dim; d += kWarp) {
         const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
         store_element(token.dst + to, value_at(d) / found, shape.dst.dtype);
@@ -121,12 +121,12 @@ template <class P>
 void launch_quantize(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
   if (choice.units.elements == 1)
     return KVX_LAUNCH((quantize_any_kernel<P>), grid, kThreads, 0, stream, params);
-  with_format(choice.shape.src.dtype, [&](auto src) {
-    with_fp8(choice.shape.dst.dtype, [&](auto dst) {
-      if constexpr (!kIsFp8<decltype(src)>) {
-        KVX_LAUNCH((quantize_kernel<decltype(src), decltype(dst), P>), grid, kThreads, 0, stream,
-                   params);
-      }
+  with_fast_codec(choice.shape.src.dtype, [&](auto src) {
+    using Src = decltype(src);
+    with_fast_codec(choice.shape.dst.dtype, [&](auto dst) {
+      using Dst = decltype(dst);
+      if constexpr (!kIsFp8<Src> && kIsFp8<Dst>)
+        KVX_LAUNCH((quantize_kernel<Src, Dst, P>), grid, kThreads, 0, stream, params);
     });
   });
 }

@@ -152,6 +152,9 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
     case Kernel::kQuantize:
       launch_quantize(params, choice, grid, stream);
       break;
+    case Kernel::kUnits:
+      launch_units(params, choice, grid, stream);
+      break;
     case Kernel::kGeneric:
       launch_generic(params, choice, grid, stream);
   }

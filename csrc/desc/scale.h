@@ -37,9 +37,9 @@ inline void write_scale(void *data, kvx_dtype_t dtype, float scale) {
 inline bool is_usable_scale(float scale) { return std::isfinite(scale) && scale > 0.0f; }
 
 // The scale of an FP8 vector whose largest magnitude is `amax`, as it is read back once it is
-// stored. Spec: E.9
-KVX_HD float found_scale(float amax, kvx_dtype_t fp8, kvx_dtype_t scale_dtype) {
-  const float exact = amax / (fp8 == KVX_DTYPE_F8_E4M3 ? 448.0f : 57344.0f);
+// stored. `largest` is the format's. Spec: E.9
+KVX_HD float found_scale(float amax, float largest, kvx_dtype_t scale_dtype) {
+  const float exact = amax / largest;
   const float stored = scale_dtype == KVX_DTYPE_F32   ? exact
                        : scale_dtype == KVX_DTYPE_F16 ? F16::decode(F16::encode(exact))
                                                       : Bf16::decode(Bf16::encode(exact));

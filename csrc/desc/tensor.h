@@ -19,10 +19,15 @@ inline bool is_absent(const kvx_tensor_desc_t &tensor) {
   return tensor.data == nullptr && tensor.ndim == 0;
 }
 
-// Elements of dim per token and head.
-inline int64_t dim_of(const kvx_tensor_desc_t &tensor) {
+// Elements of dim per token and head: units of the format.
+inline int64_t units_of(const kvx_tensor_desc_t &tensor) {
   const Axes axes = axes_of(tensor);
   return tensor.shape[axes.inner] * (axes.outer < 0 ? 1 : tensor.shape[axes.outer]);
+}
+
+// Numbers of dim per token and head.
+inline int64_t dim_of(const kvx_tensor_desc_t &tensor) {
+  return numbers_of(tensor.dtype, units_of(tensor));
 }
 
 // Bytes from one to the next along an axis, as the descriptor has it.

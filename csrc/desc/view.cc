@@ -22,7 +22,7 @@ bool are_same(const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
     int64_t pack, outer, inner;
   };
   const auto dim_axes = [](const kvx_tensor_desc_t &tensor, const Axes &axes) -> Dim {
-    const int64_t dim = dim_of(tensor), pack = axes.outer < 0 ? dim : tensor.shape[axes.inner];
+    const int64_t dim = units_of(tensor), pack = axes.outer < 0 ? dim : tensor.shape[axes.inner];
     const int64_t inner = tensor.stride[axes.inner];
     const int64_t outer = axes.outer < 0 ? dim * inner : tensor.stride[axes.outer];
     if (pack == 1) return {dim, dim * outer, outer};
@@ -30,7 +30,7 @@ bool are_same(const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
                                                 : Dim{pack, outer, inner};
   };
   const Dim p = dim_axes(x, a), q = dim_axes(y, b);
-  return dim_of(x) == 1 || (p.pack == q.pack && p.outer == q.outer && p.inner == q.inner);
+  return units_of(x) == 1 || (p.pack == q.pack && p.outer == q.outer && p.inner == q.inner);
 }
 
 }  // namespace

@@ -1,81 +1,120 @@
-// How numbers stand in bytes: what there is to know of a dtype besides its codec (scalar.h).
+// Questions about a format, answered from the table. A number that is no format is row 0: of kind
+// None, which the rules refuse wherever a caller can say it.
 #pragma once
 
 #include <cstdint>
 
-#include "hd.h"
+#include "formats/table.h"
 #include "kvx/kvx_abi.h"
 
 namespace kvx {
 
-KVX_HD constexpr int64_t size_of(kvx_dtype_t dtype) {
-  switch (dtype) {
-    case KVX_DTYPE_F32:
-    case KVX_DTYPE_S32:
-    case KVX_DTYPE_U32:
-      return 4;
-    case KVX_DTYPE_S64:
-    case KVX_DTYPE_U64:
-      return 8;
-    case KVX_DTYPE_F16:
-    case KVX_DTYPE_BF16:
-      return 2;
-    default:
-      return 1;
-  }
+enum class Kind : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
+
+// What lies beside the data of a format.
+enum class Beside : uint8_t {
+  kNothing,
+  kScale,  // scales, or none: value = stored * scale
+};
+
+struct Format {
+  const char *name;
+  float largest;  // finite number; 0: no such bound
+  Kind kind;
+  Beside beside;
+  uint8_t numbers_log2;  // of one unit, along dim
+  uint8_t bytes, alignment;
+};
+
+constexpr uint8_t log2_of(uint32_t power) {
+  return power > 1 ? static_cast<uint8_t>(1 + log2_of(power / 2)) : 0;
 }
 
-constexpr const char *name_of(kvx_dtype_t dtype) {
-  switch (dtype) {
-    case KVX_DTYPE_F16:
-      return "F16";
-    case KVX_DTYPE_BF16:
-      return "BF16";
-    case KVX_DTYPE_F32:
-      return "F32";
-    case KVX_DTYPE_F8_E4M3:
-      return "F8_E4M3";
-    case KVX_DTYPE_F8_E5M2:
-      return "F8_E5M2";
-    case KVX_DTYPE_S32:
-      return "S32";
-    case KVX_DTYPE_S64:
-      return "S64";
-    case KVX_DTYPE_U32:
-      return "U32";
-    case KVX_DTYPE_U64:
-      return "U64";
-    case KVX_DTYPE_U8:
-      return "U8";
-    default:
-      return "no kvx_dtype_t";
-  }
+inline constexpr Format kFormats[] = {{"no kvx_dtype_t", 0, Kind::kNone, Beside::kNothing, 0, 0, 1},
+#define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside) \
+  {#name, largest, Kind::k##kind, Beside::k##beside, log2_of(numbers), bytes, alignment},
+                                      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+};
+constexpr uint32_t kNumFormats = sizeof kFormats / sizeof kFormats[0];  // row 0 included
+
+// The rows are in the order of kvx_dtype_t, without gaps.
+constexpr bool rows_are_in_order() {
+  int row = 0;
+#define KVX_ROW(name, ...) \
+  if (KVX_DTYPE_##name != ++row) return false;
+  KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+  return true;
+}
+static_assert(rows_are_in_order());
+
+constexpr uint32_t row_of(kvx_dtype_t dtype) {
+  const auto row = static_cast<uint32_t>(dtype);
+  return row < kNumFormats ? row : 0;
+}
+constexpr const Format &format_of(kvx_dtype_t dtype) { return kFormats[row_of(dtype)]; }
+
+// Bytes of a unit: the element of a tensor, whose shape and strides count units.
+constexpr int64_t size_of(kvx_dtype_t dtype) { return format_of(dtype).bytes; }
+
+// What the address of a unit is a multiple of: a power of two.
+constexpr int64_t alignment_of(kvx_dtype_t dtype) { return format_of(dtype).alignment; }
+
+// Units that hold `numbers` numbers, a multiple of a unit's; and their bytes.
+constexpr int64_t units_of(kvx_dtype_t dtype, int64_t numbers) {
+  return numbers >> format_of(dtype).numbers_log2;
+}
+constexpr int64_t bytes_of(kvx_dtype_t dtype, int64_t numbers) {
+  return units_of(dtype, numbers) * size_of(dtype);
+}
+constexpr int64_t numbers_of(kvx_dtype_t dtype, int64_t units) {
+  return units << format_of(dtype).numbers_log2;
 }
 
-// What sentences say was expected where is_element_type(), is_scale_type() or is_index_type() is
-// false.
-constexpr const char *kElementTypes = "F16, BF16, F32, F8_E4M3, F8_E5M2 or U8";
-constexpr const char *kScaleTypes = "F32, F16 or BF16";
-constexpr const char *kIndexTypes = "S32 or S64";
+constexpr const char *name_of(kvx_dtype_t dtype) { return format_of(dtype).name; }
 
-constexpr bool is_fp8(kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2;
-}
-
+constexpr bool is_number(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kNumber; }
 // Bytes that no call looks into.
-constexpr bool is_opaque(kvx_dtype_t dtype) { return dtype == KVX_DTYPE_U8; }
-
+constexpr bool is_opaque(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kOpaque; }
+constexpr bool is_index_type(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kIndex; }
+// Of a cache, and of tokens on their way.
+constexpr bool is_element_type(kvx_dtype_t dtype) { return is_number(dtype) || is_opaque(dtype); }
 constexpr bool is_scale_type(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_F32 || dtype == KVX_DTYPE_F16 || dtype == KVX_DTYPE_BF16;
 }
 
-constexpr bool is_index_type(kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_S32 || dtype == KVX_DTYPE_S64;
-}
+// A unit is one number, so that any stride of numbers is one of units.
+constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_log2 == 0; }
 
-// Of a cache, and of tokens on their way.
-constexpr bool is_element_type(kvx_dtype_t dtype) {
-  return is_scale_type(dtype) || is_fp8(dtype) || is_opaque(dtype);
-}
+// FP8: a byte per number, with a scale or without.
+constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
+
+// "F16, BF16 or F32": the names of the formats for which `is_one` holds.
+struct Names {
+  char text[256];
+  int size;
+
+  constexpr explicit Names(bool (*is_one)(kvx_dtype_t)) : text(), size() {
+    const char *last = nullptr;
+    for (uint32_t row = 1; row < kNumFormats; ++row) {
+      if (!is_one(static_cast<kvx_dtype_t>(row))) continue;
+      if (last) add(size ? ", " : ""), add(last);
+      last = kFormats[row].name;
+    }
+    if (size) add(" or ");
+    if (last) add(last);
+  }
+  constexpr void add(const char *word) {
+    while (*word) text[size++] = *word++;
+  }
+};
+inline constexpr Names kElementNames(is_element_type), kIndexNames(is_index_type);
+
+// What sentences say was expected where is_element_type(), is_scale_type() or is_index_type() is
+// false.
+constexpr const char *kElementTypes = kElementNames.text;
+constexpr const char *kScaleTypes = "F32, F16 or BF16";
+constexpr const char *kIndexTypes = kIndexNames.text;
 
 }  // namespace kvx

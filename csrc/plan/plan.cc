@@ -38,7 +38,7 @@ void set_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint32_t head_star
   const int64_t size = size_of(tensor.dtype);
   const int64_t inner = step_bytes(tensor, axes.inner, size);
   const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer, size);
-  set_dim(plane, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], dim_of(tensor));
+  set_dim(plane, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], units_of(tensor));
 }
 
 // The secondary pool mirrors the primary: the same place within a block, the same step from block
@@ -111,7 +111,9 @@ void finish(PlanePair *pair, bool scales_readable) {
       (src.data && dst.data && is_one_scale(src) && is_one_scale(dst) && scales_readable &&
        !pair->find_scales && read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
   pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
-  if (!pair->convert) pair->src_scales = pair->dst_scales = {};
+  if (pair->convert) return;
+  pair->src_scales = pair->dst_scales = {};
+  pair->head_dim = static_cast<uint32_t>(units_of(pair->src.dtype, pair->head_dim));
 }
 
 void set_flags(Plan *plan, uint32_t flags) {

@@ -41,11 +41,12 @@ struct Scales {
 struct PlanePair {
   Plane src, dst;
   Scales src_scales, dst_scales;
-  uint32_t num_heads, head_dim;
-  uint8_t lookup;    // which of the plan's
-  bool is_v;         // for sentences
-  bool convert;      // dtype or scale differs; otherwise bytes are copied
-  bool find_scales;  // dst_scales are found on the way and stored
+  uint32_t num_heads;
+  uint32_t head_dim;  // numbers or, where bytes are copied, units of the format
+  uint8_t lookup;     // which of the plan's
+  bool is_v;          // for sentences
+  bool convert;       // dtype or scale differs; otherwise bytes are copied
+  bool find_scales;   // dst_scales are found on the way and stored
 };
 
 // How planes find their tokens at both ends.

@@ -54,7 +54,8 @@ kvx_status_t check_secondary_aligned(const Path &pool, const kvx_cache_desc_t &c
   if (is_aligned(address, tensor.dtype)) return KVX_STATUS_OK;
   return fail(KVX_STATUS_UNSUPPORTED,
               "%s.secondary is %p, expected a multiple of %lld bytes (%s, spec 4.4)", KVX_AT(pool),
-              cache.pool.secondary, static_cast<ll>(size_of(tensor.dtype)), name_of(tensor.dtype));
+              cache.pool.secondary, static_cast<ll>(alignment_of(tensor.dtype)),
+              name_of(tensor.dtype));
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ kvx_status_t check_array(const Path &path, const char *field, const void *data, 
   if (!data) return KVX_INVALID("%s.%s is NULL", KVX_AT(path), field);
   if (is_aligned(data, dtype)) return KVX_STATUS_OK;
   return KVX_INVALID("%s.%s is %p, expected a multiple of %lld bytes (%s)", KVX_AT(path), field,
-                     data, static_cast<ll>(size_of(dtype)), name_of(dtype));
+                     data, static_cast<ll>(alignment_of(dtype)), name_of(dtype));
 }
 
 kvx_status_t check_count(const Path &path, const char *field, uint32_t found, uint64_t expected,

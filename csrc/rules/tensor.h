@@ -39,7 +39,7 @@ kvx_status_t check_disjoint(const Path &path, uint32_t ndim, const int64_t *shap
                             const int64_t *stride);
 
 inline bool is_aligned(uintptr_t address, kvx_dtype_t dtype) {
-  return (address & (static_cast<uintptr_t>(size_of(dtype)) - 1)) == 0;  // sizes: powers of two
+  return (address & (static_cast<uintptr_t>(alignment_of(dtype)) - 1)) == 0;
 }
 inline bool is_aligned(const void *data, kvx_dtype_t dtype) {
   return is_aligned(reinterpret_cast<uintptr_t>(data), dtype);
@@ -49,7 +49,7 @@ inline kvx_status_t check_aligned(const Path &path, const void *data, kvx_dtype_
   if (is_aligned(data, dtype)) return KVX_STATUS_OK;
   return fail(KVX_STATUS_UNSUPPORTED,
               "%s.data is %p, expected a multiple of %lld bytes (%s, spec 4.4)", KVX_AT(path), data,
-              static_cast<ll>(size_of(dtype)), name_of(dtype));
+              static_cast<ll>(alignment_of(dtype)), name_of(dtype));
 }
 
 // `data` is there, aligned, and `extent` elements from there on the address space has not ended.

@@ -11,7 +11,7 @@ from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.types import DType
 
 SCALE_KINDS = ("k_scale", "v_scale")
-FP8 = (DType.F8_E4M3, DType.F8_E5M2)
+FP8 = tuple(dtype for dtype in DType if dtype.format.scaled)
 KV_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # what K and V may be
 _MAX_INDEX = 1 << 24  # of layers and heads
 

@@ -20,17 +20,29 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# The numbers of a key include those of its values. F16 and BF16 do not include each other: F16
-# lacks BF16's range, BF16 F16's digits. E5M2 has fewer digits than E4M3, and more range. With a
-# scale per token and head, FP8 numbers are others than with one for all tokens.
-_FP8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3_row", "f8_e5m2_row")
-_INCLUDES: dict[str, tuple[str, ...]] = {
-    "f32": ("f32", "bf16", "f16", *_FP8),
-    "bf16": ("bf16", *_FP8),
-    "f16": ("f16", *_FP8),
-    **{name: (name,) for name in _FP8},
+# Names of number formats. With a scale per token and head, FP8 numbers are others than with one for
+# all tokens.
+_NUMBERS = {dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding}
+_FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
+_FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}
+
+
+def _includes(name: str) -> tuple[str, ...]:
+    """The formats whose numbers are all of `name` as well. Scales make FP8 include nothing else."""
+    dtype = _FORMATS[name]
+    if dtype.format.scaled:
+        return (name,)
+    mine = dtype.format.rounding
+    found = [other for other, d in _FORMATS.items() if mine and d.format.rounding]
+    return tuple(o for o in found if mine and mine.includes(_FORMATS[o].format.rounding or mine))
+
+
+_INCLUDES = {name: _includes(name) for name in _FORMATS}
+_DIGITS = {  # significant bits; fewer for FP8
+    name: dtype.format.rounding.mantissa + 1
+    for name, dtype in _NUMBERS.items()
+    if dtype.format.rounding and not dtype.format.scaled
 }
-_DIGITS = {"f32": 24, "f16": 11, "bf16": 8}  # significant bits; fewer for FP8
 _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 
@@ -57,8 +69,9 @@ class Precision:
         for dtype in map(DType.of, dtypes):
             name = dtype.name.lower()
             if name not in _INCLUDES:
+                *names, last = (known.name for known in _NUMBERS.values())
                 raise InvalidArgumentError(
-                    f"dtype is {dtype.name}, expected F16, BF16, F32, F8_E4M3 or F8_E5M2 for the "
+                    f"dtype is {dtype.name}, expected {', '.join(names)} or {last} for the "
                     "precision of keys and values"
                 )
             formats.append(f"{name}_row" if vector_scales and name in _FP8 else name)

@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "formats/scalar.h"
+#include "formats/codec.h"
 
 #define KVX_MEMBER __attribute__((always_inline))
 #define KVX_INLINE static inline KVX_MEMBER

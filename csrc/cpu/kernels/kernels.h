@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "formats/codec.h"
 #include "plan/loops.h"
 
 namespace kvx::cpu {
@@ -27,6 +28,10 @@ struct Conversion {
 // Elements [0, count) of dst = encode(scaling(decode(src))), both contiguous.
 using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Conversion &how);
 
+// Rows of a format from and to float32; `numbers` is a multiple of a unit's.
+using DecodeRow = void (*)(float *to, const uint8_t *from, int64_t numbers);
+using EncodeRow = void (*)(uint8_t *to, const float *from, int64_t numbers);
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -39,11 +44,15 @@ struct Kernels {
   // What the same loops will need at `next` is fetched meanwhile.
   void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
-  ConvertRun convert[5][5];  // [src][dst], by convert_index
-};
+  ConvertRun convert[5][5];       // [src][dst], by fast_place
+  DecodeRow decode[kNumFormats];  // by row_of; NULL where numbers are not known
+  EncodeRow encode[kNumFormats];
 
-// F16, BF16, F32, F8_E4M3, F8_E5M2: their own numbers, from 0.
-constexpr int convert_index(kvx_dtype_t dtype) { return static_cast<int>(dtype) - 1; }
+  // The run that converts one format to another without float32 between; NULL: there is none.
+  ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {
+    return is_fast(src) && is_fast(dst) ? convert[fast_place(src)][fast_place(dst)] : nullptr;
+  }
+};
 
 // The best for this processor.
 const Kernels &kernels();

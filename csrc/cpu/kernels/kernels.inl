@@ -10,6 +10,7 @@
 #include "cpu/kernels/fp8.inl"
 #endif
 #include "cpu/kernels/convert.inl"
+#include "cpu/kernels/rows.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,
@@ -25,4 +26,14 @@ constexpr Kernels kKernels = {
          convert_run<E4m3, E4m3>, convert_run<E4m3, E5m2>},
         {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
          convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
+    },
+    {nullptr,
+#define KVX_ROW(name, codec, ...) decoder_of<codec>(),
+     KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+    },
+    {nullptr,
+#define KVX_ROW(name, codec, ...) encoder_of<codec>(),
+     KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
     }};

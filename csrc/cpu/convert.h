@@ -1,0 +1,99 @@
+// Converts runs of tokens from one format to another, with scales that are given or found.
+#pragma once
+
+#include <memory>
+
+#include "cpu/kernels/kernels.h"
+#include "plan/plan.h"
+
+namespace kvx::cpu {
+
+// The scale of each (token, head) from one block and offset on.
+struct ScaleCursor {
+  const Scales &scales;
+  const uint8_t *first;
+
+  ScaleCursor(const Scales &all, const Place &place)
+      : scales(all),
+        first(all.data + place.block * all.block_stride + place.offset * all.token_stride) {}
+
+  float at(int64_t token, int64_t head) const;
+  void store(int64_t token, int64_t head, float scale) const;
+
+ private:
+  const uint8_t *address(int64_t token, int64_t head) const {
+    return first + token * scales.token_stride + head * scales.head_stride;
+  }
+};
+
+// Room for converting rows that are not dense, as they come from the source and as they go to the
+// destination; for small calls as much as they need.
+class Stages {
+ public:
+  Stages(const Plan &plan, uint64_t tokens);
+
+  // Rows that are converted at a time: one at least.
+  static int64_t rows_of(const PlanePair &pair);
+
+  uint8_t *src() { return src_.get(); }
+  uint8_t *dst() { return dst_.get(); }
+
+ private:
+  std::unique_ptr<uint8_t[]> src_, dst_;
+};
+
+// Converts contiguous numbers of one format to another: by the run of this pair of formats or,
+// where there is none, through float32.
+class RunConverter {
+ public:
+  RunConverter(kvx_dtype_t src, kvx_dtype_t dst)
+      : run_(kernels().find(src, dst)),
+        decode_(kernels().decode[row_of(src)]),
+        encode_(kernels().encode[row_of(dst)]),
+        src_(src),
+        dst_(dst) {}
+
+  void operator()(uint8_t *dst, const uint8_t *src, int64_t numbers, const Conversion &how) const {
+    if (run_) return run_(dst, src, numbers, how);
+    through_floats(dst, src, numbers, how.scaling);
+  }
+
+ private:
+  void through_floats(uint8_t *dst, const uint8_t *src, int64_t numbers,
+                      const Scaling &scaling) const;
+
+  const ConvertRun run_;
+  const DecodeRow decode_;
+  const EncodeRow encode_;
+  const kvx_dtype_t src_, dst_;
+};
+
+// Converts through dense stages where a plane's vectors are not dense.
+class Converter {
+ public:
+  Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming);
+
+  void operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next, int64_t tokens,
+                  const Place &src_place, const Place &dst_place);
+
+ private:
+  bool are_many(uint64_t tokens) const;
+  void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
+                    int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
+                    const ScaleCursor &divisor, bool many);
+  void convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
+                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
+                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor, bool many);
+  float find_scale(const uint8_t *row, float factor) const;
+
+  const PlanePair &pair_;
+  Stages &stages_;
+  const bool streaming_;
+  const RunConverter run_;
+  const ConvertRun to_floats_;           // NULL: the source's rows are decoded
+  const int64_t src_units_, dst_units_;  // of a row
+  const bool stages_src_, stages_dst_;
+  const bool varies_, many_;  // scales within a block; elements of one scale
+};
+
+}  // namespace kvx::cpu

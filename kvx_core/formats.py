@@ -1,0 +1,144 @@
+"""The table of formats: how numbers stand in bytes, as csrc/formats/table.h has it in C.
+
+A row each. Sizes, names, DLPack codes and precision come from here.
+Spec: 4.3, E.10
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+
+__all__ = ["DType", "Format", "Rounding"]
+
+
+class Rounding(NamedTuple):
+    """Where the numbers of a float format lie."""
+
+    mantissa: int  # bits, without the leading one
+    smallest: int  # exponent of the smallest normal number
+    largest: float
+
+    def includes(self, other: Rounding) -> bool:
+        """Whether every finite number of `other` is one of these."""
+        return (
+            self.mantissa >= other.mantissa
+            and self.smallest - self.mantissa <= other.smallest - other.mantissa
+            and self.largest >= other.largest
+        )
+
+
+class Format(NamedTuple):
+    """What there is to know of a format."""
+
+    itemsize: int  # bytes of a unit, the element of a tensor
+    array_name: str | None = (
+        None  # what torch and numpy (with ml_dtypes) call it; None: neither has it
+    )
+    dlpack: tuple[int, int] | None = None  # (DLDataTypeCode, bits)
+    rounding: Rounding | None = None  # of floats
+    numbers: int = 1  # of a unit, along dim
+    scaled: bool = False  # FP8: a scale may lie beside it
+
+
+class DType(IntEnum):
+    """Format of a tensor's elements. Spec: 4.3"""
+
+    INVALID = 0
+    F16 = 1
+    BF16 = 2
+    F32 = 3
+    F8_E4M3 = 4
+    F8_E5M2 = 5
+    S32 = 6
+    S64 = 7
+    U32 = 8
+    U64 = 9
+    U8 = 10
+
+    @property
+    def format(self) -> Format:
+        """Its row of the table."""
+        return _FORMATS[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element, which is a unit of the format; 0 for INVALID."""
+        return _ITEMSIZE[self]
+
+    @property
+    def numbers(self) -> int:
+        """Numbers per element, along dim."""
+        return _FORMATS[self].numbers
+
+    @property
+    def array_name(self) -> str:
+        """The name torch and numpy (with ml_dtypes) give this type, e.g. "float8_e4m3fn".
+
+        Raises UnsupportedError where they have no such type.
+        """
+        name = _FORMATS[self].array_name
+        if name is None:
+            raise UnsupportedError(f"DType.{self.name} has no torch or numpy type")
+        return name
+
+    @property
+    def label(self) -> str:
+        """`array_name` or, where there is none, KVX's own name."""
+        return _FORMATS[self].array_name or self.name
+
+    @classmethod
+    def from_name(cls, name: str) -> DType:
+        """The dtype called `name` by torch, numpy, ml_dtypes or KVX: "bfloat16", "BF16".
+
+        Raises InvalidArgumentError for a name that is not a KVX dtype.
+        """
+        found = isinstance(name, str) and _BY_NAME.get(name.removeprefix("torch.").lower())
+        if not found:
+            expected = ", ".join(dtype.label for dtype in _FORMATS if dtype)
+            raise InvalidArgumentError(f"dtype is {name!r}, expected one of {expected} (spec 4.3)")
+        return found
+
+    @classmethod
+    def of(cls, dtype: object) -> DType:
+        """`dtype` as a DType, from a DType, a name, a torch.dtype or a numpy dtype.
+
+        Raises InvalidArgumentError for anything that is not a KVX dtype.
+        """
+        if isinstance(dtype, cls):
+            return dtype
+        if isinstance(dtype, type):  # numpy.float16 and other scalar types
+            return cls.from_name(dtype.__name__)
+        return cls.from_name(str(dtype))
+
+    @classmethod
+    def called(cls, name: str, dtype: object) -> DType:
+        """`of`, for a field or argument of this name."""
+        if isinstance(dtype, cls):
+            return dtype
+        try:
+            return cls.of(dtype)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(str(error).replace("dtype", name, 1)) from None
+
+
+# DLPack: kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.
+_FORMATS = {
+    DType.INVALID: Format(0),
+    DType.F16: Format(2, "float16", (2, 16), Rounding(10, -14, 65504.0)),
+    DType.BF16: Format(2, "bfloat16", (4, 16), Rounding(7, -126, 2.0**127 * (2 - 2.0**-7))),
+    DType.F32: Format(4, "float32", (2, 32), Rounding(23, -126, 2.0**127 * (2 - 2.0**-23))),
+    DType.F8_E4M3: Format(1, "float8_e4m3fn", (10, 8), Rounding(3, -6, 448.0), scaled=True),
+    DType.F8_E5M2: Format(1, "float8_e5m2", (12, 8), Rounding(2, -14, 57344.0), scaled=True),
+    DType.S32: Format(4, "int32", (0, 32)),
+    DType.S64: Format(8, "int64", (0, 64)),
+    DType.U32: Format(4, "uint32", (1, 32)),
+    DType.U64: Format(8, "uint64", (1, 64)),
+    DType.U8: Format(1, "uint8", (1, 8)),
+}
+_ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
+_BY_NAME = {
+    name.lower(): dtype for dtype in _FORMATS if dtype for name in (dtype.label, dtype.name)
+}
