@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "desc/plane.h"
 #include "desc/scale.h"
 #include "error.h"
 
@@ -59,18 +60,48 @@ bool find_secondary(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tens
   return true;
 }
 
-// Tensor `i` of a view: K and V of each layer by turns.
-const kvx_tensor_desc_t &tensor_at(const kvx_view_t &view, uint32_t i) {
+// Tensors of a view are numbered: K and V of each layer by turns, then the planes.
+uint64_t num_tensors(const kvx_view_t &view) {
+  return uint64_t{2} * view.num_layers + view.num_planes;
+}
+bool is_plane(const kvx_view_t &view, uint64_t i) { return i >= uint64_t{2} * view.num_layers; }
+const kvx_plane_t &plane_at(const kvx_view_t &view, uint64_t i) {
+  return *view.planes[i - uint64_t{2} * view.num_layers];
+}
+// Of a layer.
+const kvx_tensor_desc_t &tensor_at(const kvx_view_t &view, uint64_t i) {
   return i % 2 ? view.layers[i / 2]->v : view.layers[i / 2]->k;
 }
 
-// The same in the primary or, for a view that has one, the secondary pool.
-Extent extent_at(const kvx_view_t &view, uint32_t i, bool secondary) {
+// In the primary pool, or in the secondary, which planes are not in.
+bool is_there(const kvx_view_t &view, uint64_t i, bool secondary) {
+  return is_plane(view, i) ? !secondary : !is_absent(tensor_at(view, i));
+}
+
+Extent extent_at(const kvx_view_t &view, uint64_t i, bool secondary) {
+  if (is_plane(view, i)) return extent_of(bytes_of(plane_at(view, i)));
   const kvx_tensor_desc_t &tensor = tensor_at(view, i);
   Extent extent = extent_of(tensor);
   if (secondary) find_secondary(*view.layers[i / 2], tensor, view.secondary_num_blocks, &extent);
   return extent;
 }
+
+// What a tensor is called: `layers[3].v`, `planes[2]`.
+class TensorPath {
+ public:
+  TensorPath(const Path &view_path, const kvx_view_t &view, uint64_t i)
+      : parent_{
+            &view_path, is_plane(view, i) ? "planes" : "layers",
+            static_cast<int64_t>(is_plane(view, i) ? i - uint64_t{2} * view.num_layers : i / 2)},
+        path_(is_plane(view, i) ? parent_ : Path{&parent_, i % 2 ? "v" : "k"}) {}
+  TensorPath(const TensorPath &) = delete;
+  TensorPath &operator=(const TensorPath &) = delete;
+
+  operator const Path &() const { return path_; }
+
+ private:
+  Path parent_, path_;
+};
 
 // Extents in the order of their beginnings: whether any meets another is known in log n.
 class Extents {
@@ -102,21 +133,33 @@ bool is_gapless(const kvx_tensor_desc_t &tensor) {
   return elements * size_of(tensor.dtype) == extent_bytes(tensor);
 }
 
+bool is_gapless_at(const kvx_view_t &view, uint64_t i) {
+  return is_plane(view, i) ? kvx::is_gapless(plane_at(view, i)) : is_gapless(tensor_at(view, i));
+}
+
 bool contains(const Extent &extent, const uint8_t *at) {
   return extent.begin <= at && at < extent.end;
 }
 
-// Scales may lie beside the rows that they are of, but not where there is no room between rows.
-kvx_status_t check_scales_apart(const Path &path, const kvx_scale_desc_t &scales,
-                                const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
-  if (!scales.data || is_absent(tensor)) return KVX_STATUS_OK;
-  const Extent written = extent_of(tensor), read = extent_of_scales(scales);
-  if (!contains(written, read.begin) && !contains(written, read.end - 1)) return KVX_STATUS_OK;
-  if (!is_gapless(tensor)) return KVX_STATUS_OK;
+[[gnu::cold]] kvx_status_t fail_scales(const Path &path, const void *data,
+                                       const Path &tensor_path) {
   return KVX_INVALID(
       "%s.data is %p: it lies among the elements of %s, which the call writes; "
       "pass a copy of the scales (spec 7)",
-      KVX_AT(path), scales.data, KVX_AT(tensor_path));
+      KVX_AT(path), data, KVX_AT(tensor_path));
+}
+
+// Scales may lie beside the rows that they are of, but not where there is no room between rows.
+bool lie_within(const kvx_scale_desc_t &scales, const Extent &written) {
+  const Extent read = extent_of_scales(scales);
+  return contains(written, read.begin) || contains(written, read.end - 1);
+}
+
+kvx_status_t check_scales_apart(const Path &path, const kvx_scale_desc_t &scales,
+                                const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
+  if (!scales.data || is_absent(tensor)) return KVX_STATUS_OK;
+  if (!lie_within(scales, extent_of(tensor)) || !is_gapless(tensor)) return KVX_STATUS_OK;
+  return fail_scales(path, scales.data, tensor_path);
 }
 
 // An array that a call reads to find its way, and what it is called.
@@ -135,6 +178,7 @@ Array array_of(const char *owner, const kvx_slot_mapping_t &slots) {
 Array array_of(const char *owner, const char *group, const kvx_seq_lens_t &lens) {
   return array_of(owner, group, "lengths", lens.lengths, lens.dtype, lens.seq_count);
 }
+// `owner`: of the field block_table.
 Array indices_of(const char *owner, const kvx_block_table_t &table) {
   return array_of(owner, "block_table", "indices", table.indices, table.index_dtype,
                   table.indices_count);
@@ -161,26 +205,25 @@ bool meet(const Array &array, const kvx_tensor_desc_t &tensor) {
       static_cast<ull>(array.extent.end - array.extent.begin), KVX_AT(path));
 }
 
-// The memory of all layers, in the primary or the secondary pool.
+// The memory of all layers and planes, in the primary or the secondary pool.
 Extent all_of(const kvx_view_t &view, bool secondary) {
   Extent all = {reinterpret_cast<const uint8_t *>(UINTPTR_MAX), nullptr};
-  for (uint32_t i = 0; i < 2 * view.num_layers; ++i) {
-    if (is_absent(tensor_at(view, i))) continue;
+  for (uint64_t i = 0; i < num_tensors(view); ++i) {
+    if (!is_there(view, i, secondary)) continue;
     all = hull(all, extent_at(view, i, secondary));
   }
   return all;
 }
 
-// FieldNames the first two tensors that meet.
+// Names the first two tensors that meet.
 kvx_status_t fail_ends(const Path &src_path, const Path &dst_path, const kvx_migrate_desc_t &m,
-                       uint32_t i, const Extent &from) {
-  uint32_t j = 0;
-  while (is_absent(tensor_at(*m.dst, j)) || !intersect(from, extent_of(tensor_at(*m.dst, j)))) ++j;
-  const Path from_layer{&src_path, "layers", i / 2}, to_layer{&dst_path, "layers", j / 2};
+                       uint64_t i, const Extent &from) {
+  uint64_t j = 0;
+  while (!is_there(*m.dst, j, false) || !intersect(from, extent_at(*m.dst, j, false))) ++j;
   return KVX_INVALID(
       "%s shares memory with %s, but the two views are not the same pool, so their blocks "
       "cannot be told apart; migrate through other memory (spec E.3)",
-      KVX_AT((Path{&to_layer, j % 2 ? "v" : "k"})), KVX_AT((Path{&from_layer, i % 2 ? "v" : "k"})));
+      KVX_AT(TensorPath(dst_path, *m.dst, j)), KVX_AT(TensorPath(src_path, *m.src, i)));
 }
 
 // Views that share memory are the same pool (whose blocks are then compared) or refused.
@@ -195,11 +238,11 @@ kvx_status_t check_ends_apart(const Path &src_path, const Path &dst_path,
     if (are_same_pool(src, dst)) return KVX_STATUS_OK;
     // The two lie in one stretch of memory; tensors that interleave without touching share none.
     Extents tensors;
-    for (uint32_t j = 0; j < 2 * dst.num_layers; ++j)
-      if (!is_absent(tensor_at(dst, j))) tensors.add(extent_at(dst, j, dst_second));
+    for (uint64_t j = 0; j < num_tensors(dst); ++j)
+      if (is_there(dst, j, dst_second)) tensors.add(extent_at(dst, j, dst_second));
     tensors.sort();
-    for (uint32_t i = 0; i < 2 * src.num_layers; ++i) {
-      if (is_absent(tensor_at(src, i))) continue;
+    for (uint64_t i = 0; i < num_tensors(src); ++i) {
+      if (!is_there(src, i, src_second)) continue;
       const Extent from = extent_at(src, i, src_second);
       if (!tensors.meet(from)) continue;
       if (!src_second && !dst_second) return fail_ends(src_path, dst_path, migrate, i, from);
@@ -229,7 +272,8 @@ kvx_status_t check_scales_apart(const kvx_cache_desc_t &cache, const kvx_write_d
   return KVX_STATUS_OK;
 }
 
-const kvx_scale_desc_t *scale_at(const kvx_view_t &view, uint32_t i) {
+const kvx_scale_desc_t *scale_at(const kvx_view_t &view, uint64_t i) {
+  if (is_plane(view, i)) return plane_at(view, i).scale;
   const auto *const *list = i % 2 ? view.v_scales : view.k_scales;
   return list ? list[i / 2] : nullptr;
 }
@@ -237,27 +281,40 @@ const kvx_scale_desc_t *scale_at(const kvx_view_t &view, uint32_t i) {
 // The scales of one end lie apart from all tensors that are written.
 kvx_status_t check_scales_apart(const Path &path, const kvx_view_t &view, const Path &dst_path,
                                 const kvx_view_t &dst, const Extents &gapless) {
-  for (uint32_t i = 0; i < 2 * view.num_layers; ++i) {
+  for (uint64_t i = 0; i < num_tensors(view); ++i) {
     const kvx_scale_desc_t *scales = scale_at(view, i);
     if (!scales || !scales->data || !gapless.meet(extent_of_scales(*scales))) continue;
-    for (uint32_t j = 0; j < 2 * dst.num_layers; ++j) {
-      const Path layer{&dst_path, "layers", j / 2};
-      KVX_TRY(check_scales_apart({&path, i % 2 ? "v_scales" : "k_scales", i / 2}, *scales,
-                                 {&layer, j % 2 ? "v" : "k"}, tensor_at(dst, j)));
+    for (uint64_t j = 0; j < num_tensors(dst); ++j) {
+      if (!is_there(dst, j, false) || !is_gapless_at(dst, j) ||
+          !lie_within(*scales, extent_at(dst, j, false))) {
+        continue;
+      }
+      const TensorPath tensor(dst_path, dst, j);
+      if (is_plane(view, i)) {
+        const TensorPath plane(path, view, i);
+        return fail_scales({&static_cast<const Path &>(plane), "scale"}, scales->data, tensor);
+      }
+      const auto layer = static_cast<int64_t>(i / 2);
+      return fail_scales({&path, i % 2 ? "v_scales" : "k_scales", layer}, scales->data, tensor);
     }
   }
   return KVX_STATUS_OK;
 }
 
+bool has_scales(const kvx_view_t &view) {
+  if (view.k_scales || view.v_scales) return true;
+  for (uint32_t i = 0; i < view.num_planes; ++i)
+    if (view.planes[i]->scale) return true;
+  return false;
+}
+
 kvx_status_t check_scales_apart(const Path &src_path, const Path &dst_path,
                                 const kvx_migrate_desc_t &migrate) {
   const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
-  if (!src.k_scales && !src.v_scales && !dst.k_scales && !dst.v_scales) return KVX_STATUS_OK;
+  if (!has_scales(src) && !has_scales(dst)) return KVX_STATUS_OK;
   Extents gapless;
-  for (uint32_t j = 0; j < 2 * dst.num_layers; ++j) {
-    const kvx_tensor_desc_t &tensor = tensor_at(dst, j);
-    if (!is_absent(tensor) && is_gapless(tensor)) gapless.add(extent_of(tensor));
-  }
+  for (uint64_t j = 0; j < num_tensors(dst); ++j)
+    if (is_there(dst, j, false) && is_gapless_at(dst, j)) gapless.add(extent_at(dst, j, false));
   gapless.sort();
   KVX_TRY(check_scales_apart(src_path, src, dst_path, dst, gapless));
   return check_scales_apart(dst_path, dst, dst_path, dst, gapless);
@@ -273,14 +330,23 @@ template <class Visit>
     const char *const owner = is_dst ? "dst" : "src";
     if (view.slots) KVX_TRY(visit(array_of(owner, *view.slots)));
     if (view.starts) KVX_TRY(visit(array_of(owner, "starts", *view.starts)));
-    if (!view.block_table) continue;
-    KVX_TRY(visit(indices_of(owner, *view.block_table)));
-    KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+    if (view.block_table) {
+      KVX_TRY(visit(indices_of(owner, *view.block_table)));
+      KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+    }
+    const char *const planes = is_dst ? "dst.planes[]" : "src.planes[]";
+    for (uint32_t i = 0; i < view.num_planes; ++i) {
+      const kvx_plane_t &plane = *view.planes[i];
+      if (plane.slots) KVX_TRY(visit(array_of(planes, *plane.slots)));
+      if (!plane.block_table) continue;
+      KVX_TRY(visit(indices_of(planes, *plane.block_table)));
+      KVX_TRY(visit(indptr_of(planes, *plane.block_table)));
+    }
   }
   return KVX_STATUS_OK;
 }
 
-// `written`: the hull of the destination's tensors.
+// `written`: the hull of the destination's tensors and planes.
 kvx_status_t check_arrays(const Path &dst_path, const kvx_migrate_desc_t &migrate,
                           const Extent &written) {
   const kvx_view_t &dst = *migrate.dst;
@@ -298,13 +364,14 @@ kvx_status_t check_arrays(const Path &dst_path, const kvx_migrate_desc_t &migrat
       return meet(array, extent) ? fail_array(array, path) : KVX_STATUS_OK;
     });
   };
-  for (uint32_t i = 0; i < 2 * dst.num_layers; ++i) {
-    if (is_absent(tensor_at(dst, i))) continue;
-    const Path layer{&dst_path, "layers", i / 2}, pool{&layer, "pool"};
-    KVX_TRY(check({&layer, i % 2 ? "v" : "k"}, extent_at(dst, i, false)));
+  for (uint64_t i = 0; i < num_tensors(dst); ++i) {
+    if (!is_there(dst, i, false)) continue;
+    KVX_TRY(check(TensorPath(dst_path, dst, i), extent_at(dst, i, false)));
+    if (is_plane(dst, i)) continue;
+    const Path layer{&dst_path, "layers", static_cast<int64_t>(i / 2)}, pool{&layer, "pool"};
     if (has_secondary(dst)) KVX_TRY(check({&pool, "secondary"}, extent_at(dst, i, true)));
     if (finds_scales) {
-      KVX_TRY(check({&dst_path, i % 2 ? "v_scales" : "k_scales", i / 2},
+      KVX_TRY(check({&dst_path, i % 2 ? "v_scales" : "k_scales", static_cast<int64_t>(i / 2)},
                     extent_of_scales(*scale_at(dst, i))));
     }
   }

@@ -8,12 +8,19 @@
 #include "error.h"
 #include "rules/apart.h"
 #include "rules/path.h"
+#include "rules/plane.h"
+#include "rules/scale.h"
+#include "rules/struct.h"
+#include "rules/table.h"
+#include "rules/tensor.h"
 
 namespace kvx {
 namespace {
 
 using std::int64_t;
 using std::uint64_t;
+
+}  // namespace
 
 const char *name_of(kvx_dtype_t dtype) {
   switch (dtype) {
@@ -42,6 +49,8 @@ const char *name_of(kvx_dtype_t dtype) {
   }
 }
 
+namespace {
+
 const char *section_of(kvx_layout_t layout) {
   switch (layout) {
     case KVX_LAYOUT_BLOCK_NHD:
@@ -53,16 +62,6 @@ const char *section_of(kvx_layout_t layout) {
     default:
       return "BLOCK_CUSTOM, spec 4.2";
   }
-}
-
-template <class Struct>
-kvx_status_t check_struct(const Path &path, const Struct *object) {
-  if (!object) return KVX_INVALID("%s is NULL", KVX_AT(path));
-  if (object->size < sizeof(Struct)) {
-    return KVX_INVALID("%s.size is %u, expected at least %zu (spec 6)", KVX_AT(path), object->size,
-                       sizeof(Struct));
-  }
-  return KVX_STATUS_OK;
 }
 
 // A field that must be zero: another version of the struct has a meaning for it.
@@ -79,6 +78,8 @@ kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t value) 
   return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);
 }
 
+}  // namespace
+
 // Data that holds numbers: elements of the cache and of IO tensors.
 kvx_status_t check_element_type(const Path &path, kvx_dtype_t dtype) {
   const bool known = dtype == KVX_DTYPE_F16 || dtype == KVX_DTYPE_BF16 || dtype == KVX_DTYPE_F32 ||
@@ -89,6 +90,8 @@ kvx_status_t check_element_type(const Path &path, kvx_dtype_t dtype) {
       KVX_AT(path), dtype, name_of(dtype));
 }
 
+namespace {
+
 kvx_status_t check_index_type(const Path &path, const char *field, kvx_dtype_t dtype,
                               const char *section) {
   if (dtype == KVX_DTYPE_S32 || dtype == KVX_DTYPE_S64) return KVX_STATUS_OK;
@@ -96,12 +99,16 @@ kvx_status_t check_index_type(const Path &path, const char *field, kvx_dtype_t d
                      name_of(dtype), section);
 }
 
+}  // namespace
+
 kvx_status_t check_memory(const Path &path, kvx_memory_type_t memory) {
   if (memory == KVX_MEMORY_HOST || memory == KVX_MEMORY_DEVICE || memory == KVX_MEMORY_UNIFIED)
     return KVX_STATUS_OK;
   return KVX_INVALID("%s.memory is %d, expected HOST (1), DEVICE (2) or UNIFIED (3) (spec 4.3)",
                      KVX_AT(path), memory);
 }
+
+namespace {
 
 // Sizes are powers of two.
 bool is_aligned(uintptr_t address, kvx_dtype_t dtype) {
@@ -131,12 +138,16 @@ kvx_status_t check_reach(const Path &path, const kvx_tensor_desc_t &tensor) {
                      KVX_AT(path), tensor.data, static_cast<ull>(bytes));
 }
 
+}  // namespace
+
 kvx_status_t check_aligned(const Path &path, const void *data, kvx_dtype_t dtype) {
   if (is_aligned(data, dtype)) return KVX_STATUS_OK;
   return fail(KVX_STATUS_UNSUPPORTED,
               "%s.data is %p, expected a multiple of %lld bytes (%s, spec 4.4)", KVX_AT(path), data,
               static_cast<ll>(size_of(dtype)), name_of(dtype));
 }
+
+namespace {
 
 kvx_status_t check_shape(const Path &path, const kvx_tensor_desc_t &tensor, int axis,
                          int64_t expected, const char *meaning, const char *section) {
@@ -346,6 +357,8 @@ kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache) {
   return KVX_STATUS_OK;
 }
 
+}  // namespace
+
 // Scales of one K or V tensor: `desc` is used when its data is set.
 kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t &desc,
                           const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
@@ -431,6 +444,8 @@ kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t &desc,
   return KVX_STATUS_OK;
 }
 
+namespace {
+
 bool varies_by_block(const kvx_scale_desc_t &desc) {
   return desc.data && desc.granularity != KVX_SCALE_PER_TENSOR &&
          desc.granularity != KVX_SCALE_PER_HEAD;
@@ -446,6 +461,8 @@ kvx_status_t check_secondary_scales(const Path &path, const kvx_cache_desc_t &ca
       KVX_AT(path));
 }
 
+}  // namespace
+
 // `one` becomes `other` without loss of meaning: both numbers, or both opaque bytes.
 kvx_status_t check_convertible(const Path &path, kvx_dtype_t one, const Path &other_path,
                                kvx_dtype_t other) {
@@ -454,6 +471,8 @@ kvx_status_t check_convertible(const Path &path, kvx_dtype_t one, const Path &ot
       "%s.dtype is %s, but %s.dtype is %s: U8 holds opaque bytes and is never converted (spec E.5)",
       KVX_AT(path), name_of(one), KVX_AT(other_path), name_of(other));
 }
+
+namespace {
 
 // Leading extents of a 4-D gather output; a write is 3-D.
 struct IoShape {
@@ -515,11 +534,15 @@ kvx_status_t check_io(const Path &path, const kvx_cache_desc_t &cache, const kvx
   return check_convertible(value, io.value.dtype, v, cache.v.dtype);
 }
 
+}  // namespace
+
 kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots) {
   KVX_TRY(check_struct(path, &slots));
   KVX_TRY(check_index_type(path, "dtype", slots.dtype, "5.2"));
   return slots.token_count ? check_indices(path, "slots", slots.slots, slots.dtype) : KVX_STATUS_OK;
 }
+
+namespace {
 
 kvx_status_t check_lens(const Path &path, const kvx_seq_lens_t &lens) {
   KVX_TRY(check_struct(path, &lens));
@@ -533,6 +556,8 @@ kvx_status_t check_count(const Path &path, const char *field, uint32_t found, ui
   return KVX_INVALID("%s.%s is %u, expected %s = %llu (spec 5.1)", KVX_AT(path), field, found,
                      meaning, static_cast<ull>(expected));
 }
+
+}  // namespace
 
 kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   KVX_TRY(check_struct(path, &table));
@@ -585,6 +610,8 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   return KVX_STATUS_OK;
 }
 
+namespace {
+
 kvx_status_t check_flags(const Path &path, uint32_t flags, uint32_t known) {
   if (flags & ~known) {
     return KVX_INVALID("%s.flags is %#x, expected no bits but those of %#x (spec E.2)",
@@ -636,8 +663,9 @@ ptrdiff_t v_offset(const kvx_cache_desc_t &cache) {
 kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
   KVX_TRY(check_struct(path, view));
   KVX_TRY(check_reserved(path, view->reserved_0));
-  KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
-  if (!view->layers) return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
+  if (!view->num_planes) KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
+  if (view->num_layers && !view->layers)
+    return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
   if (view->block_table && view->slots) {
     return KVX_INVALID("%s has a block_table and slots, expected at most one (spec E.3)",
                        KVX_AT(path));
@@ -678,7 +706,7 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
       if (offsets) KVX_TRY(check_secondary_scales(scales, *cache, *desc));
     }
   }
-  if (offsets) {
+  if (offsets && view->num_layers) {
     KVX_TRY(check_secondary({&path, "layers"}, view->layers, view->num_layers,
                             view->secondary_num_blocks));
   }
@@ -691,7 +719,8 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
           KVX_AT(path));
     }
   }
-  return view->starts ? check_lens({&path, "starts"}, *view->starts) : KVX_STATUS_OK;
+  if (view->starts) KVX_TRY(check_lens({&path, "starts"}, *view->starts));
+  return check_planes(path, *view);
 }
 
 kvx_status_t check_heads(const Path &path, const kvx_view_t &view, uint32_t layer,
@@ -750,7 +779,7 @@ kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows)
                        KVX_AT(path), static_cast<ull>(rows_of(*view.block_table)),
                        static_cast<ull>(rows));
   }
-  if (!view.block_table && !view.slots && rows > view.layers[0]->num_blocks) {
+  if (!view.block_table && !view.slots && view.num_layers && rows > view.layers[0]->num_blocks) {
     return KVX_INVALID(
         "%s is dense and holds %u sequences (num_blocks), expected at least %llu (spec E.3)",
         KVX_AT(path), view.layers[0]->num_blocks, static_cast<ull>(rows));
@@ -759,7 +788,7 @@ kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows)
     return KVX_INVALID("%s.starts.seq_count is %u, expected %llu, one per row (spec E.3)",
                        KVX_AT(path), view.starts->seq_count, static_cast<ull>(rows));
   }
-  return KVX_STATUS_OK;
+  return check_plane_rows(path, view, rows);
 }
 
 }  // namespace
@@ -862,6 +891,7 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   }
   for (uint32_t l = 0; l < migrate->src->num_layers; ++l)
     KVX_TRY(check_layer_pair(src, dst, *migrate, l));
+  KVX_TRY(check_plane_pairs(src, dst, *migrate));
   if (migrate->flags & KVX_FLAG_FIND_SCALES) {
     for (uint32_t i = 0; i < 2 * migrate->dst->num_layers; ++i) {
       const bool is_v = i % 2;
