@@ -5,8 +5,10 @@
 
 #include "backend.h"
 #include "desc/grown.h"
+#include "desc/plane.h"
 #include "error.h"
 #include "plan/plan.h"
+#include "rules/plane.h"
 #include "rules/validate.h"
 
 static_assert(sizeof(kvx_version_t) == 16);
@@ -79,8 +81,17 @@ kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
     tensors.push_back({"dst.layers[].k", &dst.k});
     tensors.push_back({"dst.layers[].v", &dst.v});
   }
+  std::vector<kvx_tensor_desc_t> planes;
+  planes.reserve(size_t{2} * migrate->src->num_planes);  // `tensors` points into it
+  for (uint32_t i = 0; i < migrate->src->num_planes; ++i) {
+    planes.push_back(bytes_of(*migrate->src->planes[i]));
+    tensors.push_back({"src.planes[]", &planes.back()});
+    planes.push_back(bytes_of(*migrate->dst->planes[i]));
+    tensors.push_back({"dst.planes[]", &planes.back()});
+  }
   bool on_device;
   KVX_TRY(backend::place(tensors.data(), tensors.size(), &on_device));
+  if (on_device) KVX_TRY(check_planes_for_device(*migrate));
   Plan plan;
   plan_migrate(*migrate, &plan);
   return backend::run(plan, tensors.data(), tensors.size(), on_device, stream);

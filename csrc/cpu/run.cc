@@ -37,18 +37,23 @@ class Mover {
   Mover(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
       : pair_(pair),
         copy_(pair.src, pair.dst, pair.num_heads, pair.head_dim, streaming),
-        joins_blocks_(!pair.src_scales.block_stride && !pair.src_scales.token_stride &&
-                      !pair.dst_scales.block_stride && !pair.dst_scales.token_stride) {
+        splits_tokens_(pair.src.token_pack || pair.dst.token_pack),
+        joins_blocks_(!splits_tokens_ && !pair.src_scales.block_stride &&
+                      !pair.src_scales.token_stride && !pair.dst_scales.block_stride &&
+                      !pair.dst_scales.token_stride) {
     if (pair.convert) convert_.emplace(pair, stages, tokens, streaming);
   }
   ~Mover() { flush({pending_.dst, pending_.src}); }
 
   void add(const Place &from, const Place &to, int64_t tokens) {
     uint8_t *src = address_of(pair_.src, from), *dst = address_of(pair_.dst, to);
-    const bool continues = src == pending_.src + pending_.tokens * pair_.src.token_stride &&
-                           dst == pending_.dst + pending_.tokens * pair_.dst.token_stride;
     const bool same_blocks =
         from.block == pending_.src_place.block && to.block == pending_.dst_place.block;
+    const bool continues = splits_tokens_
+                               ? from.offset == pending_.src_place.offset + pending_.tokens &&
+                                     to.offset == pending_.dst_place.offset + pending_.tokens
+                               : src == pending_.src + pending_.tokens * pair_.src.token_stride &&
+                                     dst == pending_.dst + pending_.tokens * pair_.dst.token_stride;
     if (pending_.tokens && continues && (joins_blocks_ || same_blocks)) {
       pending_.tokens += tokens;
       return;
@@ -58,18 +63,16 @@ class Mover {
   }
 
   void clear(const Place &to, int64_t tokens) {
-    const int64_t size = size_of(pair_.dst.dtype);
-    Loops loops;
-    make_loops(pair_.dst, pair_.dst, tokens, pair_.num_heads, dst_units(pair_), size, &loops);
-    const Loop once = {1, 0, 0};
-    const auto dim = [&](int i) { return i < loops.count ? loops.at[i] : once; };
-    uint8_t *dst = address_of(pair_.dst, to);
-    for (int64_t a = 0; a < dim(0).count; ++a)
-      for (int64_t b = 0; b < dim(1).count; ++b)
-        for (int64_t c = 0; c < dim(2).count; ++c)
-          for (int64_t d = 0; d < dim(3).count; ++d)
-            memset(dst + a * dim(0).dst + b * dim(1).dst + c * dim(2).dst + d * dim(3).dst, 0,
-                   static_cast<size_t>(loops.run));
+    Place at = to;
+    for (int64_t left = tokens; left > 0;) {
+      const int64_t count = tokens_of_loops(pair_.dst, pair_.dst, at.offset, at.offset, left);
+      Loops loops;
+      make_loops(pair_.dst, pair_.dst, count, pair_.num_heads, dst_units(pair_),
+                 size_of(pair_.dst.dtype), &loops);
+      clear_loops(loops, 0, address_of(pair_.dst, at));
+      at.offset += static_cast<uint32_t>(count);
+      left -= count;
+    }
     if (!pair_.find_scales) return;
     const ScaleCursor scale(pair_.dst_scales, to);
     for (int64_t t = 0; t < tokens; ++t)
@@ -79,7 +82,9 @@ class Mover {
  private:
   void flush(const Next &next) {
     if (!pending_.tokens) return;
-    if (convert_) {
+    if (splits_tokens_) {
+      move_parts();
+    } else if (convert_) {
       (*convert_)(pending_.dst, pending_.src, next.src, pending_.tokens, pending_.src_place,
                   pending_.dst_place);
     } else {
@@ -88,10 +93,38 @@ class Mover {
     pending_.tokens = 0;
   }
 
+  // The pending tokens, as many at a time as loops reach.
+  void move_parts() {
+    Place from = pending_.src_place, to = pending_.dst_place;
+    for (int64_t left = pending_.tokens; left > 0;) {
+      const uint8_t *const src = address_of(pair_.src, from);
+      uint8_t *const dst = address_of(pair_.dst, to);
+      const auto reach = convert_ ? tokens_of_part : tokens_of_loops;
+      const int64_t count = reach(pair_.src, pair_.dst, from.offset, to.offset, left);
+      if (convert_) {
+        (*convert_)(dst, src, src, count, from, to);
+      } else {
+        copy_(dst, src, {dst, src}, count);
+      }
+      from.offset += static_cast<uint32_t>(count);
+      to.offset += static_cast<uint32_t>(count);
+      left -= count;
+    }
+  }
+
+  static void clear_loops(const Loops &loops, int depth, uint8_t *dst) {
+    if (depth == loops.count) {
+      memset(dst, 0, static_cast<size_t>(loops.run));
+      return;
+    }
+    const Loop &loop = loops.at[depth];
+    for (int64_t i = 0; i < loop.count; ++i) clear_loops(loops, depth + 1, dst + i * loop.dst);
+  }
+
   const PlanePair &pair_;
   Copier copy_;
   std::optional<Converter> convert_;
-  const bool joins_blocks_;
+  const bool splits_tokens_, joins_blocks_;
   TokenRun pending_;
 };
 

@@ -194,14 +194,16 @@ kvx_status_t check_host_memory(const char *name, const Ints &ints) {
 }
 
 kvx_status_t check_host_memory(const Plan &plan) {
-  const FieldNames names = field_names(plan);
-  KVX_TRY(check_host_memory(names.lens, plan.rows.lens));
-  for (const bool at_dst : {false, true}) {
-    const Lookup &a = at_dst ? plan.lookups[0].dst : plan.lookups[0].src;
-    const char *const table = at_dst ? names.dst_table : names.src_table;
-    KVX_TRY(check_host_memory(table, a.indices));
-    KVX_TRY(check_host_memory(table, a.indptr));
-    KVX_TRY(check_host_memory(at_dst ? names.dst_starts : names.src_starts, a.starts));
+  for (const LookupPair &lookup : plan.lookups) {
+    const FieldNames names = field_names(plan, lookup);
+    KVX_TRY(check_host_memory(names.lens, plan.rows.lens));
+    for (const bool at_dst : {false, true}) {
+      const Lookup &a = at_dst ? lookup.dst : lookup.src;
+      const char *const table = at_dst ? names.dst_table : names.src_table;
+      KVX_TRY(check_host_memory(table, a.indices));
+      KVX_TRY(check_host_memory(table, a.indptr));
+      KVX_TRY(check_host_memory(at_dst ? names.dst_starts : names.src_starts, a.starts));
+    }
   }
   return KVX_STATUS_OK;
 }

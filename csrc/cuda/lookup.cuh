@@ -149,6 +149,7 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t
     if (found.fault == Fault::kNone) continue;
     found.mode = a.mode;
     found.is_v = a.is_v;
+    found.is_own = a.is_own;
     found.at_dst = i != 0;
     found.row = row;
     found.sub_blocks = a.sub_blocks;

@@ -92,9 +92,9 @@ kvx_status_t check_indices(const Plan &plan) {
   const auto check = [](const char *name, const void *data, const char *field = "") {
     return data ? check_reachable(name, field, data) : KVX_STATUS_OK;
   };
-  const FieldNames names = field_names(plan);
-  KVX_TRY(check(names.lens, plan.rows.lens.data));
   for (const LookupPair &lookup : plan.lookups) {
+    const FieldNames names = field_names(plan, lookup);
+    KVX_TRY(check(names.lens, plan.rows.lens.data));
     for (const bool at_dst : {false, true}) {
       const Lookup &a = at_dst ? lookup.dst : lookup.src;
       const char *const table = at_dst ? names.dst_table : names.src_table;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "desc/extents.h"
+#include "desc/plane.h"
 #include "desc/view.h"
 
 namespace kvx {
@@ -50,6 +51,8 @@ Extent extent_of(const kvx_view_t &view, bool in_secondary) {
       all = hull(all, extent_of(view, l, is_v, in_secondary));
     }
   }
+  for (uint32_t i = 0; !in_secondary && i < view.num_planes; ++i)
+    all = hull(all, extent_of(*view.planes[i]));
   return all;
 }
 

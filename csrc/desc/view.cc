@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "desc/plane.h"
+
 namespace kvx {
 namespace {
 
@@ -56,6 +58,10 @@ bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
         x.num_kv_heads != y.num_kv_heads || !are_same(x.k, y.k) || !are_same(x.v, y.v)) {
       return false;
     }
+  }
+  for (uint32_t i = 0; i < src.num_planes; ++i) {
+    const kvx_plane_t &x = *src.planes[i];
+    if (!are_same(x, *find_plane(dst, x.layer, x.role, i))) return false;
   }
   return true;
 }

@@ -34,7 +34,7 @@ uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 
 // A KV_OFFSETS table may name blocks of a secondary pool.
 inline bool has_secondary(const kvx_view_t &view) {
-  return is_kv_offsets(view) && view.layers[0]->pool.secondary;
+  return is_kv_offsets(view) && view.num_layers && view.layers[0]->pool.secondary;
 }
 
 // Both ends are the same tensors, so that their block ids mean the same blocks.

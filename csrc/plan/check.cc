@@ -55,6 +55,7 @@ class End {
       : rows_(rows), lookup_(lookup), names_(names) {
     found_.mode = lookup_.mode;
     found_.is_v = lookup_.is_v;
+    found_.is_own = lookup_.is_own;
     found_.at_dst = at_dst;
     found_.sub_blocks = lookup_.sub_blocks;
     found_.sub_block = lookup_.sub_block;
@@ -230,12 +231,13 @@ kvx_status_t check_scale_values(const Plan &plan, const PlanePair &pair, uint64_
 }  // namespace
 
 kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
-  const FieldNames names = field_names(plan);
+  const FieldNames names = field_names(plan, plan.lookups[0]);
   KVX_TRY(check_lengths(plan, names, tokens));
   const Rows &rows = plan.rows;
   for (const LookupPair &lookup : plan.lookups) {
-    KVX_TRY(End(rows, lookup.src, false, names).check(*tokens));
-    KVX_TRY(End(rows, lookup.dst, true, names).check(*tokens));
+    const FieldNames of_lookup = field_names(plan, lookup);
+    KVX_TRY(End(rows, lookup.src, false, of_lookup).check(*tokens));
+    KVX_TRY(End(rows, lookup.dst, true, of_lookup).check(*tokens));
   }
   if (rows.fill_to_max) {
     *tokens = rows.count * rows.max_len;

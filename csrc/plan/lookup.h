@@ -31,6 +31,7 @@ enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets }
 struct Lookup {
   LookupMode mode;
   bool is_v;                    // which row of a KV_OFFSETS table
+  bool is_own;                  // a plane's own, not the view's: for sentences
   bool exact;                   // RAGGED: a row has one entry per token, and no more
   uint32_t block_size;          // tokens
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS

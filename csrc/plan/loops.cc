@@ -61,7 +61,43 @@ void find_transpose(Loops *loops) {
   loops->transposes = true;
 }
 
+// An axis in parts: index i lies at i / extent * outer + i % extent * inner bytes.
+struct Parts {
+  int64_t extent, outer, inner;
+
+  int64_t offset(int64_t i) const { return i / extent * outer + i % extent * inner; }
+};
+
+// One part without an end where tokens are not split.
+Parts token_parts(const Plane &plane) {
+  return {plane.token_pack ? plane.token_pack : INT64_MAX, plane.token_outer_stride,
+          plane.token_stride};
+}
+
 }  // namespace
+
+int64_t tokens_of_part(const Plane &src, const Plane &dst, int64_t from, int64_t to,
+                       int64_t tokens) {
+  if (src.token_pack) tokens = std::min(tokens, src.token_pack - from % src.token_pack);
+  if (dst.token_pack) tokens = std::min(tokens, dst.token_pack - to % dst.token_pack);
+  return tokens;
+}
+
+int64_t tokens_of_loops(const Plane &src, const Plane &dst, int64_t from, int64_t to,
+                        int64_t tokens) {
+  if (!src.token_pack && !dst.token_pack) return tokens;
+  const int64_t in_part = tokens_of_part(src, dst, from, to, tokens);
+  const int64_t src_part = token_parts(src).extent, dst_part = token_parts(dst).extent;
+  const int64_t src_left = src_part - from % src_part, dst_left = dst_part - to % dst_part;
+  const bool src_begins = src_left == src_part, dst_begins = dst_left == dst_part;
+  const int64_t wide = std::max(src_part, dst_part), narrow = std::min(src_part, dst_part);
+  // Whole parts of both, whole parts of one within a part of the other, or less than a part.
+  if (src_begins && dst_begins && wide <= tokens && wide % narrow == 0) return tokens / wide * wide;
+  const int64_t in_dst_part = std::min(tokens, dst_left), in_src_part = std::min(tokens, src_left);
+  if (src_begins && src_part <= in_dst_part) return in_dst_part / src_part * src_part;
+  if (dst_begins && dst_part <= in_src_part) return in_src_part / dst_part * dst_part;
+  return in_part;
+}
 
 bool can_loop(const Plane &src, const Plane &dst) {
   return src.pack % dst.pack == 0 || dst.pack % src.pack == 0;
@@ -75,13 +111,22 @@ void make_loops(const Plane &src, const Plane &dst, int64_t tokens, int64_t head
   const auto add = [&](int64_t count, int64_t src_step, int64_t dst_step) {
     if (count > 1) loops->at[loops->count++] = {count, src_step, dst_step};
   };
-  add(tokens, src.token_stride, dst.token_stride);
+  // The parts of an axis at both ends, of which the wider is a multiple of the narrower.
+  const auto add_parts = [&](int64_t count, const Parts &from, const Parts &to) {
+    const int64_t wide = std::min(std::max(from.extent, to.extent), count);
+    const int64_t narrow = std::min(std::min(from.extent, to.extent), count);
+    add(count / wide, from.offset(wide), to.offset(wide));
+    add(wide / narrow, from.offset(narrow), to.offset(narrow));
+    add(narrow, from.inner, to.inner);
+  };
+  if (src.token_pack || dst.token_pack) {
+    add_parts(tokens, token_parts(src), token_parts(dst));
+  } else {
+    add(tokens, src.token_stride, dst.token_stride);
+  }
   add(heads, src.head_stride, dst.head_stride);
-  const int64_t wide = std::min<int64_t>(std::max(src.pack, dst.pack), head_dim);
-  const int64_t narrow = std::min<int64_t>(std::min(src.pack, dst.pack), head_dim);
-  add(head_dim / wide, element_offset(src, wide), element_offset(dst, wide));
-  add(wide / narrow, element_offset(src, narrow), element_offset(dst, narrow));
-  add(narrow, src.inner_stride, dst.inner_stride);
+  add_parts(head_dim, {src.pack, src.outer_stride, src.inner_stride},
+            {dst.pack, dst.outer_stride, dst.inner_stride});
   grow_run(loops);
   sort_by_source(loops);
   merge_loops(loops);

@@ -4,6 +4,7 @@
 
 #include "desc/grown.h"
 #include "desc/memory.h"
+#include "desc/plane.h"
 #include "desc/scale.h"
 
 namespace kvx {
@@ -39,6 +40,25 @@ void set_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint32_t head_star
   const int64_t inner = step_bytes(tensor, axes.inner, size);
   const int64_t outer = axes.outer < 0 ? inner : step_bytes(tensor, axes.outer, size);
   set_dim(plane, outer, inner, axes.outer < 0 ? 1 : tensor.shape[axes.inner], units_of(tensor));
+}
+
+void set_plane(Plane *plane, const kvx_plane_t &desc, uint32_t head_start) {
+  const auto step = [](const PlaneAxis &axis) { return axis.num_parts ? axis.parts[0].stride : 0; };
+  plane->dtype = desc.dtype;
+  plane->block_stride = step(axis_of(desc, KVX_AXIS_BLOCK));
+  plane->head_stride = step(axis_of(desc, KVX_AXIS_HEAD));
+  plane->base = static_cast<uint8_t *>(desc.data) + head_start * plane->head_stride;
+  const PlaneAxis tokens = axis_of(desc, KVX_AXIS_TOKEN), dim = axis_of(desc, KVX_AXIS_DIM);
+  plane->token_stride = step(tokens);
+  if (tokens.num_parts == 2) {
+    plane->token_outer_stride = tokens.parts[0].stride;
+    plane->token_pack = static_cast<uint32_t>(tokens.parts[1].extent);
+    plane->token_stride = tokens.parts[1].stride;
+  }
+  const AxisPart one = {1, size_of(desc.dtype)};
+  const AxisPart &outer = dim.num_parts ? dim.parts[0] : one;
+  const AxisPart &inner = dim.num_parts == 2 ? dim.parts[1] : outer;
+  set_dim(plane, outer.stride, inner.stride, dim.num_parts == 2 ? inner.extent : 1, dim.extent);
 }
 
 // The secondary pool mirrors the primary: the same place within a block, the same step from block
@@ -125,9 +145,10 @@ void set_flags(Plan *plan, uint32_t flags) {
 // A token's V vector follows its K vector in memory.
 bool v_follows(const Plane &k, const Plane &v, uint32_t k_dim, uint32_t v_dim) {
   const int64_t size = size_of(k.dtype);
-  return k.dtype == v.dtype && k.pack == k_dim && v.pack == v_dim && k.inner_stride == size &&
-         v.inner_stride == size && v.base == k.base + k_dim * size && !k.secondary &&
-         !v.secondary && k.block_stride == v.block_stride && k.token_stride == v.token_stride &&
+  return k.dtype == v.dtype && !k.token_pack && !v.token_pack && k.pack == k_dim &&
+         v.pack == v_dim && k.inner_stride == size && v.inner_stride == size &&
+         v.base == k.base + k_dim * size && !k.secondary && !v.secondary &&
+         k.block_stride == v.block_stride && k.token_stride == v.token_stride &&
          k.head_stride == v.head_stride;
 }
 
@@ -157,20 +178,17 @@ void set_dense(Lookup *a, uint64_t rows, uint64_t tokens_per_row) {
   a->null_block = null_block_of(0);
 }
 
-void set_slots(Lookup *a, const kvx_cache_desc_t &cache, const kvx_slot_mapping_t &slots) {
-  set_dense(a, cache.num_blocks, cache.block_size);
+void set_slots(Lookup *a, const BlockShape &shape, const kvx_slot_mapping_t &slots) {
+  set_dense(a, shape.num_blocks, shape.block_size);
   a->mode = LookupMode::kSlots;
   a->indices = ints(slots.slots, slots.dtype);
   a->indices_count = slots.token_count;
   a->invalid_slot = slots.invalid_slot;
 }
 
-// `tensor` is the cache's K or V.
-void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor, bool is_v,
-               const kvx_block_table_t &table, uint64_t null_block_plus_1,
-               uint32_t secondary_num_blocks) {
-  set_dense(a, cache.num_blocks, cache.block_size);
-  a->is_v = is_v;
+void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &table,
+               uint64_t null_block_plus_1) {
+  set_dense(a, shape.num_blocks, shape.block_size);
   a->null_block = null_block_of(null_block_plus_1);
   a->max_blocks_per_seq = table.max_blocks_per_seq;
   a->indices = ints(table.indices, table.index_dtype);
@@ -184,24 +202,32 @@ void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t
       a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
       a->indptr = ints(table.indptr, table.indptr_dtype);
       break;
-    default: {
+    default:
       a->mode = LookupMode::kKvOffsets;
-      const int64_t block_bytes = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
-      const auto *k = static_cast<const uint8_t *>(cache.k.data);
-      a->sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
-      a->sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
-                                           cache.pool.bytes_per_block);
-      if (cache.pool.secondary)
-        a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
-    }
   }
+}
+
+// `tensor` is the cache's K or V.
+void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor, bool is_v,
+               const kvx_block_table_t &table, uint64_t null_block_plus_1,
+               uint32_t secondary_num_blocks) {
+  set_table(a, {cache.num_blocks, cache.block_size}, table, null_block_plus_1);
+  if (!is_kv_offsets(table)) return;
+  a->is_v = is_v;
+  const int64_t block_bytes = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
+  const auto *k = static_cast<const uint8_t *>(cache.k.data);
+  a->sub_blocks = static_cast<uint32_t>(block_bytes / cache.pool.bytes_per_block);
+  a->sub_block = static_cast<uint32_t>((static_cast<const uint8_t *>(tensor.data) - k) /
+                                       cache.pool.bytes_per_block);
+  if (cache.pool.secondary)
+    a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
 }
 
 void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
   const kvx_cache_desc_t &cache = *view.layers[0];
   const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
   if (view.slots) {
-    set_slots(a, cache, *view.slots);
+    set_slots(a, {cache.num_blocks, cache.block_size}, *view.slots);
   } else if (view.block_table) {
     set_table(a, cache, tensor, is_v, *view.block_table, view.null_block_plus_1,
               view.secondary_num_blocks);
@@ -209,6 +235,76 @@ void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
     set_dense(a, cache.num_blocks, cache.block_size);
   }
   if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
+}
+
+// How the tokens of a plane of `view` are found: by its own table or slots, or by those of the
+// view.
+void set_view(Lookup *a, const kvx_view_t &view, const kvx_plane_t &plane) {
+  const bool is_own = !uses_lookup_of_view(plane);
+  const kvx_slot_mapping_t *const slots = is_own ? plane.slots : view.slots;
+  const kvx_block_table_t *const table = is_own ? plane.block_table : view.block_table;
+  const BlockShape shape = shape_of(plane);
+  if (slots) {
+    set_slots(a, shape, *slots);
+  } else if (table) {
+    set_table(a, shape, *table, view.null_block_plus_1);
+  } else {
+    set_dense(a, shape.num_blocks, shape.block_size);
+  }
+  a->is_own = is_own;
+  if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
+}
+
+bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide == b.wide; }
+
+// Both find the same places for the same tokens, and are called the same.
+bool are_same(const Lookup &a, const Lookup &b) {
+  return a.mode == b.mode && a.is_own == b.is_own && a.exact == b.exact &&
+         a.block_size == b.block_size && a.max_blocks_per_seq == b.max_blocks_per_seq &&
+         a.indices_count == b.indices_count && a.num_blocks == b.num_blocks &&
+         a.null_block == b.null_block && a.invalid_slot == b.invalid_slot &&
+         are_same(a.indices, b.indices) && are_same(a.indptr, b.indptr) &&
+         are_same(a.starts, b.starts);
+}
+
+// Which of the plan's lookups finds the tokens of two planes: one that is there, or a new one.
+uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plane_t &src,
+                   const kvx_plane_t &dst) {
+  LookupPair &lookup = plan->lookups.add();
+  set_view(&lookup.src, *migrate.src, src);
+  set_view(&lookup.dst, *migrate.dst, dst);
+  const auto last = static_cast<uint32_t>(plan->lookups.size() - 1);
+  for (uint32_t i = 0; i < last; ++i) {
+    if (!are_same(plan->lookups[i].src, lookup.src) || !are_same(plan->lookups[i].dst, lookup.dst))
+      continue;
+    plan->lookups.drop_last();
+    return i;
+  }
+  return last;
+}
+
+// The planes beside the layers. Those of one layer that follow each other move together.
+void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
+  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  for (uint32_t i = 0; i < src.num_planes; ++i) {
+    const kvx_plane_t &from = *src.planes[i];
+    const kvx_plane_t &to = *find_plane(dst, from.layer, from.role, i);
+    const bool cuts_heads = !(from.flags & KVX_PLANE_REPLICATED);
+    PlanePair &pair = plan->pairs.add();
+    pair.lookup = lookup_of(plan, migrate, from, to);
+    pair.num_heads = cuts_heads && migrate.num_heads
+                         ? migrate.num_heads
+                         : static_cast<uint32_t>(extent_of(from, KVX_AXIS_HEAD));
+    pair.head_dim = static_cast<uint32_t>(extent_of(from, KVX_AXIS_DIM));
+    const uint32_t src_start = cuts_heads ? src.head_start : 0;
+    const uint32_t dst_start = cuts_heads ? dst.head_start : 0;
+    set_plane(&pair.src, from, src_start);
+    set_plane(&pair.dst, to, dst_start);
+    set_scales(&pair.src_scales, from.scale, from.dtype, src_start);
+    set_scales(&pair.dst_scales, to.scale, to.dtype, dst_start);
+    finish(&pair, is_readable(from.memory) && is_readable(to.memory));
+    if (i + 1 == src.num_planes || src.planes[i + 1]->layer != from.layer) end_layer(plan);
+  }
 }
 
 }  // namespace
@@ -222,7 +318,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
   set_flags(plan, flags);
   LookupPair &lookup = plan->lookups.add();
   set_dense(&lookup.src, 1, write.io.num_tokens);
-  set_slots(&lookup.dst, cache, write.slots);
+  set_slots(&lookup.dst, {cache.num_blocks, cache.block_size}, write.slots);
   for (const bool is_v : {false, true}) {
     const kvx_tensor_desc_t &io = is_v ? write.io.value : write.io.key;
     const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
@@ -287,15 +383,16 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
   plan->call = Call::kMigrate;
   const bool offsets = is_kv_offsets(src) || is_kv_offsets(dst);
-  const bool has_v = !is_absent(src.layers[0]->v);
+  const bool has_v = src.num_layers && !is_absent(src.layers[0]->v);
+  plan->lookups.reserve(size_t{2} + src.num_planes);
   for (const bool is_v : {false, true}) {
-    if (is_v && !(offsets && has_v)) break;
+    if (!src.num_layers || (is_v && !(offsets && has_v))) break;
     LookupPair &lookup = plan->lookups.add();
     set_view(&lookup.src, src, is_v);
     set_view(&lookup.dst, dst, is_v);
   }
-  plan->pairs.reserve(size_t{2} * src.num_layers);
-  plan->layers.reserve(src.num_layers);
+  plan->pairs.reserve(size_t{2} * src.num_layers + src.num_planes);
+  plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
   for (uint32_t l = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
     for (const bool is_v : {false, true}) {
@@ -322,6 +419,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
     }
     end_layer(plan);
   }
+  add_planes(plan, migrate);
 }
 
 }  // namespace kvx

@@ -11,23 +11,29 @@ namespace kvx {
 // A plane, K or V of a layer, at one end. Number d of the vector of a (block, token, head) lies at
 // block * block_stride + token * token_stride + head * head_stride
 //   + (d / pack) * outer_stride + (d % pack) * inner_stride bytes from the base.
+// Where its tokens are split, token_pack is not 0, and token * token_stride becomes
+//   (token / token_pack) * token_outer_stride + (token % token_pack) * token_stride.
 struct Plane {
   uint8_t *base;
   uint8_t *secondary;  // base in the secondary pool, or NULL
   int64_t block_stride, token_stride, head_stride;
   int64_t outer_stride, inner_stride;
-  uint32_t pack;
+  int64_t token_outer_stride;
+  uint32_t pack, token_pack;
   kvx_dtype_t dtype;
 };
 
-// Where a place's token begins in a plane whose bases are these.
+// Where a place's token begins in a plane whose bases are these and whose tokens are not split.
 KVX_HD uint8_t *address_of(const Plane &plane, uint8_t *base, uint8_t *secondary,
                            const Place &place) {
   return (place.secondary ? secondary : base) + place.block * plane.block_stride +
          place.offset * plane.token_stride;
 }
 inline uint8_t *address_of(const Plane &plane, const Place &place) {
-  return address_of(plane, plane.base, plane.secondary, place);
+  if (!plane.token_pack) return address_of(plane, plane.base, plane.secondary, place);
+  return plane.base + place.block * plane.block_stride +
+         place.offset / plane.token_pack * plane.token_outer_stride +
+         place.offset % plane.token_pack * plane.token_stride;
 }
 
 // The scale of (block, token, head) lies at data + block * block_stride + ...; NULL data means 1.
@@ -43,7 +49,7 @@ struct PlanePair {
   Scales src_scales, dst_scales;
   uint32_t num_heads;
   uint32_t head_dim;  // numbers or, where bytes are copied, units of the format
-  uint8_t lookup;     // which of the plan's
+  uint32_t lookup;    // which of the plan's
   bool is_v;          // for sentences
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // dst_scales are found on the way and stored
@@ -92,7 +98,7 @@ struct Plan {
 
   Few<LookupPair, 2> lookups;
   Few<PlanePair, 2> pairs;  // those of a layer follow each other
-  Few<uint32_t, 1> layers;  // where the pairs of each layer end
+  Few<uint32_t, 1> layers;  // where the pairs of each layer end; planes beside the layers follow
 
   // The pairs of a layer.
   const PlanePair *begin_of(size_t layer) const {

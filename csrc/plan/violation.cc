@@ -17,8 +17,19 @@ FieldNames field_names(Call call, LookupMode src, LookupMode dst) {
   }
 }
 
+namespace {
+
+const char *table_of(const Violation &f, const FieldNames &names) {
+  if (!f.is_own) return f.at_dst ? names.dst_table : names.src_table;
+  if (f.mode == LookupMode::kSlots)
+    return f.at_dst ? "dst.planes[].slots.slots" : "src.planes[].slots.slots";
+  return f.at_dst ? "dst.planes[].block_table" : "src.planes[].block_table";
+}
+
+}  // namespace
+
 kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
-  const char *const table = f.at_dst ? names.dst_table : names.src_table;
+  const char *const table = table_of(f, names);
   const char *const starts = f.at_dst ? names.dst_starts : names.src_starts;
   const auto pool_index = static_cast<uint32_t>(static_cast<int32_t>(f.value));
   const uint32_t id = pool_index & ~kSecondaryPool;

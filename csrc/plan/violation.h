@@ -11,6 +11,7 @@ struct Violation {
   Fault fault;
   LookupMode mode;
   bool is_v;
+  bool is_own;  // of a plane's own table or slots
   bool at_dst;
   uint32_t sub_blocks, sub_block;  // kPoolBlock, kSubBlock
   uint64_t row;
@@ -27,8 +28,8 @@ kvx_status_t fail_with(const Violation &violation, const FieldNames &names);
 
 // What a call's fields are called, as the lookups' modes have it.
 FieldNames field_names(Call call, LookupMode src, LookupMode dst);
-inline FieldNames field_names(const Plan &plan) {
-  return field_names(plan.call, plan.lookups[0].src.mode, plan.lookups[0].dst.mode);
+inline FieldNames field_names(const Plan &plan, const LookupPair &lookup) {
+  return field_names(plan.call, lookup.src.mode, lookup.dst.mode);
 }
 
 }  // namespace kvx

@@ -1,5 +1,6 @@
 #include "rules/apart_arrays.h"
 
+#include "desc/plane.h"
 #include "desc/secondary.h"
 
 namespace kvx {
@@ -15,9 +16,18 @@ template <class Visit>
     const char *const owner = is_dst ? "dst" : "src";
     if (view.slots) KVX_TRY(visit(array_of(owner, *view.slots)));
     if (view.starts) KVX_TRY(visit(array_of(owner, "starts", *view.starts)));
-    if (!view.block_table) continue;
-    KVX_TRY(visit(indices_of(owner, *view.block_table)));
-    KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+    if (view.block_table) {
+      KVX_TRY(visit(indices_of(owner, *view.block_table)));
+      KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+    }
+    const char *const planes = is_dst ? "dst.planes[]" : "src.planes[]";
+    for (uint32_t i = 0; i < view.num_planes; ++i) {
+      const kvx_plane_t &plane = *view.planes[i];
+      if (plane.slots) KVX_TRY(visit(array_of(planes, *plane.slots)));
+      if (!plane.block_table) continue;
+      KVX_TRY(visit(indices_of(planes, *plane.block_table)));
+      KVX_TRY(visit(indptr_of(planes, *plane.block_table)));
+    }
   }
   return KVX_STATUS_OK;
 }
@@ -60,6 +70,8 @@ kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &
       }
     }
   }
+  for (uint32_t i = 0; i < dst.num_planes; ++i)
+    KVX_TRY(check({&dst_path, "planes", i}, extent_of(*dst.planes[i])));
   return KVX_STATUS_OK;
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "desc/extents.h"
+#include "desc/plane.h"
 #include "desc/secondary.h"
 #include "desc/view.h"
 
@@ -30,18 +31,26 @@ kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
       fits ? "E.8" : "4.2");
 }
 
-// Names the first tensor of `dst` that meets K or V of the source's layer `l`.
+// Names the first tensor or plane of `dst` that meets what the source calls `from`.
 [[gnu::cold]] kvx_status_t fail_ends(const Path &from, const Extent &read, const Path &dst_path,
                                      const kvx_view_t &dst) {
-  uint32_t l = 0;
-  bool is_v = false;
-  while (is_absent(tensor_of(dst, l, is_v)) || !intersect(read, extent_of(tensor_of(dst, l, is_v))))
-    l += is_v, is_v = !is_v;
-  const Path layer{&dst_path, "layers", l}, to{&layer, is_v ? "v" : "k"};
-  return KVX_INVALID(
-      "%s shares memory with %s, but the two views are not the same pool, so their blocks "
-      "cannot be told apart; migrate through other memory (spec E.3)",
-      KVX_AT(to), KVX_AT(from));
+  const auto fail_at = [&](const Path &to) {
+    return KVX_INVALID(
+        "%s shares memory with %s, but the two views are not the same pool, so their blocks "
+        "cannot be told apart; migrate through other memory (spec E.3)",
+        KVX_AT(to), KVX_AT(from));
+  };
+  for (uint32_t l = 0; l < dst.num_layers; ++l) {
+    const Path layer{&dst_path, "layers", l};
+    for (const bool is_v : {false, true}) {
+      const kvx_tensor_desc_t &tensor = tensor_of(dst, l, is_v);
+      if (!is_absent(tensor) && intersect(read, extent_of(tensor)))
+        return fail_at({&layer, is_v ? "v" : "k"});
+    }
+  }
+  uint32_t i = 0;
+  while (!intersect(read, extent_of(*dst.planes[i]))) ++i;
+  return fail_at({&dst_path, "planes", i});
 }
 
 // Tensor by tensor, in one pool of each end: those that interleave without touching share nothing.
@@ -52,19 +61,25 @@ kvx_status_t check_tensors_apart(const Path &src_path, const kvx_view_t &src, bo
     for (const bool is_v : {false, true})
       if (!is_absent(tensor_of(dst, l, is_v))) written.add(extent_of(dst, l, is_v, dst_secondary));
   }
+  if (!dst_secondary)
+    for (uint32_t i = 0; i < dst.num_planes; ++i) written.add(extent_of(*dst.planes[i]));
   written.sort();
+  const auto check = [&](const Path &from, const Extent &read) {
+    if (!written.meet(read)) return KVX_STATUS_OK;
+    if (!src_secondary && !dst_secondary) return fail_ends(from, read, dst_path, dst);
+    return KVX_INVALID(
+        "dst shares memory with src through a secondary pool, but they are not the same "
+        "pool; migrate through other memory (spec E.3)");
+  };
   for (uint32_t l = 0; l < src.num_layers; ++l) {
+    const Path layer{&src_path, "layers", l};
     for (const bool is_v : {false, true}) {
       if (is_absent(tensor_of(src, l, is_v))) continue;
-      const Extent read = extent_of(src, l, is_v, src_secondary);
-      if (!written.meet(read)) continue;
-      const Path layer{&src_path, "layers", l}, from{&layer, is_v ? "v" : "k"};
-      if (!src_secondary && !dst_secondary) return fail_ends(from, read, dst_path, dst);
-      return KVX_INVALID(
-          "dst shares memory with src through a secondary pool, but they are not the same "
-          "pool; migrate through other memory (spec E.3)");
+      KVX_TRY(check({&layer, is_v ? "v" : "k"}, extent_of(src, l, is_v, src_secondary)));
     }
   }
+  for (uint32_t i = 0; !src_secondary && i < src.num_planes; ++i)
+    KVX_TRY(check({&src_path, "planes", i}, extent_of(*src.planes[i])));
   return KVX_STATUS_OK;
 }
 

@@ -4,6 +4,7 @@
 #include "desc/view.h"
 #include "rules/apart.h"
 #include "rules/io.h"
+#include "rules/plane.h"
 #include "rules/scales.h"
 #include "rules/struct.h"
 #include "rules/table.h"
@@ -85,6 +86,7 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
                        migrate->dst->num_layers, num_layers);
   }
   for (uint32_t l = 0; l < num_layers; ++l) KVX_TRY(check_layer_pair(src, dst, *migrate, l));
+  KVX_TRY(check_plane_pairs(src, dst, *migrate));
   if (migrate->flags & KVX_FLAG_FIND_SCALES)
     for (uint32_t l = 0; l < num_layers; ++l) KVX_TRY(check_layer_finds(dst, *migrate->dst, l));
   const uint64_t rows = rows_of(*migrate);

@@ -5,6 +5,7 @@
 #include "desc/view.h"
 #include "rules/apart_pools.h"
 #include "rules/cache.h"
+#include "rules/plane.h"
 #include "rules/pool.h"
 #include "rules/scales.h"
 #include "rules/struct.h"
@@ -48,15 +49,16 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
     return KVX_INVALID("%s.reserved_1 is %u, expected 0 (spec E.3)", KVX_AT(path),
                        view->reserved_1);
   }
-  KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
-  if (!view->layers) return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
+  if (!view->num_planes) KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
+  if (view->num_layers && !view->layers)
+    return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
   if (view->block_table && view->slots) {
     return KVX_INVALID("%s has a block_table and slots, expected at most one (spec E.3)",
                        KVX_AT(path));
   }
   if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
   for (uint32_t l = 0; l < view->num_layers; ++l) KVX_TRY(check_layer(path, *view, l));
-  if (is_kv_offsets(*view)) {
+  if (is_kv_offsets(*view) && view->num_layers) {
     KVX_TRY(check_secondary({&path, "layers"}, view->layers, view->num_layers,
                             view->secondary_num_blocks));
   }
@@ -69,7 +71,8 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
           KVX_AT(path));
     }
   }
-  return view->starts ? check_lens({&path, "starts"}, *view->starts) : KVX_STATUS_OK;
+  if (view->starts) KVX_TRY(check_lens({&path, "starts"}, *view->starts));
+  return check_planes(path, *view);
 }
 
 kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {
@@ -78,7 +81,7 @@ kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows)
                        KVX_AT(path), static_cast<ull>(rows_of(*view.block_table)),
                        static_cast<ull>(rows));
   }
-  if (!view.block_table && !view.slots && rows > view.layers[0]->num_blocks) {
+  if (!view.block_table && !view.slots && view.num_layers && rows > view.layers[0]->num_blocks) {
     return KVX_INVALID(
         "%s is dense and holds %u sequences (num_blocks), expected at least %llu (spec E.3)",
         KVX_AT(path), view.layers[0]->num_blocks, static_cast<ull>(rows));
@@ -87,7 +90,7 @@ kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows)
     return KVX_INVALID("%s.starts.seq_count is %u, expected %llu, one per row (spec E.3)",
                        KVX_AT(path), view.starts->seq_count, static_cast<ull>(rows));
   }
-  return KVX_STATUS_OK;
+  return check_plane_rows(path, view, rows);
 }
 
 kvx_status_t check_heads(const Path &path, const kvx_view_t &view, uint32_t layer,

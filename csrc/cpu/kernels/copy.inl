@@ -349,10 +349,19 @@ class StreamingTranspose {
 
 template <bool kStreaming>
 void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ahead) {
+  constexpr int kOuter = 4;
   const int inner = loops.transposes ? 2 : 1;
-  Loop outer[Loops::kMost - 1] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+  if (loops.count - inner > kOuter) {  // tokens and dim are split, each at both ends in its own way
+    Loops rest = loops;
+    std::copy(loops.at + 1, loops.at + loops.count, rest.at);
+    --rest.count;
+    for (int64_t i = 0; i < loops.at[0].count; ++i)
+      copy_loops<kStreaming>(rest, dst + i * loops.at[0].dst, src + i * loops.at[0].src, ahead);
+    return;
+  }
+  Loop outer[kOuter] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
   for (int i = 0; i < loops.count - inner; ++i)
-    outer[Loops::kMost - 1 - (loops.count - inner) + i] = loops.at[i];
+    outer[kOuter - (loops.count - inner) + i] = loops.at[i];
   const Loop one = {1, 0, 0}, *last = loops.count ? &loops.at[loops.count - 1] : &one;
   const auto each = [&](auto body) __attribute__((always_inline)) {
     for (int64_t a = 0; a < outer[0].count; ++a)
