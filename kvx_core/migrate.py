@@ -65,7 +65,7 @@ def migrate(
     chosen = MoveOptions.of(options) if options else _USUAL
     key = id(dst), chosen.key, flag("same_model", same_model)
     move = src.moves.to(dst, key)
-    transforms: tuple[facts.ReorderRotary, ...] = ()
+    ends = src, dst
     if move is None:
         found = facts.compare(
             src.view.facts,
@@ -76,11 +76,12 @@ def migrate(
         )
         if found.reasons:
             raise FactsMismatchError(found.reasons)
-        transforms = found.transforms
+        for transform in found.transforms:
+            ends = reordered(*ends, transform, find_scales=chosen.find_scales)
     src.view.require_current("src")
     dst.view.require_current("dst")
     if move is None:
-        move = _bound_move(src, dst, chosen, key, transforms)
+        move = _bound_move(src, dst, chosen, key, ends)
     if stream is not None:
         stream = stream_number(stream)
     moved = move.call(seq_lens, stream)
@@ -111,7 +112,7 @@ def copy_tokens(
     src.view.require_current("src")
     dst.view.require_current("dst")
     key = id(dst), chosen.key, "copy_tokens"
-    move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key)
+    move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key, (src, dst))
     _move_described(move, src, dst, lens, max_seq_len, stream)
 
 
@@ -120,10 +121,11 @@ def _bound_move(
     dst: CacheSpan,
     options: MoveOptions,
     key: tuple[Any, ...],
-    transforms: tuple[facts.ReorderRotary, ...] = (),
+    ends: tuple[CacheSpan, CacheSpan],
 ) -> Move:
     """The move of these ends and options, kept with `src` by `key`.
 
+    ends: the same ends, as what moves is described to C: the dims of K may be in another order
     Raises InvalidArgumentError.
     """
     held = src.view.held("src"), dst.view.held("dst")
@@ -150,9 +152,6 @@ def _bound_move(
         index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else where,
         stream=current_stream(*(tensor.owner for tensor in tensors.values())),
     )
-    ends = src, dst
-    for transform in transforms:
-        ends = reordered(*ends, transform, find_scales=options.find_scales)
     struct = _abi.kvx_migrate_desc_t(
         flags=options.flags,
         num_heads=options.num_heads or 0,

@@ -156,6 +156,23 @@ def test_facts_are_compared_for_every_pair() -> None:
 
 
 @pytest.mark.usefixtures("reader")
+def test_every_call_reorders_the_dims_of_k_that_the_first_one_did() -> None:
+    half = replace(SAME_MODEL, rotary="half", rotary_dim=4)
+    src, dst = End("BLOCK_NHD", 1, half), End("BLOCK_HND", 2, replace(half, rotary="interleaved"))
+    for lens in ([3, 1], [8, 0], [0, 5]):
+        src.all += 1
+        after = expected(src, dst, lens)
+        moved = after != dst.tokens()
+        after[:, 0, ..., :4] = after[:, 0, ..., [0, 2, 1, 3]]  # half: 0 1 pair with 2 3
+        after = torch.where(moved.any(-1, keepdim=True), after, dst.tokens())
+        assert migrate(src.span, dst.span, torch.tensor(lens)) == sum(lens) * 4 * ROW_BYTES
+        assert torch.equal(dst.tokens(), after)
+    wrong = replace(src.view, facts=replace(half, rope_applied=None)).at([[0, 1], [2, 3]])
+    with pytest.raises(FactsMismatchError, match="rope_applied"):
+        migrate(wrong, dst.span, torch.tensor([1, 1]))
+
+
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("end", ["src", "dst"])
 def test_memory_that_moves_between_calls_is_refused(end: str) -> None:
     src, dst = End("BLOCK_NHD", 1), End("BLOCK_NHD", 2)
