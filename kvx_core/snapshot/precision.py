@@ -1,8 +1,8 @@
-"""Precision: which numbers stored values can be, so that none is taken for a more precise one.
+"""Precision: which numbers stored values can be, so that rounded ones are not taken for exact.
 
-A value that was computed in BF16 and kept in an FP8 cache is an FP8 number, whatever holds it
-later. A cache may take values whose numbers include all of its own: those that it would have
-rounded itself.
+A value that was computed in BF16 and kept in an FP8 cache stays an FP8 number, whatever dtype holds
+it later. A cache may load values whose set of numbers includes its own: it would have rounded them
+in the same way itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# The numbers of a key include those of its values. F16 and BF16 do not include each other: F16
-# lacks BF16's range, BF16 F16's digits. E5M2 has fewer digits than E4M3, and more range. With a
-# scale per token and head, FP8 numbers are others than with one for all tokens.
+# Each key's numbers include those of its values. F16 and BF16 do not include each other: F16
+# lacks BF16's range, BF16 F16's digits. E5M2 has fewer digits than E4M3, and more range. FP8
+# numbers with a scale per token and head differ from those with one scale for all tokens.
 _FP8 = ("f8_e4m3", "f8_e5m2", "f8_e4m3_row", "f8_e5m2_row")
 _INCLUDES: dict[str, tuple[str, ...]] = {
     "f32": ("f32", "bf16", "f16", *_FP8),
@@ -36,22 +36,23 @@ _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The numbers that all of some formats have in common; without formats, all numbers.
+    """The numbers that several formats have in common; without formats, all numbers.
 
-    formats: none of them includes another; "rows-<hash>" are opaque bytes, which only equal
+    formats: none of them includes another. "rows-<hash>" are opaque bytes: only equal ones include
+             them
     """
 
     formats: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
-        """Of values that were computed in a dtype and kept in a cache of another.
+        """Of values that were computed in one dtype and kept in a cache of another.
 
         dtypes: of the computation and of K and V: DTypes, torch or numpy dtypes, or names; layers
                 may differ
         opaque: the name of opaque bytes that (some) layers keep; not "values"
         vector_scales: the FP8 among them have a scale per token and head
-        Raises InvalidArgumentError for what holds no keys or values.
+        Raises InvalidArgumentError for dtypes that cannot hold keys or values.
         """
         formats = []
         for dtype in map(DType.of, dtypes):
@@ -69,7 +70,7 @@ class Precision:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, name: str) -> Self:
-        """The precision of this `name`. Raises ValueError for what is none."""
+        """The precision with this `name`. Raises ValueError if there is none."""
         formats = tuple(name.split("+"))
         known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
@@ -83,11 +84,11 @@ class Precision:
 
     @property
     def digits(self) -> int:
-        """For the order of those of which none includes the other: more is more precise."""
+        """Orders precisions where neither includes the other: more digits are more precise."""
         return min((_DIGITS.get(name, 4 - ("e5m2" in name)) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
-        """Of values that went through both."""
+        """The precision of values that went through both."""
         return Precision(_coarsest((*self.formats, *other.formats)))
 
     def includes(self, other: Precision) -> bool:
@@ -95,7 +96,7 @@ class Precision:
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:
-        """Whether values can be converted to these at all: opaque bytes only stay what they are."""
+        """Whether values can be converted to `other` at all: opaque bytes cannot be converted."""
         mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
 
@@ -105,6 +106,6 @@ def _is_included(name: str, within: str) -> bool:
 
 
 def _coarsest(formats: Iterable[str]) -> tuple[str, ...]:
-    """Those that include no other, in order, each once."""
+    """The formats that include no other one, sorted, each once."""
     found = set(formats)
     return tuple(sorted(a for a in found if not any(b != a and _is_included(b, a) for b in found)))
