@@ -1,13 +1,14 @@
 """KVX in vLLM: `register` is the entry point `kvx` of vllm.general_plugins.
 
-vLLM calls it in every process it starts, before it knows the model. Names are registered, and what
-they stand for is imported when an engine asks for it.
+vLLM calls it in every process that it starts, before it knows the model. Only names are registered;
+their modules are imported when an engine uses them.
 
     CUSTOM        attention backend on CUDA: FlashAttention with a cache that KVX writes
-    CPU_ATTN      vLLM's attention on CPU with a cache that KVX writes, if KVX_VLLM_CPU_ATTENTION is
-                  in the environment, since on CPU vLLM ignores --attention-backend. 1: tokens are
-                  those of vLLM, to which FP8 caches are left; nearest: FP8 caches, too, rounded to
-                  nearest as on CUDA, where vLLM's own write on CPU rounds towards zero
+    CPU_ATTN      vLLM's attention on CPU with a cache that KVX writes, if the environment has
+                  KVX_VLLM_CPU_ATTENTION (on CPU vLLM ignores --attention-backend). 1: KVX writes
+                  the bytes that vLLM would write, and vLLM writes FP8 caches itself. nearest: KVX
+                  writes FP8 caches too and rounds to nearest, as on CUDA; vLLM's own write on CPU
+                  rounds towards zero
     KVXConnector  KV connector: tokens to and from a KVX store
 """
 
@@ -26,21 +27,21 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x, whose plugin interfaces are those used here
+FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x: their plugin interfaces are used here
 
 _BACKEND = "kvx_adapters.vllm_plugin.attention.KVXFlashAttentionBackend"
 _CPU_BACKEND = "kvx_adapters.vllm_plugin.cpu_attention.KVXCPUAttentionBackend"
 _CONNECTOR = ("KVXConnector", "kvx_adapters.vllm_plugin.connector", "KVXConnector")
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
-_logger = logging.getLogger("vllm.kvx")  # below vllm's own, whose handlers it has
+_logger = logging.getLogger("vllm.kvx")  # a child of vllm's logger: uses its handlers
 
 
 def register() -> None:
-    """Registers what KVX has for vLLM; again is as good as once.
+    """Registers KVX's attention backends and connector with vLLM. Idempotent.
 
-    Raises nothing: an error here would end the engine, whatever it is to run. What cannot be
-    registered is logged.
+    Raises nothing: an error here would end every vLLM process, even those that do not use KVX. What
+    cannot be registered is logged.
     """
     try:
         _check_version()
@@ -94,11 +95,12 @@ def _override(backend: Any, path: str) -> None:
 
 
 def _register_connector() -> None:
-    """Now, or as soon as there is a factory: to import it takes a second, which processes that run
-    no engine need not spend.
+    """Registers the connector now or, if its factory is not imported yet, when it is.
+
+    To import the factory takes a second, which processes that run no engine should not spend.
     """
     if _FACTORY in sys.modules:
-        with suppress(ValueError):  # it is there already
+        with suppress(ValueError):  # it is registered already
             sys.modules[_FACTORY].KVConnectorFactory.register_connector(*_CONNECTOR)
     elif not any(isinstance(finder, _WaitForFactory) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitForFactory())

@@ -3,9 +3,9 @@
     --kv-transfer-config '{"kv_connector": "KVXConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"path": "/the/stores/directory"}}'
 
-What is saved is found again by whatever serves the same model: with another block size, layout,
-cache dtype, tensor-parallel size or version of vLLM, or with another engine. settings.py has the
-configuration. This class is vLLM's API and nothing else: scheduler.py plans, worker.py copies.
+Any engine that serves the same model finds what is saved: with another block size, layout, cache
+dtype, tensor-parallel size or version of vLLM, or another engine altogether. settings.py has the
+configuration. This class only translates vLLM's hooks: scheduler.py plans, worker.py copies.
 
 Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 """
@@ -41,13 +41,13 @@ from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger("vllm.kvx")
 
-# Since 0.30 a worker may say which requests' loads have failed. Before, it says which blocks, and
-# that means nothing where several cache groups use the same ids.
+# Since 0.30 a worker can report the requests whose loads have failed. Before, it reports blocks,
+# whose ids are ambiguous with several cache groups.
 _BY_REQUEST = hasattr(base, "KVConnectorTransferResults")
 
 
 class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Raises InvalidArgumentError, UnsupportedError at start-up, and nothing later."""
+    """KVX as a KV connector. Raises InvalidArgumentError, UnsupportedError only at start-up."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -83,9 +83,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._stores.chunk_tokens,
                 window,
             )
-        # vLLM puts blocks that a step is to load into its prefix cache before the step has run, and
-        # does not take all of them out again if the load fails. Those of a load beside other steps
-        # it puts there when they are loaded.
+        # vLLM puts blocks that a step loads into its prefix cache before the step has run, and does
+        # not remove all of them if the load fails. Blocks of an asynchronous load it puts there
+        # after the load.
         # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
         shares = self._vllm_config.cache_config.enable_prefix_caching
         return SchedulerHalf(
@@ -124,12 +124,12 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._guard("did not load what a step reads"):
             if self._worker is not None:
                 step = self._step()
-                if step.is_idle:  # before 0.30 vLLM does not call wait_for_save then
+                if step.is_idle:  # before 0.30 vLLM does not call wait_for_save for idle steps
                     self._worker.save(step)
                 self._worker.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: start_load_kv returns when all layers are there."""
+        """Does nothing: start_load_kv returns when all layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
@@ -164,7 +164,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set()
 
     def get_kv_connector_stats(self) -> KVXStats | None:
-        """Of both halves: vLLM asks each."""
+        """The stats of this half: vLLM asks the scheduler's and the worker's."""
         with self._guard("did not report its stats"):
             if self._worker is not None:
                 return self._worker.take_stats()
@@ -202,7 +202,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         with self._guard("did not plan what to save") as guard:
             self._half.plan_saves(scheduler_output)
-        if guard.failed:  # and where the tokens of requests lie may not be known any more
+        if guard.failed:  # the block ids of requests may be out of date
             self._half.forget_all()
         return self._half.take_plan(scheduler_output)
 
@@ -248,7 +248,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- both ----
 
     def _guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
-        """Around every call that vLLM makes into a half."""
+        """Guards every call that vLLM makes into a half."""
         return self._boundary.guard(failed_to, of, count=count)
 
     @classmethod
@@ -266,7 +266,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _BrokenStore:
-    """In place of Stores: what is to be loaded fails, what is to be saved is dropped."""
+    """Replaces Stores when the store is broken: loads fail, saves are dropped."""
 
     error: StoreError
     chunk_tokens: int = 1
@@ -277,7 +277,10 @@ class _BrokenStore:
 
 
 def _stores(config: Any, settings: Settings, window: int) -> Stores | _BrokenStore:
-    """A broken store does not end an engine. Raises InvalidArgumentError, UnsupportedError."""
+    """The stores, or _BrokenStore: a broken store does not end an engine.
+
+    Raises InvalidArgumentError, UnsupportedError.
+    """
     try:
         stores = Stores(config, settings, window)
         stores.chunk_tokens  # noqa: B018
@@ -288,9 +291,9 @@ def _stores(config: Any, settings: Settings, window: int) -> Stores | _BrokenSto
 
 
 def _facts(config: Any, fingerprint: str) -> CacheFacts:
-    """What the cache of this rank means.
+    """The facts of this rank's cache.
 
-    A connector does not see the model, but vLLM remembers the rotary embeddings of a process.
+    A connector does not see the model, but vLLM keeps all rotary embeddings of a process.
     Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
     """
     ranks = config.parallel_config.tensor_parallel_size
@@ -306,7 +309,7 @@ def _facts(config: Any, fingerprint: str) -> CacheFacts:
 
 
 def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
-    """A prefix is stored when all layers are: those that this worker has must be the model's.
+    """Checks that this worker's layers are the model's: a prefix needs all of them.
 
     Raises UnsupportedError.
     """
@@ -320,9 +323,9 @@ def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
 
 
 def _window(spec: Any) -> int:
-    """Tokens after which a group's blocks are given to others; 0: they are kept.
+    """The sliding window of a group, after which vLLM frees its blocks; 0: it keeps them.
 
-    Raises UnsupportedError for blocks that are given away in another way.
+    Raises UnsupportedError for groups that free blocks in another way.
     Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
     """
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
@@ -336,7 +339,7 @@ def _window(spec: Any) -> int:
 
 
 def _by_window(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:
-    """The group's layers by their own sliding windows, which may differ without hybrid groups."""
+    """Splits a group by its layers' own sliding windows: without hybrid groups they may differ."""
     windows = [getattr(layers[name], "sliding_window", None) or 0 for name in group.layer_names]
     parts = []
     for window in sorted(set(windows)):
@@ -356,7 +359,7 @@ def _by_window(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.L
 def _self_test(
     group: vllm.LayerGroup, kv_caches: Mapping[str, Tensor], layers: Mapping[str, Any]
 ) -> None:
-    """vLLM writes a token and KVX finds it. Raises InvalidArgumentError if it does not."""
+    """Lets vLLM write a token and KVX read it. Raises InvalidArgumentError if they differ."""
     try:
         vllm.self_test_group(group, kv_caches, layers)
     except UnsupportedError as error:

@@ -1,11 +1,11 @@
-"""The scheduler's half of KVXConnector: what is stored of a prompt, what a step saves and loads.
+"""The scheduler's half of KVXConnector: looks prompts up, and plans what a step saves and loads.
 
 It sees token ids and block ids, never a tensor.
 
-A load may fail, and then what a step computes from it is wrong, in the request that loaded and in
-any that found its blocks in the prefix cache. vLLM drops such results and so must the store: where
-loads share a step with the forward pass that reads them, a request's tokens are saved only after
-vLLM has accepted a token of it. Loads beside other steps are over before their request runs.
+If a load fails, what a step computes from it is wrong: in the request that loaded, and in any that
+found its blocks in the prefix cache. vLLM drops such results, and the store must not save them.
+Where a load runs in the same step as the forward pass that reads it, a request's tokens are saved
+only after vLLM has accepted a token of it. Asynchronous loads end before their request runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvx_adapters.vllm_plugin.steps import BlockIds, Load, SaltedStores, Save, S
 from kvx_core.connector.boundary import Boundary
 from kvx_core.stores.prefix import Match
 
-# Requests that end otherwise may not have what they computed accepted.
+# If a request ends in another way, vLLM may not have accepted what it computed.
 # Source: vllm 0.32 v1/request.py, RequestStatus
 _FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
@@ -35,8 +35,8 @@ class _Tracked:
     request: Any  # vllm's Request: all_token_ids grows as tokens are accepted
     salt: str
     block_ids: BlockIds
-    hold: int  # save nothing before it has more tokens than this
-    saved: int = 0  # tokens that are in the store, or need not be
+    hold: int  # saves begin when the request has more tokens than this
+    saved: int = 0  # tokens that are in the store, or need not be saved
     is_stale: bool = False  # some of its tokens were computed before a reset
 
 
@@ -46,15 +46,15 @@ class _Lookup:
 
     match: Match
     num_tokens: int  # of the request when it was looked up
-    start: int = 0  # tokens that the engine has itself
+    start: int = 0  # tokens that the engine has already
 
 
 @dataclass(slots=True)
 class SchedulerHalf:
-    """Without a plan for a request, vLLM computes it as if there were no store.
+    """Plans for requests. Without a plan, vLLM computes a request as if there were no store.
 
-    Where a call raises, its caller catches it and calls one of these, which do not: `give_up`,
-    `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
+    If a call raises, its caller catches the error and calls one of these, which never raise:
+    `give_up`, `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
     """
 
     stores: SaltedStores
@@ -63,17 +63,17 @@ class SchedulerHalf:
     chunk_tokens: int
     produces: bool
     consumes: bool
-    asynchronous: bool  # loads
+    asynchronous: bool  # loads run beside other requests' steps
     window: int  # the shortest sliding window of a cache group; 0: there is none
     _tracked: dict[str, _Tracked] = field(default_factory=dict)
     _lookups: dict[str, _Lookup] = field(default_factory=dict)
-    _given_up: set[str] = field(default_factory=set)  # requests that load nothing any more
+    _given_up: set[str] = field(default_factory=set)  # requests that load nothing from now on
     _loading: set[str] = field(default_factory=set)  # requests with a load in this or past steps
     _next: StepPlan = field(default_factory=StepPlan)
     _epoch: str = ""
 
     def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens past `num_computed_tokens` that can be loaded, and whether beside other steps."""
+        """How many tokens past `num_computed_tokens` can be loaded, and whether asynchronously."""
         request_id = request.request_id
         if not self.consumes or request_id in self._given_up or not _is_plain(request):
             return 0, False
@@ -89,9 +89,9 @@ class SchedulerHalf:
         return (count, self.asynchronous) if count >= self.settings.min_tokens else (0, False)
 
     def allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """`request` has these blocks now, for its own tokens and `num_external_tokens` loaded ones.
+        """vLLM has given `request` blocks for its own and for `num_external_tokens` loaded tokens.
 
-        Called a second time, with 0, once a load beside other steps is over.
+        Called a second time, with 0, after an asynchronous load.
         """
         request_id = request.request_id
         found = self._lookups.get(request_id)
@@ -104,15 +104,15 @@ class SchedulerHalf:
             tracked = self._tracked[request_id] = _Tracked(request, salt, block_ids, hold)
         tracked.block_ids, tracked.hold = block_ids, hold
         if num_external_tokens:
-            assert found is not None  # vLLM was promised these tokens
+            assert found is not None  # num_new_matched_tokens found these tokens
             stop = found.start + num_external_tokens
             tracked.saved = max(tracked.saved, stop)
             self._load(request_id, tracked.salt, found.match, found.start, stop, block_ids)
         self._lookups.pop(request_id, None)
 
     def give_up(self, request_id: str, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """What becomes of a request for which `allocated` raised: nothing is saved, and a load that
-        fails tells vLLM to compute what it was promised.
+        """Called if `allocated` raised. Saves nothing of the request, and plans a load that fails:
+        vLLM then computes the tokens that it expected to be loaded.
         """
         found = self._lookups.get(request_id)
         self.forget(request_id)
@@ -123,12 +123,12 @@ class SchedulerHalf:
             self._load(request_id, "", Match(0, ()), start, stop, block_ids)
 
     def forget(self, request_id: str) -> None:
-        """Plans nothing more for a request as it is now."""
+        """Drops the request's lookup and saves. It may be looked up again."""
         self._lookups.pop(request_id, None)
         self._tracked.pop(request_id, None)
 
     def ended(self, request_id: str) -> None:
-        """Remembers nothing of a request."""
+        """Forgets everything about a request."""
         self.forget(request_id)
         self._given_up.discard(request_id)
         self._loading.discard(request_id)
@@ -150,11 +150,11 @@ class SchedulerHalf:
                 if self.produces:
                     stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
                     self._save(tracked, num_computed_tokens, stop)
-            if guard.failed:  # and its blocks may not be known any more
+            if guard.failed:  # its block ids may be out of date
                 self.forget(request_id)
 
     def take_plan(self, output: Any) -> StepPlan:
-        """All that the workers do in this step."""
+        """What the workers do in this step."""
         step, self._next = self._next, StepPlan()
         step.is_idle = not output.num_scheduled_tokens
         return step
@@ -178,21 +178,21 @@ class SchedulerHalf:
         return True
 
     def heard(self, failed: Collection[str], finished: Collection[str], blocks: bool) -> None:
-        """What the workers reported of loads: failed and finished requests, or failed blocks."""
+        """Takes the workers' reports of loads: failed and finished requests, or failed blocks."""
         for request_id in tuple(self._loading) if blocks else failed:
-            if tracked := self._tracked.get(request_id):  # else it has been aborted meanwhile
+            if tracked := self._tracked.get(request_id):  # None: it was aborted meanwhile
                 self._given_up.add(request_id)
-                tracked.saved = 0  # its tokens may be in the store no more
+                tracked.saved = 0  # its tokens may not be in the store any more
         self._loading.difference_update(failed, finished)
 
     def give_up_loads(self) -> None:
-        """What becomes of requests that load when `heard` raised: any of them may have failed."""
+        """Called if `heard` raised: treats all loads as failed, since any may have."""
         self._given_up.update(self._loading)
         for request_id in self._loading:
             self.forget(request_id)
 
     def reset(self) -> None:
-        """Share nothing that was computed until now: the model may not be the one it was."""
+        """Shares nothing that was computed until now: the model's weights may have changed."""
         self._epoch = secrets.token_hex(16)
         self._lookups.clear()
         self._given_up.update(self._tracked)
@@ -200,11 +200,11 @@ class SchedulerHalf:
             tracked.is_stale = True
 
     def forget_all(self) -> None:
-        """Saves nothing of the requests that there are."""
+        """Saves nothing of the current requests."""
         self._tracked.clear()
 
     def stop(self) -> None:
-        """What becomes of all if `reset` raised: what is shared could be of another model."""
+        """Called if `reset` raised: saves and loads nothing from now on."""
         self.produces = self.consumes = False
         self._lookups.clear()
         self._tracked.clear()
@@ -224,12 +224,12 @@ class SchedulerHalf:
         )
 
     def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
-        """Plans to save what has been computed when `stop` tokens have been.
+        """Plans what to save once `stop` tokens have been computed.
 
-        Full chunks as they complete, and the prompt to its end as soon as it is there.
+        Full chunks when they are complete, and the whole prompt when its end is computed.
         """
         request = tracked.request
-        known = len(request.all_token_ids)  # without drafts that may be rejected
+        known = len(request.all_token_ids)  # without draft tokens, which may be rejected
         if known <= tracked.hold or tracked.is_stale:
             return
         stop = min(stop, known)
@@ -239,7 +239,7 @@ class SchedulerHalf:
             full = max(full, num_prompt_tokens)
         if not self.settings.save_generated:
             full = min(full, num_prompt_tokens)
-        # Blocks of tokens that no sliding window reaches any more have gone to others.
+        # vLLM has freed the blocks of tokens that no sliding window reaches any more.
         # Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
         gone = num_computed_tokens - self.window + 1 if self.window else 0
         if gone > tracked.saved - tracked.saved % chunk:
@@ -259,7 +259,7 @@ class SchedulerHalf:
         )
 
     def _lookup(self, request: Any) -> Match:
-        """What the store has of the request's tokens; nothing, if it is not what it was."""
+        """What the store has of the request's tokens; nothing if the lookup fails."""
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):
@@ -272,8 +272,8 @@ class SchedulerHalf:
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
-    """Scheduled requests: how many tokens have been computed, blocks, and whether these replace
-    those known before or follow them.
+    """Scheduled requests: id, tokens computed, block ids, and whether these replace the ids known
+    before (else they follow them).
     """
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, new.block_ids, True
@@ -289,7 +289,7 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
 
 
 def _is_plain(request: Any) -> bool:
-    """Its keys and values depend on its token ids and the model's files alone."""
+    """Whether its keys and values depend only on its token ids and the model's files."""
     return (
         request.sampling_params is not None
         and request.prompt_token_ids is not None

@@ -1,8 +1,8 @@
 """The worker's half of KVXConnector: copies tokens out of vLLM's blocks, and into them.
 
-A save copies to host memory before the step ends, since blocks may change hands after it, and
-writes the file from a thread. A load reads a file and writes blocks, before the forward pass or in
-a thread beside other requests' steps.
+A save copies to host memory before the step ends, because vLLM may give the blocks to other
+requests afterwards, and writes the file in a thread. A load reads a file and writes blocks: before
+the forward pass, or in a thread beside other requests' steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvx_core.connector.threads import started_threads
 from kvx_core.snapshot import Section, Snapshot
 from kvx_core.stores.prefix import PrefixStore
 
-_PATIENCE_SECONDS = 0.01  # of a step without a forward pass
+_PATIENCE_SECONDS = 0.01  # that a step without a forward pass waits for loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Held:
 
 @dataclass(slots=True)
 class _Span:
-    """Tokens that are being copied, to be stored."""
+    """One chunk that is being copied, to be stored."""
 
     store: PrefixStore
     snapshot: Snapshot
@@ -55,11 +55,11 @@ class _Span:
 
 
 class WorkerHalf:
-    """Owns two thread pools; `shutdown` ends them. A save or load that fails does so alone.
+    """Owns two thread pools; `shutdown` ends them. A failed save or load does not affect others.
 
-    held:       all that this worker holds
-    device:     where the caches are
-    by_request: vLLM asks which requests' loads have failed, not only which blocks
+    held:       all layers of this worker
+    device:     of the caches
+    by_request: vLLM asks for failed requests, not only for failed blocks
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class WorkerHalf:
         self._block_size: int = held[0].group.specs[0].block_size  # of the only group, for _blocks
         self._writers = started_threads(settings.writer_threads, "kvx-save")
         self._loaders = started_threads(1, "kvx-load")
-        # Of loads beside the forward pass. Without CUDA there is none, and torch does nothing.
+        # For asynchronous loads. None without CUDA: torch.cuda.stream(None) does nothing.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
-        self._open_step: StepPlan | None = None  # that save_layer was called for
+        self._open_step: StepPlan | None = None  # for which save_layer was called
         self._open: dict[str, list[_Span]] = {}  # its spans, by request
         self._lock = threading.Lock()  # of all below
         self._load_is_over = threading.Condition(self._lock)
-        self._num_loading = 0  # beside steps
+        self._num_loading = 0  # asynchronous loads
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
@@ -102,10 +102,10 @@ class WorkerHalf:
         self._stats = KVXStats()
 
     def load(self, step: StepPlan) -> None:
-        """Loads what this step's forward pass reads, and starts to load the rest.
+        """Loads what this step's forward pass reads, and starts the asynchronous loads.
 
-        Without a forward pass vLLM takes one step after the other, and would keep the thread that
-        loads from running: so wait a little for it.
+        Without a forward pass vLLM runs one step after the other without a pause, and would keep
+        the loading thread from running: so this waits a little for it.
         """
         for load in step.loads:
             if load.wait:
@@ -118,7 +118,7 @@ class WorkerHalf:
                     self._load_is_over.wait(_PATIENCE_SECONDS)
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
-        """Copies one layer of what this step saves; `save` copies those that were not."""
+        """Copies one layer of what this step saves. `save` copies the remaining layers."""
         if self._open_step is not step:
             self._open_step, self._open = step, {}
             for save in step.saves:
@@ -132,7 +132,7 @@ class WorkerHalf:
                         span.fill([layer])
 
     def save(self, step: StepPlan) -> None:
-        """Copies what this step has computed; files are written later."""
+        """Copies what this step has computed. Threads write the files later."""
         opened = self._open if self._open_step is step else {}
         self._open_step, self._open = None, {}
         for save in step.saves:
@@ -150,7 +150,7 @@ class WorkerHalf:
                     self._saved.add(save.request_id)
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
-        """Finished requests that are saved, loads that are over, and those of them that failed."""
+        """Ids of requests: saved after they finished, loads that ended, and loads that failed."""
         with self._lock:
             results = self._saved, self._loaded, self._failed
             self._saved, self._loaded, self._failed = set(), set(), set()
@@ -168,12 +168,12 @@ class WorkerHalf:
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """Waits for the files that are being written."""
+        """Cancels loads that have not begun, and waits until all files are written."""
         self._loaders.shutdown(cancel_futures=True)
         self._writers.shutdown()
 
     def _reserve(self, save: Save) -> Iterator[_Span]:
-        """Memory for the parts of a save that are not stored yet."""
+        """Allocates memory for the chunks of a save that are not stored yet."""
         store = self._stores[save.salt]
         sections = self._sections(save.block_ids, len(save.tokens))
         nodes = store.nodes(save.tokens)
@@ -187,17 +187,17 @@ class WorkerHalf:
                 self._count(dropped_saves=1)
                 return
             snapshot = store.reserve(save.tokens, start, stop, sections, node=node)
-            if snapshot is not None:  # else a sliding window has left some of these tokens behind
+            if snapshot is not None:  # None: some of these tokens have left a sliding window
                 yield _Span(store, snapshot, sections, set(self._layers))
 
     def _saving(self, save: Save) -> Guard:
-        """A save that fails costs a later hit and nothing else."""
+        """Guards a save: if it fails, all that is lost is a later hit."""
         return self._boundary.guard(
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )
 
     def _hand_over(self, span: _Span) -> None:
-        """To the threads that write."""
+        """Passes a chunk to the threads that write."""
         num_bytes = span.snapshot.num_bytes
         self._wait_to_be_written(num_bytes)
         try:
@@ -218,11 +218,11 @@ class WorkerHalf:
             self._pending_bytes += num_bytes
 
     def _start(self, load: Load) -> None:
-        """Loads in a thread."""
+        """Starts an asynchronous load."""
         with self._lock:
             self._num_loading += 1
         with self._loading(load) as guard:
-            if self._stream is not None:  # steps before may still use these blocks
+            if self._stream is not None:  # earlier steps may still use these blocks
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
             self._loaders.submit(self._load_beside, load)
         if guard.failed:
@@ -230,11 +230,11 @@ class WorkerHalf:
             self._is_over(load, good=False)
 
     def _load_beside(self, load: Load) -> None:
-        """In a thread."""
+        """Runs in the loading thread."""
         self._is_over(load, good=self._load(load, self._stream))
 
     def _is_over(self, load: Load, *, good: bool) -> None:
-        """Of a load beside steps. vLLM waits for it, whatever happens."""
+        """Reports the end of an asynchronous load: vLLM waits for the report."""
         with self._lock:
             self._num_loading -= 1
             self._loaded.add(load.request_id)
@@ -243,8 +243,9 @@ class WorkerHalf:
             self._load_is_over.notify_all()
 
     def _load(self, load: Load, stream: Any = None) -> bool:
-        """Returns whether the tokens are there. If not, vLLM is told, whatever the reason: it takes
-        what it hears nothing of for loaded.
+        """Loads tokens; returns whether that succeeded.
+
+        Every failure is reported: vLLM treats unreported loads as successful.
         """
         with self._loading(load) as guard:
             begin = time.perf_counter()
@@ -271,12 +272,12 @@ class WorkerHalf:
                 self._failed_blocks |= self._blocks(load)
 
     def _blocks(self, load: Load) -> set[int]:
-        """The blocks of the tokens to load; there is one KV cache group."""
+        """The blocks of the tokens to load. Only used with a single KV cache group."""
         ids, block_size = load.block_ids[0], self._block_size
         return set(ids[load.start // block_size : -(-load.stop // block_size)])
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
-        """Where the first `num_tokens` tokens of a request lie."""
+        """Sections for the first `num_tokens` tokens of a request."""
         sections = []
         for part in self._held:
             num_blocks = -(-num_tokens // part.group.specs[0].block_size)

@@ -1,1 +1,1 @@
-"""What connectors of all engines share; knows no engine."""
+"""What the connectors of all engines share. Knows no engine."""

@@ -1,6 +1,6 @@
-"""Where errors of KVX end: a connector's hooks return to the engine, whatever fails below them.
+"""Boundary: catches errors in a connector's hooks, so that they never reach the engine.
 
-An engine takes an error of its connector for its own and ends. A store is worth less than that.
+An engine ends when its connector raises. Losing what a store holds costs less than that.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Self
 
 from kvx_core.errors import KvxError
 
-_EXPECTED = (KvxError, OSError, MemoryError)  # whose sentence says all; others need a traceback
+_EXPECTED = (KvxError, OSError, MemoryError)  # their message suffices; others need a traceback
 _PASS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _MAX_KINDS = 256
-_MAX_CHARS = 2000  # of a sentence in the log: it may quote a file
+_MAX_CHARS = 2000  # of a message in the log, which may quote a file
 
 
 class Boundary:
-    """Catches what fails in KVX, logs it once per kind, counts it. Threads may share one.
+    """Catches errors, counts them, and logs each kind once. Threads may share one.
 
         with boundary.guard("could not load", "request 7", count="load_failures") as guard:
             ...
         if guard.failed:
             ...  # what the engine gets instead
 
-    An error's kind is what failed, its type, and its sentence without numbers and names of files.
-    A kind is logged at most once in `quiet_seconds`, with how often it has occurred since.
+    The kind of an error: what failed, its type, and its message without numbers and file names.
+    A kind is logged at most once in `quiet_seconds`, with the number of times it has occurred.
     KeyboardInterrupt, SystemExit and GeneratorExit are not caught.
     """
 
@@ -51,9 +51,11 @@ class Boundary:
         self._kinds: dict[tuple[str, ...], _Kind] = {}
 
     def guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
-        """A context that swallows errors.
+        """A context that catches errors.
 
-        failed_to: what did not happen, after "KVX"; of: to what; count: see take_counts
+        failed_to: what KVX did not do, such as "did not save": the log line begins with it
+        of:        what it was done to, such as "request 7"
+        count:     the name under which `take_counts` counts the error
         """
         return Guard(self, failed_to, of, count)
 
@@ -64,7 +66,7 @@ class Boundary:
         return dict(counts)
 
     def caught(self, error: BaseException, failed_to: str, of: str, count: str) -> None:
-        """Counts and logs an error. Raises nothing."""
+        """Counts and logs an error. Never raises."""
         with suppress(Exception):
             with self._lock:
                 self._counts[count] += 1
@@ -82,7 +84,7 @@ class Boundary:
         now = self._clock()
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
-                kind = kind[:-1]  # what files say may differ without end
+                kind = kind[:-1]  # bounds the number of kinds: messages may quote files
             seen = self._kinds.setdefault(kind, _Kind())
             seen.num_errors += 1
             if now < seen.quiet_until:
@@ -94,7 +96,7 @@ class Boundary:
 
 @dataclass(slots=True)
 class Guard:
-    """The context that Boundary.guard makes; `failed` afterwards: an error was swallowed."""
+    """The context that Boundary.guard makes. `failed` says afterwards if it caught an error."""
 
     boundary: Boundary
     failed_to: str
@@ -127,7 +129,7 @@ class _Kind:
 
 
 def _text(error: BaseException) -> str:
-    """In one line."""
+    """The message of an error in one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:_MAX_CHARS]
 
 

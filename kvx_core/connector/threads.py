@@ -1,4 +1,4 @@
-"""Threads for work beside an engine's steps."""
+"""Threads for work that runs beside an engine's steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def started_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads all run, so that `submit` never has to start one.
+    """A pool whose threads have all been started, so that `submit` starts none.
 
-    A `submit` that could not start a thread would raise and leave the work in the queue: work that
-    its caller has taken back would be done later. Raises RuntimeError if threads cannot be started.
+    A `submit` that cannot start a thread raises but leaves the work in the queue: it would run
+    later although the caller has given it up. Raises RuntimeError if threads cannot be started.
     """
     pool = ThreadPoolExecutor(num_threads, name)
     all_run = threading.Barrier(num_threads + 1)

@@ -1,11 +1,11 @@
 """Tokens of a sequence at rest: any cache <-> memory <-> a safetensors file.
 
-section    what an engine holds of a sequence            snapshot  captured, restored, read, saved
-capture    what is copied between caches and a snapshot  file      reads without trust, and writes
-contents   what a snapshot says that it holds            header    the header of a file
-precision  which numbers stored values can be            seal      whether a header is as written
-signing    keys                                          text      JSON that is not trusted
-memory     where tensors lie                             scales    without blocks
+section    what an engine holds of a sequence   snapshot  capture, restore, read, save
+capture    copies between caches and snapshots  file      reads untrusted files, writes files
+contents   what a snapshot contains             header    the header of a file
+precision  of stored values                     seal      proof that header and tokens are unchanged
+signing    keys                                 text      parses untrusted JSON
+memory     where tensors lie                    scales    scales without blocks
 """
 
 from kvx_core.snapshot.capture import token_ids

@@ -1,4 +1,4 @@
-"""What is copied between caches and a snapshot: which tensors there are, and one copy."""
+"""Which tensors a snapshot needs, and the copy between a cache and a snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvx_core.view import CacheView
 
 
 def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Token ids as an array. Raises InvalidArgumentError for what is not a list of integers."""
+    """Token ids as an array. Raises InvalidArgumentError if they are no integers."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidArgumentError(
@@ -34,7 +34,7 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
 
 
 def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> None:
-    """Raises InvalidArgumentError for what cannot be one snapshot."""
+    """Raises InvalidArgumentError if these tokens and sections cannot be one snapshot."""
     if not len(ids):
         raise InvalidArgumentError("tokens is empty, expected at least 1 token")
     if not sections:
@@ -54,7 +54,7 @@ def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> No
 
 
 def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-    """Name, type and shape of each tensor that a section needs."""
+    """Name, dtype and shape of each tensor that a section needs."""
     num_heads = section.view.layers[0].num_kv_heads
     for layer, cache in zip(section.layers, section.view.layers, strict=True):
         yield f"layers.{layer}.k", cache.k.dtype, (num_tokens, num_heads, cache.head_dim)
@@ -68,7 +68,7 @@ def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One sequence from one view to another; the table belongs to the end that is a cache."""
+    """Copies one sequence from one view to another. `table` is that of the cache's view."""
 
     lens: SeqLens
     src_starts: SeqLens
@@ -87,7 +87,7 @@ class Copy:
         into_table: bool = True,
         find_scales: bool = False,
     ) -> None:
-        """Facts have been compared, layer by layer, so they are not here."""
+        """Copies without comparing facts: the caller has compared them, layer by layer."""
         copy_tokens(
             src.at(
                 block_table=None if into_table else self.table,

@@ -1,4 +1,4 @@
-"""What a snapshot says that it holds, and what of it cannot be."""
+"""What a snapshot contains, and the check that its parts agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_INDEX = 1 << 24  # of layers and heads
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers of a snapshot that share facts, encoding and precision: what was one section."""
+    """Layers of a snapshot that share facts, encoding and precision: one section when captured."""
 
     layers: tuple[int, ...]
     facts: CacheFacts
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot is of, without its tokens and tensors."""
+    """What a snapshot contains, without its tokens and tensors."""
 
     start: int  # position in the sequence of the first token
     prefix: str  # opaque key of the tokens before it
@@ -50,7 +50,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: type, shape, and where its bytes begin in the file or in memory."""
+    """One tensor: dtype, shape, and where its bytes begin in the file or in memory."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ NOTHING = Stored(DType.U8, (), 0)
 
 
 def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
-    """What of a header's content cannot be, or None."""
+    """Why a header's content cannot be right, or None."""
     layers = [layer for part in header.parts for layer in part.layers]
     tokens = tensors.get("tokens", NOTHING)
     if tokens.dtype is not DType.S64 or len(tokens.shape) != 1 or not tokens.shape[0]:
@@ -107,7 +107,7 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
 def _wrong_tensor(
     name: str, tensors: Mapping[str, Stored], counts: tuple[int, int], encoding: str
 ) -> Iterator[str]:
-    """What is wrong with K or V of a layer, or its scale."""
+    """What is wrong with K or V of a layer, or with its scale."""
     stored, scale = tensors.get(name, NOTHING), tensors.get(f"{name}_scale")
     if (
         stored.shape[:2] != counts

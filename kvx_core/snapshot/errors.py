@@ -1,4 +1,4 @@
-"""What goes wrong with stored tokens."""
+"""Errors of snapshots and stores."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from kvx_core.errors import KvxError
 
 
 class StoreError(KvxError, RuntimeError):
-    """Stored tokens cannot be read, written, or used here; the file may be good."""
+    """A snapshot cannot be read, written or used here. Its file may still be good."""
 
 
 class CorruptError(StoreError):
-    """A file was read, and is not what it says it is; it is of no use to anyone."""
+    """The content of a file is wrong: nobody can use it."""
 
 
 class UnsignedError(StoreError):
-    """A file is not signed with the key of its reader, or is signed and the reader has no key."""
+    """A file is not signed with the reader's key, or is signed and the reader has no key."""

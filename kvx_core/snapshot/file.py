@@ -1,4 +1,4 @@
-"""Files of snapshots: opened without trust, read in parts, written from the tensors' memory."""
+"""Files of snapshots: reads untrusted files in parts, and writes tensors from their memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
 
 MAX_HEADER_BYTES = 16 << 20
-_FIRST_BYTES = 16 << 10  # read at once: most headers are shorter
-# Without O_NONBLOCK the opening of a FIFO waits for its other end.
+_FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
+# Without O_NONBLOCK, opening a FIFO waits for its other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What a file begins with."""
+    """Header and tokens of a file, whose seal has been checked."""
 
     raw: bytes  # the header
     tokens: npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class Sealed:
 
 
 class SnapshotFile:
-    """An open file of a snapshot. `close` closes what was opened by path, and nothing else."""
+    """An open file of a snapshot. `close` closes it if it was opened by path, else not."""
 
     def __init__(self, file: BinaryIO, name: str, key: Key | None) -> None:
         self.file = file
@@ -61,9 +61,9 @@ class SnapshotFile:
             self._opened.close()
 
     def sealed(self, max_header_bytes: int, num_tokens: int | None = None) -> Sealed:
-        """Header and tokens, which are as they were written; the header has not been parsed.
+        """Header and tokens, checked to be unchanged since they were written. Parses no header.
 
-        num_tokens: how many there have to be; None: any number
+        num_tokens: how many tokens are expected; None: any number
         Raises CorruptError, UnsignedError, StoreError.
         """
         try:
@@ -98,11 +98,11 @@ class SnapshotFile:
         except EOFError:
             raise CorruptError(f"{self.name} is shorter than its header says") from None
         except (OSError, ValueError, MemoryError) as error:
-            # Not of the file, whose bytes raise CorruptError and nothing else.
+            # An error of the system: wrong bytes of a file raise CorruptError.
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
     def header(self, found: Sealed) -> tuple[Header, dict[str, Stored]]:
-        """What the file says that it holds; all of it has been checked.
+        """What the file contains; every field has been checked.
 
         Raises CorruptError, StoreError.
         """
@@ -151,7 +151,7 @@ class SnapshotFile:
 
 
 class _OwnFile(io.FileIO):
-    """Closes itself when nobody has it any more, which FileIO warns of."""
+    """Closes itself when it is no longer referenced. FileIO would warn."""
 
     def __del__(self) -> None:
         self.close()
@@ -207,8 +207,8 @@ def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
 
 
 def checksum(data: Bytes, key: Key | None) -> str:
-    """Without a key CRC-32: sees what disks and networks do, at more than twice the speed of
-    SHA-256.
+    """Keyed BLAKE2b, or CRC-32 without a key: it finds faults of disks and networks at more than
+    twice the speed of SHA-256.
     """
     if key is not None:
         return key.digest(data.data, b"kvx tensor")

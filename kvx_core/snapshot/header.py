@@ -1,9 +1,9 @@
-"""The header of a snapshot's file: bytes that anybody may have written, and what they say.
+"""The header of a snapshot's file: written here, and parsed without trusting it.
 
-A file is one of safetensors, whose data begins at a multiple of 64 bytes: the tokens first, then
-the rest, tensors of larger elements before others. Its metadata are a seal (seal.py) and "header",
-JSON in itself: what the snapshot is of, and a checksum of each tensor, which is CRC-32, or keyed
-BLAKE2b if the file is signed.
+The file is a safetensors file whose data begins at a multiple of 64 bytes: first the tokens, then
+the other tensors, those with larger elements first. Its metadata are a seal (seal.py) and "header",
+a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, or keyed BLAKE2b if
+the file is signed.
 Source: safetensors, README.md, "Format"
 """
 
@@ -31,7 +31,7 @@ _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
 
 @dataclass(frozen=True, slots=True)
 class _FileHeader:
-    """The header as a file has it."""
+    """The JSON text "header"."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # and all within it
 
@@ -43,9 +43,7 @@ _FILE_HEADER = TypeAdapter(_FileHeader)
 
 
 def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
-    """The names of tensors as they follow one another in a file: each is aligned to its elements,
-    and the tokens are first.
-    """
+    """The names of tensors in the order of a file: the tokens first, each tensor aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
@@ -56,10 +54,10 @@ def header_bytes(
     tokens: bytes,
     key: Key | None,
 ) -> bytes:
-    """What a file begins with, up to its data.
+    """The bytes of a file before its data.
 
     tokens: int64, the first bytes of the data
-    Raises ValueError for text that is none of Unicode.
+    Raises ValueError for text that is not valid Unicode.
     """
     text = _FILE_HEADER.dump_json(_FileHeader(header, checksums)).decode()
     entries: dict[str, Any] = {}
@@ -80,10 +78,10 @@ def header_bytes(
 def parse_header(
     raw: bytes, num_tokens: int, num_data_bytes: int, name: str, *, is_signed: bool
 ) -> tuple[Header, dict[str, Stored]]:
-    """What a header says; every field has been checked, and the data is as long as it says.
+    """Parses a header and checks every field; its tensors fill the data exactly.
 
-    raw: without its length; num_tokens, is_signed: by its seal, which has been checked
-    Raises CorruptError, StoreError if a newer version of KVX has written it.
+    raw: the header without its length. num_tokens, is_signed: from its seal, checked before
+    Raises CorruptError; StoreError if a newer version of KVX has written it.
     """
     try:
         found = strict_json(raw)
@@ -107,7 +105,7 @@ def parse_header(
 
 
 def _text(found: Any, is_signed: bool) -> str:
-    """The header of KVX, its metadata taken out of the file's. Raises ValueError."""
+    """The text "header"; removes the metadata from `found`. Raises ValueError."""
     metadata = found.pop("__metadata__", None) if isinstance(found, dict) else None
     words = _SEAL | ({"signature"} if is_signed else set())
     if not isinstance(metadata, dict) or metadata.keys() != words | {"header"}:
@@ -119,7 +117,7 @@ def _text(found: Any, is_signed: bool) -> str:
 
 
 def _tensors(found: dict[str, Any], offset: int, num_data_bytes: int) -> dict[str, Stored]:
-    """Tensors that follow one another and fill the data. Raises ValueError for others."""
+    """The tensors. Raises ValueError unless they follow one another and fill the data."""
     tensors: dict[str, Stored] = {}
     at = 0
     for name, entry in found.items():
@@ -143,7 +141,7 @@ def _tensors(found: dict[str, Any], offset: int, num_data_bytes: int) -> dict[st
 
 
 def _are_counts(found: Any, least: int) -> bool:
-    """Whether it is a short list of integers."""
+    """Whether it is a list of 1 to 3 integers, each at least `least`."""
     return (
         isinstance(found, list)
         and 0 < len(found) <= 3

@@ -1,4 +1,4 @@
-"""Where the tensors of a snapshot lie in memory, and work that is shared out to threads."""
+"""Memory for the tensors of a snapshot, and work on them in several threads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _R = TypeVar("_R")
 
 
 def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
-    """New memory of the host, from the start of a page; contents arbitrary.
+    """New host memory that begins at the start of a page, not initialised.
 
-    pinned: reachable by CUDA devices; needs torch
-    Raises StoreError if there is none.
+    pinned: CUDA devices can reach it; needs torch
+    Raises StoreError if there is not enough memory.
     """
     try:
         if pinned:
@@ -45,7 +45,7 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
 def placed(
     entries: Iterable[tuple[str, DType, tuple[int, ...]]],
 ) -> tuple[dict[str, Stored], int]:
-    """Tensors one after the other in memory, and the bytes that they take."""
+    """Offsets for tensors that follow one another in memory, and the bytes they take in all."""
     tensors: dict[str, Stored] = {}
     offset = 0
     for name, dtype, shape in entries:
@@ -55,7 +55,7 @@ def placed(
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
-    """[work(item) for item in items]; for many bytes, several at once."""
+    """[work(item) for item in items], in several threads if num_bytes is large."""
     num_threads = min(os.cpu_count() or 1, 4, len(items))
     if num_bytes < _THREADED_BYTES or num_threads < 2:
         return [work(item) for item in items]

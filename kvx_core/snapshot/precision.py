@@ -20,7 +20,7 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# Names of number formats. With a scale per token and head, FP8 numbers are others than with one for
+# Names of number formats. FP8 numbers with a scale per token and head differ from those with one for
 # all tokens.
 _NUMBERS = {dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding}
 _FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)

@@ -1,4 +1,4 @@
-"""Scales of a view as a snapshot needs them: without blocks."""
+"""The scales of a view in the shapes of a snapshot, which has no blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvx_core.view import CacheView
 
 
 def bare(view: CacheView) -> CacheView:
-    """The view without scales: its bytes as they are."""
+    """The view without scales, so that its bytes are copied unchanged."""
     if view.k_scales is None and view.v_scales is None:
         return view
     return replace(view, k_scales=None, v_scales=None)
 
 
 def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
-    """The scales of K or V, one per layer; those that others than FP8 may have are 1 (spec 6.6)."""
+    """The scales of K or V, one per layer; None if not FP8, where they can only be 1."""
     scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
     tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
     return tuple(

@@ -1,10 +1,10 @@
-"""The seal of a file: its first words, which say whether header and tokens are as written.
+"""The seal of a file, at its start: digests that show whether header and tokens have changed.
 
-    {"__metadata__":{"kvx_snapshot":"2","tokens":"<their number>","bytes":"<of the data>",
+    {"__metadata__":{"kvx_snapshot":"2","tokens":"<number>","bytes":"<of the data>",
     "digest":"<SHA-256>", and if it is signed: "signature":"<keyed BLAKE2b>",
 
-The tokens are the first bytes of the data. Nothing else of a file is parsed before its seal has
-been checked: a lookup needs no more, and a reader with a key parses nothing that others wrote.
+The tokens are the first bytes of the data. Nothing else in a file is parsed before its seal has
+been checked. A lookup needs nothing else, and a reader with a key parses only what was signed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_BYTES = 300  # of a seal
 
 
 def sealed(body: bytes, tokens: bytes, num_data_bytes: int, key: Key | None) -> bytes:
-    """A header, with its length, whose text after the seal is `body`.
+    """A header with its length: the seal, then `body`.
 
     tokens: int64, the first bytes of the data
     """
@@ -43,9 +43,7 @@ def sealed(body: bytes, tokens: bytes, num_data_bytes: int, key: Key | None) -> 
 
 
 def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
-    """Tokens and bytes of data that the seal of a header names. Raises CorruptError if there is
-    none.
-    """
+    """The numbers of tokens and of data bytes in the seal. Raises CorruptError without a seal."""
     found = _SEAL.match(raw, 0, _MAX_BYTES)
     if found is None:
         raise CorruptError(
@@ -76,6 +74,6 @@ def _words(num_tokens: int, num_data_bytes: int, digest: str, signature: str | N
 
 
 def _message(num_header_bytes: int, num_data_bytes: int, body: bytes, tokens: bytes) -> bytes:
-    """All that a seal is of: where header, tokens and data end is said first."""
+    """The bytes that the seal's digests cover: lengths of header, tokens and data, then content."""
     ends = (num_header_bytes, len(tokens), num_data_bytes)
     return b"".join([*(end.to_bytes(8, "little") for end in ends), body, tokens])

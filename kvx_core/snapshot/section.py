@@ -73,7 +73,7 @@ class Section:
 
     @property
     def precision(self) -> Precision:
-        """Of the values here, as far as facts.compute_dtype and the dtypes of K and V tell."""
+        """Of the values here, as far as facts.compute_dtype and the dtypes of K and V show it."""
         if self.encoding != VALUES:
             return Precision.of(opaque=self.encoding)
         dtypes: set[DType] = {t.dtype for layer in self.view.layers for t in layer.tensors.values()}
@@ -86,9 +86,9 @@ class Section:
         return replace(self, layers=tuple(layers), view=view_of(self, layers))
 
     def null_blocks(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which blocks of tokens `start` to `stop` stand for nothing.
+        """Which blocks of tokens `start` to `stop` are null.
 
-        Raises OutOfRangeError if the table does not reach so far.
+        Raises OutOfRangeError if the table holds fewer tokens.
         """
         block_size, table = self.view.layers[0].block_size, self.block_table
         if table is None:
@@ -121,7 +121,7 @@ def view_of(section: Section, layers: Sequence[int]) -> CacheView:
 
 
 def device_of(sections: Sequence[Section]) -> Any:
-    """The torch device that copies of these caches run on; None: the host."""
+    """The torch device on which copies of these caches run; None: the host."""
     k = sections[0].view.layers[0].k
     if k.memory is Memory.HOST:
         return None
@@ -134,7 +134,7 @@ def device_of(sections: Sequence[Section]) -> Any:
 
 
 def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
-    """Numbers where a copy reads them."""
+    """Numbers in memory that a copy on this device can read."""
     if device is None:
         return SeqLens.of(numbers)
     import torch
@@ -143,7 +143,7 @@ def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
 
 
 def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:
-    """The table where a copy reads it."""
+    """The table in memory that a copy on this device can read."""
     if table is None or device is None or table.memory is not Memory.HOST:
         return None if table is None else table.of_parts()
     import torch

@@ -1,4 +1,4 @@
-"""Keys: who has one writes and takes only what others with it have written."""
+"""Keys that sign files. A reader with a key accepts only files signed with it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,28 @@ class Key:
             )
 
     def digest(self, data: bytes | memoryview, purpose: bytes) -> str:
-        """Of `data`; a digest for one purpose is none for another, at most 16 bytes."""
+        """A keyed digest of `data`.
+
+        purpose: at most 16 bytes; digests for different purposes differ
+        """
         key = hashlib.blake2b(self.secret, digest_size=64, person=b"kvx key").digest()
         mac = hashlib.blake2b(data, key=key, digest_size=_DIGEST_BYTES, person=purpose)
         return mac.hexdigest()
 
     @property
     def name(self) -> str:
-        """Tells keys apart, and nothing about them."""
+        """Tells keys apart without revealing anything about them."""
         return self.digest(b"", b"kvx name")
 
 
 def read_key(path: Path) -> bytes:
-    """A key, all bytes of a file that its owner alone can read.
+    """Reads a key: all bytes of a file that only its owner can read.
 
-    Raises InvalidArgumentError if it is another kind of file, or too short or long, or if others
-    can read it.
+    Raises InvalidArgumentError if it is no regular file, too short or too long, or if others can
+    read it.
     """
     try:
-        # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidArgumentError(

@@ -2,8 +2,8 @@
 
 A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
 per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from.
-Block size, layout and place are left behind; facts, scales and precision travel with it. The file
-is safetensors. Which file belongs to which prompt is for kvx_core.stores.
+It does not depend on block size, layout or blocks; facts, scales and precision are part of it. The
+file is safetensors. kvx_core.stores decides which file belongs to which prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_tokens(
     key: bytes | None = None,
     max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> npt.NDArray[np.int64]:
-    """The tokens of a file that holds so many, as they were written; its header is not parsed.
+    """The tokens of a file that holds `num_tokens` of them, checked. Its header is not parsed.
 
     Arguments and errors are those of Snapshot.open, which checks the rest.
     """
@@ -73,7 +73,7 @@ def _file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotF
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Tokens of one sequence in some layers and heads; the data in memory, or still in a file.
+    """Tokens of one sequence in some layers and heads, with the data in memory or still in a file.
 
     One that was opened by path keeps the file open until `close`, the end of a `with`, or its own.
     """
@@ -99,8 +99,8 @@ class Snapshot:
 
         tokens:    their ids; the first one is token `start` of the sequence in every section
         sections:  all hold the same heads, none a layer of another
-        precision: that the values went through before they came into these caches, where it may
-                   be coarser than Section.precision; None: it is not
+        precision: the coarsest precision that the values had before they came into these caches;
+                   None: not coarser than Section.precision
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -121,10 +121,10 @@ class Snapshot:
         prefix: str = "",
         precision: Precision | None = None,
     ) -> Self | None:
-        """Memory for what `capture` copies, to be copied layer by layer.
+        """Allocates the memory for `capture`, so that layers can be copied one by one.
 
-        `fill` each layer once and `settle` before the caches change. Arguments, result and errors
-        are those of `capture`.
+        Call `fill` once for each layer, and `settle` before the caches change. Arguments, result
+        and errors are those of `capture`.
         """
         ids = token_ids(tokens)
         check_capture(ids, sections)
@@ -152,9 +152,9 @@ class Snapshot:
         return snapshot
 
     def fill(self, section: Section) -> None:
-        """Copies the layers of a section, which was reserved, or is `of` some layers of one.
+        """Copies the layers of a section given to `reserve`, or of Section.of some of its layers.
 
-        Mutates this snapshot. A device is not waited for.
+        Mutates this snapshot. Does not wait for a device.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         num_tokens, device = len(self.tokens), device_of([section])
@@ -174,7 +174,7 @@ class Snapshot:
                     self.array(f"layers.{layer}.{kind}")[:] = scale_values(scale)
 
     def settle(self, sections: Sequence[Section]) -> None:
-        """Waits until what `fill` copies is here. Raises OutOfRangeError."""
+        """Waits until the copies of `fill` are complete. Raises OutOfRangeError."""
         if device_of(sections) is not None:
             device_status()
 
@@ -187,14 +187,14 @@ class Snapshot:
         key: bytes | None = None,
         max_header_bytes: int = MAX_HEADER_BYTES,
     ) -> Self:
-        """The snapshot in a file; only its header and tokens are read.
+        """Opens the snapshot in a file; reads only its header and tokens.
 
-        source: a path of a regular file; or one that is open for reading, unbuffered, which stays
-                the caller's and open as long as data is read
+        source: a path of a regular file; or a file open for reading, unbuffered, which the caller
+                keeps open as long as data is read
         name:   of an open file, for messages
-        key:    that the file has to be signed with; None: it must not be signed
-        Raises CorruptError if the file is not what `save` wrote, UnsignedError if it is not signed
-        with the key, StoreError if it cannot be read.
+        key:    the file must be signed with it; None: the file must not be signed
+        Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
+        signed with the key, StoreError if it cannot be read.
         """
         file = _file_of(source, name, key)
         try:
@@ -208,14 +208,14 @@ class Snapshot:
     def save(self, target: Path | BinaryIO, *, key: bytes | None = None) -> None:
         """Writes the snapshot; the file is not synced. Raises StoreError if it cannot be written.
 
-        target: a path, overwritten if it is there; or a new file that is open for writing
-        key:    that it is signed with
+        target: a path, overwritten if it exists; or a new file that is open for writing
+        key:    signs the file; None: it is not signed
         """
         signer = None if key is None else Key(key)
         write(target, self.header, self.tensors, self._bytes, signer)
 
     def close(self) -> None:
-        """Closes the file that was opened by path; what has been read stays."""
+        """Closes the file if it was opened by path. Data that has been read stays."""
         if self.file is not None:
             self.file.close()
 
@@ -236,22 +236,22 @@ class Snapshot:
         return [name for name in names if name in self.tensors]
 
     def memory_for(self, layers: Iterable[int]) -> int:
-        """Bytes of memory that `read` needs for these layers, a multiple of a page."""
+        """Bytes of memory that `read` needs for these layers: a multiple of PAGE."""
         num_bytes = placed((n, *self.tensors[n].type) for n in self.names_of(layers))[1]
         return -(-num_bytes // PAGE) * PAGE
 
     def read(self, layers: Iterable[int], memory: Bytes | None = None) -> Snapshot:
-        """The same with the data of some layers in memory, every byte of it checked.
+        """The same snapshot with the data of some layers in memory, every byte checked.
 
         memory: of at least memory_for(layers) bytes, from host_memory; None: new memory
-        Raises CorruptError if the data is not what was written, StoreError if it cannot be read.
+        Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
         return self._read(self.names_of(layers), memory)
 
     def mismatch(self, section: Section) -> list[str]:
         """Why the section cannot take its layers from here: a sentence each, or none.
 
-        Layers and heads that only one of them has are no reason.
+        Layers and heads that only one of the two has are no reason.
         """
         reasons = []
         facts = section.view.facts
@@ -280,7 +280,7 @@ class Snapshot:
     def restore(self, section: Section, start: int, stop: int, *, stream: int | None = None) -> int:
         """Copies tokens `start` to `stop` into the layers and heads that both have.
 
-        start, stop: within this snapshot
+        start, stop: positions in the sequence, within this snapshot
         Mutates the section's cache, except null blocks. Waits for a device.
         Returns the bytes of these tokens as the section stores them.
         Raises StoreError if `mismatch` has a reason, InvalidArgumentError, UnsupportedError,
@@ -313,11 +313,11 @@ class Snapshot:
         else:
             copy.run(self._view(layers), view, find_scales=per_vector)
         if device is not None:
-            device_status(stream)  # what it reads is freed now
+            device_status(stream)  # waits: tables and memory that the device reads are freed now
         return (stop - start) * view.bytes_per_token(num_heads)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor in memory; BF16 and FP8, which numpy has not, as another type of their size."""
+        """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size."""
         tensor = self.tensors[name]
         return self._bytes(name).view(_NUMPY[tensor.dtype.itemsize]).reshape(tensor.shape)
 

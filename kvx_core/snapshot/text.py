@@ -1,4 +1,4 @@
-"""JSON as KVX writes it, from anybody: bounded, each key once, no numbers that surprise."""
+"""Parses untrusted JSON: limited depth, no duplicate keys, no NaN, numbers of at most 64 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOO_LARGE = re.compile(rb"[0-9]{19}")  # for 64 bits; such strings of digits al
 
 
 def strict_json(raw: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, whatever `raw` is, in time linear in it."""
+    """The value of a JSON text. Raises nothing but ValueError; takes time linear in its length."""
     # Without escaped characters every quote begins or ends a string.
     words = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     bare = b" ".join(words[::2])
@@ -29,7 +29,7 @@ def strict_json(raw: bytes) -> Any:
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
         raise ValueError("its brackets do not match, or are too deep")
-    # No text gets so far that the parser's own recursion could end in.
+    # The depth is limited now, so that the parser cannot exhaust its recursion.
     return json.loads(raw.decode(), object_pairs_hook=_each_once)
 
 

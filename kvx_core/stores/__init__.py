@@ -1,4 +1,4 @@
-"""Stores of snapshots: where their files lie (blobs), and which prompt they belong to (prefix)."""
+"""Stores of snapshots: the files (blobs), and which prompt each belongs to (prefix)."""
 
 from kvx_core.snapshot import (
     CorruptError,

@@ -1,4 +1,4 @@
-"""Opening and making what lies below a directory handle; a symbolic link is never followed."""
+"""Opens and makes files and folders below a directory handle. Never follows a symbolic link."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import cache
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a FIFO waits for somebody who writes into it.
+# Without O_NONBLOCK, opening a FIFO waits for a writer.
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # only to look at, whatever it is
+NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # for fstat only, of any kind of file
 
 # openat2 (Linux 5.6) walks a whole path in one call; a call per folder takes three times as long.
 # Source: linux include/uapi/linux/openat2.h, struct open_how
@@ -19,7 +19,7 @@ _SYS_OPENAT2 = 437
 _RESOLVE_NO_SYMLINKS = 0x04
 _HOW_BYTES = 24
 
-# This kernel has no such call, or this container may not make it: some filters answer EPERM.
+# The kernel has no openat2, or a seccomp filter forbids it: some answer EPERM.
 _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
@@ -34,7 +34,7 @@ _syscall.argtypes = [
 
 
 def open_beneath(root: int, path: str, flags: int) -> int:
-    """A handle of what lies at `path` below the directory handle `root`.
+    """Opens `path` below the directory handle `root`; returns a handle.
 
     path:  words with "/" between them, none of them empty or ".."; "" is the root
     flags: FOLDER, FILE or NOTHING
@@ -70,9 +70,9 @@ def open_by_folders(root: int, path: str, flags: int) -> int:
 
 
 def make_folders(root: int, path: str, mode: int, unsynced: list[int] | None = None) -> int:
-    """A handle of the folder at `path`; those missing are made with this mode.
+    """A handle of the folder at `path`. Missing folders are made with this mode.
 
-    unsynced: gets handles of the folders that have a new one, for the caller to sync and to close;
+    unsynced: gets a handle of each folder in which one was made, for the caller to sync and close;
               None: they are synced here
     Raises OSError.
     """
@@ -95,7 +95,7 @@ def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) 
         return os.open(word, FOLDER, dir_fd=parent)
     try:
         os.mkdir(word, 0o700, dir_fd=parent)
-    except FileExistsError:  # somebody else was first
+    except FileExistsError:  # another process made it
         return os.open(word, FOLDER, dir_fd=parent)
     handle = os.open(word, FOLDER, dir_fd=parent)
     try:
@@ -111,11 +111,11 @@ def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) 
 
 
 def set_mode(handle: int, mode: int) -> None:
-    """Gives what this process has just made its mode, whatever the umask. Raises OSError."""
+    """Sets the mode of a new file or folder, whatever the umask. Raises OSError."""
     try:
         os.fchmod(handle, mode)
     except OSError as error:
-        if error.errno not in _NO_MODES:  # file systems that have one mode for all
+        if error.errno not in _NO_MODES:  # a file system without modes
             raise
 
 

@@ -1,6 +1,5 @@
-"""Where the files of a store lie: a directory, or whatever else can do these four things.
-
-What is in the files, and how they are named, is for others to know.
+"""Where the files of a store lie: BlobStore, any object with put, open, names and delete; and
+Directory, which is one. Names and contents of the files are decided elsewhere (keys.py, snapshot).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
 
 _MAX_WORDS = 8  # of a name
 _MAX_NAMES = 1 << 16  # that `names` returns
-_TRIES = 5  # when others take away what is in use
-_NO_HELP_SECONDS = 60  # without dropping files, after it gave no room
-_FUTURE_SECONDS = 60  # ahead of the file system's clock: nobody used a file then
+_TRIES = 5  # when other processes delete what a call is using
+_NO_HELP_SECONDS = 60  # pause after dropping files did not help
+_FUTURE_SECONDS = 60  # a time of last use further ahead than this is wrong
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a folder is not there, or is none
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # no folder of this name
 _NO_FILE = (*_ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
-_GONE = (errno.ENOENT, errno.ESTALE)  # what was in use; on NFS it may be seen late
+_GONE = (errno.ENOENT, errno.ESTALE)  # deleted during use; NFS may report it late (ESTALE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _RIGHTS = "Give this user the right to, or share the store with its group: `group`"
@@ -70,17 +69,17 @@ class BlobStore(Protocol):
     def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         """Stores what `write` writes: all of it or nothing, and durably.
 
-        write: gets a new unbuffered file, to write to and to seek in; is called again, with another
-               file, if there was no room or the file was taken away
-        Returns False, and may not call `write`, if the name is there already.
-        Raises StoreError, and what `write` raises but OSError.
+        write: gets a new unbuffered file that it can write to and seek in. Called again with
+               another file if the disk was full or the file was deleted meanwhile
+        Returns False if the name exists already; `write` may then not be called.
+        Raises StoreError, and what `write` raises except OSError.
         """
         ...
 
     def open(self, name: str) -> BinaryIO | None:
         """The file of a name, unbuffered, which the caller closes; marks it as used now.
 
-        None if there is none (any more), or it is no regular file.
+        None if it does not exist (any more) or is no regular file.
         Raises StoreError if it cannot be opened now.
         """
         ...
@@ -90,27 +89,28 @@ class BlobStore(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Makes sure that the name is not there. Raises StoreError."""
+        """Deletes the file if it exists. Raises StoreError."""
         ...
 
 
 class Directory:
     """A BlobStore in a directory, which processes, their threads and machines may share.
 
-    A file appears under its name when it is complete and on the disk; until then it lies in the
-    folder ".tmp". Links are followed on the way to the root, and none below it. Nothing stays open
-    between two calls: the directory may be deleted and made again.
+    A file gets its name when it is complete and on the disk; until then it lies in the folder
+    ".tmp". Symbolic links are followed in the path of the root, and none below it. Nothing stays
+    open between two calls: the directory may be deleted and made again.
     """
 
     def __init__(
         self, root: Path | str, max_bytes: int | None = None, *, group: Group = "none"
     ) -> None:
-        """root:      made when something is put
-        max_bytes: on the disk, about which `put` trims; None: only when the disk is full
+        """root:      made by the first `put`
+        max_bytes: on the disk; `put` trims when there are about that many. None: when the disk is
+                   full
         group:     what users in the group of the directory may do, whatever the umask: nothing
                    ("none", folders 0700 and files 0600), "read" (2750, 0640) or "write" too (2770,
-                   0660). A directory that is there keeps its mode, and a file system without modes
-                   its own
+                   0660). An existing directory keeps its mode, and so does everything on a file
+                   system without modes
         Raises InvalidArgumentError.
         """
         if "\0" in str(root):
@@ -131,7 +131,7 @@ class Directory:
     def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         """As BlobStore.put.
 
-        If the disk is full, the least recently used files go until there is room.
+        If the disk is full, the least recently used files are deleted until there is room.
         """
         _check_name(name)
         handled = sys.exception()
@@ -191,14 +191,14 @@ class Directory:
                 return None
             raise self._failure(name, "read", error) from error
         opened.name = f"{self.root}/{name}"
-        with suppress(OSError):  # not ours to change
-            os.utime(file)  # without a time: the file system's clock, which all users share
+        with suppress(OSError):  # it may be another user's
+            os.utime(file)  # now, by the clock of the file system, which all machines share
         return opened
 
     def names(self, folder: str) -> list[str]:
         """As BlobStore.names; empty for a folder that cannot be read.
 
-        Only what may be a word of a name, and not more than 65,536 of them.
+        Leaves out what cannot be a word of a name. At most 65,536 of them.
         """
         if folder:
             _check_name(folder)
@@ -218,7 +218,7 @@ class Directory:
         return found
 
     def delete(self, name: str) -> None:
-        """As BlobStore.delete; folders that this leaves empty go too."""
+        """As BlobStore.delete; deletes folders that become empty as well."""
         _check_name(name)
         try:
             root = self._open_root(name, "deleted")
@@ -227,7 +227,7 @@ class Directory:
         try:
             _remove(root, name, os.unlink)
             folder = name.rpartition("/")[0]
-            with suppress(OSError):  # not empty, or not ours
+            with suppress(OSError):  # not empty, or of another user
                 while folder:
                     _remove(root, folder, os.rmdir)
                     folder = folder.rpartition("/")[0]
@@ -237,10 +237,11 @@ class Directory:
             os.close(root)
 
     def trim(self) -> int:
-        """Deletes what is not needed: temporary files whose writer is dead and, if there are more
-        than max_bytes, the least recently used files until a tenth of that is free.
+        """Deletes temporary files whose writer is dead and, if files have more than max_bytes, the
+        least recently used ones until a tenth of max_bytes is free.
 
-        Files directly in the root stay. Returns the bytes that are left. Raises StoreError.
+        Files directly in the root stay. Returns the bytes of the files that are left. Raises
+        StoreError.
         """
         found = self._files()
         left = sum(num_bytes for _, num_bytes, _ in found)
@@ -249,7 +250,7 @@ class Directory:
         return left
 
     def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
-        """The bytes of a new file on the disk; None if the name was there. Raises OSError too."""
+        """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
         try:
             root = self._root.open()
         except FileNotFoundError:
@@ -286,10 +287,10 @@ class Directory:
         return True
 
     def _publish(self, root: int, temporary: Temporary, name: str) -> bool:
-        """Gives a complete file its name; False if somebody else was first."""
+        """Gives a complete file its name; False if another writer was first."""
         path, _, last = name.rpartition("/")
         tries = 0
-        unsynced: list[int] = []  # after the file: a journal then has all that led to it
+        unsynced: list[int] = []  # synced after the file has its name
         try:
             while True:
                 folder = make_folders(root, path, self._folder_mode, unsynced)
@@ -297,7 +298,7 @@ class Directory:
                 try:
                     is_new = _link(temporary, folder, last)
                     break
-                except FileNotFoundError:  # `delete` took the empty folder away
+                except FileNotFoundError:  # another process deleted the empty folder
                     tries += 1
                     if tries == _TRIES:
                         raise
@@ -309,21 +310,21 @@ class Directory:
                 os.close(folder)
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
-        """Trims when so much was put since the last time that it may be needed."""
+        """Trims if enough was put since the last trim to exceed max_bytes."""
         with self._own_lock(), suppress(StoreError):
             self._room -= num_bytes
             if self._room < 0:
                 self._room = max(0, max_bytes - self.trim())
 
     def _drop_some(self, tries: int, has_helped: bool) -> bool:
-        """Makes room on a full disk: a tenth of what is here goes, in order of last use.
+        """Makes room on a full disk: deletes a tenth of the bytes here, least recently used first.
 
-        tries:      before this one; at first nothing goes if another writer has made room meanwhile
-        has_helped: more of the file was written than before
-        Returns whether it is worth while to try again.
+        tries:      earlier tries. The first deletes nothing if another writer has made room
+        has_helped: this try wrote more of the file than the one before
+        Returns whether to try again.
         """
         with self._own_lock():
-            if tries > 1 and not has_helped:  # what was freed is not for us
+            if tries > 1 and not has_helped:  # others use what was freed
                 self._next_drop = time.monotonic() + _NO_HELP_SECONDS
             if time.monotonic() < self._next_drop:
                 return False
@@ -338,7 +339,7 @@ class Directory:
             return self._drop(found, max(num_bytes, 1)) > 0
 
     def _drop(self, found: list[tuple[float, int, str]], num_bytes: int) -> int:
-        """Deletes the first of these files until so many bytes are free; returns how many are."""
+        """Deletes files in this order until num_bytes are freed. Returns the bytes freed."""
         freed = 0
         for _, size, name in found:
             if freed >= num_bytes:
@@ -359,7 +360,7 @@ class Directory:
             return []
         try:
             now = None
-            with suppress(OSError):  # a directory that is only read
+            with suppress(OSError):  # this process may not write here
                 now = self._temporaries.now(root)
             self._temporaries.clean(root)
             found = list(_walk(root, "", now))
@@ -379,7 +380,7 @@ class Directory:
         )
 
     def _open_root(self, name: str, verb: str) -> int:
-        """Raises FileNotFoundError if it is not there, StoreError if it cannot be opened."""
+        """Raises FileNotFoundError if it does not exist, StoreError if it cannot be opened."""
         try:
             return self._root.open()
         except FileNotFoundError:
@@ -388,7 +389,7 @@ class Directory:
             raise self._failure(name, verb, error) from error
 
     def _own_lock(self) -> Lock:
-        """The lock of this process: a fork copies one that another thread may hold."""
+        """The lock of this process. A forked child makes its own: the copy may be held for ever."""
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
         return self._lock
@@ -401,7 +402,7 @@ class Directory:
 
 
 class _NewFile(io.FileIO):
-    """A file whose `write` writes all it is given, where the kernel's may write a part."""
+    """A file whose `write` writes everything. io.FileIO.write may write only a part."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
@@ -425,7 +426,7 @@ def _is_word(text: str) -> bool:
 
 
 def _remove(root: int, name: str, remove: Callable[..., None]) -> None:
-    """Deletes a file or an empty folder. Raises OSError, but not if it is not there."""
+    """Deletes a file or an empty folder if it exists. Raises OSError."""
     path, _, last = name.rpartition("/")
     try:
         folder = open_beneath(root, path, FOLDER)
@@ -439,9 +440,9 @@ def _remove(root: int, name: str, remove: Callable[..., None]) -> None:
 
 
 def _link(temporary: Temporary, folder: int, name: str) -> bool:
-    """Gives a file its name in a folder; False if somebody else was first. Raises OSError."""
+    """Gives a file its name in a folder; False if the name exists. Raises OSError."""
     try:
-        os.link(  # never replaces
+        os.link(  # does not replace a file
             temporary.name,
             name,
             src_dir_fd=temporary.folder,
@@ -450,15 +451,16 @@ def _link(temporary: Temporary, folder: int, name: str) -> bool:
         )
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links: what is replaced is the same content
+    except OSError:  # a file system without hard links. A file it replaces has the same content
         os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
     return True
 
 
 def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.stat_result]]:
-    """The files in the folders below a folder; what vanishes or cannot be read is left out.
+    """The files in the folders below a folder, without those that vanish or cannot be read.
 
-    Deletes abandoned temporary files, and stamps those that were last used in the future.
+    now: by the clock of the file system; None: nothing is changed. Otherwise deletes abandoned
+         temporary files, and sets a time of last use that lies in the future to now.
     """
     with suppress(OSError):
         folder = open_beneath(root, path, FOLDER)
@@ -490,7 +492,10 @@ def _allocated(status: os.stat_result) -> int:
 
 
 def _code(error: BaseException | None, handled: BaseException | None) -> int | None:
-    """errno of the OSError that an error tells of; `handled` was there before."""
+    """errno of the OSError that caused `error`; None if there is none.
+
+    handled: the exception that was being handled before: it and its causes do not count
+    """
     while error is not None and error is not handled:
         if isinstance(error, OSError):
             return error.errno

@@ -1,4 +1,4 @@
-"""kvx-store.json: how a store is cut into chunks, and in which format."""
+"""kvx-store.json: the chunk size and the format of a store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _MAX_CHUNK_TOKENS = 999_999_999  # names of files have 9 digits
 
 
 def stored_chunk_tokens(blobs: BlobStore, requested: int | None, otherwise: int) -> int | None:
-    """The chunk_tokens of a store; a new one takes those that are requested, or the others.
+    """The chunk_tokens of a store.
 
-    None: there is no store yet, and none can be made here.
-    Raises InvalidArgumentError if others are requested, StoreError if it is no store of this
-    format, or cannot be read.
+    requested: what the caller asks for, or None
+    otherwise: for a new store, if nothing is requested
+    Returns None if there is no store yet and none can be made here.
+    Raises InvalidArgumentError if the store has another number than is requested, StoreError if it
+    has another format or cannot be read.
     """
     root = getattr(blobs, "root", None)
     where = _NAME if root is None else f"{root}/{_NAME}"
@@ -32,7 +34,7 @@ def stored_chunk_tokens(blobs: BlobStore, requested: int | None, otherwise: int)
         def write(file: BinaryIO) -> None:
             file.write(json.dumps(wanted).encode() + b"\n")
 
-        with suppress(StoreError):  # one that is only read may be empty yet
+        with suppress(StoreError):  # a store that this process may only read can still be empty
             blobs.put(_NAME, write)
         raw = _read(blobs, where)
         if raw is None:

@@ -1,4 +1,4 @@
-"""The files of a prefix store: opened, compared with their names, deleted if they are of no use."""
+"""The files of a prefix store: opened, compared with their names, deleted if corrupt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_KNOWN = 16384  # files whose tokens are remembered
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Files by name. Nothing that a file holds raises anything but StoreError."""
+    """Files by name. Whatever a file holds, only StoreError is raised."""
 
     blobs: BlobStore
     key: bytes | None  # that files are signed with
@@ -29,7 +29,7 @@ class Entries:
         return name in self._known
 
     def is_there(self, name: str) -> bool:
-        """Whether there is such a file; marks it as used. Raises StoreError."""
+        """Whether the file exists; marks it as used now. Raises StoreError."""
         file = self.blobs.open(name)
         if file is not None:
             file.close()
@@ -37,7 +37,7 @@ class Entries:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
-        """The file, open as long as the context. Raises StoreError if it is not there."""
+        """The file, closed at the end of the context. Raises StoreError if it does not exist."""
         file = self.blobs.open(name)
         if file is None:
             raise StoreError(f"{name} is not in the store (any more)")
@@ -45,7 +45,7 @@ class Entries:
             yield file
 
     def snapshot(self, file: EntryFile, opened: BinaryIO) -> Snapshot:
-        """What an open file has, which is what its name says. Raises StoreError."""
+        """The snapshot in an open file, checked to be what its name says. Raises StoreError."""
         with self.discarding(file.name):
             snapshot = Snapshot.open(
                 opened, name=file.name, key=self.key, max_header_bytes=self.max_header_bytes
@@ -67,7 +67,7 @@ class Entries:
         return snapshot
 
     def _read_tokens(self, file: EntryFile, opened: BinaryIO) -> Ids:
-        """The tokens that an open file is named for. `snapshot` compares the rest."""
+        """The tokens in an open file, compared with its name. `snapshot` compares the rest."""
         with self.discarding(file.name):
             tokens = read_tokens(
                 opened,
@@ -97,11 +97,10 @@ class Entries:
 
     @contextmanager
     def discarding(self, name: str) -> Iterator[None]:
-        """Deletes a file that turns out to be of no use, so that it can be stored again.
+        """Deletes the file if the context raises CorruptError, so that it can be stored again.
 
-        Where somebody has stored it again in the meantime, the new file goes: what it held is
-        computed once more, and stored. An error that may pass is no CorruptError, and deletes
-        nothing.
+        If another process has stored it again meanwhile, the new file is deleted: its tokens are
+        computed and stored once more. Errors that may pass are no CorruptError and delete nothing.
         """
         try:
             yield
@@ -113,10 +112,11 @@ class Entries:
 
 
 class Carried:
-    """The coarsest precision that this process has loaded, which what it computes then has too.
+    """The coarsest precision that this process has loaded. All that it saves later counts as having
+    gone through it.
 
-    Prefixes that were loaded are in the engine's own cache and in whatever is computed from them,
-    and nothing says where: so all that is saved later counts as having gone through it.
+    Loaded prefixes stay in the engine's own cache, and tokens are computed from them; nothing
+    records which tokens those are.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Finder: which files of one space hold what, and which of them a reader takes."""
+"""Finder: which files of a space hold a prefix, and which of them a reader loads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Finder:
     accept: Accept
 
     def longest(self, node: str, ids: Ids) -> tuple[int, list[EntryFile]]:
-        """The most of `ids` that an entry below a node begins with, and the files of that entry."""
+        """How many of `ids` the best entry below a node begins with, and that entry's files."""
         whole = self._whole_file(node, ids)
         if whole is not None:
             return len(ids), [whole]
@@ -69,7 +69,7 @@ class Finder:
         return best
 
     def _whole_file(self, node: str, ids: Ids) -> EntryFile | None:
-        """The file of `ids` with all layers and heads: its name is known, nothing is listed."""
+        """The file of `ids` with all layers and heads, found by its name: no folder is listed."""
         layers, heads = tuple(range(self.shape[0])), (0, self.shape[1])
         name = name_of(self.space, node, ids, layers, heads, self.precision)
         folder = name.rpartition("/")[0]
@@ -81,7 +81,7 @@ class Finder:
         return file if is_there and self.entries.tokens(file) is not None else None
 
     def _folders(self, node: str, ids: Ids) -> Iterator[tuple[str, int]]:
-        """Folders below a node, and how many of `ids` their entries have at most; most first."""
+        """Folders below a node, and how many of `ids` their entries can share; most first."""
         own = opening_of(node, ids)
         yield f"{self.space}/{node}/{own}", len(ids)
         openings = self.entries.blobs.names(f"{self.space}/{node}")
@@ -90,7 +90,7 @@ class Finder:
             yield f"{self.space}/{node}/{opening}", bounds[opening]
 
     def _good(self, files: Iterable[EntryFile]) -> list[EntryFile]:
-        """Good files of an entry that together hold all layers and heads; none if some miss."""
+        """Good files of an entry that together hold all layers and heads; none if some lack."""
         files = list(files)
         while True:
             held, chosen = self.cover(files)
@@ -102,7 +102,9 @@ class Finder:
             files = [file for file in files if file not in bad]
 
     def cover(self, files: Iterable[EntryFile]) -> tuple[npt.NDArray[np.bool_], list[EntryFile]]:
-        """Which layers and heads the files hold, and as few of them as hold the same, the best."""
+        """Which layers and heads the files hold, and a selection of files that holds the same: the
+        best ranked, then the largest.
+        """
         held = np.zeros(self.shape, np.bool_)
         chosen = []
 
@@ -123,8 +125,8 @@ class Finder:
         return precision.includes(self.precision)
 
     def _rank(self, precision: Precision) -> tuple[int, int]:
-        """What comes first is loaded first: this cache's own precision, then what is as good and
-        the fewest bytes, then what comes closest.
+        """Lower ranks are loaded first: this cache's own precision, then precisions that include
+        it, the smallest of them first, then the closest of the others.
         """
         if precision == self.precision:
             return 0, 0

@@ -1,4 +1,4 @@
-"""PrefixStore: which tokens of a prompt have their keys and values in a store, and where.
+"""PrefixStore: finds, loads and stores the keys and values of prefixes of prompts.
 
 A sequence is cut into chunks. Each chunk, the last one perhaps not full, is an entry; its key is a
 hash of it and all tokens before it, so that sequences with a common prefix share entries. An entry
@@ -49,7 +49,7 @@ class StoredSpan:
 
     start: int
     stop: int
-    num_entry_tokens: int  # of the entry, which may go on with other tokens than the prompt
+    num_entry_tokens: int  # of the entry, which may continue with other tokens than the prompt
     names: tuple[str, ...]  # of files that together hold all layers and heads
 
 
@@ -82,10 +82,10 @@ class _Source:
 class PrefixStore:
     """Keys and values of token prefixes of one model. Threads and processes may share a store.
 
-    With accept "same" an entry is found, and loaded, if its values are at least as precise as those
-    of the reader's own cache would be. With "lossy" every entry is; once one was loaded that is
-    coarser, all that this object (and those it was `salted` from) captures counts as that coarse,
-    and is not found by readers that want more.
+    With accept "same", an entry is found and loaded if its values are at least as precise as those
+    of the reader's own cache. With "lossy", every entry is. Once a coarser entry was loaded,
+    everything that this object (and those it was `salted` from) captures counts as that coarse, and
+    readers that ask for more precision do not find it.
     """
 
     def __init__(
@@ -105,16 +105,17 @@ class PrefixStore:
         """A store of one model in `blobs`, which other models may use too.
 
         fingerprint:  of what is computed: ModelRecord.fingerprint, as engines have it
-        num_layers:   of the model; an entry is found once it holds layers 0 to num_layers
+        num_layers:   of the model; an entry is found once it holds all of them
         total_kv_heads: of the model, in every layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
                       V); the coarsest where layers differ
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
-        key:          at least 32 bytes: what is stored is signed with it, and what is not signed
-                      with it is not found; None: nothing is signed
-        Raises InvalidArgumentError if the store has other chunks, StoreError if it is no store.
+        key:          at least 32 bytes: files are signed with it, and files that are not are not
+                      found; None: nothing is signed
+        Raises InvalidArgumentError if the store has another chunk_tokens, StoreError if it is no
+        store.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
         if min(num_layers, total_kv_heads, requested) < 1:
@@ -135,7 +136,7 @@ class PrefixStore:
         self._shape = (num_layers, total_kv_heads)
         self._precision, self._accept = precision, accept
         self._carried = Carried()
-        # Per layer: four tensors, their checksums, and facts, of which each has the fingerprint.
+        # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
         self._entries = Entries(blobs, key, limit)
         self._space = space_of(fingerprint, self._shape, salt, self._signer)
@@ -161,9 +162,9 @@ class PrefixStore:
         return self._carried.precision
 
     def carry(self, precision: Precision) -> None:
-        """Has all that is captured from now on count as having gone through this precision too.
+        """Makes all that is captured from now on count as having gone through this precision too.
 
-        For a process that is handed what another one has loaded: its `carried`.
+        For a process that gets what another one has loaded: pass the other's `carried`.
         """
         self._carried.take(precision)
 
@@ -193,14 +194,14 @@ class PrefixStore:
         return [(at, min(at + step, num_tokens)) for at in range(first, num_tokens, step)]
 
     def lookup(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Match:
-        """The longest prefix of `tokens` that is stored, to the token.
+        """The longest prefix of `tokens` that is stored, exact to the token.
 
-        An entry counts when files that are accepted hold all its layers and heads, the most precise
-        of them first. Files that are not what they say do not count, and are deleted; those that
-        cannot be read now, or are not signed with the store's key, do not count. Of entries that
-        begin like the prompt and go on differently, 64 not seen before are looked at in each
-        lookup. Reads no keys or values.
-        Raises InvalidArgumentError for what are no tokens.
+        An entry counts if accepted files together hold all its layers and heads; the most precise
+        files are chosen. Corrupt files do not count, and are deleted. Files that cannot be read
+        now, or are not signed with the store's key, do not count. Of entries that begin like the
+        prompt and continue differently, a lookup opens at most 64 that were not opened before.
+        Reads no keys or values.
+        Raises InvalidArgumentError if `tokens` are no integers.
         """
         ids, step = token_ids(tokens), self.chunk_tokens
         node, at, spans = self._space, 0, list[StoredSpan]()
@@ -227,8 +228,8 @@ class PrefixStore:
         *,
         node: str | None = None,
     ) -> bool:
-        """Whether some of these layers and heads of the entry tokens[start:stop) are not stored, as
-        precise as they are here.
+        """Whether some of these layers and heads of the entry tokens[start:stop) are not stored
+        with the precision that they have here.
 
         start, stop: as `spans` has them
         heads:       first, and one past the last
@@ -287,10 +288,10 @@ class PrefixStore:
         return Snapshot.reserve(ids, sections, start=start, prefix=node, precision=precision)
 
     def commit(self, snapshot: Snapshot) -> int:
-        """Stores what `capture` of this store returned, from any thread.
+        """Stores what `capture` of this store returned. May be called from any thread.
 
-        Returns the bytes of its file; 0 if it was there.
-        Raises StoreError, and then nothing is stored.
+        Returns the bytes of its file; 0 if the file existed already.
+        Raises StoreError if nothing was stored.
         """
         header, num_bytes = snapshot.header, 0
 
@@ -322,8 +323,8 @@ class PrefixStore:
 
         match:    what `lookup` found, here or in another process
         sections: where the sequence lies; its null blocks are skipped
-        Everything of a span is read and checked before the first byte of it is written. A file that
-        is not what it says is deleted. Waits for devices.
+        All of a span is read and checked before the first byte of it is written. A corrupt file is
+        deleted. Waits for devices.
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -351,8 +352,8 @@ class PrefixStore:
                     with self._entries.discarding(source.name):
                         read.append(source.snapshot.read(source.layers, rest))
                     rest = rest[source.num_bytes :]
-            # Of all files, also of those that only others read: what is computed here after this
-            # comes from them too.
+            # All files count, also those that only other ranks load: what is computed here later
+            # depends on them too.
             for file in map(self._finder.file, span.names):
                 if not file.precision.includes(self._precision):
                     self._carried.take(file.precision)
@@ -364,7 +365,7 @@ class PrefixStore:
     def _sources(
         self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
     ) -> list[_Source]:
-        """The files that the sections need, open; everything but the data is checked."""
+        """The files that the sections need, opened; everything except their data is checked."""
         files = []
         sources = []
         for file in map(self._finder.file, span.names):
@@ -398,7 +399,7 @@ class PrefixStore:
         return sources
 
     def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
-        """Why the section takes no values of this precision: a sentence each, or none."""
+        """Why values of this precision may not be loaded into the section: a sentence each."""
         if self._accept == "lossy":
             return []
         own = section.precision
@@ -431,7 +432,10 @@ class PrefixStore:
         return node, token_ids(tokens[start:stop])
 
     def _of_model(self, section: Section) -> Section:
-        """The section with the fingerprint of this store's model, unless it is of another one."""
+        """The section with the fingerprint and heads of this store's model filled in.
+
+        Raises InvalidArgumentError if it is of another model.
+        """
         num_layers, total_kv_heads = self._shape
         if max(section.layers) >= num_layers or section.heads[1] > total_kv_heads:
             raise InvalidArgumentError(
@@ -455,7 +459,7 @@ class PrefixStore:
 
 
 def _says_precision(section: Section) -> bool:
-    """Whether the section's own precision is that of its values."""
+    """Whether Section.precision is known to be that of its values."""
     return section.encoding != VALUES or section.view.facts.compute_dtype is not None
 
 

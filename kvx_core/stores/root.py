@@ -1,4 +1,4 @@
-"""The directory that a store lies in: opened, made, and looked at for who may write there."""
+"""The directory of a store: opened, made, and checked for who may write there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MODES: dict[str, tuple[int, int]] = {  # of folders and of files, by what the gr
     "read": (0o2750, 0o640),
     "write": (0o2770, 0o660),
 }
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # links are followed on the way to it
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # follows symbolic links in its path
 
 _logger = logging.getLogger(__name__)
 
 
 class Root:
-    """A directory that may not be there yet, or be deleted and made again."""
+    """A directory that may not exist yet, and may be deleted and made again."""
 
     def __init__(self, path: Path, group: Group) -> None:
         self.path = os.fspath(path)
@@ -56,14 +56,14 @@ class Root:
                 if path == missing[0]:
                     os.close(make_folders(handle, name, MODES[self._group][0]))
                 else:
-                    with suppress(FileExistsError):  # somebody else was first
+                    with suppress(FileExistsError):  # another process made it
                         os.mkdir(name, dir_fd=handle)
                     sync_folder(handle)
             finally:
                 os.close(handle)
 
     def _look_at(self, root: int) -> None:
-        """Warns if somebody may write here of whom the store does not know."""
+        """Warns if users can write here who were not given access by `group`."""
         with suppress(OSError):
             status = os.fstat(root)
             if status.st_mode & stat.S_IWOTH:

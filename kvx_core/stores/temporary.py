@@ -1,10 +1,9 @@
-"""Files that are being written: their folder, how others see that the writer lives, and what
-becomes of those whose writer has died.
+"""Temporary files of a store, and how those of dead writers are found and deleted.
 
-A writer holds a lock on its file. Who gets the lock of a file that was made on the same file system
-of the same running kernel knows that the writer is dead. Other machines may not see each other's
-locks; there a file is left alone until it has not changed for a day, by the file system's clock:
-those of machines may differ.
+A writer holds a lock on its file. A process that gets the lock of a file made on the same file
+system of the same running kernel knows that the writer is dead. Machines may not see each other's
+locks: a file of another machine is deleted when it has not changed for a day, by the clock of the
+file system, since the clocks of machines may differ.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# NFS gives an exclusive lock only to who may write. O_NONBLOCK: it may be a FIFO.
+# O_RDWR: NFS gives an exclusive lock only on files open for writing. O_NONBLOCK: it may be a FIFO.
 _TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
 
-_ABANDONED_SECONDS = 24 * 3600  # unchanged for so long, where locks do not say more
+_ABANDONED_SECONDS = 24 * 3600  # unchanged for so long: abandoned, if locks do not tell
 _CLEAN_SECONDS = 600  # between two cleanings of one process
 _MAX_CLEANED = 4096  # files looked at in one cleaning
 _TRIES = 5
@@ -39,7 +38,7 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """A file without its name yet: handle, and where it lies until then."""
+    """A new file that has no name in the store yet: its handle, and where it lies."""
 
     file: int
     folder: int
@@ -56,7 +55,7 @@ class Temporaries:
 
     @contextmanager
     def new(self, root: int) -> Iterator[Temporary]:
-        """A new file, locked; it is deleted in the end. Raises OSError."""
+        """A new, locked file, deleted at the end of the context. Raises OSError."""
         folder = make_folders(root, _FOLDER, self._folder_mode)
         try:
             if time.monotonic() >= self._next_cleaning:
@@ -66,7 +65,7 @@ class Temporaries:
                 yield Temporary(file, folder, name)
             finally:
                 try:
-                    with suppress(OSError):  # then it is cleaned up later, as if we had died
+                    with suppress(OSError):  # `clean` deletes it later
                         os.unlink(name, dir_fd=folder)
                 finally:
                     os.close(file)
@@ -98,7 +97,7 @@ class Temporaries:
             is_ours = False
             try:
                 set_mode(file, self._file_mode)
-                # Before it was locked, a cleaning process may have taken it for a dead one's.
+                # Before it was locked, another process may have deleted it as abandoned.
                 is_ours = _lock(file) is not False and os.fstat(file).st_nlink > 0
                 if is_ours:
                     return name, file
@@ -121,7 +120,7 @@ class Temporaries:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a writer, of this version or of one before, names its files so."""
+    """Whether it is the name of a temporary file, of this version of KVX or an earlier one."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
@@ -164,15 +163,15 @@ def _lock(file: int) -> bool | None:
 
 
 def _clock(folder: int) -> float:
-    os.utime(folder)  # without a time: who keeps the files says which it is
+    os.utime(folder)  # now, by the clock of the file system
     return os.fstat(folder).st_mtime
 
 
 @cache
 def _place(device: int) -> str:
-    """Stands for a mounted file system of the running kernel, within which locks are exact."""
+    """Identifies a mounted file system of the running kernel: within it, locks can be relied on."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        boot = secrets.token_bytes(16)  # is nobody's but this process's
+        boot = secrets.token_bytes(16)  # so that no other process has it
     return hashlib.sha256(b"%s %d" % (boot, device)).hexdigest()[:16]
