@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "desc/grown.h"
 #include "error.h"
+#include "kvx/kvx_ext.h"
 #include "plan/plan.h"
 #include "rules/validate.h"
 
