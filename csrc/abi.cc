@@ -7,6 +7,7 @@
 #include "desc/grown.h"
 #include "desc/plane.h"
 #include "error.h"
+#include "kvx/kvx_ext.h"
 #include "plan/plan.h"
 #include "rules/plane.h"
 #include "rules/validate.h"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/float_env.h"
+#include "kvx/kvx_host.h"
 #include "plan/plan.h"
 
 namespace kvx {

@@ -1,7 +1,7 @@
 // The sentence behind a failing status: one per thread, read by kvx_last_error().
 #pragma once
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_abi.h"
 
 namespace kvx {
 

@@ -1,4 +1,4 @@
-"""libkvx through ctypes: the structs of kvx_abi.h and kvx_ext.h, and the calls.
+"""libkvx through ctypes: the structs and calls of the headers in csrc/include/kvx.
 
 Besides this file, only _bound.py and stores/beneath.py import ctypes. Structs carry the names,
 field order and sizes of the headers; what a field means is written there. Spec: 3, 6

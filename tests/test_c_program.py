@@ -14,6 +14,7 @@ from tests.native import CC, CXX, ROOT, compile_program, run
 
 PROGRAM = ROOT / "tests/c/conformance.c"
 WARNINGS = ("-Wall", "-Wextra", "-pedantic", "-Werror")
+HEADERS = sorted(f"kvx/{path.name}" for path in (ROOT / "csrc/include/kvx").glob("*.h"))
 LANGUAGES = {
     "c11": (CC, "-std=c11", "-x", "c"),
     "c++17": (CXX, "-std=c++17", "-x", "c++"),
@@ -34,19 +35,37 @@ def test_conformance_program(language: str, installed: Path, tmp_path: Path) -> 
     assert (int(failures), int(checks) > 500) == (0, True)
 
 
-def test_a_program_compiled_for_1_3_runs_as_before(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "checks"), [("1_3", "14"), ("1_4", "25")])
+def test_a_program_compiled_for_an_earlier_abi_runs_as_before(
+    version: str, checks: str, installed: Path, tmp_path: Path
+) -> None:
     program = compile_program(
         [*LANGUAGES["c11"], *WARNINGS],
-        ROOT / "tests/c/abi_1_3/program.c",
+        ROOT / f"tests/c/abi_{version}/program.c",
         tmp_path / "program",
-        include=ROOT / "tests/c/abi_1_3",
+        include=ROOT / f"tests/c/abi_{version}",
         library=installed / "kvx_core/libkvx.so",
     )
-    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [("14", "0")]
+    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [(checks, "0")]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("header", ["kvx/kvx_abi.h", "kvx/kvx_ext.h"])
+def test_a_program_written_for_1_4_compiles_with_todays_headers(
+    language: str, installed: Path, tmp_path: Path
+) -> None:
+    core = installed / "kvx_core"
+    program = compile_program(
+        [*LANGUAGES[language], *WARNINGS],
+        ROOT / "tests/c/abi_1_4/program.c",
+        tmp_path / "program",
+        include=core / "include",
+        library=core / "libkvx.so",
+    )
+    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [("25", "0")]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("header", HEADERS)
 def test_header_stands_alone(language: str, header: str, installed: Path, tmp_path: Path) -> None:
     source = tmp_path / "only.c"
     source.write_text(f'#include "{header}"\n')

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_host.h"
 
 namespace kvx::cpu {
 

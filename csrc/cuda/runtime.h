@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_abi.h"
 
 namespace kvx::cuda {
 

@@ -2,7 +2,7 @@
 // becomes one of today's, and is never read past the size that it says.
 #pragma once
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_migrate.h"
 
 namespace kvx {
 

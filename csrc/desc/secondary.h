@@ -2,7 +2,7 @@
 #pragma once
 
 #include "desc/tensor.h"
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_migrate.h"
 
 namespace kvx {
 

@@ -3,7 +3,7 @@
 // otherwise.
 #pragma once
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_migrate.h"
 
 namespace kvx {
 

@@ -3,6 +3,7 @@
 
 #include "desc/extents.h"
 #include "desc/view.h"
+#include "kvx/kvx_migrate.h"
 #include "rules/path.h"
 
 namespace kvx {

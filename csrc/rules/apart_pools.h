@@ -3,6 +3,7 @@
 #pragma once
 
 #include "desc/tensor.h"
+#include "kvx/kvx_migrate.h"
 #include "rules/path.h"
 
 namespace kvx {

@@ -1,6 +1,7 @@
 // Scales that are read lie apart from the elements that the call writes.
 #pragma once
 
+#include "kvx/kvx_migrate.h"
 #include "rules/path.h"
 
 namespace kvx {

@@ -2,6 +2,7 @@
 // fields and its flags hold nothing unknown.
 #pragma once
 
+#include "kvx/kvx_ops.h"
 #include "rules/path.h"
 
 namespace kvx {

@@ -2,7 +2,7 @@
 // reading indices, once, with its sentence. A file of this folder for each struct.
 #pragma once
 
-#include "kvx/kvx_ext.h"
+#include "kvx/kvx_migrate.h"
 
 namespace kvx {
 

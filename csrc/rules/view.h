@@ -1,6 +1,7 @@
 // Rules of kvx_view_t: one end of a migration.
 #pragma once
 
+#include "kvx/kvx_migrate.h"
 #include "rules/path.h"
 
 namespace kvx {

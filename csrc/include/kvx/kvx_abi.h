@@ -2,9 +2,9 @@
  *
  * A KVX descriptor says where the K and V of every token of a cache lie, without owning or moving
  * a byte of it. This header holds the v1 descriptors and the two v1 operations on them: write new
- * tokens into a cache, and gather cached tokens out of it. What goes beyond v1 (the error sentence,
- * migration between two caches, options of gather) is in kvx_ext.h. The prose behind every
- * "Spec:" reference is docs/spec.md.
+ * tokens into a cache, and gather cached tokens out of it. What goes beyond v1 has a header for
+ * each concern: kvx_error.h, kvx_host.h, kvx_ops.h, kvx_migrate.h, kvx_plane.h; kvx_ext.h includes
+ * all. The prose behind every "Spec:" reference is docs/spec.md.
  *
  * Conventions
  *   - Every struct begins with `size`, set by the caller to sizeof(the struct). A smaller value is
@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-/* Result of every call. The sentence behind a failure: kvx_last_error() in kvx_ext.h. Spec: 8 */
+/* Result of every call. The sentence behind a failure: kvx_last_error() in kvx_error.h. Spec: 8 */
 typedef enum kvx_status_t {
   KVX_STATUS_OK = 0,
   KVX_STATUS_INVALID_ARGUMENT = 1, /* malformed descriptor: field missing, wrong or inconsistent */

@@ -1,0 +1,80 @@
+/* KVX operations with options: kvx_write_kv and kvx_gather_kv with what v1's arguments cannot say.
+ *
+ * The conventions of kvx_abi.h hold: `size` first, unused fields zero, pointers borrowed for the
+ * call, nothing written before the whole call has been validated. The flags are those of migrations
+ * too, see kvx_migrate.h. Spec: E.2 */
+#ifndef KVX_OPS_H_
+#define KVX_OPS_H_
+
+#include "kvx/kvx_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Flags: a call refuses those that it does not know ---- */
+
+/* Of a gather or a migration: zero the destination tokens that have no source, which are those of
+ * null blocks and, for gather, rows past the sequence's length. Without the flag they keep what
+ * they held. */
+#define KVX_FLAG_ZERO_FILL (1u << 0)
+
+/* Of a call that runs on the device: a background transfer, which uses a handful of
+ * multiprocessors and leaves the others to the model. */
+#define KVX_FLAG_BACKGROUND (1u << 1)
+
+/* Of a call that runs on the device: the copy engines move the bytes, no multiprocessor does. Both
+ * ends must store the same bytes. Slots, tables, lengths and starts are read by the host, so they
+ * lie in HOST memory, and are checked as for HOST memory before anything moves. */
+#define KVX_FLAG_COPY_ENGINE (1u << 2)
+
+/* Of a write or a migration into FP8: the scales are found on the way, one per token and head, and
+ * stored where PER_TOKEN_HEAD scales of the destination point. Spec: E.9 */
+#define KVX_FLAG_FIND_SCALES (1u << 3)
+
+/* ---- Null blocks ---- */
+
+/* The value of null_block_plus_1 for block `id`. The field is 0 where no block is null. Negative
+ * table entries are null in any case. */
+#define KVX_NULL_BLOCK(id) ((uint64_t)(id) + 1)
+
+/* ---- Write ---- */
+
+/* Options of kvx_write_kv_ext. 8 bytes. */
+typedef struct kvx_write_options_t {
+  uint32_t size;
+  uint32_t flags; /* KVX_FLAG_BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
+} kvx_write_options_t;
+
+/* kvx_write_kv with options; NULL options are those of kvx_write_kv. */
+KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                                      const kvx_write_options_t *options, void *stream);
+
+/* ---- Gather ---- */
+
+/* Options of kvx_gather_kv_ext. 48 bytes.
+ *
+ * Until 1.3 it was 40 bytes, and reserved_0 was `null_block_id`, the block itself: a struct of that
+ * size keeps its meaning. */
+typedef struct kvx_gather_options_t {
+  uint32_t size;
+  uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE */
+  int64_t reserved_0;
+  uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
+  uint32_t reserved_1;
+  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
+  const kvx_scale_desc_t *v_scale;
+  uint64_t null_block_plus_1; /* KVX_NULL_BLOCK(id) of a block that holds nothing (vLLM: id 0); 0:
+                                 every block holds tokens. Since 1.4 */
+} kvx_gather_options_t;
+
+/* kvx_gather_kv with options; NULL options are those of kvx_gather_kv. */
+KVX_API kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache,
+                                       const kvx_gather_desc_t *gather,
+                                       const kvx_gather_options_t *options, void *stream);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KVX_OPS_H_ */
