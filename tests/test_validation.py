@@ -23,6 +23,7 @@ from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, Uns
 from kvx_core.types import ScaleGranularity
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import Backend, View
+from tests.planes import Paged, filled, table
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
 from tests.tables import POISON
 
@@ -393,6 +394,53 @@ def migrate_within(on: Backend) -> Call:
     return replace(call, kept=(call.kept, end), caches=(src,))
 
 
+def migrate_planes(on: Backend) -> Call:
+    """Beside the layers a latent by the view's tables, and FP8 keys that have tables of their own."""
+    call = migrate(on)
+    for name, n, blocks in (("src", 4, 5), ("dst", 8, 8)):
+        latent = Paged(filled((blocks, n, 16), BF16), ("block", "token", "dim"), role=2)
+        keys = Paged(
+            filled((6, 12, 2, 2, 8), E4M3),
+            ("block", "token", "head", "dim", "dim"),
+            role=4,
+            layer=1,
+        )
+        keys.scale = _abi.kvx_scale_desc_t(dtype=3, granularity=1, data=on.address(torch.ones(1)))
+        keys.table, indices = table(on, [[1 if name == "src" else 4], [2]])
+        found = [plane.to_c(on) for plane in (latent, keys)]
+        call.roots |= {f"{name}_latent": latent.tensor, f"{name}_keys": keys.tensor}
+        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].num_planes = 2
+        call = replace(call, kept=(call.kept, found, keys, indices))
+    return call
+
+
+def migrate_offsets_planes(on: Backend) -> Call:
+    """A plane in a view whose table is KV_OFFSETS, without one of its own: never valid."""
+    call, other = migrate_offsets(on), migrate_planes(on)
+    call.roots["src"].planes, call.roots["src"].num_planes = other.roots["src"].planes, 1
+    return replace(call, kept=(call.kept, other))
+
+
+def migrate_dense_planes(on: Backend) -> Call:
+    """Planes alone, dense at both ends."""
+    call = migrate_planes(on)
+    call.set("migrate.src.num_layers", 0)
+    call.set("migrate.dst.num_layers", 0)
+    for name in ("src", "dst"):
+        call.set(f"{name}.num_planes", 1)
+        call.roots[name].block_table = None
+    call.roots["lengths"].copy_(torch.tensor([4, 3]))
+    return call
+
+
+def migrate_slots_and_table_of_plane(on: Backend) -> Call:
+    """Two ways to find a token of a plane: never valid."""
+    call, other = migrate_planes(on), migrate_to_slots(on)
+    call.roots["dst"].planes[1].contents.slots = other.roots["dst"].slots
+    return replace(call, kept=(call.kept, other))
+
+
 CALLS: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
@@ -419,11 +467,19 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate_offsets_fp8,
         migrate_mla,
         migrate_within,
+        migrate_planes,
+        migrate_dense_planes,
     )
 }
 NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
-    for make in (migrate_slots_and_table, migrate_slots_and_starts, migrate_out_of_secondary)
+    for make in (
+        migrate_slots_and_table,
+        migrate_slots_and_starts,
+        migrate_out_of_secondary,
+        migrate_offsets_planes,
+        migrate_slots_and_table_of_plane,
+    )
 }
 
 
@@ -546,6 +602,9 @@ def test_every_sentence_has_a_rule() -> None:
         "more (spec E.3)",
         "abi_major.abi_minor is %u.%u, expected %d.0 to %d.%d as this libkvx has it: compile "
         "against its headers, or load the libkvx of yours (spec 3)",  # tests/c/conformance.c
+        # tests/test_planes.py: only devices say it.
+        "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; migrate "
+        "in HOST memory (spec E.11)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
     }
@@ -604,9 +663,10 @@ def test_a_larger_size_is_a_newer_header(backend: Backend, name: str) -> None:
             elif isinstance(value, ctypes._Pointer) and value:
                 if isinstance(value.contents, _abi._Struct):
                     enlarge(value.contents)
-                else:  # [num_layers] pointers
-                    for layer in range(struct.num_layers):
-                        enlarge(value[layer].contents)
+                elif isinstance(value.contents, ctypes._Pointer):  # [num_layers] or [num_planes]
+                    count = struct.num_planes if field[0] == "planes" else struct.num_layers
+                    for i in range(count):
+                        enlarge(value[i].contents)
 
     for argument in call.arguments:
         enlarge(call.roots[argument])
