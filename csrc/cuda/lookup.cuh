@@ -34,95 +34,28 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
   atomicExch(&p.status->ready, 1u);
 }
 
-// Where the tokens of a row are looked up at one end.
-struct RowEnd {
-  uint32_t start;     // position of token 0
-  uint32_t capacity;  // of positions; 0 if a number of the row is out of range
-  uint32_t entry;     // of its first block, or of its first token where each has one
-};
-
 // Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the
 // number of tokens in all rows before, where slots need it.
 struct Span {
   uint32_t row, begin, end, stored;
   uint64_t flat;
-  RowEnd src, dst;
+  RowLookup<uint32_t> src, dst;
 };
 
-// The entry of a RAGGED table's indptr that bounds a row and is not what it must be: `row`,
-// `row + 1`, or neither.
-__device__ __forceinline__ uint64_t wrong_indptr(const Common &p, const Lookup &a, uint64_t row,
-                                                 int64_t begin, int64_t end) {
-  if (row == 0 && begin != 0) return 0;
-  const bool is_last = row + 1 == p.rows.count;
-  if (end < begin || (is_last ? end != a.indices_count : end > a.indices_count)) return row + 1;
-  return begin < 0 ? row : UINT64_MAX;
-}
-
-__device__ __forceinline__ RowEnd row_end(const Common &p, const Lookup &a, uint64_t row) {
-  RowEnd end{0, a.block_size, 0};
-  if (a.mode == LookupMode::kSlots) return end;
-  if (a.mode == LookupMode::kRagged) {
-    const int64_t first = a.indptr[row], last = a.indptr[row + 1];
-    if (wrong_indptr(p, a, row, first, last) != UINT64_MAX) return {0, 0, 0};
-    end.entry = static_cast<uint32_t>(first);
-    end.capacity = static_cast<uint32_t>(last - first);
-  } else if (a.mode != LookupMode::kDense) {
-    end.entry = static_cast<uint32_t>(table_entry(a, row, 0));
-    end.capacity *= a.max_blocks_per_seq;
-  }
-  const int64_t start = a.starts.data ? a.starts[row] : 0;
-  if (start < 0 || start > UINT32_MAX) return {0, 0, 0};
-  end.start = static_cast<uint32_t>(start);
-  return end;
-}
-
-// The entry or slot that says where a token lies, and how far into its block; false: nowhere.
-__device__ __forceinline__ bool entry_of(const Lookup &a, const RowEnd &end, uint64_t token,
-                                         uint64_t flat, uint64_t *entry, uint32_t *offset) {
-  *entry = flat;
-  *offset = 0;
-  if (a.mode == LookupMode::kSlots) return true;
-  const uint64_t wide = token + end.start;
-  if (wide >= end.capacity) return false;
-  const auto position = static_cast<uint32_t>(wide);
-  const uint32_t block = position / a.block_size;
-  *offset = position - block * a.block_size;
-  *entry = end.entry + (a.mode == LookupMode::kRagged ? position : block);
-  return true;
-}
-
-// What is wrong with the length of a row, or with its start or its share of a table at one end.
-__device__ __forceinline__ Fault row_fault(const Common &p, const Lookup &a, uint64_t row,
-                                           Violation *found) {
-  const int64_t length = p.rows.length_of(row);
-  if (length < 0) {
-    found->index = divide(row, p.rows.rows_per_len).quotient;
-    found->value = length;
-    return Fault::kLength;
-  }
-  if (a.mode == LookupMode::kRagged) {
-    found->index = wrong_indptr(p, a, row, a.indptr[row], a.indptr[row + 1]);
-    if (found->index != UINT64_MAX) {
-      found->value = a.indptr[found->index];
-      found->first = static_cast<uint64_t>(found->index == 0 ? 0 : a.indptr[found->index - 1]);
-      found->limit = a.indices_count;
-      return Fault::kIndptr;
-    }
-  }
-  found->index = row;
-  found->value = a.starts.data ? a.starts[row] : 0;
-  found->first = static_cast<uint64_t>(found->value);
-  found->count = p.rows.stored(row);
-  found->limit = capacity_of(a, row);
-  if (found->value < 0) return Fault::kStart;
-  const uint64_t end = found->first + static_cast<uint64_t>(length);
-  if (is_inexact(a, row, end)) {
-    found->count = end;
-    return Fault::kExact;
-  }
-  const bool fits = found->first <= found->limit && found->count <= found->limit - found->first;
-  return found->count == 0 || fits ? Fault::kNone : Fault::kCapacity;
+// What is wrong with the entry of a token, if its row holds it.
+__device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint64_t token,
+                                             uint64_t flat, Violation *found) {
+  RowLookup<uint32_t> at;
+  uint32_t offset;
+  read_row(a, row, &at);
+  if (a.mode == LookupMode::kDense || !entry_of(a, at, token, flat, &found->index, &offset))
+    return Fault::kNone;
+  found->limit = a.indices_count;
+  if (found->index >= a.indices_count) return Fault::kSlotCount;
+  Place place;
+  found->value = a.indices[found->index];
+  found->limit = limit_of(a, found->value);
+  return place_of(a, found->value, offset, &place);
 }
 
 // Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
@@ -133,18 +66,13 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t
   for (uint32_t i = 0; i < 2; ++i) {
     const Lookup &a = i ? p.lookups[lookup].dst : p.lookups[lookup].src;
     Violation found{};
-    uint32_t offset;
     if (!of_token) {
-      found.fault = row_fault(p, a, row, &found);
-    } else if (a.mode != LookupMode::kDense &&
-               entry_of(a, row_end(p, a, row), token, flat, &found.index, &offset)) {
-      found.limit = a.indices_count;
-      found.fault = Fault::kSlotCount;
-      if (found.index < a.indices_count) {
-        found.value = a.indices[found.index];
-        found.limit = limit_of(a, found.value);
-        found.fault = fault_of(a, found.value);
-      }
+      RowLookup<uint64_t> at{};
+      uint64_t count;
+      const Fault fault = row_fault(p.rows, a, row, &at, &count);
+      if (fault != Fault::kNone) describe(fault, p.rows, a, row, at, &found);
+    } else {
+      found.fault = token_fault(a, row, token, flat, &found);
     }
     if (found.fault == Fault::kNone) continue;
     found.mode = a.mode;
@@ -186,28 +114,11 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t lookup, uint32_
   if (begin >= end) return s;
   s.begin = static_cast<uint32_t>(begin);
   s.end = static_cast<uint32_t>(end);
-  s.src = row_end(p, src, s.row);
-  s.dst = row_end(p, dst, s.row);
+  read_row(src, s.row, &s.src);
+  read_row(dst, s.row, &s.dst);
   const bool has_slots = src.mode == LookupMode::kSlots || dst.mode == LookupMode::kSlots;
   if (has_slots && s.row > 0) s.flat = tokens_before(p, s.row);
   return s;
-}
-
-// `find`, for a token of which nobody has checked that it is in range: if it is not, it lies
-// nowhere, and `*wrong` is set.
-__device__ __forceinline__ Place find_checked(const Lookup &a, const RowEnd &end, uint32_t row,
-                                              uint64_t token, uint64_t flat, bool *wrong) {
-  uint64_t entry;
-  uint32_t offset;
-  if (entry_of(a, end, token, flat, &entry, &offset)) {
-    if (a.mode == LookupMode::kDense) return place_in_block(a, row, offset);
-    if (entry < a.indices_count) {
-      const int64_t value = a.indices[entry];
-      if (fault_of(a, value) == Fault::kNone) return place_of(a, value, offset);
-    }
-  }
-  *wrong = true;
-  return {-1, 0, 1, false};
 }
 
 // A token at both ends. `dst` is NULL if nothing is to be stored; `src` is NULL if zeros are.
@@ -222,10 +133,10 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
                                           uint64_t token, bool reports) {
   Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
   const uint64_t flat = span.flat + token;
+  const auto &[src, dst] = p.lookups[pair.lookup];
   bool wrong = false;
-  if (token < span.stored)
-    t.from = find_checked(p.lookups[pair.lookup].src, span.src, span.row, token, flat, &wrong);
-  t.to = find_checked(p.lookups[pair.lookup].dst, span.dst, span.row, token, flat, &wrong);
+  if (token < span.stored) wrong = find(src, span.src, token, flat, &t.from) != Fault::kNone;
+  if (find(dst, span.dst, token, flat, &t.to) != Fault::kNone) wrong = true;
   if (wrong && reports) report(p, pair.lookup, span.row, true, token, flat);
   // A token that is out of range at one end is skipped at both, zero fill or not.
   if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;

@@ -55,11 +55,8 @@ uint64_t row_bound(const Plan &plan) {
   if (plan.rows.fill_to_max) return plan.rows.max_len;
   // One more than there are slots, so that a kernel meets the token that has none. Not 0, so that
   // every row is looked at.
-  const auto bound = [](const Lookup &a) -> uint64_t {
-    if (a.mode == LookupMode::kDense) return a.block_size;
-    if (a.mode == LookupMode::kSlots) return uint64_t{a.indices_count} + 1;
-    return a.mode == LookupMode::kRagged ? a.indices_count
-                                         : uint64_t{a.max_blocks_per_seq} * a.block_size;
+  const auto bound = [](const Lookup &a) {
+    return most_tokens_of_row(a) + (a.mode == LookupMode::kSlots ? 1 : 0);
   };
   uint64_t most = plan.rows.max_len;
   for (const auto &[src, dst] : plan.lookups) most = std::min({most, bound(src), bound(dst)});
@@ -76,8 +73,7 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   }
   for (const LookupPair &lookup : plan.lookups) {
     for (const Lookup *a : {&lookup.src, &lookup.dst}) {
-      const bool columns = a->mode == LookupMode::kPacked || a->mode == LookupMode::kKvOffsets;
-      if (columns && uint64_t{a->max_blocks_per_seq} * a->block_size >= kLimit)
+      if (!share_entries(*a) && most_tokens_of_row(*a) >= kLimit)
         return too_large("a row of a block table", "tokens");
       if (a->num_blocks * a->block_size >= kLimit) return too_large("a cache", "slots");
     }

@@ -38,13 +38,8 @@ kvx_status_t check_lengths(const Plan &plan, const FieldNames &names, uint64_t *
 
 // What the rows can have at one end together, as the descriptors say.
 uint64_t most_tokens(const Rows &rows, const Lookup &a) {
-  if (a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged) return a.indices_count;
-  uint64_t most = rows.count;
-  const bool has_columns = a.mode != LookupMode::kDense;
-  if (__builtin_mul_overflow(most, a.block_size, &most) ||
-      (has_columns && __builtin_mul_overflow(most, a.max_blocks_per_seq, &most))) {
-    return UINT64_MAX;
-  }
+  uint64_t most = most_tokens_of_row(a);
+  if (!share_entries(a) && __builtin_mul_overflow(most, rows.count, &most)) return UINT64_MAX;
   return most;
 }
 
@@ -52,99 +47,91 @@ uint64_t most_tokens(const Rows &rows, const Lookup &a) {
 class End {
  public:
   End(const Rows &rows, const Lookup &lookup, bool at_dst, const FieldNames &names)
-      : rows_(rows), lookup_(lookup), names_(names) {
-    found_.mode = lookup_.mode;
-    found_.is_v = lookup_.is_v;
-    found_.is_own = lookup_.is_own;
-    found_.at_dst = at_dst;
-    found_.sub_blocks = lookup_.sub_blocks;
-    found_.sub_block = lookup_.sub_block;
-  }
+      : rows_(rows), lookup_(lookup), at_dst_(at_dst), names_(names) {}
 
   // Every table entry or slot that the plan will read at this end.
-  kvx_status_t check(uint64_t tokens) {
+  kvx_status_t check(uint64_t tokens) const {
     const Lookup &a = lookup_;
     if (a.mode == LookupMode::kSlots) {
-      if (tokens != a.indices_count) return fail_counts(tokens);
-      return check_entries(0, tokens);
+      return tokens == a.indices_count ? check_entries(0, tokens) : fail_counts(tokens);
     }
     if (a.mode == LookupMode::kRagged) KVX_TRY(check_indptr());
     for (uint64_t row = 0; row < rows_.count; ++row) {
-      const int64_t start = a.starts.data ? a.starts[row] : 0;
-      if (start < 0) return fail_at(Fault::kStart, row, start, 0);
-      const auto first = static_cast<uint64_t>(start);
-      KVX_TRY(check_exact(row, first + static_cast<uint64_t>(rows_.length_of(row))));
-      const uint64_t count = rows_.stored(row);
-      if (count == 0) continue;
-      KVX_TRY(check_capacity(row, first, count));
-      if (a.mode == LookupMode::kRagged) {
-        KVX_TRY(check_entries(static_cast<uint64_t>(a.indptr[row]) + first, count));
-      } else if (a.mode != LookupMode::kDense) {
-        const uint64_t begin = first / a.block_size, last = (first + count - 1) / a.block_size;
-        KVX_TRY(check_entries(table_entry(a, row, begin), last - begin + 1));
-      }
+      RowLookup<uint64_t> at{};
+      uint64_t count, first, last;
+      uint32_t offset;
+      const Fault fault = row_fault(rows_, a, row, &at, &count);
+      if (fault != Fault::kNone) return fail_row(fault, row, at);
+      if (count == 0 || a.mode == LookupMode::kDense) continue;
+      entry_of(a, at, 0, 0, &first, &offset);
+      entry_of(a, at, count - 1, 0, &last, &offset);
+      KVX_TRY(check_entries(first, last - first + 1));
     }
     return KVX_STATUS_OK;
   }
 
  private:
-  kvx_status_t fail_at(Fault fault, uint64_t index, int64_t value, uint64_t limit) {
-    found_.fault = fault;
-    found_.index = index;
-    found_.value = value;
-    found_.limit = limit;
-    return fail_with(found_, names_);
-  }
-
-  kvx_status_t fail_counts(uint64_t tokens) {
-    found_.count = tokens;
-    return fail_at(Fault::kSlotCount, 0, 0, lookup_.indices_count);
-  }
-
-  kvx_status_t check_entries(uint64_t begin, uint64_t count) {
+  kvx_status_t check_entries(uint64_t begin, uint64_t count) const {
     const uint64_t end = std::min<uint64_t>(begin + count, lookup_.indices_count);
     for (uint64_t i = begin; i < end; ++i) {
       const int64_t entry = lookup_.indices[i];
-      const Fault fault = fault_of(lookup_, entry);
-      if (fault != Fault::kNone) return fail_at(fault, i, entry, limit_of(lookup_, entry));
+      Place place;
+      const Fault fault = place_of(lookup_, entry, 0, &place);
+      if (fault != Fault::kNone) return fail_entry(fault, i, entry);
     }
     return KVX_STATUS_OK;
   }
 
-  // Tokens [first, first + count) of a row are within what the row can address.
-  kvx_status_t check_capacity(uint64_t row, uint64_t first, uint64_t count) {
-    const uint64_t capacity = capacity_of(lookup_, row);
-    if (first <= capacity && count <= capacity - first) return KVX_STATUS_OK;
-    found_.row = row;
-    found_.first = first;
-    found_.count = count;
-    return fail_at(Fault::kCapacity, row, 0, capacity);
-  }
-
-  // A row whose tokens end before `end` has as many entries, where the table says that it is exact.
-  kvx_status_t check_exact(uint64_t row, uint64_t end) {
-    if (!is_inexact(lookup_, row, end)) return KVX_STATUS_OK;
-    found_.row = row;
-    found_.count = end;
-    return fail_at(Fault::kExact, row, 0, capacity_of(lookup_, row));
-  }
-
-  kvx_status_t check_indptr() {
-    const Ints &indptr = lookup_.indptr;
-    if (indptr[0] != 0) return fail_at(Fault::kIndptr, 0, indptr[0], 0);
+  kvx_status_t check_indptr() const {
     for (uint64_t row = 0; row < rows_.count; ++row) {
-      found_.first = static_cast<uint64_t>(indptr[row]);
-      if (indptr[row + 1] < indptr[row])
-        return fail_at(Fault::kIndptr, row + 1, indptr[row + 1], 0);
+      Violation found{};
+      if (indptr_fault(lookup_, row, &found) == Fault::kNone) continue;
+      // Where indptr passes indices_count before its end, the entry that falls back is wrong.
+      const bool passes = row + 1 < rows_.count && found.index > row &&
+                          found.value >= static_cast<int64_t>(found.first);
+      if (!passes) return fail(&found);
     }
-    if (indptr[rows_.count] == lookup_.indices_count) return KVX_STATUS_OK;
-    return fail_at(Fault::kIndptr, rows_.count, indptr[rows_.count], lookup_.indices_count);
+    return KVX_STATUS_OK;
+  }
+
+  [[gnu::cold]] kvx_status_t fail(Violation *found) const {
+    found->mode = lookup_.mode;
+    found->is_v = lookup_.is_v;
+    found->is_own = lookup_.is_own;
+    found->at_dst = at_dst_;
+    found->sub_blocks = lookup_.sub_blocks;
+    found->sub_block = lookup_.sub_block;
+    return fail_with(*found, names_);
+  }
+
+  [[gnu::cold]] kvx_status_t fail_counts(uint64_t tokens) const {
+    Violation found{};
+    found.fault = Fault::kSlotCount;
+    found.count = tokens;
+    found.limit = lookup_.indices_count;
+    return fail(&found);
+  }
+
+  [[gnu::cold]] kvx_status_t fail_row(Fault fault, uint64_t row,
+                                      const RowLookup<uint64_t> &at) const {
+    Violation found{};
+    describe(fault, rows_, lookup_, row, at, &found);
+    return fail(&found);
+  }
+
+  [[gnu::cold]] kvx_status_t fail_entry(Fault fault, uint64_t index, int64_t entry) const {
+    Violation found{};
+    found.fault = fault;
+    found.index = index;
+    found.value = entry;
+    found.limit = limit_of(lookup_, entry);
+    return fail(&found);
   }
 
   const Rows &rows_;
   const Lookup &lookup_;
+  const bool at_dst_;
   const FieldNames &names_;
-  Violation found_{};
 };
 
 // Blocks of the primary and the secondary pool.

@@ -1,6 +1,10 @@
-// From a row and a position in it to a block and an offset: slots, block tables, KVCacheIndex.
-// Shared by every backend. The arrays are the caller's and may change at any time: a number that is
-// used is read once, and found in range as it was read.
+// From a row and a token of it to a block and an offset: dense ends, slots, block tables,
+// KVCacheIndex. The only decoder: the data checks (check.cc), the CPU (walk.h), the kernels
+// (cuda/lookup.cuh) and Python (kvx_find_tokens) ask it. What a mode means stands in the four
+// functions that look at `mode`: read_row, entry_of, place_of and limit_of.
+//
+// The arrays are the caller's and may change at any time: a number that is used is read once, and
+// found in range as it was read.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +39,7 @@ struct Lookup {
   bool exact;                   // RAGGED: a row has one entry per token, and no more
   uint32_t block_size;          // tokens
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
+  uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
   uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
   uint32_t indices_count;       // entries of `indices`
@@ -55,59 +60,6 @@ struct Place {
   bool secondary;
 };
 
-constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
-
-KVX_HD Place place_in_block(const Lookup &a, int64_t block, uint32_t offset) {
-  const bool null = block < 0 || block == a.null_block;
-  return {null ? -1 : block, offset, a.block_size - offset, false};
-}
-
-// Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
-// Kernels are given no others (cuda/run.cu refuses them).
-struct Division {
-  uint64_t quotient;
-  uint32_t remainder;
-};
-KVX_HD Division divide(uint64_t number, uint32_t divisor) {
-#if !defined(__CUDA_ARCH__)
-  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
-#endif
-  const auto narrow = static_cast<uint32_t>(number);
-  return {narrow / divisor, narrow % divisor};
-}
-
-// A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
-// Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
-KVX_HD Place place_in_pool(const Lookup &a, int32_t index, uint32_t offset) {
-  if (index == -1) return place_in_block(a, -1, offset);
-  const uint32_t sub_block_id = static_cast<uint32_t>(index) & ~kSecondaryPool;
-  Place place = place_in_block(a, sub_block_id / a.sub_blocks, offset);
-  place.secondary = (static_cast<uint32_t>(index) & kSecondaryPool) != 0;
-  return place;
-}
-
-// The entry of a PACKED or KV_OFFSETS table for a row's column.
-KVX_HD uint64_t table_entry(const Lookup &a, uint64_t row, uint64_t column) {
-  const uint64_t table_row = a.mode == LookupMode::kKvOffsets ? row * 2 + (a.is_v ? 1 : 0) : row;
-  return table_row * a.max_blocks_per_seq + column;
-}
-
-// The place that a slot or a table's entry names, `offset` tokens into the block of an entry.
-KVX_HD Place place_of(const Lookup &a, int64_t entry, uint32_t offset) {
-  if (a.mode == LookupMode::kPacked) return place_in_block(a, entry, offset);
-  if (a.mode == LookupMode::kKvOffsets)
-    return place_in_pool(a, static_cast<int32_t>(entry), offset);
-  if (a.mode == LookupMode::kSlots) {
-    if (entry < 0 || entry == a.invalid_slot) return {-1, 0, 1, false};
-    const Division at = divide(static_cast<uint64_t>(entry), a.block_size);
-    entry = static_cast<int64_t>(at.quotient);
-    offset = at.remainder;
-  }
-  Place place = place_in_block(a, entry, offset);
-  place.run = 1;
-  return place;
-}
-
 // What an index can be that only the data shows.
 enum class Fault : uint8_t {
   kNone,
@@ -125,46 +77,164 @@ enum class Fault : uint8_t {
   kScale,        // not finite or not positive
 };
 
-// Whether a slot or an entry of a table is in range; null is.
-KVX_HD Fault fault_of(const Lookup &a, int64_t entry) {
-  if (a.mode == LookupMode::kSlots) {
-    const auto limit = static_cast<int64_t>(a.num_blocks * a.block_size);
-    return entry < limit || entry == a.invalid_slot ? Fault::kNone : Fault::kSlot;
-  }
-  if (a.mode != LookupMode::kKvOffsets) {
-    const bool null = entry < 0 || entry == a.null_block;
-    return null || static_cast<uint64_t>(entry) < a.num_blocks ? Fault::kNone : Fault::kBlock;
-  }
-  if (entry == -1) return Fault::kNone;
-  const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
-  const uint32_t id = index & ~kSecondaryPool;
-  const bool secondary = (index & kSecondaryPool) != 0;
-  if (id / a.sub_blocks == a.null_block) return Fault::kNone;
-  const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
-  if (secondary && blocks == 0) return Fault::kNoSecondary;
-  if (id / a.sub_blocks >= blocks) return Fault::kPoolBlock;
-  return id % a.sub_blocks == a.sub_block ? Fault::kNone : Fault::kSubBlock;
+// Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
+// Kernels are given no others (cuda/run.cu refuses them).
+struct Division {
+  uint64_t quotient;
+  uint32_t remainder;
+};
+KVX_HD Division divide(uint64_t number, uint32_t divisor) {
+#if !defined(__CUDA_ARCH__)
+  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
+#endif
+  const auto narrow = static_cast<uint32_t>(number);
+  return {narrow / divisor, narrow % divisor};
 }
 
-// What an entry that fault_of refuses had to stay below: tokens, or blocks of its pool.
+// ---- a row
+
+// One row of a lookup. Count is uint64_t on the host and uint32_t in kernels.
+template <class Count>
+struct RowLookup {
+  Count start;     // position of token 0: the tokens that the row has before it
+  Count capacity;  // positions that the row has
+  Count entry;     // of position 0; of a dense end, the block
+};
+
+// Which entry of indptr, of the two that bound a row, is not what it must be; UINT64_MAX: neither.
+KVX_HD uint64_t wrong_indptr(const Lookup &a, uint64_t row, int64_t begin, int64_t end) {
+  if (row == 0 && begin != 0) return 0;
+  const bool is_last = row + 1 == a.num_rows;
+  if (end < begin || (is_last ? end != a.indices_count : end > a.indices_count)) return row + 1;
+  return begin < 0 ? row : UINT64_MAX;
+}
+
+// Reads the numbers of a row. At a fault it holds no tokens.
+template <class Count>
+KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
+  *found = {};
+  if (a.mode == LookupMode::kSlots) return Fault::kNone;  // they name the tokens of all rows
+  uint64_t entry = row, capacity = a.block_size;
+  if (a.mode == LookupMode::kRagged) {
+    const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
+    if (wrong_indptr(a, row, begin, end) != UINT64_MAX) return Fault::kIndptr;
+    entry = static_cast<uint64_t>(begin);
+    capacity = static_cast<uint64_t>(end - begin);
+  } else if (a.mode != LookupMode::kDense) {
+    if (a.mode == LookupMode::kKvOffsets) entry = row * 2 + (a.is_v ? 1 : 0);
+    entry *= a.max_blocks_per_seq;
+    capacity *= a.max_blocks_per_seq;
+  }
+  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  if (start < 0 || static_cast<uint64_t>(start) > static_cast<Count>(-1)) return Fault::kStart;
+  found->start = static_cast<Count>(start);
+  found->capacity = static_cast<Count>(capacity);
+  found->entry = static_cast<Count>(entry);
+  return Fault::kNone;
+}
+
+// ---- a token
+
+// The entry or slot that says where a token lies, and how far it lies into the entry's block.
+// `flat` numbers the tokens of all rows. False: the row does not hold it.
+template <class Count>
+KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
+                     uint64_t *entry, uint32_t *offset) {
+  *entry = flat;
+  *offset = 0;
+  if (a.mode == LookupMode::kSlots) return true;
+  const uint64_t position = token + row.start;
+  if (position >= row.capacity) return false;
+  *entry = row.entry;
+  *offset = static_cast<uint32_t>(position);
+  if (a.mode == LookupMode::kDense) return true;
+  const Division in = divide(position, a.block_size);
+  *entry += a.mode == LookupMode::kRagged ? position : in.quotient;
+  *offset = in.remainder;
+  return true;
+}
+
+constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
+
+// The place that a slot or an entry names, `offset` tokens into the block of an entry.
+KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *place) {
+  switch (a.mode) {
+    case LookupMode::kDense:
+      *place = {entry, offset, a.block_size - offset, false};
+      return Fault::kNone;
+    case LookupMode::kSlots: {
+      *place = {-1, 0, 1, false};
+      if (entry < 0 || entry == a.invalid_slot) return Fault::kNone;
+      if (static_cast<uint64_t>(entry) >= a.num_blocks * a.block_size) return Fault::kSlot;
+      const Division at = divide(static_cast<uint64_t>(entry), a.block_size);
+      place->block = static_cast<int64_t>(at.quotient);
+      place->offset = at.remainder;
+      return Fault::kNone;
+    }
+    case LookupMode::kPacked:
+    case LookupMode::kRagged: {
+      const uint32_t run = a.mode == LookupMode::kPacked ? a.block_size - offset : 1;
+      *place = {-1, offset, run, false};
+      if (entry < 0 || entry == a.null_block) return Fault::kNone;
+      if (static_cast<uint64_t>(entry) >= a.num_blocks) return Fault::kBlock;
+      place->block = entry;
+      return Fault::kNone;
+    }
+    case LookupMode::kKvOffsets:
+      break;
+  }
+  // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
+  // Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
+  *place = {-1, offset, a.block_size - offset, false};
+  if (entry == -1) return Fault::kNone;
+  const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
+  const bool secondary = (index & kSecondaryPool) != 0;
+  const Division at = divide(index & ~kSecondaryPool, a.sub_blocks);
+  const auto block = static_cast<int64_t>(at.quotient);
+  if (block == a.null_block) return Fault::kNone;
+  const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
+  if (secondary && blocks == 0) return Fault::kNoSecondary;
+  if (at.quotient >= blocks) return Fault::kPoolBlock;
+  if (at.remainder != a.sub_block) return Fault::kSubBlock;
+  place->block = block;
+  place->secondary = secondary;
+  return Fault::kNone;
+}
+
+// What an entry that place_of refuses had to stay below: tokens, or blocks of its pool.
 KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
   if (a.mode == LookupMode::kSlots) return a.num_blocks * a.block_size;
   return a.mode == LookupMode::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
                                                                              : a.num_blocks;
 }
 
-// Whether a row that has its last token before `end` breaks a table's promise to be exact.
-KVX_HD bool is_inexact(const Lookup &a, uint64_t row, uint64_t end) {
-  return a.exact && static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]) != end;
+// Where a token of a row lies. Whatever the caller's arrays have become since they were checked, it
+// lies within the cache or, at a fault, nowhere.
+template <class Count>
+KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
+                  Place *place) {
+  uint64_t entry;
+  uint32_t offset;
+  *place = {-1, 0, 1, false};
+  if (!entry_of(a, row, token, flat, &entry, &offset)) return Fault::kCapacity;
+  if (a.mode == LookupMode::kDense)  // the row is the block
+    return place_of(a, static_cast<int64_t>(entry), offset, place);
+  if (entry >= a.indices_count) return Fault::kSlotCount;
+  return place_of(a, a.indices[entry], offset, place);
 }
 
-// How many tokens a row can have here.
-KVX_HD uint64_t capacity_of(const Lookup &a, uint64_t row) {
-  if (a.mode == LookupMode::kSlots) return UINT64_MAX;
-  if (a.mode == LookupMode::kDense) return a.block_size;
-  if (a.mode == LookupMode::kRagged)
-    return static_cast<uint64_t>(a.indptr[row + 1] - a.indptr[row]);
-  return uint64_t{a.max_blocks_per_seq} * a.block_size;
+// ---- all rows
+
+// What a row can hold at most, as the descriptors say.
+KVX_HD uint64_t most_tokens_of_row(const Lookup &a) {
+  if (a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged) return a.indices_count;
+  return a.mode == LookupMode::kDense ? a.block_size
+                                      : uint64_t{a.max_blocks_per_seq} * a.block_size;
+}
+
+// Whether the rows share what most_tokens_of_row says.
+KVX_HD bool share_entries(const Lookup &a) {
+  return a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged;
 }
 
 }  // namespace kvx

@@ -200,6 +200,7 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
     case KVX_BLOCK_TABLE_RAGGED:
       a->mode = LookupMode::kRagged;
       a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
+      a->num_rows = table.seq_count;
       a->indptr = ints(table.indptr, table.indptr_dtype);
       break;
     default:

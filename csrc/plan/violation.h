@@ -1,5 +1,5 @@
 // What was found out of range in the data of a call, and the sentence that says so. Every backend
-// finds; only the host speaks.
+// detects it; the host formats the sentence.
 #pragma once
 
 #include "plan/plan.h"
@@ -22,6 +22,49 @@ struct Violation {
                           // kSlotCount: the tokens that move; kExact: the tokens of the row
   float scale;            // kScale
 };
+
+// What is wrong with the entries of indptr that bound a row of a RAGGED table.
+KVX_HD Fault indptr_fault(const Lookup &a, uint64_t row, Violation *found) {
+  const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
+  const uint64_t index = wrong_indptr(a, row, begin, end);
+  if (index == UINT64_MAX) return Fault::kNone;
+  found->index = index;
+  found->value = index == row ? begin : end;
+  found->first = static_cast<uint64_t>(index > row ? begin : index ? a.indptr[index - 1] : 0);
+  found->limit = a.indices_count;
+  return found->fault = Fault::kIndptr;
+}
+
+// What is wrong with the length of a row, or with its start or its share of a table at one end; if
+// nothing is, how its tokens are looked up, and how many move.
+KVX_HD Fault row_fault(const Rows &rows, const Lookup &a, uint64_t row, RowLookup<uint64_t> *at,
+                       uint64_t *count) {
+  const int64_t length = rows.length_of(row);
+  if (length < 0) return Fault::kLength;
+  const Fault fault = read_row(a, row, at);
+  if (fault != Fault::kNone) return fault;
+  if (a.exact && at->start + static_cast<uint64_t>(length) != at->capacity) return Fault::kExact;
+  *count = rows.cut(length);
+  const bool fits = at->start <= at->capacity && *count <= at->capacity - at->start;
+  return fits || *count == 0 || a.mode == LookupMode::kSlots ? Fault::kNone : Fault::kCapacity;
+}
+
+// The numbers behind a row_fault.
+KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t row,
+                     const RowLookup<uint64_t> &at, Violation *found) {
+  const int64_t length = rows.length_of(row);
+  found->fault = fault;
+  found->row = found->index = row;
+  found->first = at.start;
+  found->limit = at.capacity;
+  found->count = rows.cut(length);
+  if (fault == Fault::kExact) found->count = at.start + static_cast<uint64_t>(length);
+  if (fault == Fault::kStart) found->value = a.starts[row];
+  if (fault == Fault::kIndptr) indptr_fault(a, row, found);
+  if (fault != Fault::kLength) return;
+  found->index = divide(row, rows.rows_per_len).quotient;
+  found->value = length;
+}
 
 // Leaves the sentence and returns its status.
 kvx_status_t fail_with(const Violation &violation, const FieldNames &names);
