@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi
+from kvx_core import _abi, _dlpack
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Memory
 from kvx_core.words import (
@@ -362,7 +362,7 @@ def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
         capsule = tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
     except TypeError:  # a producer from before DLPack 1.0
         capsule = tensor.__dlpack__(**options)
-    found = _abi.read_dlpack(capsule)
+    found = _dlpack.read_dlpack(capsule)
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(

@@ -1,0 +1,211 @@
+"""Who may include and import whom, and how long a file may be: docs/architecture.md, "The tree".
+
+Data flows down: descriptors are checked by rules, planned, and moved by a backend. An include or an
+import that runs up would let a floor know what the one above has made it forget.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+CPP = (".h", ".cc", ".inl", ".cu", ".cuh")
+
+# A room of csrc (a folder, or a file and its header), and the rooms that it may include beside its
+# own. `kvx` is csrc/include/kvx, the headers that callers see; every room may include it.
+ROOMS = {
+    "kvx": set(),
+    "hd": set(),
+    "error": set(),
+    "formats": {"hd"},
+    "desc": {"formats", "hd", "error"},
+    "rules": {"desc", "formats", "error"},
+    "plan": {"desc", "formats", "hd", "error"},
+    "cpu": {"plan", "desc", "formats", "hd", "error"},
+    "cuda": {"plan", "desc", "formats", "hd", "error"},
+    "backend": {"cpu", "cuda", "plan", "desc", "formats", "error"},
+    "abi": {"rules", "plan", "backend", "desc", "error"},
+    "python": set(),  # a library of its own, on the headers that callers see
+}
+
+# Packages of the engines, as Python imports them.
+ENGINES = {
+    "vllm": {"vllm"},
+    "tensorrt_llm": {"tensorrt_llm", "transformers"},  # reads a model's config with it
+    "transformers": {"transformers"},
+    "tgi": {"text_generation_server"},
+    "sglang": {"sglang", "sgl_kernel"},
+    "mlx": {"mlx", "mlx_lm"},
+    "llama_cpp": {"llama_cpp"},
+    "kvbm": {"kvbm", "dynamo"},
+}
+
+# Modules of kvx_core that only those named here may import.
+CORE = {
+    "kvx_core.connector": {"kvx_core.connector"},
+    "kvx_core.stores": {"kvx_core.connector", "kvx_core.stores"},
+    "kvx_core.snapshot": {"kvx_core.connector", "kvx_core.stores", "kvx_core.snapshot"},
+    "ctypes": {"kvx_core._abi", "kvx_core._bound", "kvx_core._dlpack", "kvx_core.stores.beneath"},
+}
+
+
+def cpp_files() -> Iterator[Path]:
+    return (path for path in sorted(CSRC.rglob("*")) if path.suffix in CPP)
+
+
+def python_files() -> Iterator[Path]:
+    for package in ("kvx_core", "kvx_adapters"):
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+# --- csrc -------------------------------------------------------------------------------------
+
+
+def room_of(path: str) -> str:
+    """`plan` of plan/plan.h, `error` of error.h, `kvx` of include/kvx/kvx_abi.h."""
+    first, *rest = path.removeprefix("include/").split("/")
+    return first if rest else Path(first).stem
+
+
+def includes(path: Path) -> list[str]:
+    """What a file includes, from csrc on; the angle brackets are for what is not ours."""
+    found = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+    beside = path.parent.relative_to(CSRC)
+    return [(beside / name).as_posix() if (path.parent / name).exists() else name for name in found]
+
+
+def test_no_include_runs_up() -> None:
+    wrong, seen = [], set()
+    for path in cpp_files():
+        name = path.relative_to(CSRC).as_posix()
+        room = room_of(name)
+        for included in includes(path):
+            if included == "hostgrid.h":  # tests/hostgrid stands in for the CUDA runtime
+                continue
+            other = room_of(included)
+            seen.add((room, other))
+            if other not in ROOMS[room] | {room, "kvx"}:
+                wrong.append(f"{name} includes {included}")
+    assert not wrong
+    assert {("abi", "rules"), ("backend", "cuda"), ("desc", "formats")} <= seen
+
+
+def test_no_include_runs_in_a_circle() -> None:
+    files = {
+        path.relative_to(CSRC).as_posix().removeprefix("include/"): path for path in cpp_files()
+    }
+    done: set[str] = set()
+
+    def follow(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, f"{' -> '.join(above)} -> {name}"
+        if name in done or name not in files:
+            return
+        for included in includes(files[name]):
+            follow(included, (*above, name))
+        done.add(name)
+
+    for name in files:
+        follow(name, ())
+    assert len(done) == len(files)
+
+
+# --- Python -----------------------------------------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, inside functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: {ast.unparse(node)}: imports are absolute"
+            # `from a import b`: b may be a module of a.
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def is_within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+IMPORTS = [(module_of(path), sorted(imports(path))) for path in python_files()]
+
+
+def test_kvx_core_knows_no_engine() -> None:
+    engines = set().union(*ENGINES.values()) | {"kvx_adapters"}
+    wrong = [
+        (module, name)
+        for module, names in IMPORTS
+        for name in names
+        if is_within(module, "kvx_core") and name.split(".")[0] in engines
+    ]
+    assert not wrong
+    assert sum(is_within(module, "kvx_core") for module, _ in IMPORTS) > 30, "nothing was read"
+
+
+@pytest.mark.parametrize("package", CORE)
+def test_kvx_core_has_floors(package: str) -> None:
+    wrong = [
+        (module, name)
+        for module, names in IMPORTS
+        for name in names
+        if is_within(module, "kvx_core")
+        and is_within(name, package)
+        and module != "kvx_core"  # which shows them all
+        and not any(is_within(module, allowed) for allowed in CORE[package])
+    ]
+    assert not wrong
+    assert any(is_within(name, package) for _, names in IMPORTS for name in names)
+
+
+def may_import(module: str, name: str) -> bool:
+    """Whether a module of kvx_adapters may import another, or an engine."""
+    room = module.split(".")[1] if "." in module else ""
+    if room == "cli":
+        return True
+    engine = room.removesuffix("_plugin")
+    top, *rest = name.split(".")
+    if top == "kvx_adapters":
+        return bool(rest) and rest[0] in {room, engine}
+    if any(top in packages for packages in ENGINES.values()):
+        return room.endswith("_plugin") and top in ENGINES[engine]
+    return True
+
+
+def test_adapters_know_one_engine_and_import_none() -> None:
+    wrong = [
+        (module, name)
+        for module, names in IMPORTS
+        for name in names
+        if is_within(module, "kvx_adapters") and not may_import(module, name)
+    ]
+    assert not wrong
+    assert may_import("kvx_adapters.vllm_plugin.worker", "vllm.config")
+    assert not may_import("kvx_adapters.vllm.describe", "vllm.config")
+    assert not may_import("kvx_adapters.vllm.describe", "kvx_adapters.tgi.cache_desc")
+    assert not may_import("kvx_adapters.vllm.describe", "kvx_adapters.vllm_plugin.worker")
+    assert not may_import("kvx_adapters.vllm_plugin.worker", "kvx_adapters.tensorrt_llm.facts")
+
+
+# --- how long a file may be -------------------------------------------------------------------
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    lines = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for path in (*cpp_files(), *python_files())
+    }
+    assert not {name: count for name, count in lines.items() if count > 500}
+    assert len(lines) > 100, "nothing was read"
