@@ -297,10 +297,6 @@ kvx_status_t check_counterparts(const Path &path, const kvx_view_t &view, const 
 }  // namespace
 
 kvx_status_t check_planes(const Path &path, const kvx_view_t &view) {
-  if (view.reserved_1 != 0) {
-    return KVX_INVALID("%s.reserved_1 is %u, expected 0 (spec E.11)", KVX_AT(path),
-                       view.reserved_1);
-  }
   if (view.num_planes == 0) return KVX_STATUS_OK;
   if (!view.planes) return KVX_INVALID("%s.planes is NULL (spec E.11)", KVX_AT(path));
   for (uint32_t i = 0; i < view.num_planes; ++i)

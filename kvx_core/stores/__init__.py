@@ -9,7 +9,8 @@ from kvx_core.snapshot import (
     UnsignedError,
     read_key,
 )
-from kvx_core.stores.blobs import BlobStore, Directory
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore, StoredSpan
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import FORMAT, StoreError
 from kvx_core.snapshot.text import strict_json
-from kvx_core.stores.blobs import BlobStore
+from kvx_core.stores.blob_store import BlobStore
 
 _NAME = "kvx-store.json"
 _MAX_BYTES = 4096

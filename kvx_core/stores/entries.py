@@ -9,7 +9,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, read_tokens
-from kvx_core.stores.blobs import BlobStore
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
 
 _MAX_KNOWN = 16384  # files whose tokens are remembered

@@ -28,7 +28,7 @@ from kvx_core.snapshot import (
     host_memory,
     token_ids,
 )
-from kvx_core.stores.blobs import BlobStore
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.config import stored_chunk_tokens
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
