@@ -20,8 +20,8 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# Names of number formats. FP8 numbers with a scale per token and head differ from those with one for
-# all tokens.
+# Names of number formats. FP8 numbers with a scale per token and head differ from those with one
+# scale for all tokens.
 _NUMBERS = {dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding}
 _FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
 _FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}
