@@ -160,7 +160,7 @@ def _with_standard_rope(config: Any) -> Any:
 def _log(directory: Path) -> Progress:
     def progress(read: int, total: int) -> None:
         logger.info(
-            "Reading the weights in %s, once, to know them again: %.1f of %.1f GB",
+            "Reading the weights in %s once, to compute their digest: %.1f of %.1f GB",
             directory,
             read / 1e9,
             total / 1e9,

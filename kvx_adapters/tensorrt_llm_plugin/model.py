@@ -1,7 +1,8 @@
-"""What TensorRT-LLM's arguments and the model's config say about a cache, and its store.
+"""Model: the cache and the store of a model, from TensorRT-LLM's arguments and the model's config.
 
-A connector is given the pool as a tensor of flat blocks, which says neither how many heads, tokens
-and dims there are, nor what they mean. What cannot be told from the configuration is refused.
+TensorRT-LLM gives a connector the pool as a tensor of flat blocks, which does not show how many
+heads, tokens and dims there are, nor what they mean. What the configuration does not show either is
+refused.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from kvx_core.snapshot import Precision, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 
-# Arguments that mean a cache which holds something else than each token's keys and values at a
-# place of its own, or one that the model's files alone do not determine: what they have to be.
+# Required values of arguments. With others, the cache does not hold each token's keys and values at
+# its own place, or the model's files do not determine them.
 _PLAIN_ARGS: dict[str, tuple[object, str]] = {
     "pipeline_parallel_size": (1, "a connector is given the layers of its own rank"),
     "context_parallel_size": (1, "ranks share out the tokens of a block"),
     "enable_attention_dp": (False, "ranks hold different requests"),
-    "attn_backend": ("TRTLLM", "others may order a block in another way"),
+    "attn_backend": ("TRTLLM", "others may lay out a block differently"),
     "max_beam_width": (1, "blocks of beams are not told apart"),
-    "speculative_config": (None, "drafts have layers, and tokens that are taken back"),
-    "sparse_attention_config": (None, "it has caches beside the keys and values"),
+    "speculative_config": (None, "drafts have layers of their own, and tokens that are rejected"),
+    "sparse_attention_config": (None, "it keeps more caches than keys and values"),
 }
 _PLAIN_KV_CACHE: dict[str, tuple[object, str]] = {
     "enable_block_reuse": (True, "without it TensorRT-LLM computes what a connector has loaded"),
-    "max_attention_window": (None, "blocks that leave a window are given to others"),
-    "sink_token_length": (None, "tokens are not at their own places then"),
-    "host_cache_size": (0, "blocks that are offloaded are not where their ids say"),
+    "max_attention_window": (None, "blocks that leave a window are given to other requests"),
+    "sink_token_length": (None, "then tokens are not at their own places"),
+    "host_cache_size": (0, "offloaded blocks are not where their ids say"),
 }
 
-# Whether halves of a head rotate together, of architectures whose modeling file leaves
-# PositionalEmbeddingParams.is_neox at its default, or sets it.
+# Whether halves of a head rotate together (is_neox), by architecture: as its modeling file sets
+# PositionalEmbeddingParams.is_neox, or leaves it at its default.
 # Source: TensorRT-LLM main 2026-09, _torch/models/modeling_{llama,mistral,mixtral,qwen,qwen3,
 # deepseekv3}.py; _torch/attention_backend/interface.py
 _IS_NEOX = {
@@ -108,7 +109,7 @@ class Model:
         )
 
     def heads_of(self, rank: int) -> tuple[int, int]:
-        """The heads of a rank: first, and one past the last. Ranks share one where there are more.
+        """The heads of a rank: first, and one past the last. More ranks than heads share heads.
 
         Raises UnsupportedError.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py, KVCacheManager
@@ -123,7 +124,7 @@ class Model:
         return first, first + max(1, total // ranks)
 
     def spec(self, num_blocks: int, heads: tuple[int, int]) -> tensorrt_llm.PoolSpec:
-        """A pool of all layers and some heads."""
+        """The spec of a pool with all layers and some heads."""
         return tensorrt_llm.PoolSpec(
             layers=tuple(range(self.num_layers)),
             num_blocks=num_blocks,
@@ -135,7 +136,7 @@ class Model:
         )
 
     def view(self, pool: Tensor, heads: tuple[int, int]) -> CacheView:
-        """A pool that holds some heads, zero-copy. Raises InvalidArgumentError if it does not."""
+        """A pool of some heads as a view, zero-copy. Raises InvalidArgumentError for another."""
         spec = self.spec(max(1, len(pool)), heads)
         facts = tensorrt_llm.cache_facts(
             spec,
@@ -151,7 +152,7 @@ class Model:
         return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
 
     def store(self, settings: Settings) -> PrefixStore:
-        """The store that the settings name."""
+        """The store named by the settings."""
         return PrefixStore(
             Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
             fingerprint=self.fingerprint,
@@ -165,7 +166,7 @@ class Model:
 
 
 def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> None:
-    """Versions lack some of the arguments; what is not there is not used."""
+    """Refuses other values. An argument that this version does not have is at its default."""
     for name, (value, reason) in expected.items():
         found = getattr(args, name, value)
         if (found or None) != (value or None):
@@ -175,7 +176,7 @@ def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> N
 
 
 def _directory(llm_args: Any) -> Path:
-    """Where the model's files are."""
+    """The directory of the model's files."""
     directory = Path(llm_args.model)
     if directory.is_dir():
         return directory
@@ -193,7 +194,7 @@ def _directory(llm_args: Any) -> Path:
 
 
 def _config(directory: Path, llm_args: Any) -> Any:
-    """The model's config, if all its layers are attention over all tokens of a text."""
+    """The model's config. Refuses models with images or sounds, or with windows."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
@@ -203,7 +204,7 @@ def _config(directory: Path, llm_args: Any) -> Any:
     config.update(getattr(llm_args, "model_kwargs", None) or {})
     if config.get_text_config(decoder=True) is not config:
         raise UnsupportedError(
-            f"model is a {config.model_type}, expected one of text alone: a connector is not told "
+            f"model is a {config.model_type}, expected a text-only model: a connector is not told "
             "which images or sounds stand behind a token"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
@@ -217,7 +218,7 @@ def _config(directory: Path, llm_args: Any) -> Any:
 
 
 def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
-    """What the model is computed in. Raises UnsupportedError.
+    """The dtype that the model computes in. Raises UnsupportedError.
 
     Source: TensorRT-LLM main 2026-09, _torch/model_config.py, ModelConfig.torch_dtype
     """
@@ -233,7 +234,7 @@ def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
 
 
 def _dtype(llm_args: Any, compute_dtype: torch.dtype) -> str:
-    """Of the pool, by PoolSpec's names. The tensor has to agree.
+    """The dtype of the pool, by PoolSpec's names. register_kv_caches compares the tensor.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py,
     validate_and_set_kv_cache_quant
@@ -251,7 +252,7 @@ def _rotary(config: Any, settings: Settings, head_dim: int) -> tuple[bool, int]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     is_mla = getattr(config, "kv_lora_rank", None) is not None
     is_neox = settings.is_neox
-    # Some modeling files set is_neox apart for yarn.
+    # For yarn, some modeling files set another is_neox.
     if is_neox is None and (is_mla or kind in ("default", "linear", "dynamic", "llama3")):
         is_neox = _IS_NEOX.get(config.model_type)
     if is_neox is None:

@@ -1,4 +1,4 @@
-"""The store that the settings name, if there is one."""
+"""Opens the store named by the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvx_core.stores.prefix import PrefixStore
 
 
 def opened_store(model: Model, settings: Settings) -> PrefixStore | None:
-    """None if what is there is broken, which is logged: it does not end an engine.
+    """The store; None if it is broken. That is logged, and does not end the engine.
 
     Raises InvalidArgumentError.
     """

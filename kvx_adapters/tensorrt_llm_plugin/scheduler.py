@@ -1,10 +1,10 @@
-"""The scheduler of the connector, on rank 0: what the store has of a prompt, what a step copies.
+"""The scheduler of the connector, on rank 0: looks prompts up, and plans what a step copies.
 
-TensorRT-LLM takes tokens that a connector has promised for computed; there is no way to say later
-that a load has failed. So what is promised has been read and checked, and goes to the workers with
-the step's plan: no file is opened once TensorRT-LLM counts on it. A file that is missing or broken
-is not promised, and TensorRT-LLM computes its tokens. What raises is caught, except where a promise
-cannot be kept: going on would be wrong.
+TensorRT-LLM treats tokens that a connector has promised as computed, and a connector cannot report
+later that a load has failed. So tokens are read and checked before they are promised, and their
+data goes to the workers with the step's plan. Tokens of missing or broken files are not promised:
+TensorRT-LLM computes them. Errors are caught, except where a promise cannot be kept: results would
+be wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.snapshot import Section
 from kvx_core.stores.prefix import Match, PrefixStore
 
-# Where a request has one of these, its token ids do not determine its keys and values.
+# Keys and values of a request with one of these depend on more than its token ids.
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp
 _NOT_PLAIN = (
     "lora_task_id",
@@ -40,7 +40,7 @@ _NOT_PLAIN = (
 
 @dataclass(slots=True)
 class _Promise:
-    """Tokens that TensorRT-LLM was told it need not compute."""
+    """Tokens that TensorRT-LLM was told not to compute."""
 
     blocks: npt.NDArray[np.uint8]  # as Load has them
     start: int  # a multiple of tokens_per_block
@@ -51,15 +51,17 @@ class _Promise:
 class _Request:
     salt: str
     num_prompt_tokens: int
-    promise: _Promise | None = None  # until it is handed to the workers
+    promise: _Promise | None = None  # until it is sent to the workers
     tokens: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    saved: int = 0  # tokens that are in the store, or need not be
+    saved: int = 0  # tokens that are in the store, or need not be saved
 
 
 class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
-    """Raises InvalidArgumentError, UnsupportedError at start-up, and InvalidArgumentError later,
-    where TensorRT-LLM has too few blocks for what it was promised.
+    """KVX as a KV cache connector's scheduler.
+
+    Raises InvalidArgumentError, UnsupportedError at start-up; later only InvalidArgumentError, if
+    TensorRT-LLM gives a request too few blocks for the tokens it was promised.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorScheduler
@@ -76,10 +78,10 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Tokens past `num_computed_tokens` that are loaded before the next forward pass.
+        """How many tokens past `num_computed_tokens` the next step loads before its forward pass.
 
-        Called once for each allocation of a request's blocks. Whole blocks only, as TensorRT-LLM's
-        own connectors: a block that it has begun may still be being copied.
+        Called once for each allocation of a request's blocks. Whole blocks only, as in
+        TensorRT-LLM's own connectors: it may still be copying a block that it has begun.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/mooncake_store/scheduler.py
         """
         with self._boundary.guard("loads nothing for", f"request {request.request_id}"):
@@ -88,7 +90,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Nothing: blocks come with build_connector_meta, some of them only there."""
+        """Does nothing: build_connector_meta gets all blocks, including some not known here."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         plan = StepPlan()
@@ -102,7 +104,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             promise, tracked.promise = tracked.promise, None
             if promise is not None:
                 plan.loads.append(self._load(data.request_id, tracked, promise))
-                # The position leaves promised tokens out; the first versions counted them.
+                # The position does not count promised tokens; in the first versions it did.
                 if position not in (promise.start, promise.stop):
                     del self._requests[data.request_id]
                     continue
@@ -117,18 +119,18 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return plan
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """False: nothing holds its blocks, since what is saved has been copied within its step."""
+        """False: TensorRT-LLM may free the blocks. Saves copy within their step."""
         self._requests.pop(request.request_id, None)
         return False
 
     def request_reset(self, request: Any) -> None:
-        """Its blocks are gone, and it starts anew. Main only."""
+        """The request lost its blocks and starts again. Called by TensorRT-LLM main only."""
         self._requests.pop(request.request_id, None)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Tokens [start, end) of a promise are computed after all. Main only.
+        """TensorRT-LLM computes tokens [start, end) of a promise itself. Called by main only.
 
-        Where this fails, what was promised is loaded, which is as good.
+        If this fails, all that was promised is loaded, which is correct too.
         """
         with self._boundary.guard("loads all that it promised to", f"request {request.request_id}"):
             tracked = self._requests.get(request.request_id)
@@ -140,7 +142,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         if end <= promise.start or promise.stop <= start:
             return promise
         block_size = self._model.tokens_per_block
-        if start <= promise.start:  # the beginning goes, or all
+        if start <= promise.start:  # drops the beginning, or all
             first = min(end, promise.stop) // block_size * block_size
             blocks = promise.blocks[(first - promise.start) // block_size :]
             kept = _Promise(blocks, first, promise.stop)
@@ -151,7 +153,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return kept if len(kept.blocks) else None
 
     def _promise(self, request: Any, num_computed_tokens: int) -> int:
-        """Tracks a request. Returns how many tokens past `num_computed_tokens` it takes."""
+        """Tracks a request. Returns how many tokens past `num_computed_tokens` are promised."""
         salt = _salt(request)
         if self._store is None or salt is None or not _is_plain(request):
             return 0
@@ -175,7 +177,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def _read(
         self, store: PrefixStore, tokens: npt.NDArray[np.int64], start: int
     ) -> _Promise | None:
-        """Blocks from token `start` on, as far as the store has them and files are good."""
+        """Reads blocks from token `start` on, as far as the store has them in good files."""
         model, settings = self._model, self._settings
         block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
         match = store.lookup(tokens)
@@ -202,7 +204,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def _fill(
         self, store: PrefixStore, match: Match, start: int, stop: int, section: Section
     ) -> int:
-        """Fills the section up to the first file that is not good. Returns where that is."""
+        """Fills the section up to the first bad file. Returns the token at which it stopped."""
         for span in match.spans:
             lo, hi = max(start, span.start), min(stop, span.stop)
             if lo < hi:
@@ -224,12 +226,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return Load(promise.blocks, ids, self._store.carried)
 
     def _save(self, request_id: int, tracked: _Request, stop: int) -> Save | None:
-        """What can be stored once `stop` tokens have been computed.
+        """What to store once `stop` tokens have been computed.
 
-        Full chunks as they complete, and the prompt to its end as soon as it is there.
+        Full chunks when they are complete, and the whole prompt when its end is computed.
         """
-        assert self._store is not None  # else nothing is tracked
-        stop = min(stop, len(tracked.tokens))  # without drafts
+        assert self._store is not None  # without a store no request is tracked
+        stop = min(stop, len(tracked.tokens))  # without draft tokens
         full = stop - stop % self._store.chunk_tokens
         if stop >= tracked.num_prompt_tokens > tracked.saved:
             full = max(full, tracked.num_prompt_tokens)
@@ -249,7 +251,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
 
 
 def _is_plain(request: Any) -> bool:
-    """Its keys and values depend on its token ids and the model's files alone."""
+    """Whether its keys and values depend only on its token ids and the model's files."""
     if getattr(request, "is_dummy_request", False):
         return False
     return all(getattr(request, name, None) is None for name in _NOT_PLAIN)
@@ -258,7 +260,7 @@ def _is_plain(request: Any) -> bool:
 def _salt(request: Any) -> str | None:
     """The request's cache_salt; None if it has one that cannot be read.
 
-    In C++, which calls for KVCacheManager, a request has a hash of it only.
+    A request of the C++ runtime, which KVCacheManager uses, has only a hash of it.
     """
     salt: str | None = getattr(request, "cache_salt", None)
     if salt is None and getattr(request, "cache_salt_id", None) is None:

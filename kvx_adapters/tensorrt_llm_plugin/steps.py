@@ -12,7 +12,7 @@ from kvx_core.snapshot import Precision
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Tokens [start, len(tokens)) of a request, which this step computes or earlier ones did."""
+    """Tokens [start, len(tokens)) of a request, computed by this step or earlier ones."""
 
     request_id: int
     salt: str
@@ -23,7 +23,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks that have been read and checked, and where they go."""
+    """Blocks that have been read and checked, and the block ids they are written to."""
 
     # (num_blocks, num_layers, kv_factor, bytes), as on a rank that holds all heads
     blocks: npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The saves and loads of one step; a worker takes out what it does."""
+    """The saves and loads of one step. A worker removes those that it has done."""
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)

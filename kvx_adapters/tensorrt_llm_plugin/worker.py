@@ -1,7 +1,8 @@
 """The worker of the connector, on every rank: copies blocks into its pool and tokens out of it.
 
-A load is there before the forward pass begins. A save copies into host memory before its step ends,
-since blocks may change hands after it, and a thread writes the file.
+A load is complete before the forward pass begins. A save copies into host memory before its step
+ends, because TensorRT-LLM may give the blocks to other requests afterwards; a thread writes the
+file.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from kvx_core.stores.prefix import PrefixStore
 
 
 class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
-    """`close` ends its thread.
+    """Owns a thread, which `close` ends.
 
-    Raises InvalidArgumentError, UnsupportedError at start-up. Later `start_load_kv` alone raises,
-    since TensorRT-LLM would take blocks that were not written for computed.
+    Raises InvalidArgumentError, UnsupportedError at start-up. Later only `start_load_kv` raises:
+    TensorRT-LLM would treat blocks that were not written as computed.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorWorker
@@ -52,11 +53,11 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._pending_bytes = 0  # copied, not yet written
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """The rank's pool.
+        """Takes the rank's pool.
 
         kv_cache_tensor: (num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block *
                          head_dim)
-        Raises InvalidArgumentError if it is not what model and arguments say.
+        Raises InvalidArgumentError if it does not agree with the model and the arguments.
         """
         expected = self._model.spec(1, self._heads).torch_dtype
         if kv_cache_tensor.dtype != expected:
@@ -69,9 +70,9 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._blocks = kv_cache_tensor.view(torch.uint8)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """KVCacheManagerV2's description of the same pool, in its place.
+        """Takes the rank's pool as KVCacheManagerV2 describes it.
 
-        Raises UnsupportedError where it is another.
+        Raises UnsupportedError for any other layout than that of register_kv_caches.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_layout.py
         """
         model = self._model
@@ -96,24 +97,24 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self.register_kv_caches(blocks.view(shape))
 
     def start_load_kv(self, stream: Any) -> None:
-        """Writes what this step's forward pass reads, on its stream."""
+        """Writes the blocks that this step's forward pass reads, on its stream."""
         plan = self._metadata
         if plan is None:
             return
-        # A plan stays bound while there is no other.
+        # TensorRT-LLM keeps a plan bound until there is a new one.
         loads, plan.loads = plan.loads, []
         with torch.cuda.stream(stream):
             for load in loads:
                 self._write(load)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: start_load_kv has written all layers."""
+        """Does nothing: start_load_kv has written all layers."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: wait_for_save copies all layers."""
+        """Does nothing: wait_for_save copies all layers."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Copies what this step has computed; files are written later."""
+        """Copies what this step has computed. A thread writes the files later."""
         plan = self._metadata
         if plan is None or self._store is None:
             return
@@ -128,18 +129,18 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """None: all is over when its step is."""
+        """No requests: saves and loads end within their step."""
         return [], []
 
     def close(self) -> None:
-        """Waits for the files that are being written. TensorRT-LLM does not call it; the
-        interpreter waits for them too.
+        """Waits until all files are written. TensorRT-LLM does not call it; the interpreter waits
+        for them at exit as well.
         """
         with self._boundary.guard("did not shut down"):
             self._writer.shutdown()
 
     def _write(self, load: Load) -> None:
-        """The blocks of a load, this rank's heads of them. Raises OutOfRangeError."""
+        """Writes this rank's heads of a load's blocks. Raises OutOfRangeError."""
         wrong = [i for i in load.block_ids if not 0 <= i < len(self._blocks)]
         if wrong:
             raise OutOfRangeError(
@@ -147,7 +148,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         if self._store is not None:
             self._store.carry(load.carried)
-        # Both are blocks as TensorRT-LLM has them, in which the heads come before the tokens.
+        # Both have TensorRT-LLM's order, in which heads come before tokens.
         first, last = self._heads
         blocks = torch.from_numpy(load.blocks)
         heads = blocks.view(*blocks.shape[:3], self._model.total_kv_heads, -1)
@@ -179,7 +180,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
                 self._hand_over(store, snapshot)
 
     def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
-        """To the thread that writes."""
+        """Passes a chunk to the thread that writes."""
         num_bytes = snapshot.num_bytes
         self._wait_to_be_written(num_bytes)
         try:
@@ -189,7 +190,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             raise
 
     def _commit(self, store: PrefixStore, snapshot: Snapshot, num_bytes: int) -> None:
-        """In the thread."""
+        """Runs in the writing thread."""
         with self._boundary.guard("did not save", f"{len(snapshot.tokens)} tokens"):
             store.commit(snapshot)
         self._wait_to_be_written(-num_bytes)

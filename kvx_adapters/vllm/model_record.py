@@ -81,10 +81,10 @@ def model_record(
 
 @functools.cache
 def _warn(settings: str) -> None:
-    """Once in a process, which may have both halves of a connector."""
+    """Logs once per process, which may run both halves of a connector."""
     logger.warning(
-        "KVX does not know whether %s matter to keys and values: this engine shares them with "
-        "those alone that are set likewise",
+        "KVX does not know whether %s matter to keys and values: this engine shares them only with "
+        "engines of the same settings",
         settings,
     )
 

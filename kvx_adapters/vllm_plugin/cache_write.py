@@ -1,7 +1,7 @@
-"""The write into a layer's cache by torch.ops.kvx, for any attention implementation of vLLM.
+"""Writes into a layer's cache with torch.ops.kvx, for any attention implementation of vLLM.
 
-vLLM calls it within an op that torch.compile does not look into, and captures what it launches in
-CUDA graphs. A layer that reads another layer's cache does not come here.
+vLLM calls it inside an op that is opaque to torch.compile, and captures its launches in CUDA
+graphs. It does not call it for layers that use the cache of another layer.
 Source: vllm 0.32 model_executor/layers/attention/attention.py, unified_kv_cache_update
 """
 
@@ -26,9 +26,10 @@ Write = Callable[[Tensor, Tensor, Tensor], None]  # key, value, slots
 def write_into(
     k: Tensor, v: Tensor, layout: str, scales: tuple[Tensor, Tensor] | None = None
 ) -> Write:
-    """torch.ops.kvx.write_kv into the same cache each time.
+    """A function that writes into one cache with torch.ops.kvx.write_kv.
 
-    k, v:   views of it, in the dtype of its numbers; layout: a name of kvx_core.Layout
+    k, v:   views of the cache, in the dtype of its numbers
+    layout: the name of a kvx_core.Layout
     scales: of K and V if they are FP8, one number or one per KV head
     """
     op = torch.ops.kvx.write_kv.default
@@ -41,24 +42,24 @@ def write_into(
 
 
 class WritesByKVX:
-    """Ahead of vLLM's implementation among the bases: its do_kv_cache_update by KVX.
+    """A base class whose do_kv_cache_update writes with KVX.
 
-    What KVX cannot write is logged and left to that implementation.
+    The next base is vLLM's implementation. What KVX cannot write is logged, and vLLM writes it.
     """
 
     attn_type: str  # of vLLM's implementation
     _kv_cache: Callable[[], Tensor | None] = staticmethod(lambda: None)
-    _write: Write | None = None  # into that cache; None: by vLLM
+    _write: Write | None = None  # into that cache; None: vLLM writes
 
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
-        """What writes into `kv_cache`. Raises UnsupportedError, InvalidArgumentError."""
+        """A function that writes into `kv_cache`. Raises UnsupportedError, InvalidArgumentError."""
         raise NotImplementedError
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes the tokens whose slot is not negative; on a device it allocates nothing and waits
-        for nothing.
+        """Writes the tokens whose slot is not negative. On a device it allocates nothing and does
+        not synchronise.
 
         key, value:   (>= num_tokens, num_kv_heads, head_size)
         kv_cache:     (num_blocks, num_kv_heads, block_size, 2 * head_size), layer.kv_cache
@@ -71,7 +72,7 @@ class WritesByKVX:
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
-    # A fused kernel would write the cache itself.
+    # False, because a fused kernel would write the cache itself.
 
     def fused_rope_kvcache_supported(self) -> bool:
         return False
@@ -85,12 +86,14 @@ class WritesByKVX:
     def _bind(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
     ) -> None:
-        """Takes `kv_cache` for the layer's cache, until vLLM gives it another one."""
+        """Prepares writes into `kv_cache`, until vLLM gives the layer another cache."""
         self._write = None
         if self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             try:
                 write = self.kvx_write(layer, kv_cache)
-                write(key[:0], value[:0], slots[:0])  # what KVX objects to, it objects to now
+                write(
+                    key[:0], value[:0], slots[:0]
+                )  # no tokens: raises now what a write would raise
                 self._write = write
                 _logger.info_once("The KV cache is written by KVX")
             except Exception as error:
@@ -98,5 +101,5 @@ class WritesByKVX:
         self._kv_cache = weakref.ref(kv_cache, self._unbind)
 
     def _unbind(self, _: object) -> None:
-        """Lets go of the views of a cache that vLLM has dropped."""
+        """Releases the views of a cache that vLLM has freed."""
         self._write = None

@@ -1,6 +1,6 @@
 """vLLM's attention on CPU with a cache that KVX writes.
 
-It takes the place of CPU_ATTN, whose name it keeps: vLLM offers no choice of backends on CPU.
+It replaces CPU_ATTN under the same name, because vLLM offers no choice of backends on CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvx_core import TensorDesc, UnsupportedError
 
 
 class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Pages that strides cannot say, such as AMX tiles, are left to vLLM."""
+    """vLLM writes pages that strides cannot describe, such as AMX tiles, itself."""
 
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
@@ -37,7 +37,7 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
                 num_kv_heads=num_kv_heads,
                 head_size=self.head_size,
                 page_size_bytes=num_kv_heads * block_size * content * kv_cache.itemsize,
-                # Of the layer since 0.29.
+                # Since 0.29 it is an attribute of the layer, before of the implementation.
                 isa=getattr(layer, "isa", None) or getattr(self, "isa", None),
             ),
         )
@@ -51,7 +51,7 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}, which KVX rounds to nearest and vLLM "
                 "on CPU towards zero, so tokens may differ. KVX_VLLM_CPU_ATTENTION=nearest takes it"
             )
-        for name in ("_k_scale", "_v_scale"):  # the attention kernel reads with the numbers
+        for name in ("_k_scale", "_v_scale"):  # the attention kernel uses the floats
             scale, number = getattr(layer, name), getattr(layer, f"{name}_float")
             if scale.numel() != 1 or scale.item() != number:
                 raise UnsupportedError(

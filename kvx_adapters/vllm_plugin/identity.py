@@ -20,13 +20,13 @@ logger = init_logger("vllm.kvx")
 
 
 def model_record(vllm_config: Any, settings: Settings) -> ModelRecord:
-    """Of an engine. Raises UnsupportedError if the files of its model are not known."""
-    files = settings.fingerprint or _fingerprint(vllm_config, sample=settings.fingerprint_sampling)
+    """The record of an engine. Raises UnsupportedError if its model's files are not known."""
+    files = settings.fingerprint or _files(vllm_config, sample=settings.fingerprint_sampling)
     return vllm.model_record(vllm_config, files, os.environ, version=vllm_version)
 
 
-def _fingerprint(vllm_config: Any, *, sample: bool) -> str:
-    """Of the files of the model that an engine has loaded."""
+def _files(vllm_config: Any, *, sample: bool) -> str:
+    """A digest of the files of the model that an engine has loaded."""
     model, load = vllm_config.model_config, vllm_config.load_config
     directory = _local(model.model, model.revision, load.download_dir)
     config = None
@@ -62,7 +62,10 @@ _OWN = (
 
 
 def _local(name: str, revision: str | None, cache: str | None = None) -> Path:
-    """Where the files of a model are; cache: None: the hub's own. Raises UnsupportedError."""
+    """The directory of a model's files. Raises UnsupportedError.
+
+    cache: the hub's cache directory; None: its default
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -80,7 +83,7 @@ def _local(name: str, revision: str | None, cache: str | None = None) -> Path:
 
 def _log(read: int, total: int) -> None:
     logger.info(
-        "KVX reads the model's weights, once, to know them again: %.1f of %.1f GB",
+        "KVX reads the model's weights once, to compute their digest: %.1f of %.1f GB",
         read / 1e9,
         total / 1e9,
     )

@@ -1,4 +1,4 @@
-"""How KVXConnector is configured, and what the engine's own configuration means for it."""
+"""The settings of KVXConnector, and what it requires of the engine's own configuration."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path  # the store's directory, made if it is not there
-    fingerprint: str | None = None  # stands for the model's files; None: taken from them
-    fingerprint_sampling: bool = False  # 4 KiB of each tensor stand for all its bytes
+    path: Path  # the store's directory; made if it does not exist
+    fingerprint: str | None = None  # in place of a digest of the model's files
+    fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
     chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
-    async_load: bool = False  # load beside other requests' steps; with prefix caching always
-    layerwise: bool = False  # copy each layer when it has been computed, not all after the last
-    save_generated: bool = True  # not only prompts
-    min_tokens: int = Field(default=8, ge=1)  # fewer are computed faster than loaded
-    max_bytes: int | None = Field(default=None, gt=0)  # of the directory; the oldest files go
+    async_load: bool = False  # load beside other requests' steps; always with prefix caching
+    layerwise: bool = False  # copy each layer when it is computed, not all after the last
+    save_generated: bool = True  # save generated tokens too, not only prompts
+    min_tokens: int = Field(default=8, ge=1)  # load at least so many: computing fewer is faster
+    max_bytes: int | None = Field(
+        default=None, gt=0
+    )  # of the directory; then the least recently used files are deleted
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
-    key_file: Path | None = None  # of a secret that files are signed with, and have to be
+    key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
     writer_threads: int = Field(default=1, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
-    )  # copied and not written; no more is saved
+    )  # copied, not yet written: beyond it saves are dropped
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
@@ -58,7 +60,8 @@ class Settings(BaseModel):
 
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:
-    """Refuses engines whose blocks do not hold whole tokens in order, computed as the model says.
+    """Refuses engines whose blocks do not hold whole tokens in order, or whose tokens depend on
+    more than the model's files.
 
     Raises UnsupportedError.
     """
@@ -92,7 +95,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
 
 
 class Stores:
-    """The store of the model that an engine serves, by cache_salt: other salts share nothing."""
+    """The stores of an engine's model, by cache_salt: different salts share nothing."""
 
     def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none"""
@@ -126,7 +129,7 @@ class Stores:
 
 
 def precision(dtype: Any, cache_config: Any) -> Precision:
-    """Of an engine's values: the coarsest of what it computes in and what its layers keep.
+    """The precision of an engine's values: the coarsest of its arithmetic and its layers' caches.
 
     dtype: vllm's ModelConfig.dtype; cache_config: vllm's CacheConfig
     Source: vllm 0.32 config/cache.py, CacheConfig.cache_dtype
@@ -143,6 +146,6 @@ def precision(dtype: Any, cache_config: Any) -> Precision:
     from vllm.version import __version__ as version
 
     opaque = Precision.of(opaque=opaque_name(minor(version), name))
-    # Layers that are skipped keep what was computed.
+    # Skipped layers store values in the dtype of the model.
     skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
     return opaque.meet(Precision.of(dtype)) if skipped else opaque

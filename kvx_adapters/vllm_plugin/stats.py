@@ -1,4 +1,4 @@
-"""What KVXConnector has done, in vLLM's log and Prometheus metrics."""
+"""Statistics of KVXConnector, for vLLM's log and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-# Sums since the last report, and what they are. A metric is vllm:kvx_<name>_total.
+# Sums since the last report, and their descriptions. A metric is vllm:kvx_<name>_total.
 COUNTERS = {
     "saved_tokens": "Tokens copied out of the KV cache to be stored, per worker",
     "saved_bytes": "Bytes written to the KVX store",
     "save_seconds": "Seconds that steps spent copying tokens to be stored",
     "write_seconds": "Seconds that threads spent writing to the KVX store",
-    "dropped_saves": "Saves given up: too much waited to be written, or an error",
+    "dropped_saves": "Saves dropped: too many bytes were waiting to be written, or an error",
     "loaded_tokens": "Tokens loaded from the KVX store, per worker",
     "loaded_bytes": "Bytes loaded from the KVX store",
     "load_seconds": "Seconds spent loading from the KVX store",
-    "load_failures": "Loads that failed; kv_load_failure_policy says what vLLM made of them",
-    "lookup_failures": "Lookups that failed: their tokens were computed",
-    "errors": "Other errors that were caught; the engine went on without what failed",
+    "load_failures": "Loads that failed; vLLM treats them as kv_load_failure_policy says",
+    "lookup_failures": "Lookups that failed; vLLM computed the tokens",
+    "errors": "Other errors that were caught; the engine continued",
 }
 
 

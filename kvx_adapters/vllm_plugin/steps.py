@@ -16,7 +16,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class SaltedStores(Protocol):
-    """The stores that salts in saves and loads stand for."""
+    """The stores by the salts of saves and loads."""
 
     def __getitem__(self, salt: str, /) -> PrefixStore:
         """Raises StoreError."""
@@ -25,7 +25,7 @@ class SaltedStores(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Tokens [start, len(tokens)) of a request, which this step computes or earlier ones did."""
+    """Tokens [start, len(tokens)) of a request, computed by this step or earlier ones."""
 
     request_id: str
     salt: str
@@ -54,4 +54,4 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    is_idle: bool = False  # nothing is computed: there is no forward pass
+    is_idle: bool = False  # the step has no forward pass

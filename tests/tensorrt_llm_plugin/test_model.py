@@ -298,7 +298,7 @@ def test_a_checkpoint_that_is_quantised_on_disk(model_dir: Path, tmp_path: Path)
             {"num_hidden_layers": 6},
             "layer_types ['sliding_attention'] and sliding_window 4096, expected full attention",
         ),
-        ("Gemma3", {}, "model is a gemma3, expected one of text alone"),
+        ("Gemma3", {}, "model is a gemma3, expected a text-only model"),
         ("GPTNeoX", {}, "model is a gpt_neox with rope_type 'default', expected one of deepseek"),
         (
             "Qwen2",
