@@ -62,3 +62,8 @@ def are_right(dtype: object, memory: object, place: int, count: int, invalid: in
     if kinds != (DType, Memory, int, int, int):
         return False
     return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63
+
+
+def are_counts(*numbers: object) -> bool:
+    """Whether these are ints of 32 bits without a sign."""
+    return all(type(number) is int and 0 <= number < 2**32 for number in numbers)

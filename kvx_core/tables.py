@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.indices import are_right, contiguous, index_list, padded
+from kvx_core.indices import are_counts, are_right, contiguous, index_list, padded
 from kvx_core.memory_checks import same_memory
 from kvx_core.tensors import (
     TensorLike,
@@ -48,7 +48,16 @@ class BlockTable:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        counts = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
+        kinds = type(self.format), type(self.indptr_dtype), type(self.indptr)
+        counts = self.seq_count, self.max_blocks_per_seq, self.indptr_count, self.beam_width
+        if (
+            kinds == (BlockTableFormat, DType, int)
+            and are_right(self.index_dtype, self.memory, self.indices, self.indices_count)
+            and are_counts(*counts, self.flags)
+            and 0 <= self.indptr < 2**64
+        ):
+            return
+        names = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
         fix(
             self,
             format=BlockTableFormat.called,
@@ -57,7 +66,7 @@ class BlockTable:
             indices=address,
             indptr=address,
             memory=_memory,
-            **dict.fromkeys((*counts, "beam_width", "flags"), integer),
+            **dict.fromkeys((*names, "beam_width", "flags"), integer),
         )
 
     def __repr__(self) -> str:

@@ -157,7 +157,7 @@ def test_facts_are_compared_for_every_pair() -> None:
 
 @pytest.mark.usefixtures("reader")
 def test_every_call_reorders_the_dims_of_k_that_the_first_one_did() -> None:
-    half = replace(SAME_MODEL, rotary="half", rotary_dim=4)
+    half = replace(SAME_MODEL, rotary="half", rotary_dim=4, rope_applied=True, hadamard=False)
     src, dst = End("BLOCK_NHD", 1, half), End("BLOCK_HND", 2, replace(half, rotary="interleaved"))
     for lens in ([3, 1], [8, 0], [0, 5]):
         src.all += 1
