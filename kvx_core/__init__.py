@@ -28,16 +28,19 @@ from kvx_core.migrate import migrate
 from kvx_core.model_files import model_files_digest
 from kvx_core.model_record import ModelRecord
 from kvx_core.ops import device_status, gather_kv, write_kv
+from kvx_core.planes import Plane
 from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import (
+    Axis,
     BlockTableFormat,
     DType,
     Layout,
     Memory,
+    Role,
     ScaleGranularity,
     Status,
     Transfer,
@@ -115,6 +118,7 @@ def use_openmp(enable: bool = True) -> bool:
 
 
 __all__ = [
+    "Axis",
     "BackendInfo",
     "BlobStore",
     "BlockTable",
@@ -140,10 +144,12 @@ __all__ = [
     "Memory",
     "ModelRecord",
     "OutOfRangeError",
+    "Plane",
     "PoolDesc",
     "Precision",
     "PrefixStore",
     "ReorderRotary",
+    "Role",
     "ScaleDesc",
     "ScaleGranularity",
     "Section",

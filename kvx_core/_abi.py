@@ -19,6 +19,7 @@ from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, Invalid
 ABI_MAJOR, ABI_MINOR = 1, 5
 MAX_TENSOR_DIMS = 5
 MAX_PLANE_AXES = 8
+PLANE_REPLICATED = 1
 FLAG_KVCACHEINDEX = 1 << 0
 FLAG_EXACT = 1 << 1
 FLAG_ZERO_FILL = 1 << 0

@@ -17,8 +17,7 @@ from kvx_core.options import MoveKeywords, MoveOptions
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
-from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import TensorLike
+from kvx_core.tensors import Borrowed, TensorLike
 from kvx_core.types import Memory, Transfer
 from kvx_core.view import CacheSpan, CacheView, Move
 from kvx_core.words import flag
@@ -35,7 +34,7 @@ def migrate(
     stream: int | None = None,
     **options: Unpack[MoveKeywords],
 ) -> int:
-    """Moves sequences from one cache into another: all layers, K and V, in one call and one pass.
+    """Moves sequences from one cache into another: all layers and planes, in one call and one pass.
 
     Token src.starts[s] + i of sequence s goes to dst.starts[s] + i, for i < seq_lens[s], heads
     src.head_start + h to dst.head_start + h, for h < num_heads. Layout, strides, block size, dtype,
@@ -189,11 +188,13 @@ def _check(moved: int) -> None:
         _abi.check(-moved >> _bound.FAILED)
 
 
-def _first_tensors(src: CacheSpan, dst: CacheSpan) -> dict[str, TensorDesc]:
-    """A tensor of each end, by name: they say where the call runs; none if an end has no layers."""
-    if not src.view.layers or not dst.view.layers:
-        return {}
-    return {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
+def _first_tensors(src: CacheSpan, dst: CacheSpan) -> dict[str, Borrowed]:
+    """A tensor of each end, by name: they say where the call runs; none if an end is empty."""
+    if src.view.layers and dst.view.layers:
+        return {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
+    if src.view.planes and dst.view.planes:
+        return {"src.planes[0]": src.view.planes[0], "dst.planes[0]": dst.view.planes[0]}
+    return {}
 
 
 def _table_rows(src: CacheSpan, dst: CacheSpan) -> list[int]:

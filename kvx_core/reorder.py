@@ -44,6 +44,13 @@ def reordered(
     head_dims = ([layer.head_dim for layer in end.view.layers] for end in (src, dst))
     if next(head_dims) != next(head_dims):
         return src, dst  # no migration takes them, and libkvx says why
+    if src.view.planes or dst.view.planes:
+        raise FactsMismatchError(
+            [
+                f"{transform.difference}: the views have planes, which are not reordered. Migrate "
+                "them apart, with the facts of both ends the same"
+            ]
+        )
     reasons: dict[str, None] = {}
     # Either end can be the one that is described anew; one whose dims are packed often cannot.
     for order in (transform.dst, transform.src):

@@ -56,11 +56,12 @@ def describe(
     """
     fields = borrowed_fields(name, tensor)
     if dtype is not None:
-        fields["dtype"] = _stored_as(fields["dtype"], dtype)
+        fields["dtype"] = stored_as(fields["dtype"], dtype)
     return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
 
 
-def _stored_as(stored: DType, dtype: DType | str) -> DType:
+def stored_as(stored: DType, dtype: DType | str) -> DType:
+    """The dtype `dtype` of elements that a tensor stores as `stored`; both are of one size."""
     wanted = DType.of(dtype)
     if wanted.itemsize != stored.itemsize:
         raise InvalidArgumentError(

@@ -58,6 +58,29 @@ class Layout(_Named):
     BLOCK_CUSTOM = 15
 
 
+class Axis(_Named):
+    """What an axis of a plane counts. Spec: E.11"""
+
+    BLOCK = 0
+    TOKEN = 1
+    HEAD = 2
+    DIM = 3
+
+
+class Role(_Named):
+    """What a plane is to its layer. Spec: E.11"""
+
+    K = 0
+    V = 1
+    LATENT = 2
+    LATENT_ROPE = 3
+    INDEX_K = 4
+    INDEX_K_SCALE = 5
+    COMPRESSED = 6
+    CONV_STATE = 7
+    STATE = 8
+
+
 class Memory(_Named):
     """Where a buffer lives. Spec: 4.3"""
 

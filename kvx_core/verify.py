@@ -127,6 +127,12 @@ _Array = npt.NDArray[Any]
 def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
     """The rules of a migration that need both ends; the others are checked as each is read."""
     at_src, at_dst = src.view.layers, dst.view.layers
+    for name, end in (("src", src), ("dst", dst)):
+        if end.view.planes:
+            raise UnsupportedError(
+                f"{name} has {len(end.view.planes)} planes, expected none: verify compares K and V "
+                "of layers. Leave the planes out with dataclasses.replace(view, planes=())"
+            )
     if not at_src or len(at_src) != len(at_dst):
         raise InvalidArgumentError(
             f"dst has {len(at_dst)} layers, expected as many as src has, {len(at_src)}, and not 0 "

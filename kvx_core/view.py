@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 from kvx_core import _abi, _bound
@@ -15,12 +15,14 @@ from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.memory_checks import same_memory
+from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
-from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import TensorLike, is_torch
+from kvx_core.tensors import Borrowed, TensorLike, is_torch
 from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,11 +43,13 @@ class CacheView:
     dense: bool = False  # every block is one sequence, from its first token on
     # Asked before each use: why the engine's cache is no longer the one described; None if it is.
     outdated: Callable[[], str | None] | None = field(default=None, compare=False)
+    planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
     _layers: Any = field(init=False, compare=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False)
     _v_scales: Any = field(init=False, compare=False)
+    _planes: Any = field(init=False, compare=False)
     # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
-    read_only: dict[str, TensorDesc] = field(init=False, compare=False)  # by name
+    read_only: dict[str, Borrowed] = field(init=False, compare=False)  # by name
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
     # K's dims in another order, see kvx_core.reorder; a string: why that cannot be described.
     reordered: dict[Any, CacheView | str] = field(init=False, compare=False)
@@ -55,7 +59,7 @@ class CacheView:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_("layers", _checked_layers(self.layers))
+        set_("layers", _checked("layers", self.layers, CacheDesc, "CacheDesc, one per layer"))
         instance("facts", self.facts, CacheFacts, "a CacheFacts: what the bytes mean")
         fix(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
         if self.outdated is not None and not callable(self.outdated):
@@ -65,11 +69,15 @@ class CacheView:
         for name in ("k_scales", "v_scales"):
             scales = getattr(self, name)
             set_(f"_{name}", None if scales is None else self._scales_to_c(name, scales))
-        tensors = {
+        set_("planes", _checked("planes", self.planes, Plane, "Plane, see Plane.of"))
+        planes = [plane.to_c() for plane in self.planes]
+        set_("_planes", _abi.pointer_array(planes, _abi.kvx_plane_t))
+        tensors: dict[str, Borrowed] = {
             f"layers[{i}].{name}": tensor
             for i, layer in enumerate(self.layers)
             for name, tensor in layer.tensors.items()
         }
+        tensors |= {f"planes[{i}]": plane for i, plane in enumerate(self.planes)}
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
         set_("reordered", {})
@@ -84,6 +92,7 @@ class CacheView:
         return listed(
             "CacheView",
             many(len(self.layers), "layer"),
+            many(len(self.planes), "plane") if self.planes else None,
             *first,
             "dense" if self.dense else "paged",
             *scales,
@@ -92,12 +101,17 @@ class CacheView:
         )
 
     def bytes_per_token(self, num_heads: int | None = None) -> int:
-        """Bytes of a token's K and V in all layers: of `num_heads` heads, or of all."""
+        """Bytes of a token in all layers and planes: of `num_heads` heads, or of all.
+
+        An entry that stands for several tokens counts for none of them.
+        """
         if num_heads is not None:
             num_heads = integer("num_heads", num_heads)
         found = self._bytes.get(num_heads or 0)
         if found is None:
             found = sum((num_heads or la.num_kv_heads) * la.head_bytes for la in self.layers)
+            of_tokens = (plane for plane in self.planes if plane.tokens_per_entry == 1)
+            found += sum(plane.entry_bytes(num_heads) for plane in of_tokens)
             self._bytes[num_heads or 0] = found
         return found
 
@@ -133,6 +147,12 @@ class CacheView:
                 if scale is not None:
                     scale.require_in_place(f"{name}.{kind}[{i}]")
                     owners += [scale.owner] if is_torch(scale.owner) else []
+        for i, plane in enumerate(self.planes):
+            of_plane: dict[str, Borrowed | None] = {"": plane, ".scale": plane.scale}
+            for part, tensor in of_plane.items():
+                if tensor is not None:
+                    tensor.require_in_place(f"{name}.planes[{i}]{part}")
+                    owners += [tensor.owner] if is_torch(tensor.owner) else []
         held = _bound.Held(owners)
         self._held[:] = [held]
         return held
@@ -277,17 +297,19 @@ class CacheSpan:
             null_block_plus_1=_abi.null_block_plus_1(view.null_block_id),
             k_scales=view._k_scales,
             v_scales=view._v_scales,
+            planes=view._planes,
+            num_planes=len(view.planes),
         )
 
 
 _PLACES: dict[str, type[Any]] = {"block_table": BlockTable, "slots": SlotMapping, "starts": SeqLens}
 
 
-def _checked_layers(layers: Any) -> tuple[CacheDesc, ...]:
-    expected = "a list or tuple of CacheDesc, one per layer"
-    if not isinstance(layers, (list, tuple)):
-        raise wrong("layers", layers, expected)
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, CacheDesc):
-            raise wrong(f"layers[{i}]", layer, f"a CacheDesc: {expected}")
-    return tuple(layers)
+def _checked(name: str, given: Any, kind: type[_T], expected: str) -> tuple[_T, ...]:
+    """`given`, a list or tuple of `kind`."""
+    if not isinstance(given, (list, tuple)):
+        raise wrong(name, given, f"a list or tuple of {expected}")
+    for i, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise wrong(f"{name}[{i}]", one, f"a {kind.__name__}: a list or tuple of {expected}")
+    return tuple(given)

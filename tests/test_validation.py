@@ -395,7 +395,7 @@ def migrate_within(on: Backend) -> Call:
 
 
 def migrate_planes(on: Backend) -> Call:
-    """Beside the layers a latent by the view's tables, and FP8 keys that have tables of their own."""
+    """Beside the layers a latent by the view's tables, and FP8 keys with tables of their own."""
     call = migrate(on)
     for name, n, blocks in (("src", 4, 5), ("dst", 8, 8)):
         latent = Paged(filled((blocks, n, 16), BF16), ("block", "token", "dim"), role=2)
@@ -405,13 +405,14 @@ def migrate_planes(on: Backend) -> Call:
             role=4,
             layer=1,
         )
-        keys.scale = _abi.kvx_scale_desc_t(dtype=3, granularity=1, data=on.address(torch.ones(1)))
+        one = torch.ones(1)
+        keys.scale = _abi.kvx_scale_desc_t(dtype=3, granularity=1, data=on.address(one))
         keys.table, indices = table(on, [[1 if name == "src" else 4], [2]])
         found = [plane.to_c(on) for plane in (latent, keys)]
         call.roots |= {f"{name}_latent": latent.tensor, f"{name}_keys": keys.tensor}
         call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
         call.roots[name].num_planes = 2
-        call = replace(call, kept=(call.kept, found, keys, indices))
+        call = replace(call, kept=(call.kept, found, keys, indices, one))
     return call
 
 
@@ -603,8 +604,8 @@ def test_every_sentence_has_a_rule() -> None:
         "abi_major.abi_minor is %u.%u, expected %d.0 to %d.%d as this libkvx has it: compile "
         "against its headers, or load the libkvx of yours (spec 3)",  # tests/c/conformance.c
         # tests/test_planes.py: only devices say it.
-        "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; migrate "
-        "in HOST memory (spec E.11)",
+        "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; "
+        "migrate in HOST memory (spec E.11)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
     }

@@ -296,7 +296,7 @@ void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
     pair.num_heads = cuts_heads && migrate.num_heads
                          ? migrate.num_heads
                          : static_cast<uint32_t>(extent_of(from, KVX_AXIS_HEAD));
-    pair.head_dim = static_cast<uint32_t>(extent_of(from, KVX_AXIS_DIM));
+    pair.head_dim = static_cast<uint32_t>(numbers_of(from.dtype, extent_of(from, KVX_AXIS_DIM)));
     const uint32_t src_start = cuts_heads ? src.head_start : 0;
     const uint32_t dst_start = cuts_heads ? dst.head_start : 0;
     set_plane(&pair.src, from, src_start);

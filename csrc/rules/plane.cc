@@ -50,7 +50,8 @@ kvx_status_t check_axes(const Path &path, const kvx_plane_t &plane) {
                          static_cast<ll>(part.extent));
     }
     int64_t &extent = extents[part.axis];
-    if (__builtin_mul_overflow(extent, part.extent, &extent) || extent > INT32_MAX) {
+    const int64_t most = part.axis == KVX_AXIS_DIM ? units_of(plane.dtype, INT32_MAX) : INT32_MAX;
+    if (__builtin_mul_overflow(extent, part.extent, &extent) || extent > most) {
       return KVX_INVALID("%s.extent is %lld: all of %s together reach past 2^31 (spec E.11)",
                          KVX_AT(at), static_cast<ll>(part.extent), axis_name(part.axis));
     }
@@ -58,18 +59,18 @@ kvx_status_t check_axes(const Path &path, const kvx_plane_t &plane) {
   return KVX_STATUS_OK;
 }
 
-// Whole elements apart, not negative, and the last one within 2^62 bytes of the first.
+// Aligned as the format asks for, not negative, and the last one within 2^62 bytes of the first.
 kvx_status_t check_axis_strides(const Path &path, const kvx_plane_t &plane) {
   int64_t bytes = size_of(plane.dtype);
   for (uint32_t i = 0; i < plane.num_axes; ++i) {
     const auto &[axis, reserved, extent, stride] = plane.axes[i];
     const Path at{&path, "axes", i};
     if (extent == 1) continue;
-    if (stride < 0 || stride % size_of(plane.dtype) != 0) {
+    if (stride < 0 || stride % alignment_of(plane.dtype) != 0) {
       return KVX_INVALID(
           "%s.stride_bytes is %lld, expected a multiple of %lld (%s) that is not negative "
           "(spec E.11)",
-          KVX_AT(at), static_cast<ll>(stride), static_cast<ll>(size_of(plane.dtype)),
+          KVX_AT(at), static_cast<ll>(stride), static_cast<ll>(alignment_of(plane.dtype)),
           name_of(plane.dtype));
     }
     int64_t reach;
@@ -263,7 +264,8 @@ kvx_status_t check_pair(const Path &src_path, const Path &dst_path,
   if (from.tokens_per_entry != to.tokens_per_entry)
     return differs("tokens_per_entry", to.tokens_per_entry, from.tokens_per_entry);
   if (from.flags != to.flags) return differs("flags", to.flags, from.flags);
-  const int64_t dim = extent_of(to, KVX_AXIS_DIM), expected = extent_of(from, KVX_AXIS_DIM);
+  const int64_t dim = numbers_of(to.dtype, extent_of(to, KVX_AXIS_DIM));
+  const int64_t expected = numbers_of(from.dtype, extent_of(from, KVX_AXIS_DIM));
   if (dim != expected) {
     return KVX_INVALID("%s has %lld numbers per head (DIM), expected those of %s, %lld (spec E.11)",
                        KVX_AT(dst.path), static_cast<ll>(dim), KVX_AT(src.path),

@@ -42,6 +42,11 @@ class Section:
             raise InvalidArgumentError(
                 f"section.layers is {self.layers}, expected indices of layers of the model"
             )
+        if view.planes:
+            raise UnsupportedError(
+                f"section.view has {len(view.planes)} planes, expected none: a snapshot holds K "
+                "and V of layers. Leave the planes out with dataclasses.replace(view, planes=())"
+            )
         if view.facts.first_kv_head is None:
             raise InvalidArgumentError(
                 "section.view.facts.first_kv_head is None, expected the index in the model of the "

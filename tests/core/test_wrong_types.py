@@ -26,6 +26,7 @@ from kvx_core import (
     KvxError,
     Layout,
     Memory,
+    Plane,
     PoolDesc,
     ScaleDesc,
     ScaleGranularity,
@@ -316,11 +317,54 @@ def calls() -> dict[str, Case]:
                 "granularity": set(),
             },
         ),
+        "Plane": case(
+            Plane,
+            {"dtype": DType.F32, "axes": ("block", "dim"), "shape": (2, 2), "role": 4}
+            | {"stride": (2, 1), "data": 64, "memory": Memory.HOST, "writable": True}
+            | {"layer": 0, "tokens_per_entry": 1, "replicated": False, "scale": None}
+            | {"block_table": None, "slots": None},
+            {
+                "dtype": {"torch dtype"},
+                "axes": set(),
+                "shape": {"pair"},
+                "role": INTS,
+                "stride": {"pair"},
+                "data": INTS,
+                "memory": set(),
+                "writable": {"bool"},
+                "layer": INTS,
+                "tokens_per_entry": INTS,
+                "replicated": {"bool"},
+                "scale": OPTIONAL,
+                "block_table": OPTIONAL,
+                "slots": OPTIONAL,
+            },
+        ),
+        "Plane.of": case(
+            Plane.of,
+            {"tensor": torch.ones(1, 2), "axes": ("block", "dim"), "role": "k", "layer": 0}
+            | {"dtype": None, "tokens_per_entry": 1, "replicated": False, "scale": None}
+            | {"block_table": None, "slots": None},
+            {
+                "tensor": {"torch table"},
+                "axes": set(),
+                "role": INTS,
+                "layer": INTS,
+                "dtype": OPTIONAL,
+                "tokens_per_entry": INTS,
+                "replicated": {"bool"},
+                "scale": SCALES | OPTIONAL,
+                "block_table": TABLES | OPTIONAL,
+                "slots": LISTS | OPTIONAL,
+            },
+        ),
         "CacheView": case(
             CacheView,
             {"layers": (CACHE,), "facts": SAME_MODEL, "k_scales": None, "v_scales": None}
-            | {"null_block_id": -1, "secondary_num_blocks": 0, "dense": True, "outdated": None},
+            | {"null_block_id": -1, "secondary_num_blocks": 0, "dense": True, "outdated": None}
+            | {"planes": ()},
             {
+                "planes": {"empty list"},
                 "layers": {"caches", "empty list"},
                 "facts": set(),
                 "k_scales": OPTIONAL,

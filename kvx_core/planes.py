@@ -1,0 +1,165 @@
+"""Plane: a tensor of a layer beside K and V, or K and V in tiles that no layout has. Spec: E.11"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.memory_checks import same_memory
+from kvx_core.scales import ScaleDesc
+from kvx_core.tables import BlockTable, SlotMapping
+from kvx_core.tensor_desc import stored_as
+from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields
+from kvx_core.types import Axis, DType, Role
+from kvx_core.words import fix, flag, instance, integer, wrong
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class Plane(Borrowed):
+    """A tensor of a layer that tokens index, zero-copy. Shape in the order of `axes`.
+
+    Raises InvalidArgumentError for fields of other types, and for more or fewer axes than the
+    tensor has.
+    Spec: E.11
+    """
+
+    axes: tuple[Axis, ...]
+    role: int  # a Role, or a number of the caller's own below 2**31
+    layer: int = 0  # of the model: the same number at both ends
+    tokens_per_entry: int = 1
+    replicated: bool = False  # the same numbers on every rank: num_heads does not cut it
+    scale: ScaleDesc | None = None
+    block_table: BlockTable | None = None  # of this plane alone; None: as the view's K and V
+    slots: SlotMapping | None = None
+
+    def __post_init__(self) -> None:
+        fix(self, role=_role, layer=integer, tokens_per_entry=integer, replicated=flag, axes=_axes)
+        Borrowed.__post_init__(self)
+        if len(self.axes) != len(self.shape) or not self.axes:
+            raise InvalidArgumentError(
+                f"axes has {len(self.axes)} names, expected {len(self.shape)}, one per axis of the "
+                "tensor, and not 0 (spec E.11)"
+            )
+        if len(self.axes) > _abi.MAX_PLANE_AXES:
+            raise InvalidArgumentError(
+                f"axes has {len(self.axes)} names, expected at most {_abi.MAX_PLANE_AXES} "
+                "(spec E.11)"
+            )
+        for name, kind in (
+            ("scale", ScaleDesc),
+            ("block_table", BlockTable),
+            ("slots", SlotMapping),
+        ):
+            given = getattr(self, name)
+            if given is not None:
+                instance(name, given, kind, f"a {kind.__name__} or None")
+                same_memory(name, given.memory, "the plane is", self.memory)
+
+    @classmethod
+    def of(
+        cls,
+        tensor: TensorLike,
+        axes: Sequence[Axis | str],
+        role: Role | str | int,
+        layer: int = 0,
+        *,
+        dtype: DType | str | None = None,
+        tokens_per_entry: int = 1,
+        replicated: bool = False,
+        scale: ScaleDesc | TensorLike | float | None = None,
+        block_table: BlockTable | TensorLike | Sequence[Sequence[int]] | None = None,
+        slots: SlotMapping | TensorLike | Sequence[int] | None = None,
+        name: str = "tensor",
+    ) -> Plane:
+        """Describes a tensor, zero-copy.
+
+        tensor:      shape in the order of `axes`; any strides >= 0, library and device
+        axes:        what each axis of the tensor counts: "block", "token", "head" or "dim". An axis
+                     that is split is named for each of its parts, from the outermost to the
+                     innermost: tiles of 16 tokens x 2 numbers are ("block", "head", "token", "dim",
+                     "token", "dim")
+        role, layer: planes of both ends with the same are a pair: a Role or its name in any case,
+                     such as "index_k", or a number of the caller's own
+        dtype:       what the elements are, where the tensor stores them as something else of the
+                     same size, such as FP8 in uint8
+        tokens_per_entry: tokens that an entry stands for
+        replicated:  the same numbers on every rank: num_heads of a migration does not cut it
+        scale:       as ScaleDesc.of takes it
+        block_table, slots: where this plane's tokens lie, if not where K's and V's do; as
+                     CacheView.at takes them
+        name:        what errors call the tensor
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        fields = borrowed_fields(name, tensor)
+        if dtype is not None:
+            fields["dtype"] = stored_as(fields["dtype"], dtype)
+        return cls(
+            axes=_axes("axes", axes),
+            role=_role("role", role),
+            layer=layer,
+            tokens_per_entry=tokens_per_entry,
+            replicated=replicated,
+            scale=None if scale is None else ScaleDesc.of(scale),
+            block_table=None if block_table is None else BlockTable.of(block_table),
+            slots=None if slots is None else SlotMapping.of(slots),
+            **fields,
+        )
+
+    def kind(self) -> str | None:
+        role = Role(self.role).name if self.role in list(Role) else f"role {self.role}"
+        axes = "[" + ", ".join(axis.name.lower() for axis in self.axes) + "]"
+        return f"{role} of layer {self.layer} {axes}"
+
+    def extent(self, axis: Axis | str) -> int:
+        """Extents of all parts of an axis together; 1 if it has none."""
+        wanted = _axis("axis", axis)
+        parts = zip(self.shape, self.axes, strict=True)
+        return prod(extent for extent, found in parts if found is wanted)
+
+    def entry_bytes(self, num_heads: int | None = None) -> int:
+        """Bytes of an entry: of `num_heads` heads, or of all."""
+        heads = self.extent(Axis.HEAD) if self.replicated or not num_heads else num_heads
+        return heads * self.extent(Axis.DIM) * self.dtype.itemsize
+
+    def to_c(self) -> _abi.kvx_plane_t:
+        """A new C struct with these fields."""
+        struct = _abi.kvx_plane_t(
+            role=self.role,
+            layer=self.layer,
+            dtype=self.dtype,
+            memory=self.memory,
+            tokens_per_entry=self.tokens_per_entry,
+            flags=_abi.PLANE_REPLICATED * self.replicated,
+            num_axes=len(self.axes),
+            data=self.data,
+            scale=_abi.pointer_to(self.scale),
+            block_table=_abi.pointer_to(self.block_table),
+            slots=_abi.pointer_to(self.slots),
+        )
+        for part, axis, extent, stride in zip(
+            struct.axes, self.axes, self.shape, self.stride, strict=False
+        ):
+            part.axis, part.extent, part.stride_bytes = axis, extent, stride * self.dtype.itemsize
+        return struct
+
+
+def _axis(name: str, axis: Any) -> Axis:
+    return Axis.of(axis.upper() if isinstance(axis, str) else axis, name)
+
+
+def _axes(name: str, axes: Any) -> tuple[Axis, ...]:
+    if not isinstance(axes, (list, tuple)):
+        raise wrong(
+            name, axes, "a list or tuple with the name of each axis: block, token, head, dim"
+        )
+    return tuple(_axis(f"{name}[{i}]", axis) for i, axis in enumerate(axes))
+
+
+def _role(name: str, role: Any) -> int:
+    if isinstance(role, str):
+        return Role.of(role.upper(), name)
+    return integer(name, role, 0, 2**31 - 1)
