@@ -1,15 +1,11 @@
 // The exported functions: validate, plan, run.
 #include <array>
-#include <exception>
-#include <vector>
 
-#include "backend.h"
 #include "desc/grown.h"
-#include "desc/plane.h"
 #include "error.h"
+#include "guarded.h"
 #include "kvx/kvx_ext.h"
-#include "plan/plan.h"
-#include "rules/plane.h"
+#include "prepared.h"
 #include "rules/validate.h"
 
 static_assert(sizeof(kvx_version_t) == 16);
@@ -64,49 +60,11 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
 }
 
 kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
-  kvx_view_t src, dst;
-  kvx_migrate_desc_t room;
-  const kvx_migrate_desc_t *migrate = given;
-  if (given && given->size >= sizeof *given) {
-    room = *given;
-    room.src = grown(given->src, &src);
-    room.dst = grown(given->dst, &dst);
-    migrate = &room;
-  }
-  KVX_TRY(validate_migrate(migrate));
-  std::vector<NamedTensor> tensors;
-  for (uint32_t l = 0; l < migrate->src->num_layers; ++l) {
-    const kvx_cache_desc_t &src = *migrate->src->layers[l], &dst = *migrate->dst->layers[l];
-    tensors.push_back({"src.layers[].k", &src.k});
-    tensors.push_back({"src.layers[].v", &src.v});
-    tensors.push_back({"dst.layers[].k", &dst.k});
-    tensors.push_back({"dst.layers[].v", &dst.v});
-  }
-  std::vector<kvx_tensor_desc_t> planes;
-  planes.reserve(size_t{2} * migrate->src->num_planes);  // `tensors` points into it
-  for (uint32_t i = 0; i < migrate->src->num_planes; ++i) {
-    planes.push_back(bytes_of(*migrate->src->planes[i]));
-    tensors.push_back({"src.planes[]", &planes.back()});
-    planes.push_back(bytes_of(*migrate->dst->planes[i]));
-    tensors.push_back({"dst.planes[]", &planes.back()});
-  }
-  bool on_device;
-  KVX_TRY(backend::place(tensors.data(), tensors.size(), &on_device));
-  if (on_device) KVX_TRY(check_planes_for_device(*migrate));
-  Plan plan;
-  plan_migrate(*migrate, &plan);
-  return backend::run(plan, tensors.data(), tensors.size(), on_device, stream);
-}
-
-// No exception leaves the library; it is memory that runs out, before the first write.
-template <class Call>
-kvx_status_t guarded(Call call) {
-  const backend::StandardFloats standard;
-  try {
-    return call();
-  } catch (const std::exception &error) {
-    return fail(KVX_STATUS_INTERNAL_ERROR, "%s", error.what());
-  }
+  const Grown migrate(given);
+  KVX_TRY(validate_migrate(migrate.get()));
+  Prepared prepared;
+  KVX_TRY(prepare(*migrate.get(), &prepared));
+  return prepared.run(prepared.plan, stream);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include "cpu/kernels/kernels.h"
 #include "cpu/run.h"
+#include "cpu/speed.h"
 #include "cpu/threads.h"
 #include "desc/memory.h"
 #include "error.h"
@@ -68,6 +69,25 @@ kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
   KVX_TRY(check_data(plan, &tokens));
   cpu::run(plan, tokens);
   return KVX_STATUS_OK;
+}
+
+void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] bool on_device,
+              kvx_plan_info_t *info, [[maybe_unused]] kvx_plane_info_t *planes) {
+#if KVX_WITH_CUDA
+  if (on_device) {
+    info->on_device = 1;
+    return cuda::describe(plan, info, planes);
+  }
+#endif
+  info->num_threads = cpu::count_threads(plan, tokens);
+  info->copy_bytes_per_second = cpu::copy_speed(info->num_threads > 1);
+}
+
+const char *find_unreadable([[maybe_unused]] const Plan &plan, [[maybe_unused]] bool on_device) {
+#if KVX_WITH_CUDA
+  if (on_device) return cuda::find_in_device_memory(plan);
+#endif
+  return nullptr;
 }
 
 kvx_status_t report_status([[maybe_unused]] void *stream) {

@@ -4,6 +4,7 @@
 
 #include "cpu/float_env.h"
 #include "kvx/kvx_host.h"
+#include "kvx/kvx_plan.h"
 #include "plan/plan.h"
 
 namespace kvx {
@@ -25,6 +26,14 @@ kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device);
 // Checks the plan's data as far as the host can see them, and moves what it says.
 kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, bool on_device,
                  void *stream);
+
+// Fills what the backend does with a plan of `tokens` tokens, which may be KVX_UNKNOWN on a device.
+void describe(const Plan &plan, uint64_t tokens, bool on_device, kvx_plan_info_t *info,
+              kvx_plane_info_t *planes);
+
+// The first of the plan's slots, tables, lengths and starts that the host cannot read; NULL if it
+// can read them all.
+const char *find_unreadable(const Plan &plan, bool on_device);
 
 // What kernels have found out of range since it was last asked; waits for `stream`.
 kvx_status_t report_status(void *stream);

@@ -7,6 +7,7 @@ written, and reads the sources to find sentences that no rule covers.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 from collections.abc import Callable
@@ -18,12 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core import _abi, _abi_plan
+from kvx_core._abi_plan import kvx_take_ranges_t
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import Backend, View
 from tests.planes import Paged, filled, table
+from tests.plans import Migration, Plan, planned
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
 from tests.tables import POISON
 
@@ -74,8 +77,7 @@ class Call:
         elif last.isdigit():
             at[int(last)] = at._type_() if value == "NULL" else value
         elif isinstance(at, dict):
-            assert value == "NULL", path
-            at[last] = None
+            at[last] = None if value == "NULL" else value
         else:
             assert hasattr(at, last), path
             setattr(at, last, None if value == "NULL" else value)
@@ -442,6 +444,83 @@ def migrate_slots_and_table_of_plane(on: Backend) -> Call:
     return replace(call, kept=(call.kept, other))
 
 
+@dataclass
+class PlanCall(Call):
+    """A call of kvx_plan.h: `kept` is the migration that the plan is made of."""
+
+    def run(self) -> None:
+        with planned(self.on, self.kept[0].desc) as plan:
+            if self.roots["plan"] is None:
+                plan = replace_handle(plan)
+            lookups, library = self.roots["lookups"], plan.library
+            if self.function == "kvx_plan_run":
+                return plan.run(lookups)
+            take = self.roots.get("take")
+            arguments = (
+                (take if take is not None else kvx_take_ranges_t(), None)
+                if self.function == "kvx_plan_ranges"
+                else (self.roots["info"], self.roots["planes"], self.roots["counts"]["num_planes"])
+            )
+            return _abi.check(
+                getattr(library, self.function)(plan.handle, lookups, *arguments), library
+            )
+
+
+def replace_handle(plan: Plan) -> Plan:
+    """The same without a plan: what is freed stays with `plan`."""
+    other = copy.copy(plan)
+    other.handle = None
+    return other
+
+
+def plan_run(
+    on: Backend, function: str = "kvx_plan_run", dst_end: End | None = None, dtype: Any = BF16
+) -> PlanCall:
+    """A plan of 3 tokens from 5 blocks of 4 tokens to others, run for 5 tokens of 2 sequences."""
+    src, dst = LAYOUTS["nhd"](Geometry(), BF16, 1), LAYOUTS["hnd"](Geometry(), dtype, 2)
+    flags = _abi.FLAG_COPY_ENGINE if function == "kvx_plan_ranges" else 0
+    table = Packed(torch.tensor([[1], [2]]), 4)
+    lengths = torch.tensor([3, 2])
+    made = Migration(on, (src, table), (dst, dst_end or table), lengths, flags=flags)
+    other = Migration(on, (src, table), (dst, dst_end or table), lengths, flags=flags)
+    slots = made.reader.slots(torch.arange(5))
+    block_table = made.reader.block_table(table)
+    info = _abi_plan.kvx_plan_info_t()
+    planes = (_abi_plan.kvx_plane_info_t * 4)(*[_abi_plan.kvx_plane_info_t()] * 4)
+    roots = {
+        "plan": made,
+        "lookups": other.lookups(),
+        "a_table": ctypes.pointer(block_table),
+        "some_slots": ctypes.pointer(slots),
+        "info": info,
+        "planes": planes,
+        "counts": {"num_planes": 4},
+        "take": kvx_take_ranges_t(lambda context, ranges, count: 0),
+    }
+    return PlanCall(on, function, ("lookups",), roots, (made, other, table, slots), (src, dst))
+
+
+def plan_run_to_slots(on: Backend) -> PlanCall:
+    return plan_run(on, dst_end=Slots(torch.arange(5), [3, 2], 4))
+
+
+def plan_run_to_dense(on: Backend) -> PlanCall:
+    return plan_run(on, dst_end=Dense())
+
+
+def plan_describe(on: Backend) -> PlanCall:
+    return plan_run(on, "kvx_plan_describe")
+
+
+def plan_ranges(on: Backend) -> PlanCall:
+    return plan_run(on, "kvx_plan_ranges")
+
+
+def plan_ranges_of_a_conversion(on: Backend) -> PlanCall:
+    """From BF16 to F16: never valid."""
+    return plan_run(on, "kvx_plan_ranges", dtype=torch.float16)
+
+
 CALLS: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
@@ -470,6 +549,11 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate_within,
         migrate_planes,
         migrate_dense_planes,
+        plan_run,
+        plan_run_to_slots,
+        plan_run_to_dense,
+        plan_describe,
+        plan_ranges,
     )
 }
 NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
@@ -480,6 +564,7 @@ NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
         migrate_out_of_secondary,
         migrate_offsets_planes,
         migrate_slots_and_table_of_plane,
+        plan_ranges_of_a_conversion,
     )
 }
 
@@ -606,6 +691,8 @@ def test_every_sentence_has_a_rule() -> None:
         # tests/test_planes.py: only devices say it.
         "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; "
         "migrate in HOST memory (spec E.11)",
+        # It takes tables in the memory of a device.
+        "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
     }

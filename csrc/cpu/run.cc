@@ -172,8 +172,9 @@ class Job {
     if (__builtin_mul_overflow(all_costs, tokens_, &cost_)) cost_ = UINT64_MAX;
   }
 
-  void run() {
-    if (!bytes_) return;
+  // Cuts the job up. Returns how many threads it is worth, the caller's not counted.
+  uint64_t cut() {
+    if (!bytes_) return 0;
     const uint64_t team = cost_ >= kBytesPerTeamMember ? num_team_threads() : 0;
     const uint64_t wanted = std::min((team ? team : num_threads()) - 1,
                                      cost_ / (team ? kBytesPerTeamMember : kBytesPerHelper));
@@ -183,7 +184,12 @@ class Job {
     items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();
     if (__builtin_mul_overflow(items_per_layer_, plan_.layers.size(), &items_)) items_ = UINT64_MAX;
-    const uint64_t helpers = std::min(wanted, items_ - 1);
+    return std::min(wanted, items_ - 1);
+  }
+
+  void run() {
+    const uint64_t helpers = cut();
+    if (!bytes_) return;
     // The caller's stages come before the first write: without memory for them nothing is written.
     callers_stages_.emplace(plan_, tokens_);
     run_with_helpers(static_cast<uint32_t>(helpers), help, this);
@@ -257,5 +263,9 @@ uint64_t stream_bytes() {
 }
 
 void run(const Plan &plan, uint64_t tokens) { Job(plan, tokens).run(); }
+
+uint32_t count_threads(const Plan &plan, uint64_t tokens) {
+  return static_cast<uint32_t>(Job(plan, tokens).cut()) + 1;
+}
 
 }  // namespace kvx::cpu

@@ -10,6 +10,9 @@ namespace kvx::cpu {
 // takes for null what is out of range: other tokens may move then, but nothing outside the tensors.
 void run(const Plan &plan, uint64_t tokens);
 
+// How many threads that takes, if they are free.
+uint32_t count_threads(const Plan &plan, uint64_t tokens);
+
 // Calls that move at least this many bytes store past the caches.
 uint64_t stream_bytes();
 

@@ -191,6 +191,30 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
   return choice;
 }
 
+const char *name_of(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kBlocks:
+      return "blocks";
+    case Kernel::kBulk:
+      return "bulk";
+    case Kernel::kVectors:
+      return "vectors";
+    case Kernel::kRemap:
+      return "remap";
+    case Kernel::kTile:
+      return "tile";
+    case Kernel::kConvert:
+      return "convert";
+    case Kernel::kQuantize:
+      return "quantize";
+    case Kernel::kUnits:
+      return "units";
+    case Kernel::kGeneric:
+      break;
+  }
+  return "generic";
+}
+
 uint32_t items_per_block(Kernel kernel) {
   return kernel == Kernel::kTile || kernel == Kernel::kBlocks ? 1 : kWarps;
 }

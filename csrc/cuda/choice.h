@@ -33,6 +33,9 @@ struct Choice {
 // divides all of these. `block_tokens`: of a block, if it has as many at both ends; else 0.
 Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
 
+// What a kernel is called: its file.
+const char *name_of(Kernel kernel);
+
 // Vectors of a run of kBlocks and kBulk.
 inline uint64_t run_vectors(const Choice &choice) {
   return uint64_t{choice.run_tokens} * choice.units.per_token * choice.unit_bytes / kVectorBytes;

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/copy_engine.h"
+#include "cuda/run.h"
 #include "cuda/runtime.h"
 #include "error.h"
 #include "plan/check.h"
@@ -184,37 +185,39 @@ kvx_status_t check_same_bytes(const PlanePair &pair, size_t layer) {
       pair.is_v ? 'V' : 'K', layer, pair.src.dtype == pair.dst.dtype ? "scale" : "dtype");
 }
 
-kvx_status_t check_host_memory(const char *name, const Ints &ints) {
-  if (!ints.data) return KVX_STATUS_OK;
+bool is_in_device_memory(const Ints &ints) {
+  if (!ints.data) return false;
   cudaPointerAttributes attributes{};
-  KVX_CUDA_TRY(cudaPointerGetAttributes(&attributes, ints.data));
-  if (attributes.type != cudaMemoryTypeDevice) return KVX_STATUS_OK;
-  return KVX_INVALID("%s lies in device memory, expected host memory with COPY_ENGINE (spec E.2)",
-                     name);
-}
-
-kvx_status_t check_host_memory(const Plan &plan) {
-  for (const LookupPair &lookup : plan.lookups) {
-    const FieldNames names = field_names(plan, lookup);
-    KVX_TRY(check_host_memory(names.lens, plan.rows.lens));
-    for (const bool at_dst : {false, true}) {
-      const Lookup &a = at_dst ? lookup.dst : lookup.src;
-      const char *const table = at_dst ? names.dst_table : names.src_table;
-      KVX_TRY(check_host_memory(table, a.indices));
-      KVX_TRY(check_host_memory(table, a.indptr));
-      KVX_TRY(check_host_memory(at_dst ? names.dst_starts : names.src_starts, a.starts));
-    }
-  }
-  return KVX_STATUS_OK;
+  if (cudaPointerGetAttributes(&attributes, ints.data) == cudaSuccess)
+    return attributes.type == cudaMemoryTypeDevice;
+  cudaGetLastError();  // do not leave it to the caller's next call
+  return true;
 }
 
 }  // namespace
+
+const char *find_in_device_memory(const Plan &plan) {
+  for (const LookupPair &lookup : plan.lookups) {
+    const FieldNames names = field_names(plan, lookup);
+    if (is_in_device_memory(plan.rows.lens)) return names.lens;
+    for (const bool at_dst : {false, true}) {
+      const Lookup &a = at_dst ? lookup.dst : lookup.src;
+      if (is_in_device_memory(a.indices) || is_in_device_memory(a.indptr))
+        return at_dst ? names.dst_table : names.src_table;
+      if (is_in_device_memory(a.starts)) return at_dst ? names.dst_starts : names.src_starts;
+    }
+  }
+  return nullptr;
+}
 
 kvx_status_t run_copies(const Plan &plan, void *stream) {
   for (size_t layer = 0; layer < plan.layers.size(); ++layer)
     for (const PlanePair *pair = plan.begin_of(layer); pair != plan.end_of(layer); ++pair)
       KVX_TRY(check_same_bytes(*pair, layer));
-  KVX_TRY(check_host_memory(plan));
+  if (const char *const name = find_in_device_memory(plan)) {
+    return KVX_INVALID("%s lies in device memory, expected host memory with COPY_ENGINE (spec E.2)",
+                       name);
+  }
   uint64_t tokens;
   KVX_TRY(check_data(plan, &tokens));
   bool batches;

@@ -180,15 +180,22 @@ uint32_t block_tokens(const LookupPair &lookup) {
 
 using Reported = Few<bool, 2>;  // of each lookup, whether a launch reports for it
 
+Choice choice_of(const Plan &plan, uint32_t first) {
+  return choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
+                block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
+}
+
+// Of a launch.
+uint32_t most_pairs(const Plan &plan) {
+  return plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
+}
+
 // All pairs of the kind of pair `first`, in as few launches as their pointers, or blocks in the
 // background, fit into.
 kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Common common,
                       uint32_t sms, cudaStream_t stream) {
-  const Choice choice =
-      choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
-             block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
+  const Choice choice = choice_of(plan, first);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
-  const uint32_t most_pairs = plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
   common.shape = choice.shape;
   common.units = choice.units;
   const size_t first_lookup = plan.pairs[first].lookup / 2 * 2;
@@ -199,7 +206,7 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
     common.num_pairs = 0;
     // What is wrong with a lookup is reported by the first pair that uses it.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
-    for (; next < plan.pairs.size() && common.num_pairs < most_pairs;
+    for (; next < plan.pairs.size() && common.num_pairs < most_pairs(plan);
          next = next_of_kind(plan, first, next + 1)) {
       const PlanePair &pair = plan.pairs[next];
       bool &is_reported = (*reported)[pair.lookup];
@@ -238,6 +245,22 @@ kvx_status_t run(const Plan &plan, void *stream) {
       KVX_TRY(run_kind(plan, i, &reported, common, sms, static_cast<cudaStream_t>(stream)));
   }
   return KVX_STATUS_OK;
+}
+
+void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes) {
+  const bool runs = !plan.copy_engine && plan.rows.count && row_bound(plan);
+  for (uint32_t first = 0; first < plan.pairs.size(); ++first) {
+    if (next_of_kind(plan, first, 0) != first) continue;
+    const char *const name =
+        plan.copy_engine ? "copy engine" : name_of(choice_of(plan, first).kernel);
+    uint32_t num_pairs = 0;
+    for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
+      if (runs && num_pairs++ % most_pairs(plan) == 0) ++info->num_launches;
+      if (!planes) continue;
+      planes[i].kernel = name;
+      planes[i].launch = runs ? info->num_launches - 1 : 0;
+    }
+  }
 }
 
 }  // namespace kvx::cuda

@@ -28,6 +28,11 @@ class Few {
     return *static_cast<T *>(std::memset(static_cast<void *>(&items_[size_++]), 0, bytes));
   }
   void drop_last() { --size_; }
+  // Shows the items of another list, which outlives this one.
+  void borrow(const Few &other) {
+    items_ = other.items_;
+    size_ = other.size_;
+  }
 
   size_t size() const { return size_; }
   T &operator[](size_t i) { return items_[i]; }

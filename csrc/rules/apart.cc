@@ -64,6 +64,12 @@ kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t 
   return KVX_STATUS_OK;
 }
 
+kvx_status_t check_arrays_apart(const kvx_migrate_desc_t &migrate) {
+  if (migrate.seq_lens->seq_count == 0) return KVX_STATUS_OK;
+  return check_arrays_apart({nullptr, "dst"}, migrate,
+                            extent_of(*migrate.dst, /*in_secondary=*/false));
+}
+
 kvx_status_t check_apart(const kvx_migrate_desc_t &migrate) {
   const Path src_path{nullptr, "src"}, dst_path{nullptr, "dst"};
   const Extent written = extent_of(*migrate.dst, /*in_secondary=*/false);

@@ -17,5 +17,7 @@ kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t 
 
 // Everything that either end reads, from the destination. Spec: 7, E.3
 kvx_status_t check_apart(const kvx_migrate_desc_t &migrate);
+// The first of these rules alone, of a migration whose layers and scales have been checked.
+kvx_status_t check_arrays_apart(const kvx_migrate_desc_t &migrate);
 
 }  // namespace kvx

@@ -7,6 +7,7 @@
 #include "kvx/kvx_host.h"    /* version, build and machine, threads, what a device has skipped */
 #include "kvx/kvx_migrate.h" /* from one cache into another */
 #include "kvx/kvx_ops.h"     /* flags; options of write and gather */
+#include "kvx/kvx_plan.h"    /* migrations that are kept, described, listed */
 #include "kvx/kvx_plane.h"   /* what a layer holds besides K and V */
 
 #endif /* KVX_EXT_H_ */

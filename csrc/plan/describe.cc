@@ -1,0 +1,173 @@
+#include "plan/describe.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "plan/loops.h"
+#include "plan/walk.h"
+
+namespace kvx {
+namespace {
+
+// The finite numbers of a format: digits of precision, the exponents of its smallest and largest
+// bit.
+struct Numbers {
+  int digits, lowest, highest;
+};
+
+// False: numbers that this file knows nothing about.
+bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
+  switch (dtype) {
+    case KVX_DTYPE_F16:
+      *numbers = {11, -24, 15};
+      return true;
+    case KVX_DTYPE_BF16:
+      *numbers = {8, -133, 127};
+      return true;
+    case KVX_DTYPE_F32:
+      *numbers = {24, -149, 127};
+      return true;
+    case KVX_DTYPE_F8_E4M3:
+      *numbers = {4, -9, 8};
+      return true;
+    case KVX_DTYPE_F8_E5M2:
+      *numbers = {3, -16, 15};
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool is_exact(const PlanePair &pair) {
+  if (!pair.convert) return true;
+  Numbers src, dst;
+  if (pair.find_scales || pair.src_scales.data || pair.dst_scales.data ||
+      !find_numbers(pair.src.dtype, &src) || !find_numbers(pair.dst.dtype, &dst)) {
+    return false;
+  }
+  return dst.digits >= src.digits && dst.lowest <= src.lowest && dst.highest >= src.highest;
+}
+
+// How a block's tokens are copied.
+Loops loops_of(const PlanePair &pair, const LookupPair &lookup) {
+  const uint32_t tokens = std::min(lookup.src.block_size, lookup.dst.block_size);
+  Loops loops;
+  make_loops(pair.src, pair.dst, tokens_of_loops(pair.src, pair.dst, 0, 0, tokens), pair.num_heads,
+             can_loop(pair.src, pair.dst) ? pair.head_dim : 1, size_of(pair.src.dtype), &loops);
+  return loops;
+}
+
+// Bytes of a token's vectors at one end.
+uint64_t token_bytes(const PlanePair &pair, const Plane &plane) {
+  const int64_t vector =
+      pair.convert ? bytes_of(plane.dtype, pair.head_dim) : pair.head_dim * size_of(plane.dtype);
+  return pair.num_heads * static_cast<uint64_t>(vector);
+}
+
+// What a plane of the migration is called.
+struct Name {
+  uint32_t layer, role;
+};
+
+// The names of all planes; those of a layer are a list.
+std::vector<std::vector<Name>> names_of(const kvx_view_t &view) {
+  std::vector<std::vector<Name>> names;
+  for (uint32_t l = 0; l < view.num_layers; ++l) {
+    names.push_back({{l, KVX_ROLE_K}});
+    if (!is_absent(view.layers[l]->v)) names.back().push_back({l, KVX_ROLE_V});
+  }
+  for (uint32_t i = 0; i < view.num_planes; ++i) {
+    const kvx_plane_t &plane = *view.planes[i];
+    if (i == 0 || view.planes[i - 1]->layer != plane.layer) names.emplace_back();
+    names.back().push_back({plane.layer, plane.role});
+  }
+  return names;
+}
+
+void describe(const Plan &plan, const PlanePair &pair, const Name &name, bool is_joined,
+              kvx_plane_info_t *plane) {
+  const uint32_t size = plane->size;
+  *plane = {};
+  plane->size = size;
+  plane->layer = name.layer;
+  plane->role = name.role;
+  plane->flags = (pair.convert ? KVX_PLANE_INFO_CONVERTS : 0) |
+                 (is_exact(pair) ? KVX_PLANE_INFO_EXACT : 0) |
+                 (is_joined ? KVX_PLANE_INFO_JOINED : 0) |
+                 (pair.find_scales ? KVX_PLANE_INFO_FINDS_SCALES : 0);
+  plane->src_dtype = pair.src.dtype;
+  plane->dst_dtype = pair.dst.dtype;
+  plane->num_heads = pair.num_heads;
+  plane->vector_size = pair.convert
+                           ? pair.head_dim
+                           : static_cast<uint32_t>(numbers_of(pair.src.dtype, pair.head_dim));
+  plane->num_vectors = plane->bytes_read = plane->bytes_written = KVX_UNKNOWN;
+  plane->kernel = "convert";
+  if (pair.convert) return;
+  const Loops loops = loops_of(pair, plan.lookups[pair.lookup]);
+  plane->kernel = loops.transposes ? "transpose" : "copy";
+  plane->run_bytes = static_cast<uint64_t>(loops.run);
+}
+
+// Tokens by what becomes of them.
+struct Counts {
+  uint64_t moved, null_src, null_dst;
+};
+
+Counts count(const Plan &plan, const LookupPair &lookup, uint64_t tokens) {
+  Counts counts{};
+  walk(plan, lookup, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+    (to.block < 0 ? counts.null_dst : from.block < 0 ? counts.null_src : counts.moved) += count;
+    return KVX_STATUS_OK;
+  });
+  return counts;
+}
+
+}  // namespace
+
+void describe_planes(const Plan &plan, const kvx_view_t &view, kvx_plan_info_t *info,
+                     kvx_plane_info_t *planes) {
+  info->num_planes = static_cast<uint32_t>(plan.pairs.size());
+  info->num_sequences = plan.rows.count;
+  info->num_tokens = info->num_moved = info->num_null_src = info->num_null_dst = KVX_UNKNOWN;
+  info->bytes_read = info->bytes_written = KVX_UNKNOWN;
+  info->is_exact = 1;
+  for (const PlanePair &pair : plan.pairs)
+    if (!is_exact(pair)) info->is_exact = 0;
+  if (!planes) return;
+  const std::vector<std::vector<Name>> names = names_of(view);
+  for (size_t layer = 0; layer < plan.layers.size(); ++layer) {
+    const PlanePair *const begin = plan.begin_of(layer), *const end = plan.end_of(layer);
+    const bool is_joined = static_cast<size_t>(end - begin) < names[layer].size();
+    for (const PlanePair *pair = begin; pair != end; ++pair) {
+      describe(plan, *pair, names[layer][static_cast<size_t>(pair - begin)], is_joined,
+               &planes[pair - plan.pairs.begin()]);
+    }
+  }
+}
+
+void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
+                 kvx_plane_info_t *planes) {
+  std::vector<Counts> counts;
+  for (const LookupPair &lookup : plan.lookups) counts.push_back(count(plan, lookup, tokens));
+  info->num_moved = counts[0].moved;
+  info->num_null_src = counts[0].null_src;
+  info->num_null_dst = counts[0].null_dst;
+  info->num_tokens = info->num_moved + info->num_null_src + info->num_null_dst;
+  info->bytes_read = info->bytes_written = 0;
+  for (size_t i = 0; i < plan.pairs.size(); ++i) {
+    const PlanePair &pair = plan.pairs[i];
+    const Counts &moves = counts[pair.lookup];
+    const uint64_t written = moves.moved + (plan.zero_fill ? moves.null_src : 0);
+    const uint64_t read = moves.moved * token_bytes(pair, pair.src);
+    const uint64_t stored = written * token_bytes(pair, pair.dst);
+    info->bytes_read += read;
+    info->bytes_written += stored;
+    if (!planes) continue;
+    planes[i].num_vectors = moves.moved * pair.num_heads;
+    planes[i].bytes_read = read;
+    planes[i].bytes_written = stored;
+  }
+}
+
+}  // namespace kvx

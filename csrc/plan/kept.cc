@@ -1,0 +1,55 @@
+#include "plan/kept.h"
+
+namespace kvx {
+
+template <class T>
+T *KeptMigration::keep(const T *given) {
+  if (!given) return nullptr;
+  T &kept = std::get<std::deque<T>>(structs_).emplace_back(*given);
+  kept.size = sizeof kept;
+  return &kept;
+}
+
+template <class T>
+const T *const *KeptMigration::keep(const T *const *given, uint32_t count) {
+  if (!given) return nullptr;
+  std::vector<const void *> &list = lists_.emplace_back();
+  for (uint32_t i = 0; i < count; ++i) list.push_back(keep(given[i]));
+  return reinterpret_cast<const T *const *>(list.data());
+}
+
+const kvx_plane_t *KeptMigration::keep_plane(const kvx_plane_t &given) {
+  kvx_plane_t *plane = keep(&given);
+  plane->scale = keep(given.scale);
+  plane->zero = keep(given.zero);
+  plane->block_table = keep(given.block_table);
+  plane->slots = keep(given.slots);
+  return plane;
+}
+
+kvx_view_t *KeptMigration::keep_view(const kvx_view_t &given) {
+  kvx_view_t *view = keep(&given);
+  view->layers = keep(given.layers, given.num_layers);
+  view->block_table = keep(given.block_table);
+  view->slots = keep(given.slots);
+  view->starts = keep(given.starts);
+  view->k_scales = keep(given.k_scales, given.num_layers);
+  view->v_scales = keep(given.v_scales, given.num_layers);
+  view->k_zeros = keep(given.k_zeros, given.num_layers);
+  view->v_zeros = keep(given.v_zeros, given.num_layers);
+  if (given.planes) {
+    std::vector<const void *> &planes = lists_.emplace_back();
+    for (uint32_t i = 0; i < given.num_planes; ++i) planes.push_back(keep_plane(*given.planes[i]));
+    view->planes = reinterpret_cast<const kvx_plane_t *const *>(planes.data());
+  }
+  return view;
+}
+
+KeptMigration::KeptMigration(const kvx_migrate_desc_t &given) : desc_(given) {
+  desc_.size = sizeof desc_;
+  desc_.seq_lens = keep(given.seq_lens);
+  desc_.src = keep_view(*given.src);
+  desc_.dst = keep_view(*given.dst);
+}
+
+}  // namespace kvx

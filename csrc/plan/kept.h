@@ -1,0 +1,41 @@
+// A migration's descriptors, copied with all descriptors that they point to. The memory that these
+// describe stays the caller's.
+#pragma once
+
+#include <deque>
+#include <tuple>
+#include <vector>
+
+#include "kvx/kvx_migrate.h"
+
+namespace kvx {
+
+class KeptMigration {
+ public:
+  // `given` is valid, and of this version's structs.
+  explicit KeptMigration(const kvx_migrate_desc_t &given);
+  KeptMigration(const KeptMigration &) = delete;
+  KeptMigration &operator=(const KeptMigration &) = delete;
+
+  const kvx_migrate_desc_t &desc() const { return desc_; }
+
+ private:
+  // A copy of a struct, of the size that this version knows; NULL for NULL.
+  template <class T>
+  T *keep(const T *given);
+  // And of a list of such pointers.
+  template <class T>
+  const T *const *keep(const T *const *given, uint32_t count);
+  kvx_view_t *keep_view(const kvx_view_t &given);
+  const kvx_plane_t *keep_plane(const kvx_plane_t &given);
+
+  // Deques: what they hold stays where it is.
+  std::tuple<std::deque<kvx_view_t>, std::deque<kvx_cache_desc_t>, std::deque<kvx_plane_t>,
+             std::deque<kvx_block_table_t>, std::deque<kvx_slot_mapping_t>,
+             std::deque<kvx_seq_lens_t>, std::deque<kvx_scale_desc_t>>
+      structs_;
+  std::deque<std::vector<const void *>> lists_;
+  kvx_migrate_desc_t desc_;
+};
+
+}  // namespace kvx

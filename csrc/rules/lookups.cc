@@ -1,0 +1,85 @@
+#include "rules/lookups.h"
+
+#include "error.h"
+#include "rules/apart.h"
+#include "rules/validate.h"
+
+namespace kvx {
+namespace {
+
+const char *format_name(kvx_block_table_format_t format) {
+  switch (format) {
+    case KVX_BLOCK_TABLE_PACKED:
+      return "PACKED";
+    case KVX_BLOCK_TABLE_RAGGED:
+      return "RAGGED";
+    case KVX_BLOCK_TABLE_KV_OFFSETS:
+      return "KV_OFFSETS";
+    default:
+      return "no format";
+  }
+}
+
+kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_view_t *view) {
+  const kvx_block_table_t *const table = view->block_table;
+  if (lookup.block_table && !table) {
+    return KVX_INVALID(
+        "lookups.%s.block_table is given, expected NULL: the plan was made with %s (spec E.13)",
+        name, view->slots ? "slots" : "a dense end");
+  }
+  if (lookup.slots && !view->slots) {
+    return KVX_INVALID(
+        "lookups.%s.slots is given, expected NULL: the plan was made with %s (spec E.13)", name,
+        table ? "a block_table" : "a dense end");
+  }
+  if (lookup.block_table && lookup.block_table->size >= sizeof *table &&
+      lookup.block_table->format != table->format) {
+    return KVX_INVALID(
+        "lookups.%s.block_table.format is %d, expected %s (%d), as the plan was made with "
+        "(spec E.13)",
+        name, lookup.block_table->format, format_name(table->format), table->format);
+  }
+  if (lookup.block_table) view->block_table = lookup.block_table;
+  if (lookup.slots) view->slots = lookup.slots;
+  if (lookup.starts) view->starts = lookup.starts;
+  return KVX_STATUS_OK;
+}
+
+// Planes may have lookups of their own: a view that has any is taken whole.
+void take_first_layer(OtherLookups *other) {
+  other->first_src = other->src;
+  other->first_dst = other->dst;
+  if (!other->src.num_planes) other->first_src.num_layers = other->first_dst.num_layers = 1;
+  other->first = other->all;
+  other->first.src = &other->first_src;
+  other->first.dst = &other->first_dst;
+}
+
+}  // namespace
+
+kvx_status_t replace_lookups(const kvx_migrate_desc_t &kept, const kvx_plan_lookups_t *lookups,
+                             OtherLookups *other) {
+  other->src = *kept.src;
+  other->dst = *kept.dst;
+  other->all = kept;
+  other->all.src = &other->src;
+  other->all.dst = &other->dst;
+  if (lookups) {
+    if (lookups->size < sizeof *lookups) {
+      return KVX_INVALID("lookups.size is %u, expected at least %zu (spec 6)", lookups->size,
+                         sizeof *lookups);
+    }
+    KVX_TRY(replace("src", lookups->src, &other->src));
+    KVX_TRY(replace("dst", lookups->dst, &other->dst));
+    if (lookups->seq_lens) other->all.seq_lens = lookups->seq_lens;
+    if (lookups->max_seq_len) other->all.max_seq_len = lookups->max_seq_len;
+  }
+  take_first_layer(other);
+  if (!lookups) return KVX_STATUS_OK;
+  // What lookups can break, one layer shows, since all layers share them; but their arrays must
+  // meet no layer's memory.
+  KVX_TRY(validate_migrate(&other->first));
+  return check_arrays_apart(other->all);
+}
+
+}  // namespace kvx
