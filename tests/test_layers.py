@@ -51,7 +51,13 @@ CORE = {
     "kvx_core.connector": {"kvx_core.connector"},
     "kvx_core.stores": {"kvx_core.connector", "kvx_core.stores"},
     "kvx_core.snapshot": {"kvx_core.connector", "kvx_core.stores", "kvx_core.snapshot"},
-    "ctypes": {"kvx_core._abi", "kvx_core._bound", "kvx_core._dlpack", "kvx_core.stores.beneath"},
+    "ctypes": {
+        "kvx_core._abi",
+        "kvx_core._abi_plan",
+        "kvx_core._bound",
+        "kvx_core._dlpack",
+        "kvx_core.stores.beneath",
+    },
 }
 
 

@@ -675,7 +675,12 @@ def sentences_in(source: Path) -> list[str]:
 
 def test_every_sentence_has_a_rule() -> None:
     """A new rule in the sources without one in validation_rules.txt fails here."""
-    sources = [*CSRC.glob("*.cc"), *CSRC.glob("rules/*.*"), *CSRC.glob("plan/*.cc")]
+    sources = [
+        *CSRC.glob("*.cc"),
+        *CSRC.glob("abi/*.cc"),
+        *CSRC.glob("rules/*.*"),
+        *CSRC.glob("plan/*.cc"),
+    ]
     sentences = [sentence for source in sources for sentence in sentences_in(source)]
     assert len(sentences) > 90, "the sources no longer look as this test expects"
     covered_elsewhere = {

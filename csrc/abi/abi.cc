@@ -1,11 +1,11 @@
 // The exported functions: validate, plan, run.
 #include <array>
 
+#include "abi/guarded.h"
+#include "abi/prepared.h"
 #include "desc/grown.h"
 #include "error.h"
-#include "guarded.h"
 #include "kvx/kvx_ext.h"
-#include "prepared.h"
 #include "rules/validate.h"
 
 static_assert(sizeof(kvx_version_t) == 16);

@@ -2,13 +2,13 @@
 #include <initializer_list>
 #include <memory>
 
+#include "abi/guarded.h"
+#include "abi/prepared.h"
 #include "error.h"
-#include "guarded.h"
 #include "plan/check.h"
 #include "plan/describe.h"
 #include "plan/kept.h"
 #include "plan/ranges.h"
-#include "prepared.h"
 #include "rules/lookups.h"
 #include "rules/path.h"
 #include "rules/validate.h"

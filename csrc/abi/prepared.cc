@@ -1,4 +1,4 @@
-#include "prepared.h"
+#include "abi/prepared.h"
 
 #include "desc/grown.h"
 #include "desc/plane.h"
