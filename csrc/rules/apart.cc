@@ -24,6 +24,11 @@ kvx_status_t check_write_scales_apart(const kvx_cache_desc_t &cache, const kvx_w
   return check_scales_apart(scale, scales, {&cache_path, "v"}, cache.v);
 }
 
+[[gnu::cold]] kvx_status_t fail_gather_array(const Array &array, const char *written) {
+  const Path path{nullptr, "gather"}, io{&path, "io"};
+  return fail_array(array, {&io, written});
+}
+
 }  // namespace
 
 kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
@@ -45,21 +50,23 @@ kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t 
                             options ? options->secondary_num_blocks : 0));
   }
   if (gather.io.num_tokens == 0) return KVX_STATUS_OK;
-  const Path path{nullptr, "gather"}, with{nullptr, "options"};
-  const Path io{&path, "io"}, key{&io, "key"}, value{&io, "value"};
-  for (const Array &array :
-       {indices_of("gather", gather.block_table), indptr_of("gather", gather.block_table),
-        array_of("gather", "seq_lens", gather.seq_lens)}) {
-    KVX_TRY(check_array_apart(array, key, gather.io.key));
-    if (!is_absent(cache.v)) KVX_TRY(check_array_apart(array, value, gather.io.value));
-  }
+  const kvx_tensor_desc_t &key = gather.io.key, &value = gather.io.value;
+  const Extent to_key = extent_of(key), to_value = is_absent(value) ? Extent{} : extent_of(value);
+  const auto check = [&](const Array &array) {
+    if (!meet(array, to_key) && !meet(array, to_value)) return KVX_STATUS_OK;
+    return fail_gather_array(array, meet(array, to_key) ? "key" : "value");
+  };
+  KVX_TRY(check(indices_of("gather", gather.block_table)));
+  KVX_TRY(check(indptr_of("gather", gather.block_table)));
+  KVX_TRY(check(array_of("gather", "seq_lens", gather.seq_lens)));
   if (!options) return KVX_STATUS_OK;
+  const Path path{nullptr, "gather"}, io{&path, "io"}, with{nullptr, "options"};
   for (const bool is_v : {false, true}) {
     const kvx_scale_desc_t *const scales = is_v ? options->v_scale : options->k_scale;
     if (!scales) continue;
     const Path scale{&with, is_v ? "v_scale" : "k_scale"};
-    KVX_TRY(check_scales_apart(scale, *scales, key, gather.io.key));
-    KVX_TRY(check_scales_apart(scale, *scales, value, gather.io.value));
+    KVX_TRY(check_scales_apart(scale, *scales, {&io, "key"}, key));
+    KVX_TRY(check_scales_apart(scale, *scales, {&io, "value"}, value));
   }
   return KVX_STATUS_OK;
 }
