@@ -1,13 +1,13 @@
 """TGI (text-generation-inference): its paged caches as KVX views. Imports nothing of TGI.
 
 KVCache.__init__ chooses axes and sizes by two globals, ATTENTION and SYSTEM, and by the kind of
-device; one shape can mean several of them. So a descriptor is derived from what TGI says
-(CacheSpec), then checked against the tensors; what does not agree, or is not in the table
-_FLAVOURS, is refused. A copy on the host of a cache in XPU or HPU memory is described as the cache
-itself would be.
+device; one shape can have several meanings. So a descriptor is derived from what TGI says
+(CacheSpec) and then checked against the tensors. What does not agree, or is not in the table
+_FLAVOURS, is refused. A host copy of a cache in XPU or HPU memory is described like the cache
+itself.
 
-Tables of blocks are for reading whole sequences. Where prefixes are shared or windows are cyclic,
-tokens are found by their slots: see `request_slots` and `slot_mapping`.
+Block tables serve to read whole sequences. With shared prefixes or cyclic windows, use slots: see
+`request_slots` and `slot_mapping`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvx_core import (
     describe,
 )
 
-# No request gets this block: health checks and the padding of CUDA graphs (slot 0) write into it.
+# TGI gives this block to no request: health checks and the padding of CUDA graphs (slot 0) use it.
 # Source: TGI 3.3.7 backends/v3/src/block_allocator.rs, SimpleAllocator::new; radix.rs,
 # RadixAllocator::new; server models/flash_causal_lm.py, FlashCausalLM.forward
 RESERVED_BLOCK_ID = 0
@@ -59,16 +59,16 @@ class _Flavour(NamedTuple):
     order: _Order
     negative_slots: Literal["skip", "wrap", "undefined"]  # in KVCache.store
     fp8: tuple[torch.dtype, ...] = ()
-    no_fp8: str = ""  # why no other FP8 type
-    no_scales: str = ""  # why no scales but 1
+    no_fp8: str = ""  # why other FP8 types are refused
+    no_scales: str = ""  # why scales other than 1 are refused
 
 
 _NEVER_FP8 = "TGI allocates no such cache"
 _BY_IPEX = "how IPEX applies them on XPU is not known here"
 
-# Every cache that TGI allocates, by (ATTENTION, SYSTEM), and SYSTEM:device.type where it asks that.
-# Source: TGI 3.3.7, files below server/text_generation_server; after this version there is
-# maintenance alone. What holds for every entry:
+# Every cache that TGI allocates, by (ATTENTION, SYSTEM), or SYSTEM:device.type if that matters.
+# Source: TGI 3.3.7, files below server/text_generation_server; later versions only
+# have maintenance. What holds for every entry:
 #   block_size  models/globals.py, BLOCK_SIZE
 #   order       layers/attention/kv_cache.py, KVCache.__init__: x = BLOCK_SIZE // itemsize
 #   fp8         the same; scales: KVCache.can_scale, KVCache.store, layers/fp8.py, fp8_quantize
@@ -119,7 +119,7 @@ _FLAVOURS = {
 
 
 class KVScales(Protocol):
-    """TGI's own: a scale of K and one of V, each a tensor of one float32 and the same as a float.
+    """TGI's scales of K and V: each a tensor of one float32, and the same number as a float.
 
     Source: TGI 3.3.7 layers/attention/kv_cache.py, KVScales
     """
@@ -134,8 +134,8 @@ class KVScales(Protocol):
 class CacheSpec:
     """What TGI says about its caches, in TGI's own words.
 
-    Raises UnsupportedError for what is not known here, InvalidArgumentError for a head_dim that
-    does not fit x.
+    Raises UnsupportedError for unknown caches, InvalidArgumentError for a head_dim that x does not
+    divide.
     """
 
     attention: str  # ATTENTION: "flashinfer", "flashdecoding", "flashdecoding-ipex" or "paged"
@@ -196,7 +196,7 @@ class CacheSpec:
         }[self._flavour.order]
 
     def can_scale(self, kv_scales: KVScales) -> bool:
-        """Whether TGI applies these scales; if not, it stores and reads as if both were 1.
+        """Whether TGI applies these scales. If not, it stores and reads as if both were 1.
 
         Source: TGI 3.3.7 layers/attention/kv_cache.py, KVCache.can_scale
         """
@@ -240,11 +240,11 @@ def cache_view(
     *,
     kv_scales: Sequence[KVScales] | None = None,
 ) -> CacheView:
-    """All layers of one rank, in the order of the model's.
+    """All layers of one rank, in the order of the model's layers.
 
     kv_cache:  per layer (KVCache.key, KVCache.value), as in `cache_desc`
     facts:     see `cache_facts`
-    kv_scales: per layer that of its attention, needed for an FP8 cache
+    kv_scales: per layer, those of its attention; needed for an FP8 cache
     Raises InvalidArgumentError, UnsupportedError.
     """
     layers = tuple(cache_desc(key, value, spec) for key, value in kv_cache)
@@ -273,7 +273,7 @@ def request_slots(
     slots:        (num_slots,), int64: batch.slots, those of all requests
     cu_slots:     (num_requests + 1,), int64, on the host: batch.cu_slots of the same batch
     ends, starts: (num_requests,), int32 or int64; None: 0. Read back from a device
-    What a shared prefix takes is `request_slots(slots, cu_slots, prefix_lens)`; a cyclic window
+    The slots of shared prefixes are `request_slots(slots, cu_slots, prefix_lens)`. A cyclic window
     holds the tokens from `(seq_lens - window).clamp(min=0)` on.
     Returns (num_tokens,), int64, on the device of `slots`.
     Raises InvalidArgumentError for tokens that have no slot.
@@ -309,13 +309,13 @@ def request_slots(
 def slot_mapping(
     slots: Tensor, slot_indices: Tensor | None = None, *, shared: Tensor | None = None
 ) -> SlotMapping:
-    """Where each token goes or comes from; negative slots are skipped.
+    """The slot of each token; negative slots are skipped.
 
     slots:        (num_tokens,), int64; or with slot_indices (num_slots,): batch.slots
     slot_indices: (num_tokens,), int64: batch.slot_indices, the tokens of this step
-    shared:       (any,), int64: slots of prefixes that other requests read, by `request_slots`,
-                  perhaps none. Given, `slots` are checked to be fit for writing: none is shared,
-                  and none but slot 0 is named twice. Waits for a device
+    shared:       (any,), int64: slots of prefixes that other requests read, see `request_slots`;
+                  may be empty. If given, `slots` are checked for writing: none is shared, and
+                  only slot 0 occurs more than once. Waits for a device
     Raises InvalidArgumentError.
     Source: TGI 3.3.7 models/flash_causal_lm.py, FlashCausalLM.forward;
     backends/v3/src/radix.rs, RadixAllocator::allocate
@@ -330,9 +330,9 @@ def slot_mapping(
 def without_negative_slots(
     key: Tensor, value: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What of a write may be given to KVCache.store, in which a negative slot is a stray write.
+    """The part of a write that KVCache.store may get: there negative slots write elsewhere.
 
-    key, value: (>= num_tokens, num_kv_heads, head_dim), any strides; tokens past num_tokens go too
+    key, value: (>= num_tokens, num_kv_heads, head_dim), any strides; drops tokens past num_tokens
     slots:      (num_tokens,), int64. Waits for a device
     Returns (key, value, slots): views if no slot is negative, else copies.
     Source: the table _FLAVOURS, negative_slots
@@ -360,8 +360,8 @@ def ragged(block_tables_ragged: Tensor, cu_seqlen: Tensor, spec: CacheSpec) -> B
 
     block_tables_ragged: (num_tokens,), int32: what block_tables_to_ragged returns
     cu_seqlen:           (num_requests + 1,), int32: Seqlen.cu_seqlen_k
-    TGI fills it with the first seq_len columns of each row of blocks: these belong to the tokens
-    only if a block is one token.
+    TGI copies the first seq_len entries of each row of the block table: one per token only if a
+    block holds one token.
     Raises UnsupportedError for other blocks, InvalidArgumentError.
     Source: TGI 3.3.7 models/metadata_kernels.py, block_tables_to_ragged
     """
@@ -376,7 +376,7 @@ def ragged(block_tables_ragged: Tensor, cu_seqlen: Tensor, spec: CacheSpec) -> B
 def seq_lens(
     input_lengths: Tensor | Sequence[int], cache_lengths: Tensor | Sequence[int]
 ) -> SeqLens:
-    """Tokens of each request in the cache once this step has stored its own.
+    """Tokens of each request in the cache after this step has stored its own.
 
     input_lengths: (num_requests,): tokens of this step. batch.input_lengths_tensor, int32, or the
                    list batch.input_lengths
@@ -407,13 +407,13 @@ def cache_facts(
     total_kv_heads: int | None = None,
     first_kv_head: int | None = None,
 ) -> CacheFacts:
-    """What the keys and values of one rank mean; what only the model says is for the caller.
+    """The facts of one rank's cache. The caller gives those that depend on the model.
 
     fingerprint:   of what is computed, see kvx_core.ModelRecord
     rotary:        "half" for PositionRotaryEmbedding; "interleaved" for CohereRotary and GPTJRotary
     rotary_dim:    0 for "none"
     window:        sliding window of the model, 0 for full attention
-    first_kv_head: rank * spec.num_kv_heads; 0 if each rank has the one head there is
+    first_kv_head: rank * spec.num_kv_heads; 0 if the model has one head, which every rank holds
     Source: TGI 3.3.7 layers/rotary.py; models/flash_causal_lm.py, FlashCausalLM.__init__
     """
     return CacheFacts(
@@ -469,7 +469,7 @@ def _described(tensor: Tensor, spec: CacheSpec) -> TensorDesc:
 def _scales(
     i: int, kv_scales: KVScales, spec: CacheSpec, key_cache: Tensor
 ) -> tuple[ScaleDesc, ScaleDesc]:
-    """K's and V's of layer `i` as TGI applies them: value = stored * scale."""
+    """The scales of layer `i` as TGI applies them: value = stored * scale."""
     values = (kv_scales.key_scale_cpu, kv_scales.value_scale_cpu)
     if spec._flavour.no_scales and values != (1, 1):
         raise UnsupportedError(

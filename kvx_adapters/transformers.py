@@ -5,8 +5,8 @@ after the rotation. That is a paged cache with one block per sequence: num_block
 block_size the number of tokens, and a batch padded on the left starts each sequence inside its
 block. Sliding-window, quantised and linear-attention layers keep something else and are refused.
 
-DynamicCache concatenates on every forward pass, so a view is good until the next one: migrate and
-verify refuse it after that.
+DynamicCache makes new tensors in every forward pass, so a view is valid until the next one: after
+that migrate and verify refuse it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from kvx_core.config_values import as_json
 from kvx_core.model_record import without_rope
 from kvx_core.rope import Rope, as_applied, standard_rope
 
-# Layers whose keys and values are every token of the sequence, in order, as computed.
+# Layers that hold the keys and values of every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
 _LAYERS = ("DynamicLayer", "StaticLayer")
-# Of a loaded config: how the model is called, not what it computes.
+# Fields of a loaded config that say how the model is called, not what it computes.
 _CALLING = (
     "architectures",
     "attn_implementation",
@@ -60,7 +60,7 @@ _CALLING = (
 
 
 def cache_desc(layer: Any) -> CacheDesc:
-    """One layer of a transformers cache, zero-copy: batch rows are blocks.
+    """One layer of a transformers cache, zero-copy: each sequence of the batch is a block.
 
     layer: cache.layers[i], a DynamicLayer or StaticLayer that holds tokens (see `reserve`)
     A DynamicLayer replaces its tensors in every forward pass: describe it again after each.
@@ -92,7 +92,7 @@ def slot_mapping(attention_mask: Tensor) -> SlotMapping:
 
 
 def block_table(rows: Sequence[int]) -> BlockTable:
-    """The block of each sequence: its row in the batch."""
+    """A table in which the block of each sequence is its row in the batch."""
     return BlockTable.packed([[row] for row in rows])
 
 
@@ -138,7 +138,7 @@ def _outdated(cache: Any, described: Sequence[CacheDesc]) -> str | None:
 
 
 def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
-    """What the keys and values of a transformers model mean; None where it cannot be told.
+    """The facts of a transformers model's cache; None where they are not known.
 
     model:       a PreTrainedModel with a decoder, on one device. Its rotary embedding is run once
     fingerprint: of what is computed, see `model_record`
@@ -152,14 +152,14 @@ def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
         rotary_dim=rotary_dim,
         rope_applied=None if rotary is None else True,
         hadamard=False,
-        scale_convention="multiply",  # there are no scales, so that of KVX holds
+        scale_convention="multiply",  # there are no scales
         num_layers=config.num_hidden_layers,
         first_layer=0,
         window=_window(config),
         total_kv_heads=_num_kv_heads(config),
         first_kv_head=0,
         compute_dtype=_dtype(model),
-        negative_slots="wrap",  # as an index: -1 is the last token
+        negative_slots="wrap",  # -1 indexes the last token
     )
 
 
@@ -174,10 +174,10 @@ def model_record(
 
     model:      a PreTrainedModel whose weights are those of the files
     directory:  the model's files
-    files:      a name of one's own for them; None: model_files_digest(directory)
+    files:      the caller's own name for them; None: model_files_digest(directory)
     num_tokens: of the longest sequence, computed in one forward pass. Needed for rotary types that
                 depend on it: longrope, dynamic
-    Raises UnsupportedError for what the files and the config do not tell, such as adapters,
+    Raises UnsupportedError for what files and config do not show, such as adapters;
     InvalidArgumentError.
     """
     if getattr(model, "peft_config", None):
@@ -200,7 +200,7 @@ def model_record(
 
 
 def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
-    """Sizes of a cache for `model` that holds `num_tokens` tokens of each of `batch_size` rows.
+    """Sizes of a cache for `model` that holds `num_tokens` tokens of `batch_size` sequences.
 
     Raises InvalidArgumentError naming the wrong number, UnsupportedError for latent attention.
     """
@@ -222,7 +222,7 @@ def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
 
 
 def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None:
-    """Makes an empty cache hold `num_tokens` tokens per row, to migrate into.
+    """Makes an empty cache hold `num_tokens` zero tokens per sequence, to migrate into.
 
     cache: an empty DynamicCache(config=model.config), or a StaticCache of at least that length
     Mutates the cache: its keys and values are then (batch_size, num_kv_heads, num_tokens,
@@ -243,7 +243,7 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
 
 
 def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(first, count) of the ones of each row, int64."""
+    """First one and number of ones of each sequence: two (batch,) of int64."""
     mask = attention_mask != 0
     num_tokens = mask.shape[1]
     position = torch.arange(num_tokens, device=mask.device)
@@ -268,7 +268,7 @@ def _dtype(model: Any) -> DType | None:
 
 
 def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """What a config says otherwise than the file."""
+    """The fields in which a config differs from its file."""
     before, now = (without_rope(found.to_dict()) for found in (saved, config))
     for key in sorted(before.keys() | now.keys()):
         if key not in _CALLING and before.get(key) != now.get(key):
@@ -276,7 +276,7 @@ def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
-    """What is quantised otherwise than the files say, when they are loaded."""
+    """Quantisation done while loading; None if the files say what is quantised."""
     before, now = (
         found if isinstance(found, Mapping) else found.to_dict()
         for found in (getattr(c, "quantization_config", None) or {} for c in (saved, config))
@@ -290,7 +290,7 @@ def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
 
 
 def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
-    """Raises UnsupportedError, InvalidArgumentError.
+    """The rotary parameters as applied. Raises UnsupportedError, InvalidArgumentError.
 
     Source: transformers 5.19 modeling_rope_utils.py, dynamic_rope_update
     """
@@ -305,13 +305,13 @@ def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
     if "dynamic" in kinds and length is not None and (num_tokens or 0) > length:
         raise UnsupportedError(
             f"num_tokens is {num_tokens}, expected at most max_position_embeddings, {length}: "
-            "beyond it a dynamic rotary embedding turns each token as the sequence's length has it"
+            "beyond it the angles of a dynamic rotary embedding depend on the sequence's length"
         )
     for name, part in model.named_modules():
         if name.endswith("rotary_emb") and not _is_of_config(part):
             raise UnsupportedError(
                 f"{name} is not what model.config says. Load the model with the rope_parameters "
-                "that it is to have: from_pretrained(directory, rope_parameters=...)"
+                "that it should have: from_pretrained(directory, rope_parameters=...)"
             )
     return as_applied(
         found,
@@ -326,7 +326,7 @@ def _is_of_config(embedding: Any) -> bool:
     try:
         new = dict(type(embedding)(embedding.config).named_buffers())
     except (TypeError, AttributeError):
-        return True  # not made of a config
+        return True  # its class is not made from a config
     own = dict(embedding.named_buffers())
     frequencies = [name for name in new if name.endswith("original_inv_freq")]
     frequencies = frequencies or [name for name in new if name.endswith("inv_freq")]
@@ -350,10 +350,10 @@ def _window(config: Any) -> int | None:
 
 
 def _rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | None]:
-    """Which dims of a key turn together, and how many turn, by turning one; else (None, None).
+    """Which dims of a key rotate together, and how many do; (None, None) if that is not known.
 
-    With cos 0 and sin 1 a rotation by 90 degrees is left: of the dims (1, 2, .. D) it makes
-    (-D/2-1, .., -D, 1, .., D/2) if halves turn together, (-2, 1, -4, 3, ..) if neighbours do.
+    Found by rotating a key by 90 degrees (cos 0, sin 1). The dims (1, 2, .. D) become
+    (-D/2-1, .., -D, 1, .., D/2) if halves rotate together, (-2, 1, -4, 3, ..) if neighbours do.
     Source: transformers 5.19 models/*/modeling_*.py, apply_rotary_pos_emb
     """
     module = vars(sys.modules[type(model).__module__])
@@ -375,7 +375,7 @@ def _rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | No
         zero, one = torch.zeros(1, 1, dim), torch.ones(1, 1, dim)
         _, turned = module["apply_rotary_pos_emb"](key, key, zero, one)
     except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None, None  # not the usual signature: unknown
+        return None, None  # an unusual signature
     half = torch.cat([-key[..., dim // 2 :], key[..., : dim // 2]], dim=-1)
     interleaved = torch.stack([-key[..., 1::2], key[..., 0::2]], dim=-1).flatten(-2)
     if torch.equal(turned, half):

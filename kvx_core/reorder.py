@@ -48,7 +48,7 @@ def reordered(
         raise FactsMismatchError(
             [
                 f"{transform.difference}: the views have planes, which are not reordered. Migrate "
-                "them apart, with the facts of both ends the same"
+                "planes that do not rotate apart, with rotary 'none' at both ends"
             ]
         )
     reasons: dict[str, None] = {}

@@ -2,12 +2,11 @@
 
 A pool is one allocation, (num_blocks, num_layers, K and V, num_kv_heads, tokens_per_block,
 head_dim), of the layers that share a window and a size. Its tables hold KVCacheIndex: the number of
-a sub-block, the K or V of one block of one layer, always as if of the first layer; that of another
-one is found by moving the base address. So one table serves all layers of a pool, and a view is one
-pool.
+a sub-block (the K or V of one block of one layer), counted for the first layer. For another layer
+the kernels move the base address. So one table serves all layers of a pool, and a view is one pool.
 
-What TensorRT-LLM hands out does not say how many heads, tokens and dims there are, nor in which
-order they lie: PoolSpec does, in TensorRT-LLM's words, and what does not agree with it is refused.
+What TensorRT-LLM passes on does not show how many heads, tokens and dims there are, nor their
+order: PoolSpec says it in TensorRT-LLM's words. What does not agree with it is refused.
 
 `cache_view` describes a pool from its tensor or address, `cache_views` all pools of a manager,
 `buffer_view` one from get_buffers, `slot_view` one of KVCacheManagerV2 from its own addresses.

@@ -25,8 +25,8 @@ def buffer_view(
     buffers: per layer of the pool, of KVCacheManager (num_blocks, kv_factor, *sub_block_shape),
              strided; of KVCacheManagerV2 (pages, kv_factor, *sub_block_shape), contiguous, which
              overlaps those of the other layers and counts pages, not slots
-    In either case the blocks of the view are memory indices, or slots; its tables are the same as
-    those of `cache_view`. kv_layout only reshapes: a tensor of the wrong one is refused.
+    In either case the blocks of the view are memory indices or slots, with the same tables as those
+    of `cache_view`. get_buffers only reshapes by kv_layout: a wrong one is refused.
     scaling_factors: as in `cache_view`
     Raises InvalidArgumentError where a tensor is not what `spec` says, UnsupportedError.
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py,
@@ -76,14 +76,14 @@ def slot_view(
     memory: Memory = Memory.DEVICE,
     scaling_factors: Sequence[Tensor | float] | None = None,
 ) -> CacheView:
-    """All layers of one pool of KVCacheManagerV2, from addresses; whoever owns them keeps them.
+    """All layers of one pool of KVCacheManagerV2, from addresses. The caller keeps them valid.
 
     spec:   num_blocks is the number of slots, index_scale that of get_page_index_scale
     keys:   per layer, get_mem_pool_base_address(layer, Role.KEY, PageIndexMode.SHARED)
     values: likewise of Role.VALUE; None if kv_factor is 1
     page_stride: get_page_stride(layer, Role.KEY), bytes
     scaling_factors: as in `cache_view`
-    The tables of KVCacheManagerV2 fit (`block_table`), and its slots (`id_table`).
+    Use the tables of KVCacheManagerV2 (`block_table`) or its slots (`id_table`).
     Raises InvalidArgumentError where the addresses are not what `spec` says.
     Source: TensorRT-LLM main 2026-09, runtime/kv_cache_manager_v2/_core/_kv_cache_manager.py;
     kv_cache/kv_cache_manager_v2.py, KVCacheManagerV2._prepare_page_table_tensor
@@ -112,7 +112,7 @@ def slot_view(
 
 
 def _check_axes(name: str, buffer: Tensor, spec: PoolSpec) -> None:
-    """The axes of one buffer but the first."""
+    """Checks the axes of one buffer, except the first."""
     expected = (spec.kv_factor, *spec.sub_block_shape)
     if buffer.dtype != spec.torch_dtype:
         raise InvalidArgumentError(f"{name} is of {buffer.dtype}, expected {spec.torch_dtype}")

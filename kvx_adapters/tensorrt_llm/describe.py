@@ -23,7 +23,7 @@ from kvx_core import (
     UnsupportedError,
 )
 
-# The memory of a pool: TensorRT-LLM's tensor of it, or its address and where that is.
+# The memory of a pool: TensorRT-LLM's tensor, or its address and the kind of memory.
 Pool = Tensor | tuple[int, Memory]
 
 
@@ -48,7 +48,7 @@ def cache_desc(
     require_evenly_spaced(spec)
     base, memory = _placed("primary", primary, spec, spec.num_blocks)
     second = _secondary(secondary, spec, memory)
-    # Asked before the offset is added: NULL plus the offset of a layer would pass for a pool.
+    # Checked before the offset is added: NULL plus the offset of a layer is not NULL.
     if base == 0:
         raise InvalidArgumentError("primary is NULL, expected the address of a pool")
     offset = layer_in_pool * spec.kv_factor * spec.sub_block_bytes
@@ -70,14 +70,14 @@ def cache_view(
     secondary: Pool | None = None,
     scaling_factors: Sequence[Tensor | float] | None = None,
 ) -> CacheView:
-    """All layers of one pool, in its order; one table serves them.
+    """All layers of one pool, in its order. They share one table.
 
     primary, secondary: as in `cache_desc`
     facts:           of this pool, see `cache_facts`
-    scaling_factors: per layer of an FP8 pool: kv_scale_quant_orig, float32, where the pool is. The
-                     kernels take its first element, for K and for V. The PyTorch backend leaves it
-                     at 1, whatever the checkpoint says. A float is the same, but for an address on
-                     a device
+    scaling_factors: per layer of an FP8 pool: kv_scale_quant_orig, float32, in the memory of the
+                     pool. The kernels use its first element for K and V. The PyTorch backend leaves
+                     it at 1, whatever the checkpoint says. A float will do, except for a pool given
+                     as an address on a device
     Raises InvalidArgumentError, UnsupportedError.
     """
     layers = [cache_desc(spec, place, primary, secondary) for place in range(len(spec.layers))]
@@ -94,13 +94,13 @@ def cache_views(
     memory: Memory = Memory.DEVICE,
     scaling_factors: Sequence[Tensor | float] | None = None,
 ) -> tuple[CacheView, ...]:
-    """Every pool of a manager, from their addresses; whoever owns the memory keeps it.
+    """Every pool of a manager, from their addresses. The caller keeps the memory valid.
 
     kv_cache_pool_pointers: (num_pools, 2), int64, on the CPU: primary, and secondary or 0
     specs, facts:    one per pool, see `pool_specs` and `cache_facts`
     memory:          where the primary pools are; secondary ones are pinned host memory
     scaling_factors: per local layer, if the pools are FP8; as in `cache_view`
-    An address has no torch stream: calls on a device run on the default one, or on `stream`.
+    An address has no torch stream: calls on a device run on the default stream, or on `stream`.
     Raises InvalidArgumentError, UnsupportedError.
     """
     pointers = kv_cache_pool_pointers
@@ -134,7 +134,7 @@ def cache_views(
 
 
 def require_evenly_spaced(spec: PoolSpec) -> None:
-    """Refuses slots of KVCacheManagerV2 that hold more than K and V of these layers."""
+    """Refuses slots of KVCacheManagerV2 that hold other buffers than K and V of these layers."""
     expected = len(spec.layers) * spec.kv_factor
     if spec.sub_blocks_per_block != expected:
         raise UnsupportedError(
@@ -209,7 +209,7 @@ def _tensor(pool: Pool | None) -> Tensor | None:
 
 
 def _placed(name: str, pool: Pool, spec: PoolSpec, num_blocks: int) -> tuple[int, Memory]:
-    """The address of a pool. A tensor has to be what `spec` says."""
+    """The address of a pool. A tensor is checked against `spec`."""
     if not isinstance(pool, Tensor):
         return pool
     expected = (num_blocks, *spec.pool_shape[1:])
@@ -253,7 +253,7 @@ def _secondary(secondary: Pool | None, spec: PoolSpec, memory: Memory) -> int:
 def _scales(
     spec: PoolSpec, factors: Sequence[Tensor | float] | None, device: torch.device | None
 ) -> tuple[ScaleDesc, ...] | None:
-    """One per layer, for K and V: value = stored * factor.
+    """The scales of each layer, for K and V: value = stored * factor.
 
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/kernels/unfusedAttentionKernels/
     unfusedAttentionKernels_2_template.h, kvScaleOrigQuant[0];

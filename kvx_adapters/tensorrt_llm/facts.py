@@ -1,4 +1,4 @@
-"""What the keys and values of a TensorRT-LLM rank mean."""
+"""The facts of a TensorRT-LLM rank's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVCacheIndex, the entry of TensorRT-LLM's tables: 31 bits of number, one of pool.
+"""KVCacheIndex, an entry of TensorRT-LLM's tables: 31 bits of number, one bit for the pool.
 
 Source: TensorRT-LLM main 2026-09, cpp/include/tensorrt_llm/kernels/kvCacheIndex.h
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvx_core import OutOfRangeError
 
 NULL_INDEX = -1  # KVCacheIndex::nullIndex; BAD_PAGE_INDEX of KVCacheManagerV2
-UNSET = 0x7FFF_FFFF  # what a request's table holds before its blocks are known
+UNSET = 0x7FFF_FFFF  # entry of a request's table before its block is known
 _SECONDARY = 1 << 31
 
 
@@ -23,7 +23,7 @@ class PoolIndex:
 
 
 def decode(value: int) -> PoolIndex | None:
-    """What an entry of a table says; None for null, in which the bit of the secondary pool is set.
+    """The block that an entry names; None for null (whose bit of the secondary pool is set).
 
     value: int32, as torch reads it
     """
@@ -33,10 +33,10 @@ def decode(value: int) -> PoolIndex | None:
 
 
 def encode(place: PoolIndex | None) -> int:
-    """The int32 of a place; null for None. Raises OutOfRangeError for what it cannot hold."""
+    """The int32 of a block; null for None. Raises OutOfRangeError for numbers that do not fit."""
     if place is None:
         return NULL_INDEX
-    # The highest number would be null in the secondary pool, and is unset in the primary.
+    # The highest number means null in the secondary pool, and UNSET in the primary.
     if not 0 <= place.index < UNSET:
         raise OutOfRangeError(
             f"index is {place.index}, expected at least 0 and below {UNSET} (KVCacheIndex)"

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM says about a pool of its KV cache, in its own words."""
+"""PoolSpec: a pool of a KV cache in TensorRT-LLM's own words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCH_DTYPES = {
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
 # WindowBlockManager::allocatePools, and its constructor for the pools of block scales
 _REFUSED = {
-    "INT8": "8-bit integers, which no KVX dtype is",
+    "INT8": "8-bit integers, for which KVX has no dtype",
     "NVFP4": "two 4-bit numbers per byte, and keeps their scales in another pool, in an order that "
     "is not documented",
 }
@@ -28,7 +28,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One pool: layers of one window, KV head count and head size, which share its blocks.
+    """One pool: layers with the same window, number of KV heads and head size share its blocks.
 
     Raises UnsupportedError, InvalidArgumentError.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
@@ -45,7 +45,7 @@ class PoolSpec:
     num_secondary_blocks: int = 0  # in pinned host memory
     window: int = 0  # attention window in tokens; 0: full attention
     # What the attention backend stores in a block: "HND" for TRTLLM, and for FLASHINFER since 1.2;
-    # "NHD" for FLASHINFER before, and for Triton kernels. TensorRT-LLM's pools do not know.
+    # "NHD" for FLASHINFER before, and for Triton kernels. The pools do not record it.
     # Source: _torch/attention_backend/flashinfer.py, FlashInferAttentionMetadata.kv_layout
     kv_layout: str = "HND"
     # KVCacheManagerV2 only: get_page_index_scale, where slots hold other buffers of the same size.
@@ -141,7 +141,7 @@ def pool_specs(
     max_seq_len: int | None = None,
     kv_layout: str = "HND",
 ) -> tuple[PoolSpec, ...]:
-    """The pools of a manager, from what it says about its layers.
+    """The specs of a manager's pools, from what it says about its layers.
 
     layer_to_pool_mapping:    kv_cache_pool_mapping, (num_local_layers, 2), int32: pool, and place
                               in that pool
@@ -156,7 +156,7 @@ def pool_specs(
     max_attention_window_vec: per local layer, or one for all; None: full attention, as is a window
                               of max_seq_len or more. A shorter pattern is refused: versions differ
                               on where it begins on a pipeline rank
-    Raises InvalidArgumentError where these do not agree, else as PoolSpec.
+    Raises InvalidArgumentError if these do not agree, and as PoolSpec does.
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py, KVCacheManager;
     kv_cache/kv_cache_manager_v2.py, KVCacheManagerV2._build_pool_mapping_tensors and
     _build_base_config (sliding_window_size)

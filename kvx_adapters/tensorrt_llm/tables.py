@@ -1,4 +1,4 @@
-"""Where sequences lie in a pool: TensorRT-LLM's tables and block ids, read and made."""
+"""Reads and makes TensorRT-LLM's block tables and ids, which say where sequences lie in a pool."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def block_table(
     pool_idx: layer_to_pool_mapping[layer, 0]
     rows:     which of them; None: all. A batch has one row for each context request, and after
               them beam_width rows for each generation request
-    What its entries are is known to the view of that pool alone. Columns past a sequence's blocks
-    are stale and not read, as are those before `starts`. KVCacheManagerV2's table on the host,
-    host_kv_cache_block_offsets, is none of these: its [pool_idx, :, 0] are slots, for `id_table`.
+    Use it only with the view of that pool. Entries past a sequence's blocks and before `starts` are
+    stale, and not read. host_kv_cache_block_offsets of KVCacheManagerV2 is another table: its
+    [pool_idx, :, 0] are slots, for `id_table`.
     Raises InvalidArgumentError.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/thop/attentionOp.cpp, block_offsets;
     _torch/pyexecutor/resource_manager.py, KVCacheManager.copy_batch_block_offsets
@@ -72,13 +72,13 @@ def block_offsets(
     max_blocks_per_seq: int,
     beam_width: int = 1,
 ) -> Tensor:
-    """The table of sequences whose blocks the caller has chosen, new, on the CPU.
+    """Makes a table, on the CPU, of sequences whose blocks the caller has chosen.
 
-    blocks: per row, beams of a sequence one after the other, its blocks by their memory index,
-            which is not the block id once blocks were offloaded; int: in the primary pool, None:
-            no block
-    Returns (num_seqs, beam_width, 2, max_blocks_per_seq), int32, for BlockTable.kv_offsets; with
-    its first two axes as one, for rows of kv_cache_block_offsets[pool_idx].
+    blocks: per row (the beams of a sequence one after the other) its blocks by their memory index,
+            which differs from the block id after offloading. int: in the primary pool; None: no
+            block
+    Returns (num_seqs, beam_width, 2, max_blocks_per_seq), int32, for BlockTable.kv_offsets; flatten
+    the first two axes for rows of kv_cache_block_offsets[pool_idx].
     Raises InvalidArgumentError, OutOfRangeError.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
     WindowBlockManager::setOffsets
@@ -95,7 +95,7 @@ def block_offsets(
                 f"{max_blocks_per_seq}"
             )
         for kv in (0, 1):
-            # Without V, its row repeats that of K.
+            # Without V, the row of V repeats that of K.
             field = kv if spec.kv_factor == 2 else 0
             entries = [
                 encode(_sub_block(f"blocks[{r}][{column}]", block, spec, field))
@@ -106,13 +106,13 @@ def block_offsets(
 
 
 def id_table(block_ids: Tensor | Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
-    """The blocks of sequences by their ids, as a KV cache connector and the managers give them.
+    """The blocks of sequences by ids, as TensorRT-LLM's connectors and managers give them.
 
     block_ids: one list per sequence, or (num_seqs, max_blocks), int32: get_cache_block_ids,
                get_batch_cache_indices of KVCacheManager, or slots of KVCacheManagerV2
                (get_aggregated_page_indices); negative: no block
-    Raises UnsupportedError for a pool with a secondary one: offloading swaps memory between blocks,
-    and their ids say no more where they are.
+    Raises UnsupportedError if there is a secondary pool: offloading swaps the memory of blocks, so
+    that ids no longer say where blocks are.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
     WindowBlockManager::getFreeBlock (swapMemoryPoolBlockOffset)
     """
@@ -125,12 +125,12 @@ def id_table(block_ids: Tensor | Sequence[Sequence[int]], spec: PoolSpec) -> Blo
 
 
 def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
-    """The blocks of sequences by KVCacheManagerV2's pages, which count K and V of single layers.
+    """The blocks of sequences by pages of KVCacheManagerV2, which count each layer's K and V.
 
     pages: one list per sequence, as KVCacheManagerV2.get_batch_cache_indices gives them: slot *
            index_scale / kv_factor, the first axis of its get_buffers; -1: no block
     A manager whose slots hold other buffers too may give slots instead (MiniMax-M3's): `id_table`.
-    Raises InvalidArgumentError for what are no such pages.
+    Raises InvalidArgumentError for other numbers.
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/kv_cache/kv_cache_manager_v2.py,
     KVCacheManagerV2._get_batch_cache_indices_by_pool_id
     """
@@ -151,7 +151,7 @@ def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
 
 
 def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
-    """Tokens of each sequence that a pool is sure to hold: what its next token will see.
+    """Tokens of each sequence that a pool certainly holds: those that the next token attends to.
 
     lengths: (num_seqs,), int32 or int64, or a list: tokens in the cache
     window:  PoolSpec.window; 0: full attention. It counts the next token too
@@ -164,8 +164,8 @@ def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
 def starts(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
     """First of those tokens: `starts` of CacheView.at.
 
-    lengths, window: as in `seq_lens`. Blocks before it are given back, while their entries stay in
-    the table; another sequence may own them by now.
+    lengths, window: as in `seq_lens`. TensorRT-LLM frees the blocks before it but leaves their
+    entries in the table: another sequence may own them now.
     Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
     WindowBlockManager::adjustBlocksIfNeeded; runtime/kv_cache_manager_v2/_life_cycle_registry.py,
     AttnLifeCycle.get_stale_range

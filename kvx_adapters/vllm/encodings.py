@@ -1,4 +1,4 @@
-"""What the bytes of one token and head are, by vLLM's kv_cache_dtype."""
+"""Encoding: what the bytes of a vector (one token and head) are, by vLLM's kv_cache_dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys and values of a vLLM worker mean."""
+"""The facts of a vLLM worker's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cache_facts(
     """Facts of one worker's whole cache; `group_view` adds a group's layers and window.
 
     model_config:  vllm_config.model_config
-    embeddings:    every RotaryEmbedding of the model; what is none is passed over
+    embeddings:    every RotaryEmbedding of the model; other objects are ignored
     version:       vllm.__version__
     fingerprint:   of what is computed, see model_record
     first_kv_head: index in the model of the first head on this rank
@@ -40,7 +40,7 @@ def cache_facts(
     )
 
 
-# Of embeddings that have one style and so do not say it.
+# is_neox_style of embeddings that have only one style and no such attribute.
 # Source: vllm 0.32 model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
 _STYLES = {"Phi3LongRoPEScaledRotaryEmbedding": True}
 
@@ -55,7 +55,7 @@ def _dtype(model_config: Any) -> DType | None:
 def _rotary(
     embeddings: Iterable[Any],
 ) -> tuple[Literal["half", "interleaved"] | None, int | None]:
-    """The one rotary embedding of all layers; (None, None), unknown, if there is not just one.
+    """The rotary embedding that all layers share; (None, None) if there is none or several.
 
     Source: vllm 0.32 model_executor/layers/rotary_embedding/base.py, RotaryEmbedding
     """

@@ -1,4 +1,4 @@
-"""The KV cache groups of one worker: which layers share a block table, and what each of them is."""
+"""The KV cache groups of one worker: layers that share a block table, and the spec of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvx_adapters.vllm.placement import kernel_blocks
 from kvx_adapters.vllm.spec import LayerSpec, minor
 from kvx_core import CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
 
-# Specs whose blocks hold the keys and values of their tokens, and nothing else. Others keep the
-# state of a recurrence, of an encoder, or tokens that no block table lists.
+# Specs whose blocks hold nothing but the keys and values of their tokens. Others hold recurrent
+# states, those of an encoder, or tokens that are in no block table.
 # Source: vllm 0.32 v1/kv_cache_interface.py
 _TOKEN_SPECS = (
     "FullAttentionSpec",
@@ -26,10 +26,10 @@ _TOKEN_SPECS = (
     "MLAAttentionSpec",
     "SlidingWindowMLASpec",
 )
-# Backends that do not say their own name.
+# Backends whose get_name returns the name of another one.
 # Source: vllm 0.32 v1/attention/backends/rocm_aiter_fa.py, get_name returns "FLASH_ATTN"
 _BACKEND_OF_CLASS = {"AiterFlashAttentionBackend": "ROCM_AITER_FA"}
-# Before 0.26 vLLM's objects are too different: cache_desc takes what they say in a LayerSpec.
+# Before 0.26 vLLM's objects are too different: use cache_desc with a LayerSpec.
 _FIRST_MINOR = 26
 
 
@@ -61,9 +61,9 @@ def layer_groups(
     attention_layers: vllm_config.compilation_config.static_forward_context
     version:          vllm.__version__
     layout:           only before 0.29, whose config has none: "NHD" or "HND"
-    Layers that reuse the cache of another one are left out. A backend of one's own says with an
-    attribute `kvx_cache_of = "FLASH_ATTN"` whose cache it keeps.
-    Raises UnsupportedError for what is not known here, or does not keep every token's keys and
+    Layers that use the cache of another layer are left out. A custom backend names the backend
+    whose cache it uses in an attribute, such as `kvx_cache_of = "FLASH_ATTN"`.
+    Raises UnsupportedError for unknown caches and those that do not keep every token's keys and
     values; InvalidArgumentError.
     Source: vllm 0.32 v1/kv_cache_interface.py, KVCacheConfig; v1/worker/gpu_model_runner.py,
     initialize_kv_cache
@@ -189,7 +189,7 @@ def _check_one_cache_per_layer(groups: tuple[LayerGroup, ...]) -> None:
 def _layer_spec(
     config: Any, group_spec: Any, name: str, layer: Any, version: str, layout: str
 ) -> LayerSpec:
-    """What vLLM's objects say about one layer; before 0.29 they do not say all of it."""
+    """The LayerSpec of one layer, from vLLM's objects; before 0.29 they lack some fields."""
     spec = getattr(group_spec, "kv_cache_specs", {}).get(name, group_spec)
     if type(spec).__name__ not in _TOKEN_SPECS:
         raise UnsupportedError(
@@ -233,9 +233,9 @@ def _backend_name(backend: Any) -> str:
 
 
 def _window(group_spec: Any, layer: Any) -> int | None:
-    """Tokens that a layer looks back; 0: all of them; None: those of its chunk.
+    """The sliding window of a layer; 0: it attends to all tokens; None: to those of its chunk.
 
-    Asked of the layer: a merged spec states the window even if just one of its layers has one.
+    Read from the layer: a merged spec has the window even if only one of its layers has it.
     """
     if getattr(group_spec, "attention_chunk_size", None):
         return None

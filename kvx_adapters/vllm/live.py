@@ -44,7 +44,7 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
 
 
 def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
-    """Where the tokens of unfinished requests lie in `live_view(llm)`, now.
+    """The block table of unfinished requests in `live_view(llm)`, as it is now.
 
     request_ids: as llm.llm_engine.add_request returned them
     Blocks are freed when a request finishes, so use them before the step that finishes it.

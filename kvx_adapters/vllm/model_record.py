@@ -1,4 +1,4 @@
-"""What a vLLM serves, as a ModelRecord."""
+"""The ModelRecord of what a vLLM serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvx_core.rope import KEYS, Rope, as_applied, standard_rope
 
 logger = logging.getLogger("vllm.kvx")
 
-# Formats of load_format that load the tensors of *.safetensors, bitsandbytes quantised by it.
+# Values of load_format that load the tensors of *.safetensors; bitsandbytes quantises them.
 _SAFETENSORS = (
     "auto",
     "bitsandbytes",
@@ -31,7 +31,7 @@ _SAFETENSORS = (
 # Rotary types whose angles depend on the config alone, and longrope and dynamic, which as_applied
 # knows. Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
-# Models write into their config when they are made, in workers and not in the scheduler.
+# What models write into their config when they are made: in workers, not in the scheduler.
 # Source: vllm 0.32 model_executor/models/{deepseek_v2,AXK1,openpangu,interns1_pro}.py
 _WRITTEN_TYPES = {
     "deepseek_llama_scaling": "yarn",
@@ -39,7 +39,7 @@ _WRITTEN_TYPES = {
     "openpangu": "default",
 }
 _WRITTEN = ("fope_init_factor", "fope_sep_head", "num_inv_freq", "num_key_value_heads", "use_fope")
-# Methods that only run what a checkpoint's own method says, by that method.
+# Methods that are other implementations of a checkpoint's own method, by that method.
 # Source: vllm 0.32 model_executor/layers/quantization/*.py, override_quantization_method
 _SAME_METHOD = {
     "awq": ("auto_awq", "awq_marlin"),
@@ -53,11 +53,11 @@ def model_record(
 ) -> ModelRecord:
     """What an engine of this configuration serves.
 
-    files:       the digest of the model's files, or the user's own for them; of its config
-                 alone where load_format is "dummy"
+    files:       the digest of the model's files, or the user's own name for them; with
+                 load_format "dummy" the digest of its config alone
     environment: os.environ
     version:     vllm.__version__
-    Logs settings that nobody has judged.
+    Logs settings that are in none of the lists of judged_fields.py.
     """
     model = vllm_config.model_config
     found, unjudged = salts(vllm_config, environment, version=version)
@@ -96,7 +96,7 @@ def loads_files(vllm_config: Any) -> bool:
 
 
 def _weights(vllm_config: Any, version: str) -> str:
-    """Random weights are made by rank, from their shapes and dtype.
+    """ "files", or how random weights were made: by rank, from their shapes and dtype.
 
     Source: vllm 0.32 model_executor/model_loader/weight_utils.py, initialize_dummy_weights
     """
@@ -111,8 +111,8 @@ def _weights(vllm_config: Any, version: str) -> str:
 def _own_class(model: Any) -> str | None:
     """The class that computes the model, if it is not vLLM's own for this architecture.
 
-    A plugin or a setting may have put it there. Of transformers' classes vLLM is not told how keys
-    are rotated, so that caches of both kinds cannot be compared.
+    A plugin or a setting may have replaced it. vLLM does not know how transformers' classes rotate
+    keys, so that their caches cannot be compared with those of vLLM's own classes.
     Source: vllm 0.32 model_executor/models/registry.py, _LazyRegisteredModel, _RegisteredModel
     """
     entry = model.registry.models.get(model.architecture)
@@ -139,9 +139,9 @@ def _rope(model: Any) -> Rope:
 
 
 def _quantization(model: Any, version: str) -> dict[str, Any] | None:
-    """What is quantised otherwise than the files say.
+    """Quantisation that the files do not describe; None if there is none.
 
-    How it is done is for each version to say, so that others do not share.
+    Versions may quantise differently, so the version is part of it.
     """
     method, online = model.quantization, model.quantization_config
     method = getattr(method, "value", method)
@@ -157,7 +157,7 @@ def _quantization(model: Any, version: str) -> dict[str, Any] | None:
 
 
 def _stored_method(model: Any) -> str | None:
-    """The method by which the files are quantised."""
+    """The quantisation method of the files."""
     config = model.model_arch_config.quantization_config
     return None if config is None else str(config.get("quant_method", "")).lower()
 
@@ -165,13 +165,13 @@ def _stored_method(model: Any) -> str | None:
 def _runs(method: str, stored: str | None) -> bool:
     if stored is None:
         return False
-    # Of one method there are variants by what is quantised: modelopt and modelopt_fp4.
+    # A method may have variants for what it quantises: modelopt and modelopt_fp4.
     kernels = _SAME_METHOD.get(stored, ())
     return method in (stored, *kernels) or method.startswith(f"{stored}_")
 
 
 def _overrides(model: Any) -> dict[str, Any]:
-    """What the config says otherwise than the file that it was read from."""
+    """The fields in which the config differs from the file that it was read from."""
     overrides = model.hf_overrides
     found: dict[str, Any]
     if callable(overrides):
@@ -184,7 +184,7 @@ def _overrides(model: Any) -> dict[str, Any]:
     if text.model_type.startswith("llama4"):
         # Source: vllm 0.32 model_executor/models/llama4.py, Llama4ForCausalLM.__init__
         generation = dict(model.try_get_generation_config()) | model.override_generation_config
-        # A length that vLLM finds out itself is another one when the model is made.
+        # A length that vLLM determines itself changes after the model is made.
         is_found_out = getattr(model, "original_max_model_len", None) == -1
         by_length = "by length" if is_found_out else model.max_model_len > 32768
         found["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", by_length)
@@ -193,7 +193,7 @@ def _overrides(model: Any) -> dict[str, Any]:
 
 
 def _is_applied(overrides: Mapping[str, Any], text: Any) -> bool:
-    """Whether the rotary parameters that were set are those of the config, and so in the record."""
+    """Whether the rotary parameters that were set are those of the config: the record has them."""
     if any(name in overrides for name in KEYS if name != "rope_parameters"):
         return False
     config = text.to_dict()

@@ -1,8 +1,8 @@
 """Where the attention backends of vLLM keep K and V: one table, by backend and version.
 
-An entry of the table is what the sources of one backend say: the axes of the tensor that a layer is
-bound to, the orders in which they may lie in memory, and how the backend finds K and V in it. What
-the numbers are is for encodings.py; whether a tensor is what the table says, for placement.py.
+An entry of the table comes from the sources of one backend: the axes of a layer's tensor, the
+orders in which they may lie in memory, and how the backend finds K and V in it. encodings.py says
+what the numbers are; placement.py checks tensors against the table.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _DIFFKV = {
     29: Page("BHNC", _ANY, _halves, v="own size"),
 }
 _DIFFKV_OF_TOKENS = Page("BNHC", {"NHD": "BNHC", "HND": "BHNC"}, _halves_of_tokens, v="own size")
-# 3-D before 0.29, and in the layer: placement.py gives it its head.
+# The layer's tensor is 3-D, and before 0.29 every one: placement.py adds the axis of the head.
 _LATENT = {
     20: Page("BHNC", _always("BHNC"), _latent, v="none"),
     29: Page("BHNC", _ANY, _latent, v="none"),
@@ -201,7 +201,7 @@ PAGES: dict[str, dict[int, Page]] = {
     "CPU_MLA": {28: _LATENT[20], 29: _LATENT[29]},
 }
 
-# Backends whose pages strides cannot say, and why.
+# Backends whose pages strides cannot describe, and why.
 # Source: vllm 0.32 v1/attention/backends/mla/indexer.py; mla/flashmla_sparse.py, the note at its
 # head; turboquant_attn.py and ultraquant_attn.py
 _DATA_THEN_SCALES = "its pages hold the data of all tokens and then their scales"

@@ -1,4 +1,4 @@
-"""Whether a tensor is what vLLM's words for it say: dtype, shape, strides, storage.
+"""Checks that a tensor has the dtype, shape, strides and storage that vLLM describes.
 
 Source: vllm 0.32 v1/kv_cache_interface.py, compute_layout_strides and create_kv_cache_views; before
 0.29 v1/worker/gpu/attn_utils.py, _reshape_attention_kv_cache
@@ -49,7 +49,7 @@ def placed(kv_cache: Tensor, spec: LayerSpec, page: Page, encoding: Encoding) ->
 
 
 def kernel_blocks(kv_cache: Tensor, spec: LayerSpec, page: Page) -> int:
-    """Into how many kernel blocks vLLM cut a block; 1 if `kv_cache` is not of that kind at all."""
+    """Into how many kernel blocks vLLM has split a block; 1 if `kv_cache` has no such axis."""
     at = page.axes.index("N") - len(page.axes)
     kernel_block_size = kv_cache.shape[at] if kv_cache.ndim >= -at else 0
     return max(1, spec.block_size // kernel_block_size) if kernel_block_size else 1

@@ -1,4 +1,4 @@
-"""Settings of vLLM that may change keys and values, and that ModelRecord has no word for."""
+"""Settings of vLLM that may change keys and values and for which ModelRecord has no field."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvx_core.config_values import changed, values
 def salts(
     vllm_config: Any, environment: Mapping[str, str], *, version: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Settings that are not at their default and count, or that nobody has judged.
+    """Settings that differ from their default, if they count or are in none of the lists.
 
-    Returns what salts the record, and of it the names that nobody has judged.
+    Returns what salts the record, and the names among them that are in none of the lists.
     """
     found: dict[str, Any] = {}
     unjudged = []
@@ -32,7 +32,7 @@ def salts(
 
 
 def walk(vllm_config: Any) -> Iterator[Any]:
-    """The configuration and the parts of it that are judged field by field."""
+    """The configuration and those parts of it whose fields are listed one by one."""
     yield vllm_config
     for name in WALKED:
         part = getattr(vllm_config, name, None)
@@ -41,7 +41,7 @@ def walk(vllm_config: Any) -> Iterator[Any]:
 
 
 def judgement(kind: str, name: str) -> str | None:
-    """What is known of a field: "does not matter", "mapped", "counts" or "walked"; else None."""
+    """The list that a field is in: "does not matter", "mapped", "counts", "walked", or None."""
     if kind == "VllmConfig" and name in WALKED:
         return "walked"
     for how, lists in (

@@ -29,15 +29,14 @@ def self_test(
     v_scale: Tensor | float = 1.0,
     desc: CacheDesc | None = None,
 ) -> None:
-    """Lets vLLM write one token into the last slot of a layer and reads it back through KVX.
+    """Lets vLLM write a token into the last slot of a layer, and reads it back through KVX.
 
     kv_cache, spec: as in `cache_desc`; `desc` is what to read through, None: what they describe
     write:   vLLM's own op, see `engine_write`
     dtype:   of the token that vLLM is given; None: the cache's, or bfloat16 if it is quantised
     k_scale, v_scale: of an FP8 cache, one or one per KV head
-    The block that holds the slot is as before when this returns or raises; nobody else may use it
-    meanwhile. Opaque bytes cannot be read as numbers: the test is then
-    that this token changed, and no other.
+    Restores the block that holds the slot, also if it raises; nobody else may use it meanwhile.
+    Opaque bytes cannot be read as numbers: then only this token must have changed, in every head.
     Raises InvalidArgumentError naming what differs, or as `cache_desc`.
     """
     layer = layer_of(kv_cache, spec)
@@ -51,7 +50,7 @@ def self_test(
     )
     last_block = layer.desc.num_blocks - 1
     slot = (last_block + 1) * layer.desc.block_size - 1
-    # A padding token first: what an op does only once, it does now. Triton's sets inline scales.
+    # A padding token first, for what an op does only once: Triton's sets inline scales.
     write(*tokens, torch.tensor([-1], device=kv_cache.device))
     block = kv_cache.select(page_of(spec).axes.index("B"), last_block)
     saved = block.clone()
@@ -67,7 +66,7 @@ def self_test(
         name = f"{'KV'[i]} of {spec.backend}"
         _check_vectors(name, before[i], after[i], slot)
         if layer.encoding.name == VALUES:
-            # A scale that vLLM finds by itself rounds; the values of neighbours differ by more.
+            # Values with a scale that vLLM finds are rounded; those of neighbours differ by more.
             tolerance = 1 / 14 if layer.encoding.inline_scales else 0.0
             _check_token(name, token[0] * reader.factors[i], found[i], tolerance, slot)
 
@@ -75,7 +74,7 @@ def self_test(
 def self_test_group(
     group: LayerGroup, kv_caches: Mapping[str, Tensor], attention_layers: Mapping[str, Any]
 ) -> None:
-    """`self_test` of every layer of a group, with vLLM's own op and with what is in its place.
+    """`self_test` of every layer of a group, with vLLM's own op and with what replaces it, if any.
 
     kv_caches, attention_layers: as in `group_view`; the cache must not be in use
     Raises as `self_test` and `engine_write`.
@@ -98,7 +97,7 @@ def engine_write(layer: Any, *, stock: bool = False) -> Write:
 
     layer: an Attention or MLAAttention that is bound to its cache, with an impl that writes apart
            from attention: FLASH_ATTN, FLASHINFER, TRITON_ATTN, CPU_ATTN, ROCM_ATTN, MLA and others
-    stock: vLLM's own op even if a class of KVX's has taken its place
+    stock: vLLM's own op even if a class of KVX has replaced it
     Raises UnsupportedError.
     Source: vllm 0.32 model_executor/layers/attention/attention.py, unified_kv_cache_update;
     mla_attention.py, unified_mla_kv_cache_update

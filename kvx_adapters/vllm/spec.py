@@ -1,4 +1,4 @@
-"""What vLLM says about the cache of one layer, and which vLLM is known here."""
+"""LayerSpec: the cache of one layer in vLLM's own words. Which versions of vLLM are known."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerSpec:
 
     @property
     def minor(self) -> int:
-        """33 of version 0.33.1. Raises UnsupportedError for a version that is not known here."""
+        """33 of version 0.33.1. Raises UnsupportedError for unknown versions."""
         return minor(self.version)
 
 

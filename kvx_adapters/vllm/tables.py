@@ -1,4 +1,4 @@
-"""Where the tokens of requests lie: vLLM's slots, blocks and lengths."""
+"""Slots, block tables and lengths of vLLM, which say where the tokens of requests lie."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvx_core import BlockTable, InvalidArgumentError, SeqLens, SlotMapping
 
-# Physical block that vLLM reserves: it stands for "nothing here" in every block table.
+# A block that vLLM reserves: in a block table it means that there is no block.
 # Source: vllm 0.32 v1/core/block_pool.py, BlockPool.null_block
 NULL_BLOCK_ID = 0
 
 
 def slot_mapping(slots: Tensor) -> SlotMapping:
-    """Where each new token goes; negative slots (padding, tokens of another rank) are skipped.
+    """The slot of each new token; negative slots (padding, tokens of another rank) are skipped.
 
     slots: (num_tokens,), int64, as in CommonAttentionMetadata.slot_mapping
     Source: vllm 0.32 v1/worker/block_table.py, PAD_SLOT_ID
@@ -33,9 +33,9 @@ def block_table(
 
     table: (num_reqs, max_num_blocks), int32: the model runner's, or the scheduler's ids, one list
            per request; or the table of attention metadata
-    kernel_blocks_per_block: kv_cache.shape[0] / num_blocks, kernel blocks that vLLM cuts a block
-           into. Only if it is 1 is a tensor not copied
-    kernel_ids: the ids count kernel blocks already, as in attention metadata; others count blocks
+    kernel_blocks_per_block: kv_cache.shape[0] / num_blocks: kernel blocks into which vLLM splits a
+           block. A tensor is copied unless it is 1
+    kernel_ids: the ids count kernel blocks, as in attention metadata; False: they count blocks
     All kernel blocks of the null block become the null block.
     Raises InvalidArgumentError.
     Source: vllm 0.32 v1/worker/utils.py, AttentionGroup.map_to_kernel_block_table

@@ -1,8 +1,8 @@
-"""Precision: which numbers stored values can be, so that none is taken for a more precise one.
+"""Precision: which numbers stored values can be, so that rounded ones are not taken for exact.
 
-A value that was computed in BF16 and kept in an FP8 cache is an FP8 number, whatever holds it
-later. A cache may take values whose numbers include all of its own: those that it would have
-rounded itself.
+A value that was computed in BF16 and kept in an FP8 cache stays an FP8 number, whatever dtype holds
+it later. A cache may load values whose set of numbers includes its own: it would have rounded them
+in the same way itself.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ EXPECTED_POOL = (
             "INT8",
             UnsupportedError,
             "dtype is 'INT8', expected one of HALF, BF16, FLOAT, FP8: a pool of INT8 holds 8-bit "
-            "integers, which no KVX dtype is",
+            "integers, for which KVX has no dtype",
         ),
         (
             "dtype",
