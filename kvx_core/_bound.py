@@ -172,12 +172,12 @@ def _bind(name: str, binding: Binding, *args: Any) -> Call:
     return call
 
 
-def fingerprint() -> Callable[..., bytes | int]:
+def identity() -> Callable[..., bytes | int]:
     """Of up to 4 tensors or None: where they lie, device, dtype, shape and strides, as bytes."""
     tensors = _torch_type()
     if tensors is None:
         return lambda *_: -KEY
-    function: Callable[..., bytes | int] = _library().kvx_python_fingerprint(byref(tensors))
+    function: Callable[..., bytes | int] = _library().kvx_python_identity(byref(tensors))
     return function
 
 
@@ -211,8 +211,8 @@ def _library() -> Any:
         ) from None
     library.kvx_python_reader.argtypes = (py_object,)
     library.kvx_python_reader.restype = c_void_p
-    library.kvx_python_fingerprint.argtypes = (POINTER(_TensorType),)
-    library.kvx_python_fingerprint.restype = py_object
+    library.kvx_python_identity.argtypes = (POINTER(_TensorType),)
+    library.kvx_python_identity.restype = py_object
     library.kvx_python_in_place.argtypes = (
         POINTER(_TensorType),
         POINTER(_HeldTensor),

@@ -132,7 +132,7 @@ def _plan(
     **options: Any,
 ) -> _Plan:
     """The plan for caches and scales like these; made if there is none yet."""
-    call = kind, _fingerprint(*tensors), words, *options.values()
+    call = kind, _identity(*tensors), words, *options.values()
     plan: _Plan | None = _plans.get(call)
     if plan is None:
         k_cache, v_cache, k_scale, v_scale = tensors
@@ -153,12 +153,12 @@ def _plan(
     return plan
 
 
-_read_fingerprint = _bound.fingerprint()
+_read_identity = _bound.identity()
 
 
-def _fingerprint(*tensors: Tensor | None) -> Hashable:
+def _identity(*tensors: Tensor | None) -> Hashable:
     """Where tensors lie, their device, dtype, shape and strides."""
-    found = _read_fingerprint(*tensors)
+    found = _read_identity(*tensors)
     if isinstance(found, bytes):
         return found
     return tuple(t is not None and _signature(t) for t in tensors)

@@ -314,8 +314,8 @@ struct Migrate {
 };
 
 // What tensors are and where they lie, as bytes to compare or to look up.
-struct Fingerprint {
-  static constexpr char kName[] = "kvx.fingerprint";
+struct Identity {
+  static constexpr char kName[] = "kvx.identity";
   static constexpr Py_ssize_t kMostTensors = 4;
 
   TensorType tensors;
@@ -401,8 +401,8 @@ KVX_API PyObject *kvx_python_migrate(const kvx::Binding *bound, decltype(&kvx_mi
   return kvx::function_of(kvx::Migrate{*bound, function, like, token_bytes, table_rows});
 }
 
-KVX_API PyObject *kvx_python_fingerprint(const kvx::TensorType *tensors) {
-  return kvx::function_of(kvx::Fingerprint{*tensors});
+KVX_API PyObject *kvx_python_identity(const kvx::TensorType *tensors) {
+  return kvx::function_of(kvx::Identity{*tensors});
 }
 
 KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *type, const kvx::HeldTensor *held,
