@@ -273,6 +273,21 @@ class kvx_migrate_desc_t(_Struct):
     )
 
 
+class kvx_place_t(ctypes.Structure):
+    _fields_ = (("block", c_int64), ("offset", c_uint32), ("pool", c_uint32))
+
+
+class kvx_find_desc_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("is_v", c_uint32),
+        ("view", POINTER(kvx_view_t)),
+        ("seq_lens", POINTER(kvx_seq_lens_t)),
+        ("place_count", c_uint64),
+        ("places", c_void_p),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_get_version": (POINTER(kvx_version_t),),
     "kvx_check_version": (c_uint32, c_uint32),
@@ -292,6 +307,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         c_void_p,
     ),
     "kvx_migrate_kv": (POINTER(kvx_migrate_desc_t), c_void_p),
+    "kvx_find_tokens": (POINTER(kvx_find_desc_t),),
     "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),

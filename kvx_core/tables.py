@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.indices import are_counts, are_right, contiguous, index_list, padded
 from kvx_core.memory_checks import same_memory
 from kvx_core.tensors import (
@@ -180,6 +180,21 @@ class BlockTable:
         """The same table for calls that each move a part of its tokens: not `exact`."""
         return replace(self, flags=self.flags & ~_abi.FLAG_EXACT)
 
+    def on_host(self) -> BlockTable:
+        """The table itself or, if torch holds it on a device, a copy in HOST memory.
+
+        Raises UnsupportedError.
+        """
+        if self.memory is not Memory.DEVICE:
+            return self
+        if self.format is not BlockTableFormat.RAGGED:
+            indices, owner = _host_copy("block_table.indices", self.indices, self.owner)
+            return replace(self, indices=indices, memory=Memory.HOST, owner=owner)
+        owners = self.owner if isinstance(self.owner, tuple) else (self.owner, self.owner)
+        indices, ids = _host_copy("block_table.indices", self.indices, owners[0])
+        indptr, ends = _host_copy("block_table.indptr", self.indptr, owners[1])
+        return replace(self, indices=indices, indptr=indptr, memory=Memory.HOST, owner=(ids, ends))
+
     def to_c(self) -> _abi.kvx_block_table_t:
         """A new C struct with these fields."""
         return _abi.kvx_block_table_t(
@@ -251,6 +266,16 @@ class SlotMapping:
         address = self.slots + lo * self.dtype.itemsize
         return replace(self, slots=address, token_count=hi - lo)
 
+    def on_host(self) -> SlotMapping:
+        """The slots themselves or, if torch holds them on a device, a copy in HOST memory.
+
+        Raises UnsupportedError.
+        """
+        if self.memory is not Memory.DEVICE:
+            return self
+        slots, owner = _host_copy("slots", self.slots, self.owner)
+        return replace(self, slots=slots, memory=Memory.HOST, owner=owner)
+
     def to_c(self) -> _abi.kvx_slot_mapping_t:
         """A new C struct with these fields."""
         return _abi.kvx_slot_mapping_t(
@@ -320,3 +345,14 @@ _dtype, _memory = DType.called, Memory.called
 
 def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
     return dtype_name(dtype), None if memory is Memory.HOST else memory.name
+
+
+def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
+    """Where address `at` of a torch tensor is in a copy of it in HOST memory, and the copy."""
+    if not is_torch(owner):
+        raise UnsupportedError(
+            f"{name} is on a device and belongs to a {type(owner).__name__}, expected a "
+            "torch.Tensor, which can be read back"
+        )
+    copy = owner.cpu()
+    return copy.data_ptr() + at - owner.data_ptr(), copy

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts, ReorderRotary, compare
+from kvx_core.lookup import find_tokens
 from kvx_core.migrate import copy_tokens, rows_per_sequence
 from kvx_core.reorder import dims_in_order, reordered
 from kvx_core.scales import ScaleDesc
@@ -101,10 +102,9 @@ def verify(
     for transform in found.transforms:
         reordered(src, dst, transform)  # refuses what migrate refuses
     ends = _End("src", src, rows, num_heads), _End("dst", dst, rows, num_heads, found.transforms)
-    halves = {kv: layer for layer in range(len(src.view.layers)) for kv in ends[0].halves(layer)}
-    stored = {
-        kv: ends[0].is_stored(at, kv) & ends[1].is_stored(at, kv) for kv, at in halves.items()
-    }
+    has_v = any(layer.v is not None for layer in src.view.layers)
+    halves: tuple[_Half, ...] = ("K", "V") if has_v else ("K",)
+    stored = {kv: ends[0].is_stored(kv) & ends[1].is_stored(kv) for kv in halves}
     num_tokens = int(np.count_nonzero(stored["K"]))
     num_values = 0
     for layer in range(len(src.view.layers)):
@@ -215,19 +215,15 @@ class _End:
         read = self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
         return self._in_order(kv, read)
 
-    def is_stored(self, layer: int, kv: _Half) -> npt.NDArray[np.bool_]:
-        """Which tokens are stored: those whose copy does not depend on what it overwrites.
-
-        The same in all layers, since they share a table.
-        """
-        dtype = self.dtype(layer, kv)
-        found = np.empty(self.num_tokens, np.bool_)
-        for lo, hi in self.pieces(layer, kv):
-            zeros = np.zeros((hi - lo, 1, self._shape(layer, kv, 0)[2]), f"u{dtype.itemsize}")
-            ones = ~zeros
-            for array in (zeros, ones):
-                self._read(layer, kv, lo, array, dtype)
-            found[lo:hi] = (zeros == ones)[:, 0, 0]
+    def is_stored(self, kv: _Half) -> npt.NDArray[np.bool_]:
+        """Which tokens are stored: the same in all layers, since they share a table."""
+        table = self.span.block_table
+        span = replace(self.span, block_table=None if table is None else table.of_parts())
+        try:
+            places = find_tokens(span, SeqLens.of(self.rows), v=kv == "V")
+        except KvxError as error:
+            raise type(error)(f"verify reads {self.name} as src: {error}") from None
+        found: npt.NDArray[np.bool_] = places["block"] >= 0
         return found
 
     def _in_order(self, kv: _Half, read: _Array) -> _Array:

@@ -51,9 +51,9 @@ class Call:
 
     def run(self) -> None:
         structs = [self.roots[name] for name in self.arguments]
-        if self.function == "kvx_validate_cache_desc":
+        if self.function in ("kvx_validate_cache_desc", "kvx_find_tokens"):  # without a stream
             library = self.on.library()
-            _abi.check(library.kvx_validate_cache_desc(*structs), library)
+            _abi.check(getattr(library, self.function)(*structs), library)
         else:
             self.on.call(self.function, *structs)
 
@@ -319,6 +319,19 @@ def migrate(
     return Call(on, "kvx_migrate_kv", ("migrate",), roots, kept, (src, dst))
 
 
+def find(on: Backend) -> Call:
+    """The source of `migrate`, whose tables the host reads."""
+    call = migrate(on.reader(_abi.FLAG_COPY_ENGINE))
+    call.roots["places"] = torch.zeros(14, 2, dtype=torch.int64)
+    call.roots["find"] = _abi.kvx_find_desc_t(
+        view=ctypes.pointer(call.roots["src"]),
+        seq_lens=call.roots["migrate"].seq_lens,
+        place_count=14,
+        places=call.roots["places"].data_ptr(),
+    )
+    return replace(call, function="kvx_find_tokens", arguments=("find",))
+
+
 def migrate_fp8(on: Backend) -> Call:
     """Scales PER_BLOCK_HEAD at both ends."""
     return migrate(on, dtype=E4M3)
@@ -539,6 +552,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         gather_offsets,
         gather_offsets_fp8,
         migrate,
+        find,
         migrate_fp8,
         migrate_heads,
         migrate_to_slots,

@@ -6,6 +6,7 @@
 #include "desc/grown.h"
 #include "error.h"
 #include "kvx/kvx_ext.h"
+#include "plan/find.h"
 #include "rules/validate.h"
 
 static_assert(sizeof(kvx_version_t) == 16);
@@ -23,6 +24,8 @@ static_assert(sizeof(kvx_gather_options_t) == 48);
 static_assert(sizeof(kvx_view_t) == 112);
 static_assert(sizeof(kvx_plane_axis_t) == 24);
 static_assert(sizeof(kvx_plane_t) == 304);
+static_assert(sizeof(kvx_place_t) == 16);
+static_assert(sizeof(kvx_find_desc_t) == 40);
 
 namespace kvx {
 namespace {
@@ -65,6 +68,19 @@ kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
   Prepared prepared;
   KVX_TRY(prepare(*migrate.get(), &prepared));
   return prepared.run(prepared.plan, stream);
+}
+
+kvx_status_t locate(const kvx_find_desc_t *given) {
+  kvx_view_t view;
+  kvx_find_desc_t room;
+  const kvx_find_desc_t *find = given;
+  if (given && given->size >= sizeof *given) {
+    room = *given;
+    room.view = grown(given->view, &view);
+    find = &room;
+  }
+  KVX_TRY(validate_find(find));
+  return find_tokens(*find);
 }
 
 }  // namespace
@@ -114,6 +130,10 @@ kvx_status_t kvx_gather_kv_ext(const kvx_cache_desc_t *cache, const kvx_gather_d
 
 kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *stream) {
   return kvx::guarded([=] { return kvx::migrate(migrate, stream); });
+}
+
+kvx_status_t kvx_find_tokens(const kvx_find_desc_t *find) {
+  return kvx::guarded([=] { return kvx::locate(find); });
 }
 
 kvx_status_t kvx_device_status(void *stream) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "desc/tensor.h"
-#include "kvx/kvx_migrate.h"
+#include "kvx/kvx_lookup.h"
 
 namespace kvx {
 
@@ -31,6 +31,11 @@ inline uint64_t rows_of(const kvx_block_table_t &table) {
 // Rows of a migration: one per length or, where a KV_OFFSETS table has as many sequences as there
 // are lengths, one per beam of each.
 uint64_t rows_of(const kvx_migrate_desc_t &migrate);
+
+// A migration whose rows and source are those of `find`. It has no destination of its own.
+inline kvx_migrate_desc_t as_source(const kvx_find_desc_t &find) {
+  return {sizeof(kvx_migrate_desc_t), 0, 0, 0, find.seq_lens, find.view, find.view};
+}
 
 // A KV_OFFSETS table may name blocks of a secondary pool.
 inline bool has_secondary(const kvx_view_t &view) {

@@ -284,6 +284,15 @@ uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plan
   return last;
 }
 
+void set_rows(Plan *plan, const kvx_migrate_desc_t &migrate) {
+  plan->call = Call::kMigrate;
+  plan->rows.count = rows_of(migrate);
+  const uint32_t sequences = migrate.seq_lens->seq_count;
+  plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
+  plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
+  plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
+}
+
 // The planes beside the layers. Those of one layer that follow each other move together.
 void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
   const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
@@ -377,12 +386,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
   set_flags(plan, migrate.flags);
   plan->check_same_pool = are_same_pool(src, dst);
-  plan->rows.count = rows_of(migrate);
-  const uint32_t sequences = migrate.seq_lens->seq_count;
-  plan->rows.rows_per_len = sequences ? static_cast<uint32_t>(plan->rows.count / sequences) : 1;
-  plan->rows.lens = ints(migrate.seq_lens->lengths, migrate.seq_lens->dtype);
-  plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
-  plan->call = Call::kMigrate;
+  set_rows(plan, migrate);
   const bool offsets = is_kv_offsets(src) || is_kv_offsets(dst);
   const bool has_v = src.num_layers && !is_absent(src.layers[0]->v);
   plan->lookups.reserve(size_t{2} + src.num_planes);
@@ -421,6 +425,13 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
     end_layer(plan);
   }
   add_planes(plan, migrate);
+}
+
+void plan_find(const kvx_find_desc_t &find, Plan *plan) {
+  set_rows(plan, as_source(find));
+  LookupPair &lookup = plan->lookups.add();
+  set_view(&lookup.src, *find.view, find.is_v);
+  lookup.dst = lookup.src;
 }
 
 }  // namespace kvx

@@ -2,7 +2,7 @@
 // reading indices, once, with its sentence. A file of this folder for each struct.
 #pragma once
 
-#include "kvx/kvx_migrate.h"
+#include "kvx/kvx_lookup.h"
 
 namespace kvx {
 
@@ -12,5 +12,6 @@ kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_
 kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
                              const kvx_gather_options_t *options);
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate);
+kvx_status_t validate_find(const kvx_find_desc_t *find);
 
 }  // namespace kvx

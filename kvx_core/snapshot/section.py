@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core.lookup import find_tokens
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales, scales_of
 from kvx_core.tables import BlockTable, SeqLens
@@ -90,25 +91,31 @@ class Section:
         """The same for some of its layers."""
         return replace(self, layers=tuple(layers), view=view_of(self, layers))
 
-    def null_blocks(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which blocks of tokens `start` to `stop` are null.
+    def null_tokens(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of tokens `start` to `stop` are stored nowhere, be it K or V: in null blocks.
 
-        Raises OutOfRangeError if the table holds fewer tokens.
+        Raises OutOfRangeError if the table does not reach so far, or names blocks that are not
+        there.
         """
-        block_size, table = self.view.layers[0].block_size, self.block_table
-        if table is None:
-            _check_reach(stop, block_size)
-            return np.zeros(1, np.bool_)
-        rows = _indices(table).reshape(2 if table.format is BlockTableFormat.KV_OFFSETS else 1, -1)
-        if table.format is BlockTableFormat.RAGGED:
-            block_size = 1  # an entry per token
-        _check_reach(stop, rows.shape[1] * block_size)
-        used = rows[:, start // block_size : -(-stop // block_size)]
-        if table.format is BlockTableFormat.KV_OFFSETS:
-            null: npt.NDArray[np.bool_] = (used == -1).any(0)
-        else:
-            null = (used[0] < 0) | (used[0] == self.view.null_block_id)
+        self._check_reach(stop)
+        table = None if self.block_table is None else self.block_table.of_parts()
+        span = self.view.at(block_table=table, starts=[start])
+        lens = SeqLens.of([stop - start])
+        null: npt.NDArray[np.bool_] = find_tokens(span, lens)["block"] < 0
+        if self.view.layers[0].v is not None:
+            null |= find_tokens(span, lens, v=True)["block"] < 0
         return null
+
+    def _check_reach(self, stop: int) -> None:
+        table, num_tokens = self.block_table, self.view.layers[0].block_size
+        if table is not None and table.format is BlockTableFormat.RAGGED:
+            num_tokens = table.indices_count
+        elif table is not None:
+            num_tokens *= table.max_blocks_per_seq
+        if stop > num_tokens:
+            raise OutOfRangeError(
+                f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
+            )
 
 
 def view_of(section: Section, layers: Sequence[int]) -> CacheView:
@@ -158,22 +165,12 @@ def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:
             f"section.block_table is {table.format.name} on the host, expected it on the device "
             "as the cache is"
         )
-    return BlockTable.packed(torch.from_numpy(_indices(table)).reshape(1, -1).to(device))
-
-
-def _indices(table: BlockTable) -> npt.NDArray[Any]:
-    """The entries of a table, a copy. A torch tensor is read back from its device."""
-    if table.memory is Memory.DEVICE and is_torch(table.owner):
-        on_host: npt.NDArray[Any] = table.owner.cpu().numpy().reshape(-1)
-        return on_host
-    shape, stride = (table.indices_count,), (1,)
-    return read_array(
-        "block_table.indices", table.indices, shape, stride, table.index_dtype, table.memory
+    indices = read_array(
+        "block_table.indices",
+        table.indices,
+        (1, table.indices_count),
+        (table.indices_count, 1),
+        table.index_dtype,
+        table.memory,
     )
-
-
-def _check_reach(stop: int, num_tokens: int) -> None:
-    if stop > num_tokens:
-        raise OutOfRangeError(
-            f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
-        )
+    return BlockTable.packed(torch.from_numpy(indices).to(device))

@@ -129,7 +129,7 @@ class Snapshot:
         ids = token_ids(tokens)
         check_capture(ids, sections)
         stop = start + len(ids)
-        if any(section.null_blocks(start, stop).any() for section in sections):
+        if any(section.null_tokens(start, stop).any() for section in sections):
             return None
         carried = precision or Precision()
         header = Header(

@@ -341,7 +341,7 @@ class PrefixStore:
             lo, hi = max(start, span.start), min(stop, span.stop)
             if lo >= hi:
                 continue
-            takers = [section for section in sections if not section.null_blocks(lo, hi).all()]
+            takers = [section for section in sections if not section.null_tokens(lo, hi).all()]
             with ExitStack() as opened:
                 sources = self._sources(span, takers, opened)
                 need = sum(source.num_bytes for source in sources)

@@ -175,6 +175,14 @@ OFFSET_IS(kvx_view_t, v_zeros, 88);
 OFFSET_IS(kvx_view_t, planes, 96);
 OFFSET_IS(kvx_view_t, num_planes, 104);
 
+SIZE_IS(kvx_place_t, 16);
+OFFSET_IS(kvx_place_t, offset, 8);
+OFFSET_IS(kvx_place_t, pool, 12);
+SIZE_IS(kvx_find_desc_t, 40);
+OFFSET_IS(kvx_find_desc_t, view, 8);
+OFFSET_IS(kvx_find_desc_t, seq_lens, 16);
+OFFSET_IS(kvx_find_desc_t, place_count, 24);
+OFFSET_IS(kvx_find_desc_t, places, 32);
 SIZE_IS(kvx_migrate_desc_t, 40);
 OFFSET_IS(kvx_migrate_desc_t, flags, 4);
 OFFSET_IS(kvx_migrate_desc_t, num_heads, 8);

@@ -318,6 +318,13 @@ def test_every_format_of_table(tmp_path: Path) -> None:
     nulls = offsets.indices.clone()
     nulls[0, 0, 1, 1] = -1  # a block of V
     assert Snapshot.capture(range(7), [Section((0, 1), view, BlockTable.kv_offsets(nulls))]) is None
+    for token in (0, 4):  # Spec E.8: the null block id is compared with the block of an index
+        place = offsets.place(0, token, 0)
+        assert place is not None
+        null = Section(
+            (0, 1), replace(view, null_block_id=place.block), BlockTable.kv_offsets(offsets.indices)
+        )
+        assert Snapshot.capture(range(7), [null]) is None
     assert capture(plain, BlockTable.ragged([3] * 4 + [-1] * 3, [0, 7]), 7) is None
 
 

@@ -1,0 +1,30 @@
+// Rules of kvx_find_desc_t: the source of a migration that does not take place.
+#include "desc/view.h"
+#include "rules/struct.h"
+#include "rules/table.h"
+#include "rules/validate.h"
+#include "rules/view.h"
+
+namespace kvx {
+
+kvx_status_t validate_find(const kvx_find_desc_t *find) {
+  const Path path{nullptr, "find"}, migrate{nullptr, "migrate"}, src{nullptr, "src"};
+  KVX_TRY(check_struct(path, find));
+  const Path lens{&migrate, "seq_lens"};
+  if (!find->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens));
+  KVX_TRY(check_lens(lens, *find->seq_lens));
+  KVX_TRY(check_view(src, find->view));
+  KVX_TRY(check_nonzero(src, "num_layers", find->view->num_layers));
+  bool has_v = false;
+  for (uint32_t l = 0; l < find->view->num_layers; ++l)
+    has_v |= !is_absent(find->view->layers[l]->v);
+  if (find->is_v > 1 || (find->is_v && !has_v)) {
+    return KVX_INVALID("%s.is_v is %u, expected 0 (K), or 1 where there is a V (spec E.12)",
+                       KVX_AT(path), find->is_v);
+  }
+  if (find->place_count && !find->places)
+    return KVX_INVALID("%s.places is NULL (spec E.12)", KVX_AT(path));
+  return check_rows(src, *find->view, rows_of(as_source(*find)));
+}
+
+}  // namespace kvx

@@ -1,0 +1,51 @@
+"""Where the tokens of a view lie, as libkvx itself finds them. Spec: E.12"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core import _abi
+from kvx_core.tables import SeqLens
+from kvx_core.view import CacheSpan
+
+_PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint32)])
+
+
+def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArray[Any]:
+    """Where each token lies that a migration from `span` would read.
+
+    lens: (seq_count,), tokens of each sequence, from its start on
+    v:    of V, which a KV_OFFSETS table finds apart from K
+    Returns an array with an element for each token, the rows one after the other: `block`, -1
+    where nothing is stored (null blocks, skipped slots), `offset` into it and `pool`, 0 or 1.
+    Index arrays on a device are read back. Raises InvalidArgumentError, UnsupportedError,
+    OutOfRangeError, in the words of migrate for its source.
+    Spec: E.12
+    """
+    view = replace(span.view, k_scales=None, v_scales=None)
+    on_host = replace(
+        span,
+        view=view,
+        block_table=None if span.block_table is None else span.block_table.on_host(),
+        slots=None if span.slots is None else span.slots.on_host(),
+        starts=None if span.starts is None else SeqLens.of(span.starts.to_numpy()),
+    )
+    lengths = lens.to_numpy()
+    beams = 1
+    if span.block_table is not None and span.block_table.seq_count == len(lengths):
+        beams = max(span.block_table.beam_width, 1)
+    places = np.zeros(int(lengths[lengths > 0].sum()) * beams, _PLACE)
+    lens = SeqLens.of(lengths)
+    desc = _abi.kvx_find_desc_t(
+        is_v=v,
+        view=_abi.pointer_to(on_host),
+        seq_lens=_abi.pointer_to(lens),
+        place_count=len(places),
+        places=places.ctypes.data,
+    )
+    _abi.check(_abi.library().kvx_find_tokens(desc))
+    return places
