@@ -57,6 +57,7 @@ class DType(IntEnum):
     U32 = 8
     U64 = 9
     U8 = 10
+    F8_E4M3FNUZ = 11
 
     @property
     def format(self) -> Format:
@@ -137,6 +138,7 @@ _FORMATS = {
     DType.U32: Format(4, "uint32", (1, 32)),
     DType.U64: Format(8, "uint64", (1, 64)),
     DType.U8: Format(1, "uint8", (1, 8)),
+    DType.F8_E4M3FNUZ: Format(1, "float8_e4m3fnuz", (11, 8), Rounding(3, -7, 240.0), scaled=True),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {
