@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/e4m3fnuz.h"
+#include "formats/q8_0.h"
 #include "formats/scalar.h"
 
 // ROW(name, codec, kind, numbers, bytes, alignment, largest, beside)
@@ -25,4 +26,5 @@
   ROW(U32, Opaque, Unused, 1, 4, 4, 0, Nothing)              \
   ROW(U64, Opaque, Unused, 1, 8, 8, 0, Nothing)              \
   ROW(U8, Opaque, Opaque, 1, 1, 1, 0, Nothing)               \
-  ROW(F8_E4M3FNUZ, E4m3Fnuz, Number, 1, 1, 1, 240.0f, Scale)
+  ROW(F8_E4M3FNUZ, E4m3Fnuz, Number, 1, 1, 1, 240.0f, Scale) \
+  ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)
