@@ -30,7 +30,7 @@ TORCH = {
     DType.F8_E5M2: torch.float8_e5m2,
     DType.F8_E4M3FNUZ: FNUZ,
 }
-GGUF = {DType.Q8_0: GGMLQuantizationType.Q8_0}
+GGUF = {DType.Q8_0: GGMLQuantizationType.Q8_0, DType.Q4_0: GGMLQuantizationType.Q4_0}
 FORMATS = [*TORCH, *GGUF]
 NEW = (DType.F8_E4M3FNUZ, *GGUF)  # the others' pairs are in test_codecs.py
 PAIRS = [pair for pair in itertools.product(FORMATS, repeat=2) if set(pair) & set(NEW)]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/e4m3fnuz.h"
+#include "formats/q4_0.h"
 #include "formats/q8_0.h"
 #include "formats/scalar.h"
 
@@ -27,4 +28,5 @@
   ROW(U64, Opaque, Unused, 1, 8, 8, 0, Nothing)              \
   ROW(U8, Opaque, Opaque, 1, 1, 1, 0, Nothing)               \
   ROW(F8_E4M3FNUZ, E4m3Fnuz, Number, 1, 1, 1, 240.0f, Scale) \
-  ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)
+  ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)             \
+  ROW(Q4_0, Q4_0, Number, 32, 18, 2, 0, Nothing)
