@@ -171,7 +171,7 @@ class CacheDesc:
             return "no V"
         kinds = zip(_kind(self.k), _kind(self.v), strict=True)
         parts = [of_v for of_k, of_v in kinds if of_v != of_k]
-        dim = layouts.axes(self.v.layout, self.v.shape).head_dim if self.v.ndim in (4, 5) else None
+        dim = self.v_head_dim if self.v.ndim in (4, 5) else None
         if dim is not None and dim != self.head_dim:
             parts.insert(0, str(dim))
         return f"V: {' '.join(parts)}" if parts else None
@@ -198,7 +198,7 @@ class CacheDesc:
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
+            head_dim=sizes.head_dim * k.dtype.numbers,
             k=k,
             v=v,
             pool=pool,
@@ -208,14 +208,16 @@ class CacheDesc:
     @property
     def v_head_dim(self) -> int:
         """head_dim of V; 0 without V."""
-        return 0 if self.v is None else layouts.axes(self.v.layout, self.v.shape).head_dim
+        if self.v is None:
+            return 0
+        return layouts.axes(self.v.layout, self.v.shape).head_dim * self.v.dtype.numbers
 
     @property
     def head_bytes(self) -> int:
         """Bytes of K and V of one token and head, as they are stored."""
         dims = self.head_dim, self.v_head_dim
         return sum(
-            dim * tensor.dtype.itemsize
+            dim // tensor.dtype.numbers * tensor.dtype.itemsize
             for dim, tensor in zip(dims, self.tensors.values(), strict=False)
         )
 

@@ -57,6 +57,9 @@ class DType(IntEnum):
     U32 = 8
     U64 = 9
     U8 = 10
+    F8_E4M3FNUZ = 11
+    Q8_0 = 12
+    Q4_0 = 13
 
     @property
     def format(self) -> Format:
@@ -137,6 +140,9 @@ _FORMATS = {
     DType.U32: Format(4, "uint32", (1, 32)),
     DType.U64: Format(8, "uint64", (1, 64)),
     DType.U8: Format(1, "uint8", (1, 8)),
+    DType.F8_E4M3FNUZ: Format(1, "float8_e4m3fnuz", (11, 8), Rounding(3, -7, 240.0), scaled=True),
+    DType.Q8_0: Format(34, numbers=32),
+    DType.Q4_0: Format(18, numbers=32),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {

@@ -79,7 +79,8 @@ class CacheGeometry(BaseModel):
     def bytes_per_block(self) -> int:
         """Bytes of one block of one layer, K and V together."""
         dims = self.head_dim + self.v_head_dim
-        return self.block_size * self.num_kv_heads * dims * self.dtype.itemsize
+        units = dims // self.dtype.numbers
+        return self.block_size * self.num_kv_heads * units * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
@@ -49,14 +50,19 @@ def describe(
     tensor: shape in the order of `layout`; any strides, dtype, library and device
     layout: which axis is which, a Layout or its name; never guessed from the shape
     dtype:  what the elements are, where the tensor stores them as something else of the same
-            size, such as FP8 in uint8
+            size, such as FP8 in uint8; or, of uint8 whose last axis holds the bytes of units, a
+            format with several numbers in a unit, such as Q8_0
     name:   what errors call the tensor
     Raises InvalidArgumentError, UnsupportedError.
     Spec: 4.2, 6.2
     """
     fields = borrowed_fields(name, tensor)
     if dtype is not None:
-        fields["dtype"] = stored_as(fields["dtype"], dtype)
+        wanted, stored = DType.of(dtype), fields["dtype"]
+        if wanted.numbers > 1 and stored is DType.U8:
+            fields |= _in_units(name, fields, wanted)
+        else:
+            fields["dtype"] = stored_as(stored, wanted)
     return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
 
 
@@ -69,3 +75,26 @@ def stored_as(stored: DType, dtype: DType | str) -> DType:
             f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
         )
     return wanted
+
+
+def _in_units(name: str, fields: dict[str, Any], dtype: DType) -> dict[str, Any]:
+    """What becomes of the fields of a tensor of bytes whose last axis holds units of `dtype`."""
+    size = dtype.itemsize
+    *shape, num_bytes = fields["shape"] or (0,)
+    *stride, step = fields["stride"] or (0,)
+    if num_bytes % size or step != 1:
+        raise InvalidArgumentError(
+            f"{name}.shape[-1] is {num_bytes} bytes with stride {step}, expected whole units of "
+            f"{size} bytes ({dtype.name}) with stride 1 (spec E.10)"
+        )
+    for axis, (extent, along) in enumerate(zip(shape, stride, strict=True)):
+        if extent > 1 and along % size:
+            raise InvalidArgumentError(
+                f"{name}.stride[{axis}] is {along} bytes, expected a multiple of the {size} bytes "
+                f"of a unit ({dtype.name}, spec E.10)"
+            )
+    return {
+        "dtype": dtype,
+        "shape": (*shape, num_bytes // size),
+        "stride": (*(along // size for along in stride), 1),
+    }

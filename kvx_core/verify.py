@@ -209,8 +209,11 @@ class _End:
         return self._in_order(kv, read)
 
     def stored(self, layer: int, kv: _Half, lo: int, hi: int) -> _Array:
-        """Tokens lo to hi: (hi - lo, heads, head_dim), the bytes as unsigned integers."""
-        dtype = self.dtype(layer, kv)
+        """Tokens lo to hi: (hi - lo, heads, head_dim), the bytes as unsigned integers.
+
+        Of a format with several numbers in a unit, those of its numbers in float32.
+        """
+        dtype = _by_number(self.dtype(layer, kv))
         shape = self._shape(layer, kv, hi - lo)
         read = self._read(layer, kv, lo, np.zeros(shape, f"u{dtype.itemsize}"), dtype)
         return self._in_order(kv, read)
@@ -260,7 +263,8 @@ class _End:
         if kv == "V" and table is not None and table.format is BlockTableFormat.KV_OFFSETS:
             # Such a table finds V only beside K.
             k_shape = (*out.shape[:2], cache.head_dim)
-            k_out = _dense(np.zeros(k_shape, f"u{cache.k.dtype.itemsize}"), cache.k.dtype)
+            k_dtype = _by_number(cache.k.dtype)
+            k_out = _dense(np.zeros(k_shape, f"u{k_dtype.itemsize}"), k_dtype)
             target = CacheDesc.from_kv(k_out, _dense(out, dtype))
             view = replace(view, layers=(cache,), v_scales=(scale,))
         else:
@@ -282,6 +286,11 @@ class _End:
         except KvxError as error:
             raise type(error)(f"verify reads {self.name} as src: {error}") from None
         return out
+
+
+def _by_number(dtype: DType) -> DType:
+    """`dtype`, or F32 to read a format by that holds several numbers in a unit."""
+    return dtype if dtype.numbers == 1 else DType.F32
 
 
 def _dense(array: _Array, dtype: DType) -> TensorDesc:

@@ -2,6 +2,9 @@
 // names, rules and conversions of every backend come from it. Spec: 4.3, E.10
 #pragma once
 
+#include "formats/e4m3fnuz.h"
+#include "formats/q4_0.h"
+#include "formats/q8_0.h"
 #include "formats/scalar.h"
 
 // ROW(name, codec, kind, numbers, bytes, alignment, largest, beside)
@@ -13,14 +16,17 @@
 //   alignment  of one unit
 //   largest    finite number; 0: no such bound
 //   beside     Nothing, or what lies beside the data: see Beside
-#define KVX_FORMATS(ROW)                                   \
-  ROW(F16, F16, Number, 1, 2, 2, 65504.0f, Nothing)        \
-  ROW(BF16, Bf16, Number, 1, 2, 2, 0x1.fep127f, Nothing)   \
-  ROW(F32, F32, Number, 1, 4, 4, 0x1.fffffep127f, Nothing) \
-  ROW(F8_E4M3, E4m3, Number, 1, 1, 1, 448.0f, Scale)       \
-  ROW(F8_E5M2, E5m2, Number, 1, 1, 1, 57344.0f, Scale)     \
-  ROW(S32, Opaque, Index, 1, 4, 4, 0, Nothing)             \
-  ROW(S64, Opaque, Index, 1, 8, 8, 0, Nothing)             \
-  ROW(U32, Opaque, Unused, 1, 4, 4, 0, Nothing)            \
-  ROW(U64, Opaque, Unused, 1, 8, 8, 0, Nothing)            \
-  ROW(U8, Opaque, Opaque, 1, 1, 1, 0, Nothing)
+#define KVX_FORMATS(ROW)                                     \
+  ROW(F16, F16, Number, 1, 2, 2, 65504.0f, Nothing)          \
+  ROW(BF16, Bf16, Number, 1, 2, 2, 0x1.fep127f, Nothing)     \
+  ROW(F32, F32, Number, 1, 4, 4, 0x1.fffffep127f, Nothing)   \
+  ROW(F8_E4M3, E4m3, Number, 1, 1, 1, 448.0f, Scale)         \
+  ROW(F8_E5M2, E5m2, Number, 1, 1, 1, 57344.0f, Scale)       \
+  ROW(S32, Opaque, Index, 1, 4, 4, 0, Nothing)               \
+  ROW(S64, Opaque, Index, 1, 8, 8, 0, Nothing)               \
+  ROW(U32, Opaque, Unused, 1, 4, 4, 0, Nothing)              \
+  ROW(U64, Opaque, Unused, 1, 8, 8, 0, Nothing)              \
+  ROW(U8, Opaque, Opaque, 1, 1, 1, 0, Nothing)               \
+  ROW(F8_E4M3FNUZ, E4m3Fnuz, Number, 1, 1, 1, 240.0f, Scale) \
+  ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)             \
+  ROW(Q4_0, Q4_0, Number, 32, 18, 2, 0, Nothing)

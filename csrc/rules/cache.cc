@@ -1,5 +1,6 @@
 #include "rules/cache.h"
 
+#include "rules/format.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 #include "rules/validate.h"
@@ -57,8 +58,12 @@ kvx_status_t check_dim(const Path &path, const kvx_tensor_desc_t &tensor, const 
     return KVX_INVALID("%s.shape[%d] is %lld, expected at least 1 (%s)", KVX_AT(path), axis,
                        static_cast<ll>(tensor.shape[axis]), section);
   }
+  KVX_TRY(check_whole_units(path, tensor.dtype, head_dim));
+  head_dim = units_of(tensor.dtype, head_dim);
   if (axes.outer < 0) {
-    if (head_dim) KVX_TRY(check_shape(path, tensor, axes.inner, head_dim, "head_dim", section));
+    if (head_dim) {
+      KVX_TRY(check_shape(path, tensor, axes.inner, head_dim, dim_name(tensor.dtype), section));
+    }
   } else if (head_dim) {
     const int64_t pack = tensor.shape[axes.inner];
     if (head_dim % pack != 0) {
@@ -71,7 +76,7 @@ kvx_status_t check_dim(const Path &path, const kvx_tensor_desc_t &tensor, const 
   int64_t dim;
   if (__builtin_mul_overflow(tensor.shape[axes.inner],
                              axes.outer < 0 ? 1 : tensor.shape[axes.outer], &dim) ||
-      dim > INT32_MAX) {
+      dim > units_of(tensor.dtype, INT32_MAX)) {
     return KVX_INVALID("%s.shape gives a head_dim past 2^31 (%s)", KVX_AT(path), section);
   }
   return KVX_STATUS_OK;

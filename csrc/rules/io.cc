@@ -1,5 +1,6 @@
 #include "rules/io.h"
 
+#include "rules/format.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 
@@ -32,7 +33,9 @@ kvx_status_t check_tensor(const Path &path, const kvx_kv_io_desc_t &io,
   }
   const int head_axis = static_cast<int>(tensor.ndim) - 2;
   KVX_TRY(check_shape(path, tensor, head_axis, io.num_kv_heads, "num_kv_heads", "spec 6.8"));
-  KVX_TRY(check_shape(path, tensor, head_axis + 1, head_dim, "head_dim", "spec 6.8"));
+  KVX_TRY(check_whole_units(path, tensor.dtype, head_dim));
+  KVX_TRY(check_shape(path, tensor, head_axis + 1, units_of(tensor.dtype, head_dim),
+                      dim_name(tensor.dtype), "spec 6.8"));
   int64_t extent;
   KVX_TRY(check_strides(path, tensor.ndim, tensor.shape, tensor.stride, tensor.dtype, &extent));
   if (output) KVX_TRY(check_disjoint(path, tensor.ndim, tensor.shape, tensor.stride));

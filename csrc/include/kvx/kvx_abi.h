@@ -60,7 +60,10 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_S64 = 7,
   KVX_DTYPE_U32 = 8,
   KVX_DTYPE_U64 = 9,
-  KVX_DTYPE_U8 = 10 /* as a cache dtype: opaque bytes, copied to U8 and never converted */
+  KVX_DTYPE_U8 = 10,          /* as a cache dtype: opaque bytes, copied to U8 and never converted */
+  KVX_DTYPE_F8_E4M3FNUZ = 11, /* AMD's: no infinity, NaN is 0x80, largest value 240; since 1.5 */
+  KVX_DTYPE_Q8_0 = 12, /* an element is a unit: 32 numbers along dim in 34 bytes; since 1.5 */
+  KVX_DTYPE_Q4_0 = 13  /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
 } kvx_dtype_t;
 
 /* Where a buffer lives. HOST is valid for every call; UNIFIED is used where the call runs. */

@@ -97,6 +97,10 @@ inline int64_t size_of(kvx_dtype_t dtype) {
     case KVX_DTYPE_S32:
     case KVX_DTYPE_U32:
       return 4;
+    case KVX_DTYPE_Q8_0:
+      return 34;
+    case KVX_DTYPE_Q4_0:
+      return 18;
     case KVX_DTYPE_S64:
     case KVX_DTYPE_U64:
       return 8;
@@ -106,7 +110,7 @@ inline int64_t size_of(kvx_dtype_t dtype) {
 }
 
 inline bool is_fp8(kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2;
+  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2 || dtype == KVX_DTYPE_F8_E4M3FNUZ;
 }
 
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }

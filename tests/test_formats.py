@@ -1,0 +1,255 @@
+"""Formats: every pair at both ends of migrate, and blocks of numbers byte by byte. Spec: E.6, E.10
+
+The oracle of Q8_0 and Q4_0 is gguf-py, that of AMD's FP8 is torch, that of the others is
+tests/reference.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from kvx_core import CacheDesc, CacheFacts, CacheView, DType, InvalidArgumentError, Layout, describe
+from kvx_core.view import CacheSpan
+from tests import reference
+from tests.calls import CPU, Backend
+
+FNUZ = torch.float8_e4m3fnuz
+TORCH = {
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.F32: torch.float32,
+    DType.F8_E4M3: torch.float8_e4m3fn,
+    DType.F8_E5M2: torch.float8_e5m2,
+    DType.F8_E4M3FNUZ: FNUZ,
+}
+GGUF = {DType.Q8_0: GGMLQuantizationType.Q8_0, DType.Q4_0: GGMLQuantizationType.Q4_0}
+FORMATS = [*TORCH, *GGUF]
+NEW = (DType.F8_E4M3FNUZ, *GGUF)  # the others' pairs are in test_codecs.py
+PAIRS = [pair for pair in itertools.product(FORMATS, repeat=2) if set(pair) & set(NEW)]
+SEEDS = (1, 2, 3)
+
+
+def bytes_of(values: Tensor) -> np.ndarray:
+    return values.contiguous().view(torch.uint8).numpy()
+
+
+def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """The bytes of float32 numbers, [..., numbers] to [..., bytes]."""
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype in GGUF:
+        return quantize(values, GGUF[dtype])
+    numbers = torch.from_numpy(values)
+    if dtype is DType.F8_E4M3FNUZ:
+        return bytes_of(numbers.clamp(-240, 240).to(FNUZ))
+    return bytes_of(reference.encode(numbers, TORCH[dtype]))
+
+
+def decode(stored: np.ndarray, dtype: DType) -> np.ndarray:
+    """The float32 numbers of bytes."""
+    if dtype in GGUF:
+        return dequantize(stored, GGUF[dtype])
+    numbers = torch.from_numpy(stored.copy()).view(TORCH[dtype])
+    return (numbers.float() if dtype is DType.F8_E4M3FNUZ else reference.decode(numbers)).numpy()
+
+
+def values(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Numbers of many magnitudes, whole vectors of zeros and of one number among them."""
+    random = np.random.default_rng(seed)
+    found = random.standard_normal(shape) * 2.0 ** random.integers(-12, 6, (*shape[:-1], 1))
+    found[..., ::7] = 0
+    found[0] = 0
+    found[1] = 3.5
+    return found.astype(np.float32)
+
+
+def memory(dtype: DType, lead: tuple[int, ...], dim: int, seed: int) -> np.ndarray:
+    """Random bytes with room for vectors of `dim` numbers, [*lead, bytes]."""
+    size = dim // dtype.numbers * dtype.itemsize
+    return np.random.default_rng(seed).integers(0, 256, (*lead, size), np.uint8)
+
+
+def span(raw: np.ndarray, dtype: DType, layout: Layout, table: list[list[int]]) -> CacheSpan:
+    """A cache of one layer, whose K is in `raw`: [axes of the layout but dim, bytes]."""
+    tensor = torch.from_numpy(raw)
+    k = describe(tensor if dtype in GGUF else tensor.view(TORCH[dtype]), layout, dtype=dtype)
+    view = CacheView(layers=(CacheDesc.from_kv(k),), facts=CacheFacts())
+    return view.at(block_table=table)
+
+
+def move(
+    backend: Backend, src: CacheSpan, dst: CacheSpan, lens: list[int], *raw: np.ndarray
+) -> None:
+    backend.migrate_spans(src, dst, lens, map(torch.from_numpy, raw))
+
+
+# --- every pair ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda dtype: dtype.name)
+def test_every_pair(backend: Backend, a: DType, b: DType) -> None:
+    """NHD blocks of 5 tokens to HND blocks of 4; 3 heads of 96 numbers; nothing else changes."""
+    heads, dim, lens = 3, 96, [13, 2]
+    tables = [[4, 0, 2], [1, -1, -1]], [[5, 1, 3, 0], [2, -1, -1, -1]]
+    for seed in SEEDS:
+        source = encode(values((5, 5, heads, dim), seed), a)
+        target = memory(b, (6, heads, 4), dim, seed)
+        expected = target.copy()
+        for row, length in enumerate(lens):
+            for t in range(length):
+                stored = source[tables[0][row][t // 5], t % 5]
+                moved = stored if a is b else encode(decode(stored, a), b)
+                expected[tables[1][row][t // 4], :, t % 4] = moved
+        src = span(source, a, Layout.BLOCK_NHD, tables[0])
+        dst = span(target, b, Layout.BLOCK_HND, tables[1])
+        move(backend, src, dst, lens, source, target)
+        np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("other", [DType.F16, None], ids=["F16", "same"])
+def test_units_may_lie_apart(backend: Backend, dtype: DType, other: DType | None) -> None:
+    """Every third unit of wider vectors, at one end; the bytes between stay as they were."""
+    heads, dim, size = 2, 64, dtype.itemsize
+    source = encode(values((2, 4, heads, dim), 1), dtype)
+    wide = memory(dtype, (2, 4, heads), 3 * dim, 2)
+    wide[..., :size], wide[..., 3 * size : 4 * size] = source[..., :size], source[..., size:]
+    src = span(wide, dtype, Layout.BLOCK_NHD, [[1, 0]])
+    cache = src.view.layers[0]
+    k = replace(cache.k, shape=(*cache.k.shape[:-1], 2), stride=(*cache.k.stride[:-1], 3))
+    src = replace(src, view=replace(src.view, layers=(CacheDesc.from_kv(k),)))
+    to = other or dtype
+    target = memory(to, (2, 4, heads), dim, 3)
+    expected = encode(decode(source, dtype), to) if other else source
+    move(backend, src, span(target, to, Layout.BLOCK_NHD, [[1, 0]]), [8], wide, target)
+    np.testing.assert_array_equal(target, expected)
+    back = memory(dtype, (2, 4, heads), 3 * dim, 4)
+    kept = back.copy()
+    end = span(back, dtype, Layout.BLOCK_NHD, [[1, 0]])
+    k = replace(end.view.layers[0].k, shape=k.shape, stride=k.stride)
+    end = replace(end, view=replace(end.view, layers=(CacheDesc.from_kv(k),)))
+    move(backend, span(target, to, Layout.BLOCK_NHD, [[1, 0]]), end, [8], target, back)
+    again = encode(decode(target, to), dtype) if other else target
+    kept[..., :size], kept[..., 3 * size : 4 * size] = again[..., :size], again[..., size:]
+    np.testing.assert_array_equal(back, kept)
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def one_vector(backend: Backend, stored: np.ndarray, a: DType, b: DType) -> np.ndarray:
+    """What vectors [n, bytes] become, each a token."""
+    dim = stored.shape[-1] // a.itemsize * a.numbers
+    source, target = stored[None, :, None], memory(b, (1, len(stored), 1), dim, 9)
+    ends = (span(raw, dtype, Layout.BLOCK_NHD, [[0]]) for raw, dtype in ((source, a), (target, b)))
+    move(backend, *ends, [len(stored)], source, target)
+    return target[0, :, 0]
+
+
+def test_fnuz_is_torch_s(backend: Backend) -> None:
+    """All 256 patterns; all float16 numbers, which the largest is in reach of."""
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    got = one_vector(backend, codes, DType.F8_E4M3FNUZ, DType.F32).view(np.float32)
+    np.testing.assert_array_equal(got, decode(codes, DType.F8_E4M3FNUZ))
+    halves = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 32)
+    exact = halves.view(np.float16).astype(np.float32)
+    got = one_vector(backend, halves.view(np.uint8), DType.F16, DType.F8_E4M3FNUZ)
+    np.testing.assert_array_equal(got, encode(exact, DType.F8_E4M3FNUZ))
+    assert got[exact == np.inf].tolist() == [0x7F]  # saturates
+    assert got[(exact == 0) & np.signbit(exact)].tolist() == [0]  # there is no negative zero
+    assert set(got[np.isnan(exact)].tolist()) == {0x80}
+
+
+@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
+def test_all_scales_of_a_unit(backend: Backend, dtype: DType) -> None:
+    """Every finite float16 as the scale, decoded as gguf-py does."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    halves = halves[np.isfinite(halves.view(np.float16))]
+    units = memory(dtype, (len(halves),), 32, 1)
+    units[:, :2] = halves.view(np.uint8).reshape(-1, 2)
+    got = one_vector(backend, units, dtype, DType.F32).view(np.uint32)
+    np.testing.assert_array_equal(got, decode(units, dtype).view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_units_are_gguf_s(backend: Backend, dtype: DType, seed: int) -> None:
+    """Ties, both signs, scales down to none: whatever has a finite float16 scale."""
+    random = np.random.default_rng(seed)
+    steps = random.integers(-127, 128, (500, 64)) + random.choice([0, 0.5, -0.5], (500, 64))
+    scaled = steps * 2.0 ** random.integers(-40, 8, (500, 1))
+    numbers = np.concatenate([scaled, values((20, 64), seed)]).astype(np.float32)
+    got = one_vector(backend, numbers.view(np.uint8), DType.F32, dtype)
+    np.testing.assert_array_equal(got, encode(numbers, dtype))
+
+
+def test_what_a_unit_cannot_hold(backend: Backend) -> None:
+    """NaN becomes 0; past the largest scale, and infinity, is the largest; too small is 0."""
+    numbers = np.zeros((5, 32), np.float32)
+    numbers[0, :3] = np.nan, 127, -1
+    numbers[1, :3] = np.inf, -np.inf, 65504
+    numbers[2, :2] = 3e38, -3e38
+    numbers[3, :2] = 1e-40, -1e-42
+    numbers[4, :] = np.nan
+    raw = numbers.view(np.uint8)
+    q8 = one_vector(backend, raw, DType.F32, DType.Q8_0)
+    scales, steps = q8[:, :2].copy().view(np.float16)[:, 0], q8[:, 2:].view(np.int8)
+    assert scales.tolist() == [1, 65504, 65504, 0, 0]
+    assert steps[:4, :3].tolist() == [[0, 127, -1], [127, -127, 1], [127, -127, 0], [0, 0, 0]]
+    assert not steps[4].any()
+    q4 = decode(one_vector(backend, raw, DType.F32, DType.Q4_0), DType.Q4_0)
+    assert q4[0, 0] == q4[0, 2] == 0
+    assert q4[1, :2].tolist() == [8 * 65504, -7 * 65504]
+    assert q4[2, :2].tolist() == [8 * 65504, -7 * 65504]
+    assert not q4[3:].any()
+
+
+# --- from Python --------------------------------------------------------------------------------
+
+
+def test_a_description_counts_units() -> None:
+    raw = torch.zeros(2, 4, 3, 4 * 34, dtype=torch.uint8)
+    k = describe(raw, Layout.BLOCK_NHD, dtype="q8_0")
+    cache = CacheDesc.from_kv(
+        k, describe(raw[..., :34], Layout.BLOCK_NHD, dtype=DType.Q8_0), shared_kv=True
+    )
+    assert (k.shape, k.stride) == ((2, 4, 3, 4), (48, 12, 4, 1))
+    assert (cache.head_dim, cache.v_head_dim, cache.head_bytes) == (128, 32, 5 * 34)
+    cache.validate()
+    with pytest.raises(
+        InvalidArgumentError, match=r"k.shape\[-1\] is 135 bytes with stride 1, exp"
+    ):
+        describe(raw[..., 1:], Layout.BLOCK_NHD, dtype="Q8_0", name="k")
+    with pytest.raises(
+        InvalidArgumentError, match=r"k.stride\[0\] is 840 bytes, expected a multiple"
+    ):
+        describe(
+            torch.zeros(2, 4, 3, 70, dtype=torch.uint8)[..., :68],
+            Layout.BLOCK_NHD,
+            dtype="Q8_0",
+            name="k",
+        )
+    with pytest.raises(
+        InvalidArgumentError, match="dtype is Q8_0 of 34 bytes, expected one of the 4"
+    ):
+        describe(torch.zeros(2, 4, 3, 34), Layout.BLOCK_NHD, dtype="Q8_0")
+
+
+def test_a_head_of_half_a_unit_is_refused() -> None:
+    half = torch.zeros(2, 4, 3, 48)
+    units = torch.zeros(2, 4, 3, 2 * 34, dtype=torch.uint8)
+    src = CacheDesc.from_kv(describe(half, Layout.BLOCK_NHD))
+    dst = CacheDesc.from_kv(describe(units, Layout.BLOCK_NHD, dtype="Q8_0"))
+    wrong = replace(dst, head_dim=48)
+    with pytest.raises(InvalidArgumentError, match="units hold 32 numbers, but head_dim is 48"):
+        wrong.validate()
+    ends = (CacheView(layers=(c,), facts=CacheFacts()).at(block_table=[[0]]) for c in (src, dst))
+    with pytest.raises(InvalidArgumentError, match=r"head_dim 64, expected that of .*, 48"):
+        CPU.migrate_spans(*ends, [4], [half, units])
