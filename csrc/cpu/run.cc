@@ -160,7 +160,8 @@ class Job {
       uint64_t bytes = 0;
       for (const PlanePair *pair = plan.begin_of(l); pair != plan.end_of(l); ++pair) {
         const int64_t units = dst_units(*pair);
-        const auto elements = uint64_t{pair->num_heads} * static_cast<uint64_t>(units);
+        const auto elements = per_token(uint64_t{pair->num_heads} * static_cast<uint64_t>(units),
+                                        plan.lookups[pair->lookup]);
         const auto size = static_cast<uint64_t>(size_of(pair->dst.dtype));
         bytes += elements * size;
         all_costs += elements * (is_dense_vector(pair->dst, units) ? size : kScatteredBytes);
@@ -196,6 +197,27 @@ class Job {
   }
 
  private:
+  // How many entries there may be in all rows.
+  uint64_t entries_of(const LookupPair &lookup) const {
+    const uint32_t tokens = lookup.src.tokens_per_entry;
+    return tokens ? tokens_ / tokens : std::min(plan_.rows.count, tokens_);
+  }
+
+  // A token's share of the elements of an entry, at least one.
+  uint64_t per_token(uint64_t elements, const LookupPair &lookup) const {
+    const uint64_t entries = entries_of(lookup);
+    return entries == tokens_ ? elements
+                              : elements / (tokens_ / std::max<uint64_t>(entries, 1)) + 1;
+  }
+
+  // Where the entries of an item begin or end whose tokens do so at `token`.
+  uint64_t entry_at(uint64_t token, const LookupPair &lookup) const {
+    const uint64_t entries = entries_of(lookup);
+    if (entries == tokens_) return token;
+    if (token == tokens_) return entries;
+    return std::min(token / (tokens_ / std::max<uint64_t>(entries, 1)), entries);
+  }
+
   static void help(void *context, bool is_caller) {
     auto *job = static_cast<Job *>(context);
     if (is_caller) return job->work(&*job->callers_stages_);
@@ -224,15 +246,17 @@ class Job {
     const PlanePair *pair = plan_.begin_of(layer), *const last = plan_.end_of(layer);
     while (pair != last) {
       const PlanePair &k = *pair++;
+      const LookupPair &lookup = plan_.lookups[k.lookup];
+      const uint64_t first = entry_at(begin, lookup), end_entry = entry_at(end, lookup);
       Mover move_k(k, stages, tokens_, streaming_);
       // Small calls look up the tokens of two planes once; large ones write fewer streams at a
       // time, unless that would read every other piece of the source.
       if (pair != last && pair->lookup == k.lookup &&
           (bytes_ < kSmallBytes || interleave(k.src, pair->src))) {
         Mover move_v(*pair++, stages, tokens_, streaming_);
-        move_tokens(plan_, plan_.lookups[k.lookup], {&move_k, &move_v}, begin, end);
+        move_tokens(plan_, lookup, {&move_k, &move_v}, first, end_entry);
       } else {
-        move_tokens(plan_, plan_.lookups[k.lookup], {&move_k}, begin, end);
+        move_tokens(plan_, lookup, {&move_k}, first, end_entry);
       }
     }
   }

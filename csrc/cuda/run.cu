@@ -49,8 +49,9 @@ kvx_status_t too_large(const char *what, const char *unit) {
       what, unit);
 }
 
-// What a row can have at most, as far as the host knows: lengths are in device memory.
-uint64_t row_bound(const Plan &plan) {
+// What a row can have at most of a lookup's entries, as far as the host knows: lengths are in
+// device memory. The lookups of a launch that find other entries do not count.
+uint64_t row_bound(const Plan &plan, size_t of) {
   if (!plan.rows.lens.data) return plan.rows.uniform_len;
   if (plan.rows.fill_to_max) return plan.rows.max_len;
   // One more than there are slots, so that a kernel meets the token that has none. Not 0, so that
@@ -58,8 +59,12 @@ uint64_t row_bound(const Plan &plan) {
   const auto bound = [](const Lookup &a) {
     return most_tokens_of_row(a) + (a.mode == LookupMode::kSlots ? 1 : 0);
   };
-  uint64_t most = plan.rows.max_len;
-  for (const auto &[src, dst] : plan.lookups) most = std::min({most, bound(src), bound(dst)});
+  uint64_t most = plan.rows_of(plan.lookups[of]).cut(-1);  // of any length
+  for (size_t i = of / 2 * 2; i < of / 2 * 2 + 2 && i < plan.lookups.size(); ++i) {
+    const auto &[src, dst] = plan.lookups[i];
+    if (src.tokens_per_entry == plan.lookups[of].src.tokens_per_entry)
+      most = std::min({most, bound(src), bound(dst)});
+  }
   return std::max<uint64_t>(most, plan.rows.max_len ? 1 : 0);
 }
 
@@ -159,7 +164,13 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
 
 // The first pair from `from` on that is of the kind of pair `first`; num_pairs: none.
 uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
-  while (from < plan.pairs.size() && !is_same(plan.pairs[from], plan.pairs[first])) ++from;
+  const auto entries = [&](uint32_t i) {
+    return plan.lookups[plan.pairs[i].lookup].src.tokens_per_entry;
+  };
+  while (from < plan.pairs.size() &&
+         !(is_same(plan.pairs[from], plan.pairs[first]) && entries(from) == entries(first))) {
+    ++from;
+  }
   return from;
 }
 
@@ -196,6 +207,8 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
                       uint32_t sms, cudaStream_t stream) {
   const Choice choice = choice_of(plan, first);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
+  common.rows = plan.rows_of(plan.lookups[plan.pairs[first].lookup]);
+  common.row_bound = row_bound(plan, plan.pairs[first].lookup);
   common.shape = choice.shape;
   common.units = choice.units;
   const size_t first_lookup = plan.pairs[first].lookup / 2 * 2;
@@ -226,10 +239,8 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
 kvx_status_t run(const Plan &plan, void *stream) {
   if (plan.copy_engine) return run_copies(plan, stream);
   Common common{};
-  common.rows = plan.rows;
-  common.row_bound = row_bound(plan);
-  if (common.row_bound == 0 || plan.rows.count == 0) return KVX_STATUS_OK;
-  KVX_TRY(check_narrow(plan, common.row_bound));
+  if (plan.rows.count == 0 || row_bound(plan, 0) == 0) return KVX_STATUS_OK;
+  for (size_t i = 0; i < plan.lookups.size(); ++i) KVX_TRY(check_narrow(plan, row_bound(plan, i)));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;

@@ -1,5 +1,6 @@
 #include "desc/plane.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 namespace kvx {
@@ -29,7 +30,8 @@ int64_t extent_of(const kvx_plane_t &plane, kvx_axis_t axis) {
 
 BlockShape shape_of(const kvx_plane_t &plane) {
   return {static_cast<uint64_t>(extent_of(plane, KVX_AXIS_BLOCK)),
-          static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN))};
+          static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN)) *
+              std::max<uint64_t>(plane.tokens_per_entry, 1)};
 }
 
 kvx_tensor_desc_t bytes_of(const kvx_plane_t &plane) {
@@ -78,7 +80,9 @@ bool are_same(const kvx_plane_t &x, const kvx_plane_t &y) {
   return true;
 }
 
-bool uses_lookup_of_view(const kvx_plane_t &plane) { return !plane.block_table && !plane.slots; }
+bool uses_lookup_of_view(const kvx_plane_t &plane) {
+  return !plane.block_table && !plane.slots && plane.tokens_per_entry > 0;
+}
 
 BlockShape shape_of(const kvx_view_t &view) {
   if (view.num_layers) return {view.layers[0]->num_blocks, view.layers[0]->block_size};

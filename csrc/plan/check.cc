@@ -223,12 +223,14 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
   const Rows &rows = plan.rows;
   for (const LookupPair &lookup : plan.lookups) {
     const FieldNames of_lookup = field_names(plan, lookup);
-    KVX_TRY(End(rows, lookup.src, false, of_lookup).check(*tokens));
-    KVX_TRY(End(rows, lookup.dst, true, of_lookup).check(*tokens));
+    const Rows found = plan.rows_of(lookup);
+    KVX_TRY(End(found, lookup.src, false, of_lookup).check(*tokens));
+    KVX_TRY(End(found, lookup.dst, true, of_lookup).check(*tokens));
   }
   if (rows.fill_to_max) {
     *tokens = rows.count * rows.max_len;
-  } else if (rows.lens.data) {  // which may have changed since they were added up
+  } else if (rows.lens.data && plan.lookups[0].src.tokens_per_entry ==
+                                   1) {  // which may have changed since they were added up
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].src));
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }

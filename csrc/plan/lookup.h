@@ -37,6 +37,7 @@ struct Lookup {
   bool is_v;                    // which row of a KV_OFFSETS table
   bool is_own;                  // a plane's own, not the view's: for sentences
   bool exact;                   // RAGGED: a row has one entry per token, and no more
+  uint32_t tokens_per_entry;    // of the planes whose entries it finds, in place of tokens
   uint32_t block_size;          // tokens
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
   uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
@@ -59,6 +60,12 @@ struct Place {
   uint32_t run;
   bool secondary;
 };
+
+// The entries of a row that has this many tokens from its start on.
+KVX_HD uint64_t entries_of(uint64_t tokens, uint32_t tokens_per_entry) {
+  (void)tokens_per_entry;  // one
+  return tokens;
+}
 
 // What an index can be that only the data shows.
 enum class Fault : uint8_t {

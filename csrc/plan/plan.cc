@@ -173,6 +173,7 @@ void end_layer(Plan *plan) {
 
 void set_dense(Lookup *a, uint64_t rows, uint64_t tokens_per_row) {
   a->mode = LookupMode::kDense;
+  a->tokens_per_entry = 1;
   a->block_size = static_cast<uint32_t>(tokens_per_row);
   a->num_blocks = rows;
   a->null_block = null_block_of(0);
@@ -260,12 +261,12 @@ bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide 
 
 // Both find the same places for the same tokens, and are called the same.
 bool are_same(const Lookup &a, const Lookup &b) {
-  return a.mode == b.mode && a.is_own == b.is_own && a.exact == b.exact &&
-         a.block_size == b.block_size && a.max_blocks_per_seq == b.max_blocks_per_seq &&
-         a.indices_count == b.indices_count && a.num_blocks == b.num_blocks &&
-         a.null_block == b.null_block && a.invalid_slot == b.invalid_slot &&
-         are_same(a.indices, b.indices) && are_same(a.indptr, b.indptr) &&
-         are_same(a.starts, b.starts);
+  return a.mode == b.mode && a.tokens_per_entry == b.tokens_per_entry && a.is_own == b.is_own &&
+         a.exact == b.exact && a.block_size == b.block_size &&
+         a.max_blocks_per_seq == b.max_blocks_per_seq && a.indices_count == b.indices_count &&
+         a.num_blocks == b.num_blocks && a.null_block == b.null_block &&
+         a.invalid_slot == b.invalid_slot && are_same(a.indices, b.indices) &&
+         are_same(a.indptr, b.indptr) && are_same(a.starts, b.starts);
 }
 
 // Which of the plan's lookups finds the tokens of two planes: one that is there, or a new one.
@@ -323,6 +324,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
                 Plan *plan) {
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
+  plan->rows.tokens_per_entry = 1;
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
   plan->call = Call::kWrite;
   set_flags(plan, flags);

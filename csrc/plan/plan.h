@@ -68,7 +68,8 @@ struct Rows {
   uint64_t uniform_len;
   uint64_t max_len;
   Ints lens;
-  bool fill_to_max;  // rows go on to max_len with tokens that have no source
+  bool fill_to_max;           // rows go on to max_len with tokens that have no source
+  uint32_t tokens_per_entry;  // of the planes that move: entries then stand for tokens below
 
   KVX_HD int64_t length_of(uint64_t row) const {
     if (!lens.data) return static_cast<int64_t>(uniform_len);
@@ -77,7 +78,7 @@ struct Rows {
   // Tokens that move of a row with this length.
   KVX_HD uint64_t cut(int64_t length) const {
     const auto len = static_cast<uint64_t>(length);
-    return len < max_len ? len : max_len;
+    return entries_of(len < max_len ? len : max_len, tokens_per_entry);
   }
   KVX_HD uint64_t stored(uint64_t row) const { return cut(length_of(row)); }
 };
@@ -99,6 +100,13 @@ struct Plan {
   Few<LookupPair, 2> lookups;
   Few<PlanePair, 2> pairs;  // those of a layer follow each other
   Few<uint32_t, 1> layers;  // where the pairs of each layer end; planes beside the layers follow
+
+  // The rows as a lookup finds them.
+  Rows rows_of(const LookupPair &lookup) const {
+    Rows found = rows;
+    found.tokens_per_entry = lookup.src.tokens_per_entry;
+    return found;
+  }
 
   // The pairs of a layer.
   const PlanePair *begin_of(size_t layer) const {

@@ -55,11 +55,12 @@ KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t ro
   const int64_t length = rows.length_of(row);
   found->fault = fault;
   found->row = found->index = row;
-  found->first = at.start;
-  found->limit = at.capacity;
-  found->count = rows.cut(length);
+  const uint64_t tokens = a.tokens_per_entry ? a.tokens_per_entry : 1;
+  found->first = at.start * tokens;
+  found->limit = at.capacity * tokens;
+  found->count = rows.cut(length) * tokens;
   if (fault == Fault::kExact) found->count = at.start + static_cast<uint64_t>(length);
-  if (fault == Fault::kStart) found->value = a.starts[row];
+  if (fault == Fault::kStart) found->value = a.starts[row], found->limit = tokens;
   if (fault == Fault::kIndptr) indptr_fault(a, row, found);
   if (fault != Fault::kLength) return;
   found->index = divide(row, rows.rows_per_len).quotient;

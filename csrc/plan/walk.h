@@ -15,10 +15,11 @@ namespace kvx {
 template <class Visit>
 kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint64_t begin, uint64_t end,
                   Visit visit) {
+  const Rows rows = plan.rows_of(lookup);
   uint64_t flat = 0;  // token 0 of the row
-  for (uint64_t row = 0; row < plan.rows.count && flat < end; ++row) {
-    const uint64_t stored = plan.rows.stored(row);
-    const uint64_t last = std::min(end - flat, plan.rows.fill_to_max ? plan.rows.max_len : stored);
+  for (uint64_t row = 0; row < rows.count && flat < end; ++row) {
+    const uint64_t stored = rows.stored(row);
+    const uint64_t last = std::min(end - flat, rows.fill_to_max ? rows.max_len : stored);
     uint64_t token = begin > flat ? begin - flat : 0;
     RowLookup<uint64_t> src{}, dst{};
     if (token < last) {
