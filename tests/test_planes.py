@@ -101,7 +101,7 @@ def test_planes_of_many_shapes_move_in_one_call(backend: Backend, seed: int) -> 
     shapes = [(1, 128, torch.uint8), (1, 4, torch.float32), (4, 16, torch.float16)]
     src, dst = [], []
     for i, (heads, dim, dtype) in enumerate(shapes):
-        from_, to = bnhd(5, n, heads, dim, dtype), bhnd(4, n, heads, dim, dtype)
+        from_, to = bnhd(5, 4, heads, dim, dtype), bhnd(4, 4, heads, dim, dtype)
         for plane in (from_, to):
             plane.layer, plane.role, plane.flags = i // 2, 40 + i, int(heads == 1)
         randomize(from_, seed + i)
