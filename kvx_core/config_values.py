@@ -1,4 +1,4 @@
-"""An engine's configuration as JSON: the same for the same setting in every process."""
+"""An engine's configuration as JSON, which is the same in every process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def defaults(config: Any) -> dict[str, Any]:
     if fields is None:
         fields = {field.name: field for field in dataclasses.fields(config)}
     for name, field in fields.items():
-        # pydantic's Field stands where the default of a dataclass does.
+        # In a pydantic dataclass, the default is a pydantic Field.
         inner: Any = getattr(field, "default", None)
         inner = inner if hasattr(inner, "default_factory") else field
         if callable(inner.default_factory):
@@ -35,7 +35,7 @@ def defaults(config: Any) -> dict[str, Any]:
 
 
 def changed(config: Any, names: Collection[str]) -> dict[str, Any]:
-    """Those of the named fields that are not at their default, as JSON."""
+    """The named fields that differ from their defaults, as JSON."""
     found, known = values(config), defaults(config)
     return {
         name: as_json(found[name])
@@ -45,7 +45,7 @@ def changed(config: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """`value` as JSON. What cannot be told from others of its type is like nothing else at all."""
+    """`value` as JSON. Objects that cannot be compared get a random text, equal to nothing."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, enum.Enum):

@@ -16,14 +16,14 @@ from kvx_core.tensor_digests import Progress, Tensor, digests, metadata
 
 logger = logging.getLogger("kvx")
 
-# Who saved the model, with what, and what it is loaded as: none of it changes what is computed.
+# Who saved the model, with what, and the dtype it is loaded in: none changes what is computed.
 _CONFIG_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-# Here the same words say how weights and activations are quantised.
+# In these, the same words say how weights and activations are quantised.
 _QUANTIZATION = ("quantization_config", "compression_config")
-# A tokenizer.json has the settings of whoever last saved it.
+# tokenizer.json keeps these settings of whoever saved it last.
 _TOKENIZER_IGNORED = ("padding", "truncation")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
-# What quantisers leave beside config.json: which layers are quantised, and how.
+# Files that quantisers write beside config.json: which layers are quantised, and how.
 _QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _CONFIGS = ("config.json", "params.json")  # params.json: as Mistral writes it
 
@@ -42,7 +42,8 @@ def model_files_digest(
     version of transformers wrote the rotary parameters, and how to generate, does not matter.
     config: a config.json, or a directory that has one, in place of the model's own
     sample: 4 KiB out of the middle of each tensor, not all bytes: models that differ elsewhere,
-            such as fine-tunes of some rows, then share. Never equal to a digest of all bytes
+            such as fine-tunes of a few embeddings, then have the same. Never equal to a digest of
+            all bytes
     progress: called with bytes read and bytes to read when it takes seconds; None: logs them
     The bytes of a file are read once, and its digests remembered in $XDG_CACHE_HOME/kvx until it
     changes. Raises InvalidArgumentError if there is no config.json or *.safetensors, one is broken
@@ -67,7 +68,7 @@ def model_files_digest(
             f"{directory} has no tensors in *.safetensors, expected the weights there. Save them "
             "so, or give the fingerprint yourself"
         )
-    if "torchao" in str(parts[1]):  # its tensors are put together by what the files say of them
+    if "torchao" in str(parts[1]):  # it assembles tensors by the files' metadata
         told = {item for path in files for item in metadata(path).items()}
         parts.append(json.dumps(sorted(told)))
     return content_digest(*parts, *_tensor_parts(directory, tensors))
@@ -99,26 +100,26 @@ def _config_parts(directory: Path, config: Path) -> list[str | bytes | Path]:
     for name in _QUANTIZERS:
         if (directory / name).is_file():
             parts += [name, _canonical(_json(directory / name), ())]
-    if "auto_map" in json.dumps(list(read.values())):  # else nobody runs what code there is
+    if "auto_map" in json.dumps(list(read.values())):  # otherwise code in the folder is not run
         for code in sorted(folder.rglob("*.py")):
             parts += [code.relative_to(folder).as_posix(), code]
     return parts
 
 
 def _tensor_parts(directory: Path, tensors: list[Tensor]) -> Iterator[str]:
-    """The tensors in an order of their own.
+    """The tensors, sorted by name.
 
-    Of two that have one name, file names and index say which one is loaded: then they count too.
+    If two have the same name, file names and the index decide which one is loaded, so they count.
     """
     found = {(t.name, t.dtype, t.shape, t.digest) for t in tensors}
     ambiguous = {name for name, count in Counter(t[0] for t in found).items() if count > 1}
-    rows = sorted(
+    entries = sorted(
         {
             (t.name, t.dtype, t.shape, t.digest, t.file if t.name in ambiguous else "")
             for t in tensors
         }
     )
-    yield from (json.dumps(row) for row in rows)
+    yield from (json.dumps(entry) for entry in entries)
     if ambiguous:
         for index in sorted(directory.glob("*.safetensors.index.json")):
             yield _canonical(_json(index), ())
@@ -132,7 +133,7 @@ def _json(path: Path) -> Any:
 
 
 def _canonical(value: Any, ignored: tuple[str, ...]) -> str:
-    """JSON without the keys that do not matter, the same for the same content."""
+    """JSON without the keys that do not matter, with sorted keys."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
@@ -147,7 +148,7 @@ def _canonical(value: Any, ignored: tuple[str, ...]) -> str:
 
 
 def _with_standard_rope(config: Any) -> Any:
-    """A config whose rotary parameters, those of parts of it too, are written the standard way."""
+    """A config with its rotary parameters, also those of its parts, in standard form."""
     if not isinstance(config, dict):
         return config
     found = {key: _with_standard_rope(value) for key, value in config.items() if key not in KEYS}

@@ -1,7 +1,7 @@
-"""ModelRecord: all that keys and values depend on besides the tokens, in no engine's words.
+"""ModelRecord: all that keys and values depend on besides the tokens, in engine-neutral terms.
 
-Every adapter maps its engine's resolved configuration to one. Engines whose records are equal
-compute the same keys and values, up to rounding, and may share a store; all others may not.
+Every adapter maps its engine's resolved configuration to a record. Engines with equal records
+compute the same keys and values, up to rounding, and may share a store; others may not.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from typing import Any
 
 from kvx_core.rope import KEYS, Rope, number
 
-# What a loaded config says of how it was loaded, not of what the model computes.
+# Fields of a loaded config that say how it was loaded, not what the model computes.
 _CONFIG_IGNORED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """What an engine serves. The values of mappings are those of JSON."""
+    """What an engine serves. Values in mappings are JSON values."""
 
-    files: str  # model_files_digest of the model's files, or a name of one's own for them
+    files: str  # model_files_digest of the model's files, or the user's own name for them
     architecture: str  # model_type of the decoder
     rope: Rope  # as applied, by layer type: see standard_rope and as_applied
     latent: bool = False  # MLA: the cache holds latents, not the heads' keys and values
-    weights: str = "files"  # or what is known of other ones, such as random ones
-    # Of weights or activations, beyond what the files say; None: as they say
+    weights: str = "files"  # or a description of others, such as random weights
+    # Quantisation of weights or activations that the files do not describe; None: there is none
     quantization: Mapping[str, Any] | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # of config.json, but rope's
+    overrides: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of config.json, except rotary parameters
     adapters: tuple[str, ...] = ()  # such as LoRA's
-    multimodal: tuple[str, ...] = ()  # hashes of what stands behind placeholder tokens
-    # Settings of one engine that may matter: engine, version, setting and value
+    multimodal: tuple[str, ...] = ()  # hashes of the inputs behind placeholder tokens
+    # Settings that only one engine has and that may matter: engine and version, and values by name
     salts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, as hex: of CacheFacts and PrefixStore."""
+        """SHA-256 as hex: the fingerprint that CacheFacts and PrefixStore take."""
         found = ["kvx record 1", number(asdict(self))]
         text = json.dumps(found, sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config, or overrides of one, says besides its rotary parameters.
+    """A config, or overrides of one, without its rotary parameters.
 
-    How much of a head rotates stays: models have it in places of their own.
+    Keeps partial_rotary_factor: models read it from different places.
     """
     found: dict[str, Any] = {}
     for key, value in config.items():
@@ -60,7 +62,7 @@ def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             if factors:
                 found["partial_rotary_factor"] = number(factors.get("", sorted(factors.items())))
         elif key not in KEYS and key not in _CONFIG_IGNORED:
-            # A quantiser's dtypes say what it computes.
+            # In a quantiser's config dtypes matter, so nothing is left out of it.
             is_part = isinstance(value, Mapping) and key not in _QUANTIZATION
             found[key] = without_rope(value) if is_part else number(value)
     return found

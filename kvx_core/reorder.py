@@ -116,10 +116,7 @@ def _described(name: str, view: CacheView, dims: Dims) -> CacheView | str:
         _validate(f"{name}.layers[{i}]", layer)
         k = picked(layer.k, part)
         if k is None:
-            return (
-                f"{name}.layers[{i}].k is packed by {layer.k.shape[-1]}, and no strides step "
-                "through its dims in another order. Migrate by way of a cache that is not packed"
-            )
+            return f"{name}.layers[{i}].k is {_fixed(layer.k)}"
         v = layer.v if part is dims else None
         layers.append(replace(layer, k=k, v=v, head_dim=len(part)))
     k_scales, v_scales = view.k_scales, view.v_scales
@@ -128,6 +125,19 @@ def _described(name: str, view: CacheView, dims: Dims) -> CacheView | str:
     if v_scales is not None:
         v_scales += (None,) * len(others)
     return replace(view, layers=tuple(layers), k_scales=k_scales, v_scales=v_scales)
+
+
+def _fixed(k: TensorDesc) -> str:
+    """What keeps dims of K together, and the way out."""
+    if k.dtype.numbers > 1:
+        return (
+            f"{k.dtype.name}, units of {k.dtype.numbers} dims, which are not taken apart. Migrate "
+            "by way of a float32 cache"
+        )
+    return (
+        f"packed by {k.shape[-1]}, and no strides step through its dims in another order. Migrate "
+        "by way of a cache that is not packed"
+    )
 
 
 def _validate(name: str, layer: CacheDesc) -> None:
@@ -143,14 +153,18 @@ def picked(tensor: TensorDesc, dims: Dims) -> TensorDesc | None:
 
     dims: (head_dim of the result,), int64, at least one
     """
+    numbers = tensor.dtype.numbers
+    units = dims[::numbers] // numbers
+    if not np.array_equal(dims, np.add.outer(units * numbers, np.arange(numbers)).reshape(-1)):
+        return None  # not whole units of the format
     is_nhd, is_packed = tensor.layout is Layout.BLOCK_NHD, tensor.ndim == 5
     if is_packed:
         block, head, outer, token, inner = range(5)
         pack = tensor.shape[inner]
-        at = dims // pack * tensor.stride[outer] + dims % pack * tensor.stride[inner]
+        at = units // pack * tensor.stride[outer] + units % pack * tensor.stride[inner]
     else:
         block, token, head, inner = (0, 1, 2, 3) if is_nhd else (0, 2, 1, 3)
-        at = dims * tensor.stride[inner]
+        at = units * tensor.stride[inner]
     split = _two_loops(at)
     if split is None:
         return None

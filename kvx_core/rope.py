@@ -1,7 +1,7 @@
-"""Rotary parameters written one way, whichever version of transformers wrote them.
+"""Rotary parameters in one standard form, whichever version of transformers wrote them.
 
-Until transformers 4 a config has rope_theta and rope_scaling, since 5 rope_parameters, flat or one
-per layer type. Both mean the same, and so they become the same here.
+Up to transformers 4 a config has rope_theta and rope_scaling; since 5 it has rope_parameters, one
+set or one per layer type. Equal meanings get equal forms here.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# The parameters of each layer type; "" is the type of all layers where they do not differ.
+# The parameters of each layer type; "": those of all layers, if they do not differ.
 Rope = dict[str, dict[str, Any]]
 
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _TYPES = {"su": "longrope", "mrope": "default"}
-# Types that scale by the length that the model was first trained for. Where it stands beside the
-# parameters it goes before theirs.
+# Types that scale by the length that the model was first trained for. A length given in the config
+# itself overrides the one in the parameters.
 # Source: transformers 5.19 modeling_rope_utils.py, RotaryEmbeddingConfigMixin
 _BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _NOT_APPLIED = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
 
 
 def standard_rope(config: Mapping[str, Any]) -> Rope:
-    """The rotary parameters of a decoder's config; {} if it has none of its own.
+    """The rotary parameters of a decoder's config; {} if it has none.
 
     config: config.json's object for the decoder, or what to_dict() of a loaded config makes of it
     """
@@ -62,7 +62,7 @@ def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
 
 
 def number(value: Any) -> Any:
-    """Integers as the floats that they are equal to, inside too: 10000 and 10000.0 are one."""
+    """Converts integers to floats, also in mappings and lists: 10000 and 10000.0 become equal."""
     if isinstance(value, Mapping):
         return {key: number(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -77,13 +77,13 @@ def as_applied(
     max_position_embeddings: float | None,
     is_transformers: bool = False,
 ) -> Rope:
-    """`rope` as it is applied to texts where a sequence has room for `num_tokens` tokens.
+    """`rope` as it is applied to texts in an engine whose sequences hold up to `num_tokens` tokens.
 
-    Of longrope's two lists of factors one is used: the long one by who has room for more tokens
-    than the model was first trained for.
-    is_transformers: longrope scales as transformers does, not as vLLM does
-    How much of a head rotates is left out: CacheFacts.rotary_dim says so. The sections of
-    multimodal rotation too: the position of a text's token is the same in all of them.
+    Of longrope's two lists of factors, the long one is used if that is more than the length that
+    the model was first trained for.
+    is_transformers: scale longrope as transformers does, not as vLLM does
+    Leaves out how much of a head rotates (CacheFacts.rotary_dim says it), and the sections of
+    multimodal rotation: a text token has the same position in all of them.
     Source: transformers 5.19 modeling_rope_utils.py; vllm 0.32 model_executor/layers/
     rotary_embedding/phi3_long_rope_scaled_rope.py, dynamic_ntk_scaling_rope.py
     """

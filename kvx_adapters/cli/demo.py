@@ -1,8 +1,8 @@
-"""`kvx demo`: a cache that a real vLLM has filled goes through memory of four kinds, to HF.
+"""`kvx demo`: migrates a cache filled by a real vLLM through four memory layouts, to transformers.
 
 vLLM prefills; its cache is migrated into a pool laid out as TensorRT-LLM's, from there into a cache
 laid out as TGI's, and from there into HF transformers, which continues. vLLM and transformers run
-in this process, on a tiny Llama that is made on the spot. `run` is the story.
+in this process, with a tiny Llama made by the demo. `run` does all steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["PASSAGES", "PROMPTS", "DemoError", "make_model", "run"]
 
 
 def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
-    """Runs the demo and prints it; True if everything held. Raises DemoError, KvxError."""
+    """Runs and prints the demo. Returns whether all checks passed. Raises DemoError, KvxError."""
     check_packages()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory(prefix="kvx-demo-") as temporary, open_screen() as screen:
@@ -59,7 +59,7 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
             say(f"transformers {sys.modules['transformers'].__version__}, with an empty cache")
 
-        # The engines' caches, described where they lie, and between them two without an engine.
+        # The caches of both engines, described in place, and two caches without an engine.
         src = vllm.live_view(llm, fingerprint=_fingerprint(llm.llm_engine.model_config.model))
         src_span = src.at(vllm.live_block_table(llm, prefilled.request_ids))
         cache = DynamicCache(config=model.config)
@@ -82,7 +82,7 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
             f"{there:#x}",
         )
 
-        # From each to the next: K and V of all layers and all prompts, in one call.
+        # Each hop migrates K and V of all layers and all prompts in one call.
         seq_lens = SeqLens.of(prompt_lens)
         hops = [hop(*ends, seq_lens) for ends in pairwise(stops)]
         screen.print(hops_table(stops, hops))
@@ -161,7 +161,7 @@ def _corrupt(
 
 
 def _fingerprint(directory: str) -> str:
-    """Of the model, weights and tokenizer in the directory that an engine has loaded."""
+    """A fingerprint of the model in the directory that an engine has loaded: all its files."""
     return content_digest(*sorted(Path(directory).iterdir()))
 
 

@@ -1,4 +1,4 @@
-"""What the demo asks of vLLM and HF transformers, in their own API. Both run in this process."""
+"""The demo's calls of vLLM and HF transformers, by their own APIs, in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Prefilled:
 
     request_ids: list[str]  # vLLM's own
     prompt_lens: list[int]
-    first_tokens: list[int]  # what each prompt is continued by; not in the cache yet
+    first_tokens: list[int]  # the first new token of each prompt; not in the cache yet
 
 
 def check_packages() -> None:
@@ -60,7 +60,7 @@ def start_vllm(directory: Path, dtype: str) -> Any:
 
 
 def kv_caches(llm: Any) -> list[Tensor]:
-    """The tensors that vLLM's model runner holds, one per layer."""
+    """The KV cache tensors of vLLM's model runner, one per layer."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     return list(executor.driver_worker.worker.model_runner.kv_caches)
 
@@ -90,7 +90,7 @@ def prefill(llm: Any, max_new_tokens: int) -> Prefilled:
 
 
 def finish_vllm(llm: Any) -> list[list[int]]:
-    """Lets vLLM go on from its own cache; all new tokens of each prompt."""
+    """Lets vLLM continue from its own cache; returns all new tokens of each prompt."""
     tokens: dict[int, list[int]] = {}
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
@@ -103,7 +103,7 @@ def finish_vllm(llm: Any) -> list[list[int]]:
 def continue_hf(
     model: Any, cache: Any, mask: Tensor, first_tokens: Sequence[int], max_new_tokens: int
 ) -> list[list[int]]:
-    """HF's greedy continuation from `cache`: one token per prompt goes in, and one comes out."""
+    """Greedy continuation by transformers from `cache`, one token per prompt and step."""
     tokens = torch.tensor(first_tokens)[:, None]
     continuation = [tokens]
     for _ in range(max_new_tokens - 1):

@@ -1,7 +1,6 @@
-"""The caches on the demo's way, and a hop from one to the next.
+"""The caches of the demo, and the migration from one to the next.
 
-TensorRT-LLM and TGI do not run here. Their memory does its part: allocated, laid out and addressed
-as theirs is.
+TensorRT-LLM and TGI do not run here: their caches are allocated, laid out and addressed as theirs.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ TIMED_CALLS = 20
 
 @dataclass(frozen=True)
 class Stop:
-    """A cache on the way, and where the prompts lie in it."""
+    """A cache of the demo, and where the prompts lie in it."""
 
     cache_of: str  # the engine; with an asterisk if it is not running
-    found_by: str  # what tells the engine where a token is
+    found_by: str  # how the engine finds a token
     span: CacheSpan
 
 
@@ -50,7 +49,7 @@ class Hop:
 
 
 def hop(src: Stop, dst: Stop, seq_lens: SeqLens) -> Hop:
-    """K and V of all layers and all prompts in one call; then again, for its time; then verify."""
+    """Migrates K and V of all layers and prompts in one call, repeats it for timing, verifies."""
     seconds = []
     for _ in range(1 + TIMED_CALLS):
         start = time.perf_counter()

@@ -20,7 +20,7 @@ from kvx_core import Layout, TensorDesc
 
 
 def hops_table(stops: Sequence[Stop], hops: Sequence[Hop]) -> Table:
-    """The caches on the way, and how the prompts came into each of them."""
+    """A table of the caches, with the migration into each of them."""
     table = Table(
         title="The prompts' keys and values, from cache to cache",
         title_justify="left",
@@ -97,7 +97,7 @@ def prompts_table(
 
 
 class Screen:
-    """The demo's own lines. What the engines print goes to `log`, and is shown if they fail."""
+    """Prints the demo's lines. What engines print goes to `log`, which is shown if they fail."""
 
     def __init__(self, console: Console, log: Path) -> None:
         self.console = console
@@ -106,7 +106,7 @@ class Screen:
 
     @contextmanager
     def step(self, name: str, doing: str = "") -> Iterator[Callable[[str], None]]:
-        """Shows that `name` is being done, then what it says of itself and how long it took."""
+        """Shows that step `name` is running, then its result and how long it took."""
         said: list[str] = []
         start = time.perf_counter()
         if doing and not self.console.is_terminal:

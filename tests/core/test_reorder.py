@@ -509,6 +509,62 @@ def test_packs_that_no_strides_step_through_are_refused() -> None:
     check_untouched(dst, "packed8")
 
 
+UNITS: dict[str, tuple[int, int]] = {"Q8_0": (32, 34), "Q4_0": (32, 18)}  # numbers, bytes
+
+
+def in_units(name: str, head_dim: int, rotary: Order, rotary_dim: int) -> tuple[Tensor, CacheView]:
+    """One layer of 4 blocks of 3 tokens and 2 heads, filled with sentinels."""
+    numbers, num_bytes = UNITS[name]
+    memory = torch.full((2, 4, 3, 2, head_dim // numbers * num_bytes), 0x5A, dtype=torch.uint8)
+    cache = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD", dtype=name) for half in memory))
+    return memory, CacheView(layers=(cache,), facts=facts_of(rotary, rotary_dim))
+
+
+@in_both_directions
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("rotary_dim", [96, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_units_of_several_numbers_keep_their_order_and_the_other_end_is_reordered(
+    held: Order, wanted: Order, name: str, rotary_dim: int, seed: int
+) -> None:
+    """Into units and out of them: the same as from and to a cache that has the units' order."""
+    tokens = random_values((2, 4, 3, 2, 96), torch.bfloat16, seed)
+    tables, lens = ([[1, 3]], [[2, 0]]), [5]
+
+    def of(values: Tensor, rotary: Order) -> CacheView:
+        cache = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in values))
+        return CacheView(layers=(cache,), facts=facts_of(rotary, rotary_dim))
+
+    plain = torch.stack([moved(tokens[0], wanted, rotary_dim), tokens[1]])
+    (got, into), (expected, like) = (in_units(name, 96, wanted, rotary_dim) for _ in "ab")
+    migrate(of(tokens, held).at(tables[0]), into.at(tables[1]), lens)
+    migrate(of(plain, wanted).at(tables[0]), like.at(tables[1]), lens)
+    assert torch.equal(got, expected)
+    assert (got == 0x5A).any()
+    back, unmoved = torch.full_like(tokens, 9), torch.full_like(tokens, 9)
+    migrate(into.at(tables[1]), of(back, held).at(tables[0]), lens)
+    migrate(into.at(tables[1]), of(unmoved, wanted).at(tables[0]), lens)
+    assert torch.equal(back, torch.stack([moved(unmoved[0], held, rotary_dim), unmoved[1]]))
+    assert verify(into.at(tables[1]), of(back, held).at(tables[0]), lens, tolerance="codec")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_of_several_numbers_are_not_taken_apart(name: str) -> None:
+    _, src = in_units(name, 96, "half", 96)
+    dst, into = in_units(name, 96, "interleaved", 96)
+    assert refused(src, into) == tuple(
+        f"{end}.layers[0].k is {name}, units of 32 dims, which are not taken apart. Migrate by way "
+        "of a float32 cache"
+        for end in ("src", "dst")
+    )
+    assert (dst == 0x5A).all()
+    dst, part = in_units(name, 96, "interleaved", 80)  # two units and a half
+    plain = CacheDesc.from_kv(*(describe(torch.zeros(4, 3, 2, 96), "BLOCK_NHD") for _ in "kv"))
+    (reason,) = refused(CacheView(layers=(plain,), facts=facts_of("half", 80)), part)
+    assert reason.startswith(f"dst.layers[0].k is {name}, units of 32 dims, which are not taken")
+    assert (dst == 0x5A).all()
+
+
 def packed4() -> CacheView:
     return view_of(canonical(Layout.BLOCK_HND_PACKED, 4)(Geometry(), torch.bfloat16, 5), FACTS)
 
