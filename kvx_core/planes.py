@@ -85,7 +85,7 @@ class Plane(Borrowed):
         role, layer: planes of both ends with the same are a pair: a Role or its name in any case,
                      such as "index_k", or a number of the caller's own
         dtype:       what the elements are, where the tensor stores them as something else of the
-                     same size, such as FP8 in uint8
+                     same size, such as FP8 in uint8; as `describe` takes it
         tokens_per_entry: tokens that an entry stands for
         replicated:  the same numbers on every rank: num_heads of a migration does not cut it
         scale:       as ScaleDesc.of takes it
@@ -96,7 +96,7 @@ class Plane(Borrowed):
         """
         fields = borrowed_fields(name, tensor)
         if dtype is not None:
-            fields["dtype"] = stored_as(fields["dtype"], dtype)
+            fields |= stored_as(name, fields, dtype)
         return cls(
             axes=_axes("axes", axes),
             role=_role("role", role),

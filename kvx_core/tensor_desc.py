@@ -58,23 +58,25 @@ def describe(
     """
     fields = borrowed_fields(name, tensor)
     if dtype is not None:
-        wanted, stored = DType.of(dtype), fields["dtype"]
-        if wanted.numbers > 1 and stored is DType.U8:
-            fields |= _in_units(name, fields, wanted)
-        else:
-            fields["dtype"] = stored_as(stored, wanted)
+        fields |= stored_as(name, fields, dtype)
     return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
 
 
-def stored_as(stored: DType, dtype: DType | str) -> DType:
-    """The dtype `dtype` of elements that a tensor stores as `stored`; both are of one size."""
-    wanted = DType.of(dtype)
+def stored_as(name: str, fields: dict[str, Any], dtype: DType | str) -> dict[str, Any]:
+    """What changes of a tensor's `fields` where its elements are of `dtype`.
+
+    They have the size of those that the tensor stores, or are units in a last axis of bytes.
+    Raises InvalidArgumentError, which calls the tensor `name`.
+    """
+    stored, wanted = fields["dtype"], DType.of(dtype)
+    if wanted.numbers > 1 and stored is DType.U8:
+        return _in_units(name, fields, wanted)
     if wanted.itemsize != stored.itemsize:
         raise InvalidArgumentError(
             f"dtype is {wanted.name} of {wanted.itemsize} bytes, expected one of the "
             f"{stored.itemsize} bytes that the tensor's {stored.name} elements have"
         )
-    return wanted
+    return {"dtype": wanted}
 
 
 def _in_units(name: str, fields: dict[str, Any], dtype: DType) -> dict[str, Any]:

@@ -16,7 +16,19 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from kvx_core import CacheDesc, CacheFacts, CacheView, DType, InvalidArgumentError, Layout, describe
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    Layout,
+    Plane,
+    describe,
+    gather_kv,
+    migrate,
+    write_kv,
+)
 from kvx_core.view import CacheSpan
 from tests import reference
 from tests.calls import CPU, Backend
@@ -209,6 +221,47 @@ def test_what_a_unit_cannot_hold(backend: Backend) -> None:
     assert q4[1, :2].tolist() == [8 * 65504, -7 * 65504]
     assert q4[2, :2].tolist() == [8 * 65504, -7 * 65504]
     assert not q4[3:].any()
+
+
+# --- the other operations -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_write_and_gather(seed: int) -> None:
+    """K in Q8_0, V in Q4_0 with another head_dim: 11 tokens into slots, and back as float32."""
+    key, value = values((11, 3, 96), seed), values((11, 3, 32), seed + 9)
+    k, v = memory(DType.Q8_0, (4, 3, 5), 96, 1), memory(DType.Q4_0, (4, 5, 3), 32, 2)
+    cache = CacheDesc.from_kv(
+        describe(torch.from_numpy(k), Layout.BLOCK_HND, dtype="Q8_0"),
+        describe(torch.from_numpy(v), Layout.BLOCK_NHD, dtype="Q4_0"),
+    )
+    expected = k.copy(), v.copy()
+    slots = [*range(15, 20), *range(5, 10), -1]
+    for i, slot in enumerate(slots[:10]):
+        expected[0][slot // 5, :, slot % 5] = encode(key[i], DType.Q8_0)
+        expected[1][slot // 5, slot % 5] = encode(value[i], DType.Q4_0)
+    write_kv(cache, torch.from_numpy(key), torch.from_numpy(value), torch.tensor(slots))
+    np.testing.assert_array_equal(k, expected[0])
+    np.testing.assert_array_equal(v, expected[1])
+    got = gather_kv(cache, [[3, 1]], [10], dtype="float32")
+    stored = encode(key[:10], DType.Q8_0), encode(value[:10], DType.Q4_0)
+    np.testing.assert_array_equal(got[0][0], decode(stored[0], DType.Q8_0))
+    np.testing.assert_array_equal(got[1][0], decode(stored[1], DType.Q4_0))
+
+
+def test_planes_hold_units() -> None:
+    """An indexer's keys in Q8_0 to bfloat16, where tokens lie innermost."""
+    numbers = values((2, 4, 64), 5)
+    source, target = encode(numbers, DType.Q8_0), torch.zeros(2, 64, 4, dtype=torch.bfloat16)
+    planes = (
+        Plane.of(source, ("block", "token", "dim"), role="index_k", layer=0, dtype="Q8_0"),
+        Plane.of(target, ("block", "dim", "token"), role="index_k", layer=0),
+    )
+    ends = [CacheView(layers=(), facts=CacheFacts(), planes=(p,), dense=True).at() for p in planes]
+    migrate(*ends, [4, 3], same_model=True)
+    expected = torch.from_numpy(decode(source, DType.Q8_0)).to(torch.bfloat16)
+    expected[1, 3] = 0
+    assert torch.equal(target, expected.transpose(1, 2))
 
 
 # --- from Python --------------------------------------------------------------------------------
