@@ -101,7 +101,7 @@ def test_planes_of_many_shapes_move_in_one_call(backend: Backend, seed: int) -> 
     shapes = [(1, 128, torch.uint8), (1, 4, torch.float32), (4, 16, torch.float16)]
     src, dst = [], []
     for i, (heads, dim, dtype) in enumerate(shapes):
-        from_, to = bnhd(5, n, heads, dim, dtype), bhnd(4, n, heads, dim, dtype)
+        from_, to = bnhd(5, 4, heads, dim, dtype), bhnd(4, 4, heads, dim, dtype)
         for plane in (from_, to):
             plane.layer, plane.role, plane.flags = i // 2, 40 + i, int(heads == 1)
         randomize(from_, seed + i)
@@ -332,7 +332,8 @@ def test_a_state_is_one_entry_of_a_sequence(backend: Backend, seed: int) -> None
     migrate(backend, View([from_]), View([to]), [1000, 0, 1, 7])
     assert torch.equal(dst.view(torch.int32), expected.view(torch.int32))
     back = Paged(filled((6, 3, 8, 5), torch.float32), axes, role=8, tokens_per_entry=0)
-    back.slots = backend.slots(slots[[0, 2]])
+    of_back = slots[[0, 2]]
+    back.slots = backend.slots(of_back)
     migrate(backend, View([Paged(to.tensor[[0, 2]], axes, 8, 0, 0)]), View([back]), [3, 3])
     assert torch.equal(back.tensor[[5, 0]], src[[5, 0]])
 
