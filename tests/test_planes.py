@@ -263,3 +263,104 @@ def test_the_ends_of_planes_are_apart(backend: Backend) -> None:
         "dst.planes[0] shares memory with src.planes[0], but the two views are not the same pool, "
         "so their blocks cannot be told apart; migrate through other memory (spec E.3)"
     )
+
+
+# --- entries of several tokens, and of a whole sequence ---------------------------------------
+
+
+def compressed(blocks: int, entries: int, tokens_per_entry: int) -> Paged:
+    tensor = filled((blocks, entries, 24), torch.bfloat16, 8)
+    made = Paged(tensor, ("block", "token", "dim"), role=6)
+    made.tokens_per_entry = tokens_per_entry
+    return made
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("lengths", [[32, 21, 3], [5, 0, 8]], ids=["long", "short"])
+def test_an_entry_stands_for_four_tokens(backend: Backend, lengths: list[int], seed: int) -> None:
+    """Complete entries move with the tokens of K, by the same tables; others stay."""
+    src_rows = [[3, 1, 5], [2, 6, 0], [4, -1, -1]]
+    dst_rows = [[1, 4], [0, 2], [3, -1]]
+    src_starts, dst_starts = [4, 0, 8], [8, 16, 4]
+    k, to_k = bnhd(7, 16, 2, 16, torch.bfloat16), bnhd(5, 32, 2, 16, torch.bfloat16)
+    from_, to = compressed(7, 4, 4), compressed(5, 8, 4)
+    for i, plane in enumerate((k, from_)):
+        randomize(plane, seed + i)
+    expected = to.tensor.clone()
+    for s, length in enumerate(lengths):
+        for e in range(length // 4):
+            at, into = src_starts[s] // 4 + e, dst_starts[s] // 4 + e
+            block = src_rows[s][at // 4], dst_rows[s][into // 8]
+            expected[block[1], into % 8] = from_.tensor[block[0], at % 4]
+    ends = View([k, from_], src_rows, src_starts), View([to_k, to], dst_rows, dst_starts)
+    migrate(backend, *ends, lengths)
+    assert torch.equal(to.tensor.view(torch.int16), expected.view(torch.int16))
+    for s, t in tokens_of(lengths):
+        at, into = src_starts[s] + t, dst_starts[s] + t
+        got = to_k.tensor[dst_rows[s][into // 32], into % 32]
+        assert torch.equal(got, k.tensor[src_rows[s][at // 16], at % 16])
+
+
+def test_entries_begin_where_sequences_do(backend: Backend) -> None:
+    from_, to = compressed(3, 4, 4), compressed(3, 4, 4)
+    randomize(from_, 0)
+    before = to.bytes().clone()
+    ends = View([from_], [[1]], [6]), View([to], [[2]])
+    sentence = r"^src\.starts\.lengths\[0\] is 6, expected a multiple of 4, the tokens_per_entry"
+    with pytest.raises(OutOfRangeError, match=sentence):
+        migrate(backend, *ends, [8])
+    assert torch.equal(to.bytes(), before)
+    too_long = View([from_], [[1]], [4]), View([to], [[2]])
+    sentence = r"^row 0 needs tokens \[4, 4 \+ 16\), but src\.block_table holds 16 per row"
+    with pytest.raises(OutOfRangeError, match=sentence):
+        migrate(backend, *too_long, [16])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_state_is_one_entry_of_a_sequence(backend: Backend, seed: int) -> None:
+    """Found by a slot per sequence at one end, dense at the other; a sequence without tokens has
+    none. Its axes are transposed on the way."""
+    src, dst = filled((6, 3, 8, 5), torch.float32), filled((4, 3, 5, 8), torch.float32, 4)
+    axes = ("block", "head", "dim", "dim")
+    from_ = Paged(src, axes, role=8, tokens_per_entry=0)
+    to = Paged(dst.transpose(2, 3), axes, role=8, tokens_per_entry=0)
+    randomize(from_, seed)
+    slots = torch.tensor([5, 2, 0, -1])
+    from_.slots = backend.slots(slots)
+    expected = dst.clone()
+    expected[0], expected[2] = src[5].transpose(1, 2), src[0].transpose(1, 2)
+    migrate(backend, View([from_]), View([to]), [1000, 0, 1, 7])
+    assert torch.equal(dst.view(torch.int32), expected.view(torch.int32))
+    back = Paged(filled((6, 3, 8, 5), torch.float32), axes, role=8, tokens_per_entry=0)
+    of_back = slots[[0, 2]]
+    back.slots = backend.slots(of_back)
+    migrate(backend, View([Paged(to.tensor[[0, 2]], axes, 8, 0, 0)]), View([back]), [3, 3])
+    assert torch.equal(back.tensor[[5, 0]], src[[5, 0]])
+
+
+def test_entries_of_all_kinds_move_in_one_call(backend: Backend) -> None:
+    """K, an entry for 4 tokens, one for 16 and a state: what DeepSeek-V4 keeps of a layer."""
+    kinds = [(1, 32), (4, 8), (16, 2), (0, 1)]
+    src, dst = [], []
+    for i, (n, entries) in enumerate(kinds):
+        for planes, blocks in ((src, 5), (dst, 4)):
+            plane = Paged(filled((blocks, entries, 16), torch.bfloat16), ("block", "token", "dim"))
+            plane.role, plane.tokens_per_entry = 40 + i, n
+            planes.append(plane)
+        randomize(src[-1], i)
+    rows = [[4, 2], [1, 3]], [[3, 0], [2, 1]]
+    lengths = [50, 20]
+    migrate(backend, View(src, rows[0]), View(dst, rows[1]), lengths)
+    for (n, entries), from_, to in zip(kinds, src, dst, strict=True):
+        written = torch.zeros(to.tensor.shape[:2], dtype=torch.bool)
+        for s, length in enumerate(lengths):
+            if n == 0:
+                assert torch.equal(to.tensor[s], from_.tensor[s])
+                written[s] = True
+                continue
+            for e in range(length // n):
+                a, b = (row[s][e // entries] for row in rows)
+                assert torch.equal(to.tensor[b, e % entries], from_.tensor[a, e % entries])
+                written[b, e % entries] = True
+        rest = to.tensor[~written].view(torch.uint8)
+        assert bool((rest == SENTINEL).all())

@@ -431,6 +431,36 @@ def migrate_planes(on: Backend) -> Call:
     return call
 
 
+def migrate_state(on: Backend) -> Call:
+    """Beside the layers a state of each sequence, by a slot of its own at the source."""
+    call = migrate(on)
+    for name in ("src", "dst"):
+        state = Paged(filled((3, 2, 8), BF16), ("block", "head", "dim"), 8, tokens_per_entry=0)
+        slots = torch.tensor([2, 0])
+        if name == "src":
+            state.slots = on.slots(slots)
+        found = [state.to_c(on)]
+        call.roots |= {f"{name}_state": state.tensor}
+        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].num_planes = 1
+        call = replace(call, kept=(call.kept, found, slots, state))
+    return call
+
+
+def migrate_entries(on: Backend) -> Call:
+    """Beside the layers a plane of an entry for 4 tokens, by the view's tables."""
+    call = migrate(on)
+    for name, blocks, entries in (("src", 5, 1), ("dst", 8, 2)):
+        plane = Paged(filled((blocks, entries, 16), BF16), ("block", "token", "dim"), 6)
+        plane.tokens_per_entry = 4
+        found = [plane.to_c(on)]
+        call.roots |= {f"{name}_entries": plane.tensor}
+        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].num_planes = 1
+        call = replace(call, kept=(call.kept, found, plane))
+    return call
+
+
 def migrate_offsets_planes(on: Backend) -> Call:
     """A plane in a view whose table is KV_OFFSETS, without one of its own: never valid."""
     call, other = migrate_offsets(on), migrate_planes(on)
@@ -568,6 +598,8 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         plan_run_to_dense,
         plan_describe,
         plan_ranges,
+        migrate_state,
+        migrate_entries,
     )
 }
 NEVER_VALID: dict[str, Callable[[Backend], Call]] = {

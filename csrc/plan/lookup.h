@@ -37,8 +37,8 @@ struct Lookup {
   bool is_v;                    // which row of a KV_OFFSETS table
   bool is_own;                  // a plane's own, not the view's: for sentences
   bool exact;                   // RAGGED: a row has one entry per token, and no more
-  uint32_t tokens_per_entry;    // of the planes whose entries it finds, in place of tokens
-  uint32_t block_size;          // tokens
+  uint32_t tokens_per_entry;    // of the planes whose entries it finds, in place of tokens; 0: all
+  uint32_t block_size;          // tokens, or such entries
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
   uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
@@ -60,12 +60,6 @@ struct Place {
   uint32_t run;
   bool secondary;
 };
-
-// The entries of a row that has this many tokens from its start on.
-KVX_HD uint64_t entries_of(uint64_t tokens, uint32_t tokens_per_entry) {
-  (void)tokens_per_entry;  // one
-  return tokens;
-}
 
 // What an index can be that only the data shows.
 enum class Fault : uint8_t {
@@ -96,6 +90,17 @@ KVX_HD Division divide(uint64_t number, uint32_t divisor) {
 #endif
   const auto narrow = static_cast<uint32_t>(number);
   return {narrow / divisor, narrow % divisor};
+}
+
+// The entries of a row that has this many tokens from its start on: complete ones, or the one of
+// the whole row.
+KVX_HD uint64_t entries_of(uint64_t tokens, uint32_t tokens_per_entry) {
+  if (tokens_per_entry == 1) return tokens;
+  if (tokens_per_entry == 0) return tokens ? 1 : 0;
+#if defined(__CUDA_ARCH__)
+  if (tokens > UINT32_MAX) tokens = UINT32_MAX;  // `divide` takes narrow numbers there
+#endif
+  return divide(tokens, tokens_per_entry).quotient;
 }
 
 // ---- a row
@@ -135,6 +140,11 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
   const int64_t start = a.starts.data ? a.starts[row] : 0;
   if (start < 0 || static_cast<uint64_t>(start) > static_cast<Count>(-1)) return Fault::kStart;
   found->start = static_cast<Count>(start);
+  if (a.tokens_per_entry > 1) {
+    const Division at = divide(static_cast<uint64_t>(start), a.tokens_per_entry);
+    if (at.remainder) return *found = {}, Fault::kStart;
+    found->start = static_cast<Count>(at.quotient);
+  }
   found->capacity = static_cast<Count>(capacity);
   found->entry = static_cast<Count>(entry);
   return Fault::kNone;

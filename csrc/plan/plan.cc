@@ -245,7 +245,20 @@ void set_view(Lookup *a, const kvx_view_t &view, const kvx_plane_t &plane) {
   const bool is_own = !uses_lookup_of_view(plane);
   const kvx_slot_mapping_t *const slots = is_own ? plane.slots : view.slots;
   const kvx_block_table_t *const table = is_own ? plane.block_table : view.block_table;
-  const BlockShape shape = shape_of(plane);
+  const BlockShape shape = {shape_of(plane).num_blocks,
+                            static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN))};
+  if (plane.tokens_per_entry == 0) {  // the slot of a sequence is the block of its one entry
+    set_dense(a, shape.num_blocks, 1);
+    a->is_own = is_own;
+    a->tokens_per_entry = 0;
+    if (!plane.slots) return;
+    a->mode = LookupMode::kPacked;
+    a->max_blocks_per_seq = 1;
+    a->indices = ints(plane.slots->slots, plane.slots->dtype);
+    a->indices_count = plane.slots->token_count;
+    a->null_block = plane.slots->invalid_slot;
+    return;
+  }
   if (slots) {
     set_slots(a, shape, *slots);
   } else if (table) {
@@ -254,6 +267,7 @@ void set_view(Lookup *a, const kvx_view_t &view, const kvx_plane_t &plane) {
     set_dense(a, shape.num_blocks, shape.block_size);
   }
   a->is_own = is_own;
+  a->tokens_per_entry = plane.tokens_per_entry;
   if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
 }
 
@@ -324,7 +338,6 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
                 Plan *plan) {
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
-  plan->rows.tokens_per_entry = 1;
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
   plan->call = Call::kWrite;
   set_flags(plan, flags);

@@ -68,8 +68,8 @@ struct Rows {
   uint64_t uniform_len;
   uint64_t max_len;
   Ints lens;
-  bool fill_to_max;           // rows go on to max_len with tokens that have no source
-  uint32_t tokens_per_entry;  // of the planes that move: entries then stand for tokens below
+  bool fill_to_max;               // rows go on to max_len with tokens that have no source
+  uint32_t tokens_per_entry = 1;  // of the planes that move: entries then stand for tokens below
 
   KVX_HD int64_t length_of(uint64_t row) const {
     if (!lens.data) return static_cast<int64_t>(uniform_len);

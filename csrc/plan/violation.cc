@@ -61,6 +61,12 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
       return KVX_OUT_OF_RANGE("%s[%llu] is %lld, expected at least 0 (spec 5.3)", names.lens,
                               static_cast<ull>(f.index), static_cast<ll>(f.value));
     case Fault::kStart:
+      if (f.value >= 0 && f.limit > 1) {
+        return KVX_OUT_OF_RANGE(
+            "%s[%llu] is %lld, expected a multiple of %llu, the tokens_per_entry of a plane (spec "
+            "E.11)",
+            starts, static_cast<ull>(f.index), static_cast<ll>(f.value), static_cast<ull>(f.limit));
+      }
       return KVX_OUT_OF_RANGE("%s[%llu] is %lld, expected at least 0 (spec E.3)", starts,
                               static_cast<ull>(f.index), static_cast<ll>(f.value));
     case Fault::kCapacity:

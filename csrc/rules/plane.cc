@@ -20,11 +20,39 @@ const char *axis_name(kvx_axis_t axis) {
   return kNames[axis];
 }
 
-// Which entries a plane has: one per token.
-kvx_status_t check_entries(const Path &path, const kvx_plane_t &plane) {
+// How entries that are not one per token are found: those of several tokens where their first token
+// is, that of a sequence by a slot of its own.
+kvx_status_t check_entries(const Path &path, const kvx_view_t &view, const kvx_plane_t &plane) {
   if (plane.tokens_per_entry == 1) return KVX_STATUS_OK;
-  return fail(KVX_STATUS_UNSUPPORTED, "%s.tokens_per_entry is %u, expected 1 (spec E.11)",
-              KVX_AT(path), plane.tokens_per_entry);
+  const auto entries = static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN));
+  if (plane.tokens_per_entry == 0) {
+    if (entries != 1) {
+      return KVX_INVALID(
+          "%s has %llu entries per block (TOKEN), expected 1: with tokens_per_entry 0 a block is "
+          "the "
+          "entry of a sequence (spec E.11)",
+          KVX_AT(path), static_cast<ull>(entries));
+    }
+    if (!plane.block_table) return KVX_STATUS_OK;
+    return KVX_INVALID(
+        "%s.block_table is given, expected slots, one per sequence, with tokens_per_entry 0 (spec "
+        "E.11)",
+        KVX_AT(path));
+  }
+  if (entries * plane.tokens_per_entry > UINT32_MAX) {
+    return KVX_INVALID(
+        "%s.tokens_per_entry is %u: with %llu entries per block (TOKEN) a block has 2^32 tokens or "
+        "more (spec E.11)",
+        KVX_AT(path), plane.tokens_per_entry, static_cast<ull>(entries));
+  }
+  const bool is_own = plane.block_table || plane.slots;
+  const kvx_block_table_t *const table = is_own ? plane.block_table : view.block_table;
+  const bool names_tokens = is_own ? plane.slots != nullptr : view.slots != nullptr;
+  if (!names_tokens && (!table || table->format == KVX_BLOCK_TABLE_PACKED)) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "%s.tokens_per_entry is %u, but %s name tokens one by one; give the plane a PACKED table of "
+      "its own (spec E.11)",
+      KVX_AT(path), plane.tokens_per_entry, names_tokens ? "slots" : "entries of a RAGGED table");
 }
 
 // What the axes are called, and how far each goes.
@@ -160,6 +188,7 @@ kvx_status_t check_lookup(const Path &path, const Path &view_path, const kvx_vie
                        KVX_AT(path));
   }
   if (plane.slots) return check_slots({&path, "slots"}, *plane.slots);
+  if (plane.tokens_per_entry == 0) return KVX_STATUS_OK;
   if (plane.block_table) {
     const Path table{&path, "block_table"};
     KVX_TRY(check_table(table, *plane.block_table));
@@ -193,7 +222,6 @@ kvx_status_t check_plane(const Path &path, const kvx_plane_t *plane) {
   }
   KVX_TRY(check_element_type(path, plane->dtype));
   KVX_TRY(check_memory(path, plane->memory));
-  KVX_TRY(check_entries(path, *plane));
   if (plane->flags & ~KVX_PLANE_REPLICATED) {
     return KVX_INVALID("%s.flags is %#x, expected no bits but those of REPLICATED (1) (spec E.11)",
                        KVX_AT(path), plane->flags);
@@ -305,6 +333,8 @@ kvx_status_t check_planes(const Path &path, const kvx_view_t &view) {
     KVX_TRY(check_plane({&path, "planes", i}, view.planes[i]));
   for (uint32_t i = 0; i < view.num_planes; ++i)
     KVX_TRY(check_lookup({&path, "planes", i}, path, view, *view.planes[i]));
+  for (uint32_t i = 0; i < view.num_planes; ++i)
+    KVX_TRY(check_entries({&path, "planes", i}, view, *view.planes[i]));
   return check_distinct(path, view);
 }
 
@@ -337,7 +367,13 @@ kvx_status_t check_plane_rows(const Path &path, const kvx_view_t &view, uint64_t
           "%s.block_table has %u rows, expected %llu, as seq_lens has it (spec E.11)", KVX_AT(at),
           plane.block_table->seq_count, static_cast<ull>(rows));
     }
-    const bool is_dense = uses_lookup_of_view(plane) && !view.block_table && !view.slots;
+    if (plane.tokens_per_entry == 0 && plane.slots && plane.slots->token_count != rows) {
+      return KVX_INVALID("%s.slots.token_count is %u, expected %llu, one per sequence (spec E.11)",
+                         KVX_AT(at), plane.slots->token_count, static_cast<ull>(rows));
+    }
+    const bool is_dense = plane.tokens_per_entry == 0
+                              ? !plane.slots
+                              : uses_lookup_of_view(plane) && !view.block_table && !view.slots;
     if (is_dense && rows > shape_of(plane).num_blocks) {
       return KVX_INVALID(
           "%s is dense and holds %llu sequences (BLOCK), expected at least %llu "
