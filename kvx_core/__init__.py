@@ -28,6 +28,7 @@ from kvx_core.migrate import migrate
 from kvx_core.model_files import model_files_digest
 from kvx_core.model_record import ModelRecord
 from kvx_core.ops import device_status, gather_kv, write_kv
+from kvx_core.plan import Plan, PlanInfo
 from kvx_core.planes import Plane
 from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.scales import ScaleDesc
@@ -144,6 +145,8 @@ __all__ = [
     "Memory",
     "ModelRecord",
     "OutOfRangeError",
+    "Plan",
+    "PlanInfo",
     "Plane",
     "PoolDesc",
     "Precision",

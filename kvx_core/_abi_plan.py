@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
     Structure,
+    byref,
     c_char_p,
     c_double,
     c_int,
     c_uint32,
     c_uint64,
     c_void_p,
+    sizeof,
+    string_at,
 )
 from functools import cache
 from typing import Any
@@ -113,6 +117,28 @@ def declare(library: Any) -> Any:
         function.restype, function.argtypes = c_int, argtypes
     library.kvx_plan_free.restype, library.kvx_plan_free.argtypes = None, (c_void_p,)
     return library
+
+
+class Handle:
+    """A kvx_plan_t, freed when nothing uses it any more."""
+
+    def __init__(self, migrate: _abi.kvx_migrate_desc_t) -> None:
+        self.value = c_void_p()
+        self.library = library()
+        _abi.check(self.library.kvx_plan_create(migrate, byref(self.value)))
+
+    def __del__(self) -> None:
+        self.library.kvx_plan_free(self.value)
+
+
+def taker(take: Callable[[bytes], None]) -> Any:
+    """A kvx_take_ranges_t that hands on the bytes of all ranges, some at a time."""
+
+    def take_some(_: int, ranges: Any, count: int) -> int:
+        take(string_at(ranges, count * sizeof(kvx_range_t)))
+        return 0
+
+    return kvx_take_ranges_t(take_some)
 
 
 @cache

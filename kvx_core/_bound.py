@@ -115,6 +115,7 @@ class Binding:
     index_memory: Memory  # where slots, tables and lengths are read
     stream: _abi.Stream = None
     reads_tensors: bool = True  # False: all tensors are left, since none tells the stream
+    kept: Any = None  # whatever else the call needs alive
 
 
 def write(
@@ -154,6 +155,14 @@ def migrate(
     table_rows: of the tables of both ends, which hold a beam per row; 0: there are none
     """
     return _bind("migrate_kv", binding, like, c_uint64(token_bytes), c_uint64(table_rows))
+
+
+def run_plan(binding: Binding, plan: c_void_p, token_bytes: int) -> Call:
+    """kvx_plan_run of (seq_lens, three lookups of each end, stream), each a tensor or None.
+
+    token_bytes: what moves of a token; 0: not worth keeping the GIL, however few tokens there are
+    """
+    return _bind("plan_run", binding, plan, c_uint64(token_bytes))
 
 
 def _bind(name: str, binding: Binding, *args: Any) -> Call:
@@ -220,7 +229,7 @@ def _library() -> Any:
         py_object,
     )
     library.kvx_python_in_place.restype = py_object
-    for name in ("write", "gather", "migrate"):
+    for name in ("write", "gather", "migrate", "plan"):
         getattr(library, f"kvx_python_{name}").restype = py_object
     return library
 

@@ -10,6 +10,7 @@
 // leaves also once the storage of one of these has been resized or replaced.
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "cpython.h"
 #include "function.h"
@@ -313,6 +314,58 @@ struct Migrate {
   }
 };
 
+struct RunPlan {
+  static constexpr char kName[] = "kvx.run_plan";
+  static constexpr Py_ssize_t kNumTensors = 7;
+
+  Binding bound;
+  decltype(&kvx_plan_run) function;
+  const kvx_plan_t *plan;
+  uint64_t token_bytes;  // 0: calls are not brief
+
+  PyObject *kept() const { return bound.kept; }
+
+  // (seq_lens, then block_table, slots and starts of the source and of the destination, stream):
+  // tensors, of which tables are PACKED, or None for those of the plan -> status, or what is left
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    if (num_args != kNumTensors + 1) return left_to_python(kSizes);
+    const Arguments given{args, kNumTensors, num_args};
+    kvx_plan_lookups_t lookups = {};
+    kvx_block_table_t tables[2] = {};
+    kvx_slot_mapping_t slots[2] = {};
+    kvx_seq_lens_t starts[2] = {}, lens = {};
+    lookups.size = sizeof lookups;
+    const auto read = [&](Py_ssize_t i, auto *desc, auto **found) {
+      if (is_none(given.tensor(i))) return true;
+      desc->size = sizeof *desc;
+      *found = desc;
+      return bound.read(given, i, desc);
+    };
+    long left = bound.moved(given);
+    if (!read(0, &lens, &lookups.seq_lens)) left |= kLens;
+    for (const int end : {0, 1}) {
+      kvx_end_lookup_t *const lookup = end ? &lookups.dst : &lookups.src;
+      tables[end].format = KVX_BLOCK_TABLE_PACKED;
+      slots[end].invalid_slot = -1;
+      if (!read(3 * end + 1, &tables[end], &lookup->block_table)) left |= kIndices;
+      if (!read(3 * end + 2, &slots[end], &lookup->slots)) left |= kIndices;
+      if (!read(3 * end + 3, &starts[end], &lookup->starts)) left |= kLens;
+    }
+    if (left) return left_to_python(left);
+
+    uint64_t num_tokens = 0;
+    int64_t longest = 0;
+    const bool counts = token_bytes && lens.size && bound.memory == KVX_MEMORY_HOST;
+    if (counts && lens.dtype == KVX_DTYPE_S32) measure<int32_t>(lens, &num_tokens, &longest);
+    if (counts && lens.dtype == KVX_DTYPE_S64) measure<int64_t>(lens, &num_tokens, &longest);
+    const bool is_brief = counts && static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
+    kvx_status_t status;
+    const auto run = [&](void *stream) { return function(plan, &lookups, stream); };
+    if (!bound.call(given, is_brief, &status, run)) return nullptr;
+    return PyLong_FromLong(status);
+  }
+};
+
 // What tensors are and where they lie, as bytes to compare or to look up.
 struct Identity {
   static constexpr char kName[] = "kvx.identity";
@@ -399,6 +452,11 @@ KVX_API PyObject *kvx_python_migrate(const kvx::Binding *bound, decltype(&kvx_mi
                                      const kvx_migrate_desc_t *like, uint64_t token_bytes,
                                      uint64_t table_rows) {
   return kvx::function_of(kvx::Migrate{*bound, function, like, token_bytes, table_rows});
+}
+
+KVX_API PyObject *kvx_python_plan(const kvx::Binding *bound, decltype(&kvx_plan_run) function,
+                                  const kvx_plan_t *plan, uint64_t token_bytes) {
+  return kvx::function_of(kvx::RunPlan{*bound, function, plan, token_bytes});
 }
 
 KVX_API PyObject *kvx_python_identity(const kvx::TensorType *tensors) {

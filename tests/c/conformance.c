@@ -184,6 +184,31 @@ OFFSET_IS(kvx_find_desc_t, view, 8);
 OFFSET_IS(kvx_find_desc_t, seq_lens, 16);
 OFFSET_IS(kvx_find_desc_t, place_count, 24);
 OFFSET_IS(kvx_find_desc_t, places, 32);
+
+SIZE_IS(kvx_end_lookup_t, 24);
+SIZE_IS(kvx_plan_lookups_t, 64);
+OFFSET_IS(kvx_plan_lookups_t, seq_lens, 8);
+OFFSET_IS(kvx_plan_lookups_t, src, 16);
+OFFSET_IS(kvx_plan_lookups_t, dst, 40);
+
+SIZE_IS(kvx_plane_info_t, 80);
+OFFSET_IS(kvx_plane_info_t, src_dtype, 16);
+OFFSET_IS(kvx_plane_info_t, launch, 32);
+OFFSET_IS(kvx_plane_info_t, kernel, 40);
+OFFSET_IS(kvx_plane_info_t, num_vectors, 48);
+OFFSET_IS(kvx_plane_info_t, run_bytes, 72);
+
+SIZE_IS(kvx_plan_info_t, 96);
+OFFSET_IS(kvx_plan_info_t, is_exact, 20);
+OFFSET_IS(kvx_plan_info_t, num_sequences, 24);
+OFFSET_IS(kvx_plan_info_t, bytes_written, 72);
+OFFSET_IS(kvx_plan_info_t, copy_bytes_per_second, 80);
+OFFSET_IS(kvx_plan_info_t, seconds, 88);
+
+SIZE_IS(kvx_range_t, 32);
+OFFSET_IS(kvx_range_t, src, 8);
+OFFSET_IS(kvx_range_t, bytes, 24);
+
 SIZE_IS(kvx_migrate_desc_t, 40);
 OFFSET_IS(kvx_migrate_desc_t, flags, 4);
 OFFSET_IS(kvx_migrate_desc_t, num_heads, 8);

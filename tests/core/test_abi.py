@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvx_core import InternalError, InvalidArgumentError, Status, _abi
+from kvx_core import InternalError, InvalidArgumentError, Status, _abi, _abi_plan
 from kvx_core.errors import BY_STATUS
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
 
@@ -20,8 +20,8 @@ CXX = os.environ.get("CXX", "g++")
 
 STRUCTS = {
     name: struct
-    for name, struct in vars(_abi).items()
-    if name.startswith("kvx_") and name.endswith("_t")
+    for name, struct in (vars(_abi) | vars(_abi_plan)).items()
+    if name.startswith("kvx_") and name.endswith("_t") and issubclass(struct, ctypes.Structure)
 }
 
 # Python name: what the header calls it.
@@ -38,6 +38,10 @@ CONSTANTS = {
     "KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX": _abi.FLAG_KVCACHEINDEX,
     "KVX_FLAG_ZERO_FILL": _abi.FLAG_ZERO_FILL,
     "KVX_BLOCK_TABLE_FLAG_EXACT": _abi.FLAG_EXACT,
+    "KVX_PLANE_INFO_CONVERTS": _abi_plan.CONVERTS,
+    "KVX_PLANE_INFO_EXACT": _abi_plan.EXACT,
+    "KVX_PLANE_INFO_JOINED": _abi_plan.JOINED,
+    "KVX_PLANE_INFO_FINDS_SCALES": _abi_plan.FINDS_SCALES,
     "KVX_NULL_BLOCK(0)": _abi.null_block_plus_1(0),
     "KVX_NULL_BLOCK(7)": _abi.null_block_plus_1(7),
 }
@@ -69,7 +73,7 @@ def test_structs_are_those_of_the_headers(tmp_path: Path) -> None:
         tmp_path, f'#include <cstdio>\n#include "kvx/kvx_ext.h"\nint main() {{\n{body}\n}}\n'
     )
     assert found.splitlines() == expected
-    assert len(STRUCTS) == 20
+    assert len(STRUCTS) == 25
 
 
 def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:
