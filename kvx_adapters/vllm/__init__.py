@@ -11,6 +11,7 @@ strides and storage; what does not agree, or is not known here, is refused. `sel
 of a worker since 0.26; `live_*` do that for an engine that runs in this process.
 """
 
+from kvx_adapters.vllm.amx import amx_planes
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
 from kvx_adapters.vllm.facts import cache_facts
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
@@ -24,6 +25,7 @@ __all__ = [
     "NULL_BLOCK_ID",
     "LayerGroup",
     "LayerSpec",
+    "amx_planes",
     "block_table",
     "cache_desc",
     "cache_facts",

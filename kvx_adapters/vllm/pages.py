@@ -262,7 +262,8 @@ def _check_isa(spec: LayerSpec) -> None:
     if spec.isa == "amx":
         raise UnsupportedError(
             "isa is 'amx', expected 'vec' or 'vec16': AMX pages are tiles of 16 x 2 elements, "
-            "which strides cannot say. Run vLLM with dtype float32 or float16, where it uses 'vec'"
+            "which a CacheDesc cannot say. Describe them as planes with amx_planes, or run vLLM "
+            "with dtype float32 or float16, where it uses 'vec'"
         )
     if spec.isa not in _CPU_PLANES:
         raise UnsupportedError(
