@@ -96,13 +96,15 @@ def test_planes_with_split_axes(way: type[Planned], src: Any, dst: Any, seed: in
 
 def test_planes_are_described_by_layer_and_role() -> None:
     on = Planned("cpu", Memory.HOST)
-    ends = []
+    views, ends = [], []
     for make, blocks in ((planes.bnhd, 4), (planes.bhnd, 5)):
         of_end = [make(blocks, 6, 2, 16, torch.float16) for _ in range(3)]
         for plane, (layer, role) in zip(of_end, ((7, 4), (7, 2), (9, 4)), strict=True):
             plane.layer, plane.role = layer, role
-        ends.append(planes.View(of_end, [[1]]).to_c(on))
-    lens = on.seq_lens(torch.tensor([5]))
+        views.append(planes.View(of_end, [[1]]))
+        ends.append(views[-1].to_c(on))
+    lengths = torch.tensor([5])
+    lens = on.seq_lens(lengths)
     desc = _abi.kvx_migrate_desc_t(
         seq_lens=ctypes.pointer(lens), src=ctypes.pointer(ends[0]), dst=ctypes.pointer(ends[1])
     )
