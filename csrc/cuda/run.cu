@@ -259,7 +259,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
 }
 
 void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes) {
-  const bool runs = !plan.copy_engine && plan.rows.count && row_bound(plan);
+  const bool runs = !plan.copy_engine && plan.rows.count && row_bound(plan, 0);
   for (uint32_t first = 0; first < plan.pairs.size(); ++first) {
     if (next_of_kind(plan, first, 0) != first) continue;
     const char *const name =
