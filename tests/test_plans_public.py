@@ -20,7 +20,7 @@ from kvx_core._abi_plan import (
 )
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.types import DType, Memory, ScaleGranularity
-from tests import reference, tables, test_migrate
+from tests import planes, reference, tables, test_migrate
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.calls import Backend
 from tests.plans import Migration, Plan, Range, planned
@@ -36,15 +36,16 @@ def bury(desc: Any, buried: set[int] | None = None) -> None:
     if ctypes.addressof(desc) in buried:
         return
     buried.add(ctypes.addressof(desc))
-    num_layers = getattr(desc, "num_layers", 0)
+    counts = {name: getattr(desc, "num_layers", 0) for name, *_ in desc._fields_}
+    counts["planes"] = getattr(desc, "num_planes", 0)
     for name, kind, *_ in desc._fields_:
         value = getattr(desc, name)
         if isinstance(value, ctypes._Pointer) and value:
             if issubclass(kind._type_, ctypes._Pointer):
-                for i in range(num_layers):
+                for i in range(counts[name]):
                     if value[i]:
                         bury(value[i].contents, buried)
-                ctypes.memset(value, 0xA5, num_layers * 8)
+                ctypes.memset(value, 0xA5, counts[name] * 8)
             else:
                 bury(value.contents, buried)
     ctypes.memset(ctypes.addressof(desc), 0xA5, ctypes.sizeof(desc))
@@ -61,6 +62,57 @@ class Planned(Backend):
             bury(structs[0])
             plan.run()
         return None
+
+
+class Listed(Planned):
+    """A backend whose migrations are lists of copies, which the test carries out."""
+
+    def call(self, function: str, *structs: Any) -> None:
+        assert function == "kvx_migrate_kv"
+        with planned(self, structs[0]) as plan:
+            ranges = plan.ranges()
+            _, infos = plan.describe()
+        for number, plane in enumerate(infos):
+            assert sum(r[3] for r in ranges if r[0] == number) == plane.bytes_written
+        carry_out(ranges)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("way", [Planned, Listed])
+@pytest.mark.parametrize("dst", [planes.bhnd, planes.tiles, planes.threes])
+@pytest.mark.parametrize("src", [planes.bnhd, planes.pairs, planes.packed_dim])
+def test_planes_with_split_axes(way: type[Planned], src: Any, dst: Any, seed: int) -> None:
+    """Parts of tokens and of dim, null blocks and zeros."""
+    on = way("cpu", Memory.HOST)
+    from_, to = src(4, 48, 2, 32, torch.bfloat16), dst(3, 96, 2, 32, torch.bfloat16)
+    from_.role = to.role = 40 + seed
+    planes.randomize(from_, seed)
+    ends = (
+        planes.View([from_], [[3, 1], [2, -1]], [seed, 16]),
+        planes.View([to], [[2, 0], [1, -1]], [3 * seed, 7]),
+    )
+    planes.check(on, *ends, [71, 64], zero_fill=True)
+
+
+def test_planes_are_described_by_layer_and_role() -> None:
+    on = Planned("cpu", Memory.HOST)
+    views, ends = [], []
+    for make, blocks in ((planes.bnhd, 4), (planes.bhnd, 5)):
+        of_end = [make(blocks, 6, 2, 16, torch.float16) for _ in range(3)]
+        for plane, (layer, role) in zip(of_end, ((7, 4), (7, 2), (9, 4)), strict=True):
+            plane.layer, plane.role = layer, role
+        views.append(planes.View(of_end, [[1]]))
+        ends.append(views[-1].to_c(on))
+    lengths = torch.tensor([5])
+    lens = on.seq_lens(lengths)
+    desc = _abi.kvx_migrate_desc_t(
+        seq_lens=ctypes.pointer(lens), src=ctypes.pointer(ends[0]), dst=ctypes.pointer(ends[1])
+    )
+    with planned(on, desc) as plan:
+        info, infos = plan.describe()
+    assert [(plane.layer, plane.role) for plane in infos] == [(7, 4), (7, 2), (9, 4)]
+    assert {(plane.num_heads, plane.vector_size) for plane in infos} == {(2, 16)}
+    assert info.bytes_written == 3 * 5 * 2 * 16 * 2
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
     case KVX_DTYPE_F8_E4M3:
       *numbers = {4, -9, 8};
       return true;
+    case KVX_DTYPE_F8_E4M3FNUZ:
+      *numbers = {4, -10, 7};
+      return true;
     case KVX_DTYPE_F8_E5M2:
       *numbers = {3, -16, 15};
       return true;

@@ -1,0 +1,116 @@
+"""The examples of docs/plans.md, run as they stand."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+
+import kvx_core
+from kvx_core import CacheDesc, CacheFacts, CacheView, describe
+from kvx_core.one_end import cut, cut_of, one_end
+from kvx_core.types import Layout
+from tests.native import CC, ROOT, compile_program, run
+
+PAGE = (ROOT / "docs/plans.md").read_text()
+
+C_PROGRAM = r"""
+#include <stdio.h>
+#include <string.h>
+#include "kvx/kvx_ext.h"
+
+static int fail(const char *why) { return puts(why), 1; }
+
+static kvx_tensor_desc_t tensor(float *data, kvx_layout_t layout) {
+  kvx_tensor_desc_t made = {sizeof made, KVX_DTYPE_F32, layout, KVX_MEMORY_HOST, 4};
+  const int64_t shape[4] = {3, 2, 2, 2}, stride[4] = {8, 4, 2, 1};
+  memcpy(made.shape, shape, sizeof shape), memcpy(made.stride, stride, sizeof stride);
+  made.data = data;
+  return made;
+}
+
+int main(void) {
+  static float a[24], b[24];
+  const int64_t one[1] = {1}, two[1] = {2}, none = 0, length = 2;
+  kvx_cache_desc_t from = {sizeof from, 3, 2, 2, 2, tensor(a, KVX_LAYOUT_BLOCK_NHD)};
+  kvx_cache_desc_t to = {sizeof to, 3, 2, 2, 2, tensor(b, KVX_LAYOUT_BLOCK_HND)};
+  from.v.size = to.v.size = sizeof from.v;
+  const kvx_cache_desc_t *const src_layers[] = {&from}, *const dst_layers[] = {&to};
+  kvx_block_table_t table = {sizeof table, KVX_BLOCK_TABLE_PACKED, KVX_DTYPE_S64};
+  table.seq_count = table.max_blocks_per_seq = table.indices_count = 1;
+  table.indices = one;
+  kvx_block_table_t other_src = table, other_dst = table;
+  other_dst.indices = two;
+  kvx_seq_lens_t lens = {sizeof lens, KVX_DTYPE_S64, 1, &none}, other_lens = lens;
+  other_lens.lengths = &length;
+  kvx_view_t src = {sizeof src, 1, src_layers, &table}, dst = {sizeof dst, 1, dst_layers, &table};
+  kvx_migrate_desc_t migrate = {sizeof migrate};
+  migrate.seq_lens = &lens, migrate.src = &src, migrate.dst = &dst;
+  for (int i = 0; i < 24; ++i) a[i] = (float)i;
+  %s
+  if (status != KVX_STATUS_OK) return fail(kvx_last_error());
+  for (int i = 0; i < 24; ++i) printf("%%g ", b[i]);
+  return 0;
+}
+"""
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def views() -> tuple[CacheView, CacheView]:
+    generator = torch.Generator().manual_seed(1)
+
+    def view(shape: tuple[int, ...], layout: Layout) -> CacheView:
+        tensors = [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+        layers = [
+            CacheDesc.from_kv(describe(k, layout), describe(v, layout))
+            for k, v in (tensors[:2], tensors[2:])
+        ]
+        return CacheView(tuple(layers), CacheFacts())
+
+    return view((9, 16, 8, 128), Layout.BLOCK_NHD), view((6, 8, 32, 128), Layout.BLOCK_HND)
+
+
+def test_python_examples(capsys: object) -> None:
+    src, dst = views()
+    names = {"src": src, "dst": dst, "kvx_core": kvx_core, "math": math}
+    names |= {"one_end": one_end, "cut": cut, "cut_of": cut_of}
+    blocks = examples("python")
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    shown = re.search(r"^    PlanInfo.*?\n\n", PAGE, re.DOTALL | re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
+    assert shown is not None
+    expected = [line[4:] for line in shown[0].rstrip().splitlines()]
+
+    def without_figures(line: str) -> str:
+        return re.sub(r"\d+ threads?, |, about .*", "", line)
+
+    assert list(map(without_figures, printed)) == list(map(without_figures, expected))
+    k_from, k_to = src.layers[1].k.owner, dst.layers[1].k.owner
+    for token in range(33):
+        block, to = (5, 2, 7)[token // 16], (4, 0)[token // 32]
+        assert torch.equal(k_to[to, :, token % 32], k_from[block, token % 16])
+
+
+def test_c_example(tmp_path: Path) -> None:
+    (block,) = examples("c")
+    source = tmp_path / "plan.c"
+    source.write_text(C_PROGRAM % block)
+    library = Path(kvx_core._abi.library_path())
+    program = compile_program(
+        [CC, "-std=c11", "-Wall", "-Werror"],
+        source,
+        tmp_path / "plan",
+        include=ROOT / "csrc/include",
+        library=library,
+    )
+    first, *numbers = run([program], env={"LD_LIBRARY_PATH": str(library.parent)}).splitlines()
+    assert re.fullmatch(r"0 bytes in about 0 us", first)
+    # Block 1 of [token, head, dim] in block 2 of [head, token, dim].
+    assert numbers[0].split() == ["0"] * 16 + ["8", "9", "12", "13", "10", "11", "14", "15"]
