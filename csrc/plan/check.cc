@@ -72,8 +72,9 @@ class End {
 
  private:
   kvx_status_t check_entries(uint64_t begin, uint64_t count) const {
-    const uint64_t end = std::min<uint64_t>(begin + count, lookup_.indices_count);
-    for (uint64_t i = begin; i < end; ++i) {
+    const uint64_t end =
+        std::min<uint64_t>(index_of(lookup_, begin + count, 0), lookup_.indices_count);
+    for (uint64_t i = index_of(lookup_, begin, 0); i < end; ++i) {
       const int64_t entry = lookup_.indices[i];
       Place place;
       const Fault fault = place_of(lookup_, entry, 0, &place);
@@ -157,13 +158,13 @@ class Blocks {
 kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
   for (const LookupPair &lookup : plan.lookups) {
     Blocks sources;
-    KVX_TRY(
-        walk(plan, lookup, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-          if (from.block >= 0 && to.block >= 0) sources.add(from);
-          return KVX_STATUS_OK;
-        }));
+    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
+                 [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+                   if (from.block >= 0 && to.block >= 0) sources.add(from);
+                   return KVX_STATUS_OK;
+                 }));
     sources.sort();
-    KVX_TRY(walk(plan, lookup, 0, tokens,
+    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
                  [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
                    const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
                    if (!written || !sources.contain(to)) return KVX_STATUS_OK;
@@ -207,7 +208,7 @@ kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &pl
 kvx_status_t check_scale_values(const Plan &plan, const PlanePair &pair, uint64_t tokens,
                                 const FieldNames &names) {
   if (!pair.src_scales.data && !pair.dst_scales.data) return KVX_STATUS_OK;
-  return walk(plan, plan.lookups[pair.lookup], 0, tokens,
+  return walk(plan, pair, 0, tokens,
               [&](uint64_t, const Place &from, const Place &to, uint64_t count) -> kvx_status_t {
                 if (from.block < 0 || to.block < 0) return KVX_STATUS_OK;
                 KVX_TRY(check_scales_at(pair, false, from, count, names));

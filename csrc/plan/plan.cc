@@ -372,6 +372,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     }
     PlanePair &pair = plan->pairs.add();
     pair.lookup = static_cast<uint8_t>(plan->lookups.size() - 1);
+    pair.plane = is_v;
     pair.is_v = is_v;
     pair.num_heads = cache.num_kv_heads;
     pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
@@ -400,7 +401,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   }
   plan->pairs.reserve(size_t{2} * src.num_layers + src.num_planes);
   plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
-  for (uint32_t l = 0; l < src.num_layers; ++l) {
+  for (uint32_t l = 0, plane = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
     for (const bool is_v : {false, true}) {
       const kvx_tensor_desc_t &src_tensor = is_v ? from.v : from.k;
@@ -408,6 +409,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
       if (is_absent(src_tensor)) break;
       PlanePair &pair = plan->pairs.add();
       pair.lookup = is_v && offsets;
+      pair.plane = plane++;
       pair.is_v = is_v;
       pair.num_heads = migrate.num_heads ? migrate.num_heads : from.num_kv_heads;
       pair.head_dim = static_cast<uint32_t>(dim_of(src_tensor));
