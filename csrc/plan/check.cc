@@ -3,6 +3,7 @@
 #include "plan/check.h"
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "desc/scale.h"
@@ -177,6 +178,93 @@ kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
   return KVX_STATUS_OK;
 }
 
+// Memory that a call reads or writes: a block of a plane, or an array of indices.
+struct Piece {
+  uintptr_t begin, end;
+  size_t pair;  // whose block it is
+  bool written;
+
+  bool operator<(const Piece &other) const {
+    return std::tie(begin, end, pair, written) <
+           std::tie(other.begin, other.end, other.pair, other.written);
+  }
+  bool operator==(const Piece &other) const { return !(*this < other) && !(other < *this); }
+};
+
+class Pieces {
+ public:
+  void add(const Ints &ints, uint64_t count) {
+    if (ints.data && count)
+      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false);
+  }
+
+  // The block of a plane, as far as the heads of the pair reach.
+  void add(const PlanePair &pair, const Plane &plane, Place place, uint32_t tokens, size_t number,
+           bool written) {
+    place.offset = 0;
+    const int64_t packs = (pair.head_dim - 1) / plane.pack;
+    const int64_t last =
+        (tokens - 1) * plane.token_stride + (int64_t{pair.num_heads} - 1) * plane.head_stride +
+        packs * plane.outer_stride +
+        std::min<int64_t>(pair.head_dim, plane.pack) * plane.inner_stride - plane.inner_stride;
+    add(address_of(plane, place), static_cast<uint64_t>(last + size_of(plane.dtype)), number,
+        written);
+  }
+
+  kvx_status_t check() {
+    std::sort(all_.begin(), all_.end());
+    all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
+    uintptr_t read = 0, written = 0;  // where the furthest so far ends
+    for (const Piece &piece : all_) {
+      if (piece.begin < written || (piece.written && piece.begin < read)) {
+        return KVX_INVALID(
+            "the bytes at %p are those of a block that the call writes, and of another block or "
+            "an array of indices; expected them apart (spec E.12)",
+            reinterpret_cast<const void *>(piece.begin));
+      }
+      uintptr_t &furthest = piece.written ? written : read;
+      furthest = std::max(furthest, piece.end);
+    }
+    return KVX_STATUS_OK;
+  }
+
+ private:
+  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written) {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const Piece piece{begin, begin + bytes, pair, written};
+    if (all_.empty() || !(all_.back() == piece)) all_.push_back(piece);
+  }
+
+  std::vector<Piece> all_;
+};
+
+// Where blocks lie anywhere, those that are written lie apart from all else that the call accesses.
+kvx_status_t check_apart(const Plan &plan, uint64_t tokens) {
+  bool any = false;
+  for (const LookupPair &lookup : plan.lookups) any |= lookup.differs_by_plane();
+  if (!any) return KVX_STATUS_OK;
+  Pieces pieces;
+  for (const LookupPair &lookup : plan.lookups) {
+    for (const Lookup *a : {&lookup.src, &lookup.dst}) {
+      pieces.add(a->indices, a->indices_count);
+      pieces.add(a->indptr, uint64_t{a->num_rows} + 1);
+      pieces.add(a->starts, plan.rows.count);
+    }
+  }
+  pieces.add(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len);
+  for (size_t i = 0; i < plan.pairs.size(); ++i) {
+    const PlanePair &pair = plan.pairs[i];
+    const LookupPair &lookup = plan.lookups[pair.lookup];
+    walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+      if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
+      pieces.add(pair, pair.dst, to, lookup.dst.block_size, i, true);
+      if (from.block >= 0) pieces.add(pair, pair.src, from, lookup.src.block_size, i, false);
+      return KVX_STATUS_OK;
+    });
+  }
+  return pieces.check();
+}
+
 // The scales of `count` tokens from `place` on.
 kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &place, uint64_t count,
                              const FieldNames &names) {
@@ -236,6 +324,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, *tokens));
+  KVX_TRY(check_apart(plan, *tokens));
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

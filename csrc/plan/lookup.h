@@ -29,7 +29,7 @@ struct Ints {
   }
 };
 
-enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets };
+enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers };
 
 // How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
 struct Lookup {
@@ -44,6 +44,7 @@ struct Lookup {
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
   uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
   uint32_t planes_per_entry;    // an entry has an index for each plane of the view; 0: one for all
+  uint32_t pointer_shift;       // POINTERS: bits of an address that are 0; the rest is the block id
   uint32_t indices_count;       // entries of `indices`, times planes_per_entry
   uint64_t num_blocks;          // bound of a block id
   uint64_t secondary_blocks;    // bound of a block id in the secondary pool
@@ -80,6 +81,7 @@ enum class Fault : uint8_t {
   kStart,        // negative
   kCapacity,     // a row needs more than its table, or its block, holds
   kIndptr,       // out of order
+  kPointer,      // not aligned, or no address
   kExact,        // a RAGGED row has more or fewer entries than tokens
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
@@ -188,6 +190,14 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
       place->block = entry;
       return Fault::kNone;
     }
+    case LookupMode::kPointers: {
+      *place = {-1, offset, a.block_size - offset, false};
+      const int64_t block = entry >> a.pointer_shift;
+      if (entry == 0) return Fault::kNone;
+      if (entry < 0 || block << a.pointer_shift != entry) return Fault::kPointer;
+      place->block = block;
+      return Fault::kNone;
+    }
     case LookupMode::kKvOffsets:
       break;
   }
@@ -212,6 +222,7 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
 // What an entry that place_of refuses had to stay below: tokens, or blocks of its pool.
 KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
   if (a.mode == LookupMode::kSlots) return a.num_blocks * a.block_size;
+  if (a.mode == LookupMode::kPointers) return uint64_t{1} << a.pointer_shift;
   return a.mode == LookupMode::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
                                                                              : a.num_blocks;
 }
