@@ -213,8 +213,12 @@ def test_blocks_that_meet_what_is_written_are_refused(backend: Backend, which: s
             assert torch.equal(block.view(torch.int16), right.view(torch.int16))
 
 
-def test_from_python() -> None:
-    """Blocks given as tensors, and a table that keeps them alive."""
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_from_python(interleaved: bool) -> None:
+    """Blocks given as tensors, and a table that keeps them alive.
+
+    interleaved: V's vectors follow K's at the destination, so that the blocks of the two overlap
+    """
     values = torch.randn(3, 2, 1, BS, HEADS, DIM)  # [block][K, V]
     blocks = [[block[0].clone(), block[1].clone()] for block in values]
     layer = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in blocks[0]))
@@ -222,7 +226,10 @@ def test_from_python() -> None:
     assert repr(table) == "BlockTable(1 sequence x 3 blocks, POINTERS, uint64)"
     end = CacheView((layer,), CacheFacts()).at(block_table=table)
     del blocks
-    out = torch.full((1, 2, 12, HEADS, DIM), -1.0)
+    if interleaved:
+        out = torch.full((1, 12, HEADS, 2, DIM), -1.0).permute(0, 3, 1, 2, 4)
+    else:
+        out = torch.full((1, 2, 12, HEADS, DIM), -1.0)
     dense = CacheDesc.from_kv(*(describe(out[:, kv], "BLOCK_NHD") for kv in (0, 1)))
     copy_tokens(end, CacheView((dense,), CacheFacts(), dense=True).at(), SeqLens.of([11]))
     for kv in (0, 1):
@@ -233,3 +240,38 @@ def test_from_python() -> None:
     found = find_tokens(end, SeqLens.of([11]))
     assert (found["block"] >= 0).tolist() == [True] * 4 + [False] * 4 + [True] * 3
     assert found["offset"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_gather(backend: Backend, seed: int) -> None:
+    """Layer 0 alone: an address for K and one for V of each block."""
+    source, ids = Stack.of(backend, seed), tables(seed)[0]
+    table = torch.zeros(3, 3, 2, dtype=torch.int64)
+    for row, column in ((0, 0), (0, 1), (0, 2), (2, 0), (2, 1)):
+        for plane in (0, 1):
+            table[row, column, plane] = backend.address(source.blocks[plane][ids[row][column]])
+    table[0, 1, 1] = 0
+    key, value = torch.full((2, 3, 9, HEADS, DIM), -1.0, dtype=torch.bfloat16)
+    lens = torch.tensor(LENGTHS)
+    gather = _abi.kvx_gather_desc_t(
+        io=backend.io(key, value, 27),
+        block_table=_abi.kvx_block_table_t(
+            format=4,
+            index_dtype=9,
+            seq_count=3,
+            max_blocks_per_seq=3,
+            indices=backend.address(table),
+            indices_count=18,
+        ),
+        seq_lens=backend.seq_lens(lens),
+        max_seq_len=9,
+    )
+    backend.call("kvx_gather_kv", source.cache(0, pointers=True), gather)
+    for plane, out in enumerate((key, value)):
+        expected = torch.full_like(out, -1.0)
+        for row, length in enumerate(LENGTHS):
+            for token in range(length):
+                column, offset = divmod(token, BS)
+                if (row, column, plane) != (0, 1, 1):
+                    expected[row, token] = source.blocks[plane][ids[row][column]][offset]
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))

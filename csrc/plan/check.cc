@@ -183,10 +183,11 @@ struct Piece {
   uintptr_t begin, end;
   size_t pair;  // whose block it is
   bool written;
+  bool anywhere;  // a block that a table names by its address
 
   bool operator<(const Piece &other) const {
-    return std::tie(begin, end, pair, written) <
-           std::tie(other.begin, other.end, other.pair, other.written);
+    return std::tie(begin, end, pair, written, anywhere) <
+           std::tie(other.begin, other.end, other.pair, other.written, other.anywhere);
   }
   bool operator==(const Piece &other) const { return !(*this < other) && !(other < *this); }
 };
@@ -195,43 +196,54 @@ class Pieces {
  public:
   void add(const Ints &ints, uint64_t count) {
     if (ints.data && count)
-      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false);
+      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false,
+          false);
   }
 
   // The block of a plane, as far as the heads of the pair reach.
-  void add(const PlanePair &pair, const Plane &plane, Place place, uint32_t tokens, size_t number,
-           bool written) {
+  void add(const PlanePair &pair, const Plane &plane, Place place, const Lookup &lookup,
+           size_t number, bool written) {
     place.offset = 0;
     const int64_t packs = (pair.head_dim - 1) / plane.pack;
     const int64_t last =
-        (tokens - 1) * plane.token_stride + (int64_t{pair.num_heads} - 1) * plane.head_stride +
-        packs * plane.outer_stride +
+        (int64_t{lookup.block_size} - 1) * plane.token_stride +
+        (int64_t{pair.num_heads} - 1) * plane.head_stride + packs * plane.outer_stride +
         std::min<int64_t>(pair.head_dim, plane.pack) * plane.inner_stride - plane.inner_stride;
     add(address_of(plane, place), static_cast<uint64_t>(last + size_of(plane.dtype)), number,
-        written);
+        written, lookup.planes_per_entry != 0);
   }
 
   kvx_status_t check() {
     std::sort(all_.begin(), all_.end());
     all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
-    uintptr_t read = 0, written = 0;  // where the furthest so far ends
+    uintptr_t ends[2][2] = {};  // where the furthest so far ends: [written][anywhere]
     for (const Piece &piece : all_) {
-      if (piece.begin < written || (piece.written && piece.begin < read)) {
-        return KVX_INVALID(
-            "the bytes at %p are those of a block that the call writes, and of another block or "
-            "an array of indices; expected them apart (spec E.12)",
-            reinterpret_cast<const void *>(piece.begin));
+      for (const bool written : {false, true}) {
+        for (const bool anywhere : {false, true}) {
+          // Blocks that have ids have been compared by their tensors.
+          if (piece.begin < ends[written][anywhere] && (piece.written || written) &&
+              (piece.anywhere || anywhere)) {
+            return fail_piece(piece);
+          }
+        }
       }
-      uintptr_t &furthest = piece.written ? written : read;
+      uintptr_t &furthest = ends[piece.written][piece.anywhere];
       furthest = std::max(furthest, piece.end);
     }
     return KVX_STATUS_OK;
   }
 
  private:
-  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written) {
+  [[gnu::cold]] static kvx_status_t fail_piece(const Piece &piece) {
+    return KVX_INVALID(
+        "the bytes at %p are those of a block that the call writes, and of another block or "
+        "an array of indices; expected them apart (spec E.12)",
+        reinterpret_cast<const void *>(piece.begin));
+  }
+
+  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written, bool anywhere) {
     const auto begin = reinterpret_cast<uintptr_t>(data);
-    const Piece piece{begin, begin + bytes, pair, written};
+    const Piece piece{begin, begin + bytes, pair, written, anywhere};
     if (all_.empty() || !(all_.back() == piece)) all_.push_back(piece);
   }
 
@@ -257,8 +269,8 @@ kvx_status_t check_apart(const Plan &plan, uint64_t tokens) {
     const LookupPair &lookup = plan.lookups[pair.lookup];
     walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
       if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
-      pieces.add(pair, pair.dst, to, lookup.dst.block_size, i, true);
-      if (from.block >= 0) pieces.add(pair, pair.src, from, lookup.src.block_size, i, false);
+      pieces.add(pair, pair.dst, to, lookup.dst, i, true);
+      if (from.block >= 0) pieces.add(pair, pair.src, from, lookup.src, i, false);
       return KVX_STATUS_OK;
     });
   }
