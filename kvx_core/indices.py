@@ -24,7 +24,12 @@ def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
     return contiguous(name, borrow_ints(name, numbers), 1)
 
 
-def contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
+def contiguous(
+    name: str,
+    borrowed: Borrowed,
+    ndim: int,
+    dtypes: tuple[DType, DType] = (DType.S32, DType.S64),
+) -> Borrowed:
     """Integers without strides: the ABI's tables have none, and Python reads some of them too."""
     if len(borrowed.shape) != ndim:
         raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
@@ -33,9 +38,10 @@ def contiguous(name: str, borrowed: Borrowed, ndim: int) -> Borrowed:
             f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
             "contiguous. Pass a contiguous copy"
         )
-    if borrowed.dtype not in (DType.S32, DType.S64):
+    if borrowed.dtype not in dtypes:
+        expected = " or ".join(dtype.array_name for dtype in dtypes)
         raise InvalidArgumentError(
-            f"{name}.dtype is {borrowed.dtype.array_name}, expected int32 or int64"
+            f"{name}.dtype is {borrowed.dtype.array_name}, expected {expected}"
         )
     return borrowed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +167,36 @@ class BlockTable:
         )
 
     @classmethod
+    def pointers(
+        cls, blocks: TensorLike | Sequence[Sequence[Sequence[TensorLike | int | None]]]
+    ) -> Self:
+        """The address of each block, for caches whose blocks lie anywhere. Spec: E.12
+
+        blocks: (seq_count, max_blocks_per_seq, planes), int64 or uint64, contiguous: where the
+                block begins in K of layer 0, V of layer 0, K of layer 1, ...; 0 is a null block. Or
+                a list of rows of blocks, each a list with a tensor, an address or None per plane;
+                tensors are kept alive, rows padded with null blocks to the longest
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        kept: object = None
+        if not is_tensor(blocks):
+            kept, blocks = blocks, _addresses(blocks)  # type: ignore[arg-type]
+        table = contiguous(
+            "block_table.indices", borrow(blocks, name="block_table"), 3, (DType.S64, DType.U64)
+        )
+        seq_count, max_blocks_per_seq, planes = table.shape
+        return cls(
+            format=BlockTableFormat.POINTERS,
+            index_dtype=DType.U64,
+            seq_count=seq_count,
+            max_blocks_per_seq=max_blocks_per_seq,
+            indices=table.data,
+            indices_count=seq_count * max_blocks_per_seq * planes,
+            memory=table.memory,
+            owner=table.owner if kept is None else (table.owner, kept),
+        )
+
+    @classmethod
     def of(cls, table: BlockTable | TensorLike | Sequence[Sequence[int]]) -> BlockTable:
         """`table` itself if it is a BlockTable, else `packed`."""
         return table if isinstance(table, BlockTable) else cls.packed(table)
@@ -188,7 +218,8 @@ class BlockTable:
         if self.memory is not Memory.DEVICE:
             return self
         if self.format is not BlockTableFormat.RAGGED:
-            indices, owner = _host_copy("block_table.indices", self.indices, self.owner)
+            held = self.owner[0] if isinstance(self.owner, tuple) else self.owner
+            indices, owner = _host_copy("block_table.indices", self.indices, held)
             return replace(self, indices=indices, memory=Memory.HOST, owner=owner)
         owners = self.owner if isinstance(self.owner, tuple) else (self.owner, self.owner)
         indices, ids = _host_copy("block_table.indices", self.indices, owners[0])
@@ -356,3 +387,21 @@ def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
         )
     copy = owner.cpu()
     return copy.data_ptr() + at - owner.data_ptr(), copy
+
+
+def _addresses(rows: Sequence[Sequence[Sequence[TensorLike | int | None]]]) -> npt.NDArray[Any]:
+    """Blocks given one by one as (seq_count, max_blocks_per_seq, planes) addresses."""
+    planes = {len(block) for row in rows for block in row}
+    if len(planes) > 1:
+        raise InvalidArgumentError(
+            f"block_table has blocks with {sorted(planes)} planes, expected the same number in all"
+        )
+    table = np.zeros((len(rows), max(1, *map(len, rows), 1), max(planes, default=1)), np.uint64)
+    for i, row in enumerate(rows):
+        for j, block in enumerate(row):
+            for k, plane in enumerate(block):
+                if is_tensor(plane):
+                    table[i, j, k] = borrow(plane, name=f"block_table[{i}][{j}][{k}]").data
+                elif plane is not None:
+                    table[i, j, k] = address(f"block_table[{i}][{j}][{k}]", plane)
+    return table

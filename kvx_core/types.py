@@ -105,6 +105,7 @@ class BlockTableFormat(_Named):
     PACKED = 1
     RAGGED = 2
     KV_OFFSETS = 3
+    POINTERS = 4
 
 
 class ScaleGranularity(_Named):

@@ -332,6 +332,26 @@ def find(on: Backend) -> Call:
     return replace(call, function="kvx_find_tokens", arguments=("find",))
 
 
+def migrate_pointers(on: Backend, dtype: torch.dtype = BF16) -> Call:
+    """The same blocks of the source, by their addresses."""
+    call = migrate(on, dtype=dtype)
+    (cache, _), view = call.caches, call.roots["src"]
+    halves = [half for layer in cache.layers for half in layer.halves()]
+    table = torch.zeros(2, 3, len(halves), dtype=torch.int64)
+    for row, blocks in enumerate([[1, 4, 0], [2, 3]]):
+        for column, block in enumerate(blocks):
+            for plane, half in enumerate(halves):
+                table[row, column, plane] = on.address(half.tensor[block])
+    call.roots["src_indices"] = table
+    for layer in range(2):
+        desc = view.layers[layer].contents
+        desc.num_blocks = desc.k.shape[0] = desc.v.shape[0] = 1
+    desc = view.block_table.contents
+    desc.format, desc.index_dtype = 4, 9
+    desc.indices, desc.indices_count = on.address(table), table.numel()
+    return replace(call, kept=(call.kept, halves))
+
+
 def migrate_fp8(on: Backend) -> Call:
     """Scales PER_BLOCK_HEAD at both ends."""
     return migrate(on, dtype=E4M3)
@@ -349,6 +369,29 @@ def migrate_to_slots(on: Backend) -> Call:
 def migrate_to_dense(on: Backend) -> Call:
     """8 and 5 tokens into rows of 8."""
     return migrate(on, dst_end=Dense(), lengths=(8, 5))
+
+
+def migrate_pointers_planes(on: Backend) -> Call:
+    """A plane beside layers whose blocks are given by address: never valid."""
+    call, other = migrate_pointers(on), migrate_planes(on)
+    call.roots["src"].planes, call.roots["src"].num_planes = other.roots["src"].planes, 1
+    return replace(call, kept=(call.kept, other))
+
+
+def migrate_pointers_fp8(on: Backend) -> Call:
+    """Scales PER_BLOCK_HEAD, of one block: never valid."""
+    call = migrate_pointers(on, E4M3)
+    for layer in range(2):
+        for scales in (call.roots["src"].k_scales, call.roots["src"].v_scales):
+            scales[layer].contents.shape[0] = 1
+    return call
+
+
+def migrate_into_itself(on: Backend) -> Call:
+    """Every block to itself: never valid."""
+    call = migrate_pointers(on)
+    call.roots["migrate"].dst = ctypes.pointer(call.roots["src"])
+    return call
 
 
 def migrate_slots_and_table(on: Backend) -> Call:
@@ -583,6 +626,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         gather_offsets_fp8,
         migrate,
         find,
+        migrate_pointers,
         migrate_fp8,
         migrate_heads,
         migrate_to_slots,
@@ -605,6 +649,9 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
 NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
+        migrate_pointers_planes,
+        migrate_pointers_fp8,
+        migrate_into_itself,
         migrate_slots_and_table,
         migrate_slots_and_starts,
         migrate_out_of_secondary,

@@ -133,11 +133,11 @@ bool interleave(const Plane &k, const Plane &v) {
   return std::abs(v.base - k.base) < std::max(k.token_stride, k.head_stride);
 }
 
-// Tokens [begin, end) of pairs with the same lookup.
+// Tokens [begin, end) of pairs that are found alike.
 template <size_t kPairs>
-void move_tokens(const Plan &plan, const LookupPair &lookup, Mover *const (&movers)[kPairs],
+void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)[kPairs],
                  uint64_t begin, uint64_t end) {
-  walk(plan, lookup, begin, end, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+  walk(plan, pair, begin, end, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
     for (Mover *mover : movers) {
       if (to.block < 0) continue;
       if (from.block >= 0) {
@@ -251,12 +251,12 @@ class Job {
       Mover move_k(k, stages, tokens_, streaming_);
       // Small calls look up the tokens of two planes once; large ones write fewer streams at a
       // time, unless that would read every other piece of the source.
-      if (pair != last && pair->lookup == k.lookup &&
+      if (pair != last && pair->lookup == k.lookup && !lookup.differs_by_plane() &&
           (bytes_ < kSmallBytes || interleave(k.src, pair->src))) {
         Mover move_v(*pair++, stages, tokens_, streaming_);
-        move_tokens(plan_, lookup, {&move_k, &move_v}, first, end_entry);
+        move_tokens(plan_, k, {&move_k, &move_v}, first, end_entry);
       } else {
-        move_tokens(plan_, lookup, {&move_k}, first, end_entry);
+        move_tokens(plan_, k, {&move_k}, first, end_entry);
       }
     }
   }

@@ -225,7 +225,7 @@ kvx_status_t run_copies(const Plan &plan, void *stream) {
   Copies copies(static_cast<cudaStream_t>(stream), batches);
   for (const PlanePair &pair : plan.pairs) {
     Mover mover(pair, &copies);
-    KVX_TRY(walk(plan, plan.lookups[pair.lookup], 0, tokens,
+    KVX_TRY(walk(plan, pair, 0, tokens,
                  [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
                    const bool moves = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
                    return moves ? mover.add(from, to, static_cast<int64_t>(count)) : KVX_STATUS_OK;

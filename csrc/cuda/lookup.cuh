@@ -13,13 +13,14 @@ struct Pair {
   uint8_t lookup;
   bool is_v;
   bool reports;
+  uint32_t plane;
 };
 
 template <uint32_t kPairs>
 __device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
   const uint32_t index = blockIdx.y;
   const uint8_t lookup = p.lookup[index];
-  return {p.bases[index], lookup, p.is_v[index], index == p.reporter[lookup]};
+  return {p.bases[index], lookup, p.is_v[index], index == p.reporter[lookup], p.plane[index]};
 }
 
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
@@ -44,12 +45,13 @@ struct Span {
 
 // What is wrong with the entry of a token, if its row holds it.
 __device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint64_t token,
-                                             uint64_t flat, Violation *found) {
+                                             uint64_t flat, uint32_t plane, Violation *found) {
   RowLookup<uint32_t> at;
   uint32_t offset;
   read_row(a, row, &at);
   if (a.mode == LookupMode::kDense || !entry_of(a, at, token, flat, &found->index, &offset))
     return Fault::kNone;
+  found->index = index_of(a, found->index, plane);
   found->limit = a.indices_count;
   if (found->index >= a.indices_count) return Fault::kSlotCount;
   Place place;
@@ -61,7 +63,7 @@ __device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint
 // Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
 // is wrong with that token's row, which has been reported. Rare, so it looks everything up again.
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t row, bool of_token,
-                                       uint64_t token, uint64_t flat) {
+                                       uint64_t token, uint64_t flat, uint32_t plane) {
 #pragma unroll 1
   for (uint32_t i = 0; i < 2; ++i) {
     const Lookup &a = i ? p.lookups[lookup].dst : p.lookups[lookup].src;
@@ -72,7 +74,7 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t
       const Fault fault = row_fault(p.rows, a, row, &at, &count);
       if (fault != Fault::kNone) describe(fault, p.rows, a, row, at, &found);
     } else {
-      found.fault = token_fault(a, row, token, flat, &found);
+      found.fault = token_fault(a, row, token, flat, plane, &found);
     }
     if (found.fault == Fault::kNone) continue;
     found.mode = a.mode;
@@ -104,7 +106,7 @@ __device__ __forceinline__ Span span_of(const Common &p, uint8_t lookup, uint32_
   Span s{};
   s.row = index / p.spans_per_row;
   const uint32_t span = index - s.row * p.spans_per_row;
-  if (reports && span == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0);
+  if (reports && span == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
   s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
@@ -135,9 +137,10 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   const uint64_t flat = span.flat + token;
   const auto &[src, dst] = p.lookups[pair.lookup];
   bool wrong = false;
-  if (token < span.stored) wrong = find(src, span.src, token, flat, &t.from) != Fault::kNone;
-  if (find(dst, span.dst, token, flat, &t.to) != Fault::kNone) wrong = true;
-  if (wrong && reports) report(p, pair.lookup, span.row, true, token, flat);
+  if (token < span.stored)
+    wrong = find(src, span.src, token, flat, pair.plane, &t.from) != Fault::kNone;
+  if (find(dst, span.dst, token, flat, pair.plane, &t.to) != Fault::kNone) wrong = true;
+  if (wrong && reports) report(p, pair.lookup, span.row, true, token, flat, pair.plane);
   // A token that is out of range at one end is skipped at both, zero fill or not.
   if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;
   t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);

@@ -72,6 +72,7 @@ struct Common {
 template <uint32_t kPairs>
 struct Params : Common {
   Bases bases[kPairs];
+  uint32_t plane[kPairs];
   uint8_t lookup[kPairs];  // which of the two
   bool is_v[kPairs];
 };

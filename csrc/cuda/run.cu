@@ -124,6 +124,7 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
     params.bases[i] = {pair.src.base,        pair.src.secondary,
                        pair.dst.base,        pair.dst.secondary,
                        pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
+    params.plane[i] = pair.plane;
     params.lookup[i] = pair.lookup % 2;
     params.is_v[i] = pair.is_v;
   }

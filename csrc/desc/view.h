@@ -13,6 +13,13 @@ inline bool is_kv_offsets(const kvx_view_t &view) {
   return view.block_table && is_kv_offsets(*view.block_table);
 }
 
+inline bool is_pointers(const kvx_block_table_t &table) {
+  return table.format == KVX_BLOCK_TABLE_POINTERS;
+}
+inline bool is_pointers(const kvx_view_t &view) {
+  return view.block_table && is_pointers(*view.block_table);
+}
+
 inline const kvx_tensor_desc_t &tensor_of(const kvx_view_t &view, uint32_t l, bool is_v) {
   return is_v ? view.layers[l]->v : view.layers[l]->k;
 }

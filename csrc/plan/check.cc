@@ -3,6 +3,7 @@
 #include "plan/check.h"
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "desc/scale.h"
@@ -72,8 +73,9 @@ class End {
 
  private:
   kvx_status_t check_entries(uint64_t begin, uint64_t count) const {
-    const uint64_t end = std::min<uint64_t>(begin + count, lookup_.indices_count);
-    for (uint64_t i = begin; i < end; ++i) {
+    const uint64_t end =
+        std::min<uint64_t>(index_of(lookup_, begin + count, 0), lookup_.indices_count);
+    for (uint64_t i = index_of(lookup_, begin, 0); i < end; ++i) {
       const int64_t entry = lookup_.indices[i];
       Place place;
       const Fault fault = place_of(lookup_, entry, 0, &place);
@@ -157,13 +159,13 @@ class Blocks {
 kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
   for (const LookupPair &lookup : plan.lookups) {
     Blocks sources;
-    KVX_TRY(
-        walk(plan, lookup, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-          if (from.block >= 0 && to.block >= 0) sources.add(from);
-          return KVX_STATUS_OK;
-        }));
+    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
+                 [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+                   if (from.block >= 0 && to.block >= 0) sources.add(from);
+                   return KVX_STATUS_OK;
+                 }));
     sources.sort();
-    KVX_TRY(walk(plan, lookup, 0, tokens,
+    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
                  [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
                    const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
                    if (!written || !sources.contain(to)) return KVX_STATUS_OK;
@@ -174,6 +176,105 @@ kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
                  }));
   }
   return KVX_STATUS_OK;
+}
+
+// Memory that a call reads or writes: a block of a plane, or an array of indices.
+struct Piece {
+  uintptr_t begin, end;
+  size_t pair;  // whose block it is
+  bool written;
+  bool anywhere;  // a block that a table names by its address
+
+  bool operator<(const Piece &other) const {
+    return std::tie(begin, end, pair, written, anywhere) <
+           std::tie(other.begin, other.end, other.pair, other.written, other.anywhere);
+  }
+  bool operator==(const Piece &other) const { return !(*this < other) && !(other < *this); }
+};
+
+class Pieces {
+ public:
+  void add(const Ints &ints, uint64_t count) {
+    if (ints.data && count)
+      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false,
+          false);
+  }
+
+  // The block of a plane, as far as the heads of the pair reach.
+  void add(const PlanePair &pair, const Plane &plane, Place place, const Lookup &lookup,
+           size_t number, bool written) {
+    place.offset = 0;
+    const int64_t packs = (pair.head_dim - 1) / plane.pack;
+    const int64_t last =
+        (int64_t{lookup.block_size} - 1) * plane.token_stride +
+        (int64_t{pair.num_heads} - 1) * plane.head_stride + packs * plane.outer_stride +
+        std::min<int64_t>(pair.head_dim, plane.pack) * plane.inner_stride - plane.inner_stride;
+    add(address_of(plane, place), static_cast<uint64_t>(last + size_of(plane.dtype)), number,
+        written, lookup.planes_per_entry != 0);
+  }
+
+  kvx_status_t check() {
+    std::sort(all_.begin(), all_.end());
+    all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
+    uintptr_t ends[2][2] = {};  // where the furthest so far ends: [written][anywhere]
+    for (const Piece &piece : all_) {
+      for (const bool written : {false, true}) {
+        for (const bool anywhere : {false, true}) {
+          // Blocks that have ids have been compared by their tensors.
+          if (piece.begin < ends[written][anywhere] && (piece.written || written) &&
+              (piece.anywhere || anywhere)) {
+            return fail_piece(piece);
+          }
+        }
+      }
+      uintptr_t &furthest = ends[piece.written][piece.anywhere];
+      furthest = std::max(furthest, piece.end);
+    }
+    return KVX_STATUS_OK;
+  }
+
+ private:
+  [[gnu::cold]] static kvx_status_t fail_piece(const Piece &piece) {
+    return KVX_INVALID(
+        "the bytes at %p are those of a block that the call writes, and of another block or "
+        "an array of indices; expected them apart (spec E.12)",
+        reinterpret_cast<const void *>(piece.begin));
+  }
+
+  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written, bool anywhere) {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const Piece piece{begin, begin + bytes, pair, written, anywhere};
+    if (all_.empty() || !(all_.back() == piece)) all_.push_back(piece);
+  }
+
+  std::vector<Piece> all_;
+};
+
+// Where blocks lie anywhere, those that are written lie apart from all else that the call accesses.
+kvx_status_t check_apart(const Plan &plan, uint64_t tokens) {
+  bool any = false;
+  for (const LookupPair &lookup : plan.lookups) any |= lookup.differs_by_plane();
+  if (!any) return KVX_STATUS_OK;
+  Pieces pieces;
+  for (const LookupPair &lookup : plan.lookups) {
+    for (const Lookup *a : {&lookup.src, &lookup.dst}) {
+      pieces.add(a->indices, a->indices_count);
+      pieces.add(a->indptr, uint64_t{a->num_rows} + 1);
+      pieces.add(a->starts, plan.rows.count);
+    }
+  }
+  pieces.add(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len);
+  for (size_t i = 0; i < plan.pairs.size(); ++i) {
+    const PlanePair &pair = plan.pairs[i];
+    const LookupPair &lookup = plan.lookups[pair.lookup];
+    walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
+      if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
+      pieces.add(pair, pair.dst, to, lookup.dst, i, true);
+      if (from.block >= 0) pieces.add(pair, pair.src, from, lookup.src, i, false);
+      return KVX_STATUS_OK;
+    });
+  }
+  return pieces.check();
 }
 
 // The scales of `count` tokens from `place` on.
@@ -207,7 +308,7 @@ kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &pl
 kvx_status_t check_scale_values(const Plan &plan, const PlanePair &pair, uint64_t tokens,
                                 const FieldNames &names) {
   if (!pair.src_scales.data && !pair.dst_scales.data) return KVX_STATUS_OK;
-  return walk(plan, plan.lookups[pair.lookup], 0, tokens,
+  return walk(plan, pair, 0, tokens,
               [&](uint64_t, const Place &from, const Place &to, uint64_t count) -> kvx_status_t {
                 if (from.block < 0 || to.block < 0) return KVX_STATUS_OK;
                 KVX_TRY(check_scales_at(pair, false, from, count, names));
@@ -235,6 +336,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, *tokens));
+  KVX_TRY(check_apart(plan, *tokens));
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

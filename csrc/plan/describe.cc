@@ -117,12 +117,14 @@ struct Counts {
   uint64_t moved, null_src, null_dst;
 };
 
-Counts count(const Plan &plan, const LookupPair &lookup, uint64_t tokens) {
+Counts count(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_t tokens) {
   Counts counts{};
-  walk(plan, lookup, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
-    (to.block < 0 ? counts.null_dst : from.block < 0 ? counts.null_src : counts.moved) += count;
-    return KVX_STATUS_OK;
-  });
+  walk(
+      plan, lookup, plane, 0, tokens,
+      [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+        (to.block < 0 ? counts.null_dst : from.block < 0 ? counts.null_src : counts.moved) += count;
+        return KVX_STATUS_OK;
+      });
   return counts;
 }
 
@@ -152,7 +154,7 @@ void describe_planes(const Plan &plan, const kvx_view_t &view, kvx_plan_info_t *
 void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
                  kvx_plane_info_t *planes) {
   std::vector<Counts> counts;
-  for (const LookupPair &lookup : plan.lookups) counts.push_back(count(plan, lookup, tokens));
+  for (const LookupPair &lookup : plan.lookups) counts.push_back(count(plan, lookup, 0, tokens));
   info->num_moved = counts[0].moved;
   info->num_null_src = counts[0].null_src;
   info->num_null_dst = counts[0].null_dst;
@@ -160,7 +162,9 @@ void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
   info->bytes_read = info->bytes_written = 0;
   for (size_t i = 0; i < plan.pairs.size(); ++i) {
     const PlanePair &pair = plan.pairs[i];
-    const Counts &moves = counts[pair.lookup];
+    const LookupPair &lookup = plan.lookups[pair.lookup];
+    const Counts moves =
+        lookup.differs_by_plane() ? count(plan, lookup, pair.plane, tokens) : counts[pair.lookup];
     const uint64_t written = moves.moved + (plan.zero_fill ? moves.null_src : 0);
     const uint64_t read = moves.moved * token_bytes(pair, pair.src);
     const uint64_t stored = written * token_bytes(pair, pair.dst);

@@ -15,12 +15,13 @@ kvx_status_t find_tokens(const kvx_find_desc_t &find) {
                        static_cast<ull>(find.place_count), static_cast<ull>(tokens));
   }
   kvx_place_t *at = find.places;
-  return walk(plan, plan.lookups[0], 0, tokens,
+  const Lookup &lookup = plan.lookups[0].src;
+  return walk(plan, plan.lookups[0], find.is_v, 0, tokens,
               [&](uint64_t, const Place &place, const Place &, uint64_t count) {
                 for (uint32_t i = 0; i < count; ++i) {
                   const bool is_null = place.block < 0;
-                  *at++ = {place.block, is_null ? 0 : place.offset + i,
-                           !is_null && place.secondary};
+                  const int64_t block = is_null ? -1 : place.block << lookup.pointer_shift;
+                  *at++ = {block, is_null ? 0 : place.offset + i, !is_null && place.secondary};
                 }
                 return KVX_STATUS_OK;
               });

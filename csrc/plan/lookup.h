@@ -29,7 +29,7 @@ struct Ints {
   }
 };
 
-enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets };
+enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers };
 
 // How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
 struct Lookup {
@@ -43,7 +43,9 @@ struct Lookup {
   uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
   uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
-  uint32_t indices_count;       // entries of `indices`
+  uint32_t planes_per_entry;    // an entry has an index for each plane of the view; 0: one for all
+  uint32_t pointer_shift;       // POINTERS: bits of an address that are 0; the rest is the block id
+  uint32_t indices_count;       // entries of `indices`, times planes_per_entry
   uint64_t num_blocks;          // bound of a block id
   uint64_t secondary_blocks;    // bound of a block id in the secondary pool
   int64_t null_block;           // block id that holds nothing
@@ -73,6 +75,7 @@ enum class Fault : uint8_t {
   kStart,        // negative
   kCapacity,     // a row needs more than its table, or its block, holds
   kIndptr,       // out of order
+  kPointer,      // not aligned, or no address
   kExact,        // a RAGGED row has more or fewer entries than tokens
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
@@ -197,6 +200,14 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
       place->block = entry;
       return Fault::kNone;
     }
+    case LookupMode::kPointers: {
+      *place = {-1, offset, a.block_size - offset, false};
+      const int64_t block = entry >> a.pointer_shift;
+      if (entry == 0) return Fault::kNone;
+      if (entry < 0 || block << a.pointer_shift != entry) return Fault::kPointer;
+      place->block = block;
+      return Fault::kNone;
+    }
     case LookupMode::kKvOffsets:
       break;
   }
@@ -221,21 +232,28 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
 // What an entry that place_of refuses had to stay below: tokens, or blocks of its pool.
 KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
   if (a.mode == LookupMode::kSlots) return a.num_blocks * a.block_size;
+  if (a.mode == LookupMode::kPointers) return uint64_t{1} << a.pointer_shift;
   return a.mode == LookupMode::kKvOffsets && static_cast<int32_t>(entry) < 0 ? a.secondary_blocks
                                                                              : a.num_blocks;
 }
 
-// Where a token of a row lies. Whatever the caller's arrays have become since they were checked, it
-// lies within the cache or, at a fault, nowhere.
+// Where the index of an entry stands for plane `plane` of the view.
+KVX_HD uint64_t index_of(const Lookup &a, uint64_t entry, uint32_t plane) {
+  return a.planes_per_entry ? entry * a.planes_per_entry + plane : entry;
+}
+
+// Where a token of a row lies in plane `plane` of the view. Whatever the caller's arrays have
+// become since they were checked, it lies within the cache or, at a fault, nowhere.
 template <class Count>
 KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
-                  Place *place) {
+                  uint32_t plane, Place *place) {
   uint64_t entry;
   uint32_t offset;
   *place = {-1, 0, 1, false};
   if (!entry_of(a, row, token, flat, &entry, &offset)) return Fault::kCapacity;
   if (a.mode == LookupMode::kDense)  // the row is the block
     return place_of(a, static_cast<int64_t>(entry), offset, place);
+  entry = index_of(a, entry, plane);
   if (entry >= a.indices_count) return Fault::kSlotCount;
   return place_of(a, a.indices[entry], offset, place);
 }

@@ -10,7 +10,7 @@
 namespace kvx {
 namespace {
 
-Ints ints(const void *data, kvx_dtype_t dtype) { return {data, dtype == KVX_DTYPE_S64}; }
+Ints ints(const void *data, kvx_dtype_t dtype) { return {data, size_of(dtype) == 8}; }
 
 // Drops the `pack` level where the axis is one stride anyway.
 void set_dim(Plane *plane, int64_t outer, int64_t inner, int64_t pack, int64_t dim) {
@@ -204,6 +204,12 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
       a->num_rows = table.seq_count;
       a->indptr = ints(table.indptr, table.indptr_dtype);
       break;
+    case KVX_BLOCK_TABLE_POINTERS:
+      a->mode = LookupMode::kPointers;
+      a->planes_per_entry = 1;
+      if (table.indices_count)
+        a->planes_per_entry = table.indices_count / table.seq_count / table.max_blocks_per_seq;
+      break;
     default:
       a->mode = LookupMode::kKvOffsets;
   }
@@ -225,6 +231,21 @@ void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t
     a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
 }
 
+// The bits of a block's address that are 0: as many as in those of the tensors' own, and 4 at most.
+uint32_t pointer_shift(const kvx_cache_desc_t *const *layers, uint32_t num_layers) {
+  uintptr_t bits = 16;
+  for (uint32_t l = 0; l < num_layers; ++l)
+    for (const void *data : {layers[l]->k.data, layers[l]->v.data})
+      bits |= reinterpret_cast<uintptr_t>(data);
+  return static_cast<uint32_t>(__builtin_ctzll(bits));
+}
+
+// A plane whose blocks lie anywhere: block ids are addresses without the bits that are 0.
+void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const Lookup &lookup) {
+  plane->base = reinterpret_cast<uint8_t *>(plane->base - static_cast<uint8_t *>(tensor.data));
+  plane->block_stride = int64_t{1} << lookup.pointer_shift;
+}
+
 void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
   const kvx_cache_desc_t &cache = *view.layers[0];
   const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
@@ -233,6 +254,7 @@ void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
   } else if (view.block_table) {
     set_table(a, cache, tensor, is_v, *view.block_table, view.null_block_plus_1,
               view.secondary_num_blocks);
+    if (is_pointers(view)) a->pointer_shift = pointer_shift(view.layers, view.num_layers);
   } else {
     set_dense(a, cache.num_blocks, cache.block_size);
   }
@@ -385,11 +407,18 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     }
     PlanePair &pair = plan->pairs.add();
     pair.lookup = static_cast<uint8_t>(plan->lookups.size() - 1);
+    pair.plane = is_v;
     pair.is_v = is_v;
     pair.num_heads = cache.num_kv_heads;
     pair.head_dim = static_cast<uint32_t>(dim_of(tensor));
     set_plane(&pair.src, tensor, 0);
     if (is_kv_offsets(table)) add_secondary(&pair.src, tensor, cache.pool);
+    if (is_pointers(table)) {
+      Lookup &src = plan->lookups[0].src;
+      const kvx_cache_desc_t *const layer = &cache;
+      src.pointer_shift = pointer_shift(&layer, 1);
+      lie_anywhere(&pair.src, tensor, src);
+    }
     set_io_plane(&pair.dst, io, gather.max_seq_len);
     set_scales(&pair.src_scales, is_v ? options.v_scale : options.k_scale, tensor.dtype, 0);
     finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
@@ -400,7 +429,8 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
   set_flags(plan, migrate.flags);
-  plan->check_same_pool = are_same_pool(src, dst);
+  // Blocks that lie anywhere are compared one by one, see check.cc.
+  plan->check_same_pool = are_same_pool(src, dst) && !is_pointers(src) && !is_pointers(dst);
   set_rows(plan, migrate);
   const bool offsets = is_kv_offsets(src) || is_kv_offsets(dst);
   const bool has_v = src.num_layers && !is_absent(src.layers[0]->v);
@@ -413,7 +443,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   }
   plan->pairs.reserve(size_t{2} * src.num_layers + src.num_planes);
   plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
-  for (uint32_t l = 0; l < src.num_layers; ++l) {
+  for (uint32_t l = 0, plane = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
     for (const bool is_v : {false, true}) {
       const kvx_tensor_desc_t &src_tensor = is_v ? from.v : from.k;
@@ -421,6 +451,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
       if (is_absent(src_tensor)) break;
       PlanePair &pair = plan->pairs.add();
       pair.lookup = is_v && offsets;
+      pair.plane = plane++;
       pair.is_v = is_v;
       pair.num_heads = migrate.num_heads ? migrate.num_heads : from.num_kv_heads;
       pair.head_dim = static_cast<uint32_t>(dim_of(src_tensor));
@@ -434,6 +465,8 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
                  dst.head_start);
       if (is_kv_offsets(src)) add_secondary(&pair.src, src_tensor, from.pool);
       if (is_kv_offsets(dst)) add_secondary(&pair.dst, dst_tensor, to.pool);
+      if (is_pointers(src)) lie_anywhere(&pair.src, src_tensor, plan->lookups[0].src);
+      if (is_pointers(dst)) lie_anywhere(&pair.dst, dst_tensor, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
     }

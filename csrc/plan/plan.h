@@ -50,6 +50,7 @@ struct PlanePair {
   uint32_t num_heads;
   uint32_t head_dim;  // numbers or, where bytes are copied, units of the format
   uint32_t lookup;    // which of the plan's
+  uint32_t plane;     // which of the view's: K and V of layer 0, of layer 1, ...
   bool is_v;          // for sentences
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // dst_scales are found on the way and stored
@@ -58,6 +59,9 @@ struct PlanePair {
 // How planes find their tokens at both ends.
 struct LookupPair {
   Lookup src, dst;
+
+  // Each plane of a view has places of its own.
+  bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };
 
 // The tokens that move: row r has min(lens[r / rows_per_len], max_len) of them, or `uniform_len`

@@ -143,12 +143,11 @@ void list_ranges(const Plan &plan, uint64_t tokens, kvx_take_ranges_t take, void
   for (size_t i = 0; i < plan.pairs.size() && batch.is_taken(); ++i) {
     const PlanePair &pair = plan.pairs[i];
     Lister lister(pair, static_cast<uint32_t>(i), &batch);
-    walk(plan, plan.lookups[pair.lookup], 0, tokens,
-         [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
-           if (to.block >= 0 && (from.block >= 0 || plan.zero_fill))
-             lister.add(from, to, static_cast<int64_t>(count));
-           return batch.is_taken() ? KVX_STATUS_OK : KVX_STATUS_INTERNAL_ERROR;  // ends the walk
-         });
+    walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
+      if (to.block >= 0 && (from.block >= 0 || plan.zero_fill))
+        lister.add(from, to, static_cast<int64_t>(count));
+      return batch.is_taken() ? KVX_STATUS_OK : KVX_STATUS_INTERNAL_ERROR;  // ends the walk
+    });
     lister.flush();
   }
   batch.flush();

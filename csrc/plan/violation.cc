@@ -78,6 +78,12 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
           f.mode == LookupMode::kRagged
               ? "of this row: a RAGGED table has a block id per token, not per block"
               : "per row");
+    case Fault::kPointer:
+      return KVX_OUT_OF_RANGE(
+          "%s.indices[%llu] is %#llx, expected NULL or an address that is a multiple of %llu "
+          "bytes, "
+          "as the data of its tensors (spec E.12)",
+          table, static_cast<ull>(f.index), static_cast<ull>(f.value), static_cast<ull>(f.limit));
     case Fault::kExact:
       return KVX_OUT_OF_RANGE(
           "row %llu has %llu entries in %s, expected %llu, one per token: a RAGGED table with "

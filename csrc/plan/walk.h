@@ -8,13 +8,13 @@
 
 namespace kvx {
 
-// Calls visit(row, from, to, count) for tokens [begin, end) of all rows laid end to end, and for no
-// others, whatever the caller's arrays become meanwhile. A place whose block is negative holds
-// nothing: a null block, a skipped slot or, at the source, a token past the row's stored ones.
-// Stops at the first visit that does not return OK.
+// Calls visit(row, from, to, count) for tokens [begin, end) of all rows laid end to end, as plane
+// `plane` of the views has them, and for no others, whatever the caller's arrays become meanwhile.
+// A place whose block is negative holds nothing: a null block, a skipped slot or, at the source, a
+// token past the row's stored ones. Stops at the first visit that does not return OK.
 template <class Visit>
-kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint64_t begin, uint64_t end,
-                  Visit visit) {
+kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_t begin,
+                  uint64_t end, Visit visit) {
   const Rows rows = plan.rows_of(lookup);
   uint64_t flat = 0;  // token 0 of the row
   for (uint64_t row = 0; row < rows.count && flat < end; ++row) {
@@ -30,10 +30,10 @@ kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint64_t begin, ui
       Place from{-1, 0, UINT32_MAX, false}, to;
       uint64_t count = last - token;
       if (token < stored) {
-        find(lookup.src, src, token, flat + token, &from);
+        find(lookup.src, src, token, flat + token, plane, &from);
         count = std::min(count, stored - token);
       }
-      find(lookup.dst, dst, token, flat + token, &to);
+      find(lookup.dst, dst, token, flat + token, plane, &to);
       count = std::min<uint64_t>(count, std::min(from.run, to.run));
       KVX_TRY(visit(row, from, to, count));
       token += count;
@@ -41,6 +41,13 @@ kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint64_t begin, ui
     flat += last;
   }
   return KVX_STATUS_OK;
+}
+
+// The same for the tokens of a pair of planes.
+template <class Visit>
+kvx_status_t walk(const Plan &plan, const PlanePair &pair, uint64_t begin, uint64_t end,
+                  Visit visit) {
+  return walk(plan, plan.lookups[pair.lookup], pair.plane, begin, end, visit);
 }
 
 }  // namespace kvx

@@ -15,7 +15,7 @@ namespace kvx {
 namespace {
 
 kvx_status_t check_options(const kvx_cache_desc_t &cache, const kvx_gather_options_t &options,
-                           bool offsets) {
+                           bool offsets, bool pointers) {
   const Path path{nullptr, "options"}, cache_path{nullptr, "cache"};
   KVX_TRY(check_struct(path, &options));
   KVX_TRY(check_reserved_0(path, options.reserved_0));
@@ -29,6 +29,7 @@ kvx_status_t check_options(const kvx_cache_desc_t &cache, const kvx_gather_optio
     KVX_TRY(check_scales(scale, *scales, cache, is_v ? cache.v : cache.k,
                          {&cache_path, is_v ? "v" : "k"}));
     if (offsets) KVX_TRY(check_secondary_scales(scale, cache, *scales));
+    if (pointers) KVX_TRY(check_pointer_scales(scale, *scales));
   }
   return KVX_STATUS_OK;
 }
@@ -44,6 +45,8 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
   KVX_TRY(check_table(table, gather->block_table));
   const bool offsets = is_kv_offsets(gather->block_table);
   if (offsets) KVX_TRY(check_pool(cache_path, *cache));
+  if (is_pointers(gather->block_table))
+    KVX_TRY(check_pointers(table, gather->block_table, &cache, 1));
   KVX_TRY(check_lens(lens, gather->seq_lens));
   if (gather->seq_lens.seq_count != gather->block_table.seq_count) {
     return KVX_INVALID("%s.seq_count is %u, expected block_table.seq_count %u (spec 5.3)",
@@ -58,7 +61,7 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
         KVX_AT(io), gather->io.num_tokens, static_cast<ull>(tokens));
   }
   KVX_TRY(check_output(io, *cache, gather->io, static_cast<uint32_t>(rows), gather->max_seq_len));
-  if (options) KVX_TRY(check_options(*cache, *options, offsets));
+  if (options) KVX_TRY(check_options(*cache, *options, offsets, is_pointers(gather->block_table)));
   return check_apart(*cache, *gather, options);
 }
 

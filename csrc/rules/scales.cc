@@ -116,6 +116,14 @@ kvx_status_t check_secondary_scales(const Path &path, const kvx_cache_desc_t &ca
       KVX_AT(path));
 }
 
+kvx_status_t check_pointer_scales(const Path &path, const kvx_scale_desc_t &scales) {
+  if (!scales.data || !varies_by_block(scales)) return KVX_STATUS_OK;
+  return fail(KVX_STATUS_UNSUPPORTED,
+              "%s varies by block, but a POINTERS table does not number blocks; use PER_TENSOR or "
+              "PER_HEAD (spec E.12)",
+              KVX_AT(path));
+}
+
 kvx_status_t check_found_scales(const Path &path, const kvx_scale_desc_t *scales,
                                 const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
   if (is_absent(tensor)) return KVX_STATUS_OK;

@@ -15,6 +15,9 @@ kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t &scales,
 kvx_status_t check_secondary_scales(const Path &path, const kvx_cache_desc_t &cache,
                                     const kvx_scale_desc_t &scales);
 
+// Blocks that a POINTERS table names have no scales of their own. Spec: E.12
+kvx_status_t check_pointer_scales(const Path &path, const kvx_scale_desc_t &scales);
+
 // Room for scales that the call computes and stores. `scales` have passed check_scales(). Spec: E.9
 kvx_status_t check_found_scales(const Path &path, const kvx_scale_desc_t *scales,
                                 const Path &tensor_path, const kvx_tensor_desc_t &tensor);

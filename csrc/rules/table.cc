@@ -43,6 +43,7 @@ kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
     return KVX_INVALID("%s.indptr is %p, expected NULL unless RAGGED (spec 5.1)", KVX_AT(path),
                        table.indptr);
   }
+  if (is_pointers(table)) return KVX_STATUS_OK;  // its count takes planes: check_pointers()
   const bool offsets = is_kv_offsets(table);
   uint64_t expected = table.max_blocks_per_seq;  // grows to at most 2^97: checked
   if (__builtin_mul_overflow(expected, uint64_t{table.seq_count}, &expected) ||
@@ -59,16 +60,22 @@ kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
 kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   KVX_TRY(check_struct(path, &table));
   const bool offsets = is_kv_offsets(table), ragged = table.format == KVX_BLOCK_TABLE_RAGGED;
-  if (!offsets && !ragged && table.format != KVX_BLOCK_TABLE_PACKED) {
+  const bool pointers = is_pointers(table);
+  if (!offsets && !ragged && !pointers && table.format != KVX_BLOCK_TABLE_PACKED) {
     return KVX_INVALID(
-        "%s.format is %d, expected PACKED (1), RAGGED (2) or KV_OFFSETS (3) (spec 5.1)",
+        "%s.format is %d, expected PACKED (1), RAGGED (2), KV_OFFSETS (3) or POINTERS (4) "
+        "(spec 5.1)",
         KVX_AT(path), table.format);
+  }
+  if (pointers && table.index_dtype != KVX_DTYPE_U64) {
+    return KVX_INVALID("%s.index_dtype is %d (%s), expected U64 for POINTERS (spec E.12)",
+                       KVX_AT(path), table.index_dtype, name_of(table.index_dtype));
   }
   if (offsets && table.index_dtype != KVX_DTYPE_S32) {
     return KVX_INVALID("%s.index_dtype is %d (%s), expected S32 for KV_OFFSETS (spec 5.1)",
                        KVX_AT(path), table.index_dtype, name_of(table.index_dtype));
   }
-  KVX_TRY(check_index_type(path, "index_dtype", table.index_dtype, "7.1"));
+  if (!pointers) KVX_TRY(check_index_type(path, "index_dtype", table.index_dtype, "7.1"));
   if (offsets) {
     KVX_TRY(check_nonzero(path, "beam_width", table.beam_width));
     if (!(table.flags & KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX)) {
@@ -82,6 +89,24 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   KVX_TRY(ragged ? check_ragged(path, table) : check_rectangle(path, table));
   if (table.indices_count == 0) return KVX_STATUS_OK;
   return check_array(path, "indices", table.indices, table.index_dtype);
+}
+
+kvx_status_t check_pointers(const Path &path, const kvx_block_table_t &table,
+                            const kvx_cache_desc_t *const *layers, uint32_t num_layers) {
+  uint64_t planes = 0;
+  for (uint32_t l = 0; l < num_layers; ++l) {
+    planes += is_absent(layers[l]->v) ? 1 : 2;
+    if (layers[l]->num_blocks != 1) {
+      return KVX_INVALID(
+          "%s is POINTERS, but num_blocks of layer %u is %u, expected 1: it names blocks by their "
+          "addresses (spec E.12)",
+          KVX_AT(path), l, layers[l]->num_blocks);
+    }
+  }
+  uint64_t expected = uint64_t{table.seq_count} * table.max_blocks_per_seq;
+  if (__builtin_mul_overflow(expected, planes, &expected)) expected = UINT64_MAX;
+  return check_count(path, "indices_count", table.indices_count, expected,
+                     "seq_count * max_blocks_per_seq * planes");
 }
 
 kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots) {

@@ -7,6 +7,9 @@
 namespace kvx {
 
 kvx_status_t check_table(const Path &path, const kvx_block_table_t &table);
+// A POINTERS table, which has passed check_table(), of layers that have passed check_cache().
+kvx_status_t check_pointers(const Path &path, const kvx_block_table_t &table,
+                            const kvx_cache_desc_t *const *layers, uint32_t num_layers);
 kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots);
 kvx_status_t check_lens(const Path &path, const kvx_seq_lens_t &lens);
 

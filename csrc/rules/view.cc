@@ -36,6 +36,7 @@ kvx_status_t check_layer(const Path &path, const kvx_view_t &view, uint32_t l) {
     KVX_TRY(check_struct(scale, scales));
     KVX_TRY(check_scales(scale, *scales, *cache, is_v ? cache->v : cache->k, is_v ? v : k));
     if (offsets) KVX_TRY(check_secondary_scales(scale, *cache, *scales));
+    if (is_pointers(view)) KVX_TRY(check_pointer_scales(scale, *scales));
   }
   return KVX_STATUS_OK;
 }
@@ -58,6 +59,16 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
   }
   if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
   for (uint32_t l = 0; l < view->num_layers; ++l) KVX_TRY(check_layer(path, *view, l));
+  if (is_pointers(*view)) {
+    KVX_TRY(
+        check_pointers({&path, "block_table"}, *view->block_table, view->layers, view->num_layers));
+    if (view->num_planes) {
+      return KVX_INVALID(
+          "%s.num_planes is %u, expected 0 with a POINTERS table, which names K and V alone "
+          "(spec E.12)",
+          KVX_AT(path), view->num_planes);
+    }
+  }
   if (is_kv_offsets(*view) && view->num_layers) {
     KVX_TRY(check_secondary({&path, "layers"}, view->layers, view->num_layers,
                             view->secondary_num_blocks));

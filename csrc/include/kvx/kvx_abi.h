@@ -86,9 +86,12 @@ typedef enum kvx_layout_t {
 /* How a sequence's tokens are found in the cache. Spec: 5.1 */
 typedef enum kvx_block_table_format_t {
   KVX_BLOCK_TABLE_INVALID = 0,
-  KVX_BLOCK_TABLE_PACKED = 1,    /* [seq_count, max_blocks_per_seq] block ids */
-  KVX_BLOCK_TABLE_RAGGED = 2,    /* one block id per token, split into sequences by indptr */
-  KVX_BLOCK_TABLE_KV_OFFSETS = 3 /* [seq_count, beam_width, 2, max_blocks_per_seq] KVCacheIndex */
+  KVX_BLOCK_TABLE_PACKED = 1,     /* [seq_count, max_blocks_per_seq] block ids */
+  KVX_BLOCK_TABLE_RAGGED = 2,     /* one block id per token, split into sequences by indptr */
+  KVX_BLOCK_TABLE_KV_OFFSETS = 3, /* [seq_count, beam_width, 2, max_blocks_per_seq] KVCacheIndex */
+  KVX_BLOCK_TABLE_POINTERS = 4    /* [seq_count, max_blocks_per_seq, planes] addresses, U64: where
+                                     a block begins in K of layer 0, V of layer 0, K of layer 1, ...
+                                     (K alone without V). Spec: E.12; since 1.5 */
 } kvx_block_table_format_t;
 
 typedef enum kvx_block_table_flags_t {
@@ -166,7 +169,7 @@ typedef struct kvx_cache_desc_t {
 typedef struct kvx_block_table_t {
   uint32_t size;
   kvx_block_table_format_t format;
-  kvx_dtype_t index_dtype;     /* S32 or S64; KV_OFFSETS: S32 */
+  kvx_dtype_t index_dtype;     /* S32 or S64; KV_OFFSETS: S32; POINTERS: U64 */
   kvx_dtype_t indptr_dtype;    /* RAGGED: S32 or S64 */
   uint32_t seq_count;          /* sequences */
   uint32_t beam_width;         /* KV_OFFSETS: >= 1; else 1, or 0 for unset */

@@ -1,0 +1,277 @@
+"""Tables of addresses: the same bytes as PACKED tables over the same memory. Spec: E.12"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, SeqLens, _abi, describe
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError
+from kvx_core.lookup import find_tokens
+from kvx_core.migrate import copy_tokens
+from tests.calls import Backend
+
+BS, HEADS, DIM, BLOCKS, LAYERS = 4, 3, 16, 7, 3
+LENGTHS = (9, 0, 5)
+
+
+@dataclass
+class Stack:
+    """Blocks of K and V of each layer, each in memory of its own or in one pool."""
+
+    on: Backend
+    blocks: list[list[Tensor]]  # [plane][block], (BS, HEADS, DIM) bfloat16
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, on: Backend, seed: int) -> Stack:
+        generator = torch.Generator().manual_seed(seed)
+        pool = torch.randint(0, 2**15, (BLOCKS, 2 * LAYERS, BS, HEADS, DIM), generator=generator)
+        values = pool.to(torch.int16).view(torch.bfloat16)
+        return cls(on, [[values[b, p] for b in range(BLOCKS)] for p in range(2 * LAYERS)])
+
+    def cache(self, layer: int, *, pointers: bool) -> _abi.kvx_cache_desc_t:
+        """One layer: a pool with block ids or, for POINTERS, any one of its blocks."""
+        tensors = []
+        for plane in (2 * layer, 2 * layer + 1):
+            first = self.blocks[plane][0]
+            stride = (2 * LAYERS * BS * HEADS * DIM, HEADS * DIM, DIM, 1)
+            tensors.append(
+                _abi.kvx_tensor_desc_t(
+                    dtype=2,
+                    layout=1,
+                    memory=self.on.memory,
+                    ndim=4,
+                    shape=_abi.dims((1 if pointers else BLOCKS, BS, HEADS, DIM)),
+                    stride=_abi.dims(stride),
+                    data=self.on.address(first),
+                )
+            )
+        return _abi.kvx_cache_desc_t(
+            num_blocks=1 if pointers else BLOCKS,
+            block_size=BS,
+            num_kv_heads=HEADS,
+            head_dim=DIM,
+            k=tensors[0],
+            v=tensors[1],
+        )
+
+    def view(
+        self, ids: list[list[int]], *, pointers: bool, nulls: Any = (), change: Any = None
+    ) -> _abi.kvx_view_t:
+        """`nulls`: (row, column, plane) of NULL pointers; `change`: done to the table."""
+        rows, columns = len(ids), len(ids[0])
+        if pointers:
+            table = torch.zeros(rows, columns, 2 * LAYERS, dtype=torch.int64)
+            for r, row in enumerate(ids):
+                for c, block in enumerate(row):
+                    for plane in range(2 * LAYERS):
+                        if block >= 0 and (r, c, plane) not in nulls:
+                            table[r, c, plane] = self.on.address(self.blocks[plane][block])
+            if change:
+                change(table)
+        else:
+            table = torch.tensor(ids)
+        desc = _abi.kvx_block_table_t(
+            format=4 if pointers else 1,
+            index_dtype=9 if pointers else 7,
+            seq_count=rows,
+            max_blocks_per_seq=columns,
+            indices=self.on.address(table),
+            indices_count=table.numel(),
+        )
+        layers = [self.cache(layer, pointers=pointers) for layer in range(LAYERS)]
+        self.kept += [table, desc, layers]
+        return _abi.kvx_view_t(
+            num_layers=LAYERS,
+            layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
+            block_table=ctypes.pointer(desc),
+        )
+
+
+def migrate(on: Backend, src: _abi.kvx_view_t, dst: _abi.kvx_view_t, *, flags: int = 0) -> None:
+    lens = torch.tensor(LENGTHS)
+    struct = on.seq_lens(lens)
+    desc = _abi.kvx_migrate_desc_t(
+        flags=flags,
+        seq_lens=ctypes.pointer(struct),
+        src=ctypes.pointer(src),
+        dst=ctypes.pointer(dst),
+    )
+    on.call("kvx_migrate_kv", desc)
+    assert lens.tolist() == list(LENGTHS)
+
+
+def stacks(on: Backend, seed: int) -> tuple[Stack, Stack]:
+    return Stack.of(on, seed), Stack.of(on, seed + 100)
+
+
+def tables(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Blocks of three rows of three; the destination's differ. -1 past the end of a row."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(2):
+        order = torch.randperm(BLOCKS, generator=generator).tolist()
+        found.append([order[:3], [-1, -1, -1], [*order[3:5], -1]])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("ends", ["src", "dst", "both"])
+def test_bytes_are_those_of_packed(backend: Backend, seed: int, ends: str) -> None:
+    at_src, at_dst = tables(seed)
+    expected_from, expected = stacks(backend, seed)
+    migrate(
+        backend,
+        expected_from.view(at_src, pointers=False),
+        expected.view(at_dst, pointers=False),
+    )
+    source, found = stacks(backend, seed)
+    migrate(
+        backend,
+        source.view(at_src, pointers=ends != "dst"),
+        found.view(at_dst, pointers=ends != "src"),
+    )
+    for one, other in zip(found.blocks, expected.blocks, strict=True):
+        for block, right in zip(one, other, strict=True):
+            assert torch.equal(block.view(torch.int16), right.view(torch.int16))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_null_pointer_is_a_null_block_of_its_plane_alone(backend: Backend, zero: bool) -> None:
+    at_src, at_dst = tables(5)
+    source, found = stacks(backend, 5)
+    before = [[block.clone() for block in plane] for plane in found.blocks]
+    migrate(
+        backend,
+        source.view(at_src, pointers=True, nulls={(0, 1, 3)}),
+        found.view(at_dst, pointers=True, nulls={(2, 0, 4)}),
+        flags=_abi.FLAG_ZERO_FILL if zero else 0,
+    )
+    for plane in range(2 * LAYERS):
+        expected = [block.clone() for block in before[plane]]
+        for row, length in enumerate(LENGTHS):
+            for token in range(length):
+                column, offset = divmod(token, BS)
+                if (row, column, plane) == (2, 0, 4):
+                    continue
+                moved = source.blocks[plane][at_src[row][column]][offset]
+                if (row, column, plane) == (0, 1, 3):
+                    if not zero:
+                        continue
+                    moved = torch.zeros_like(moved)
+                expected[at_dst[row][column]][offset] = moved
+        for block, right in zip(found.blocks[plane], expected, strict=True):
+            assert torch.equal(block.view(torch.int16), right.view(torch.int16))
+
+
+def test_a_misaligned_pointer_is_refused_before_any_write(backend: Backend) -> None:
+    at_src, at_dst = tables(6)
+    source, found = stacks(backend, 6)
+    before = [[block.clone() for block in plane] for plane in found.blocks]
+
+    def shift(table: Tensor) -> None:
+        table[0, 1, 2] += 2
+
+    views = source.view(at_src, pointers=True, change=shift), found.view(at_dst, pointers=True)
+    message = r"src\.block_table\.indices\[8\] is 0x[0-9a-f]+, expected NULL or an address that is"
+    with pytest.raises(OutOfRangeError, match=message):
+        migrate(backend, *views)
+    if backend.looks_first:
+        for one, other in zip(found.blocks, before, strict=True):
+            for block, right in zip(one, other, strict=True):
+                assert torch.equal(block.view(torch.int16), right.view(torch.int16))
+
+
+@pytest.mark.parametrize("which", ["twice", "source"])
+def test_blocks_that_meet_what_is_written_are_refused(backend: Backend, which: str) -> None:
+    if not backend.looks_first:
+        pytest.skip("a device does not see all blocks at once")
+    at_src, at_dst = tables(7)
+    source, found = stacks(backend, 7)
+    before = [[block.clone() for block in plane] for plane in found.blocks]
+
+    def meet(table: Tensor) -> None:
+        table[0, 0, 1] = (
+            table[2, 0, 4] + 32
+            if which == "twice"
+            else backend.address(source.blocks[0][at_src[0][0]])
+        )
+
+    views = source.view(at_src, pointers=True), found.view(at_dst, pointers=True, change=meet)
+    with pytest.raises(
+        InvalidArgumentError, match="are those of a block that the call writes, and"
+    ):
+        migrate(backend, *views)
+    for one, other in zip(found.blocks, before, strict=True):
+        for block, right in zip(one, other, strict=True):
+            assert torch.equal(block.view(torch.int16), right.view(torch.int16))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_from_python(interleaved: bool) -> None:
+    """Blocks given as tensors, and a table that keeps them alive.
+
+    interleaved: V's vectors follow K's at the destination, so that the blocks of the two overlap
+    """
+    values = torch.randn(3, 2, 1, BS, HEADS, DIM)  # [block][K, V]
+    blocks = [[block[0].clone(), block[1].clone()] for block in values]
+    layer = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in blocks[0]))
+    table = BlockTable.pointers([[blocks[2], [None, None], blocks[0]]])
+    assert repr(table) == "BlockTable(1 sequence x 3 blocks, POINTERS, uint64)"
+    end = CacheView((layer,), CacheFacts()).at(block_table=table)
+    del blocks
+    if interleaved:
+        out = torch.full((1, 12, HEADS, 2, DIM), -1.0).permute(0, 3, 1, 2, 4)
+    else:
+        out = torch.full((1, 2, 12, HEADS, DIM), -1.0)
+    dense = CacheDesc.from_kv(*(describe(out[:, kv], "BLOCK_NHD") for kv in (0, 1)))
+    copy_tokens(end, CacheView((dense,), CacheFacts(), dense=True).at(), SeqLens.of([11]))
+    for kv in (0, 1):
+        assert torch.equal(out[0, kv, :4], values[2, kv, 0])
+        assert torch.equal(out[0, kv, 4:8], torch.full((4, HEADS, DIM), -1.0))
+        assert torch.equal(out[0, kv, 8:11], values[0, kv, 0, :3])
+    assert (out[:, :, 11] == -1).all()
+    found = find_tokens(end, SeqLens.of([11]))
+    assert (found["block"] >= 0).tolist() == [True] * 4 + [False] * 4 + [True] * 3
+    assert found["offset"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_gather(backend: Backend, seed: int) -> None:
+    """Layer 0 alone: an address for K and one for V of each block."""
+    source, ids = Stack.of(backend, seed), tables(seed)[0]
+    table = torch.zeros(3, 3, 2, dtype=torch.int64)
+    for row, column in ((0, 0), (0, 1), (0, 2), (2, 0), (2, 1)):
+        for plane in (0, 1):
+            table[row, column, plane] = backend.address(source.blocks[plane][ids[row][column]])
+    table[0, 1, 1] = 0
+    key, value = torch.full((2, 3, 9, HEADS, DIM), -1.0, dtype=torch.bfloat16)
+    lens = torch.tensor(LENGTHS)
+    gather = _abi.kvx_gather_desc_t(
+        io=backend.io(key, value, 27),
+        block_table=_abi.kvx_block_table_t(
+            format=4,
+            index_dtype=9,
+            seq_count=3,
+            max_blocks_per_seq=3,
+            indices=backend.address(table),
+            indices_count=18,
+        ),
+        seq_lens=backend.seq_lens(lens),
+        max_seq_len=9,
+    )
+    backend.call("kvx_gather_kv", source.cache(0, pointers=True), gather)
+    for plane, out in enumerate((key, value)):
+        expected = torch.full_like(out, -1.0)
+        for row, length in enumerate(LENGTHS):
+            for token in range(length):
+                column, offset = divmod(token, BS)
+                if (row, column, plane) != (0, 1, 1):
+                    expected[row, token] = source.blocks[plane][ids[row][column]][offset]
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
