@@ -50,6 +50,12 @@ kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
     return KVX_INVALID("%s.reserved_1 is %u, expected 0 (spec E.3)", KVX_AT(path),
                        view->reserved_1);
   }
+  if (view->k_zeros || view->v_zeros) {
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s.%s is given, expected NULL: no format of this version has zero points "
+                "(spec E.10)",
+                KVX_AT(path), view->k_zeros ? "k_zeros" : "v_zeros");
+  }
   if (!view->num_planes) KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
   if (view->num_layers && !view->layers)
     return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));

@@ -46,7 +46,8 @@ typedef struct kvx_view_t {
   const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
   const kvx_scale_desc_t *const *v_scales;
   uint64_t null_block_plus_1;             /* as in kvx_gather_options_t */
-  const kvx_scale_desc_t *const *k_zeros; /* zero points, as k_scales; since 1.5 */
+  const kvx_scale_desc_t *const *k_zeros; /* zero points, as k_scales; since 1.5, and NULL until a
+                                             format has them */
   const kvx_scale_desc_t *const *v_zeros;
   const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
   uint32_t num_planes;
