@@ -24,7 +24,7 @@ struct Piece {
 
 // False if a block is not whole, or has no source.
 __device__ __forceinline__ bool find_piece(const Common &p, const Runs &runs, const Token &token,
-                                             uint32_t tokens, Piece *piece) {
+                                           uint32_t tokens, Piece *piece) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t run = lane / runs.tokens, in_run = lane - run * runs.tokens;
   const uint64_t run_bytes = uint64_t{runs.vectors} * kVectorBytes;
