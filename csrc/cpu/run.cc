@@ -49,7 +49,7 @@ class Mover {
     uint8_t *src = address_of(pair_.src, from), *dst = address_of(pair_.dst, to);
     const bool same_blocks =
         from.block == pending_.src_place.block && to.block == pending_.dst_place.block;
-    const bool continues = splits_tokens_
+    const bool continues = __builtin_expect(splits_tokens_, false)
                                ? from.offset == pending_.src_place.offset + pending_.tokens &&
                                      to.offset == pending_.dst_place.offset + pending_.tokens
                                : src == pending_.src + pending_.tokens * pair_.src.token_stride &&
@@ -62,7 +62,7 @@ class Mover {
     pending_ = {src, dst, tokens, from, to};
   }
 
-  void clear(const Place &to, int64_t tokens) {
+  [[gnu::noinline]] void clear(const Place &to, int64_t tokens) {
     Place at = to;
     for (int64_t left = tokens; left > 0;) {
       const int64_t count = tokens_of_loops(pair_.dst, pair_.dst, at.offset, at.offset, left);
@@ -80,9 +80,9 @@ class Mover {
   }
 
  private:
-  void flush(const Next &next) {
+  [[gnu::always_inline]] void flush(const Next &next) {
     if (!pending_.tokens) return;
-    if (splits_tokens_) {
+    if (__builtin_expect(splits_tokens_, false)) {
       move_parts();
     } else if (convert_) {
       (*convert_)(pending_.dst, pending_.src, next.src, pending_.tokens, pending_.src_place,
@@ -94,7 +94,7 @@ class Mover {
   }
 
   // The pending tokens, as many at a time as loops reach.
-  void move_parts() {
+  [[gnu::noinline]] void move_parts() {
     Place from = pending_.src_place, to = pending_.dst_place;
     for (int64_t left = pending_.tokens; left > 0;) {
       const uint8_t *const src = address_of(pair_.src, from);

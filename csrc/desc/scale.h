@@ -19,6 +19,10 @@ inline kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const voi
   return scale;
 }
 
+inline bool has_scales(const kvx_write_desc_t &write) {
+  return write.k_scale_desc.data || write.v_scale_desc.data || write.k_scale || write.v_scale;
+}
+
 inline float read_scale(const void *data, kvx_dtype_t dtype) {
   if (dtype == KVX_DTYPE_F32) return *static_cast<const float *>(data);
   const uint16_t bits = *static_cast<const uint16_t *>(data);

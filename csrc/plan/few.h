@@ -16,11 +16,13 @@ class Few {
   Few(const Few &) = delete;
   Few &operator=(const Few &) = delete;
 
-  // Makes room for `count` items of zeros, which `add` hands out. Once, before the first of them.
+  // Makes room for `count` items. Once, before the first of them.
   void reserve(size_t count) {
-    if (count > kNear) far_.reset(new T[count]{});
-    if (count > kNear) items_ = far_.get();
+    if (count <= kNear) return;
+    far_.reset(new T[count]);
+    items_ = far_.get();
   }
+  // One more item, of zeros.
   T &add() {
     static_assert(std::is_trivially_copyable_v<T>);
     size_t bytes = sizeof(T);

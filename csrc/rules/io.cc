@@ -78,9 +78,8 @@ kvx_status_t check_output(const Path &path, const kvx_cache_desc_t &cache,
   return check_io(path, cache, io, &output);
 }
 
-kvx_status_t check_convertible(const Path &path, kvx_dtype_t one, const Path &other_path,
-                               kvx_dtype_t other) {
-  if (is_opaque(one) == is_opaque(other)) return KVX_STATUS_OK;
+kvx_status_t fail_opaque(const Path &path, kvx_dtype_t one, const Path &other_path,
+                         kvx_dtype_t other) {
   return KVX_INVALID(
       "%s.dtype is %s, but %s.dtype is %s: U8 holds opaque bytes and is never converted (spec E.5)",
       KVX_AT(path), name_of(one), KVX_AT(other_path), name_of(other));

@@ -50,8 +50,10 @@ kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_
                        write->slots.token_count, write->io.num_tokens);
   }
   const bool finds_scales = flags & KVX_FLAG_FIND_SCALES;
-  KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/false, finds_scales));
-  KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/true, finds_scales));
+  if (finds_scales || has_scales(*write)) {
+    KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/false, finds_scales));
+    KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/true, finds_scales));
+  }
   return check_apart(*cache, *write, finds_scales);
 }
 
