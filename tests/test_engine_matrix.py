@@ -8,7 +8,7 @@ part of the comparison. Sequences have odd lengths, none and one among them, lie
 blocks of their engine's size, and their tables are padded with poison, which a device would report.
 
 What migrates does so on every backend of tests/calls.py: the host grid runs the CUDA kernels on the
-CPU, and tells from which families they were (FAMILIES).
+CPU, and tells from which kernels they were (KERNELS).
 """
 
 from __future__ import annotations
@@ -548,9 +548,9 @@ def on_the_grid(
     check_there_and_back(HOSTGRID, a, b, tokens, there, back, transfer=transfer)
 
 
-# Each family of docs/kernels.md, and caches of engines that it alone moves. Pairs of one dtype go
+# Each kernel of docs/kernels.md, and caches of engines that it alone moves. Pairs of one dtype go
 # by the first four, often K by one and V by another; the last two run if a caller asks for them.
-FAMILIES: dict[str, Callable[[], None]] = {
+KERNELS: dict[str, Callable[[], None]] = {
     "blocks": partial(on_the_grid, "torch NHD", "tgi flashinfer"),
     "vectors": partial(on_the_grid, "torch NHD", "torch HND"),
     "remap": partial(on_the_grid, "vllm ROCM_ATTN LBHNC", "tgi paged cuda"),
@@ -562,20 +562,20 @@ FAMILIES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_reached(
-    family: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_is_reached(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host grid says where each launch comes from, and a family has its file."""
+    """The host grid says where each launch comes from, and a kernel has its file."""
     monkeypatch.setenv("HOSTGRID_TRACE", "1")
-    FAMILIES[family]()
+    KERNELS[kernel]()
     launched = re.findall(r"launch from .*?(\w+)\.cu:", capfd.readouterr().err)
-    assert {*launched} - {"status"} == {family}
+    assert {*launched} - {"status"} == {kernel}
 
 
-def test_no_family_is_missing() -> None:
+def test_no_kernel_is_missing() -> None:
     files = (ROOT / "csrc/cuda").glob("*.cu")
-    assert {*FAMILIES} == {file.stem for file in files if "KVX_INSTANTIATE(" in file.read_text()}
+    assert {*KERNELS} == {file.stem for file in files if "KVX_INSTANTIATE(" in file.read_text()}
 
 
 class Hidden(Mirror):

@@ -54,5 +54,5 @@ def test_calls_in_copies_pass_the_same_tests(mirrored: Backend) -> None:
     test_write_gather.test_a_block_out_of_range(mirrored, torch.int64)
     cache = LAYOUTS["nhd"](Geometry(), torch.bfloat16, seed=1)
     key, value = random_values((2, 1, 2, 16), torch.bfloat16, seed=2)
-    with pytest.raises(OutOfRangeError, match="1 findings since the last report"):
+    with pytest.raises(OutOfRangeError, match="1 times since the last report"):
         mirrored.write(cache.layers[0], key, value, torch.tensor([1 << 40]))

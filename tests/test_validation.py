@@ -724,7 +724,7 @@ def number_or_word(text: str) -> int | float | str:
 
 
 RULES = read_rules()
-SKIPPED = r"; what is out of range is skipped, [1-9]\d* findings since the last report$"
+SKIPPED = r"; what is out of range is skipped, [1-9]\d* times since the last report$"
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -38,11 +38,12 @@ Stages::Stages(const Plan &plan, uint64_t tokens) {
   size_t src_bytes = 0, dst_bytes = 0;
   for (const PlanePair &pair : plan.pairs) {
     if (!pair.convert) continue;
-    const auto most_rows = static_cast<uint64_t>(rows_of(pair));
-    const uint64_t rows =
-        tokens < most_rows ? std::min(tokens * pair.num_heads, most_rows) : most_rows;
+    const auto most_vectors = static_cast<uint64_t>(vectors_of(pair));
+    const uint64_t vectors =
+        tokens < most_vectors ? std::min(tokens * pair.num_heads, most_vectors) : most_vectors;
     const auto bytes = [&](const Plane &plane) {
-      return static_cast<size_t>(rows) * static_cast<size_t>(bytes_of(plane.dtype, pair.head_dim));
+      return static_cast<size_t>(vectors) *
+             static_cast<size_t>(bytes_of(plane.dtype, pair.head_dim));
     };
     if (!is_dense_vector(pair.src, units_of(pair.src.dtype, pair.head_dim)))
       src_bytes = std::max(src_bytes, bytes(pair.src));
@@ -53,7 +54,7 @@ Stages::Stages(const Plan &plan, uint64_t tokens) {
   if (dst_bytes) dst_.reset(new uint8_t[dst_bytes]);
 }
 
-int64_t Stages::rows_of(const PlanePair &pair) {
+int64_t Stages::vectors_of(const PlanePair &pair) {
   return std::max<int64_t>(kStageBytes / (int64_t{pair.head_dim} * 4), 1);
 }
 
@@ -88,9 +89,9 @@ void Converter::operator()(uint8_t *dst, const uint8_t *src, const uint8_t *next
                            const Place &src_place, const Place &dst_place) {
   const ScaleCursor scale(pair_.src_scales, src_place), divisor(pair_.dst_scales, dst_place);
   const bool many = many_ || (!varies_ && are_many(static_cast<uint64_t>(tokens)));
-  const int64_t rows = Stages::rows_of(pair_);
-  const int64_t heads = std::min<int64_t>(rows, pair_.num_heads);
-  const int64_t step = rows / heads;
+  const int64_t vectors = Stages::vectors_of(pair_);
+  const int64_t heads = std::min<int64_t>(vectors, pair_.num_heads);
+  const int64_t step = vectors / heads;
   for (int64_t t = 0; t < tokens; t += step) {
     for (int64_t h = 0; h < pair_.num_heads; h += heads) {
       convert_tile(dst + t * pair_.dst.token_stride + h * pair_.dst.head_stride,
@@ -119,14 +120,15 @@ void Converter::convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, in
     ahead = 0;
   }
   uint8_t *const out = stages_dst_ ? dst_stage.base : dst;
-  convert_rows(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor,
+  convert_each(out, to, src, from, ahead, first_token, tokens, first_head, heads, scale, divisor,
                many);
   if (stages_dst_)
     Copier(dst_stage, pair_.dst, heads, dst_units_, streaming_)(dst, out, {dst, out}, tokens);
 }
 
-// One call per row, or per token, or for all, as far as rows follow each other and share scales.
-void Converter::convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
+// One call per vector, or per token, or for all, as far as vectors follow each other and share
+// scales.
+void Converter::convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                              int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
                              int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
                              bool many) {
@@ -141,22 +143,22 @@ void Converter::convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, 
   }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t h = 0; h < heads; ++h) {
-      const uint8_t *const row = src + t * from.token_stride + h * from.head_stride;
+      const uint8_t *const vector = src + t * from.token_stride + h * from.head_stride;
       const float factor = scale.at(first_token + t, first_head + h);
       if (pair_.find_scales)
-        divisor.store(first_token + t, first_head + h, find_scale(row, factor));
+        divisor.store(first_token + t, first_head + h, find_scale(vector, factor));
       const Scaling scaling = {factor, divisor.at(first_token + t, first_head + h)};
-      run_(dst + t * to.token_stride + h * to.head_stride, row, run,
+      run_(dst + t * to.token_stride + h * to.head_stride, vector, run,
            {scaling, streaming_ && !stages_dst_, many, ahead});
     }
   }
 }
 
-float Converter::find_scale(const uint8_t *row, float factor) const {
+float Converter::find_scale(const uint8_t *vector, float factor) const {
   float amax = 0.0f, values[kPiece];
   for (int64_t d = 0; d < pair_.head_dim; d += kPiece) {
     const int64_t count = std::min<int64_t>(pair_.head_dim - d, kPiece);
-    const uint8_t *const from = row + bytes_of(pair_.src.dtype, d);
+    const uint8_t *const from = vector + bytes_of(pair_.src.dtype, d);
     if (to_floats_) {
       to_floats_(values, from, count, {{factor, 1.0f}, false, false, 0});
     } else {

@@ -26,14 +26,14 @@ struct ScaleCursor {
   }
 };
 
-// Room for converting rows that are not dense, as they come from the source and as they go to the
-// destination; for small calls as much as they need.
+// Room for converting vectors that are not dense, as they come from the source and as they go to
+// the destination; for small calls as much as they need.
 class Stages {
  public:
   Stages(const Plan &plan, uint64_t tokens);
 
   // Rows that are converted at a time: one at least.
-  static int64_t rows_of(const PlanePair &pair);
+  static int64_t vectors_of(const PlanePair &pair);
 
   uint8_t *src() { return src_.get(); }
   uint8_t *dst() { return dst_.get(); }
@@ -63,8 +63,8 @@ class RunConverter {
                       const Scaling &scaling) const;
 
   const ConvertRun run_;
-  const DecodeRow decode_;
-  const EncodeRow encode_;
+  const DecodeVector decode_;
+  const EncodeVector encode_;
   const kvx_dtype_t src_, dst_;
 };
 
@@ -81,17 +81,17 @@ class Converter {
   void convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, int64_t first_token,
                     int64_t tokens, int64_t first_head, int64_t heads, const ScaleCursor &scale,
                     const ScaleCursor &divisor, bool many);
-  void convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
+  void convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                     int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
                     int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor, bool many);
-  float find_scale(const uint8_t *row, float factor) const;
+  float find_scale(const uint8_t *vector, float factor) const;
 
   const PlanePair &pair_;
   Stages &stages_;
   const bool streaming_;
   const RunConverter run_;
-  const ConvertRun to_floats_;           // NULL: the source's rows are decoded
-  const int64_t src_units_, dst_units_;  // of a row
+  const ConvertRun to_floats_;           // NULL: the source's vectors are decoded
+  const int64_t src_units_, dst_units_;  // of a vector
   const bool stages_src_, stages_dst_;
   const bool varies_, many_;  // scales within a block; elements of one scale
 };

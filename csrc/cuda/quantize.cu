@@ -7,8 +7,8 @@
 namespace kvx::cuda {
 namespace {
 
-// The largest of `amax` among the `lanes` lanes that share a row; whole warps come here.
-__device__ __forceinline__ float row_amax(float amax, uint32_t lanes) {
+// The largest of `amax` among the `lanes` lanes that share a vector; whole warps come here.
+__device__ __forceinline__ float vector_amax(float amax, uint32_t lanes) {
   for (uint32_t step = lanes / 2; step > 0; step /= 2)
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   return amax;
@@ -16,7 +16,7 @@ __device__ __forceinline__ float row_amax(float amax, uint32_t lanes) {
 
 // Per lane, as many as 64 registers hold.
 template <class Src>
-__device__ constexpr uint32_t rows_in_flight() {
+__device__ constexpr uint32_t vectors_in_flight() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
   return 1;
 #else
@@ -24,11 +24,11 @@ __device__ constexpr uint32_t rows_in_flight() {
 #endif
 }
 
-// Rows of up to 32 units of eight elements: the lanes of a row hold it in registers and read it
-// once.
+// Vectors of up to 32 units of eight elements: the lanes of a vector hold it in registers and read
+// it once.
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_constant__ P p) {
-  constexpr uint32_t kUnroll = rows_in_flight<Src>();
+  constexpr uint32_t kUnroll = vectors_in_flight<Src>();
   const PlanePair &shape = p.shape;
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t units = p.units.per_head.divisor;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
           value *= scales[i];
           amax = fmaxf(amax, fabsf(value));  // of a number and NaN: the number
         }
-        amax = row_amax(amax, lanes);
+        amax = vector_amax(amax, lanes);
         if (head >= last || unit >= units) continue;
         if (!is_usable(scales[i])) {
           if (unit == 0) report_scale(p, pair, token, head, scales[i], 1.0f);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
   });
 }
 
-// Any rows, a warp each: an element at a time, read twice.
+// Any vectors, a warp each: an element at a time, read twice.
 template <class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_constant__ P p) {
   const PlanePair &shape = p.shape;
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_
       float amax = 0.0f;
       for (uint32_t d = lane; d < shape.head_dim; d += kWarp)
         amax = fmaxf(amax, fabsf(value_at(d)));
-      const float found =
-          found_scale(row_amax(amax, kWarp), largest_of(shape.dst.dtype), shape.dst_scales.dtype);
+      const float found = found_scale(vector_amax(amax, kWarp), largest_of(shape.dst.dtype),
+                                      shape.dst_scales.dtype);
       for (uint32_t d = lane; d < shape.head_dim; d += kWarp) {
         const int64_t to = unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
         store_element(token.dst + to, value_at(d) / found, shape.dst.dtype);

@@ -53,7 +53,7 @@ kvx_status_t report_status(void *stream) {
   if (found.count == 0) return KVX_STATUS_OK;
   const kvx_status_t status = fail_with(found.first, field_names(found.call, found.src, found.dst));
   const std::string first = last_error();
-  return fail(status, "%s; what is out of range is skipped, %llu findings since the last report",
+  return fail(status, "%s; what is out of range is skipped, %llu times since the last report",
               first.c_str(), found.count);
 }
 

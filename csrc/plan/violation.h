@@ -1,4 +1,4 @@
-// What was found out of range in the data of a call, and the sentence that says so. Every backend
+// What is out of range in the data of a call, and the sentence that says so. Every backend
 // detects it; the host formats the sentence.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Copying a loops: runs forward, or short runs transposed through registers.
+// Copying what loops say: runs forward, or short runs transposed through registers.
 // Included by kernels.inl.
 
 typedef uint8_t Vector __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(1), may_alias));

@@ -28,9 +28,9 @@ struct Conversion {
 // Elements [0, count) of dst = encode(scaling(decode(src))), both contiguous.
 using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Conversion &how);
 
-// Rows of a format from and to float32; `numbers` is a multiple of a unit's.
-using DecodeRow = void (*)(float *to, const uint8_t *from, int64_t numbers);
-using EncodeRow = void (*)(uint8_t *to, const float *from, int64_t numbers);
+// Vectors of a format from and to float32; `numbers` is a multiple of a unit's.
+using DecodeVector = void (*)(float *to, const uint8_t *from, int64_t numbers);
+using EncodeVector = void (*)(uint8_t *to, const float *from, int64_t numbers);
 
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
@@ -40,13 +40,13 @@ struct Next {
 
 struct Kernels {
   const char *isa;
-  // Copies a loops. `streaming` stores past the caches: right when the bytes moved exceed them.
-  // What the same loops will need at `next` is fetched meanwhile.
+  // Copies what the loops say. `streaming` stores past the caches: right when the bytes moved
+  // exceed them. What the same loops will need at `next` is fetched meanwhile.
   void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
-  ConvertRun convert[5][5];       // [src][dst], by fast_place
-  DecodeRow decode[kNumFormats];  // by row_of; NULL where numbers are not known
-  EncodeRow encode[kNumFormats];
+  ConvertRun convert[5][5];          // [src][dst], by fast_place
+  DecodeVector decode[kNumFormats];  // by row_of; NULL where numbers are not known
+  EncodeVector encode[kNumFormats];
 
   // The run that converts one format to another without float32 between; NULL: there is none.
   ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {

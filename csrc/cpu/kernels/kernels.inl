@@ -10,7 +10,7 @@
 #include "cpu/kernels/fp8.inl"
 #endif
 #include "cpu/kernels/convert.inl"
-#include "cpu/kernels/rows.inl"
+#include "cpu/kernels/vectors.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,

@@ -2,31 +2,31 @@
 // Included by kernels.inl.
 
 template <class Codec>
-void decode_row(float *__restrict to, const uint8_t *__restrict from, int64_t numbers) {
+void decode_vector(float *__restrict to, const uint8_t *__restrict from, int64_t numbers) {
   constexpr int kNumbers = Unit<Codec>::kNumbers;
   for (int64_t n = 0; n < numbers; n += kNumbers, from += Unit<Codec>::kBytes)
     for (int i = 0; i < kNumbers; ++i) to[n + i] = Unit<Codec>::decode(from, i);
 }
 
 template <class Codec>
-void encode_row(uint8_t *__restrict to, const float *__restrict from, int64_t numbers) {
+void encode_vector(uint8_t *__restrict to, const float *__restrict from, int64_t numbers) {
   constexpr int kNumbers = Unit<Codec>::kNumbers;
   for (int64_t n = 0; n < numbers; n += kNumbers, to += Unit<Codec>::kBytes)
     Unit<Codec>::encode(to, ValuesAt{from + n});
 }
 
 template <class Codec>
-constexpr DecodeRow decoder_of() {
+constexpr DecodeVector decoder_of() {
   if constexpr (std::is_same_v<Codec, Opaque>)
     return nullptr;
   else
-    return decode_row<Codec>;
+    return decode_vector<Codec>;
 }
 
 template <class Codec>
-constexpr EncodeRow encoder_of() {
+constexpr EncodeVector encoder_of() {
   if constexpr (std::is_same_v<Codec, Opaque>)
     return nullptr;
   else
-    return encode_row<Codec>;
+    return encode_vector<Codec>;
 }
