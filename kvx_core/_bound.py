@@ -90,10 +90,11 @@ class _Binding(ctypes.Structure):
 class Held:
     """Torch tensors, kept, and the memory and storage that they had when they were taken."""
 
-    __slots__ = ("are_in_place", "array", "type")
+    __slots__ = ("are_in_place", "array", "tensors", "type")
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self.tensors = tensors
         self.type = _torch_type()
         self.array = (_HeldTensor * len(tensors))()
         for held, tensor in zip(self.array, tensors, strict=True):

@@ -127,7 +127,7 @@ def _bound_move(
     ends: the same ends, as what moves is described to C: the dims of K may be in another order
     Raises InvalidArgumentError.
     """
-    held = src.view.held("src"), dst.view.held("dst")
+    held = src.held("src"), dst.held("dst")
     for name, tensor in dst.view.read_only.items():
         tensor.require_writable(f"dst.{name}")
     if options.find_scales:
@@ -169,7 +169,7 @@ def _move_described(
     move: Move, src: CacheSpan, dst: CacheSpan, lens: SeqLens, max_seq_len: int, stream: int | None
 ) -> None:
     """The move of lengths that are described."""
-    held = src.view.held("src"), dst.view.held("dst")
+    held = src.held("src"), dst.held("dst")
     if held != move.held:
         src.moves.clear()  # all is where it was described, in another storage: bind it anew
     tensors = _first_tensors(src, dst)

@@ -124,7 +124,8 @@ def _nowhere(
 ) -> CacheDesc:
     heads = layer.num_kv_heads if num_heads is None else num_heads
 
-    def tensor(like: TensorDesc, dim: int, plane: int) -> TensorDesc:
+    def tensor(like: TensorDesc, head_dim: int, plane: int) -> TensorDesc:
+        dim = head_dim // like.dtype.numbers  # units
         return TensorDesc(
             dtype=like.dtype,
             layout=Layout.BLOCK_HND,

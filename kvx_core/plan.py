@@ -125,7 +125,7 @@ class Plan:
     storage has been resized or replaced. Threads may share it. Spec: E.13
     """
 
-    __slots__ = ("_call", "_dst", "_handle", "_held", "_src", "_stream", "_transfer")
+    __slots__ = ("_call", "_dst", "_handle", "_held", "_layers", "_src", "_stream", "_transfer")
 
     _call: Any
     _handle: _abi_plan.Handle | None
@@ -182,7 +182,11 @@ class Plan:
                     if scale is not None:
                         scale.require_writable(f"dst.{name}[{i}]")
         self._src, self._dst, self._transfer = src, dst, options.transfer
-        self._held = src.view.held("src"), dst.view.held("dst")
+        # K that moves in two parts has its second ones in layers behind all layers.
+        pairs = enumerate(zip(src.view.layers, ends[0].view.layers, strict=False))
+        parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
+        self._layers = [*range(len(src.view.layers)), *parted]
+        self._held = src.held("src"), dst.held("dst")
         lens = None if seq_lens is None else SeqLens.of(seq_lens)
         places = {
             f"{end}.{name}": getattr(span, name)
@@ -299,6 +303,9 @@ class Plan:
         count = info.num_planes
         planes = (_abi_plan.kvx_plane_info_t * count)(*[_abi_plan.kvx_plane_info_t()] * count)
         _abi.check(describe(handle.value, lookups, info, planes, count))
+        for plane in planes:
+            if plane.layer < len(self._layers):
+                plane.layer = self._layers[plane.layer]
         return _info(info, planes)
 
     def ranges(
@@ -347,7 +354,7 @@ class Plan:
             raise _closed()
         self._src.view.require_current("src")
         self._dst.view.require_current("dst")
-        if self._held != (self._src.view.held("src"), self._dst.view.held("dst")):
+        if self._held != (self._src.held("src"), self._dst.held("dst")):
             raise InvalidArgumentError(
                 "the memory of src or dst lies elsewhere than when the plan was made, expected it "
                 "in place. Make a new plan"

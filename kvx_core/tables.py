@@ -24,6 +24,8 @@ from kvx_core.tensors import (
     is_tensor,
     is_torch,
     read_array,
+    require_array_in_place,
+    torch_owners,
 )
 from kvx_core.types import BlockTableFormat, DType, Memory
 from kvx_core.words import address, fix, int64, integer, listed, many
@@ -180,7 +182,9 @@ class BlockTable:
         """
         kept: object = None
         if not is_tensor(blocks):
-            kept, blocks = blocks, _addresses(blocks)  # type: ignore[arg-type]
+            rows: Any = blocks
+            kept = torch_owners([list(block) for row in rows for block in row])
+            blocks = _addresses(rows)
         table = contiguous(
             "block_table.indices", borrow(blocks, name="block_table"), 3, (DType.S64, DType.U64)
         )
@@ -205,6 +209,16 @@ class BlockTable:
     def num_rows(self) -> int:
         """Rows of tokens that the table finds: sequences, or beams of them."""
         return self.seq_count * max(self.beam_width, 1)
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses a table whose memory has been freed or belongs to others by now."""
+        itemsize = self.index_dtype.itemsize
+        arrays = [("indices", self.indices, self.indices_count * itemsize)]
+        if self.indptr:
+            num_bytes = self.indptr_count * self.indptr_dtype.itemsize
+            arrays.append(("indptr", self.indptr, num_bytes))
+        for array, begin, num_bytes in arrays:
+            require_array_in_place(f"{name}.{array}", self.owner, begin, num_bytes)
 
     def of_parts(self) -> BlockTable:
         """The same table for calls that each move a part of its tokens: not `exact`."""
@@ -292,6 +306,11 @@ class SlotMapping:
             owner=found.owner,
         )
 
+    def require_in_place(self, name: str) -> None:
+        """Refuses slots whose memory has been freed or belongs to others by now."""
+        num_bytes = self.token_count * self.dtype.itemsize
+        require_array_in_place(name, self.owner, self.slots, num_bytes)
+
     def part(self, lo: int, hi: int) -> SlotMapping:
         """The slots of tokens `lo` to `hi`, 0 <= lo <= hi <= token_count."""
         address = self.slots + lo * self.dtype.itemsize
@@ -356,6 +375,11 @@ class SeqLens:
             memory=found.memory,
             owner=found.owner,
         )
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses lengths whose memory has been freed or belongs to others by now."""
+        num_bytes = self.seq_count * self.dtype.itemsize
+        require_array_in_place(name, self.owner, self.lengths, num_bytes)
 
     def to_numpy(self) -> npt.NDArray[np.int64]:
         """The lengths as int64, a copy. A torch tensor is read back from its device."""

@@ -152,6 +152,25 @@ def is_in_place(owner: object, begin: int, end: int) -> bool:
     return bool(first <= begin and end <= first + storage.nbytes())
 
 
+def torch_owners(owner: object) -> list[Any]:
+    """The torch tensors among what keeps memory alive: a tensor, or a tuple or list of owners."""
+    if isinstance(owner, (tuple, list)):
+        return [tensor for one in owner for tensor in torch_owners(one)]
+    return [owner] if is_torch(owner) else []
+
+
+def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int) -> None:
+    """Refuses an array whose memory has been freed or belongs to others by now.
+
+    owner: what keeps it alive, beside what keeps other arrays alive; looked at if it is all torch's
+    """
+    parts = owner if isinstance(owner, (tuple, list)) else (owner,)
+    if not all(is_torch(part) for part in parts):
+        return
+    if not any(is_in_place(part, begin, begin + num_bytes) for part in parts):
+        raise moved(name)
+
+
 def moved(name: str) -> InvalidArgumentError:
     """The exception of a description that is out of date."""
     return InvalidArgumentError(

@@ -18,7 +18,7 @@ from kvx_core.memory_checks import same_memory
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
-from kvx_core.tensors import Borrowed, TensorLike, is_torch
+from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
 from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
 
@@ -247,6 +247,10 @@ class CacheSpan:
     starts: SeqLens | None = None
     head_start: int = 0
     moves: Moves = field(init=False, compare=False, default_factory=Moves)  # see migrate.py
+    # The tensors of the view and of what finds tokens in it, when they were last looked at.
+    _held: list[tuple[_bound.Held, _bound.Held]] = field(
+        init=False, compare=False, default_factory=list
+    )
 
     def __post_init__(self) -> None:
         view = instance("view", self.view, CacheView, "a CacheView")
@@ -282,6 +286,30 @@ class CacheSpan:
             return end.at()
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{name}: {error}") from None
+
+    def held(self, name: str) -> _bound.Held:
+        """The view's torch tensors and those of slots, tables and starts, with where they lie.
+
+        Refuses what lies elsewhere than it was described: its storage was resized or replaced.
+
+        name: what errors call the end
+        Raises InvalidArgumentError.
+        """
+        of_view = self.view.held(name)
+        if self._held and self._held[0][0] is of_view and self._held[0][1].are_in_place():
+            return self._held[0][1]
+        finds: dict[str, Any] = {f"{name}.{place}": getattr(self, place) for place in _PLACES}
+        for i, plane in enumerate(self.view.planes):
+            finds[f"{name}.planes[{i}].block_table"] = plane.block_table
+            finds[f"{name}.planes[{i}].slots"] = plane.slots
+        owners = of_view.tensors
+        for place, found in finds.items():
+            if found is not None:
+                found.require_in_place(place)
+                owners = [*owners, *torch_owners(found.owner)]
+        held = _bound.Held(owners)
+        self._held[:] = [(of_view, held)]
+        return held
 
     def to_c(self) -> _abi.kvx_view_t:
         """A new C struct with these fields."""

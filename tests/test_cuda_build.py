@@ -29,7 +29,13 @@ MAX_REGISTERS = 64  # at 256 threads a block: four blocks on a multiprocessor
 MAX_WHEEL_BYTES = 3 << 20
 
 # Kernels that move vectors of 16 bytes, by a part of their names.
-WIDE = ("rows_kernel<uint4", "blocks_kernel", "remap_kernel<uint4", "tile_kernel", "convert_kernel")
+WIDE = (
+    "vectors_kernel<uint4",
+    "blocks_kernel",
+    "remap_kernel<uint4",
+    "tile_kernel",
+    "convert_kernel",
+)
 
 
 class Usage(NamedTuple):

@@ -92,6 +92,8 @@ Units units_of(const PlanePair &shape, uint32_t elements) {
   Units units;
   units.elements = elements;
   units.bytes = elements * static_cast<uint32_t>(size_of(shape.src.dtype));
+  units.dst_bytes =
+      shape.convert ? elements * static_cast<uint32_t>(size_of(shape.dst.dtype)) : units.bytes;
   units.per_head = FastDiv(shape.head_dim / elements);
   units.per_token = shape.num_heads * units.per_head.divisor;
   units.src_per_pack = FastDiv(shape.src.pack / elements);

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, 4) generic_kernel(const __grid_const
       uint8_t *const to =
           token.dst + unit_offset(shape.dst, p.units.dst_per_pack, dst_step, head, d);
       if (!shape.convert || !token.src) {
-        copy_element(to, token.src ? token.src + from : nullptr, p.units.bytes);
+        copy_element(to, token.src ? token.src + from : nullptr, p.units.dst_bytes);
         continue;
       }
       const float scale = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);

@@ -20,7 +20,9 @@ template <uint32_t kPairs>
 __device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
   const uint32_t index = blockIdx.y;
   const uint8_t lookup = p.lookup[index];
-  return {p.bases[index], lookup, p.is_v[index], index == p.reporter[lookup], p.plane[index]};
+  // Where each plane has entries of its own, each pair reports.
+  const bool reports = index == p.reporter[lookup] || p.lookups[lookup].differs_by_plane();
+  return {p.bases[index], lookup, p.is_v[index], reports, p.plane[index]};
 }
 
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup,

@@ -88,6 +88,19 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
   return KVX_STATUS_OK;
 }
 
+// Kernels that find scales read numbers, not units of them.
+kvx_status_t check_found_scales(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (!pair.find_scales || is_scalar(pair.src.dtype)) continue;
+    return fail(
+        KVX_STATUS_UNSUPPORTED,
+        "FIND_SCALES is set and the source is %s, from which calls on DEVICE memory find no "
+        "scales: give scales, or migrate by way of F16 (spec E.9)",
+        kvx::name_of(pair.src.dtype));
+  }
+  return KVX_STATUS_OK;
+}
+
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
 kvx_status_t check_indices(const Plan &plan) {
   const auto check = [](const char *name, const void *data, const char *field = "") {
@@ -242,6 +255,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
   Common common{};
   if (plan.rows.count == 0 || row_bound(plan, 0) == 0) return KVX_STATUS_OK;
   for (size_t i = 0; i < plan.lookups.size(); ++i) KVX_TRY(check_narrow(plan, row_bound(plan, i)));
+  KVX_TRY(check_found_scales(plan));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;

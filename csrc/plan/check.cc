@@ -204,11 +204,12 @@ class Pieces {
   void add(const PlanePair &pair, const Plane &plane, Place place, const Lookup &lookup,
            size_t number, bool written) {
     place.offset = 0;
-    const int64_t packs = (pair.head_dim - 1) / plane.pack;
-    const int64_t last =
-        (int64_t{lookup.block_size} - 1) * plane.token_stride +
-        (int64_t{pair.num_heads} - 1) * plane.head_stride + packs * plane.outer_stride +
-        std::min<int64_t>(pair.head_dim, plane.pack) * plane.inner_stride - plane.inner_stride;
+    const int64_t dim = pair.convert ? units_of(plane.dtype, pair.head_dim) : pair.head_dim;
+    const int64_t packs = (dim - 1) / plane.pack;
+    const int64_t last = (int64_t{lookup.block_size} - 1) * plane.token_stride +
+                         (int64_t{pair.num_heads} - 1) * plane.head_stride +
+                         packs * plane.outer_stride +
+                         (std::min<int64_t>(dim, plane.pack) - 1) * plane.inner_stride;
     add(address_of(plane, place), static_cast<uint64_t>(last + size_of(plane.dtype)), number,
         written, lookup.planes_per_entry != 0);
   }

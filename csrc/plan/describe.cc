@@ -155,10 +155,14 @@ void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
                  kvx_plane_info_t *planes) {
   std::vector<Counts> counts;
   for (const LookupPair &lookup : plan.lookups) counts.push_back(count(plan, lookup, 0, tokens));
-  info->num_moved = counts[0].moved;
-  info->num_null_src = counts[0].null_src;
-  info->num_null_dst = counts[0].null_dst;
-  info->num_tokens = info->num_moved + info->num_null_src + info->num_null_dst;
+  // Planes whose entries are no tokens say nothing of these.
+  for (size_t i = 0; i < counts.size() && info->num_tokens == KVX_UNKNOWN; ++i) {
+    if (plan.lookups[i].src.tokens_per_entry != 1) continue;
+    info->num_moved = counts[i].moved;
+    info->num_null_src = counts[i].null_src;
+    info->num_null_dst = counts[i].null_dst;
+    info->num_tokens = info->num_moved + info->num_null_src + info->num_null_dst;
+  }
   info->bytes_read = info->bytes_written = 0;
   for (size_t i = 0; i < plan.pairs.size(); ++i) {
     const PlanePair &pair = plan.pairs[i];

@@ -61,7 +61,7 @@ struct LookupPair {
   Lookup src, dst;
 
   // Each plane of a view has places of its own.
-  bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
+  KVX_HD bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };
 
 // The tokens that move: row r has min(lens[r / rows_per_len], max_len) of them, or `uniform_len`

@@ -15,9 +15,10 @@ kvx_status_t validate_find(const kvx_find_desc_t *find) {
   KVX_TRY(check_lens(lens, *find->seq_lens));
   KVX_TRY(check_view(src, find->view));
   KVX_TRY(check_nonzero(src, "num_layers", find->view->num_layers));
+  // A table of pointers is asked for layer 0, any other is that of all layers.
+  const uint32_t asked = is_pointers(*find->view) ? 1 : find->view->num_layers;
   bool has_v = false;
-  for (uint32_t l = 0; l < find->view->num_layers; ++l)
-    has_v |= !is_absent(find->view->layers[l]->v);
+  for (uint32_t l = 0; l < asked; ++l) has_v |= !is_absent(find->view->layers[l]->v);
   if (find->is_v > 1 || (find->is_v && !has_v)) {
     return KVX_INVALID("%s.is_v is %u, expected 0 (K), or 1 where there is a V (spec E.12)",
                        KVX_AT(path), find->is_v);

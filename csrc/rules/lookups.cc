@@ -1,5 +1,6 @@
 #include "rules/lookups.h"
 
+#include "desc/view.h"
 #include "error.h"
 #include "rules/apart.h"
 #include "rules/validate.h"
@@ -15,6 +16,8 @@ const char *format_name(kvx_block_table_format_t format) {
       return "RAGGED";
     case KVX_BLOCK_TABLE_KV_OFFSETS:
       return "KV_OFFSETS";
+    case KVX_BLOCK_TABLE_POINTERS:
+      return "POINTERS";
     default:
       return "no format";
   }
@@ -45,11 +48,13 @@ kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_view_
   return KVX_STATUS_OK;
 }
 
-// Planes may have lookups of their own: a view that has any is taken whole.
+// Planes may have lookups of their own, and a table of pointers has entries for each layer: such
+// views are taken whole.
 void take_first_layer(OtherLookups *other) {
   other->first_src = other->src;
   other->first_dst = other->dst;
-  if (!other->src.num_planes) other->first_src.num_layers = other->first_dst.num_layers = 1;
+  if (!other->src.num_planes && !is_pointers(other->src) && !is_pointers(other->dst))
+    other->first_src.num_layers = other->first_dst.num_layers = 1;
   other->first = other->all;
   other->first.src = &other->first_src;
   other->first.dst = &other->first_dst;

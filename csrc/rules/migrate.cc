@@ -32,8 +32,6 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
           "(spec E.3)",
           KVX_AT(dst_layer), dst.num_kv_heads, KVX_AT(src_layer), src.num_kv_heads);
     }
-    KVX_TRY(check_all_heads(src_path, *migrate.src));
-    KVX_TRY(check_all_heads(dst_path, *migrate.dst));
   } else {
     KVX_TRY(check_heads(src_path, *migrate.src, l, migrate.num_heads));
     KVX_TRY(check_heads(dst_path, *migrate.dst, l, migrate.num_heads));
@@ -84,6 +82,10 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   if (num_layers != migrate->dst->num_layers) {
     return KVX_INVALID("dst.num_layers is %u, expected src.num_layers %u (spec E.3)",
                        migrate->dst->num_layers, num_layers);
+  }
+  if (migrate->num_heads == 0) {
+    KVX_TRY(check_all_heads(src, *migrate->src));
+    KVX_TRY(check_all_heads(dst, *migrate->dst));
   }
   for (uint32_t l = 0; l < num_layers; ++l) KVX_TRY(check_layer_pair(src, dst, *migrate, l));
   KVX_TRY(check_plane_pairs(src, dst, *migrate));

@@ -48,6 +48,11 @@ class Section:
                 f"section.view has {len(view.planes)} planes, expected none: a snapshot holds K "
                 "and V of layers. Leave the planes out with dataclasses.replace(view, planes=())"
             )
+        if self.block_table is not None and self.block_table.format is BlockTableFormat.POINTERS:
+            raise UnsupportedError(
+                "section.block_table is POINTERS, expected a table of block ids, in which a null "
+                "block is null for K and V of all layers"
+            )
         if view.facts.first_kv_head is None:
             raise InvalidArgumentError(
                 "section.view.facts.first_kv_head is None, expected the index in the model of the "
