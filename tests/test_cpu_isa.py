@@ -33,7 +33,8 @@ def python(*arguments: str, isa: str | None = None) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    "isa", ["portable", "avx512", pytest.param("avx2", marks=pytest.mark.slow)]
+    "isa",
+    ["portable", *(pytest.param(isa, marks=pytest.mark.slow) for isa in ("avx2", "avx512"))],
 )
 def test_another_instruction_set_passes_the_same_tests(isa: str) -> None:
     used = python("-c", ISA, isa=isa).stdout.strip()

@@ -22,6 +22,8 @@ import pytest
 
 from tests.native import run
 
+pytestmark = pytest.mark.slow  # it builds for minutes
+
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 READ = ("sm_80", "sm_90")  # whose code is read: without and with conversions to FP8
 OTHERS = [architecture for architecture in ARCHITECTURES if architecture not in READ]

@@ -30,6 +30,7 @@ from kvx_core import (
     BlockTable,
     BlockTableFormat,
     CacheSpan,
+    DType,
     FactsMismatchError,
     InvalidArgumentError,
     Memory,
@@ -59,6 +60,7 @@ from tests.engines import (
 from tests.engines.vllm import fp8_rows, int8_rows
 from tests.native import ROOT
 from tests.test_find_scales import find_scales
+from tests.test_formats import test_all_scales_of_a_unit as move_units
 
 NUM_LAYERS, HEADS, DIM = 2, 3, 48
 LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
@@ -559,6 +561,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "generic": partial(on_the_grid, "torch NHD", "torch HND", E4M3, E5M2),
     "bulk": partial(on_the_grid, "torch NHD", "tgi flashinfer", transfer=Transfer.BACKGROUND),
     "quantize": partial(test_scales_that_are_found, HOSTGRID, "torch NHD"),
+    "units": partial(move_units, HOSTGRID, DType.Q8_0),
 }
 
 

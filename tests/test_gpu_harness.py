@@ -28,6 +28,8 @@ from tests.bare import Bare
 from tests.calls import HOSTGRID
 from tests.native import ROOT
 
+pytestmark = pytest.mark.slow  # it builds for minutes
+
 # Rooms of kvx_core that only need to open where pydantic and safetensors are.
 WITH_PYDANTIC = {"kvx_core.geometry", "kvx_core.snapshot", "kvx_core.stores"}
 

@@ -17,6 +17,7 @@ ALL = "not hostgrid"
 SOME = f"{ALL} and (conformance or validation or odd or custom or (every_pair_of_ends and packed))"
 
 
+@pytest.mark.slow
 def test_suite_with_address_sanitizer(pytestconfig: pytest.Config) -> None:
     """PyTorch and numpy allocate through the sanitizer's malloc: their buffers have red zones."""
     library = sanitized_library("ON")

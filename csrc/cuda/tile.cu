@@ -88,16 +88,21 @@ __device__ __forceinline__ uint32_t single_token(const Tile<V> &tile) {
 // or a vector of them.
 template <class W, bool kStore, class V>
 __device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const Window &window) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  constexpr uint32_t kAtOnce = sizeof(V) == 1 ? 1 : kUnroll;  // more spill there
+#else
+  constexpr uint32_t kAtOnce = kUnroll;
+#endif
   constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
   constexpr uint32_t kColumns = kUnits / kPerW, kStep = kThreads / kColumns;
   const uint32_t unit = threadIdx.x % kColumns * kPerW;
   if (unit >= window.count) return;
   const int64_t offset = end.offset(window, unit);
   for (uint32_t first = threadIdx.x / kColumns; first < Tile<V>::kTokens;
-       first += kUnroll * kStep) {
-    W units[kUnroll];
+       first += kAtOnce * kStep) {
+    W units[kAtOnce];
 #pragma unroll
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t token = first + i * kStep;
       if (kStore) {
         units[i] = tile.inner[token] ? *reinterpret_cast<W *>(tile.at(token, unit)) : W{};
@@ -107,7 +112,7 @@ __device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const 
       }
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kUnroll; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t token = first + i * kStep;
       if (!kStore) {
         *reinterpret_cast<W *>(tile.at(token, unit)) = units[i];

@@ -41,6 +41,7 @@ def filled(serve: Factory) -> tuple[Path, bytes]:
     return path, path.read_bytes()
 
 
+@pytest.mark.slow
 def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     path, good = filled
     for name, data in hostile_files(good, mutations=20):
@@ -52,6 +53,7 @@ def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> 
     assert ask(serve) == LOADABLE
 
 
+@pytest.mark.slow
 def test_beside_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     """As an entry that begins like the prompt: a lookup opens it to compare tokens."""
     path, good = filled
