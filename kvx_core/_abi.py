@@ -240,7 +240,7 @@ class kvx_plane_t(_Struct):
     )
 
 
-class kvx_view_t(_Struct):
+class kvx_span_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
         ("num_layers", c_uint32),
@@ -269,8 +269,8 @@ class kvx_migrate_desc_t(_Struct):
         ("num_heads", c_uint32),
         ("max_seq_len", c_uint32),
         ("seq_lens", POINTER(kvx_seq_lens_t)),
-        ("src", POINTER(kvx_view_t)),
-        ("dst", POINTER(kvx_view_t)),
+        ("src", POINTER(kvx_span_t)),
+        ("dst", POINTER(kvx_span_t)),
     )
 
 
@@ -282,7 +282,7 @@ class kvx_find_desc_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
         ("is_v", c_uint32),
-        ("view", POINTER(kvx_view_t)),
+        ("span", POINTER(kvx_span_t)),
         ("seq_lens", POINTER(kvx_seq_lens_t)),
         ("place_count", c_uint64),
         ("places", c_void_p),

@@ -33,6 +33,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 # A file that is written again within the resolution of its clock looks the same.
 _SETTLED_NS = 2_000_000_000
 _LOCK_SECONDS = 600
+_ABANDONED_NS = 86400 * 10**9
 
 FileState = tuple[int, int, int, int, int]
 
@@ -130,10 +131,20 @@ class DigestCache:
             yield
 
     def _trim(self) -> None:
-        """Forgets the files that were read the longest time ago, where there are many."""
+        """Forgets the files that were read the longest time ago, where there are many.
+
+        Locks may be held and what is being written has no name yet: both go only when their
+        process must have died long ago.
+        """
         with os.scandir(self._folder) as found:
             written = sorted((entry.stat().st_mtime_ns, entry.name) for entry in found)
-        for _, name in written[:-_MAX_FILES]:
+        digests = [name for _, name in written if name.endswith(".json")]
+        abandoned = [
+            name
+            for time_ns, name in written
+            if not name.endswith(".json") and time_ns < time.time_ns() - _ABANDONED_NS
+        ]
+        for name in digests[:-_MAX_FILES] + abandoned:
             self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the tokens of a view lie, as libkvx itself finds them. Spec: E.12"""
+"""Where the tokens of a span lie, as libkvx itself finds them. Spec: E.12"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArr
     lens = SeqLens.of(lengths)
     desc = _abi.kvx_find_desc_t(
         is_v=v,
-        view=_abi.pointer_to(on_host),
+        span=_abi.pointer_to(on_host),
         seq_lens=_abi.pointer_to(lens),
         place_count=len(places),
         places=places.ctypes.data,

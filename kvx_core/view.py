@@ -311,10 +311,10 @@ class CacheSpan:
         self._held[:] = [(of_view, held)]
         return held
 
-    def to_c(self) -> _abi.kvx_view_t:
+    def to_c(self) -> _abi.kvx_span_t:
         """A new C struct with these fields."""
         view = self.view
-        return _abi.kvx_view_t(
+        return _abi.kvx_span_t(
             num_layers=len(view.layers),
             layers=view._layers,
             block_table=_abi.pointer_to(self.block_table),

@@ -410,7 +410,7 @@ class Backend:
 
 
 class View:
-    """A kvx_view_t and everything that it points to."""
+    """A kvx_span_t and everything that it points to."""
 
     def __init__(
         self,
@@ -426,7 +426,7 @@ class View:
         self.scales = [
             [backend.scale(half) for half in (layer.k, layer.v)] for layer in cache.layers
         ]
-        self.desc = _abi.kvx_view_t(
+        self.desc = _abi.kvx_span_t(
             num_layers=len(self.layers),
             layers=_abi.pointer_array(self.layers, _abi.kvx_cache_desc_t),
             head_start=head_start,

@@ -119,7 +119,7 @@ class View:
 
     def to_c(self, on: Backend) -> Any:
         self.kept = [plane.to_c(on) for plane in self.planes]
-        desc = _abi.kvx_view_t(
+        desc = _abi.kvx_span_t(
             planes=_abi.pointer_array(self.kept, _abi.kvx_plane_t),
             num_planes=len(self.planes),
             head_start=self.head_start,

@@ -194,7 +194,7 @@ def byte_cache(data: int, num_blocks: int) -> _abi.kvx_cache_desc_t:
     )
 
 
-def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_view_t:
+def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_span_t:
     """One sequence in one block of every layer."""
     table = _abi.kvx_block_table_t(
         format=BlockTableFormat.PACKED,
@@ -204,14 +204,14 @@ def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_vi
         indices=block.data_ptr(),
         indices_count=1,
     )
-    return _abi.kvx_view_t(
+    return _abi.kvx_span_t(
         num_layers=len(layers),
         layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
         block_table=ctypes.pointer(table),
     )
 
 
-def migrate_bytes(src: _abi.kvx_view_t, dst: _abi.kvx_view_t) -> Callable[[], None]:
+def migrate_bytes(src: _abi.kvx_span_t, dst: _abi.kvx_span_t) -> Callable[[], None]:
     """Moves one token."""
     length = torch.tensor([1])
     lens = CPU.seq_lens(length)

@@ -41,7 +41,7 @@ def test_zeros_are_as_wide_as_the_destination(
     dst = torch.full((2, 2, 1, 3), SENTINEL, dtype=dst_dtype)
     kept: list[object] = []
 
-    def view(tensor: torch.Tensor, block: int) -> _abi.kvx_view_t:
+    def view(tensor: torch.Tensor, block: int) -> _abi.kvx_span_t:
         table = torch.tensor([[block]])
         found = _abi.kvx_block_table_t(
             format=1,
@@ -55,7 +55,7 @@ def test_zeros_are_as_wide_as_the_destination(
             num_blocks=2, block_size=2, num_kv_heads=1, head_dim=3, k=backend.tensor(tensor, 1)
         )
         kept.append((table, found, cache))
-        return _abi.kvx_view_t(
+        return _abi.kvx_span_t(
             num_layers=1,
             layers=_abi.pointer_array([cache], _abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(found),

@@ -260,7 +260,7 @@ def test_the_ends_of_planes_are_apart(backend: Backend) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
         migrate(backend, View([plane], [[1]]), View([other], [[2]]), [4])
     assert str(refusal.value) == (
-        "dst.planes[0] shares memory with src.planes[0], but the two views are not the same pool, "
+        "dst.planes[0] shares memory with src.planes[0], but the two spans are not the same pool, "
         "so their blocks cannot be told apart; migrate through other memory (spec E.3)"
     )
 

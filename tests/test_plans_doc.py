@@ -45,7 +45,7 @@ int main(void) {
   other_dst.indices = two;
   kvx_seq_lens_t lens = {sizeof lens, KVX_DTYPE_S64, 1, &none}, other_lens = lens;
   other_lens.lengths = &length;
-  kvx_view_t src = {sizeof src, 1, src_layers, &table}, dst = {sizeof dst, 1, dst_layers, &table};
+  kvx_span_t src = {sizeof src, 1, src_layers, &table}, dst = {sizeof dst, 1, dst_layers, &table};
   kvx_migrate_desc_t migrate = {sizeof migrate};
   migrate.seq_lens = &lens, migrate.src = &src, migrate.dst = &dst;
   for (int i = 0; i < 24; ++i) a[i] = (float)i;

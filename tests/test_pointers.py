@@ -63,7 +63,7 @@ class Stack:
 
     def view(
         self, ids: list[list[int]], *, pointers: bool, nulls: Any = (), change: Any = None
-    ) -> _abi.kvx_view_t:
+    ) -> _abi.kvx_span_t:
         """`nulls`: (row, column, plane) of NULL pointers; `change`: done to the table."""
         rows, columns = len(ids), len(ids[0])
         if pointers:
@@ -87,14 +87,14 @@ class Stack:
         )
         layers = [self.cache(layer, pointers=pointers) for layer in range(LAYERS)]
         self.kept += [table, desc, layers]
-        return _abi.kvx_view_t(
+        return _abi.kvx_span_t(
             num_layers=LAYERS,
             layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(desc),
         )
 
 
-def migrate(on: Backend, src: _abi.kvx_view_t, dst: _abi.kvx_view_t, *, flags: int = 0) -> None:
+def migrate(on: Backend, src: _abi.kvx_span_t, dst: _abi.kvx_span_t, *, flags: int = 0) -> None:
     lens = torch.tensor(LENGTHS)
     struct = on.seq_lens(lens)
     desc = _abi.kvx_migrate_desc_t(

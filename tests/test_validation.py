@@ -324,7 +324,7 @@ def find(on: Backend) -> Call:
     call = migrate(on.reader(_abi.FLAG_COPY_ENGINE))
     call.roots["places"] = torch.zeros(14, 2, dtype=torch.int64)
     call.roots["find"] = _abi.kvx_find_desc_t(
-        view=ctypes.pointer(call.roots["src"]),
+        span=ctypes.pointer(call.roots["src"]),
         seq_lens=call.roots["migrate"].seq_lens,
         place_count=14,
         places=call.roots["places"].data_ptr(),

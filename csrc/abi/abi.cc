@@ -21,7 +21,7 @@ static_assert(sizeof(kvx_scale_desc_t) == 104);
 static_assert(sizeof(kvx_write_desc_t) == 512);
 static_assert(sizeof(kvx_gather_desc_t) == 352);
 static_assert(sizeof(kvx_gather_options_t) == 48);
-static_assert(sizeof(kvx_view_t) == 112);
+static_assert(sizeof(kvx_span_t) == 112);
 static_assert(sizeof(kvx_plane_axis_t) == 24);
 static_assert(sizeof(kvx_plane_t) == 304);
 static_assert(sizeof(kvx_place_t) == 16);
@@ -71,12 +71,12 @@ kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
 }
 
 kvx_status_t locate(const kvx_find_desc_t *given) {
-  kvx_view_t view;
+  kvx_span_t span;
   kvx_find_desc_t room;
   const kvx_find_desc_t *find = given;
   if (given && given->size >= sizeof *given) {
     room = *given;
-    room.view = grown(given->view, &view);
+    room.span = grown(given->span, &span);
     find = &room;
   }
   KVX_TRY(validate_find(find));

@@ -39,9 +39,9 @@ bool has_data(const kvx_scale_desc_t *const *scales, uint32_t num_layers) {
 // Whether pairs of planes depend on data: a scale of one number is looked at when they are planned.
 // Planes may have lookups of their own.
 bool must_plan_anew(const kvx_migrate_desc_t &migrate) {
-  for (const kvx_view_t *view : {migrate.src, migrate.dst}) {
-    if (view->num_planes || has_data(view->k_scales, view->num_layers) ||
-        has_data(view->v_scales, view->num_layers)) {
+  for (const kvx_span_t *span : {migrate.src, migrate.dst}) {
+    if (span->num_planes || has_data(span->k_scales, span->num_layers) ||
+        has_data(span->v_scales, span->num_layers)) {
       return true;
     }
   }

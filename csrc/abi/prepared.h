@@ -18,7 +18,7 @@ class Grown {
   const kvx_migrate_desc_t *get() const { return migrate_; }
 
  private:
-  kvx_view_t src_, dst_;
+  kvx_span_t src_, dst_;
   kvx_migrate_desc_t room_;
   const kvx_migrate_desc_t *migrate_;
 };

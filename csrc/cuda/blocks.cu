@@ -1,5 +1,5 @@
-// Same bytes, long runs: a thread block per span. Its threads find the places of the tokens side by
-// side, then share out the vectors of all runs, whose addresses follow from the vector's number.
+// Same bytes, long runs: a thread block per chunk. Its threads find the places of the tokens side
+// by side, then share out the vectors of all runs, whose addresses follow from the vector's number.
 #include "cuda/runs.cuh"
 
 namespace kvx::cuda {
@@ -39,16 +39,16 @@ __device__ __forceinline__ void move_runs(const Runs &runs, const Places &places
       [&](uint32_t vector) { return at(places.dst, vector); });
 }
 
-// Finds a round of tokens of a span from `first` on, one per thread.
+// Finds a round of tokens of a chunk from `first` on, one per thread.
 template <class P>
 __device__ __forceinline__ void find_tokens(const P &p, const Runs &runs, uint32_t index,
                                             uint32_t first, bool may_report, Places *places) {
   const Pair pair = this_pair(p);
   const bool reports = pair.reports && may_report;
-  const Span span = span_of(p, pair.lookup, index, first, reports && threadIdx.x == 0);
-  const uint32_t tokens = min(span.end - span.begin, runs.round);
+  const Chunk chunk = chunk_of(p, pair.lookup, index, first, reports && threadIdx.x == 0);
+  const uint32_t tokens = min(chunk.end - chunk.begin, runs.round);
   Token token{};
-  if (threadIdx.x < tokens) token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
+  if (threadIdx.x < tokens) token = token_at(p, pair, chunk, chunk.begin + threadIdx.x, reports);
   places->src[threadIdx.x] = token.src;
   places->dst[threadIdx.x] = token.dst;
   if (threadIdx.x == 0) places->tokens = tokens;
@@ -59,10 +59,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     blocks_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs) {
   KVX_DYNAMIC_SHARED(Places, shared);
   Places &places = *shared;
-  const uint32_t items = p.spans * p.parts.divisor;
+  const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    for (uint32_t first = 0; first < p.tokens_per_span; first += runs.round) {
+    for (uint32_t first = 0; first < p.tokens_per_chunk; first += runs.round) {
       find_tokens(p, runs, index, first, part == 0, &places);
       __syncthreads();
       const uint32_t tokens = places.tokens;

@@ -1,6 +1,6 @@
 // Same bytes, long runs, in the background: a handful of thread blocks whose warps pass runs
-// through shared memory with bulk copies. Each warp has a span and a stage of its own, so that some
-// load while others store.
+// through shared memory with bulk copies. Each warp has a chunk and a stage of its own, so that
+// some load while others store.
 #include <atomic>
 
 #include "cuda/bulk.cuh"
@@ -19,7 +19,7 @@ struct Shared {
 // The piece that begins at this lane's token: as many runs as follow each other at both ends.
 // None for the other lanes.
 struct Piece {
-  uint64_t begin, end;  // bytes of the span
+  uint64_t begin, end;  // bytes of the chunk
 };
 
 // False if a block is not whole, or has no source.
@@ -74,14 +74,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   uint8_t *const stage = shared->stages[warp];
   BulkLoads loads(&shared->words[warp]);
   const Pair pair = this_pair(p);
-  for (uint32_t item = blockIdx.x * kWarps + warp; item < p.spans; item += gridDim.x * kWarps) {
-    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += runs.round) {
+  for (uint32_t item = blockIdx.x * kWarps + warp; item < p.chunks; item += gridDim.x * kWarps) {
+    for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += runs.round) {
       // Find all tokens, one per lane
-      const Span span = span_of(p, pair.lookup, item, skipped, pair.reports && lane == 0);
-      if (span.begin >= span.end) break;
-      const uint32_t tokens = min(span.end - span.begin, runs.round);
+      const Chunk chunk = chunk_of(p, pair.lookup, item, skipped, pair.reports && lane == 0);
+      if (chunk.begin >= chunk.end) break;
+      const uint32_t tokens = min(chunk.end - chunk.begin, runs.round);
       Token token{};
-      if (lane < tokens) token = token_at(p, pair, span, span.begin + lane, pair.reports);
+      if (lane < tokens) token = token_at(p, pair, chunk, chunk.begin + lane, pair.reports);
       Piece piece;
       if (kHasBulk && find_piece(p, runs, token, tokens, &piece)) {
         pass(runs, token, tokens, piece, stage, &loads);

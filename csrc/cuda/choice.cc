@@ -14,7 +14,7 @@ constexpr uint32_t kTokensPerWarp = 4;    // where there are many
 constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
 constexpr uint32_t kTileBytes = 128;      // of tokens at the inner end of a tile
 constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large device one
-constexpr uint64_t kSpansWanted = 1024;   // of runs
+constexpr uint64_t kChunksWanted = 1024;  // of runs
 constexpr uint64_t kLeastBytes = 4 << 10, kMostBytes = 32 << 10, kMostBulkBytes = 128 << 10;
 
 bool has_dense_vectors(const Plane &plane, uint32_t head_dim) {
@@ -226,17 +226,17 @@ void cut(const Choice &choice, Common *common) {
   const uint64_t rows = common->rows.count, pairs = common->num_pairs;
   const uint64_t tokens = std::min(rows * common->row_bound, kMostItems) * pairs;
   uint32_t parts = 1, per_item = units.per_token;
-  common->tokens_per_span = 1;
+  common->tokens_per_chunk = 1;
   switch (choice.kernel) {
     case Kernel::kBlocks:
     case Kernel::kBulk: {
       const bool bulk = choice.kernel == Kernel::kBulk;
       const uint64_t run_bytes = run_vectors(choice) * kVectorBytes;
-      const uint64_t bytes = std::clamp(tokens / choice.run_tokens * run_bytes / kSpansWanted,
+      const uint64_t bytes = std::clamp(tokens / choice.run_tokens * run_bytes / kChunksWanted,
                                         kLeastBytes, bulk ? kMostBulkBytes : kMostBytes);
       const uint64_t most_runs = (bulk ? kWarp : kThreads) / choice.run_tokens;
       const uint64_t runs = std::clamp<uint64_t>(bytes / run_bytes, 1, most_runs);
-      common->tokens_per_span = static_cast<uint32_t>(runs) * choice.run_tokens;
+      common->tokens_per_chunk = static_cast<uint32_t>(runs) * choice.run_tokens;
       per_item = static_cast<uint32_t>(run_bytes / kVectorBytes);
       if (!bulk) parts = static_cast<uint32_t>((run_bytes - 1) / bytes + 1);
       break;
@@ -246,17 +246,17 @@ void cut(const Choice &choice, Common *common) {
       const bool both = is_token_inner(shape.src, shape.head_dim, choice.unit_bytes) &&
                         is_token_inner(shape.dst, shape.head_dim, choice.unit_bytes);
       const uint32_t most_tokens = both ? kWarp : kTokensPerRemap;
-      uint32_t &span = common->tokens_per_span;
-      while (span < most_tokens && span < common->row_bound) span *= 2;
-      const uint64_t most_parts = (units.per_token - 1) / (kWarp / span) + 1;
+      uint32_t &chunk = common->tokens_per_chunk;
+      while (chunk < most_tokens && chunk < common->row_bound) chunk *= 2;
+      const uint64_t most_parts = (units.per_token - 1) / (kWarp / chunk) + 1;
       parts = static_cast<uint32_t>(
-          std::clamp<uint64_t>(kWarpsWanted / ((tokens - 1) / span + 1), 1, most_parts));
+          std::clamp<uint64_t>(kWarpsWanted / ((tokens - 1) / chunk + 1), 1, most_parts));
       break;
     }
     case Kernel::kTile: {
-      common->tokens_per_span = kTileBytes / choice.unit_bytes;
+      common->tokens_per_chunk = kTileBytes / choice.unit_bytes;
       const uint32_t heads = choice.shape.num_heads, per_head = units.per_head.divisor;
-      const uint64_t tiles = ((tokens - 1) / common->tokens_per_span + 1) * heads;
+      const uint64_t tiles = ((tokens - 1) / common->tokens_per_chunk + 1) * heads;
       uint32_t per_part = per_head;  // an even share of a head that is still whole vectors
       while (tiles * (per_head / per_part) < kTilesWanted && per_part % (2 * kVectorBytes) == 0)
         per_part /= 2;
@@ -265,7 +265,7 @@ void cut(const Choice &choice, Common *common) {
     }
     default:
       if (tokens >= kWarpsWanted * kTokensPerWarp) {
-        common->tokens_per_span = kTokensPerWarp;
+        common->tokens_per_chunk = kTokensPerWarp;
       } else if (tokens < kWarpsWanted) {
         const uint32_t most = (units.per_token - 1) / kWarp + 1;
         parts = static_cast<uint32_t>(
@@ -279,12 +279,12 @@ void cut(const Choice &choice, Common *common) {
     common->units_per_part = ((common->units_per_part - 1) / per_head + 1) * per_head;
   }
   common->parts = FastDiv((per_item - 1) / common->units_per_part + 1);
-  const uint64_t most_spans = kMostItems / (rows * common->parts.divisor);
-  while ((common->row_bound - 1) / common->tokens_per_span + 1 > most_spans)
-    common->tokens_per_span *= 2;
-  common->spans_per_row =
-      static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_span + 1);
-  common->spans = static_cast<uint32_t>(rows) * common->spans_per_row;
+  const uint64_t most_chunks = kMostItems / (rows * common->parts.divisor);
+  while ((common->row_bound - 1) / common->tokens_per_chunk + 1 > most_chunks)
+    common->tokens_per_chunk *= 2;
+  common->chunks_per_row =
+      static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_chunk + 1);
+  common->chunks = static_cast<uint32_t>(rows) * common->chunks_per_row;
 }
 
 }  // namespace kvx::cuda

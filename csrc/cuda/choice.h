@@ -41,11 +41,11 @@ inline uint64_t run_vectors(const Choice &choice) {
   return uint64_t{choice.run_tokens} * choice.units.per_token * choice.unit_bytes / kVectorBytes;
 }
 
-// How the spans and parts of `common` are cut, for what `choose` has chosen. Rows, pairs and
-// `row_bound` are set. Very long bounds make spans longer by powers of two.
+// How the chunks and parts of `common` are cut, for what `choose` has chosen. Rows, pairs and
+// `row_bound` are set. Very long bounds make chunks longer by powers of two.
 void cut(const Choice &choice, Common *common);
 
-// Spans x parts that a thread block works on at a time.
+// Chunks x parts that a thread block works on at a time.
 uint32_t items_per_block(Kernel kernel);
 
 }  // namespace kvx::cuda

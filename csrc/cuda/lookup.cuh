@@ -1,4 +1,4 @@
-// The work of a launch: spans of a row's tokens, and where each token lies at both ends.
+// The work of a launch: chunks of a row's tokens, and where each token lies at both ends.
 #pragma once
 
 #include "cuda/params.h"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
 
 // Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the
 // number of tokens in all rows before, where slots need it.
-struct Span {
+struct Chunk {
   uint32_t row, begin, end, stored;
   uint64_t flat;
   RowLookup<uint32_t> src, dst;
@@ -99,22 +99,22 @@ __device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row)
   return tokens;
 }
 
-// Span `index` of the launch from its token `skipped` on, for whole warps. Where `reports`, the
-// first span of a row reports for the row. Kernels ask again for every round of tokens, rather than
-// keep a span in registers while they move bytes.
-__device__ __forceinline__ Span span_of(const Common &p, uint8_t lookup, uint32_t index,
-                                        uint32_t skipped, bool reports) {
+// Chunk `index` of the launch from its token `skipped` on, for whole warps. Where `reports`, the
+// first chunk of a row reports for the row. Kernels ask again for every round of tokens, rather
+// than keep a chunk in registers while they move bytes.
+__device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint32_t index,
+                                          uint32_t skipped, bool reports) {
   const auto &[src, dst] = p.lookups[lookup];
-  Span s{};
-  s.row = index / p.spans_per_row;
-  const uint32_t span = index - s.row * p.spans_per_row;
-  if (reports && span == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0, 0);
+  Chunk s{};
+  s.row = index / p.chunks_per_row;
+  const uint32_t chunk = index - s.row * p.chunks_per_row;
+  if (reports && chunk == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
   s.stored = static_cast<uint32_t>(min(p.rows.stored(s.row), uint64_t{UINT32_MAX}));
-  const uint64_t first = uint64_t{span} * p.tokens_per_span, begin = first + skipped;
+  const uint64_t first = uint64_t{chunk} * p.tokens_per_chunk, begin = first + skipped;
   const uint64_t end =
-      min(first + p.tokens_per_span, p.rows.fill_to_max ? p.rows.max_len : s.stored);
+      min(first + p.tokens_per_chunk, p.rows.fill_to_max ? p.rows.max_len : s.stored);
   if (begin >= end) return s;
   s.begin = static_cast<uint32_t>(begin);
   s.end = static_cast<uint32_t>(end);
@@ -132,17 +132,17 @@ struct Token {
   Place from, to;
 };
 
-// Token `token` of a span. Of all threads that look at one, a single one `reports`.
-__device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Span &span,
+// Token `token` of a chunk. Of all threads that look at one, a single one `reports`.
+__device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Chunk &chunk,
                                           uint64_t token, bool reports) {
   Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
-  const uint64_t flat = span.flat + token;
+  const uint64_t flat = chunk.flat + token;
   const auto &[src, dst] = p.lookups[pair.lookup];
   bool wrong = false;
-  if (token < span.stored)
-    wrong = find(src, span.src, token, flat, pair.plane, &t.from) != Fault::kNone;
-  if (find(dst, span.dst, token, flat, pair.plane, &t.to) != Fault::kNone) wrong = true;
-  if (wrong && reports) report(p, pair.lookup, span.row, true, token, flat, pair.plane);
+  if (token < chunk.stored)
+    wrong = find(src, chunk.src, token, flat, pair.plane, &t.from) != Fault::kNone;
+  if (find(dst, chunk.dst, token, flat, pair.plane, &t.to) != Fault::kNone) wrong = true;
+  if (wrong && reports) report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
   // A token that is out of range at one end is skipped at both, zero fill or not.
   if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;
   t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
@@ -172,18 +172,19 @@ __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) 
 template <bool kPlaces, class P, class Move>
 __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t items = p.spans * p.parts.divisor;
+  const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t first = part * p.units_per_part;
     const uint32_t last = min(first + p.units_per_part, p.units.per_token);
-    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kWarp) {
-      const Span span = span_of(p, pair.lookup, index, skipped, reports && lane == 0);
-      if (span.begin >= span.end) break;
+    for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kWarp) {
+      const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
+      if (chunk.begin >= chunk.end) break;
       Token own{};
-      if (lane < span.end - span.begin) own = token_at(p, pair, span, span.begin + lane, reports);
+      if (lane < chunk.end - chunk.begin)
+        own = token_at(p, pair, chunk, chunk.begin + lane, reports);
       for (uint32_t left = __ballot_sync(~0u, own.dst != nullptr); left; left &= left - 1)
         move(token_of_lane<kPlaces>(own, __ffs(static_cast<int>(left)) - 1), first, last);
     }

@@ -7,7 +7,7 @@
 namespace kvx::cuda {
 
 constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
-constexpr uint64_t kMostItems = INT32_MAX;  // spans x parts: kernels count with 32 bits
+constexpr uint64_t kMostItems = INT32_MAX;  // chunks x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
 // Of a block, of every kernel. Four blocks share a multiprocessor, so a thread has 64 registers;
 // kernels say so, or compilers for sm_100 and later spill to make room for more of them.
@@ -55,10 +55,10 @@ struct Common {
   PlanePair shape;  // of every pair; its pointers are in `bases`
   Units units;
 
-  // Work is cut into spans: `tokens_per_span` tokens of a row, and these into parts of a token.
+  // Work is cut into chunks: `tokens_per_chunk` tokens of a row, and these into parts of a token.
   uint64_t row_bound;  // tokens that a row has at most, not 0; its length is in device memory
-  uint32_t spans_per_row, spans;
-  uint32_t tokens_per_span;
+  uint32_t chunks_per_row, chunks;
+  uint32_t tokens_per_chunk;
   uint32_t units_per_part;
   FastDiv parts;  // of a token
 

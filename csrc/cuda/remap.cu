@@ -17,24 +17,24 @@ __device__ __forceinline__ int64_t step_of(const Plane &plane, const Units &unit
 
 template <class V, class P>
 __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constant__ P p) {
-  const uint32_t tokens = min(p.tokens_per_span, kWarp), lanes = kWarp / tokens;  // of a token
+  const uint32_t tokens = min(p.tokens_per_chunk, kWarp), lanes = kWarp / tokens;  // of a token
   const uint32_t lane = threadIdx.x % kWarp, own_token = lane / lanes, own_unit = lane % lanes;
   const Pair pair = this_pair(p);
   const Plane &src = p.shape.src, &dst = p.shape.dst;
   const int64_t src_step = step_of<V>(src, p.units), dst_step = step_of<V>(dst, p.units);
-  const uint32_t items = p.spans * p.parts.divisor;
+  const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t first = part * p.units_per_part + own_unit;
     const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
-    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += tokens) {
-      const Span span = span_of(p, pair.lookup, index, skipped, reports && lane == 0);
-      if (span.begin >= span.end) break;
+    for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += tokens) {
+      const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
+      if (chunk.begin >= chunk.end) break;
       Token token{};
-      if (own_token < span.end - span.begin)
-        token = token_at(p, pair, span, span.begin + own_token, reports && own_unit == 0);
+      if (own_token < chunk.end - chunk.begin)
+        token = token_at(p, pair, chunk, chunk.begin + own_token, reports && own_unit == 0);
       if (!token.dst) continue;
       for (uint32_t unit = first; unit < last; unit += lanes * kUnroll) {
         V units[kUnroll];

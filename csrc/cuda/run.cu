@@ -141,7 +141,7 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
     params.lookup[i] = pair.lookup % 2;
     params.is_v[i] = pair.is_v;
   }
-  const uint32_t items = common.spans * common.parts.divisor;
+  const uint32_t items = common.chunks * common.parts.divisor;
   const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
   const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
   const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);

@@ -1,4 +1,4 @@
-// Runs: pieces of a span that are the same bytes at both ends, of a token each or, where tokens
+// Runs: pieces of a chunk that are the same bytes at both ends, of a token each or, where tokens
 // lie in each other's way, of a whole block.
 #pragma once
 

@@ -177,25 +177,25 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
                   units.elements == 1 ? inner_plane.inner_stride : int64_t{sizeof(V)}};
   const End outer{kToInner ? p.shape.src : p.shape.dst,
                   kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
-  const uint32_t items = p.spans * p.parts.divisor;
+  const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t last = min((part + 1) * p.units_per_part, units.per_token);
-    for (uint32_t skipped = 0; skipped < p.tokens_per_span; skipped += kTokens) {
+    for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kTokens) {
       // Find the tokens
-      const Span span = span_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);
+      const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);
       if (threadIdx.x < kTokens) {
         Token token{};
-        if (threadIdx.x < span.end - span.begin)
-          token = token_at(p, pair, span, span.begin + threadIdx.x, reports);
+        if (threadIdx.x < chunk.end - chunk.begin)
+          token = token_at(p, pair, chunk, chunk.begin + threadIdx.x, reports);
         uint8_t *const src = const_cast<uint8_t *>(token.src);
         tile.inner[threadIdx.x] = kToInner ? token.dst : src;
         tile.outer[threadIdx.x] = kToInner ? src : token.dst;
       }
       if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
       // Warps may have seen another length: all go on, or none.
-      if (!__syncthreads_or(span.begin < span.end)) break;
+      if (!__syncthreads_or(chunk.begin < chunk.end)) break;
       if (wide.inner && threadIdx.x < kTokens) find_run(tile);
       __syncthreads();
       const uint32_t run = tile.runs[threadIdx.x % kRuns], single = single_token(tile);

@@ -7,10 +7,19 @@
 namespace kvx::cuda {
 namespace {
 
-constexpr uint32_t kUnroll = 4;  // loads in flight per lane
+// Loads in flight per lane: as many as fit into the registers.
+template <class V>
+__device__ constexpr uint32_t loads_in_flight() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return sizeof(V) == 16 ? 3 : 4;
+#else
+  return 4;
+#endif
+}
 
 template <class V, class P>
 __global__ void __launch_bounds__(kThreads, 4) vectors_kernel(const __grid_constant__ P p) {
+  constexpr uint32_t kUnroll = loads_in_flight<V>();
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const Plane &src = p.shape.src, &dst = p.shape.dst;

@@ -24,10 +24,10 @@ const kvx_gather_options_t *grown(const kvx_gather_options_t *options, kvx_gathe
   return grown_from(kGatherOptionsSize13, options, room);
 }
 
-const kvx_view_t *grown(const kvx_view_t *view, kvx_view_t *room) {
-  if (!view || view->size != kViewSize14) return grown_from(kViewSize13, view, room);
+const kvx_span_t *grown(const kvx_span_t *span, kvx_span_t *room) {
+  if (!span || span->size != kSpanSize14) return grown_from(kSpanSize13, span, room);
   *room = {};
-  std::memcpy(static_cast<void *>(room), static_cast<const void *>(view), kViewSize14);
+  std::memcpy(static_cast<void *>(room), static_cast<const void *>(span), kSpanSize14);
   room->size = sizeof *room;
   return room;
 }

@@ -54,14 +54,14 @@ bool is_gapless(const kvx_plane_t &plane) {
   return bytes == bytes_of(plane).shape[0];
 }
 
-const kvx_plane_t *find_plane(const kvx_view_t &view, uint32_t layer, uint32_t role,
+const kvx_plane_t *find_plane(const kvx_span_t &span, uint32_t layer, uint32_t role,
                               uint32_t guess) {
   const auto is_it = [&](uint32_t i) {
-    return view.planes[i]->layer == layer && view.planes[i]->role == role;
+    return span.planes[i]->layer == layer && span.planes[i]->role == role;
   };
-  if (guess < view.num_planes && is_it(guess)) return view.planes[guess];
-  for (uint32_t i = 0; i < view.num_planes; ++i)
-    if (is_it(i)) return view.planes[i];
+  if (guess < span.num_planes && is_it(guess)) return span.planes[guess];
+  for (uint32_t i = 0; i < span.num_planes; ++i)
+    if (is_it(i)) return span.planes[i];
   return nullptr;
 }
 
@@ -80,14 +80,14 @@ bool are_same(const kvx_plane_t &x, const kvx_plane_t &y) {
   return true;
 }
 
-bool uses_lookup_of_view(const kvx_plane_t &plane) {
+bool uses_lookup_of_span(const kvx_plane_t &plane) {
   return !plane.block_table && !plane.slots && plane.tokens_per_entry > 0;
 }
 
-BlockShape shape_of(const kvx_view_t &view) {
-  if (view.num_layers) return {view.layers[0]->num_blocks, view.layers[0]->block_size};
-  for (uint32_t i = 0; i < view.num_planes; ++i)
-    if (uses_lookup_of_view(*view.planes[i])) return shape_of(*view.planes[i]);
+BlockShape shape_of(const kvx_span_t &span) {
+  if (span.num_layers) return {span.layers[0]->num_blocks, span.layers[0]->block_size};
+  for (uint32_t i = 0; i < span.num_planes; ++i)
+    if (uses_lookup_of_span(*span.planes[i])) return shape_of(*span.planes[i]);
   return {0, 0};
 }
 

@@ -1,8 +1,8 @@
 // Questions about a plane descriptor: what its axes come to, where its bytes lie.
 #pragma once
 
+#include "desc/span.h"
 #include "desc/tensor.h"
-#include "desc/view.h"
 
 namespace kvx {
 
@@ -35,18 +35,18 @@ inline Extent extent_of(const kvx_plane_t &plane) { return extent_of(bytes_of(pl
 // No byte of its extent is between its elements.
 bool is_gapless(const kvx_plane_t &plane);
 
-// The plane of `view` with this layer and role, or NULL; `guess` is the index where it mostly is.
-const kvx_plane_t *find_plane(const kvx_view_t &view, uint32_t layer, uint32_t role,
+// The plane of `span` with this layer and role, or NULL; `guess` is the index where it mostly is.
+const kvx_plane_t *find_plane(const kvx_span_t &span, uint32_t layer, uint32_t role,
                               uint32_t guess);
 
 // The same numbers at the same places.
 bool are_same(const kvx_plane_t &x, const kvx_plane_t &y);
 
-// Its tokens are found by the view's table or slots, or lie densely as the view's do.
-bool uses_lookup_of_view(const kvx_plane_t &plane);
+// Its tokens are found by the span's table or slots, or lie densely as the span's do.
+bool uses_lookup_of_span(const kvx_plane_t &plane);
 
-// The blocks that the table of a view counts, of its layers or planes; zeros where none is found by
-// the view's table.
-BlockShape shape_of(const kvx_view_t &view);
+// The blocks that the table of a span counts, of its layers or planes; zeros where none is found by
+// the span's table.
+BlockShape shape_of(const kvx_span_t &span);
 
 }  // namespace kvx

@@ -4,7 +4,7 @@
 
 #include "desc/extents.h"
 #include "desc/plane.h"
-#include "desc/view.h"
+#include "desc/span.h"
 
 namespace kvx {
 
@@ -36,23 +36,23 @@ bool find_secondary(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tens
   return true;
 }
 
-Extent extent_of(const kvx_view_t &view, uint32_t l, bool is_v, bool in_secondary) {
-  const kvx_tensor_desc_t &tensor = tensor_of(view, l, is_v);
+Extent extent_of(const kvx_span_t &span, uint32_t l, bool is_v, bool in_secondary) {
+  const kvx_tensor_desc_t &tensor = tensor_of(span, l, is_v);
   Extent extent = extent_of(tensor);
-  if (in_secondary) find_secondary(*view.layers[l], tensor, view.secondary_num_blocks, &extent);
+  if (in_secondary) find_secondary(*span.layers[l], tensor, span.secondary_num_blocks, &extent);
   return extent;
 }
 
-Extent extent_of(const kvx_view_t &view, bool in_secondary) {
+Extent extent_of(const kvx_span_t &span, bool in_secondary) {
   Extent all = {reinterpret_cast<const uint8_t *>(UINTPTR_MAX), nullptr};
-  for (uint32_t l = 0; l < view.num_layers; ++l) {
+  for (uint32_t l = 0; l < span.num_layers; ++l) {
     for (const bool is_v : {false, true}) {
-      if (is_absent(tensor_of(view, l, is_v))) continue;
-      all = hull(all, extent_of(view, l, is_v, in_secondary));
+      if (is_absent(tensor_of(span, l, is_v))) continue;
+      all = hull(all, extent_of(span, l, is_v, in_secondary));
     }
   }
-  for (uint32_t i = 0; !in_secondary && i < view.num_planes; ++i)
-    all = hull(all, extent_of(*view.planes[i]));
+  for (uint32_t i = 0; !in_secondary && i < span.num_planes; ++i)
+    all = hull(all, extent_of(*span.planes[i]));
   return all;
 }
 

@@ -16,11 +16,11 @@ uint64_t secondary_blocks(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t
 bool find_secondary(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
                     uint32_t secondary_num_blocks, Extent *extent);
 
-// K or V of layer `l`, in the primary pool or, for a view that has one, the secondary pool.
-Extent extent_of(const kvx_view_t &view, uint32_t l, bool is_v, bool in_secondary);
+// K or V of layer `l`, in the primary pool or, for a span that has one, the secondary pool.
+Extent extent_of(const kvx_span_t &span, uint32_t l, bool is_v, bool in_secondary);
 
 // From the first byte of all layers and planes to the last, in one of the pools; planes are in the
 // primary.
-Extent extent_of(const kvx_view_t &view, bool in_secondary);
+Extent extent_of(const kvx_span_t &span, bool in_secondary);
 
 }  // namespace kvx

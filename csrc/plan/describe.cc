@@ -73,15 +73,15 @@ struct Name {
 };
 
 // The names of all planes; those of a layer are a list.
-std::vector<std::vector<Name>> names_of(const kvx_view_t &view) {
+std::vector<std::vector<Name>> names_of(const kvx_span_t &span) {
   std::vector<std::vector<Name>> names;
-  for (uint32_t l = 0; l < view.num_layers; ++l) {
+  for (uint32_t l = 0; l < span.num_layers; ++l) {
     names.push_back({{l, KVX_ROLE_K}});
-    if (!is_absent(view.layers[l]->v)) names.back().push_back({l, KVX_ROLE_V});
+    if (!is_absent(span.layers[l]->v)) names.back().push_back({l, KVX_ROLE_V});
   }
-  for (uint32_t i = 0; i < view.num_planes; ++i) {
-    const kvx_plane_t &plane = *view.planes[i];
-    if (i == 0 || view.planes[i - 1]->layer != plane.layer) names.emplace_back();
+  for (uint32_t i = 0; i < span.num_planes; ++i) {
+    const kvx_plane_t &plane = *span.planes[i];
+    if (i == 0 || span.planes[i - 1]->layer != plane.layer) names.emplace_back();
     names.back().push_back({plane.layer, plane.role});
   }
   return names;
@@ -130,7 +130,7 @@ Counts count(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_
 
 }  // namespace
 
-void describe_planes(const Plan &plan, const kvx_view_t &view, kvx_plan_info_t *info,
+void describe_planes(const Plan &plan, const kvx_span_t &span, kvx_plan_info_t *info,
                      kvx_plane_info_t *planes) {
   info->num_planes = static_cast<uint32_t>(plan.pairs.size());
   info->num_sequences = plan.rows.count;
@@ -140,7 +140,7 @@ void describe_planes(const Plan &plan, const kvx_view_t &view, kvx_plan_info_t *
   for (const PlanePair &pair : plan.pairs)
     if (!is_exact(pair)) info->is_exact = 0;
   if (!planes) return;
-  const std::vector<std::vector<Name>> names = names_of(view);
+  const std::vector<std::vector<Name>> names = names_of(span);
   for (size_t layer = 0; layer < plan.layers.size(); ++layer) {
     const PlanePair *const begin = plan.begin_of(layer), *const end = plan.end_of(layer);
     const bool is_joined = static_cast<size_t>(end - begin) < names[layer].size();

@@ -8,8 +8,8 @@ namespace kvx {
 
 // Fills what the plan itself says: all but what the backend knows, and the counts, which stay
 // KVX_UNKNOWN. `planes` may be NULL.
-// `view`: an end of its migration.
-void describe_planes(const Plan &plan, const kvx_view_t &view, kvx_plan_info_t *info,
+// `span`: an end of its migration.
+void describe_planes(const Plan &plan, const kvx_span_t &span, kvx_plan_info_t *info,
                      kvx_plane_info_t *planes);
 
 // Fills the counts, for `tokens` tokens that check_data has counted.

@@ -27,29 +27,29 @@ const kvx_plane_t *KeptMigration::keep_plane(const kvx_plane_t &given) {
   return plane;
 }
 
-kvx_view_t *KeptMigration::keep_view(const kvx_view_t &given) {
-  kvx_view_t *view = keep(&given);
-  view->layers = keep(given.layers, given.num_layers);
-  view->block_table = keep(given.block_table);
-  view->slots = keep(given.slots);
-  view->starts = keep(given.starts);
-  view->k_scales = keep(given.k_scales, given.num_layers);
-  view->v_scales = keep(given.v_scales, given.num_layers);
-  view->k_zeros = keep(given.k_zeros, given.num_layers);
-  view->v_zeros = keep(given.v_zeros, given.num_layers);
+kvx_span_t *KeptMigration::keep_span(const kvx_span_t &given) {
+  kvx_span_t *span = keep(&given);
+  span->layers = keep(given.layers, given.num_layers);
+  span->block_table = keep(given.block_table);
+  span->slots = keep(given.slots);
+  span->starts = keep(given.starts);
+  span->k_scales = keep(given.k_scales, given.num_layers);
+  span->v_scales = keep(given.v_scales, given.num_layers);
+  span->k_zeros = keep(given.k_zeros, given.num_layers);
+  span->v_zeros = keep(given.v_zeros, given.num_layers);
   if (given.planes) {
     std::vector<const void *> &planes = lists_.emplace_back();
     for (uint32_t i = 0; i < given.num_planes; ++i) planes.push_back(keep_plane(*given.planes[i]));
-    view->planes = reinterpret_cast<const kvx_plane_t *const *>(planes.data());
+    span->planes = reinterpret_cast<const kvx_plane_t *const *>(planes.data());
   }
-  return view;
+  return span;
 }
 
 KeptMigration::KeptMigration(const kvx_migrate_desc_t &given) : desc_(given) {
   desc_.size = sizeof desc_;
   desc_.seq_lens = keep(given.seq_lens);
-  desc_.src = keep_view(*given.src);
-  desc_.dst = keep_view(*given.dst);
+  desc_.src = keep_span(*given.src);
+  desc_.dst = keep_span(*given.dst);
 }
 
 }  // namespace kvx

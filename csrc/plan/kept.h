@@ -26,11 +26,11 @@ class KeptMigration {
   // And of a list of such pointers.
   template <class T>
   const T *const *keep(const T *const *given, uint32_t count);
-  kvx_view_t *keep_view(const kvx_view_t &given);
+  kvx_span_t *keep_span(const kvx_span_t &given);
   const kvx_plane_t *keep_plane(const kvx_plane_t &given);
 
   // Deques: what they hold stays where it is.
-  std::tuple<std::deque<kvx_view_t>, std::deque<kvx_cache_desc_t>, std::deque<kvx_plane_t>,
+  std::tuple<std::deque<kvx_span_t>, std::deque<kvx_cache_desc_t>, std::deque<kvx_plane_t>,
              std::deque<kvx_block_table_t>, std::deque<kvx_slot_mapping_t>,
              std::deque<kvx_seq_lens_t>, std::deque<kvx_scale_desc_t>>
       structs_;

@@ -35,7 +35,7 @@ enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, 
 struct Lookup {
   LookupMode mode;
   bool is_v;                    // which row of a KV_OFFSETS table
-  bool is_own;                  // a plane's own, not the view's: for sentences
+  bool is_own;                  // a plane's own, not the span's: for sentences
   bool exact;                   // RAGGED: a row has one entry per token, and no more
   uint32_t tokens_per_entry;    // of the planes whose entries it finds, in place of tokens; 0: all
   uint32_t block_size;          // tokens, or such entries
@@ -43,7 +43,7 @@ struct Lookup {
   uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
   uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
-  uint32_t planes_per_entry;    // an entry has an index for each plane of the view; 0: one for all
+  uint32_t planes_per_entry;    // an entry has an index for each plane of the span; 0: one for all
   uint32_t pointer_shift;       // POINTERS: bits of an address that are 0; the rest is the block id
   uint32_t indices_count;       // entries of `indices`, times planes_per_entry
   uint64_t num_blocks;          // bound of a block id
@@ -237,12 +237,12 @@ KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
                                                                              : a.num_blocks;
 }
 
-// Where the index of an entry stands for plane `plane` of the view.
+// Where the index of an entry stands for plane `plane` of the span.
 KVX_HD uint64_t index_of(const Lookup &a, uint64_t entry, uint32_t plane) {
   return a.planes_per_entry ? entry * a.planes_per_entry + plane : entry;
 }
 
-// Where a token of a row lies in plane `plane` of the view. Whatever the caller's arrays have
+// Where a token of a row lies in plane `plane` of the span. Whatever the caller's arrays have
 // become since they were checked, it lies within the cache or, at a fault, nowhere.
 template <class Count>
 KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,

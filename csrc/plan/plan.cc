@@ -246,27 +246,27 @@ void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const Lookup &l
   plane->block_stride = int64_t{1} << lookup.pointer_shift;
 }
 
-void set_view(Lookup *a, const kvx_view_t &view, bool is_v) {
-  const kvx_cache_desc_t &cache = *view.layers[0];
+void set_span(Lookup *a, const kvx_span_t &span, bool is_v) {
+  const kvx_cache_desc_t &cache = *span.layers[0];
   const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
-  if (view.slots) {
-    set_slots(a, {cache.num_blocks, cache.block_size}, *view.slots);
-  } else if (view.block_table) {
-    set_table(a, cache, tensor, is_v, *view.block_table, view.null_block_plus_1,
-              view.secondary_num_blocks);
-    if (is_pointers(view)) a->pointer_shift = pointer_shift(view.layers, view.num_layers);
+  if (span.slots) {
+    set_slots(a, {cache.num_blocks, cache.block_size}, *span.slots);
+  } else if (span.block_table) {
+    set_table(a, cache, tensor, is_v, *span.block_table, span.null_block_plus_1,
+              span.secondary_num_blocks);
+    if (is_pointers(span)) a->pointer_shift = pointer_shift(span.layers, span.num_layers);
   } else {
     set_dense(a, cache.num_blocks, cache.block_size);
   }
-  if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
+  if (span.starts) a->starts = ints(span.starts->lengths, span.starts->dtype);
 }
 
-// How the tokens of a plane of `view` are found: by its own table or slots, or by those of the
-// view.
-void set_view(Lookup *a, const kvx_view_t &view, const kvx_plane_t &plane) {
-  const bool is_own = !uses_lookup_of_view(plane);
-  const kvx_slot_mapping_t *const slots = is_own ? plane.slots : view.slots;
-  const kvx_block_table_t *const table = is_own ? plane.block_table : view.block_table;
+// How the tokens of a plane of `span` are found: by its own table or slots, or by those of the
+// span.
+void set_span(Lookup *a, const kvx_span_t &span, const kvx_plane_t &plane) {
+  const bool is_own = !uses_lookup_of_span(plane);
+  const kvx_slot_mapping_t *const slots = is_own ? plane.slots : span.slots;
+  const kvx_block_table_t *const table = is_own ? plane.block_table : span.block_table;
   const BlockShape shape = {shape_of(plane).num_blocks,
                             static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN))};
   if (plane.tokens_per_entry == 0) {  // the slot of a sequence is the block of its one entry
@@ -284,13 +284,13 @@ void set_view(Lookup *a, const kvx_view_t &view, const kvx_plane_t &plane) {
   if (slots) {
     set_slots(a, shape, *slots);
   } else if (table) {
-    set_table(a, shape, *table, view.null_block_plus_1);
+    set_table(a, shape, *table, span.null_block_plus_1);
   } else {
     set_dense(a, shape.num_blocks, shape.block_size);
   }
   a->is_own = is_own;
   a->tokens_per_entry = plane.tokens_per_entry;
-  if (view.starts) a->starts = ints(view.starts->lengths, view.starts->dtype);
+  if (span.starts) a->starts = ints(span.starts->lengths, span.starts->dtype);
 }
 
 bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide == b.wide; }
@@ -309,8 +309,8 @@ bool are_same(const Lookup &a, const Lookup &b) {
 uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plane_t &src,
                    const kvx_plane_t &dst) {
   LookupPair &lookup = plan->lookups.add();
-  set_view(&lookup.src, *migrate.src, src);
-  set_view(&lookup.dst, *migrate.dst, dst);
+  set_span(&lookup.src, *migrate.src, src);
+  set_span(&lookup.dst, *migrate.dst, dst);
   const auto last = static_cast<uint32_t>(plan->lookups.size() - 1);
   for (uint32_t i = 0; i < last; ++i) {
     if (!are_same(plan->lookups[i].src, lookup.src) || !are_same(plan->lookups[i].dst, lookup.dst))
@@ -332,7 +332,7 @@ void set_rows(Plan *plan, const kvx_migrate_desc_t &migrate) {
 
 // The planes beside the layers. Those of one layer that follow each other move together.
 void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   for (uint32_t i = 0; i < src.num_planes; ++i) {
     const kvx_plane_t &from = *src.planes[i];
     const kvx_plane_t &to = *find_plane(dst, from.layer, from.role, i);
@@ -427,7 +427,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
 }
 
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   set_flags(plan, migrate.flags);
   // Blocks that lie anywhere are compared one by one, see check.cc.
   plan->check_same_pool = are_same_pool(src, dst) && !is_pointers(src) && !is_pointers(dst);
@@ -438,8 +438,8 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   for (const bool is_v : {false, true}) {
     if (!src.num_layers || (is_v && !(offsets && has_v))) break;
     LookupPair &lookup = plan->lookups.add();
-    set_view(&lookup.src, src, is_v);
-    set_view(&lookup.dst, dst, is_v);
+    set_span(&lookup.src, src, is_v);
+    set_span(&lookup.dst, dst, is_v);
   }
   plan->pairs.reserve(size_t{2} * src.num_layers + src.num_planes);
   plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
@@ -478,7 +478,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
 void plan_find(const kvx_find_desc_t &find, Plan *plan) {
   set_rows(plan, as_source(find));
   LookupPair &lookup = plan->lookups.add();
-  set_view(&lookup.src, *find.view, find.is_v);
+  set_span(&lookup.src, *find.span, find.is_v);
   lookup.dst = lookup.src;
 }
 

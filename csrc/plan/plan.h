@@ -2,7 +2,7 @@
 // The last to know a layout's name.
 #pragma once
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "plan/few.h"
 #include "plan/lookup.h"
 
@@ -50,7 +50,7 @@ struct PlanePair {
   uint32_t num_heads;
   uint32_t head_dim;  // numbers or, where bytes are copied, units of the format
   uint32_t lookup;    // which of the plan's
-  uint32_t plane;     // which of the view's: K and V of layer 0, of layer 1, ...
+  uint32_t plane;     // which of the span's: K and V of layer 0, of layer 1, ...
   bool is_v;          // for sentences
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // dst_scales are found on the way and stored
@@ -60,7 +60,7 @@ struct PlanePair {
 struct LookupPair {
   Lookup src, dst;
 
-  // Each plane of a view has places of its own.
+  // Each plane of a span has places of its own.
   KVX_HD bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };
 
@@ -125,7 +125,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
                  const kvx_gather_options_t &options, Plan *plan);
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan);
-// Without planes; both ends of its lookup are the view's.
+// Without planes; both ends of its lookup are the span's.
 void plan_find(const kvx_find_desc_t &find, Plan *plan);
 
 }  // namespace kvx

@@ -9,7 +9,7 @@
 namespace kvx {
 
 // Calls visit(row, from, to, count) for tokens [begin, end) of all rows laid end to end, as plane
-// `plane` of the views has them, and for no others, whatever the caller's arrays become meanwhile.
+// `plane` of the spans has them, and for no others, whatever the caller's arrays become meanwhile.
 // A place whose block is negative holds nothing: a null block, a skipped slot or, at the source, a
 // token past the row's stored ones. Stops at the first visit that does not return OK.
 template <class Visit>

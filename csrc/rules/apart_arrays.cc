@@ -12,17 +12,17 @@ template <class Visit>
                                                       Visit visit) {
   KVX_TRY(visit(array_of("migrate", "seq_lens", *migrate.seq_lens)));
   for (const bool is_dst : {false, true}) {
-    const kvx_view_t &view = is_dst ? *migrate.dst : *migrate.src;
+    const kvx_span_t &span = is_dst ? *migrate.dst : *migrate.src;
     const char *const owner = is_dst ? "dst" : "src";
-    if (view.slots) KVX_TRY(visit(array_of(owner, *view.slots)));
-    if (view.starts) KVX_TRY(visit(array_of(owner, "starts", *view.starts)));
-    if (view.block_table) {
-      KVX_TRY(visit(indices_of(owner, *view.block_table)));
-      KVX_TRY(visit(indptr_of(owner, *view.block_table)));
+    if (span.slots) KVX_TRY(visit(array_of(owner, *span.slots)));
+    if (span.starts) KVX_TRY(visit(array_of(owner, "starts", *span.starts)));
+    if (span.block_table) {
+      KVX_TRY(visit(indices_of(owner, *span.block_table)));
+      KVX_TRY(visit(indptr_of(owner, *span.block_table)));
     }
     const char *const planes = is_dst ? "dst.planes[]" : "src.planes[]";
-    for (uint32_t i = 0; i < view.num_planes; ++i) {
-      const kvx_plane_t &plane = *view.planes[i];
+    for (uint32_t i = 0; i < span.num_planes; ++i) {
+      const kvx_plane_t &plane = *span.planes[i];
       if (plane.slots) KVX_TRY(visit(array_of(planes, *plane.slots)));
       if (!plane.block_table) continue;
       KVX_TRY(visit(indices_of(planes, *plane.block_table)));
@@ -44,7 +44,7 @@ kvx_status_t fail_array(const Array &array, const Path &written) {
 
 kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &migrate,
                                 const Extent &written) {
-  const kvx_view_t &dst = *migrate.dst;
+  const kvx_span_t &dst = *migrate.dst;
   const bool finds_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
   if (!finds_scales && !has_secondary(dst)) {  // far apart, as usual
     bool any = false;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "desc/extents.h"
-#include "desc/view.h"
+#include "desc/span.h"
 #include "kvx/kvx_migrate.h"
 #include "rules/path.h"
 

@@ -5,7 +5,7 @@
 #include "desc/extents.h"
 #include "desc/plane.h"
 #include "desc/secondary.h"
-#include "desc/view.h"
+#include "desc/span.h"
 
 namespace kvx {
 namespace {
@@ -33,10 +33,10 @@ kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
 
 // Names the first tensor or plane of `dst` that meets what the source calls `from`.
 [[gnu::cold]] kvx_status_t fail_ends(const Path &from, const Extent &read, const Path &dst_path,
-                                     const kvx_view_t &dst) {
+                                     const kvx_span_t &dst) {
   const auto fail_at = [&](const Path &to) {
     return KVX_INVALID(
-        "%s shares memory with %s, but the two views are not the same pool, so their blocks "
+        "%s shares memory with %s, but the two spans are not the same pool, so their blocks "
         "cannot be told apart; migrate through other memory (spec E.3)",
         KVX_AT(to), KVX_AT(from));
   };
@@ -54,8 +54,8 @@ kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
 }
 
 // Tensor by tensor, in one pool of each end: those that interleave without touching share nothing.
-kvx_status_t check_tensors_apart(const Path &src_path, const kvx_view_t &src, bool src_secondary,
-                                 const Path &dst_path, const kvx_view_t &dst, bool dst_secondary) {
+kvx_status_t check_tensors_apart(const Path &src_path, const kvx_span_t &src, bool src_secondary,
+                                 const Path &dst_path, const kvx_span_t &dst, bool dst_secondary) {
   Extents written;
   for (uint32_t l = 0; l < dst.num_layers; ++l) {
     for (const bool is_v : {false, true})
@@ -107,7 +107,7 @@ kvx_status_t check_secondary(const Path &path, const kvx_cache_desc_t *const *la
 
 kvx_status_t check_ends_apart(const Path &src_path, const Path &dst_path,
                               const kvx_migrate_desc_t &migrate, const Extent &written) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   for (const auto &[src_secondary, dst_secondary] :
        {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
     if ((src_secondary && !has_secondary(src)) || (dst_secondary && !has_secondary(dst))) continue;

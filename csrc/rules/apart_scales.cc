@@ -2,7 +2,7 @@
 
 #include "desc/extents.h"
 #include "desc/plane.h"
-#include "desc/view.h"
+#include "desc/span.h"
 
 namespace kvx {
 namespace {
@@ -22,7 +22,7 @@ bool lie_within(const kvx_scale_desc_t &scales, const Extent &written) {
 
 // One list of scales against all that the destination has. `gapless`: what of it has no gaps.
 kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t *scales, const Path &dst_path,
-                          const kvx_view_t &dst, const Extents &gapless) {
+                          const kvx_span_t &dst, const Extents &gapless) {
   if (!scales || !scales->data || !gapless.meet(extent_of(*scales))) return KVX_STATUS_OK;
   for (uint32_t l = 0; l < dst.num_layers; ++l) {
     const Path layer{&dst_path, "layers", l};
@@ -38,16 +38,16 @@ kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t *scales, cons
 }
 
 // The scales of one end.
-kvx_status_t check_end(const Path &path, const kvx_view_t &view, const Path &dst_path,
-                       const kvx_view_t &dst, const Extents &gapless) {
-  for (uint32_t l = 0; l < view.num_layers; ++l) {
+kvx_status_t check_end(const Path &path, const kvx_span_t &span, const Path &dst_path,
+                       const kvx_span_t &dst, const Extents &gapless) {
+  for (uint32_t l = 0; l < span.num_layers; ++l) {
     KVX_TRY(
-        check_scales({&path, "k_scales", l}, scales_of(view, l, false), dst_path, dst, gapless));
-    KVX_TRY(check_scales({&path, "v_scales", l}, scales_of(view, l, true), dst_path, dst, gapless));
+        check_scales({&path, "k_scales", l}, scales_of(span, l, false), dst_path, dst, gapless));
+    KVX_TRY(check_scales({&path, "v_scales", l}, scales_of(span, l, true), dst_path, dst, gapless));
   }
-  for (uint32_t i = 0; i < view.num_planes; ++i) {
+  for (uint32_t i = 0; i < span.num_planes; ++i) {
     const Path plane{&path, "planes", i};
-    KVX_TRY(check_scales({&plane, "scale"}, view.planes[i]->scale, dst_path, dst, gapless));
+    KVX_TRY(check_scales({&plane, "scale"}, span.planes[i]->scale, dst_path, dst, gapless));
   }
   return KVX_STATUS_OK;
 }
@@ -63,7 +63,7 @@ kvx_status_t check_scales_apart(const Path &path, const kvx_scale_desc_t &scales
 
 kvx_status_t check_scales_apart(const Path &src_path, const Path &dst_path,
                                 const kvx_migrate_desc_t &migrate) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   if (!src.k_scales && !src.v_scales && !dst.k_scales && !dst.v_scales && !src.num_planes)
     return KVX_STATUS_OK;
   Extents gapless;

@@ -1,7 +1,7 @@
 // Rules of kvx_gather_desc_t and kvx_gather_options_t.
 #include <initializer_list>
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "rules/apart.h"
 #include "rules/cache.h"
 #include "rules/io.h"

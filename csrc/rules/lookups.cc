@@ -1,6 +1,6 @@
 #include "rules/lookups.h"
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "error.h"
 #include "rules/apart.h"
 #include "rules/validate.h"
@@ -23,14 +23,14 @@ const char *format_name(kvx_block_table_format_t format) {
   }
 }
 
-kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_view_t *view) {
-  const kvx_block_table_t *const table = view->block_table;
+kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_span_t *span) {
+  const kvx_block_table_t *const table = span->block_table;
   if (lookup.block_table && !table) {
     return KVX_INVALID(
         "lookups.%s.block_table is given, expected NULL: the plan was made with %s (spec E.13)",
-        name, view->slots ? "slots" : "a dense end");
+        name, span->slots ? "slots" : "a dense end");
   }
-  if (lookup.slots && !view->slots) {
+  if (lookup.slots && !span->slots) {
     return KVX_INVALID(
         "lookups.%s.slots is given, expected NULL: the plan was made with %s (spec E.13)", name,
         table ? "a block_table" : "a dense end");
@@ -42,14 +42,14 @@ kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_view_
         "(spec E.13)",
         name, lookup.block_table->format, format_name(table->format), table->format);
   }
-  if (lookup.block_table) view->block_table = lookup.block_table;
-  if (lookup.slots) view->slots = lookup.slots;
-  if (lookup.starts) view->starts = lookup.starts;
+  if (lookup.block_table) span->block_table = lookup.block_table;
+  if (lookup.slots) span->slots = lookup.slots;
+  if (lookup.starts) span->starts = lookup.starts;
   return KVX_STATUS_OK;
 }
 
 // Planes may have lookups of their own, and a table of pointers has entries for each layer: such
-// views are taken whole.
+// spans are taken whole.
 void take_first_layer(OtherLookups *other) {
   other->first_src = other->src;
   other->first_dst = other->dst;

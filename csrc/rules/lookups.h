@@ -7,7 +7,7 @@ namespace kvx {
 
 // A valid migration with other lookups, and the first of its layers alone.
 struct OtherLookups {
-  kvx_view_t src, dst, first_src, first_dst;
+  kvx_span_t src, dst, first_src, first_dst;
   kvx_migrate_desc_t all, first;
 };
 

@@ -1,23 +1,23 @@
-// Rules of kvx_migrate_desc_t: two views that go together.
+// Rules of kvx_migrate_desc_t: two spans that go together.
 #include <initializer_list>
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "rules/apart.h"
 #include "rules/io.h"
 #include "rules/plane.h"
 #include "rules/scales.h"
+#include "rules/span.h"
 #include "rules/struct.h"
 #include "rules/table.h"
 #include "rules/validate.h"
-#include "rules/view.h"
 
 namespace kvx {
 namespace {
 
-kvx_status_t check_all_heads(const Path &path, const kvx_view_t &view) {
-  if (view.head_start == 0) return KVX_STATUS_OK;
+kvx_status_t check_all_heads(const Path &path, const kvx_span_t &span) {
+  if (span.head_start == 0) return KVX_STATUS_OK;
   return KVX_INVALID("%s.head_start is %u, expected 0 when num_heads is 0 (all) (spec E.3)",
-                     KVX_AT(path), view.head_start);
+                     KVX_AT(path), span.head_start);
 }
 
 // One layer of the source and the destination.
@@ -55,7 +55,7 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
 }
 
 // Room for the scales that the call finds, in one layer of the destination.
-kvx_status_t check_layer_finds(const Path &path, const kvx_view_t &dst, uint32_t l) {
+kvx_status_t check_layer_finds(const Path &path, const kvx_span_t &dst, uint32_t l) {
   const Path layer{&path, "layers", l};
   for (const bool is_v : {false, true}) {
     KVX_TRY(check_found_scales({&path, is_v ? "v_scales" : "k_scales", l}, scales_of(dst, l, is_v),
@@ -76,8 +76,8 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   const Path lens{&path, "seq_lens"};
   if (!migrate->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens));
   KVX_TRY(check_lens(lens, *migrate->seq_lens));
-  KVX_TRY(check_view(src, migrate->src));
-  KVX_TRY(check_view(dst, migrate->dst));
+  KVX_TRY(check_span(src, migrate->src));
+  KVX_TRY(check_span(dst, migrate->dst));
   const uint32_t num_layers = migrate->src->num_layers;
   if (num_layers != migrate->dst->num_layers) {
     return KVX_INVALID("dst.num_layers is %u, expected src.num_layers %u (spec E.3)",

@@ -22,7 +22,7 @@ const char *axis_name(kvx_axis_t axis) {
 
 // How entries that are not one per token are found: those of several tokens where their first token
 // is, that of a sequence by a slot of its own.
-kvx_status_t check_entries(const Path &path, const kvx_view_t &view, const kvx_plane_t &plane) {
+kvx_status_t check_entries(const Path &path, const kvx_span_t &span, const kvx_plane_t &plane) {
   if (plane.tokens_per_entry == 1) return KVX_STATUS_OK;
   const auto entries = static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN));
   if (plane.tokens_per_entry == 0) {
@@ -46,8 +46,8 @@ kvx_status_t check_entries(const Path &path, const kvx_view_t &view, const kvx_p
         KVX_AT(path), plane.tokens_per_entry, static_cast<ull>(entries));
   }
   const bool is_own = plane.block_table || plane.slots;
-  const kvx_block_table_t *const table = is_own ? plane.block_table : view.block_table;
-  const bool names_tokens = is_own ? plane.slots != nullptr : view.slots != nullptr;
+  const kvx_block_table_t *const table = is_own ? plane.block_table : span.block_table;
+  const bool names_tokens = is_own ? plane.slots != nullptr : span.slots != nullptr;
   if (!names_tokens && (!table || table->format == KVX_BLOCK_TABLE_PACKED)) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.tokens_per_entry is %u, but %s name tokens one by one; give the plane a PACKED table of "
@@ -180,8 +180,8 @@ kvx_status_t check_scale(const Path &path, const kvx_plane_t &plane) {
   return check_scales(scale, *plane.scale, cache, tensor, path);
 }
 
-// Its own table or slots, or blocks that are those of the view's.
-kvx_status_t check_lookup(const Path &path, const Path &view_path, const kvx_view_t &view,
+// Its own table or slots, or blocks that are those of the span's.
+kvx_status_t check_lookup(const Path &path, const Path &span_path, const kvx_span_t &span,
                           const kvx_plane_t &plane) {
   if (plane.block_table && plane.slots) {
     return KVX_INVALID("%s has a block_table and slots, expected at most one (spec E.11)",
@@ -199,20 +199,20 @@ kvx_status_t check_lookup(const Path &path, const Path &view_path, const kvx_vie
     return KVX_INVALID("%s.format is %d, expected PACKED (1) or RAGGED (2) for a plane (spec E.11)",
                        KVX_AT(table), plane.block_table->format);
   }
-  if (is_kv_offsets(view)) {
+  if (is_kv_offsets(span)) {
     return KVX_INVALID(
         "%s.block_table is NULL, but that of %s is KV_OFFSETS, whose indices name K and V; give "
         "the plane a table of its own (spec E.11)",
-        KVX_AT(path), KVX_AT(view_path));
+        KVX_AT(path), KVX_AT(span_path));
   }
-  const BlockShape own = shape_of(plane), shared = shape_of(view);
+  const BlockShape own = shape_of(plane), shared = shape_of(span);
   if (own.num_blocks == shared.num_blocks && own.block_size == shared.block_size)
     return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s holds %llu blocks of %llu tokens, expected %llu of %llu as the table of %s counts them; "
       "give the plane a table of its own (spec E.11)",
       KVX_AT(path), static_cast<ull>(own.num_blocks), static_cast<ull>(own.block_size),
-      static_cast<ull>(shared.num_blocks), static_cast<ull>(shared.block_size), KVX_AT(view_path));
+      static_cast<ull>(shared.num_blocks), static_cast<ull>(shared.block_size), KVX_AT(span_path));
 }
 
 kvx_status_t check_plane(const Path &path, const kvx_plane_t *plane) {
@@ -243,16 +243,16 @@ bool is_before(const kvx_plane_t &a, const kvx_plane_t &b) {
   return a.layer != b.layer ? a.layer < b.layer : a.role < b.role;
 }
 
-// No two planes of a view have the same layer and role. Planes that stand in order, as they mostly
+// No two planes of a span have the same layer and role. Planes that stand in order, as they mostly
 // do, are compared with the one before alone.
-kvx_status_t check_distinct(const Path &path, const kvx_view_t &view) {
+kvx_status_t check_distinct(const Path &path, const kvx_span_t &span) {
   bool is_sorted = true;
-  for (uint32_t i = 1; i < view.num_planes && is_sorted; ++i)
-    is_sorted = is_before(*view.planes[i - 1], *view.planes[i]);
-  for (uint32_t i = 1; i < view.num_planes && !is_sorted; ++i) {
-    const kvx_plane_t &plane = *view.planes[i];
+  for (uint32_t i = 1; i < span.num_planes && is_sorted; ++i)
+    is_sorted = is_before(*span.planes[i - 1], *span.planes[i]);
+  for (uint32_t i = 1; i < span.num_planes && !is_sorted; ++i) {
+    const kvx_plane_t &plane = *span.planes[i];
     for (uint32_t j = 0; j < i; ++j) {
-      if (is_before(*view.planes[j], plane) || is_before(plane, *view.planes[j])) continue;
+      if (is_before(*span.planes[j], plane) || is_before(plane, *span.planes[j])) continue;
       return KVX_INVALID("%s has layer %u and role %u, as planes[%u] has (spec E.11)",
                          KVX_AT((Path{&path, "planes", i})), plane.layer, plane.role, j);
     }
@@ -266,14 +266,14 @@ uint32_t heads_of(const kvx_plane_t &plane) {
 
 bool is_replicated(const kvx_plane_t &plane) { return plane.flags & KVX_PLANE_REPLICATED; }
 
-kvx_status_t check_heads(const Path &path, const Path &view_path, const kvx_view_t &view,
+kvx_status_t check_heads(const Path &path, const Path &span_path, const kvx_span_t &span,
                          const kvx_plane_t &plane, uint32_t num_heads) {
   const uint32_t held = heads_of(plane);
-  if (view.head_start <= held && num_heads <= held - view.head_start) return KVX_STATUS_OK;
+  if (span.head_start <= held && num_heads <= held - span.head_start) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.head_start is %u: with num_heads %u it reaches past the %u heads of %s; a plane that "
       "every rank holds whole has the flag REPLICATED (spec E.11)",
-      KVX_AT(view_path), view.head_start, num_heads, held, KVX_AT(path));
+      KVX_AT(span_path), span.head_start, num_heads, held, KVX_AT(path));
 }
 
 struct NamedPlane {
@@ -310,11 +310,11 @@ kvx_status_t check_pair(const Path &src_path, const Path &dst_path,
   return check_convertible(dst.path, to.dtype, src.path, from.dtype);
 }
 
-// A plane of `view` that `other` has no counterpart of.
-kvx_status_t check_counterparts(const Path &path, const kvx_view_t &view, const Path &other_path,
-                                const kvx_view_t &other) {
-  for (uint32_t i = 0; i < view.num_planes; ++i) {
-    const kvx_plane_t &plane = *view.planes[i];
+// A plane of `span` that `other` has no counterpart of.
+kvx_status_t check_counterparts(const Path &path, const kvx_span_t &span, const Path &other_path,
+                                const kvx_span_t &other) {
+  for (uint32_t i = 0; i < span.num_planes; ++i) {
+    const kvx_plane_t &plane = *span.planes[i];
     if (find_plane(other, plane.layer, plane.role, i)) continue;
     return KVX_INVALID(
         "%s has layer %u and role %u, but no plane of %s has; leave it out, or give both "
@@ -326,21 +326,21 @@ kvx_status_t check_counterparts(const Path &path, const kvx_view_t &view, const 
 
 }  // namespace
 
-kvx_status_t check_planes(const Path &path, const kvx_view_t &view) {
-  if (view.num_planes == 0) return KVX_STATUS_OK;
-  if (!view.planes) return KVX_INVALID("%s.planes is NULL (spec E.11)", KVX_AT(path));
-  for (uint32_t i = 0; i < view.num_planes; ++i)
-    KVX_TRY(check_plane({&path, "planes", i}, view.planes[i]));
-  for (uint32_t i = 0; i < view.num_planes; ++i)
-    KVX_TRY(check_lookup({&path, "planes", i}, path, view, *view.planes[i]));
-  for (uint32_t i = 0; i < view.num_planes; ++i)
-    KVX_TRY(check_entries({&path, "planes", i}, view, *view.planes[i]));
-  return check_distinct(path, view);
+kvx_status_t check_planes(const Path &path, const kvx_span_t &span) {
+  if (span.num_planes == 0) return KVX_STATUS_OK;
+  if (!span.planes) return KVX_INVALID("%s.planes is NULL (spec E.11)", KVX_AT(path));
+  for (uint32_t i = 0; i < span.num_planes; ++i)
+    KVX_TRY(check_plane({&path, "planes", i}, span.planes[i]));
+  for (uint32_t i = 0; i < span.num_planes; ++i)
+    KVX_TRY(check_lookup({&path, "planes", i}, path, span, *span.planes[i]));
+  for (uint32_t i = 0; i < span.num_planes; ++i)
+    KVX_TRY(check_entries({&path, "planes", i}, span, *span.planes[i]));
+  return check_distinct(path, span);
 }
 
 kvx_status_t check_plane_pairs(const Path &src_path, const Path &dst_path,
                                const kvx_migrate_desc_t &migrate) {
-  const kvx_view_t &src = *migrate.src, &dst = *migrate.dst;
+  const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   KVX_TRY(check_counterparts(src_path, src, dst_path, dst));
   KVX_TRY(check_counterparts(dst_path, dst, src_path, src));
   for (uint32_t i = 0; i < src.num_planes; ++i) {
@@ -352,15 +352,15 @@ kvx_status_t check_plane_pairs(const Path &src_path, const Path &dst_path,
   }
   if (src.num_planes && migrate.flags & KVX_FLAG_FIND_SCALES) {
     return KVX_INVALID(
-        "migrate.flags has FIND_SCALES, but the views have planes, whose scales are given; migrate "
+        "migrate.flags has FIND_SCALES, but the spans have planes, whose scales are given; migrate "
         "them in a call of their own (spec E.11)");
   }
   return KVX_STATUS_OK;
 }
 
-kvx_status_t check_plane_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {
-  for (uint32_t i = 0; i < view.num_planes; ++i) {
-    const kvx_plane_t &plane = *view.planes[i];
+kvx_status_t check_plane_rows(const Path &path, const kvx_span_t &span, uint64_t rows) {
+  for (uint32_t i = 0; i < span.num_planes; ++i) {
+    const kvx_plane_t &plane = *span.planes[i];
     const Path at{&path, "planes", i};
     if (plane.block_table && plane.block_table->seq_count != rows) {
       return KVX_INVALID(
@@ -373,7 +373,7 @@ kvx_status_t check_plane_rows(const Path &path, const kvx_view_t &view, uint64_t
     }
     const bool is_dense = plane.tokens_per_entry == 0
                               ? !plane.slots
-                              : uses_lookup_of_view(plane) && !view.block_table && !view.slots;
+                              : uses_lookup_of_span(plane) && !span.block_table && !span.slots;
     if (is_dense && rows > shape_of(plane).num_blocks) {
       return KVX_INVALID(
           "%s is dense and holds %llu sequences (BLOCK), expected at least %llu "
@@ -386,10 +386,10 @@ kvx_status_t check_plane_rows(const Path &path, const kvx_view_t &view, uint64_t
 
 kvx_status_t check_planes_for_device(const kvx_migrate_desc_t &migrate) {
   for (const bool is_dst : {false, true}) {
-    const kvx_view_t &view = is_dst ? *migrate.dst : *migrate.src;
+    const kvx_span_t &span = is_dst ? *migrate.dst : *migrate.src;
     const Path path{nullptr, is_dst ? "dst" : "src"};
-    for (uint32_t i = 0; i < view.num_planes; ++i) {
-      const PlaneAxis tokens = axis_of(*view.planes[i], KVX_AXIS_TOKEN);
+    for (uint32_t i = 0; i < span.num_planes; ++i) {
+      const PlaneAxis tokens = axis_of(*span.planes[i], KVX_AXIS_TOKEN);
       if (tokens.num_parts <= 1) continue;
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not "

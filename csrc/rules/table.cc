@@ -1,6 +1,6 @@
 #include "rules/table.h"
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 

@@ -159,28 +159,28 @@ OFFSET_IS(kvx_gather_options_t, k_scale, 24);
 OFFSET_IS(kvx_gather_options_t, v_scale, 32);
 OFFSET_IS(kvx_gather_options_t, null_block_plus_1, 40);
 
-SIZE_IS(kvx_view_t, 112);
-OFFSET_IS(kvx_view_t, num_layers, 4);
-OFFSET_IS(kvx_view_t, layers, 8);
-OFFSET_IS(kvx_view_t, block_table, 16);
-OFFSET_IS(kvx_view_t, slots, 24);
-OFFSET_IS(kvx_view_t, starts, 32);
-OFFSET_IS(kvx_view_t, head_start, 40);
-OFFSET_IS(kvx_view_t, secondary_num_blocks, 44);
-OFFSET_IS(kvx_view_t, reserved_0, 48);
-OFFSET_IS(kvx_view_t, k_scales, 56);
-OFFSET_IS(kvx_view_t, v_scales, 64);
-OFFSET_IS(kvx_view_t, null_block_plus_1, 72);
-OFFSET_IS(kvx_view_t, k_zeros, 80);
-OFFSET_IS(kvx_view_t, v_zeros, 88);
-OFFSET_IS(kvx_view_t, planes, 96);
-OFFSET_IS(kvx_view_t, num_planes, 104);
+SIZE_IS(kvx_span_t, 112);
+OFFSET_IS(kvx_span_t, num_layers, 4);
+OFFSET_IS(kvx_span_t, layers, 8);
+OFFSET_IS(kvx_span_t, block_table, 16);
+OFFSET_IS(kvx_span_t, slots, 24);
+OFFSET_IS(kvx_span_t, starts, 32);
+OFFSET_IS(kvx_span_t, head_start, 40);
+OFFSET_IS(kvx_span_t, secondary_num_blocks, 44);
+OFFSET_IS(kvx_span_t, reserved_0, 48);
+OFFSET_IS(kvx_span_t, k_scales, 56);
+OFFSET_IS(kvx_span_t, v_scales, 64);
+OFFSET_IS(kvx_span_t, null_block_plus_1, 72);
+OFFSET_IS(kvx_span_t, k_zeros, 80);
+OFFSET_IS(kvx_span_t, v_zeros, 88);
+OFFSET_IS(kvx_span_t, planes, 96);
+OFFSET_IS(kvx_span_t, num_planes, 104);
 
 SIZE_IS(kvx_place_t, 16);
 OFFSET_IS(kvx_place_t, offset, 8);
 OFFSET_IS(kvx_place_t, pool, 12);
 SIZE_IS(kvx_find_desc_t, 40);
-OFFSET_IS(kvx_find_desc_t, view, 8);
+OFFSET_IS(kvx_find_desc_t, span, 8);
 OFFSET_IS(kvx_find_desc_t, seq_lens, 16);
 OFFSET_IS(kvx_find_desc_t, place_count, 24);
 OFFSET_IS(kvx_find_desc_t, places, 32);
@@ -526,7 +526,7 @@ static void test_migrate(void) {
   const kvx_cache_desc_t *from = &f.cache, *to = &target;
   kvx_block_table_t src_table, dst_table;
   kvx_seq_lens_t lens;
-  kvx_view_t src, dst;
+  kvx_span_t src, dst;
   kvx_migrate_desc_t migrate;
   const int64_t dst_indices[] = {2, 4};
   const int32_t length = 5;
@@ -584,7 +584,7 @@ static void test_migrate(void) {
   CHECK(kvx_migrate_kv(&migrate, NULL) == KVX_STATUS_INVALID_ARGUMENT);
 }
 
-/* Options and views of zeros, but for what must be set, are the usual case: block 0 holds tokens.
+/* Options and spans of zeros, but for what must be set, are the usual case: block 0 holds tokens.
  */
 static void test_zeros(void) {
   static uint16_t k[kElements], v[kElements], key_out[sizeof(f.key_out) / 2];
@@ -592,7 +592,7 @@ static void test_zeros(void) {
   kvx_gather_options_t options;
   kvx_cache_desc_t target;
   const kvx_cache_desc_t *from = &f.cache, *to = &target;
-  kvx_view_t src, dst;
+  kvx_span_t src, dst;
   kvx_migrate_desc_t migrate;
   ZERO(write_options), ZERO(options), ZERO(src), ZERO(dst), ZERO(migrate);
   write_options.size = sizeof(write_options);

@@ -207,8 +207,8 @@ kvx_block_table_t offsets(Calls *c) {
   return made;
 }
 
-kvx_view_t view(const kvx_cache_desc_t *const *layers) {
-  kvx_view_t made{};
+kvx_span_t span(const kvx_cache_desc_t *const *layers) {
+  kvx_span_t made{};
   made.size = sizeof made;
   made.num_layers = 1;
   made.layers = layers;
@@ -224,7 +224,7 @@ struct Migration {
   kvx_seq_lens_t lens, starts;
   kvx_scale_desc_t scale;
   const kvx_scale_desc_t *scales = &scale;
-  kvx_view_t src, dst;
+  kvx_span_t src, dst;
   kvx_migrate_desc_t desc{};
 
   void connect(Calls *c) {
@@ -278,8 +278,8 @@ void make_gather(Calls *c) {
 void make_ragged_to_slots(Calls *c) {
   static Migration m;
   for (kvx_cache_desc_t &cache : m.caches) cache = c->cache();
-  m.src = view(&m.layers[0]);
-  m.dst = view(&m.layers[1]);
+  m.src = span(&m.layers[0]);
+  m.dst = span(&m.layers[1]);
   m.tables[0] = ragged(c);
   m.src.block_table = &m.tables[0];
   m.slots = slots(c, kRows * (kTokens - 8));
@@ -294,8 +294,8 @@ void make_offsets_to_packed(Calls *c) {
   static Migration m;
   m.caches[0] = pool(c);
   m.caches[1] = c->cache();
-  m.src = view(&m.layers[0]);
-  m.dst = view(&m.layers[1]);
+  m.src = span(&m.layers[0]);
+  m.dst = span(&m.layers[1]);
   m.src.secondary_num_blocks = kBlocks / 2;
   m.tables[0] = offsets(c);
   m.tables[1] = packed(c, 0, kRows, kColumns);
@@ -310,8 +310,8 @@ void make_offsets_to_packed(Calls *c) {
 void make_same_pool(Calls *c) {
   static Migration m;
   m.caches[0] = m.caches[1] = c->cache();
-  m.src = view(&m.layers[0]);
-  m.dst = view(&m.layers[1]);
+  m.src = span(&m.layers[0]);
+  m.dst = span(&m.layers[1]);
   for (const int end : {0, 1}) m.tables[end] = packed(c, end * (kBlocks / 2), 4, kColumns);
   m.src.block_table = &m.tables[0];
   m.dst.block_table = &m.tables[1];
@@ -323,8 +323,8 @@ void make_scaled(Calls *c) {
   static Migration m;
   m.caches[0] = c->cache(KVX_DTYPE_F8_E4M3);
   m.caches[1] = c->cache();
-  m.src = view(&m.layers[0]);
-  m.dst = view(&m.layers[1]);
+  m.src = span(&m.layers[0]);
+  m.dst = span(&m.layers[1]);
   m.tables[0] = packed(c, 0, kRows, kColumns);
   m.src.block_table = &m.tables[0];
   m.slots = slots(c, kRows * kTokens);

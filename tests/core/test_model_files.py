@@ -370,6 +370,26 @@ def test_the_oldest_are_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_lock_that_is_held_is_not_forgotten(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_cache, "_MAX_FILES", 1)
+    folder = remembered_in()
+    held, abandoned = folder / "held.lock", folder / ".left.tmp"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (held, abandoned):
+        path.touch()
+    os.utime(held, (1, time.time() - 3600))
+    os.utime(abandoned, (1, 1))
+    for i in range(3):
+        save_file({f"{i}": torch.ones(1)}, model / f"{i}.safetensors")
+    model_files_digest(model)
+    assert held.exists()
+    assert not abandoned.exists()
+    assert len([path for path in folder.iterdir() if path.suffix == ".json"]) == 1
+
+
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
 def test_a_folder_that_others_can_write_to_is_not_used(
     model: Path, reads: list[int], mode: int, caplog: pytest.LogCaptureFixture

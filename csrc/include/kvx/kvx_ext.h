@@ -5,7 +5,7 @@
 #include "kvx/kvx_abi.h"     /* v1: descriptors, write and gather */
 #include "kvx/kvx_error.h"   /* the sentence behind a failure */
 #include "kvx/kvx_host.h"    /* version, build and machine, threads, what a device has skipped */
-#include "kvx/kvx_lookup.h"  /* where the tokens of a view lie */
+#include "kvx/kvx_lookup.h"  /* where the tokens of a span lie */
 #include "kvx/kvx_migrate.h" /* from one cache into another */
 #include "kvx/kvx_ops.h"     /* flags; options of write and gather */
 #include "kvx/kvx_plan.h"    /* migrations that are kept, described, listed */

@@ -1,7 +1,7 @@
-/* KVX lookup: where the tokens of a view lie, by the decoder that migrate itself uses.
+/* KVX lookup: where the tokens of a span lie, by the decoder that migrate itself uses.
  *
  * For those who count, list or check tokens without moving them: which blocks a sequence occupies,
- * which of its tokens are in null blocks, in which pool they are. The arrays of the view (table,
+ * which of its tokens are in null blocks, in which pool they are. The arrays of the span (table,
  * slots, starts) and the lengths lie in HOST memory; K and V are not touched and may lie anywhere.
  * The conventions of kvx_abi.h hold. Spec: E.12 */
 #ifndef KVX_LOOKUP_H_
@@ -25,13 +25,13 @@ typedef struct kvx_place_t {
 typedef struct kvx_find_desc_t {
   uint32_t size;
   uint32_t is_v;                  /* 0: K; 1: V. They differ with KV_OFFSETS tables alone */
-  const kvx_view_t *view;         /* of one layer or more */
+  const kvx_span_t *span;         /* of one layer or more */
   const kvx_seq_lens_t *seq_lens; /* tokens to find of each sequence, from its start on */
   uint64_t place_count;           /* the sum of seq_lens, over all rows */
   kvx_place_t *places;            /* [place_count], filled: the rows one after the other */
 } kvx_find_desc_t;
 
-/* Finds the tokens that a migration from `view` would read.
+/* Finds the tokens that a migration from `span` would read.
  *
  * Mutates `places`, nothing else. What is wrong is said as kvx_migrate_kv says it of its source: a
  * slot, block or length out of range gives OUT_OF_RANGE, and nothing is filled. Spec: E.12 */

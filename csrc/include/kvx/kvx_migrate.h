@@ -1,9 +1,9 @@
 /* KVX migration: sequences move from one cache into another in one call, whatever the two look
  * like.
  *
- * Each end is a view: layers, described as for kvx_write_kv, and where the sequences lie in them.
+ * Each end is a span: layers, described as for kvx_write_kv, and where the sequences lie in them.
  *
- *   kvx_view_t src = {sizeof src}, dst = {sizeof dst};
+ *   kvx_span_t src = {sizeof src}, dst = {sizeof dst};
  *   src.num_layers = dst.num_layers = 32;
  *   src.layers = vllm_layers, src.block_table = &vllm_blocks;
  *   dst.layers = dense_layers;
@@ -33,7 +33,7 @@ extern "C" {
  *
  * 112 bytes; 80 in 1.4, which had no zeros and no planes. Until 1.3 it was 72 bytes, and reserved_0
  * was `null_block_id`, the block itself: structs of those sizes keep their meaning. Spec: E.3 */
-typedef struct kvx_view_t {
+typedef struct kvx_span_t {
   uint32_t size;
   uint32_t num_layers;
   const kvx_cache_desc_t *const *layers; /* [num_layers] */
@@ -52,7 +52,9 @@ typedef struct kvx_view_t {
   const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
   uint32_t num_planes;
   uint32_t reserved_1; /* 0 */
-} kvx_view_t;
+} kvx_span_t;
+
+typedef kvx_span_t kvx_view_t; /* its name until 1.4 */
 
 /* kvx_migrate_kv's arguments.
  *
@@ -66,8 +68,8 @@ typedef struct kvx_migrate_desc_t {
   uint32_t max_seq_len; /* tokens of a sequence that move at most; 0: all. A device, where lengths
                            are not known before it runs, looks for no more of them */
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */
-  const kvx_view_t *src;
-  const kvx_view_t *dst;
+  const kvx_span_t *src;
+  const kvx_span_t *dst;
 } kvx_migrate_desc_t;
 
 /* Moves sequences from one cache into another in one pass: other layout, block size, dtype, scales,

@@ -2,7 +2,7 @@
  *
  * A plane is one tensor of a layer that tokens or sequences index: an indexer's keys, a latent's
  * rope part, scales that lie apart, a recurrent state. Its axes are a list, so that any of them may
- * be split: tiles of tokens, packs of dim. Planes stand in kvx_view_t beside the layers; those of
+ * be split: tiles of tokens, packs of dim. Planes stand in kvx_span_t beside the layers; those of
  * the two ends of a migration that have the same layer and role are a pair. Spec: E.11 */
 #ifndef KVX_PLANE_H_
 #define KVX_PLANE_H_
@@ -55,7 +55,7 @@ typedef enum kvx_role_t {
 typedef struct kvx_plane_t {
   uint32_t size;
   uint32_t role;     /* kvx_role_t, or the caller's own */
-  uint32_t layer;    /* of the model or the view: the same number at both ends */
+  uint32_t layer;    /* of the model or the span: the same number at both ends */
   kvx_dtype_t dtype; /* the format of its numbers */
   kvx_memory_type_t memory;
   uint32_t tokens_per_entry; /* 1; n: an entry stands for n tokens; 0: one entry per sequence */
@@ -65,8 +65,8 @@ typedef struct kvx_plane_t {
   void *data;                           /* element 0 of every axis */
   const kvx_scale_desc_t *scale;        /* as of a K or V tensor; NULL: none */
   const kvx_scale_desc_t *zero;         /* of formats that have a zero point; NULL: none */
-  const kvx_block_table_t *block_table; /* its own; NULL: the view's */
-  const kvx_slot_mapping_t *slots;      /* its own; NULL: the view's. One per sequence where an
+  const kvx_block_table_t *block_table; /* its own; NULL: the span's */
+  const kvx_slot_mapping_t *slots;      /* its own; NULL: the span's. One per sequence where an
                                            entry is one per sequence */
   uint64_t reserved[5];                 /* 0 */
 } kvx_plane_t;

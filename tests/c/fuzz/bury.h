@@ -35,9 +35,9 @@ inline std::vector<Array> arrays_of(Case *c) {
     add(&c->lens.lengths, c->lens.dtype, c->lens.seq_count);
   for (End *end : {&c->src, &c->dst}) {
     if (c->op != kMigrate) break;
-    if (end->view.block_table) add_table(&end->table);
-    if (end->view.slots) add(&end->slots.slots, end->slots.dtype, end->slots.token_count);
-    if (end->view.starts) add(&end->starts.lengths, end->starts.dtype, end->starts.seq_count);
+    if (end->span.block_table) add_table(&end->table);
+    if (end->span.slots) add(&end->slots.slots, end->slots.dtype, end->slots.token_count);
+    if (end->span.starts) add(&end->starts.lengths, end->starts.dtype, end->starts.seq_count);
   }
   return all;
 }
@@ -58,7 +58,7 @@ inline std::vector<Stretch> written_by(const Case &c) {
     return all;
   }
   const bool migrates = c.op == kMigrate;
-  const size_t layers = migrates ? c.dst.view.num_layers : 1;
+  const size_t layers = migrates ? c.dst.span.num_layers : 1;
   for (size_t l = 0; l < layers; ++l) {
     const kvx_cache_desc_t &cache = c.dst.layers[l];
     for (const int kv : {0, 1}) {
@@ -70,11 +70,11 @@ inline std::vector<Stretch> written_by(const Case &c) {
         const kvx_scale_desc_t &scale = c.dst.scales[kv][l];
         all.push_back(extent_of(scale, scale.ndim, scale.data));
       }
-      const bool pools = migrates && c.dst.view.block_table && cache.pool.secondary &&
+      const bool pools = migrates && c.dst.span.block_table && cache.pool.secondary &&
                          c.dst.table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
       if (!pools) continue;
       kvx_tensor_desc_t second = tensor;
-      if (c.dst.view.secondary_num_blocks) second.shape[0] = c.dst.view.secondary_num_blocks;
+      if (c.dst.span.secondary_num_blocks) second.shape[0] = c.dst.span.secondary_num_blocks;
       all.push_back(extent_of(second, second.ndim,
                               static_cast<const uint8_t *>(cache.pool.secondary) +
                                   (static_cast<const uint8_t *>(tensor.data) -

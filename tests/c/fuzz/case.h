@@ -22,7 +22,7 @@ struct End {
   kvx_slot_mapping_t slots{};
   kvx_seq_lens_t starts{};
   std::vector<kvx_scale_desc_t> scales[2];  // K, V: per layer, or empty
-  kvx_view_t view{};                        // its pointers say only whether they are given
+  kvx_span_t span{};                        // its pointers say only whether they are given
 };
 
 struct Case {
@@ -62,8 +62,8 @@ struct Placed {
     for (size_t i = 0; i < count; ++i) pointers[i] = put(values[i]);
     return pointers;
   }
-  const kvx_view_t *view(const End &end) {
-    kvx_view_t v = end.view;
+  const kvx_span_t *span(const End &end) {
+    kvx_span_t v = end.span;
     if (v.layers) v.layers = list(end.layers, std::min<size_t>(v.num_layers, end.layers.size()));
     if (v.block_table) v.block_table = put(end.table);
     if (v.slots) v.slots = put(end.slots);
@@ -93,17 +93,17 @@ inline kvx_status_t call(const Case &c) {
     const kvx_cache_desc_t *cache = placed.put(c.src.layers[0]);
     if (!c.with_options) return kvx_gather_kv(cache, placed.put(gather), nullptr);
     kvx_gather_options_t options = c.options;
-    options.reserved_0 = c.src.view.reserved_0;
-    options.null_block_plus_1 = c.src.view.null_block_plus_1;
-    options.secondary_num_blocks = c.src.view.secondary_num_blocks;
+    options.reserved_0 = c.src.span.reserved_0;
+    options.null_block_plus_1 = c.src.span.null_block_plus_1;
+    options.secondary_num_blocks = c.src.span.secondary_num_blocks;
     if (!c.src.scales[0].empty()) options.k_scale = placed.put(c.src.scales[0][0]);
     if (!c.src.scales[1].empty()) options.v_scale = placed.put(c.src.scales[1][0]);
     return kvx_gather_kv_ext(cache, placed.put(gather), placed.put(options), nullptr);
   }
   kvx_migrate_desc_t migrate = c.migrate;
   if (migrate.seq_lens) migrate.seq_lens = placed.put(c.lens);
-  if (migrate.src) migrate.src = placed.view(c.src);
-  if (migrate.dst) migrate.dst = placed.view(c.dst);
+  if (migrate.src) migrate.src = placed.span(c.src);
+  if (migrate.dst) migrate.dst = placed.span(c.dst);
   return kvx_migrate_kv(placed.put(migrate), nullptr);
 }
 

@@ -183,7 +183,7 @@ class Generator {
     bytes_per_block = (bytes_per_block + 3) / 4 * 4 + 4 * below(3);
     const int64_t step = bytes_per_block * num_layers * kv_factor;
     const uint32_t second_blocks = random.pick<uint32_t>({0, 1, 3});
-    end->view.secondary_num_blocks = second_blocks;
+    end->span.secondary_num_blocks = second_blocks;
     uint8_t *primary = allocate(step * of.blocks), *secondary = nullptr;
     if (random.one_in(2)) secondary = allocate(step * (second_blocks ? second_blocks : of.blocks));
     for (uint32_t l = 0; l < num_layers; ++l) {
@@ -334,11 +334,11 @@ class Generator {
       table.format = random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED});
       table.beam_width = random.below(2);
     }
-    if (random.one_in(3)) end->view.null_block_plus_1 = KVX_NULL_BLOCK(random.below(of.blocks));
+    if (random.one_in(3)) end->span.null_block_plus_1 = KVX_NULL_BLOCK(random.below(of.blocks));
     uint32_t next = random.below(high - low);
     const auto block = [&]() -> int64_t {
       if (random.one_in(8))
-        return random.one_in(2) ? -1 : static_cast<int64_t>(end->view.null_block_plus_1) - 1;
+        return random.one_in(2) ? -1 : static_cast<int64_t>(end->span.null_block_plus_1) - 1;
       return low + next++ % (high - low);
     };
     table.index_dtype = int_dtype();
@@ -395,7 +395,7 @@ class Generator {
   // The KVCacheIndex of a block, sometimes of one in the secondary pool instead.
   int64_t pool_index(const End &end, int64_t block, int64_t sub_blocks, int kv) {
     const bool secondary = end.layers[0].pool.secondary && random.one_in(3);
-    if (secondary && end.view.secondary_num_blocks) block = below(end.view.secondary_num_blocks);
+    if (secondary && end.span.secondary_num_blocks) block = below(end.span.secondary_num_blocks);
     const int64_t index =
         block * sub_blocks + (sub_blocks > 1 && !is_absent(end.layers[0].v) ? kv : 0);
     return secondary ? index - (int64_t{1} << 31) : index;
@@ -473,8 +473,8 @@ class Generator {
     if (c.with_options) {
       c.options.flags = random.one_in(2) ? KVX_FLAG_ZERO_FILL : 0;
     } else {
-      c.src.view.null_block_plus_1 = 0;
-      c.src.view.secondary_num_blocks = 0;
+      c.src.span.null_block_plus_1 = 0;
+      c.src.span.secondary_num_blocks = 0;
       for (auto &scales : c.src.scales) scales.clear();
     }
   }
@@ -505,8 +505,8 @@ class Generator {
     c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
     if (g.heads != other.heads || random.one_in(3)) {
       c.migrate.num_heads = 1 + random.below(std::min(g.heads, other.heads));
-      c.src.view.head_start = random.below(g.heads - c.migrate.num_heads + 1);
-      c.dst.view.head_start = random.below(other.heads - c.migrate.num_heads + 1);
+      c.src.span.head_start = random.below(g.heads - c.migrate.num_heads + 1);
+      c.dst.span.head_start = random.below(other.heads - c.migrate.num_heads + 1);
     }
 
     // How each end is addressed; beams need tables of a pool at both ends, or a dense end.
@@ -547,27 +547,27 @@ class Generator {
     const int hostile = bad_indices ? static_cast<int>(random.below(5)) : -1;
     for (int e = 0; e < 2; ++e) {
       End &end = *ends[e];
-      kvx_view_t &view = end.view;
+      kvx_span_t &span = end.span;
       const uint32_t low = same_pool && e == 1 ? half : 0;
       const uint32_t high = same_pool && e == 0 ? half : geometry[e]->blocks;
-      view.size = sizeof view;
-      view.num_layers = layers;
-      give(&view.layers);
+      span.size = sizeof span;
+      span.num_layers = layers;
+      give(&span.layers);
       if (way[e] == kTable) {
         make_table(*geometry[e], seqs, beams, needs[e], low, high, hostile == e, &end);
-        give(&view.block_table);
+        give(&span.block_table);
       } else if (way[e] == kSlots) {
         end.slots = make_slots(*geometry[e], moved, low, high, hostile == e);
-        give(&view.slots);
+        give(&span.slots);
       }
       if (with_starts[e]) {
         if (hostile == 2 + e) poison(&starts[e], geometry[e]->room());
         end.starts = make_lens(starts[e]);
-        give(&view.starts);
+        give(&span.starts);
       }
       make_scales(*geometry[e], &end);
-      if (!end.scales[0].empty()) give(&view.k_scales);
-      if (!end.scales[1].empty()) give(&view.v_scales);
+      if (!end.scales[0].empty()) give(&span.k_scales);
+      if (!end.scales[1].empty()) give(&span.v_scales);
     }
     if (hostile == 4) poison(&lengths, g.room() + 1);
     c.lens = make_lens(lengths);

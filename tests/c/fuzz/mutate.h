@@ -85,8 +85,8 @@ struct Fields {
       add(Field::kExtent, name + ".stride[" + std::to_string(axis) + "]", &s->stride[axis]);
     }
   }
-  void view(const std::string &name, End *end) {
-    kvx_view_t &v = end->view;
+  void span(const std::string &name, End *end) {
+    kvx_span_t &v = end->span;
     add(Field::kSize, name + ".size", &v.size);
     add(Field::kCount, name + ".num_layers", &v.num_layers);
     add(Field::kPointer, name + ".layers", &v.layers);
@@ -137,9 +137,9 @@ inline Fields fields_of(Case *c) {
     if (c->with_options) {
       f.add(Field::kSize, "options.size", &c->options.size);
       f.add(Field::kCount, "options.flags", &c->options.flags);
-      f.add(Field::kExtent, "options.reserved_0", &c->src.view.reserved_0);
-      f.add(Field::kExtent, "options.null_block_plus_1", &c->src.view.null_block_plus_1);
-      f.add(Field::kCount, "options.secondary_num_blocks", &c->src.view.secondary_num_blocks);
+      f.add(Field::kExtent, "options.reserved_0", &c->src.span.reserved_0);
+      f.add(Field::kExtent, "options.null_block_plus_1", &c->src.span.null_block_plus_1);
+      f.add(Field::kCount, "options.secondary_num_blocks", &c->src.span.secondary_num_blocks);
     }
   } else if (c->op == kMigrate) {
     f.add(Field::kSize, "migrate.size", &c->migrate.size);
@@ -149,8 +149,8 @@ inline Fields fields_of(Case *c) {
     f.add(Field::kPointer, "migrate.src", &c->migrate.src);
     f.add(Field::kPointer, "migrate.dst", &c->migrate.dst);
     f.lens("seq_lens", &c->lens);
-    f.view("src", &c->src);
-    f.view("dst", &c->dst);
+    f.span("src", &c->src);
+    f.span("dst", &c->dst);
   }
   return f;
 }
@@ -226,7 +226,7 @@ inline bool end_fits(Memory &memory, const End &end) {
         continue;
       kvx_tensor_desc_t second = *tensor;
       second.shape[0] =
-          end.view.secondary_num_blocks ? end.view.secondary_num_blocks : cache.num_blocks;
+          end.span.secondary_num_blocks ? end.span.secondary_num_blocks : cache.num_blocks;
       const auto apart = static_cast<const uint8_t *>(tensor->data) -
                          static_cast<const uint8_t *>(cache.pool.primary);
       if (!cache.pool.primary || apart < 0 || apart > (1 << 24)) continue;  // refused
@@ -281,17 +281,17 @@ inline Claims claims_of(Case &c) {
   const bool migrate = c.op == kMigrate;
   for (const End *end : {&c.src, &c.dst}) {
     if (!scales_fit(c.memory, *end)) return Claims::kUnfair;
-    if (migrate && end->view.num_layers > end->layers.size()) return Claims::kUnfair;
-    if (migrate && end->view.slots &&
+    if (migrate && end->span.num_layers > end->layers.size()) return Claims::kUnfair;
+    if (migrate && end->span.slots &&
         !ints_fit(c.memory, end->slots.slots, end->slots.dtype, end->slots.token_count)) {
       return Claims::kUnfair;
     }
-    if (migrate && end->view.starts &&
+    if (migrate && end->span.starts &&
         !ints_fit(c.memory, end->starts.lengths, end->starts.dtype, end->starts.seq_count)) {
       return Claims::kUnfair;
     }
     const bool has_table =
-        migrate ? end->view.block_table != nullptr : c.op == kGather && end == &c.src;
+        migrate ? end->span.block_table != nullptr : c.op == kGather && end == &c.src;
     if (has_table && !table_fits(c.memory, end->table) && table_counts_agree(end->table))
       return Claims::kUnfair;
   }

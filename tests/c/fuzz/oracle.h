@@ -21,9 +21,9 @@ struct Place {
 
 // Spec: E.2. -1: no block is null. In the size of 1.3 the field at reserved_0 names the block
 // itself.
-inline int64_t null_block_of(const kvx_view_t &view) {
-  if (view.size == 72) return std::max<int64_t>(view.reserved_0, -1);
-  return static_cast<int64_t>(view.null_block_plus_1 - 1);
+inline int64_t null_block_of(const kvx_span_t &span) {
+  if (span.size == 72) return std::max<int64_t>(span.reserved_0, -1);
+  return static_cast<int64_t>(span.null_block_plus_1 - 1);
 }
 
 // Spec: 5.1, 5.2, E.3, E.8. False: the index is out of range.
@@ -45,7 +45,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     return row < cache.num_blocks && token < block_size;
   }
   const kvx_block_table_t &t = end.table;
-  const int64_t null_block = null_block_of(end.view);
+  const int64_t null_block = null_block_of(end.span);
   int64_t id;
   if (t.format == KVX_BLOCK_TABLE_RAGGED) {
     id = read_int(t.indices, t.index_dtype,
@@ -68,7 +68,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     place->secondary = index < 0;
     place->block = i / n;
     int64_t blocks = cache.num_blocks;
-    if (place->secondary && end.view.secondary_num_blocks) blocks = end.view.secondary_num_blocks;
+    if (place->secondary && end.span.secondary_num_blocks) blocks = end.span.secondary_num_blocks;
     if (place->secondary && !cache.pool.secondary) blocks = 0;
     const bool good = i % n == mine && place->block < blocks;
     if (place->block != null_block) return good;
@@ -179,7 +179,7 @@ struct Oracle {
   }
 
   bool scaled(const End &end, int kv, size_t layer) const {
-    if (c.op == kMigrate && !(kv ? end.view.v_scales : end.view.k_scales)) return false;
+    if (c.op == kMigrate && !(kv ? end.span.v_scales : end.span.k_scales)) return false;
     return !end.scales[kv].empty() && end.scales[kv][layer].data;
   }
 
@@ -245,7 +245,7 @@ struct Oracle {
   }
 
   void gather() {
-    c.src.view.size = c.with_options && c.options.size == 40 ? 72 : sizeof c.src.view;
+    c.src.span.size = c.with_options && c.options.size == 40 ? 72 : sizeof c.src.span;
     const kvx_cache_desc_t &cache = c.src.layers[0];
     const kvx_block_table_t &table = c.src.table;
     const bool zero_fill = c.with_options && (c.options.flags & KVX_FLAG_ZERO_FILL);
@@ -289,12 +289,12 @@ struct Oracle {
     uint32_t beams = 1;
     for (const End *end : ends) {
       const bool offsets = end->table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
-      if (end->view.block_table && offsets) beams = std::max(beams, end->table.beam_width);
+      if (end->span.block_table && offsets) beams = std::max(beams, end->table.beam_width);
     }
     const uint64_t rows = uint64_t{c.lens.seq_count} * beams;
     if (rows == 0) return allow();
     for (const End *end : ends) {
-      if (end->view.block_table) check_indptr(end->table);
+      if (end->span.block_table) check_indptr(end->table);
     }
     const bool zero_fill = c.migrate.flags & KVX_FLAG_ZERO_FILL;
     Wide total = 0;
@@ -303,18 +303,18 @@ struct Oracle {
       if (length < 0) refuse("a length");
       total += length;
       for (const End *end : ends) {
-        if (end->view.slots) continue;
+        if (end->span.slots) continue;
         const int64_t start =
-            end->view.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
+            end->span.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
         const Wide beyond =
-            Wide{start} + length - held(*end, end->layers[0], end->view.block_table, row);
-        if (end->view.block_table && exact(*end) && beyond != 0) refuse("an inexact row");
+            Wide{start} + length - held(*end, end->layers[0], end->span.block_table, row);
+        if (end->span.block_table && exact(*end) && beyond != 0) refuse("an inexact row");
         if (start < 0 || beyond > 0)
           length == 0 && start >= 0 ? allow() : refuse("a start or a length");
       }
     }
     for (const End *end : ends) {
-      if (end->view.slots && total != end->slots.token_count) refuse("token_count");
+      if (end->span.slots && total != end->slots.token_count) refuse("token_count");
     }
     // Blocks of tokens that move, and of tokens whose other end is null: K or V, pool, id.
     std::set<std::tuple<int, bool, int64_t>> used[2], touched[2];
@@ -322,15 +322,15 @@ struct Oracle {
     for (uint64_t row = 0; !bad_index && row < rows; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       for (int64_t t = 0; !bad_index && t < length; ++t, ++flat) {
-        for (size_t l = 0; l < c.src.view.num_layers; ++l) {
+        for (size_t l = 0; l < c.src.span.num_layers; ++l) {
           const kvx_cache_desc_t *caches[2] = {&c.src.layers[l], &c.dst.layers[l]};
           for (int kv = 0; kv < (is_absent(caches[0]->v) ? 1 : 2); ++kv) {
             Place place[2];
             for (int e = 0; e < 2; ++e) {
-              const kvx_view_t &view = ends[e]->view;
+              const kvx_span_t &span = ends[e]->span;
               const int64_t start =
-                  view.starts ? read_int(ends[e]->starts.lengths, ends[e]->starts.dtype, row) : 0;
-              if (!find_place(*ends[e], *caches[e], view.slots, view.block_table, kv, row,
+                  span.starts ? read_int(ends[e]->starts.lengths, ends[e]->starts.dtype, row) : 0;
+              if (!find_place(*ends[e], *caches[e], span.slots, span.block_table, kv, row,
                               Wide{start} + t, flat, &place[e])) {
                 refuse("a table entry or slot");
               }
@@ -350,8 +350,8 @@ struct Oracle {
             const int64_t heads =
                 c.migrate.num_heads ? c.migrate.num_heads : caches[0]->num_kv_heads;
             for (int64_t h = 0; h < heads; ++h) {
-              const int64_t src_head = c.src.view.head_start + h,
-                            dst_head = c.dst.view.head_start + h;
+              const int64_t src_head = c.src.span.head_start + h,
+                            dst_head = c.dst.span.head_start + h;
               if (place[0].block >= 0) {
                 use_scale(c.src, kv, l, place[0], src_head);
                 use_scale(c.dst, kv, l, place[1], dst_head);

@@ -1,4 +1,4 @@
-// Questions about tables and views: how many rows they have, what pools lie behind them.
+// Questions about tables and spans: how many rows they have, what pools lie behind them.
 #pragma once
 
 #include "desc/tensor.h"
@@ -9,24 +9,24 @@ namespace kvx {
 inline bool is_kv_offsets(const kvx_block_table_t &table) {
   return table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
 }
-inline bool is_kv_offsets(const kvx_view_t &view) {
-  return view.block_table && is_kv_offsets(*view.block_table);
+inline bool is_kv_offsets(const kvx_span_t &span) {
+  return span.block_table && is_kv_offsets(*span.block_table);
 }
 
 inline bool is_pointers(const kvx_block_table_t &table) {
   return table.format == KVX_BLOCK_TABLE_POINTERS;
 }
-inline bool is_pointers(const kvx_view_t &view) {
-  return view.block_table && is_pointers(*view.block_table);
+inline bool is_pointers(const kvx_span_t &span) {
+  return span.block_table && is_pointers(*span.block_table);
 }
 
-inline const kvx_tensor_desc_t &tensor_of(const kvx_view_t &view, uint32_t l, bool is_v) {
-  return is_v ? view.layers[l]->v : view.layers[l]->k;
+inline const kvx_tensor_desc_t &tensor_of(const kvx_span_t &span, uint32_t l, bool is_v) {
+  return is_v ? span.layers[l]->v : span.layers[l]->k;
 }
 
 // NULL: none.
-inline const kvx_scale_desc_t *scales_of(const kvx_view_t &view, uint32_t l, bool is_v) {
-  const kvx_scale_desc_t *const *const list = is_v ? view.v_scales : view.k_scales;
+inline const kvx_scale_desc_t *scales_of(const kvx_span_t &span, uint32_t l, bool is_v) {
+  const kvx_scale_desc_t *const *const list = is_v ? span.v_scales : span.k_scales;
   return list ? list[l] : nullptr;
 }
 
@@ -41,15 +41,15 @@ uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 
 // A migration whose rows and source are those of `find`. It has no destination of its own.
 inline kvx_migrate_desc_t as_source(const kvx_find_desc_t &find) {
-  return {sizeof(kvx_migrate_desc_t), 0, 0, 0, find.seq_lens, find.view, find.view};
+  return {sizeof(kvx_migrate_desc_t), 0, 0, 0, find.seq_lens, find.span, find.span};
 }
 
 // A KV_OFFSETS table may name blocks of a secondary pool.
-inline bool has_secondary(const kvx_view_t &view) {
-  return is_kv_offsets(view) && view.num_layers && view.layers[0]->pool.secondary;
+inline bool has_secondary(const kvx_span_t &span) {
+  return is_kv_offsets(span) && span.num_layers && span.layers[0]->pool.secondary;
 }
 
 // Both ends are the same tensors, so that their block ids mean the same blocks.
-bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst);
+bool are_same_pool(const kvx_span_t &src, const kvx_span_t &dst);
 
 }  // namespace kvx

@@ -1,4 +1,4 @@
-#include "desc/view.h"
+#include "desc/span.h"
 
 #include <algorithm>
 
@@ -39,15 +39,15 @@ bool are_same(const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
 
 uint64_t rows_of(const kvx_migrate_desc_t &migrate) {
   uint64_t beams = 1;
-  for (const kvx_view_t *view : {migrate.src, migrate.dst}) {
-    const kvx_block_table_t *table = view->block_table;
+  for (const kvx_span_t *span : {migrate.src, migrate.dst}) {
+    const kvx_block_table_t *table = span->block_table;
     if (table && is_kv_offsets(*table) && table->seq_count == migrate.seq_lens->seq_count)
       beams = std::max<uint64_t>(beams, table->beam_width);
   }
   return migrate.seq_lens->seq_count * beams;
 }
 
-bool are_same_pool(const kvx_view_t &src, const kvx_view_t &dst) {
+bool are_same_pool(const kvx_span_t &src, const kvx_span_t &dst) {
   if (has_secondary(src) && has_secondary(dst) &&
       src.layers[0]->pool.secondary != dst.layers[0]->pool.secondary) {
     return false;

@@ -1,8 +1,8 @@
-#include "rules/view.h"
+#include "rules/span.h"
 
 #include <initializer_list>
 
-#include "desc/view.h"
+#include "desc/span.h"
 #include "rules/apart_pools.h"
 #include "rules/cache.h"
 #include "rules/plane.h"
@@ -14,10 +14,10 @@
 namespace kvx {
 namespace {
 
-kvx_status_t check_layer(const Path &path, const kvx_view_t &view, uint32_t l) {
+kvx_status_t check_layer(const Path &path, const kvx_span_t &span, uint32_t l) {
   const Path layer{&path, "layers", l}, k{&layer, "k"}, v{&layer, "v"};
-  const kvx_cache_desc_t *const cache = view.layers[l], *const first = view.layers[0];
-  const bool offsets = is_kv_offsets(view);
+  const kvx_cache_desc_t *const cache = span.layers[l], *const first = span.layers[0];
+  const bool offsets = is_kv_offsets(span);
   KVX_TRY(check_cache(layer, cache));
   if (cache->num_blocks != first->num_blocks || cache->block_size != first->block_size) {
     return KVX_INVALID(
@@ -30,94 +30,94 @@ kvx_status_t check_layer(const Path &path, const kvx_view_t &view, uint32_t l) {
     KVX_TRY(check_same_pool(layer, *cache, *first));
   }
   for (const bool is_v : {false, true}) {
-    const kvx_scale_desc_t *const scales = scales_of(view, l, is_v);
+    const kvx_scale_desc_t *const scales = scales_of(span, l, is_v);
     if (!scales) continue;
     const Path scale{&path, is_v ? "v_scales" : "k_scales", l};
     KVX_TRY(check_struct(scale, scales));
     KVX_TRY(check_scales(scale, *scales, *cache, is_v ? cache->v : cache->k, is_v ? v : k));
     if (offsets) KVX_TRY(check_secondary_scales(scale, *cache, *scales));
-    if (is_pointers(view)) KVX_TRY(check_pointer_scales(scale, *scales));
+    if (is_pointers(span)) KVX_TRY(check_pointer_scales(scale, *scales));
   }
   return KVX_STATUS_OK;
 }
 
 }  // namespace
 
-kvx_status_t check_view(const Path &path, const kvx_view_t *view) {
-  KVX_TRY(check_struct(path, view));
-  KVX_TRY(check_reserved_0(path, view->reserved_0));
-  if (view->reserved_1) {
+kvx_status_t check_span(const Path &path, const kvx_span_t *span) {
+  KVX_TRY(check_struct(path, span));
+  KVX_TRY(check_reserved_0(path, span->reserved_0));
+  if (span->reserved_1) {
     return KVX_INVALID("%s.reserved_1 is %u, expected 0 (spec E.3)", KVX_AT(path),
-                       view->reserved_1);
+                       span->reserved_1);
   }
-  if (view->k_zeros || view->v_zeros) {
+  if (span->k_zeros || span->v_zeros) {
     return fail(KVX_STATUS_UNSUPPORTED,
                 "%s.%s is given, expected NULL: no format of this version has zero points "
                 "(spec E.10)",
-                KVX_AT(path), view->k_zeros ? "k_zeros" : "v_zeros");
+                KVX_AT(path), span->k_zeros ? "k_zeros" : "v_zeros");
   }
-  if (!view->num_planes) KVX_TRY(check_nonzero(path, "num_layers", view->num_layers));
-  if (view->num_layers && !view->layers)
+  if (!span->num_planes) KVX_TRY(check_nonzero(path, "num_layers", span->num_layers));
+  if (span->num_layers && !span->layers)
     return KVX_INVALID("%s.layers is NULL (spec E.3)", KVX_AT(path));
-  if (view->block_table && view->slots) {
+  if (span->block_table && span->slots) {
     return KVX_INVALID("%s has a block_table and slots, expected at most one (spec E.3)",
                        KVX_AT(path));
   }
-  if (view->block_table) KVX_TRY(check_table({&path, "block_table"}, *view->block_table));
-  for (uint32_t l = 0; l < view->num_layers; ++l) KVX_TRY(check_layer(path, *view, l));
-  if (is_pointers(*view)) {
+  if (span->block_table) KVX_TRY(check_table({&path, "block_table"}, *span->block_table));
+  for (uint32_t l = 0; l < span->num_layers; ++l) KVX_TRY(check_layer(path, *span, l));
+  if (is_pointers(*span)) {
     KVX_TRY(
-        check_pointers({&path, "block_table"}, *view->block_table, view->layers, view->num_layers));
-    if (view->num_planes) {
+        check_pointers({&path, "block_table"}, *span->block_table, span->layers, span->num_layers));
+    if (span->num_planes) {
       return KVX_INVALID(
           "%s.num_planes is %u, expected 0 with a POINTERS table, which names K and V alone "
           "(spec E.12)",
-          KVX_AT(path), view->num_planes);
+          KVX_AT(path), span->num_planes);
     }
   }
-  if (is_kv_offsets(*view) && view->num_layers) {
-    KVX_TRY(check_secondary({&path, "layers"}, view->layers, view->num_layers,
-                            view->secondary_num_blocks));
+  if (is_kv_offsets(*span) && span->num_layers) {
+    KVX_TRY(check_secondary({&path, "layers"}, span->layers, span->num_layers,
+                            span->secondary_num_blocks));
   }
-  if (view->slots) {
-    KVX_TRY(check_slots({&path, "slots"}, *view->slots));
-    if (view->starts) {
+  if (span->slots) {
+    KVX_TRY(check_slots({&path, "slots"}, *span->slots));
+    if (span->starts) {
       return KVX_INVALID(
           "%s has slots and starts, expected starts NULL: slots name every token "
           "(spec E.3)",
           KVX_AT(path));
     }
   }
-  if (view->starts) KVX_TRY(check_lens({&path, "starts"}, *view->starts));
-  return check_planes(path, *view);
+  if (span->starts) KVX_TRY(check_lens({&path, "starts"}, *span->starts));
+  return check_planes(path, *span);
 }
 
-kvx_status_t check_rows(const Path &path, const kvx_view_t &view, uint64_t rows) {
-  if (view.block_table && rows_of(*view.block_table) != rows) {
+kvx_status_t check_rows(const Path &path, const kvx_span_t &span, uint64_t rows) {
+  if (span.block_table && rows_of(*span.block_table) != rows) {
     return KVX_INVALID("%s.block_table has %llu rows, expected %llu, as seq_lens has it (spec E.3)",
-                       KVX_AT(path), static_cast<ull>(rows_of(*view.block_table)),
+                       KVX_AT(path), static_cast<ull>(rows_of(*span.block_table)),
                        static_cast<ull>(rows));
   }
-  if (!view.block_table && !view.slots && view.num_layers && rows > view.layers[0]->num_blocks) {
+  if (!span.block_table && !span.slots && span.num_layers && rows > span.layers[0]->num_blocks) {
     return KVX_INVALID(
         "%s is dense and holds %u sequences (num_blocks), expected at least %llu (spec E.3)",
-        KVX_AT(path), view.layers[0]->num_blocks, static_cast<ull>(rows));
+        KVX_AT(path), span.layers[0]->num_blocks, static_cast<ull>(rows));
   }
-  if (view.starts && view.starts->seq_count != rows) {
+  if (span.starts && span.starts->seq_count != rows) {
     return KVX_INVALID("%s.starts.seq_count is %u, expected %llu, one per row (spec E.3)",
-                       KVX_AT(path), view.starts->seq_count, static_cast<ull>(rows));
+                       KVX_AT(path), span.starts->seq_count, static_cast<ull>(rows));
   }
-  return check_plane_rows(path, view, rows);
+  return check_plane_rows(path, span, rows);
 }
 
-kvx_status_t check_heads(const Path &path, const kvx_view_t &view, uint32_t layer,
+kvx_status_t check_heads(const Path &path, const kvx_span_t &span, uint32_t layer,
                          uint32_t num_heads) {
-  const uint32_t held = view.layers[layer]->num_kv_heads;
-  if (view.head_start <= held && num_heads <= held - view.head_start) return KVX_STATUS_OK;
+  const uint32_t held = span.layers[layer]->num_kv_heads;
+  if (span.head_start <= held && num_heads <= held - span.head_start) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.head_start is %u: with num_heads %u it reaches past the %u heads of layers[%u] (spec "
       "E.3)",
-      KVX_AT(path), view.head_start, num_heads, held, layer);
+      KVX_AT(path), span.head_start, num_heads, held, layer);
 }
 
 }  // namespace kvx
