@@ -111,7 +111,9 @@ void fill(kvx_backend_info_t *info) {
 }
 
 void set_num_threads(uint32_t count) { cpu::set_num_threads(count); }
-void set_team(kvx_team_t team, uint32_t num_threads) { cpu::set_team(team, num_threads); }
+void set_host_threads(kvx_parallel_t parallel, uint32_t num_threads) {
+  cpu::set_host_threads(parallel, num_threads);
+}
 
 }  // namespace backend
 }  // namespace kvx

@@ -42,7 +42,7 @@ kvx_status_t report_status(void *stream);
 void fill(kvx_backend_info_t *info);
 
 void set_num_threads(uint32_t count);
-void set_team(kvx_team_t team, uint32_t num_threads);
+void set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
 
 }  // namespace backend
 }  // namespace kvx

@@ -113,9 +113,9 @@ def use_openmp(enable: bool = True) -> bool:
     calls are worth sharing. They are as many as OpenMP gives this thread now, which is what
     torch.get_num_threads() says. Returns whether they are used: False too without OpenMP here.
     """
-    team = _abi.openmp() if flag("enable", enable) else None
-    _abi.check(_abi.library().kvx_set_team(*(team or (None, 0))))
-    return team is not None
+    threads = _abi.openmp() if flag("enable", enable) else None
+    _abi.check(_abi.library().kvx_set_host_threads(*(threads or (None, 0))))
+    return threads is not None
 
 
 __all__ = [

@@ -312,7 +312,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
     "kvx_set_num_threads": (c_uint32,),
-    "kvx_set_team": (c_void_p, c_uint32),
+    "kvx_set_host_threads": (c_void_p, c_uint32),
 }
 
 

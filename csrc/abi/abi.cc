@@ -157,9 +157,13 @@ kvx_status_t kvx_set_num_threads(uint32_t num_threads) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads) {
-  kvx::backend::set_team(team, num_threads);
+kvx_status_t kvx_set_host_threads(kvx_parallel_t parallel, uint32_t num_threads) {
+  kvx::backend::set_host_threads(parallel, num_threads);
   return KVX_STATUS_OK;
+}
+
+kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads) {
+  return kvx_set_host_threads(team, num_threads);
 }
 
 }  // extern "C"

@@ -18,8 +18,8 @@
 namespace kvx::cpu {
 namespace {
 
-// Less is not worth waking a thread for, or meeting one that is awake.
-constexpr uint64_t kBytesPerHelper = 1 << 20, kBytesPerTeamMember = 32 << 10;
+constexpr uint64_t kBytesPerHelper = 1 << 20;       // less does not repay waking a thread
+constexpr uint64_t kBytesPerHostThread = 32 << 10;  // less does not repay sharing with one awake
 constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache line of its own costs
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
@@ -176,11 +176,11 @@ class Job {
   // Cuts the job up. Returns how many threads it is worth, the caller's not counted.
   uint64_t cut() {
     if (!bytes_) return 0;
-    const uint64_t team = cost_ >= kBytesPerTeamMember ? num_team_threads() : 0;
-    const uint64_t wanted = std::min((team ? team : num_threads()) - 1,
-                                     cost_ / (team ? kBytesPerTeamMember : kBytesPerHelper));
+    const uint64_t lent = cost_ >= kBytesPerHostThread ? num_host_threads() : 0;
+    const uint64_t wanted = std::min((lent ? lent : num_threads()) - 1,
+                                     cost_ / (lent ? kBytesPerHostThread : kBytesPerHelper));
     tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
-    if (team || cost_ > bytes_)  // a few tokens are work for all
+    if (lent || cost_ > bytes_)  // a few tokens are work for all
       tokens_per_item_ = std::min(tokens_per_item_, (tokens_ - 1) / (wanted + 1) + 1);
     items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();

@@ -129,15 +129,15 @@ Pool &pool() {
   return *found;
 }
 
-struct Team {
-  kvx_team_t run = nullptr;
+struct HostThreads {
+  kvx_parallel_t parallel = nullptr;
   uint32_t num_threads = 0;
   pid_t process = 0;  // a forked child has none of the threads
 };
 
-thread_local Team team;
+thread_local HostThreads host_threads;
 
-// One region of the team, which may have more threads than there are helpers, or fewer.
+// One call on the host's threads, which may be more than the helpers that were asked for, or fewer.
 struct Region {
   const pthread_t caller;
   const Work work;
@@ -167,19 +167,21 @@ void set_num_threads(uint32_t count) {
   chosen_threads.store(std::min(count, kMaxThreads), std::memory_order_relaxed);
 }
 
-void set_team(kvx_team_t run, uint32_t num_threads) { team = {run, num_threads, getpid()}; }
+void set_host_threads(kvx_parallel_t parallel, uint32_t num_threads) {
+  host_threads = {parallel, num_threads, getpid()};
+}
 
-uint32_t num_team_threads() {
-  if (!team.run || team.process != getpid()) return 0;
+uint32_t num_host_threads() {
+  if (!host_threads.parallel || host_threads.process != getpid()) return 0;
   const uint32_t asked = asked_threads();
-  return asked ? std::min(asked, team.num_threads) : team.num_threads;
+  return asked ? std::min(asked, host_threads.num_threads) : host_threads.num_threads;
 }
 
 void run_with_helpers(uint32_t helpers, Work work, void *context) {
   if (helpers == 0) return work(context, true);
-  if (num_team_threads()) {
+  if (num_host_threads()) {
     Region region = {pthread_self(), work, context, {helpers}};
-    return team.run(Region::enter, &region, 0, 0);
+    return host_threads.parallel(Region::enter, &region, 0, 0);
   }
   pool().run(helpers, work, context);
 }

@@ -12,8 +12,8 @@ uint32_t num_threads();
 void set_num_threads(uint32_t count);  // 0: the default
 
 // The host's threads, for calls of this thread; NULL: the pool's.
-void set_team(kvx_team_t team, uint32_t num_threads);
-uint32_t num_team_threads();  // 0: there is no team
+void set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
+uint32_t num_host_threads();  // 0: none have been lent to this thread
 
 // What each thread runs; it shares out the items of `context` itself.
 using Work = void (*)(void *context, bool is_caller);

@@ -445,7 +445,8 @@ static void test_backend(void) {
   CHECK(kvx_set_num_threads(1) == KVX_STATUS_OK);
   CHECK(kvx_backend_info(&info) == KVX_STATUS_OK && info.num_threads == 1);
   CHECK(kvx_set_num_threads(0) == KVX_STATUS_OK);
-  CHECK(kvx_set_team(alone, 1) == KVX_STATUS_OK && kvx_set_team(NULL, 0) == KVX_STATUS_OK);
+  CHECK(kvx_set_host_threads(alone, 1) == KVX_STATUS_OK);
+  CHECK(kvx_set_host_threads(NULL, 0) == KVX_STATUS_OK && kvx_set_team(NULL, 0) == KVX_STATUS_OK);
   CHECK(kvx_backend_info(NULL) == KVX_STATUS_INVALID_ARGUMENT);
   info.size = sizeof(info) - 1;
   CHECK(kvx_backend_info(&info) == KVX_STATUS_INVALID_ARGUMENT);

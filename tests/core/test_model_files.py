@@ -370,9 +370,7 @@ def test_the_oldest_are_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_lock_that_is_held_is_not_forgotten(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_held_is_not_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest_cache, "_MAX_FILES", 1)
     folder = remembered_in()
     held, abandoned = folder / "held.lock", folder / ".left.tmp"

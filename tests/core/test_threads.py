@@ -18,27 +18,27 @@ from kvx_core import CacheDesc, InvalidArgumentError, Layout, _abi, describe, wr
 NUM_TOKENS, HEADS, DIM, BLOCK = 203, 3, 40, 16
 
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_TEAM = ctypes.CFUNCTYPE(None, _WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_PARALLEL = ctypes.CFUNCTYPE(None, _WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     yield
     kvx_core.set_num_threads(0)
-    _set_team(None)
+    _lend(None)
 
 
-def _set_team(team: object) -> None:
-    address = None if team is None else ctypes.cast(team, ctypes.c_void_p).value
-    _abi.check(_abi.library().kvx_set_team(address, 2))
+def _lend(threads: object) -> None:
+    address = None if threads is None else ctypes.cast(threads, ctypes.c_void_p).value
+    _abi.check(_abi.library().kvx_set_host_threads(address, 2))
 
 
-class Team:
-    """A host's team of `size` threads, which counts what it is asked for."""
+class HostThreads:
+    """`size` threads of a host, which counts how often they are asked."""
 
     def __init__(self, size: int) -> None:
         self.size, self.calls = size, 0
-        self.c = _TEAM(self._run)
+        self.c = _PARALLEL(self._run)
 
     def _run(self, work: Callable[[int], None], data: int, num_threads: int, flags: int) -> None:
         assert (num_threads, flags) == (0, 0)
@@ -84,40 +84,40 @@ def test_set_num_threads_refuses_what_is_no_count() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_team_of_any_size_does_the_work(size: int) -> None:
-    team = Team(size)
-    _set_team(team.c)
+def test_any_number_of_host_threads_does_the_work(size: int) -> None:
+    threads = HostThreads(size)
+    _lend(threads.c)
     assert Case().write()
-    assert team.calls == 1
+    assert threads.calls == 1
 
 
-def test_a_team_is_not_asked_for_a_token_or_for_one_thread() -> None:
-    team = Team(2)
-    _set_team(team.c)
+def test_host_threads_are_not_asked_for_a_token_or_for_one_thread() -> None:
+    threads = HostThreads(2)
+    _lend(threads.c)
     assert Case(num_tokens=1).write()
     kvx_core.set_num_threads(1)
     assert Case().write()
-    assert team.calls == 0
+    assert threads.calls == 0
 
 
-def test_a_team_is_of_the_thread_that_set_it() -> None:
-    team = Team(2)
-    _set_team(team.c)
+def test_host_threads_help_the_thread_that_set_them() -> None:
+    threads = HostThreads(2)
+    _lend(threads.c)
     with ThreadPoolExecutor(1) as other:
         assert other.submit(Case().write).result()
-    assert team.calls == 0
-    _set_team(None)
+    assert threads.calls == 0
+    _lend(None)
     assert Case().write()
-    assert team.calls == 0
+    assert threads.calls == 0
 
 
-def test_a_forked_child_does_without_the_team() -> None:
-    team = Team(2)
-    _set_team(team.c)
+def test_a_forked_child_does_without_host_threads() -> None:
+    threads = HostThreads(2)
+    _lend(threads.c)
     case = Case()
     child = os.fork()
     if child == 0:  # without torch, whose own threads are not there either
-        os._exit(0 if case.write() and team.calls == 0 else 1)
+        os._exit(0 if case.write() and threads.calls == 0 else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 

@@ -48,13 +48,17 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 /* Runs work(data) on `num_threads` threads of the host's at once, 0 for as many as it likes, the
  * calling one among them, and returns when all have returned. This is GOMP_parallel, which the
  * OpenMP runtimes of GCC, LLVM and Intel export; `flags` is 0. */
-typedef void (*kvx_team_t)(void (*work)(void *data), void *data, unsigned num_threads,
-                           unsigned flags);
+typedef void (*kvx_parallel_t)(void (*work)(void *data), void *data, unsigned num_threads,
+                               unsigned flags);
 
 /* Lets large calls on HOST memory that this thread makes use the host's `num_threads` threads
  * instead of libkvx's own: those that have just worked for the host are awake, so that smaller
  * calls are worth sharing too. KVX_NUM_THREADS and kvx_set_num_threads, where given, bound them.
  * NULL: libkvx's own again. A forked child is back to those. */
+KVX_API kvx_status_t kvx_set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
+
+/* The same by its names until 1.4. */
+typedef kvx_parallel_t kvx_team_t;
 KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
 
 /* ---- The device ---- */
