@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from kvx_core.snapshot import Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
 else:
-    # Imported when they are first asked for: they alone need pydantic and safetensors.
+    # Imported at first use: only these need pydantic and safetensors.
     _LATER = {
         "CacheGeometry": "kvx_core.geometry",
         **dict.fromkeys(("Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
@@ -67,7 +67,7 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """One of the names that are imported when they are first asked for."""
+        """Imports a name of `_LATER` at its first use."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LATER[name]), name)
@@ -109,9 +109,9 @@ def set_num_threads(num_threads: int) -> None:
 def use_openmp(enable: bool = True) -> bool:
     """Lets large calls on HOST memory that this thread makes run on the host's OpenMP threads.
 
-    A host that has just computed with them, as torch does on CPU, has them awake, so that smaller
-    calls are worth sharing. They are as many as OpenMP gives this thread now, which is what
-    torch.get_num_threads() says. Returns whether they are used: False too without OpenMP here.
+    Threads that have just computed, as torch's have on CPU, are awake: smaller calls are then worth
+    sharing. Uses as many as OpenMP gives this thread now: torch.get_num_threads(). Returns whether
+    they are used; False if this process has no OpenMP runtime.
     """
     threads = _abi.openmp() if flag("enable", enable) else None
     _abi.check(_abi.library().kvx_set_host_threads(*(threads or (None, 0))))

@@ -48,7 +48,7 @@ class _Struct(ctypes.Structure):
 
 
 def check_uint32(name: str, count: int) -> None:
-    """Refuses a count that ctypes would silently cut to 32 bits."""
+    """Raises InvalidArgumentError for a count that ctypes would silently cut to 32 bits."""
     if not 0 <= count < 2**32:
         raise InvalidArgumentError(f"{name} is {count}, expected 0 to {2**32 - 1}")
 
@@ -360,8 +360,8 @@ def load(path: Path) -> Any:
 
 
 def openmp() -> tuple[int, int] | None:
-    """GOMP_parallel of the OpenMP runtime that this process has loaded, and the threads that it
-    gives this one; None if there is no such runtime.
+    """Finds GOMP_parallel in the OpenMP runtime that this process has loaded, and the number of
+    threads that it gives this thread; None if there is no such runtime.
     """
     process = ctypes.CDLL(None)
     try:
@@ -382,12 +382,12 @@ _S = TypeVar("_S", bound=_Struct)
 
 
 def flags(zero_fill: bool = False, find_scales: bool = False) -> int:
-    """The KVX_FLAG_* of a call, but for its Transfer, whose values are flags themselves."""
+    """The KVX_FLAG_* of a call, without its Transfer, whose values are flags themselves."""
     return FLAG_ZERO_FILL * zero_fill | FLAG_FIND_SCALES * find_scales
 
 
 def null_block_plus_1(null_block_id: int) -> int:
-    """The C field for a block id that holds nothing; a negative one is none."""
+    """The C field for null_block_id; a negative id means that there is no null block."""
     return max(0, null_block_id + 1)
 
 
@@ -397,7 +397,7 @@ def dims(extents: Sequence[int]) -> Any:
 
 
 class Described(Protocol):
-    """A descriptor, which can be made a struct of."""
+    """A descriptor, which `to_c` makes a C struct."""
 
     def to_c(self) -> _Struct: ...
 
@@ -408,7 +408,7 @@ def pointer_to(desc: Described | None) -> Any:
 
 
 def address_of(struct: _Struct | None) -> int | None:
-    """Where a struct lies, while it is kept alive."""
+    """The address of a struct, valid while the struct is kept alive."""
     return None if struct is None else ctypes.addressof(struct)
 
 
@@ -422,15 +422,15 @@ def pointer_array(structs: Sequence[_S | None], struct_type: type[_S]) -> Any:
 
 
 def reference(struct: _Struct) -> Any:
-    """`struct` as the argument of a call, for which it is kept alive."""
+    """`struct` as an argument of one call, which keeps it alive."""
     return ctypes.byref(struct)
 
 
-Stream = int | Callable[[], int] | None  # a CUDA stream, or what to ask for it at each call
+Stream = int | Callable[[], int] | None  # a CUDA stream, or a function that each call asks for it
 
 
 def stream_now(stream: Stream) -> int | None:
-    """The stream for a call that is made now."""
+    """The stream of a call made now."""
     return stream() if callable(stream) else stream
 
 

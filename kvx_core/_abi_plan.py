@@ -1,4 +1,4 @@
-"""kvx_plan.h through ctypes: its structs and functions. What a field means is written there."""
+"""kvx_plan.h through ctypes: its structs and functions. The header says what fields mean."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def declare(library: Any) -> Any:
-    """A libkvx whose functions of kvx_plan.h are ready to be called."""
+    """Declares the functions of kvx_plan.h for ctypes; returns the library."""
     for name, argtypes in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = c_int, argtypes
@@ -132,7 +132,7 @@ class Handle:
 
 
 def taker(take: Callable[[bytes], None]) -> Any:
-    """A kvx_take_ranges_t that hands on the bytes of all ranges, some at a time."""
+    """A kvx_take_ranges_t that passes the bytes of the ranges to `take`, batch by batch."""
 
     def take_some(_: int, ranges: Any, count: int) -> int:
         take(string_at(ranges, count * sizeof(kvx_range_t)))

@@ -1,13 +1,13 @@
-"""Calls of libkvx that read their torch tensors in C, made once and called many times.
+"""Bound calls: calls of libkvx that read torch tensors in C. Made once, called many times.
 
-Such a call takes tensors as they usually come, in less than a microsecond. Of others it does
-nothing and returns minus the sum of what it has left to Python: MOVED once the storage of a tensor
-that it is bound to has been resized or replaced, KEY, VALUE, INDICES (slots or a table) and LENS
-where a tensor cannot be read in C, SIZES where they are no counts. Its caller describes what was
-left and calls again. Tensors are read through the DLPack exchange API, which torch has from 2.10
-on, and older releases with the package torch-c-dlpack-ext: without it every tensor is left. What
-DLPack leaves out (torch's negative bit, the size of the storage) C functions of torch tell, of the
-at::Tensor in a Python object.
+A bound call takes less than a microsecond. If it cannot read an argument in C, it does nothing and
+returns minus the sum of what Python must do: MOVED if the storage of a tensor that it is bound to
+has been resized or replaced; KEY, VALUE, INDICES (slots or a table) and LENS for a tensor that C
+cannot read; SIZES for sizes that are no counts. The caller describes these and calls again. C reads
+tensors through the DLPack exchange API, which torch has since 2.10; older releases need the package
+torch-c-dlpack-ext, and without it Python describes every tensor. DLPack does not report torch's
+negative bit and the size of the storage: C functions of torch read them from the at::Tensor in the
+Python object.
 Source: https://dmlc.github.io/dlpack/latest/python_spec.html; torch 2.13
 csrc/autograd/python_variable.h, csrc/inductor/aoti_torch/c/shim.h
 """
@@ -88,7 +88,7 @@ class _Binding(ctypes.Structure):
 
 
 class Held:
-    """Torch tensors, kept, and the memory and storage that they had when they were taken."""
+    """Keeps torch tensors, and the memory and storage that they have now."""
 
     __slots__ = ("are_in_place", "array", "tensors", "type")
 
@@ -109,7 +109,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a call keeps, besides its C structs."""
+    """What a bound call keeps, besides its C structs."""
 
     held: tuple[Held, ...]  # one or two: the torch tensors that the structs describe
     memory: Memory  # of keys and values
@@ -125,11 +125,11 @@ def write(
     like: _abi.kvx_write_desc_t,
     options: _abi.kvx_write_options_t,
 ) -> Call:
-    """kvx_write_kv_ext of (key, value or None, slots), the rest as in `like`.
+    """Binds kvx_write_kv_ext: a call of (key, value or None, slots), the rest as in `like`.
 
-    The call keeps the torch tensors of `binding`; other memory is for the caller to keep. It may be
-    given more: a stream, then key, value and slots as addresses of C structs, or None for what is
-    to be read in C.
+    The call keeps the torch tensors of `binding`; the caller keeps other memory. Further arguments,
+    all optional: a stream, then key, value and slots as addresses of C structs, or None for what C
+    is to read.
     """
     return _bind("write_kv_ext", binding, cache, like, options)
 
@@ -140,9 +140,10 @@ def gather(
     like: _abi.kvx_gather_desc_t,
     options: _abi.kvx_gather_options_t,
 ) -> Call:
-    """kvx_gather_kv_ext of (key, value or None, block_table, seq_lens), the rest as in `like`.
+    """Binds kvx_gather_kv_ext: a call of (key, value or None, block_table, seq_lens), the rest as
+    in `like`.
 
-    What is kept and what more may be given is as for `write`, max_seq_len or None last.
+    Keeps and takes the same as `write`; the last argument is max_seq_len or None.
     """
     return _bind("gather_kv_ext", binding, cache, like, options)
 
@@ -150,18 +151,20 @@ def gather(
 def migrate(
     binding: Binding, like: _abi.kvx_migrate_desc_t, token_bytes: int, table_rows: int
 ) -> Call:
-    """kvx_migrate_kv of (seq_lens, stream or None), the rest as in `like`: the tokens moved.
+    """Binds kvx_migrate_kv: a call of (seq_lens, stream or None), the rest as in `like`. It returns
+    the tokens moved.
 
-    It may be given more: seq_lens as the address of a C struct, and max_seq_len.
-    table_rows: of the tables of both ends, which hold a beam per row; 0: there are none
+    Further arguments, all optional: seq_lens as the address of a C struct, and max_seq_len.
+    table_rows: rows of the tables of both ends, one per beam; 0: there are no tables
     """
     return _bind("migrate_kv", binding, like, c_uint64(token_bytes), c_uint64(table_rows))
 
 
 def run_plan(binding: Binding, plan: c_void_p, token_bytes: int) -> Call:
-    """kvx_plan_run of (seq_lens, three lookups of each end, stream), each a tensor or None.
+    """Binds kvx_plan_run: a call of (seq_lens, three lookups of each end, stream), each a tensor or
+    None.
 
-    token_bytes: what moves of a token; 0: not worth keeping the GIL, however few tokens there are
+    token_bytes: bytes moved per token; 0: the call always releases the GIL
     """
     return _bind("plan_run", binding, plan, c_uint64(token_bytes))
 
@@ -183,7 +186,7 @@ def _bind(name: str, binding: Binding, *args: Any) -> Call:
 
 
 def identity() -> Callable[..., bytes | int]:
-    """Of up to 4 tensors or None: where they lie, device, dtype, shape and strides, as bytes."""
+    """Address, device, dtype, shape and strides of up to 4 tensors or None, as bytes."""
     tensors = _torch_type()
     if tensors is None:
         return lambda *_: -KEY
@@ -192,7 +195,7 @@ def identity() -> Callable[..., bytes | int]:
 
 
 def _in_place(type_: _TensorType | None, array: Any) -> Callable[[], bool]:
-    """Asks whether all these have the memory and the storage that they had."""
+    """Makes a function that says whether all these keep the memory and storage that they have."""
     if type_ is None:
         places = [(held.tensor, held.data, held.storage_bytes) for held in array]
         return lambda: all(
@@ -236,14 +239,14 @@ def _library() -> Any:
 
 
 def _torch_type() -> _TensorType | None:
-    """How torch.Tensor is read; None if nothing reads it."""
+    """How C reads torch.Tensor; None if it cannot."""
     reader = _torch_reader()
     functions = reader and _torch_functions()
     return _TensorType(*reader, *functions) if reader and functions else None
 
 
 def _torch_reader() -> tuple[Any, int] | None:
-    """torch.Tensor and what hands out its DLPack view; None if nothing does."""
+    """torch.Tensor and its DLPack exchange API; None if it has none."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -256,10 +259,9 @@ def _torch_reader() -> tuple[Any, int] | None:
 
 @cache
 def _torch_functions() -> tuple[int, ...] | None:
-    """Where a torch.Tensor has its type and its at::Tensor, and the C functions to ask about it.
+    """The offsets of type and at::Tensor in a torch.Tensor, and the C functions that read it.
 
-    None if this torch has them elsewhere: asked about a plain and a negative tensor, they have to
-    answer as the methods do.
+    None unless these functions agree with torch's methods on a plain and a negative tensor.
     """
     torch = sys.modules["torch"]
     process = ctypes.CDLL(torch._C.__file__)  # and all that it is linked to
@@ -291,7 +293,7 @@ def _torch_functions() -> tuple[int, ...] | None:
 
 
 def _offset(offsets: range, words: dict[int, int]) -> int | None:
-    """The first offset at which each of these objects, by address, has its word."""
+    """The first offset at which every object, given by address, has its word."""
     for offset in offsets:
         if all(c_void_p.from_address(at + offset).value == word for at, word in words.items()):
             return offset
@@ -300,6 +302,6 @@ def _offset(offsets: range, words: dict[int, int]) -> int | None:
 
 @cache
 def _extend_torch() -> None:
-    """Has an older torch offer the exchange API, where the package that makes it do so is there."""
+    """Adds the exchange API to an older torch if the package torch-c-dlpack-ext is installed."""
     with suppress(ImportError, AttributeError, OSError):  # the latter two: for another torch
         importlib.import_module("torch_c_dlpack_ext")

@@ -49,7 +49,7 @@ _PyCapsule_GetPointer.argtypes = (ctypes.py_object, c_char_p)
 
 
 class DLPackTensor(NamedTuple):
-    """What a DLPack capsule says of its tensor."""
+    """The tensor that a DLPack capsule describes."""
 
     data: int
     device_type: int
@@ -62,7 +62,7 @@ class DLPackTensor(NamedTuple):
 
 
 def read_dlpack(capsule: object) -> DLPackTensor:
-    """Reads a DLPack capsule without consuming it: whoever keeps the capsule keeps the memory."""
+    """Reads a DLPack capsule without consuming it. The capsule keeps the memory alive."""
     writable = True
     if _PyCapsule_IsValid(capsule, b"dltensor_versioned"):
         address = _PyCapsule_GetPointer(capsule, b"dltensor_versioned")

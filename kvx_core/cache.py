@@ -23,7 +23,7 @@ from kvx_core.words import address, fix, flag, instance, integer, listed, many, 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PoolDesc:
-    """The pool behind a KV_OFFSETS table, seen from one layer. Addresses; 0 for no secondary.
+    """The pool behind a KV_OFFSETS table, seen from one layer, as addresses; secondary 0: none.
 
     Spec: 6.7
     """
@@ -78,11 +78,11 @@ class PoolDesc:
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What keeps the pools alive."""
+        """The tensors that keep the pools alive."""
         return self.owner if isinstance(self.owner, tuple) else (self.owner,)
 
     def require_in_place(self, name: str) -> None:
-        """Refuses a pool that lies elsewhere by now. Raises InvalidArgumentError."""
+        """Raises InvalidArgumentError if a pool's memory has moved."""
         for owner in filter(is_torch, self.owners):
             if not any(is_in_place(owner, at, at + 1) for at in (self.primary, self.secondary)):
                 raise moved(name)
@@ -115,7 +115,7 @@ class CacheDesc:
     pool: PoolDesc | None = None  # KV_OFFSETS only
     shared_kv: bool = False
     _c: _abi.kvx_cache_desc_t = field(init=False, compare=False)
-    # Writes and gathers with all but their tensors bound, by the key of their options. See calls.py
+    # Bound writes and gathers, by the key of their options. See calls.py
     bound_calls: dict[str, _bound.Call] = field(init=False, compare=False, default_factory=dict)
     _held: list[_bound.Held] = field(init=False, compare=False, default_factory=list)
 
@@ -149,7 +149,7 @@ class CacheDesc:
         return listed("CacheDesc", *self.words())
 
     def words(self) -> tuple[str | None, ...]:
-        """What there is to say of it: '8 blocks x 16 tokens x 2 heads x 64', 'float16', ..."""
+        """The parts of the repr: '8 blocks x 16 tokens x 2 heads x 64', 'float16', ..."""
         counts = (
             many(self.num_blocks, "block"),
             many(self.block_size, "token"),
@@ -166,7 +166,7 @@ class CacheDesc:
         )
 
     def _v_words(self) -> str | None:
-        """How V differs from K."""
+        """The parts of the repr that say how V differs from K."""
         if self.v is None:
             return "no V"
         kinds = zip(_kind(self.k), _kind(self.v), strict=True)
@@ -189,8 +189,8 @@ class CacheDesc:
 
         V may differ in layout, strides, dtype and head_dim, or be None.
         shared_kv: K and V are the same memory on purpose; without it they may not share an element
-        Raises InvalidArgumentError if `k` has not the axes of its layout or V lies in K; the rest
-        is checked by `validate` and by every call.
+        Raises InvalidArgumentError if `k` does not have the axes of its layout or V lies in K;
+        `validate` and every call check the rest.
         """
         _tensor("k", k)
         sizes = layouts.axes(k.layout, k.shape)
@@ -214,7 +214,7 @@ class CacheDesc:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of K and V of one token and head, as they are stored."""
+        """Bytes of K and V of one token and head, as stored."""
         dims = self.head_dim, self.v_head_dim
         return sum(
             dim // tensor.dtype.numbers * tensor.dtype.itemsize
@@ -235,15 +235,15 @@ class CacheDesc:
         _abi.check(_abi.library().kvx_validate_cache_desc(self._c))
 
     def require_in_place(self, name: str) -> None:
-        """Refuses a cache that lies elsewhere by now: its storage was resized or replaced.
+        """Raises InvalidArgumentError if the cache's memory has moved: its storage was resized or
+        replaced.
 
         name: what errors call it
-        Raises InvalidArgumentError.
         """
         self.held(name)
 
     def held(self, name: str) -> _bound.Held:
-        """The torch tensors that it describes, which are where they were when they were described.
+        """The torch tensors that it describes, after a check that their memory has not moved.
 
         name: what errors call the cache
         Raises InvalidArgumentError.
@@ -266,7 +266,7 @@ class CacheDesc:
         return list(filter(is_torch, [*owners, *(self.pool.owners if self.pool else ())]))
 
     def to_c(self) -> _abi.kvx_cache_desc_t:
-        """The C struct with these fields: built once, shared, to be read only."""
+        """The C struct with these fields: built once, shared, never changed."""
         return self._c
 
 

@@ -1,7 +1,7 @@
 """The one route of a write and of a gather, for functions and plans alike.
 
-A call of a cache and options is bound once (_bound.py) and given its tensors. What C cannot read of
-these is described here, and the same call is given the descriptions.
+A call is bound to its cache and options once (_bound.py) and takes tensors. Those that C cannot
+read are described here, and the same call takes the descriptions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Options = TypeVar("_Options", WriteOptions, GatherOptions)
 def kept_call(
     bind: Callable[[CacheDesc, _Options], _bound.Call], cache: CacheDesc, options: _Options
 ) -> _bound.Call:
-    """The bound call of a cache and options: made once, and kept with the cache, without scales.
+    """The bound call of a cache and options. Without scales it is kept with the cache.
 
     Raises InvalidArgumentError.
     """
@@ -55,9 +55,9 @@ def kept_call(
 
 
 def bound_write(cache: CacheDesc, options: WriteOptions, stream: _abi.Stream = None) -> _bound.Call:
-    """write_kv with all but its tensors bound: (key, value, slots) -> status or less.
+    """Binds write_kv to all but its tensors: (key, value, slots) -> 0, a status, or less than 0.
 
-    A caller passes what it returns, if not 0, to `rest_of_write`.
+    A caller passes a result other than 0 to `rest_of_write`.
     Raises InvalidArgumentError.
     """
     held = _require_cache(cache, options)
@@ -76,9 +76,10 @@ def bound_write(cache: CacheDesc, options: WriteOptions, stream: _abi.Stream = N
 def bound_gather(
     cache: CacheDesc, options: GatherOptions, stream: _abi.Stream = None
 ) -> _bound.Call:
-    """gather_kv with all but its tensors bound: (key, value, table, lens) -> status or less.
+    """Binds gather_kv to all but its tensors: (key, value, table, lens) -> 0, a status, or less
+    than 0.
 
-    A caller passes what it returns, if not 0, to `rest_of_gather`.
+    A caller passes a result other than 0 to `rest_of_gather`.
     Raises InvalidArgumentError.
     """
     held = _require_cache(cache, options)
@@ -101,7 +102,7 @@ def rest_of_write(
     value: Any,
     slots: Any,
 ) -> None:
-    """What is left of a write that returned this status. Raises as write_kv."""
+    """Finishes a write whose bound call returned `status`. Raises as write_kv."""
     if status < 0:
         left = -status
         found_key = token_desc("key", key) if left & _bound.KEY else None
@@ -132,9 +133,9 @@ def rest_of_gather(
     seq_lens: Any,
     max_seq_len: int | None = None,
 ) -> None:
-    """What is left of a gather that returned this status. Raises as gather_kv.
+    """Finishes a gather whose bound call returned `status`. Raises as gather_kv.
 
-    max_seq_len: None: the rows of `key`
+    max_seq_len: None: as many tokens as a sequence has in `key`
     """
     if status < 0:
         left = -status
@@ -182,7 +183,7 @@ def _check(status: int) -> None:
 
 
 def _check_counts(key: Any, block_table: Any, max_seq_len: int | None) -> None:
-    """Refuses rows that are too many to be counted."""
+    """Raises for a number of tokens that does not fit 32 bits."""
     rows = BlockTable.of(block_table).num_rows
     if max_seq_len is None:
         shape = token_desc("key", key).shape
@@ -192,18 +193,18 @@ def _check_counts(key: Any, block_table: Any, max_seq_len: int | None) -> None:
 
 
 def _is_elsewhere(key: TensorDesc | None, cache: CacheDesc) -> bool:
-    """Whether indices that C would read in the cache's memory may have to lie in the key's."""
+    """Whether the indices may have to be in the key's memory, while C would expect the cache's."""
     return key is not None and key.memory is not cache.k.memory
 
 
 def _forget_if_before_torch(cache: CacheDesc, key: Any) -> None:
-    """Drops calls that were bound before torch was imported, as the first torch tensor comes."""
+    """Drops calls bound before torch was imported, when the first torch tensor is passed."""
     if is_torch(key) and _BEFORE_TORCH in cache.bound_calls:
         cache.bound_calls.clear()
 
 
 def _structs(*descs: _abi.Described | None) -> list[Any]:
-    """Structs of descriptors, to be held until the call is over."""
+    """C structs of descriptors, which the caller keeps until the call is over."""
     return [None if desc is None else desc.to_c() for desc in descs]
 
 
@@ -213,7 +214,7 @@ def _scales(options: WriteOptions | GatherOptions) -> dict[str, ScaleDesc]:
 
 
 def _require_cache(cache: CacheDesc, options: WriteOptions | GatherOptions) -> _bound.Held:
-    """Refuses what is no cache, and memory that has moved."""
+    """Raises InvalidArgumentError for what is no cache, and for memory that has moved."""
     held = instance("cache", cache, CacheDesc, A_CACHE).held("cache")
     for name, scale in _scales(options).items():
         scale.require_in_place(name)

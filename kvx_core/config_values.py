@@ -1,4 +1,4 @@
-"""An engine's configuration as JSON, which is the same in every process."""
+"""An engine's configuration as JSON that is the same in every process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def values(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass or pydantic model and what they are set to."""
+    """The fields of a dataclass or pydantic model and their values."""
     fields = getattr(type(config), "model_fields", None)
     names = fields or [field.name for field in dataclasses.fields(config)]
     return {name: getattr(config, name, None) for name in names}

@@ -3,10 +3,10 @@
     $XDG_CACHE_HOME/kvx/<device>-<inode>.json      one small file per weights file
     $XDG_CACHE_HOME/kvx/<model>.lock               held by the process that reads a model's weights
 
-A digest found here stands for the bytes of a file, so nobody else may be able to write it: the
-folder is used only if it is this user's and no one else's to write. What is torn or was made for
-another state of the file is not used, and costs a second reading. Without a usable folder nothing
-is remembered.
+A digest found here replaces reading the file, so that nobody else may write it: the folder is used
+only if it belongs to this user and no one else can write to it. A torn entry, or one for another
+state of the file, is not used; the file is then read again. Without a usable folder nothing is
+remembered.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ FileState = tuple[int, int, int, int, int]
 def state_of(found: os.stat_result) -> FileState:
     """What changes when the content of a file does.
 
-    A Hugging Face cache names its blobs by their content, but whoever saves through the link of a
-    snapshot changes a blob and not its name. So names are no part of it.
+    Names are no part of it: a Hugging Face cache names its blobs by their content, but saving
+    through the link of a snapshot changes a blob and not its name.
     """
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 class DigestCache:
-    """Digests of tensors by file. Raises nothing: what cannot be kept is computed again."""
+    """Digests of tensors by file. Raises nothing: digests it cannot keep are computed again."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: None: that of $XDG_CACHE_HOME, else of the home directory"""
@@ -69,9 +69,9 @@ class DigestCache:
             self._folder = None
 
     def get(self, state: FileState, header: bytes) -> dict[str, str] | None:
-        """The digest of each tensor, as hex, of a file in this state; None: not known.
+        """The digest of each tensor of a file in this state, as hex; None if they are not known.
 
-        header: the file's own, whose tensors are the ones that are looked for
+        header: the file's own; its tensors are looked up
         """
         if self._folder is None:
             return None
@@ -92,7 +92,7 @@ class DigestCache:
         return None
 
     def put(self, state: FileState, header: bytes, digests: dict[str, str]) -> None:
-        """Remembers the digests of a file that was in this state before and after it was read."""
+        """Remembers the digests of a file whose state was the same before and after it was read."""
         if self._folder is None or not _is_telling(state):
             return
         found: dict[str, Any] = {
@@ -115,9 +115,9 @@ class DigestCache:
 
     @contextmanager
     def lock(self, states: list[FileState]) -> Iterator[None]:
-        """Held by one process at a time for the same files, so that one reads them for all.
+        """A lock on these files, so that one process reads them for all.
 
-        Who has waited ten minutes goes on without it.
+        After ten minutes of waiting a process goes on without it.
         """
         if self._folder is None:
             yield
@@ -131,10 +131,9 @@ class DigestCache:
             yield
 
     def _trim(self) -> None:
-        """Forgets the files that were read the longest time ago, where there are many.
+        """Forgets the files that were read the longest time ago if there are too many.
 
-        Locks may be held and what is being written has no name yet: both go only when their
-        process must have died long ago.
+        Locks and temporary files are deleted only when their process must have died long ago.
         """
         with os.scandir(self._folder) as found:
             written = sorted((entry.stat().st_mtime_ns, entry.name) for entry in found)
@@ -161,7 +160,7 @@ class DigestCache:
 
 
 def _wait_for(file: int) -> None:
-    """Until nobody else holds the lock, or ten minutes are over. Raises OSError."""
+    """Waits until nobody else holds the lock, ten minutes at most. Raises OSError."""
     until = time.monotonic() + _LOCK_SECONDS
     while time.monotonic() < until:
         try:
@@ -178,7 +177,7 @@ def _default_folder() -> Path:
 
 
 def _open_own(path: Path) -> int:
-    """A handle of a folder that nobody else can write to. Raises OSError."""
+    """Opens a folder that nobody else can write to; returns a handle. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     reason = _not_own(os.fstat(folder))
     if reason:
@@ -196,7 +195,7 @@ def _not_own(found: os.stat_result) -> str:
 
 
 def _read_own(folder: int, name: str) -> bytes:
-    """Raises OSError for what is no file of this user's alone."""
+    """Raises OSError unless it is a file that only this user can write."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = os.open(name, flags, dir_fd=folder)
     with open(file, "rb") as opened:
@@ -207,10 +206,9 @@ def _read_own(folder: int, name: str) -> bytes:
 
 
 def _is_telling(state: FileState) -> bool:
-    """Whether a file with other content could not be in the same state.
+    """Whether no file with other content can be in the same state.
 
-    Times in whole seconds are those of images and file systems that set them as they like, and may
-    give another file the same number.
+    Images and some file systems set times to whole seconds, and number files as they like.
     """
     changed = state[-1]  # set by the system alone, whatever is written
     return changed % 1_000_000_000 != 0 and changed + _SETTLED_NS < time.time_ns()

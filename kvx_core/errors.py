@@ -22,7 +22,7 @@ class Status(IntEnum):
 
 
 class KvxError(Exception):
-    """Any failure of KVX; `status` is the ABI's word for it."""
+    """Any failure of KVX; `status` is the ABI's status code."""
 
     status = Status.INTERNAL_ERROR
 
@@ -46,7 +46,7 @@ class OutOfRangeError(KvxError, IndexError):
 
 
 class IncompatibleError(KvxError, RuntimeError):
-    """libkvx and kvx_core speak different major versions of the ABI."""
+    """libkvx and kvx_core have different major versions of the ABI."""
 
     status = Status.INCOMPATIBLE
 
@@ -58,7 +58,7 @@ class InternalError(KvxError, RuntimeError):
 
 
 class FactsMismatchError(InvalidArgumentError):
-    """Bytes could be copied but would not mean the same; `reasons` says why, one per fact."""
+    """Copied bytes would not mean the same at both ends; `reasons` has a sentence for each fact."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
         reasons = tuple(reasons)

@@ -1,8 +1,8 @@
 """What the bytes of a cache mean beyond layout and dtype, so that a copy means the same.
 
 An adapter fills in what it knows of its engine; the caller adds what only the caller knows (which
-model). Unknown is None, and is never taken for agreement with something known. `compare` says what
-keeps two caches apart, and which differences a copy can undo exactly: kvx_core.reorder does that.
+model). None is unknown and never equals a known value. `compare` lists the differences that forbid
+a copy, and those that a copy can undo exactly: kvx_core.reorder does that.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
 
 @dataclass(frozen=True, slots=True)
 class ReorderRotary:
-    """K's rotary dims change places on the way: pair i, dims (i, i + rotary_dim / 2) in "half"
-    order, is dims (2 * i, 2 * i + 1) in "interleaved" order. No number changes.
+    """Reorders K's rotary dims: dims (i, i + rotary_dim / 2) of pair i in "half" order are dims
+    (2 * i, 2 * i + 1) in "interleaved" order. No number changes.
 
-    An engine that rotates in the other order than its model was trained in reorders the rows of the
-    model's key and query weights, so that scores stay the same. So its keys are those of the other
-    engine reordered, and this holds before the rotation as well as after it: a rotation turns each
-    pair by an angle that belongs to the pair, wherever its two dims stand. Biases, norm weights and
-    scales per head follow the rows. Rotations of whole heads (Hadamard) do not.
+    An engine that rotates in another order than its model was trained in reorders the model's key
+    and query weights, so that scores stay the same. So its keys are the other engine's keys in
+    another order, before and after the rotation: the angle belongs to the pair, not to the position
+    of its dims. Biases, norm weights and scales per head are reordered too; rotations of whole
+    heads (Hadamard) are not.
     """
 
     src: Literal["half", "interleaved"]
@@ -81,7 +81,7 @@ class ReorderRotary:
 
     @property
     def sentence(self) -> str:
-        """What it does."""
+        """The transform in one line."""
         return (
             f"the first {self.rotary_dim} dims of each head of K go from {self.src} to {self.dst} "
             "order"
@@ -90,7 +90,7 @@ class ReorderRotary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found. A copy means the same if there are no reasons and it does all
+    """The result of `compare`. A copy means the same if there are no reasons and it does all
     transforms."""
 
     reasons: tuple[str, ...]  # why no copy would mean the same: a sentence each
@@ -115,14 +115,14 @@ def compare(
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
     same_model: the caller knows that both ends serve the same model and store it alike
-    A fact that only one end knows is a reason too. That neither knows is one for the fingerprint,
-    and for how keys rotate if two engines may do it differently, unless same_model says otherwise.
-    Which part of the model a cache holds is for the caller to know if the facts do not say.
-    `migrate` does the transforms; a caller that does none asks for `reasons_as_is`.
+    A fact that only one end knows is a reason too. So is a fingerprint that neither end knows, and
+    a rotation that neither knows where two engines may differ, unless same_model is set. If the
+    facts do not say which part of the model a cache holds, the caller must know it.
+    `migrate` does the transforms; a caller that does none uses `reasons_as_is`.
     """
     try:
         return _compared(src, dst, src_head_start, dst_head_start, same_model)
-    except TypeError:  # a fact that is a list, say, which no cache of results takes
+    except TypeError:  # a fact that cannot be hashed, such as a list
         return _compared.__wrapped__(src, dst, src_head_start, dst_head_start, same_model)
 
 
@@ -161,7 +161,8 @@ def _compared(
 def _reorder_rotary(
     src: CacheFacts, dst: CacheFacts, difference: str
 ) -> ReorderRotary | str | None:
-    """What makes the order of K's dims the same; the reason if that is not known; None if it is.
+    """The transform between two orders of K's dims, the reason why there is none, or None if the
+    orders are the same.
 
     `src.rotary` and `dst.rotary` are "half" and "interleaved".
     """
@@ -187,7 +188,7 @@ def _reorder_rotary(
 
 
 def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
-    """What neither end knows and may differ."""
+    """The reasons for facts that neither end knows and that may differ."""
     ends = f"{_named('source', src)} and {_named('destination', dst)}"
     if src.fingerprint is None and dst.fingerprint is None:
         yield (
@@ -208,7 +209,7 @@ def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
 def _unequal(
     name: str, at_src: object, at_dst: object, src: CacheFacts, dst: CacheFacts
 ) -> Iterator[str]:
-    """The reason, if there is one, why `name` keeps the two ends apart."""
+    """Why fact `name` forbids a copy; None if it does not."""
     source, destination = _named("source", src), _named("destination", dst)
     if at_src == at_dst:
         return

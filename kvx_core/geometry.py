@@ -1,6 +1,6 @@
-"""The numbers of a cache as they come from outside: an engine's config, a file, a command line.
+"""The sizes of a cache as they come from outside: an engine's config, a file, a command line.
 
-Checked once, when they are loaded. Descriptors of memory: tensor_desc.py, cache.py.
+They are checked once, when they are loaded. Descriptors of memory: tensor_desc.py, cache.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _Count = Annotated[int, Field(strict=True, ge=1, le=2**32 - 1)]
 
 
 class CacheGeometry(BaseModel):
-    """Sizes and element type of the paged cache of a model, as one engine process holds it.
+    """Sizes and element type of the paged cache of a model in one engine process.
 
-    Raises InvalidArgumentError, which names every wrong field, what it is and what was expected.
+    Raises InvalidArgumentError, which names every wrong field, its value and what was expected.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,7 +46,7 @@ class CacheGeometry(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            # v_head_dim is not to blame for a head_dim that it cannot be taken from.
+            # If head_dim is wrong, it alone is reported, not the v_head_dim derived from it.
             wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
             raise InvalidArgumentError("; ".join(map(_sentence, wrong))) from None
 

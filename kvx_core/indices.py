@@ -30,7 +30,7 @@ def contiguous(
     ndim: int,
     dtypes: tuple[DType, DType] = (DType.S32, DType.S64),
 ) -> Borrowed:
-    """Integers without strides: the ABI's tables have none, and Python reads some of them too."""
+    """Borrows integers; refuses strides, which the ABI's tables do not have."""
     if len(borrowed.shape) != ndim:
         raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
     if not borrowed.is_contiguous:
@@ -63,7 +63,7 @@ def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
 
 
 def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:
-    """Whether fields are as `index_list` has them: asked first, since every call makes some."""
+    """Whether fields have the types that `index_list` gives them: a quick check for every call."""
     kinds = type(dtype), type(memory), type(place), type(count), type(invalid)
     if kinds != (DType, Memory, int, int, int):
         return False

@@ -1,4 +1,4 @@
-"""What the axes of each layout are. Spec: 4.2"""
+"""The axes of each layout. Spec: 4.2"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Axes(NamedTuple):
 
 
 def axes(layout: Layout, shape: Sequence[int]) -> Axes:
-    """Reads the sizes of a cache off the shape of its K or V tensor.
+    """Reads the sizes of a cache from the shape of its K or V tensor.
 
     layout: a Layout or its name; BLOCK_CUSTOM reads as BLOCK_HND with 4 axes and as
             BLOCK_HND_PACKED with 5.

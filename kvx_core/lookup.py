@@ -1,4 +1,4 @@
-"""Where the tokens of a span lie, as libkvx itself finds them. Spec: E.12"""
+"""find_tokens: where libkvx finds the tokens of a span. Spec: E.12"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint3
 
 
 def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArray[Any]:
-    """Where each token lies that a migration from `span` would read.
+    """Finds each token that a migration from `span` would read.
 
     lens: (seq_count,), tokens of each sequence, from its start on
-    v:    of V, which a KV_OFFSETS table finds apart from K
-    Returns an array with an element for each token, the rows one after the other: `block`, -1
-    where nothing is stored (null blocks, skipped slots), `offset` into it and `pool`, 0 or 1.
-    Index arrays on a device are read back. Raises InvalidArgumentError, UnsupportedError,
-    OutOfRangeError, in the words of migrate for its source.
+    v:    find V, for which a KV_OFFSETS table has blocks of its own
+    Returns an array with an element for each token, row after row: `block`, -1 where nothing is
+    stored (null blocks, skipped slots), `offset` in the block and `pool`, 0 or 1. Reads index
+    arrays on a device back. Raises InvalidArgumentError, UnsupportedError, OutOfRangeError, with
+    the messages of migrate about its source.
     Spec: E.12
     """
     view = replace(span.view, k_scales=None, v_scales=None)

@@ -1,4 +1,4 @@
-"""In which memory the buffers of one call lie: C, which sees bare addresses, cannot check it."""
+"""Checks in which memory the buffers of a call lie. C sees addresses alone and cannot check it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None:
-    """Refuses two buffers of one call of which only one is on the host."""
+    """Raises if one of two buffers of a call is on the host and the other is not."""
     if (memory is Memory.HOST) != (expected is Memory.HOST) and Memory.UNIFIED not in (
         memory,
         expected,
@@ -30,10 +30,10 @@ def check_index_memory(
     tensors: Mapping[str, Borrowed],
     transfer: Transfer,
 ) -> None:
-    """Refuses slots, tables and lengths that lie where the call does not run.
+    """Raises if slots, tables or lengths are not in the memory where the call reads them.
 
-    A call runs on the device if any of its tensors lies there; with COPY_ENGINE the host reads the
-    indices all the same.
+    A call runs on the device if any of its tensors is there. With COPY_ENGINE the host reads the
+    indices even then.
     """
     if transfer is Transfer.COPY_ENGINE:
         other, expected = "COPY_ENGINE reads them", Memory.HOST

@@ -1,4 +1,4 @@
-"""What a model's files are, as far as keys and values depend on them."""
+"""model_files_digest: a digest of all in a model's files that keys and values depend on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvx_core.tensor_digests import Progress, Tensor, digests, metadata
 
 logger = logging.getLogger("kvx")
 
-# Who saved the model, with what, and the dtype it is loaded in: none changes what is computed.
+# Who saved the model, with which version, and the dtype to load it in do not change the results.
 _CONFIG_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-# In these, the same words say how weights and activations are quantised.
+# In these objects the same keys say how weights and activations are quantised.
 _QUANTIZATION = ("quantization_config", "compression_config")
-# tokenizer.json keeps these settings of whoever saved it last.
+# Settings in tokenizer.json that any call of the tokenizer may have left there.
 _TOKENIZER_IGNORED = ("padding", "truncation")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 # Files that quantisers write beside config.json: which layers are quantised, and how.
@@ -38,16 +38,17 @@ def model_files_digest(
     """A digest of the files of a model, in a directory as transformers saves it.
 
     It covers config.json, how the model is quantised, the tokenizer, code that the config names,
-    and name, dtype, shape and every byte of each tensor. How tensors are spread over files, which
-    version of transformers wrote the rotary parameters, and how to generate, does not matter.
+    and name, dtype, shape and every byte of each tensor. It does not depend on how tensors are
+    spread over files, on the version of transformers that wrote the rotary parameters, or on
+    settings of generation.
     config: a config.json, or a directory that has one, in place of the model's own
     sample: 4 KiB out of the middle of each tensor, not all bytes: models that differ elsewhere,
             such as fine-tunes of a few embeddings, then have the same. Never equal to a digest of
             all bytes
     progress: called with bytes read and bytes to read when it takes seconds; None: logs them
-    The bytes of a file are read once, and its digests remembered in $XDG_CACHE_HOME/kvx until it
-    changes. Raises InvalidArgumentError if there is no config.json or *.safetensors, one is broken
-    or changes on the way.
+    Reads the bytes of a file once, and keeps its digests in $XDG_CACHE_HOME/kvx until it changes.
+    Raises InvalidArgumentError if there is no config.json or *.safetensors, or if one is broken or
+    changes meanwhile.
     """
     directory = Path(directory)
     parts: list[str | bytes | Path] = ["kvx model 2, sampled" if sample else "kvx model 2"]
@@ -68,7 +69,7 @@ def model_files_digest(
             f"{directory} has no tensors in *.safetensors, expected the weights there. Save them "
             "so, or give the fingerprint yourself"
         )
-    if "torchao" in str(parts[1]):  # it assembles tensors by the files' metadata
+    if "torchao" in str(parts[1]):  # torchao assembles tensors from the files' metadata
         told = {item for path in files for item in metadata(path).items()}
         parts.append(json.dumps(sorted(told)))
     return content_digest(*parts, *_tensor_parts(directory, tensors))
@@ -133,7 +134,7 @@ def _json(path: Path) -> Any:
 
 
 def _canonical(value: Any, ignored: tuple[str, ...]) -> str:
-    """JSON without the keys that do not matter, with sorted keys."""
+    """JSON without the keys that do not change the results; keys sorted."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""One end of a transfer between machines: the ranges of memory that hold some tokens, by their
-offset in an order of bytes that both machines agree on. Spec: E.13
+"""One end of a transfer between machines: the ranges of memory that hold some tokens, with offsets
+in an order of bytes that both machines share. Spec: E.13
 
-The order is that of a cache that nobody holds: for each plane [chunks, heads, chunk_tokens, dim],
-dense, in which every sequence begins a chunk. So an end is a plan from the cache to that one.
+The order is that of a dense cache that has no memory: [chunks, heads, chunk_tokens, dim] per plane,
+each sequence beginning a new chunk. So one end is a plan from its cache to this one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvx_core.words import integer
 
 Ranges = npt.NDArray[np.void]
 
-# What one_end returns.
+# dtype of the array that one_end returns
 END_RANGE = np.dtype(
     [("plane", "u4"), ("reserved", "u4"), ("offset", "u8"), ("address", "u8"), ("bytes", "u8")]
 )
-# Where the cache that nobody holds lies: no process has memory there.
+# Address of the cache without memory: no process has memory there.
 _NOWHERE, _PLANE = 1 << 60, 1 << 50
 
 
@@ -41,14 +41,15 @@ def one_end(
     chunk_tokens: int = 1,
     num_heads: int | None = None,
 ) -> Ranges:
-    """The ranges of memory that hold these tokens: an array of END_RANGE in the order of offsets.
+    """Lists the ranges of memory that hold these tokens: an array of END_RANGE, by offset.
 
     end, seq_lens, num_heads: as an end of kvx_core.migrate; the tables lie where the host can read
-    chunk_tokens: the tokens of a chunk. 1 for caches that keep the heads of a token together, the
-                  block size for those that keep the tokens of a head together: ranges are long then
-    plane:   K and V of each layer by turns, K alone where there is no V
-    offset:  of the range in its plane; the same token, head and dim has the same at both ends that
-             are listed with the same lengths, chunk_tokens and dtype
+    chunk_tokens: tokens of a chunk. Ranges are longest with 1 for caches that keep the heads of a
+                  token together, and with the block size for those that keep the tokens of a head
+                  together
+    plane:   K and V of each layer in turn, K alone where there is no V
+    offset:  of the range in its plane; equal for the same token, head and dim at both ends if both
+             use the same lengths, chunk_tokens and dtype
     address: of the memory, which is not touched. Tokens in null blocks are left out
     Raises InvalidArgumentError, OutOfRangeError; UnsupportedError for planes beside K and V.
     Scales are not listed: send them as they are.
@@ -89,19 +90,19 @@ def one_end(
 
 
 def cut_of(ranges: Ranges) -> int:
-    """The largest number of bytes that these ranges can be cut into, at offsets it divides; 0: any.
+    """The largest number of bytes that divides all offsets and lengths of the ranges; 0: any does.
 
-    Two ends that exchange it can cut their lists by the greatest common divisor.
+    Two ends exchange it and cut their lists by the greatest common divisor.
     """
     return int(np.gcd.reduce(np.concatenate([ranges["offset"], ranges["bytes"]]), initial=0))
 
 
 def cut(ranges: Ranges, cut_bytes: int) -> Ranges:
-    """The same memory in ranges of `cut_bytes` each, which begin at multiples of it.
+    """Cuts ranges into ranges of `cut_bytes` each, which begin at multiples of it.
 
-    Two ends cut by the same number have lists of the same lengths, one by one, as transports want
-    them, where both hold every token.
-    Raises InvalidArgumentError if some range is no whole number of them.
+    Two ends that hold every token and cut by the same number have equal lists of lengths, as
+    transports want them.
+    Raises InvalidArgumentError if a range is no multiple of cut_bytes.
     """
     most = cut_of(ranges)
     if cut_bytes < 1 or most % cut_bytes:
@@ -140,7 +141,7 @@ def _nowhere(
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Ranges in order, those that continue the one before as one."""
+    """Joins ranges that continue the one before; `ranges` are in order."""
     if not len(ranges):
         return ranges
     before, after = ranges[:-1], ranges[1:]

@@ -1,6 +1,6 @@
 """write_kv and gather_kv: new tokens into a paged cache, cached tokens out of it.
 
-A call without scales is bound to its cache once; its torch tensors are then read in C. All others
+A call without scales is bound to its cache once; C then reads its torch tensors. All other calls
 take the same route (calls.py). Spec: 6.8 to 6.10, 7
 """
 
@@ -55,9 +55,9 @@ def write_kv(
     transfer:   how a device moves the bytes: a Transfer or its name
     stream:     CUDA stream; None: torch's current one if a tensor is torch's, else the
                 default stream. Ignored for HOST memory
-    Mutates the slots named, with find_scales their scales too, nothing else. On a device it
-    allocates nothing and waits for nothing: a CUDA graph can capture it. Slots that are out of
-    range are skipped there; device_status tells.
+    Mutates these slots, with find_scales their scales too, nothing else. On a device it allocates
+    nothing and waits for nothing: a CUDA graph can capture it. Slots that are out of range are
+    skipped there, and device_status reports them.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.9, 7
     """
@@ -111,24 +111,23 @@ def gather_kv(
     block_table: a BlockTable, or block ids (seq_count, max_blocks_per_seq), int32 or int64; entries
                  past a sequence's blocks are never read, negative ones are null
     seq_lens:    (seq_count,), int32 or int64, or a list of int
-    max_seq_len: rows per sequence; None: those of `out`, or the longest sequence, for which lengths
-                 on a device are read back
+    max_seq_len: tokens per sequence; None: those of `out`, or the longest sequence, for which
+                 lengths on a device are read back
     out:         (key, value) to fill: (seq_count * beam_width, max_seq_len, num_kv_heads, head_dim)
-                 or the same rows as 3-D, any strides and any dtype that the cache's converts to;
-                 value is None if there is no V. None: new tensors of torch or numpy, whichever the
-                 cache's memory belongs to
+                 or the same as 3-D, any strides and any dtype that the cache's converts to; value
+                 is None if there is no V. None: new tensors of torch or numpy, as the cache's are
     dtype:       of new tensors; None: the cache's
     k_scale, v_scale: of an FP8 cache
     null_block_id: a block id that holds nothing (vLLM: 0)
-    zero_fill:   zero the rows without a source, of null blocks and past a sequence's length; they
-                 keep what they held otherwise. New tensors are always zero there
+    zero_fill:   zero the tokens of null blocks and those past a sequence's length, which otherwise
+                 keep what they held. New tensors are always zero there
     secondary_num_blocks: blocks in the secondary pool; 0: as many as num_blocks
     transfer:    how a device moves the bytes: a Transfer or its name
     stream:      CUDA stream; None: torch's current one if a tensor is torch's, else the
                  default stream. Ignored for HOST memory
-    Mutates those rows of `out`, nothing else. Returns (key, value): those of `out`, or new ones.
-    With `out` a CUDA graph can capture it; blocks that are out of range are skipped on a device,
-    and device_status tells.
+    Mutates those tokens of `out`, nothing else. Returns (key, value): those of `out`, or new ones.
+    With `out` a CUDA graph can capture it. Blocks that are out of range are skipped on a device,
+    and device_status reports them.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: 6.10, 7, E.2
     """
@@ -205,12 +204,12 @@ def _gather_into_new(
 
 
 def device_status(stream: int | None = None) -> None:
-    """Waits for `stream` and raises what device calls could not say before.
+    """Waits for `stream` and raises if calls on DEVICE memory have skipped tokens.
 
     stream: CUDA stream; None: torch's current one, or the default stream where torch uses none
 
-    Calls on DEVICE memory skip tokens whose slot, block, length or scale is out of range, and
-    remember. Returns if none has been skipped on the current device since it was last asked.
+    Such a call skips tokens whose slot, block, length or scale is out of range, and counts them.
+    Returns if the current device has skipped none since the last call of device_status.
     Raises OutOfRangeError, InvalidArgumentError.
     """
     stream = current_stream_here() if stream is None else stream

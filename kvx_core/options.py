@@ -1,6 +1,6 @@
-"""The options of write_kv, gather_kv and migrate: each listed once, checked, and as C has them.
+"""The options of write_kv, gather_kv and migrate: each is listed, checked and made C once, here.
 
-A ...Keywords is what callers may give, an ...Options what becomes of it.
+A ...Keywords types what callers may pass; an ...Options holds the checked values.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvx_core.tensors import TensorLike
 from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, int64, integer
 
-Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element is per tensor
+Scale = ScaleDesc | TensorLike | float  # a number or a tensor of one element: PER_TENSOR
 
 
 class WriteKeywords(TypedDict, total=False):
-    """Options of write_kv and WritePlan, which say what they mean."""
+    """Options of write_kv and WritePlan; write_kv documents them."""
 
     k_scale: Scale | None
     v_scale: Scale | None
@@ -28,7 +28,7 @@ class WriteKeywords(TypedDict, total=False):
 
 
 class GatherKeywords(TypedDict, total=False):
-    """Options of gather_kv and GatherPlan, which say what they mean."""
+    """Options of gather_kv and GatherPlan; gather_kv documents them."""
 
     k_scale: Scale | None
     v_scale: Scale | None
@@ -39,7 +39,7 @@ class GatherKeywords(TypedDict, total=False):
 
 
 class MoveKeywords(TypedDict, total=False):
-    """Options of migrate and copy_tokens, which say what they mean."""
+    """Options of migrate and copy_tokens; migrate documents them."""
 
     num_heads: int | None
     zero_fill: bool
@@ -48,16 +48,16 @@ class MoveKeywords(TypedDict, total=False):
 
 
 class _Options:
-    """Options that are all keywords with defaults."""
+    """Base of the options: keywords, each with a default."""
 
     __slots__ = ()
     _defaults: ClassVar[dict[type, Any]] = {}
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """The options of a call; those that are given as they are by default cost nothing.
+        """The options of a call. Calls whose keywords equal the defaults share one object.
 
-        Raises InvalidArgumentError; TypeError for a keyword that there is not.
+        Raises InvalidArgumentError; TypeError for an unknown keyword.
         """
         usual: Self | None = cls._defaults.get(cls)
         if usual is None:

@@ -1,4 +1,4 @@
-"""Whether two described tensors have an element in common."""
+"""Finds out whether two described tensors have an element in common."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MOST_STEPS = 10_000  # of a search that takes a hundred for caches as they are
 def share_an_element(a: TensorDesc, b: TensorDesc) -> bool:
     """Whether a byte belongs to an element of both.
 
-    Exact for tensors of the same byte strides, as K and V of one allocation are, which tells halves
-    of one row from the same row. Of others, those that begin at the same address are found.
+    Exact for tensors of equal byte strides, as K and V of one allocation have: two halves of one
+    axis share nothing. Tensors of other strides are found only if they begin at the same address.
     """
     if 0 in a.shape or 0 in b.shape or not a.data or not b.data:
         return False
@@ -20,8 +20,8 @@ def share_an_element(a: TensorDesc, b: TensorDesc) -> bool:
     steps = [stride * a.dtype.itemsize for stride in a.stride]
     if steps != [stride * b.dtype.itemsize for stride in b.stride]:
         return False
-    # b + (bytes into it) = a + (bytes into it): the distance is a sum of steps, each taken at most
-    # as often as either tensor is long.
+    # They share a byte if the distance b - a, up to an element, is a sum of steps, each taken less
+    # often than the axis is long in either tensor.
     axes = sorted(
         (abs(step), *((m, n) if step > 0 else (n, m)))
         for step, m, n in zip(steps, a.shape, b.shape, strict=True)
@@ -38,7 +38,7 @@ def _is_sum(distance: int, axes: list[tuple[int, int, int]], budget: list[int]) 
     if not axes or budget[0] < 0:
         return distance == 0
     *smaller, (step, m, n) = axes
-    below = sum(s * (j - 1) for s, _, j in smaller)  # what the smaller steps can take away
+    below = sum(s * (j - 1) for s, _, j in smaller)  # the most that the smaller steps add up to
     above = sum(s * (i - 1) for s, i, _ in smaller)
     first = max(-(n - 1), -((above - distance) // step))
     last = min(m - 1, (distance + below) // step)

@@ -1,5 +1,5 @@
-"""K's rotary dims in another order, zero-copy: one end of a migration is described with strides
-that step through its dims in the order of the other end. See kvx_core.facts.ReorderRotary.
+"""Reorders K's rotary dims, zero-copy: one end of a migration is described with strides that step
+through its dims in the order of the other end. See kvx_core.facts.ReorderRotary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Dims = npt.NDArray[np.int64]
 
 
 def dims_in_order(held: Order, wanted: Order, rotary_dim: int) -> Dims:
-    """Which dim of a head held in order `held` is each of the rotary dims of order `wanted`."""
+    """For each rotary dim in order `wanted`: its index in a head that is held in order `held`."""
     dims = np.arange(rotary_dim)
     if held == wanted:
         return dims
@@ -34,16 +34,16 @@ def dims_in_order(held: Order, wanted: Order, rotary_dim: int) -> Dims:
 def reordered(
     src: CacheSpan, dst: CacheSpan, transform: ReorderRotary, *, find_scales: bool = False
 ) -> tuple[CacheSpan, CacheSpan]:
-    """Both ends, one of them described so that migrating between them does `transform`.
+    """Describes one of the ends anew so that migrating between them does `transform`; returns both.
 
-    Where only some dims of a head rotate, there is a second layer for each, behind all others: the
-    other dims of its K, without V. The views keep what has been described for the next call.
+    If only some dims of a head rotate, each layer gets a second layer, behind all others: the other
+    dims of its K, without V. The views keep these descriptions for the next call.
     find_scales: whether the migration finds the scales of `dst`
     Copies nothing. Raises FactsMismatchError if strides cannot say it.
     """
     head_dims = ([layer.head_dim for layer in end.view.layers] for end in (src, dst))
     if next(head_dims) != next(head_dims):
-        return src, dst  # no migration takes them, and libkvx says why
+        return src, dst  # migrate rejects them, with an error from libkvx
     if src.view.planes or dst.view.planes:
         raise FactsMismatchError(
             [
@@ -52,7 +52,7 @@ def reordered(
             ]
         )
     reasons: dict[str, None] = {}
-    # Either end can be the one that is described anew; one whose dims are packed often cannot.
+    # Either end can be described anew. An end with packed dims often cannot, so both are tried.
     for order in (transform.dst, transform.src):
         asked = order, transform.rotary_dim, find_scales
         from_view = _in_order("src", src.view, transform.src, *asked)
@@ -75,11 +75,11 @@ def _in_order(
         dims = dims_in_order(held, wanted, rotary_dim)
         found = reason if reason or is_same else _described(name, view, dims)
         view.reordered[key] = found
-    return found or view  # "": as it is. It does not keep itself, so that it goes when it is let go
+    return found or view  # "": the view itself, which must not refer to itself
 
 
 def _cannot(name: str, view: CacheView, rotary_dim: int, find_scales: bool) -> Iterator[str]:
-    """Why dims of K cannot change places here, whatever is at the other end."""
+    """Why dims of this K cannot be reordered, whatever the other end is; None if they can."""
     for i, layer in enumerate(view.layers):
         at = f"{name}.layers[{i}]"
         dims = f"rotary_dim is {rotary_dim} and {at}.head_dim is {layer.head_dim}"
@@ -128,7 +128,7 @@ def _described(name: str, view: CacheView, dims: Dims) -> CacheView | str:
 
 
 def _fixed(k: TensorDesc) -> str:
-    """What keeps dims of K together, and the way out."""
+    """The sentence that says why dims of K cannot be reordered, with the way out."""
     if k.dtype.numbers > 1:
         return (
             f"{k.dtype.name}, units of {k.dtype.numbers} dims, which are not taken apart. Migrate "
@@ -141,7 +141,7 @@ def _fixed(k: TensorDesc) -> str:
 
 
 def _validate(name: str, layer: CacheDesc) -> None:
-    """Its shapes are what its sizes say, or new shapes would hide that they are not."""
+    """Validates a layer first: new shapes would hide shapes that do not match its sizes."""
     try:
         layer.validate()
     except KvxError as error:
@@ -182,7 +182,7 @@ def picked(tensor: TensorDesc, dims: Dims) -> TensorDesc | None:
 def _two_loops(at: Dims) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """(extent, stride) of an outer and an inner loop that visit these positions in this order.
 
-    None if two loops with strides that are not negative do not.
+    None if no two loops with strides >= 0 do.
     """
     at = at - at[0]
     if len(at) == 1:

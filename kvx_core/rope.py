@@ -77,9 +77,9 @@ def as_applied(
     max_position_embeddings: float | None,
     is_transformers: bool = False,
 ) -> Rope:
-    """`rope` as it is applied to texts in an engine whose sequences hold up to `num_tokens` tokens.
+    """`rope` as an engine applies it to texts of up to `num_tokens` tokens.
 
-    Of longrope's two lists of factors, the long one is used if that is more than the length that
+    longrope has two lists of factors: the long one is used if num_tokens exceeds the length that
     the model was first trained for.
     is_transformers: scale longrope as transformers does, not as vLLM does
     Leaves out how much of a head rotates (CacheFacts.rotary_dim says it), and the sections of

@@ -1,4 +1,4 @@
-"""The CUDA stream of a call: what the caller named, or torch's current one."""
+"""The CUDA stream of a call: the caller's, or torch's current one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from kvx_core.words import address
 
 
 def current_stream(*owners: object) -> Callable[[], int] | None:
-    """Asks for the CUDA stream that torch works on, on the device of the first of its CUDA tensors.
-
-    None if there is none among `owners`.
+    """Makes a function that returns torch's current CUDA stream on the device of the first CUDA
+    tensor among `owners`; None if there is none.
     """
     for owner in owners:
         if is_torch(owner) and owner.device.type == "cuda":
@@ -24,7 +23,7 @@ def current_stream(*owners: object) -> Callable[[], int] | None:
 
 
 def current_stream_here() -> int | None:
-    """The CUDA stream that torch works on, on the current device; None if it uses none."""
+    """torch's current CUDA stream on the current device; None if torch does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -32,8 +31,8 @@ def current_stream_here() -> int | None:
 
 
 def call_stream(stream: _abi.Stream, *owners: object) -> _abi.Stream:
-    """The stream of a call, or what to ask for it: torch's, on the device of one of its tensors, if
-    none is given.
+    """The given stream of a call, else a function that returns torch's on the device of its
+    tensors.
     """
     if stream is not None:
         return stream if callable(stream) else stream_number(stream)

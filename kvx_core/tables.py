@@ -1,7 +1,7 @@
-"""What finds tokens in a cache: block tables, slots and lengths, as structs of kvx_abi.h.
+"""Block tables, slots and lengths, which say where tokens are in a cache: structs of kvx_abi.h.
 
 A descriptor holds addresses, never a copy, and keeps the tensor behind them alive (`owner`).
-Whether it is valid is for libkvx to say, in every call. Spec: 5, 6.3 to 6.5
+libkvx validates it in every call. Spec: 5, 6.3 to 6.5
 """
 
 from __future__ import annotations
@@ -114,13 +114,12 @@ class BlockTable:
     ) -> Self:
         """One block id per token, the sequences one after the other.
 
-        This is no list of each sequence's blocks (FlashInfer's paged_kv_indices): make that
-        `packed`.
+        For a list of each sequence's blocks (FlashInfer's paged_kv_indices) use `packed`.
 
         indices: (indptr[-1],), int32 or int64, contiguous, or a list of int
         indptr:  (seq_count + 1,), int32 or int64, running token counts, or a list of int
-        exact:   a call is refused where a sequence has not as many entries as tokens (its start
-                 and length); False: it may have more
+        exact:   a call is refused unless each sequence has as many entries as tokens (start +
+                 length); False: it may have more
         Raises InvalidArgumentError, UnsupportedError.
         """
         ids = index_list("block_table.indices", indices)
@@ -174,10 +173,10 @@ class BlockTable:
     ) -> Self:
         """The address of each block, for caches whose blocks lie anywhere. Spec: E.12
 
-        blocks: (seq_count, max_blocks_per_seq, planes), int64 or uint64, contiguous: where the
-                block begins in K of layer 0, V of layer 0, K of layer 1, ...; 0 is a null block. Or
-                a list of rows of blocks, each a list with a tensor, an address or None per plane;
-                tensors are kept alive, rows padded with null blocks to the longest
+        blocks: (seq_count, max_blocks_per_seq, planes), int64 or uint64, contiguous: the address of
+                the block in K of layer 0, V of layer 0, K of layer 1, ...; 0 is a null block. Or
+                nested lists, [sequence][block][plane], of tensors, addresses or None: tensors are
+                kept alive, and short sequences padded with null blocks
         Raises InvalidArgumentError, UnsupportedError.
         """
         kept: object = None
@@ -207,7 +206,7 @@ class BlockTable:
 
     @property
     def num_rows(self) -> int:
-        """Rows of tokens that the table finds: sequences, or beams of them."""
+        """Rows of the table: one per sequence, or per beam of each."""
         return self.seq_count * max(self.beam_width, 1)
 
     def require_in_place(self, name: str) -> None:
@@ -221,7 +220,7 @@ class BlockTable:
             require_array_in_place(f"{name}.{array}", self.owner, begin, num_bytes)
 
     def of_parts(self) -> BlockTable:
-        """The same table for calls that each move a part of its tokens: not `exact`."""
+        """The same table, not `exact`, for calls that each move some of its tokens."""
         return replace(self, flags=self.flags & ~_abi.FLAG_EXACT)
 
     def on_host(self) -> BlockTable:
@@ -259,7 +258,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SlotMapping:
-    """Where each token goes: slot = block_id * block_size + block_offset. Spec: 5.2, 6.4"""
+    """The slot of each token: block_id * block_size + block_offset. Spec: 5.2, 6.4"""
 
     dtype: DType
     token_count: int
@@ -403,7 +402,7 @@ def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
 
 
 def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
-    """Where address `at` of a torch tensor is in a copy of it in HOST memory, and the copy."""
+    """Copies a torch tensor to HOST memory; returns where its address `at` is now, and the copy."""
     if not is_torch(owner):
         raise UnsupportedError(
             f"{name} is on a device and belongs to a {type(owner).__name__}, expected a "
@@ -414,7 +413,7 @@ def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
 
 
 def _addresses(rows: Sequence[Sequence[Sequence[TensorLike | int | None]]]) -> npt.NDArray[Any]:
-    """Blocks given one by one as (seq_count, max_blocks_per_seq, planes) addresses."""
+    """Nested lists of blocks as an array of addresses (seq_count, max_blocks_per_seq, planes)."""
     planes = {len(block) for row in rows for block in row}
     if len(planes) > 1:
         raise InvalidArgumentError(

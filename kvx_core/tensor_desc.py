@@ -1,4 +1,4 @@
-"""TensorDesc: where a K, V, key or value tensor lies and which of its axes is which. Spec: 6.2"""
+"""TensorDesc: the memory of a K, V, key or value tensor and the meaning of its axes. Spec: 6.2"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvx_core.words import fix
 class TensorDesc(Borrowed):
     """One K, V, key or value tensor. Shape in the order of `layout`, strides in elements.
 
-    Whether it is valid is for libkvx to say, in every call and in CacheDesc.validate.
+    libkvx validates it in every call and in CacheDesc.validate.
     Raises InvalidArgumentError for fields of other types.
     Spec: 6.2
     """
@@ -49,9 +49,9 @@ def describe(
 
     tensor: shape in the order of `layout`; any strides, dtype, library and device
     layout: which axis is which, a Layout or its name; never guessed from the shape
-    dtype:  what the elements are, where the tensor stores them as something else of the same
-            size, such as FP8 in uint8; or, of uint8 whose last axis holds the bytes of units, a
-            format with several numbers in a unit, such as Q8_0
+    dtype:  of the elements, if the tensor stores them as another dtype of the same size, such as
+            FP8 in uint8; or a format with several numbers in a unit, such as Q8_0, if the tensor is
+            uint8 and its last axis holds the bytes of units
     name:   what errors call the tensor
     Raises InvalidArgumentError, UnsupportedError.
     Spec: 4.2, 6.2
@@ -63,9 +63,9 @@ def describe(
 
 
 def stored_as(name: str, fields: dict[str, Any], dtype: DType | str) -> dict[str, Any]:
-    """What changes of a tensor's `fields` where its elements are of `dtype`.
+    """The `fields` of a tensor that change if its elements are of `dtype`.
 
-    They have the size of those that the tensor stores, or are units in a last axis of bytes.
+    `dtype` has the size of the stored elements, or its units are bytes of the last axis.
     Raises InvalidArgumentError, which calls the tensor `name`.
     """
     stored, wanted = fields["dtype"], DType.of(dtype)
@@ -80,7 +80,7 @@ def stored_as(name: str, fields: dict[str, Any], dtype: DType | str) -> dict[str
 
 
 def _in_units(name: str, fields: dict[str, Any], dtype: DType) -> dict[str, Any]:
-    """What becomes of the fields of a tensor of bytes whose last axis holds units of `dtype`."""
+    """The fields that change if the last axis of a tensor of bytes holds units of `dtype`."""
     size = dtype.itemsize
     *shape, num_bytes = fields["shape"] or (0,)
     *stride, step = fields["stride"] or (0,)

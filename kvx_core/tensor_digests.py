@@ -1,7 +1,7 @@
 """A digest of each tensor in safetensors files, as fast as the disk.
 
-The digest of a tensor is the SHA-256 of the SHA-256 of each 64 MiB of its bytes, so that threads
-share a large tensor and the digest does not depend on how.
+The digest of a tensor is the SHA-256 of the SHA-256 of each 64 MiB of its bytes. So threads share a
+large tensor, and the digest does not depend on their number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLE_BYTES = 4096  # out of the middle of a tensor
 _READ_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 _MAX_THREADS = 16
-_FIRST_SECONDS, _NEXT_SECONDS = 2.0, 10.0  # until progress is told, and told again
+_FIRST_SECONDS, _NEXT_SECONDS = 2.0, 10.0  # between reports of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def digests(
 ) -> list[Tensor]:
     """Every tensor of the files, with the digest of all its bytes.
 
-    sample: of 4 KiB out of its middle instead
+    sample: digest 4 KiB out of its middle instead
     Digests of whole files are remembered: see DigestCache. Raises InvalidArgumentError for a file
-    that is not one of safetensors or that changes on the way, OSError.
+    that is no safetensors file or changes meanwhile, OSError.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(_opened(path)) for path in paths]
@@ -85,7 +85,7 @@ def digests(
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """What a file says of itself besides its tensors. Raises InvalidArgumentError, OSError."""
+    """The metadata in a file's header. Raises InvalidArgumentError, OSError."""
     with _opened(path) as file:
         found = json.loads(file.header).get("__metadata__")
     return found if isinstance(found, dict) else {}
@@ -167,7 +167,7 @@ def _digest(file: _File, begin: int, end: int, buffer: memoryview, teller: _Tell
 
 
 class _Teller:
-    """Tells of what is read when it takes long, from whichever thread reads."""
+    """Reports progress if reading takes long; any reading thread may call it."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._read = total, progress, 0
@@ -186,13 +186,13 @@ class _Teller:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_File]:
-    """A safetensors file and what its header says. Raises InvalidArgumentError, OSError.
+    """Reads the header of a safetensors file. Raises InvalidArgumentError, OSError.
 
     Source: safetensors, README.md, "Format"
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a page that is still to be written may change and tell no time
+        with suppress(OSError):  # a dirty page may change without a new time of the file
             os.fsync(handle)
         state = state_of(os.fstat(handle))
         try:

@@ -1,6 +1,6 @@
-"""Zero-copy access to the memory of any tensor: torch, numpy, or whatever speaks DLPack.
+"""Zero-copy access to the memory of any tensor: torch, numpy, or any object with DLPack.
 
-What a tensor means (which axis is which) is for layouts.py, tensor_desc.py and scales.py.
+layouts.py, tensor_desc.py and scales.py say what its axes mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Borrowed:
     def __post_init__(self) -> None:
         kinds = type(self.dtype), type(self.memory), type(self.data), type(self.writable)
         if kinds == _KINDS and 0 <= self.data < 2**64 and are_sizes(self.shape, self.stride):
-            return  # as usual: a call describes its tensors
+            return  # the usual case of every call, checked quickly
         fix(
             self,
             dtype=DType.called,
@@ -81,7 +81,7 @@ class Borrowed:
         )
 
     def kind(self) -> str | None:
-        """What a repr says between the dtype and what is unusual."""
+        """The part of the repr between the dtype and what is unusual."""
         return None
 
     @property
@@ -110,7 +110,7 @@ class Borrowed:
         return first, last + itemsize
 
     def require_writable(self, name: str) -> None:
-        """Refuses read-only memory as a destination: C sees bare addresses."""
+        """Raises for read-only memory, which C cannot tell from an address."""
         if not self.writable:
             raise InvalidArgumentError(
                 f"{name} is read-only memory, expected writable. Pass a writable copy"
@@ -141,9 +141,9 @@ _KINDS = DType, Memory, int, bool
 
 
 def is_in_place(owner: object, begin: int, end: int) -> bool:
-    """Whether the bytes `begin` to `end` are in the storage that a torch tensor has now.
+    """Whether the bytes `begin` to `end` are in the current storage of a torch tensor.
 
-    True for the tensors of other libraries, whose memory does not move while they are kept.
+    True for tensors of other libraries, whose memory does not move while they are kept.
     """
     if begin == end or not is_torch(owner):
         return True
@@ -162,7 +162,7 @@ def torch_owners(owner: object) -> list[Any]:
 def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int) -> None:
     """Refuses an array whose memory has been freed or belongs to others by now.
 
-    owner: what keeps it alive, beside what keeps other arrays alive; looked at if it is all torch's
+    owner: keeps it alive, and perhaps other arrays too; checked only if all of it is torch's
     """
     parts = owner if isinstance(owner, (tuple, list)) else (owner,)
     if not all(is_torch(part) for part in parts):
@@ -172,7 +172,7 @@ def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int)
 
 
 def moved(name: str) -> InvalidArgumentError:
-    """The exception of a description that is out of date."""
+    """The exception for a description whose memory has moved."""
     return InvalidArgumentError(
         f"{name} describes memory that its tensor no longer has, expected it as it was described: "
         "the tensor's storage has been resized or replaced. Describe the tensor again"
@@ -186,15 +186,15 @@ def borrow(tensor: TensorLike, *, name: str = "tensor") -> Borrowed:
             shape and strides. Memory is HOST, or for other devices DEVICE (UNIFIED if DLPack
             calls it managed).
     name:   what errors call it
-    A device's pending work is not waited for.
-    Raises InvalidArgumentError, UnsupportedError; the latter for a torch tensor with the negative
-    bit set. DLPack does not say that bit, so wrap no such tensor in an object with __dlpack__.
+    Does not wait for a device.
+    Raises InvalidArgumentError; UnsupportedError, also for a torch tensor with the negative bit
+    set. DLPack does not report this bit: do not wrap such a tensor in an object with __dlpack__.
     """
     return Borrowed(**borrowed_fields(name, tensor))
 
 
 def borrowed_fields(name: str, tensor: TensorLike) -> dict[str, Any]:
-    """The fields of a Borrowed, for it or a descriptor with more of them. Raises as `borrow`."""
+    """The fields of a Borrowed, or of a descriptor that adds fields. Raises as `borrow`."""
     if is_torch(tensor):
         return _borrow_torch(name, tensor)
     if isinstance(tensor, np.ndarray):
@@ -205,7 +205,7 @@ def borrowed_fields(name: str, tensor: TensorLike) -> dict[str, Any]:
 
 
 def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
-    """A tensor as `borrow` sees it, or a list of integers as a new int64 array.
+    """Borrows a tensor, or makes a list of integers a new int64 array.
 
     Raises InvalidArgumentError, which calls the numbers `name`, or UnsupportedError.
     """
@@ -231,7 +231,7 @@ def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def is_tensor(value: object) -> TypeGuard[TensorLike]:
-    """Whether `borrow` knows the kind of `value`."""
+    """Whether `borrow` takes a value of this kind."""
     return is_torch(value) or (hasattr(value, "__dlpack__") and not isinstance(value, type))
 
 
@@ -244,9 +244,9 @@ def is_torch(tensor: object) -> TypeGuard[Any]:
 def empty_like_owner(
     owner: object, shape: Sequence[int], dtype: DType, stream: int | None = None
 ) -> Any:
-    """A new uninitialised tensor of `shape` from the library, and on the device, of `owner`.
+    """A new uninitialised tensor of `shape`, of the library and on the device of `owner`.
 
-    stream: on which a device's memory is used; None: torch's current one
+    stream: the stream that uses a device's memory; None: torch's current one
 
     Raises UnsupportedError if that is not torch or numpy, or does not know the dtype.
     """
@@ -406,7 +406,7 @@ def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
 
 
 def dtype_name(dtype: DType) -> str:
-    """What torch and numpy call it, or KVX where they have no such type."""
+    """The name of a dtype in torch and numpy, or KVX's where they have no such type."""
     return dtype.label
 
 

@@ -5,22 +5,22 @@ plain tensors and without CacheFacts, and raise what those raise.
 
     write_kv       mutates the named slots of k_cache and v_cache
     write_kv_find_scales  the same into FP8; mutates their scales, per token and head, too
-    gather_kv      returns new (key, value), zero where a row has no source; without v_cache the
+    gather_kv      returns new (key, value), zero for tokens without a source; without v_cache the
                    head_dim of value is 0
-    gather_kv_out  mutates key and value; rows without a source keep what they held
+    gather_kv_out  mutates key and value; tokens without a source keep what they held
     migrate_kv     mutates the named tokens of dst_k and dst_v, one tensor per layer
 
     k_cache, v_cache     one layer's cache, any strides; they may be views of one tensor
     layout, v_layout     names of Layout, such as "BLOCK_NHD"; v_layout: that of K if not given
-    cache_dtype          what a cache holds if its tensor says otherwise, such as FP8 in uint8
+    cache_dtype          of the cache's elements if its tensor has another, such as FP8 in uint8
     scale_granularity    of the call's scales: a name of ScaleGranularity
     block_table          (seq_count, max_blocks_per_seq) block ids
     src_dtype, dst_dtype as cache_dtype
     src_v, dst_v         empty if there is no V
-    src_block_table, src_slots  neither: sequence s is block s; the same of dst
+    src_block_table, src_slots  neither: sequence s is block s; the same for dst
     num_heads            0: all
-    max_seq_len          tokens of a sequence that move at most; 0: all. A device then looks for no
-                         more of them
+    max_seq_len          the most tokens of a sequence that move; 0: all. A smaller number means
+                         less work on a device
 
 torch 2.13 with dynamic=True miscompiles every mutation, in-place ops included, of two graph inputs
 that share storage. There, give the graph the whole tensor and make the views of K and V inside.
@@ -75,9 +75,8 @@ _SCHEMAS = {
         int dst_null_block_id=-1, bool zero_fill=False, SymInt max_seq_len=0) -> ()""",
 }
 
-# By what the caches and scales are and where they lie, and the words of the call. Plans own no
-# tensor: one whose memory was freed is met again only by tensors that lie in the same place in the
-# same way.
+# Plans by address, dtype, shape and strides of caches and scales, and by the call's strings. Plans
+# hold no reference to a tensor: only tensors with the same key use a plan again.
 _plans: dict[tuple[Any, ...], Any] = {}
 _MAX_PLANS = 4096
 
@@ -131,7 +130,7 @@ def _plan(
     words: tuple[str, str | None, torch.dtype | None, str],
     **options: Any,
 ) -> _Plan:
-    """The plan for caches and scales like these; made if there is none yet."""
+    """The plan for these caches and scales, made at the first call."""
     call = kind, _identity(*tensors), words, *options.values()
     plan: _Plan | None = _plans.get(call)
     if plan is None:
@@ -157,7 +156,7 @@ _read_identity = _bound.identity()
 
 
 def _identity(*tensors: Tensor | None) -> Hashable:
-    """Where tensors lie, their device, dtype, shape and strides."""
+    """Address, device, dtype, shape and strides of tensors."""
     found = _read_identity(*tensors)
     if isinstance(found, bytes):
         return found
@@ -292,7 +291,7 @@ def _new_outputs(
     dtype: torch.dtype | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The tensors that gather_kv returns: on meta tensors, all that it does."""
+    """The tensors that gather_kv returns; on meta tensors it does nothing else."""
     sizes = layouts.axes(Layout.of(layout, "layout"), k_cache.shape)
     v_head_dim = 0
     if v_cache is not None:
@@ -308,7 +307,7 @@ def _new_outputs(
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What an op that only mutates does on meta tensors."""
+    """Does nothing: an op that only mutates, on meta tensors."""
 
 
 def _cache(
@@ -355,5 +354,5 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
     _library.impl(_name, _new_outputs if _name == "gather_kv" else _nothing, "Meta")
-    # Refused here, in words. torch would resolve copies of them, and cannot where a cache is None.
+    # torch would resolve the bit in a copy, and fails if a cache is None; KVX raises instead.
     _library.impl(_name, torch.library.fallthrough_kernel, "Negative")

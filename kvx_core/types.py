@@ -41,7 +41,7 @@ class _Named(IntEnum):
 
     @classmethod
     def called(cls, name: str, member: object) -> Self:
-        """`of`, for a field or argument of this name."""
+        """The same as `of`, with the name of the field or argument first."""
         return cls.of(member, name)
 
 
@@ -59,7 +59,7 @@ class Layout(_Named):
 
 
 class Axis(_Named):
-    """What an axis of a plane counts. Spec: E.11"""
+    """What the index along an axis of a plane counts. Spec: E.11"""
 
     BLOCK = 0
     TOKEN = 1
@@ -68,7 +68,7 @@ class Axis(_Named):
 
 
 class Role(_Named):
-    """What a plane is to its layer. Spec: E.11"""
+    """What a plane of a layer holds. Spec: E.11"""
 
     K = 0
     V = 1
@@ -94,7 +94,7 @@ class Transfer(_Named):
     """How a call that runs on a device moves bytes; other calls ignore it. Spec: E.2"""
 
     KERNEL = 0  # as fast as the device can
-    BACKGROUND = 2  # on a handful of multiprocessors, which leaves the others to the model
+    BACKGROUND = 2  # on a few multiprocessors, which leaves the others to the model
     COPY_ENGINE = 4  # on none; for same bytes at both ends, with indices in HOST memory
 
 

@@ -1,4 +1,4 @@
-"""How KVX says what it was given: the sentences of wrong arguments, and the parts of reprs."""
+"""Sentences for wrong arguments, checks that raise them, and the parts of reprs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def found(value: object) -> str:
-    """A value in a sentence: itself if it is short, else what it is."""
+    """A value in a sentence: its repr if that is short, else its type."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
@@ -21,12 +21,12 @@ def found(value: object) -> str:
 
 
 def wrong(name: str, value: object, expected: str) -> InvalidArgumentError:
-    """The exception of an argument that is not what it has to be."""
+    """The exception for a wrong argument: its name, its value and what was expected."""
     return InvalidArgumentError(f"{name} is {found(value)}, expected {expected}")
 
 
 def instance(name: str, value: object, kind: type[_T], expected: str) -> _T:
-    """`value`, which is a `kind`. Raises InvalidArgumentError."""
+    """`value` if it is a `kind`. Raises InvalidArgumentError."""
     if not isinstance(value, kind):
         raise wrong(name, value, expected)
     return value
@@ -57,7 +57,7 @@ def address(name: str, value: Any) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, which is a bool, numpy's included. Raises InvalidArgumentError."""
+    """`value` as a bool, from Python's or numpy's. Raises InvalidArgumentError."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool", "bool_"):
@@ -75,13 +75,13 @@ def sizes(name: str, value: Any) -> tuple[int, ...]:
 
 
 def fix(desc: object, **fields: Callable[[str, Any], Any]) -> None:
-    """Replaces fields of a frozen descriptor that is being made by what these make of them."""
+    """Converts fields of a frozen descriptor while it is made, each by its function."""
     for name, make in fields.items():
         object.__setattr__(desc, name, make(name, getattr(desc, name)))
 
 
 def same_length(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Refuses strides of other axes than the shape's."""
+    """Raises unless there are as many strides as axes."""
     if len(shape) != len(stride):
         raise InvalidArgumentError(
             f"stride has {len(stride)} numbers, expected {len(shape)} as shape has"
@@ -89,7 +89,7 @@ def same_length(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
 
 
 def are_sizes(shape: Any, stride: Any) -> bool:
-    """Whether these are what `sizes` makes, and as many."""
+    """Whether these are as many ints as `sizes` would return."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         return False
     return set(map(type, shape + stride)) <= {int}
@@ -106,5 +106,5 @@ def product(extents: Iterable[int | str]) -> str:
 
 
 def listed(name: str, *parts: str | None) -> str:
-    """'Name(part, part)' without the parts that there is nothing to say of."""
+    """'Name(part, part)' without empty parts."""
     return f"{name}({', '.join(part for part in parts if part)})"

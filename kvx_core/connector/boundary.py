@@ -53,8 +53,8 @@ class Boundary:
     def guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
         """A context that catches errors.
 
-        failed_to: what KVX did not do, such as "did not save": the log line begins with it
-        of:        what it was done to, such as "request 7"
+        failed_to: the start of the log line: what KVX did not do, such as "did not save"
+        of:        the object of that, such as "request 7"
         count:     the name under which `take_counts` counts the error
         """
         return Guard(self, failed_to, of, count)
@@ -80,7 +80,7 @@ class Boundary:
                 self._warn(f"{line}: {text}{more}{trace}")
 
     def _to_log(self, kind: tuple[str, ...]) -> int:
-        """Errors of this kind since it was logged, if it is to be logged now; else 0."""
+        """The errors of this kind since its last log line if a new line is due; else 0."""
         now = self._clock()
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 def started_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
     """A pool whose threads have all been started, so that `submit` starts none.
 
-    A `submit` that cannot start a thread raises but leaves the work in the queue: it would run
-    later although the caller has given it up. Raises RuntimeError if threads cannot be started.
+    Otherwise a `submit` that cannot start a thread would raise and still leave the work in the
+    queue, to run later. Raises RuntimeError if threads cannot be started.
     """
     pool = ThreadPoolExecutor(num_threads, name)
     all_run = threading.Barrier(num_threads + 1)

@@ -1,4 +1,4 @@
-"""What a snapshot contains, and the check that its parts agree."""
+"""Contents: the description of what a snapshot holds, and the check that its parts agree."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
 def _wrong_tensor(
     name: str, tensors: Mapping[str, Stored], counts: tuple[int, int], encoding: str
 ) -> Iterator[str]:
-    """What is wrong with K or V of a layer, or with its scale."""
+    """What is wrong with K or V of a layer, or with its scale; None if nothing is."""
     stored, scale = tensors.get(name, NOTHING), tensors.get(f"{name}_scale")
     if (
         stored.shape[:2] != counts

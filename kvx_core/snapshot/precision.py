@@ -28,7 +28,7 @@ _FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}
 
 
 def _includes(name: str) -> tuple[str, ...]:
-    """The formats whose numbers are all of `name` as well. Scales make FP8 include nothing else."""
+    """The formats whose numbers `name` includes. FP8 with scales includes no other format."""
     dtype = _FORMATS[name]
     if dtype.format.scaled:
         return (name,)
@@ -48,16 +48,16 @@ _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The numbers that all of some formats have in common; without formats, all numbers.
+    """The numbers that some formats have in common; without formats, all numbers.
 
-    formats: none of them includes another; "rows-<hash>" are opaque bytes, which only equal
+    formats: none includes another; "rows-<hash>" are opaque bytes, which equal only themselves
     """
 
     formats: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
-        """Of values that were computed in a dtype and kept in a cache of another.
+        """The precision of values that were computed in one dtype and kept in a cache of another.
 
         dtypes: of the computation and of K and V: DTypes, torch or numpy dtypes, or names; layers
                 may differ
@@ -82,7 +82,7 @@ class Precision:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, name: str) -> Self:
-        """The precision of this `name`. Raises ValueError for what is none."""
+        """The precision of this `name`. Raises ValueError if there is none."""
         formats = tuple(name.split("+"))
         known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
@@ -96,11 +96,11 @@ class Precision:
 
     @property
     def digits(self) -> int:
-        """For the order of those of which none includes the other: more is more precise."""
+        """Sorts precisions of which none includes the other; more is more precise."""
         return min((_DIGITS.get(name, 4 - ("e5m2" in name)) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
-        """Of values that went through both."""
+        """The precision of values that went through both."""
         return Precision(_coarsest((*self.formats, *other.formats)))
 
     def includes(self, other: Precision) -> bool:
@@ -108,7 +108,7 @@ class Precision:
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:
-        """Whether values can be converted to these at all: opaque bytes only stay what they are."""
+        """Whether values can be converted to this precision; opaque bytes cannot be converted."""
         mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
 
@@ -118,6 +118,6 @@ def _is_included(name: str, within: str) -> bool:
 
 
 def _coarsest(formats: Iterable[str]) -> tuple[str, ...]:
-    """Those that include no other, in order, each once."""
+    """The formats that include no other of these, sorted, each once."""
     found = set(formats)
     return tuple(sorted(a for a in found if not any(b != a and _is_included(b, a) for b in found)))

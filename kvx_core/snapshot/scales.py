@@ -26,7 +26,7 @@ def bare(view: CacheView) -> CacheView:
 
 
 def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
-    """The scales of K or V, one per layer; None if not FP8, where they can only be 1."""
+    """The scales of K or V, one per layer; None for a layer that is not FP8, whose scale is 1."""
     scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
     tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
     return tuple(

@@ -3,8 +3,8 @@
     {"__metadata__":{"kvx_snapshot":"2","tokens":"<number>","bytes":"<of the data>",
     "digest":"<SHA-256>", and if it is signed: "signature":"<keyed BLAKE2b>",
 
-The tokens are the first bytes of the data. Nothing else in a file is parsed before its seal has
-been checked. A lookup needs nothing else, and a reader with a key parses only what was signed.
+The tokens are the first bytes of the data. A reader checks the seal before it parses anything else:
+one with a key parses only what was signed. A lookup needs only seal and tokens.
 """
 
 from __future__ import annotations

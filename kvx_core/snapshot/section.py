@@ -84,7 +84,7 @@ class Section:
 
     @property
     def precision(self) -> Precision:
-        """Of the values here, as far as facts.compute_dtype and the dtypes of K and V show it."""
+        """The precision of the values, from facts.compute_dtype and the dtypes of K and V."""
         if self.encoding != VALUES:
             return Precision.of(opaque=self.encoding)
         dtypes: set[DType] = {t.dtype for layer in self.view.layers for t in layer.tensors.values()}
@@ -93,14 +93,13 @@ class Section:
         return Precision.of(*dtypes, vector_scales=has_vector_scales(self.view))
 
     def of(self, layers: Sequence[int]) -> Section:
-        """The same for some of its layers."""
+        """The precision of some of the layers."""
         return replace(self, layers=tuple(layers), view=view_of(self, layers))
 
     def null_tokens(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of tokens `start` to `stop` are stored nowhere, be it K or V: in null blocks.
 
-        Raises OutOfRangeError if the table does not reach so far, or names blocks that are not
-        there.
+        Raises OutOfRangeError if the table is too short, or has block ids that are out of range.
         """
         self._check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()

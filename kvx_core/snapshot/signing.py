@@ -44,7 +44,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        """Tells keys apart without revealing anything about them."""
+        """A text that differs between keys and reveals nothing about them."""
         return self.digest(b"", b"kvx name")
 
 
@@ -86,7 +86,7 @@ def read_key(path: Path) -> bytes:
 
 
 def check_signature(name: str, key: Key | None, message: bytes, signature: bytes | None) -> None:
-    """Raises UnsignedError unless the key of the reader has made the signature, or neither is."""
+    """Raises UnsignedError unless the reader's key made the signature, or there is neither."""
     if key is None and signature is None:
         return
     if key is None:

@@ -2,8 +2,8 @@
 
 A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
 per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from.
-It does not depend on block size, layout or blocks; facts, scales and precision are part of it. The
-file is safetensors. kvx_core.stores decides which file belongs to which prompt.
+It does not depend on block size, layout or block ids; facts, scales and precision are part of it.
+The file is safetensors. kvx_core.stores decides which file belongs to which prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvx_core.tensors import row_major
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView
 
-_MAX_REASON = 500  # characters: words of a file may be long
+_MAX_REASON = 500  # characters: strings in a file may be long
 _NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 
 
@@ -75,7 +75,8 @@ def _file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotF
 class Snapshot:
     """Tokens of one sequence in some layers and heads, with the data in memory or still in a file.
 
-    One that was opened by path keeps the file open until `close`, the end of a `with`, or its own.
+    One that was opened by path keeps the file open until `close`, the end of a `with`, or until it
+    is freed.
     """
 
     header: Header
@@ -272,7 +273,7 @@ class Snapshot:
                 first_layer=facts.first_layer,
                 first_kv_head=facts.first_kv_head,
             )
-            reasons += compare(of_file, facts).reasons_as_is  # restore copies bytes as they are
+            reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
             for layer in shared:
                 reasons += self._unlike(layer, held[layer])
         return [reason[:_MAX_REASON] for reason in reasons]
@@ -400,7 +401,7 @@ class Snapshot:
         )
 
     def _has_vector_scales(self, layers: Sequence[int], view: CacheView) -> bool:
-        """Whether vectors and scales of `view` can take these layers' byte for byte."""
+        """Whether `view` can take vectors and scales of these layers byte for byte."""
         return all(
             self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
             and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2

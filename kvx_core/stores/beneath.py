@@ -95,7 +95,7 @@ def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) 
         return os.open(word, FOLDER, dir_fd=parent)
     try:
         os.mkdir(word, 0o700, dir_fd=parent)
-    except FileExistsError:  # another process made it
+    except FileExistsError:  # another process has made it
         return os.open(word, FOLDER, dir_fd=parent)
     handle = os.open(word, FOLDER, dir_fd=parent)
     try:

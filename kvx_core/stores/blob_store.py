@@ -31,7 +31,7 @@ class BlobStore(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """The last words of the names, and of the folders, directly below a folder."""
+        """The names, without their path, of the files and folders directly in a folder."""
         ...
 
     def delete(self, name: str) -> None:

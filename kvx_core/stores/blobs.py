@@ -292,7 +292,7 @@ class Directory:
         Returns whether to try again.
         """
         with self._own_lock():
-            if tries > 1 and not has_helped:  # others use what was freed
+            if tries > 1 and not has_helped:  # other writers used the space
                 self._next_drop = time.monotonic() + _NO_HELP_SECONDS
             if time.monotonic() < self._next_drop:
                 return False

@@ -100,7 +100,7 @@ class Entries:
         """Deletes the file if the context raises CorruptError, so that it can be stored again.
 
         If another process has stored it again meanwhile, the new file is deleted: its tokens are
-        computed and stored once more. Errors that may pass are no CorruptError and delete nothing.
+        computed and stored once more. Temporary errors are no CorruptError and delete nothing.
         """
         try:
             yield
@@ -112,11 +112,10 @@ class Entries:
 
 
 class Carried:
-    """The coarsest precision that this process has loaded. All that it saves later counts as having
-    gone through it.
+    """The coarsest precision that this process has loaded: all that it saves later counts as such.
 
-    Loaded prefixes stay in the engine's own cache, and tokens are computed from them; nothing
-    records which tokens those are.
+    Loaded prefixes stay in the engine's own cache, and later tokens are computed from them; no
+    record says which.
     """
 
     def __init__(self) -> None:

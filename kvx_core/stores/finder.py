@@ -69,7 +69,7 @@ class Finder:
         return best
 
     def _whole_file(self, node: str, ids: Ids) -> EntryFile | None:
-        """The file of `ids` with all layers and heads, found by its name: no folder is listed."""
+        """The file of `ids` with all layers and heads, by its name, without listing a folder."""
         layers, heads = tuple(range(self.shape[0])), (0, self.shape[1])
         name = name_of(self.space, node, ids, layers, heads, self.precision)
         folder = name.rpartition("/")[0]
@@ -102,8 +102,8 @@ class Finder:
             files = [file for file in files if file not in bad]
 
     def cover(self, files: Iterable[EntryFile]) -> tuple[npt.NDArray[np.bool_], list[EntryFile]]:
-        """Which layers and heads the files hold, and a selection of files that holds the same: the
-        best ranked, then the largest.
+        """The layers and heads that the files hold, and files chosen to hold them: the best ranked
+        first, then the largest.
         """
         held = np.zeros(self.shape, np.bool_)
         chosen = []
@@ -125,8 +125,8 @@ class Finder:
         return precision.includes(self.precision)
 
     def _rank(self, precision: Precision) -> tuple[int, int]:
-        """Lower ranks are loaded first: this cache's own precision, then precisions that include
-        it, the smallest of them first, then the closest of the others.
+        """The order of loading: this cache's own precision, then precisions that include it, the
+        smallest first, then the closest of the others.
         """
         if precision == self.precision:
             return 0, 0
@@ -145,6 +145,6 @@ class Finder:
         return file
 
     def _parse(self, name: str) -> EntryFile | None:
-        """What a name says; None if it is not one of this store."""
+        """Parses a file's name; None if it is not one of this store."""
         file = parse_name(name, self.shape) if name.startswith(f"{self.space}/") else None
         return file if file is not None and 0 < file.num_tokens <= self.chunk_tokens else None

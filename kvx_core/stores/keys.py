@@ -1,4 +1,4 @@
-"""How the files of a prefix store are named, and what a name says.
+"""The names of files in a prefix store: made and parsed here.
 
     <space>/<node>/<opening>/<num_tokens>-<entry>.l<layers>.h<heads>.p<precision>.safetensors
 
@@ -36,7 +36,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """What the name of a file says."""
+    """The parts of a file's name."""
 
     name: str
     folder: str
@@ -47,34 +47,34 @@ class EntryFile:
 
     @property
     def entry(self) -> str:
-        """How all files of the entry begin, without their folder."""
+        """The start of the names of all files of the entry, without their folder."""
         return self.name[len(self.folder) + 1 :].partition(".")[0]
 
 
 def space_of(fingerprint: str, shape: tuple[int, int], salt: str, key: Key | None) -> str:
-    """What everything of one model, salt and key is below."""
+    """The folder of one model, salt and key."""
     signed = [] if key is None else [key.name]
     text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def chain(node: str, ids: Ids) -> str:
-    """The key of `ids` and everything before them; that of a full chunk is the next node."""
+    """The key of `ids` and all tokens before them; the key of a full chunk is the next node."""
     return hashlib.sha256(bytes.fromhex(node) + ids.tobytes()).hexdigest()
 
 
 def is_node(text: str) -> bool:
-    """Whether it can be what `chain` returned."""
+    """Whether it has the form of a key from `chain`."""
     return _NODE.fullmatch(text) is not None
 
 
 def entry_of(node: str, ids: Ids) -> str:
-    """How the name of a file begins."""
+    """The start of a file's name."""
     return f"{len(ids)}-{chain(node, ids)}"
 
 
 def opening_of(node: str, ids: Ids) -> str:
-    """Two digits for each of the first tokens; they differ from some token on if the tokens do."""
+    """Two digits for each of the first tokens. Each depends on all tokens up to its own."""
     data, crc, digits = ids[:_OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
     for at in range(0, len(data), ids.itemsize):
         crc = zlib.crc32(data[at : at + ids.itemsize], crc)
@@ -105,7 +105,7 @@ def name_of(
 
 
 def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:
-    """What a name says; None if it is none of a model with so many layers and heads."""
+    """Parses a name; None if it is not one of a model with so many layers and heads."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -125,7 +125,7 @@ def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:
 
 
 def common_tokens(opening: str, other: str) -> int:
-    """How many first tokens entries in the folders of two openings can share at most."""
+    """The most first tokens that entries in the folders of two openings can share."""
     count = min(len(opening), len(other)) // 2
     differs = (i for i in range(count) if opening[2 * i : 2 * i + 2] != other[2 * i : 2 * i + 2])
     return next(differs, count)

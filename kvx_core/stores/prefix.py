@@ -104,7 +104,7 @@ class PrefixStore:
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
-        fingerprint:  of what is computed: ModelRecord.fingerprint, as engines have it
+        fingerprint:  of the model as it is computed: ModelRecord.fingerprint
         num_layers:   of the model; an entry is found once it holds all of them
         total_kv_heads: of the model, in every layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
@@ -112,8 +112,8 @@ class PrefixStore:
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
-        key:          at least 32 bytes: files are signed with it, and files that are not are not
-                      found; None: nothing is signed
+        key:          at least 32 bytes: signs files, and only files signed with it are found; None:
+                      nothing is signed
         Raises InvalidArgumentError if the store has another chunk_tokens, StoreError if it is no
         store.
         """
@@ -162,9 +162,9 @@ class PrefixStore:
         return self._carried.precision
 
     def carry(self, precision: Precision) -> None:
-        """Makes all that is captured from now on count as having gone through this precision too.
+        """Makes all that is captured from now on count as at most this precise.
 
-        For a process that gets what another one has loaded: pass the other's `carried`.
+        A process that gets what another one has loaded passes the other's `carried`.
         """
         self._carried.take(precision)
 
@@ -180,7 +180,7 @@ class PrefixStore:
         )
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
-        """The key of the tokens before each chunk: for `node` of capture and missing."""
+        """The key of the tokens before each chunk: the argument `node` of capture and missing."""
         ids, step = token_ids(tokens), self.chunk_tokens
         nodes = [self._space]
         for at in range(0, len(ids) - step + 1, step):
@@ -279,7 +279,7 @@ class PrefixStore:
         *,
         node: str | None = None,
     ) -> Snapshot | None:
-        """What `capture` returns before anything has been copied: see Snapshot.reserve."""
+        """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve."""
         node, ids = self._span(tokens, start, stop, node)
         sections = [self._of_model(section) for section in sections]
         precision = self.carried
@@ -352,8 +352,7 @@ class PrefixStore:
                     with self._entries.discarding(source.name):
                         read.append(source.snapshot.read(source.layers, rest))
                     rest = rest[source.num_bytes :]
-            # All files count, also those that only other ranks load: what is computed here later
-            # depends on them too.
+            # Files that only other ranks load count too: later tokens depend on them.
             for file in map(self._finder.file, span.names):
                 if not file.precision.includes(self._precision):
                     self._carried.take(file.precision)

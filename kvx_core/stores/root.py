@@ -63,7 +63,7 @@ class Root:
                 os.close(handle)
 
     def _look_at(self, root: int) -> None:
-        """Warns if users can write here who were not given access by `group`."""
+        """Warns if users can write here to whom `group` gives no access."""
         with suppress(OSError):
             status = os.fstat(root)
             if status.st_mode & stat.S_IWOTH:
