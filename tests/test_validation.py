@@ -523,6 +523,27 @@ def migrate_dense_planes(on: Backend) -> Call:
     return call
 
 
+def migrate_own_tables(on: Backend) -> Call:
+    """Planes alone, each by a table of its own; those of the destination are one memory."""
+    call = migrate_planes(on)
+    one = filled((4, 4, 8), BF16)
+    for name in ("src", "dst"):
+        planes, indices = [], []
+        for role, block in enumerate((1, 2)):
+            tensor = one if name == "dst" else filled((4, 4, 8), BF16)
+            planes.append(Paged(tensor, ("block", "token", "dim"), role))
+            planes[-1].table, rows = table(on, [[block], [3]])
+            indices.append(rows)
+        found = [plane.to_c(on) for plane in planes]
+        call.roots |= {f"{name}_one": one, f"{name}_rows": indices[0]}
+        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].block_table = None
+        call.set(f"{name}.num_layers", 0)
+        call = replace(call, kept=(call.kept, found, planes, indices))
+    call.roots["lengths"].copy_(torch.tensor([4, 0]))
+    return call
+
+
 def migrate_slots_and_table_of_plane(on: Backend) -> Call:
     """Two ways to find a token of a plane: never valid."""
     call, other = migrate_planes(on), migrate_to_slots(on)
@@ -637,6 +658,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate_within,
         migrate_planes,
         migrate_dense_planes,
+        migrate_own_tables,
         plan_run,
         plan_run_to_slots,
         plan_run_to_dense,

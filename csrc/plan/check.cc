@@ -3,11 +3,10 @@
 #include "plan/check.h"
 
 #include <algorithm>
-#include <tuple>
-#include <vector>
 
 #include "desc/scale.h"
 #include "error.h"
+#include "plan/apart.h"
 #include "plan/violation.h"
 #include "plan/walk.h"
 
@@ -136,145 +135,6 @@ class End {
   const FieldNames &names_;
 };
 
-// Blocks of the primary and the secondary pool.
-class Blocks {
- public:
-  void add(const Place &place) {
-    if (all_.empty() || all_.back() != id_of(place)) all_.push_back(id_of(place));
-  }
-  void sort() { std::sort(all_.begin(), all_.end()); }
-  bool contain(const Place &place) const {
-    return std::binary_search(all_.begin(), all_.end(), id_of(place));
-  }
-
- private:
-  static uint64_t id_of(const Place &place) {
-    return static_cast<uint64_t>(place.block) * 2 + place.secondary;
-  }
-
-  std::vector<uint64_t> all_;
-};
-
-// Source and destination blocks of one pool must differ, as far as tokens move.
-kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
-  for (const LookupPair &lookup : plan.lookups) {
-    Blocks sources;
-    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
-                 [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-                   if (from.block >= 0 && to.block >= 0) sources.add(from);
-                   return KVX_STATUS_OK;
-                 }));
-    sources.sort();
-    KVX_TRY(walk(plan, lookup, 0, 0, tokens,
-                 [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
-                   const bool written = to.block >= 0 && (from.block >= 0 || plan.zero_fill);
-                   if (!written || !sources.contain(to)) return KVX_STATUS_OK;
-                   return KVX_INVALID(
-                       "block %lld is a destination of row %llu and a source in the same pool, "
-                       "expected disjoint blocks (spec E.3)",
-                       static_cast<ll>(to.block), static_cast<ull>(row));
-                 }));
-  }
-  return KVX_STATUS_OK;
-}
-
-// Memory that a call reads or writes: a block of a plane, or an array of indices.
-struct Piece {
-  uintptr_t begin, end;
-  size_t pair;  // whose block it is
-  bool written;
-  bool anywhere;  // a block that a table names by its address
-
-  bool operator<(const Piece &other) const {
-    return std::tie(begin, end, pair, written, anywhere) <
-           std::tie(other.begin, other.end, other.pair, other.written, other.anywhere);
-  }
-  bool operator==(const Piece &other) const { return !(*this < other) && !(other < *this); }
-};
-
-class Pieces {
- public:
-  void add(const Ints &ints, uint64_t count) {
-    if (ints.data && count)
-      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false,
-          false);
-  }
-
-  // The block of a plane, as far as the heads of the pair reach.
-  void add(const PlanePair &pair, const Plane &plane, Place place, const Lookup &lookup,
-           size_t number, bool written) {
-    place.offset = 0;
-    const int64_t dim = pair.convert ? units_of(plane.dtype, pair.head_dim) : pair.head_dim;
-    const int64_t packs = (dim - 1) / plane.pack;
-    const int64_t last = (int64_t{lookup.block_size} - 1) * plane.token_stride +
-                         (int64_t{pair.num_heads} - 1) * plane.head_stride +
-                         packs * plane.outer_stride +
-                         (std::min<int64_t>(dim, plane.pack) - 1) * plane.inner_stride;
-    add(address_of(plane, place), static_cast<uint64_t>(last + size_of(plane.dtype)), number,
-        written, lookup.planes_per_entry != 0);
-  }
-
-  kvx_status_t check() {
-    std::sort(all_.begin(), all_.end());
-    all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
-    uintptr_t ends[2][2] = {};  // where the furthest so far ends: [written][anywhere]
-    for (const Piece &piece : all_) {
-      for (const bool written : {false, true}) {
-        for (const bool anywhere : {false, true}) {
-          // Blocks that have ids have been compared by their tensors.
-          if (piece.begin < ends[written][anywhere] && (piece.written || written) &&
-              (piece.anywhere || anywhere)) {
-            return fail_piece(piece);
-          }
-        }
-      }
-      uintptr_t &furthest = ends[piece.written][piece.anywhere];
-      furthest = std::max(furthest, piece.end);
-    }
-    return KVX_STATUS_OK;
-  }
-
- private:
-  [[gnu::cold]] static kvx_status_t fail_piece(const Piece &piece) {
-    return KVX_INVALID(
-        "the bytes at %p are those of a block that the call writes, and of another block or "
-        "an array of indices; expected them apart (spec E.12)",
-        reinterpret_cast<const void *>(piece.begin));
-  }
-
-  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written, bool anywhere) {
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const Piece piece{begin, begin + bytes, pair, written, anywhere};
-    if (all_.empty() || !(all_.back() == piece)) all_.push_back(piece);
-  }
-
-  std::vector<Piece> all_;
-};
-
-// Where blocks lie anywhere, those that are written lie apart from all else that the call accesses.
-[[gnu::noinline]] kvx_status_t check_apart(const Plan &plan, uint64_t tokens) {
-  Pieces pieces;
-  for (const LookupPair &lookup : plan.lookups) {
-    for (const Lookup *a : {&lookup.src, &lookup.dst}) {
-      pieces.add(a->indices, a->indices_count);
-      pieces.add(a->indptr, uint64_t{a->num_rows} + 1);
-      pieces.add(a->starts, plan.rows.count);
-    }
-  }
-  pieces.add(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len);
-  for (size_t i = 0; i < plan.pairs.size(); ++i) {
-    const PlanePair &pair = plan.pairs[i];
-    const LookupPair &lookup = plan.lookups[pair.lookup];
-    walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
-      if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
-      pieces.add(pair, pair.dst, to, lookup.dst, i, true);
-      if (from.block >= 0) pieces.add(pair, pair.src, from, lookup.src, i, false);
-      return KVX_STATUS_OK;
-    });
-  }
-  return pieces.check();
-}
-
 // The scales of `count` tokens from `place` on.
 kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &place, uint64_t count,
                              const FieldNames &names) {
@@ -333,10 +193,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].src));
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
-  if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, *tokens));
-  bool any_anywhere = false;
-  for (const LookupPair &lookup : plan.lookups) any_anywhere |= lookup.differs_by_plane();
-  if (any_anywhere) KVX_TRY(check_apart(plan, *tokens));
+  KVX_TRY(check_blocks_apart(plan, *tokens));
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

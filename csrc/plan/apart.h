@@ -1,0 +1,14 @@
+// Memory that must stay apart, as far as only indices show it: blocks that a call reads from blocks
+// that it writes.
+#pragma once
+
+#include "plan/plan.h"
+
+namespace kvx {
+
+// INVALID_ARGUMENT if a block is read and written within one pool [E.3], if a block that a table
+// names by its address meets another one [E.12], or if planes with lookups of their own meet
+// [E.11]. For indices that have been checked.
+kvx_status_t check_blocks_apart(const Plan &plan, uint64_t tokens);
+
+}  // namespace kvx
