@@ -32,12 +32,11 @@ from kvx_core.plan import Plan, PlanInfo
 from kvx_core.planes import Plane
 from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.scales import ScaleDesc
-from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import (
     Axis,
-    BlockTableFormat,
     DType,
     Layout,
     Memory,

@@ -27,8 +27,18 @@ from kvx_core.tensors import (
     require_array_in_place,
     torch_owners,
 )
-from kvx_core.types import BlockTableFormat, DType, Memory
+from kvx_core.types import DType, Memory, Named
 from kvx_core.words import address, fix, int64, integer, listed, many
+
+
+class BlockTableFormat(Named):
+    """How a sequence's tokens are found in a cache. Spec: 5.1"""
+
+    INVALID = 0
+    PACKED = 1
+    RAGGED = 2
+    KV_OFFSETS = 3
+    POINTERS = 4
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -13,7 +13,6 @@ from kvx_core.formats import DType
 from kvx_core.words import wrong
 
 __all__ = [
-    "BlockTableFormat",
     "DType",
     "Layout",
     "Memory",
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 
-class _Named(IntEnum):
+class Named(IntEnum):
     """An enum whose members may be given by their names."""
 
     @classmethod
@@ -48,7 +47,7 @@ class _Named(IntEnum):
 _NO_MEMBERS = ("INVALID", "UNKNOWN")
 
 
-class Layout(_Named):
+class Layout(Named):
     """Order of a cache tensor's axes; strides are free. Spec: 4.2"""
 
     INVALID = 0
@@ -58,7 +57,7 @@ class Layout(_Named):
     BLOCK_CUSTOM = 15
 
 
-class Axis(_Named):
+class Axis(Named):
     """What the index along an axis of a plane counts. Spec: E.11"""
 
     BLOCK = 0
@@ -67,7 +66,7 @@ class Axis(_Named):
     DIM = 3
 
 
-class Role(_Named):
+class Role(Named):
     """What a plane of a layer holds. Spec: E.11"""
 
     K = 0
@@ -81,7 +80,7 @@ class Role(_Named):
     STATE = 8
 
 
-class Memory(_Named):
+class Memory(Named):
     """Where a buffer lives. Spec: 4.3"""
 
     UNKNOWN = 0
@@ -90,7 +89,7 @@ class Memory(_Named):
     UNIFIED = 3
 
 
-class Transfer(_Named):
+class Transfer(Named):
     """How a call that runs on a device moves bytes; other calls ignore it. Spec: E.2"""
 
     KERNEL = 0  # as fast as the device can
@@ -98,17 +97,7 @@ class Transfer(_Named):
     COPY_ENGINE = 4  # on none; for same bytes at both ends, with indices in HOST memory
 
 
-class BlockTableFormat(_Named):
-    """How a sequence's tokens are found in a cache. Spec: 5.1"""
-
-    INVALID = 0
-    PACKED = 1
-    RAGGED = 2
-    KV_OFFSETS = 3
-    POINTERS = 4
-
-
-class ScaleGranularity(_Named):
+class ScaleGranularity(Named):
     """What one scale covers: value = stored * scale. Spec: 6.6"""
 
     NONE = 0

@@ -20,10 +20,10 @@ from kvx_core.lookup import find_tokens
 from kvx_core.migrate import copy_tokens, rows_per_sequence
 from kvx_core.reorder import dims_in_order, reordered
 from kvx_core.scales import ScaleDesc
-from kvx_core.tables import SeqLens
+from kvx_core.tables import BlockTableFormat, SeqLens
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike, row_major
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory
+from kvx_core.types import DType, Layout, Memory
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import integer, wrong
 

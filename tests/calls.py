@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvx_core import CacheDesc, CacheSpan, ScaleDesc, SeqLens, _abi
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, Transfer
+from kvx_core.tables import BlockTableFormat
+from kvx_core.types import DType, Layout, Memory, Transfer
 from tests import native
 from tests.caches import Cache
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots

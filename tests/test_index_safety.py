@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
+from kvx_core.tables import BlockTableFormat
+from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from tests import reference
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import CPU, Backend, View

@@ -59,12 +59,10 @@ class End {
     for (uint64_t row = 0; row < rows_.count; ++row) {
       RowLookup<uint64_t> at{};
       uint64_t count, first, last;
-      uint32_t offset;
       const Fault fault = row_fault(rows_, a, row, &at, &count);
       if (fault != Fault::kNone) return fail_row(fault, row, at);
       if (count == 0 || a.mode == LookupMode::kDense) continue;
-      entry_of(a, at, 0, 0, &first, &offset);
-      entry_of(a, at, count - 1, 0, &last, &offset);
+      entries_of_row(a, at, count, &first, &last);
       KVX_TRY(check_entries(first, last - first + 1));
     }
     return KVX_STATUS_OK;

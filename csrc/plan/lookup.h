@@ -1,7 +1,7 @@
 // From a row and a token of it to a block and an offset: dense ends, slots, block tables,
 // KVCacheIndex. The only decoder: the data checks (check.cc), the CPU (walk.h), the kernels
 // (cuda/lookup.cuh) and Python (kvx_find_tokens) ask it. What a mode means stands in the four
-// functions that look at `mode`: read_row, entry_of, place_of and limit_of.
+// functions that look at `mode`, from mode_of to share_entries.
 //
 // The arrays are the caller's and may change at any time: a number that is used is read once, and
 // found in range as it was read.
@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "hd.h"
+#include "kvx/kvx_abi.h"
 
 namespace kvx {
 
@@ -106,6 +107,21 @@ KVX_HD uint64_t entries_of(uint64_t tokens, uint32_t tokens_per_entry) {
   return divide(tokens, tokens_per_entry).quotient;
 }
 
+// ---- a table
+
+inline LookupMode mode_of(kvx_block_table_format_t format) {
+  switch (format) {
+    case KVX_BLOCK_TABLE_RAGGED:
+      return LookupMode::kRagged;
+    case KVX_BLOCK_TABLE_KV_OFFSETS:
+      return LookupMode::kKvOffsets;
+    case KVX_BLOCK_TABLE_POINTERS:
+      return LookupMode::kPointers;
+    default:
+      return LookupMode::kPacked;
+  }
+}
+
 // ---- a row
 
 // One row of a lookup. Count is uint64_t on the host and uint32_t in kernels.
@@ -172,6 +188,21 @@ KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t toke
   *entry += a.mode == LookupMode::kRagged ? position : in.quotient;
   *offset = in.remainder;
   return true;
+}
+
+// The entries that `count` tokens of a row are found by, one at least, and maybe others of the row.
+template <class Count>
+KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_t count,
+                           uint64_t *first, uint64_t *last) {
+  uint32_t offset;
+  entry_of(a, row, 0, 0, first, &offset);
+  entry_of(a, row, count - 1, 0, last, &offset);
+}
+
+// Positions that a row has, for sentences.
+template <class Count>
+KVX_HD uint64_t held_by(const Lookup &, const RowLookup<Count> &row) {
+  return row.capacity;
 }
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool

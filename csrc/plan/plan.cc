@@ -194,24 +194,15 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
   a->max_blocks_per_seq = table.max_blocks_per_seq;
   a->indices = ints(table.indices, table.index_dtype);
   a->indices_count = table.indices_count;
-  switch (table.format) {
-    case KVX_BLOCK_TABLE_PACKED:
-      a->mode = LookupMode::kPacked;
-      break;
-    case KVX_BLOCK_TABLE_RAGGED:
-      a->mode = LookupMode::kRagged;
-      a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
-      a->num_rows = table.seq_count;
-      a->indptr = ints(table.indptr, table.indptr_dtype);
-      break;
-    case KVX_BLOCK_TABLE_POINTERS:
-      a->mode = LookupMode::kPointers;
-      a->planes_per_entry = 1;
-      if (table.indices_count)
-        a->planes_per_entry = table.indices_count / table.seq_count / table.max_blocks_per_seq;
-      break;
-    default:
-      a->mode = LookupMode::kKvOffsets;
+  a->mode = mode_of(table.format);
+  if (a->mode == LookupMode::kRagged) {
+    a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
+    a->num_rows = table.seq_count;
+    a->indptr = ints(table.indptr, table.indptr_dtype);
+  } else if (a->mode == LookupMode::kPointers) {
+    a->planes_per_entry = 1;
+    if (table.indices_count)
+      a->planes_per_entry = table.indices_count / table.seq_count / table.max_blocks_per_seq;
   }
 }
 

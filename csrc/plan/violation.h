@@ -56,8 +56,8 @@ KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t ro
   found->fault = fault;
   found->row = found->index = row;
   const uint64_t tokens = a.tokens_per_entry ? a.tokens_per_entry : 1;
-  found->first = at.start * tokens;
-  found->limit = at.capacity * tokens;
+  found->first = a.starts.data && fault == Fault::kCapacity ? a.starts[row] : at.start * tokens;
+  found->limit = held_by(a, at) * tokens;
   found->count = rows.cut(length) * tokens;
   if (fault == Fault::kExact) found->count = at.start + static_cast<uint64_t>(length);
   if (fault == Fault::kStart) found->value = a.starts[row], found->limit = tokens;

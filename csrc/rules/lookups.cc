@@ -3,25 +3,11 @@
 #include "desc/span.h"
 #include "error.h"
 #include "rules/apart.h"
+#include "rules/table.h"
 #include "rules/validate.h"
 
 namespace kvx {
 namespace {
-
-const char *format_name(kvx_block_table_format_t format) {
-  switch (format) {
-    case KVX_BLOCK_TABLE_PACKED:
-      return "PACKED";
-    case KVX_BLOCK_TABLE_RAGGED:
-      return "RAGGED";
-    case KVX_BLOCK_TABLE_KV_OFFSETS:
-      return "KV_OFFSETS";
-    case KVX_BLOCK_TABLE_POINTERS:
-      return "POINTERS";
-    default:
-      return "no format";
-  }
-}
 
 kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_span_t *span) {
   const kvx_block_table_t *const table = span->block_table;
@@ -40,7 +26,7 @@ kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_span_
     return KVX_INVALID(
         "lookups.%s.block_table.format is %d, expected %s (%d), as the plan was made with "
         "(spec E.13)",
-        name, lookup.block_table->format, format_name(table->format), table->format);
+        name, lookup.block_table->format, name_of(table->format), table->format);
   }
   if (lookup.block_table) span->block_table = lookup.block_table;
   if (lookup.slots) span->slots = lookup.slots;

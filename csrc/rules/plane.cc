@@ -48,7 +48,7 @@ kvx_status_t check_entries(const Path &path, const kvx_span_t &span, const kvx_p
   const bool is_own = plane.block_table || plane.slots;
   const kvx_block_table_t *const table = is_own ? plane.block_table : span.block_table;
   const bool names_tokens = is_own ? plane.slots != nullptr : span.slots != nullptr;
-  if (!names_tokens && (!table || table->format == KVX_BLOCK_TABLE_PACKED)) return KVX_STATUS_OK;
+  if (!names_tokens && (!table || table->format != KVX_BLOCK_TABLE_RAGGED)) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.tokens_per_entry is %u, but %s name tokens one by one; give the plane a PACKED table of "
       "its own (spec E.11)",
@@ -192,12 +192,11 @@ kvx_status_t check_lookup(const Path &path, const Path &span_path, const kvx_spa
   if (plane.block_table) {
     const Path table{&path, "block_table"};
     KVX_TRY(check_table(table, *plane.block_table));
-    if (plane.block_table->format == KVX_BLOCK_TABLE_PACKED ||
-        plane.block_table->format == KVX_BLOCK_TABLE_RAGGED) {
+    if (!is_kv_offsets(*plane.block_table) && !is_pointers(*plane.block_table))
       return KVX_STATUS_OK;
-    }
-    return KVX_INVALID("%s.format is %d, expected PACKED (1) or RAGGED (2) for a plane (spec E.11)",
-                       KVX_AT(table), plane.block_table->format);
+    return KVX_INVALID(
+        "%s.format is %s, expected block ids, such as PACKED, for a plane (spec E.11)",
+        KVX_AT(table), name_of(plane.block_table->format));
   }
   if (is_kv_offsets(span)) {
     return KVX_INVALID(

@@ -1,11 +1,19 @@
 #include "rules/table.h"
 
+#include <iterator>
+
 #include "desc/span.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 
 namespace kvx {
 namespace {
+
+constexpr const char *kTableFormats[] = {nullptr, "PACKED", "RAGGED", "KV_OFFSETS", "POINTERS"};
+
+bool is_format(kvx_block_table_format_t format) {
+  return format > KVX_BLOCK_TABLE_INVALID && static_cast<size_t>(format) < std::size(kTableFormats);
+}
 
 kvx_status_t check_index_type(const Path &path, const char *field, kvx_dtype_t dtype,
                               const char *section) {
@@ -35,7 +43,7 @@ kvx_status_t check_ragged(const Path &path, const kvx_block_table_t &table) {
   return check_array(path, "indptr", table.indptr, table.indptr_dtype);
 }
 
-// PACKED and KV_OFFSETS: a rectangle of indices.
+// A rectangle of indices.
 kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
   if (table.seq_count) KVX_TRY(check_nonzero(path, "max_blocks_per_seq", table.max_blocks_per_seq));
   KVX_TRY(check_count(path, "indptr_count", table.indptr_count, 0, "none"));
@@ -57,11 +65,15 @@ kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
 
 }  // namespace
 
+const char *name_of(kvx_block_table_format_t format) {
+  return is_format(format) ? kTableFormats[format] : "no format";
+}
+
 kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   KVX_TRY(check_struct(path, &table));
   const bool offsets = is_kv_offsets(table), ragged = table.format == KVX_BLOCK_TABLE_RAGGED;
   const bool pointers = is_pointers(table);
-  if (!offsets && !ragged && !pointers && table.format != KVX_BLOCK_TABLE_PACKED) {
+  if (!is_format(table.format)) {
     return KVX_INVALID(
         "%s.format is %d, expected PACKED (1), RAGGED (2), KV_OFFSETS (3) or POINTERS (4) "
         "(spec 5.1)",

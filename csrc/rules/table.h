@@ -6,6 +6,9 @@
 
 namespace kvx {
 
+// "PACKED"; "no format" for a number that is none.
+const char *name_of(kvx_block_table_format_t format);
+
 kvx_status_t check_table(const Path &path, const kvx_block_table_t &table);
 // A POINTERS table, which has passed check_table(), of layers that have passed check_cache().
 kvx_status_t check_pointers(const Path &path, const kvx_block_table_t &table,

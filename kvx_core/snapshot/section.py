@@ -13,9 +13,9 @@ from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedEr
 from kvx_core.lookup import find_tokens
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales, scales_of
-from kvx_core.tables import BlockTable, SeqLens
+from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens
 from kvx_core.tensors import is_torch, read_array
-from kvx_core.types import BlockTableFormat, DType, Memory
+from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
 
 

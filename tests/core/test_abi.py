@@ -13,7 +13,8 @@ import pytest
 
 from kvx_core import InternalError, InvalidArgumentError, Status, _abi, _abi_plan
 from kvx_core.errors import BY_STATUS
-from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
+from kvx_core.tables import BlockTableFormat
+from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 
 REPOSITORY = Path(__file__).parents[2]
 CXX = os.environ.get("CXX", "g++")
