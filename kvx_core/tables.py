@@ -39,6 +39,7 @@ class BlockTableFormat(Named):
     RAGGED = 2
     KV_OFFSETS = 3
     POINTERS = 4
+    RING = 5
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -113,6 +114,19 @@ class BlockTable:
             memory=table.memory,
             owner=table.owner,
         )
+
+    @classmethod
+    def ring(cls, indices: TensorLike | Sequence[Sequence[int]]) -> Self:
+        """Block ids of rings, one row per sequence: token t is in number t // block_size % blocks.
+
+        A ring keeps the last max_blocks_per_seq * block_size tokens of its sequence, as a sliding
+        window does; a call moves as many of a sequence at most.
+
+        indices: as for `packed`, but every row has all blocks of its ring
+        Raises InvalidArgumentError, UnsupportedError.
+        Spec: E.16
+        """
+        return replace(cls.packed(indices), format=BlockTableFormat.RING)
 
     @classmethod
     def ragged(

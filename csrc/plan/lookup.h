@@ -30,7 +30,7 @@ struct Ints {
   }
 };
 
-enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers };
+enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers, kRing };
 
 // How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
 struct Lookup {
@@ -117,6 +117,8 @@ inline LookupMode mode_of(kvx_block_table_format_t format) {
       return LookupMode::kKvOffsets;
     case KVX_BLOCK_TABLE_POINTERS:
       return LookupMode::kPointers;
+    case KVX_BLOCK_TABLE_RING:
+      return LookupMode::kRing;
     default:
       return LookupMode::kPacked;
   }
@@ -164,6 +166,12 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
     if (at.remainder) return *found = {}, Fault::kStart;
     found->start = static_cast<Count>(at.quotient);
   }
+  if (a.mode == LookupMode::kRing &&
+      capacity) {  // positions are counted from the round that token 0 is in
+    found->start = static_cast<Count>(found->start % static_cast<Count>(capacity));
+    capacity += found->start;
+    if (capacity > static_cast<Count>(-1)) capacity = static_cast<Count>(-1);
+  }
   found->capacity = static_cast<Count>(capacity);
   found->entry = static_cast<Count>(entry);
   return Fault::kNone;
@@ -185,7 +193,9 @@ KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t toke
   *offset = static_cast<uint32_t>(position);
   if (a.mode == LookupMode::kDense) return true;
   const Division in = divide(position, a.block_size);
-  *entry += a.mode == LookupMode::kRagged ? position : in.quotient;
+  uint64_t block = in.quotient;
+  if (a.mode == LookupMode::kRing && block >= a.max_blocks_per_seq) block -= a.max_blocks_per_seq;
+  *entry += a.mode == LookupMode::kRagged ? position : block;
   *offset = in.remainder;
   return true;
 }
@@ -197,12 +207,17 @@ KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_
   uint32_t offset;
   entry_of(a, row, 0, 0, first, &offset);
   entry_of(a, row, count - 1, 0, last, &offset);
+  if (a.mode == LookupMode::kRing &&
+      row.start + count > uint64_t{a.max_blocks_per_seq} * a.block_size) {
+    *first = row.entry;
+    *last = row.entry + a.max_blocks_per_seq - 1;
+  }
 }
 
 // Positions that a row has, for sentences.
 template <class Count>
-KVX_HD uint64_t held_by(const Lookup &, const RowLookup<Count> &row) {
-  return row.capacity;
+KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
+  return a.mode == LookupMode::kRing ? row.capacity - row.start : row.capacity;
 }
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
@@ -223,8 +238,9 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
       return Fault::kNone;
     }
     case LookupMode::kPacked:
+    case LookupMode::kRing:
     case LookupMode::kRagged: {
-      const uint32_t run = a.mode == LookupMode::kPacked ? a.block_size - offset : 1;
+      const uint32_t run = a.mode == LookupMode::kRagged ? 1 : a.block_size - offset;
       *place = {-1, offset, run, false};
       if (entry < 0 || entry == a.null_block) return Fault::kNone;
       if (static_cast<uint64_t>(entry) >= a.num_blocks) return Fault::kBlock;

@@ -9,7 +9,8 @@
 namespace kvx {
 namespace {
 
-constexpr const char *kTableFormats[] = {nullptr, "PACKED", "RAGGED", "KV_OFFSETS", "POINTERS"};
+constexpr const char *kTableFormats[] = {nullptr,      "PACKED",   "RAGGED",
+                                         "KV_OFFSETS", "POINTERS", "RING"};
 
 bool is_format(kvx_block_table_format_t format) {
   return format > KVX_BLOCK_TABLE_INVALID && static_cast<size_t>(format) < std::size(kTableFormats);
@@ -75,8 +76,8 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
   const bool pointers = is_pointers(table);
   if (!is_format(table.format)) {
     return KVX_INVALID(
-        "%s.format is %d, expected PACKED (1), RAGGED (2), KV_OFFSETS (3) or POINTERS (4) "
-        "(spec 5.1)",
+        "%s.format is %d, expected PACKED (1), RAGGED (2), KV_OFFSETS (3), POINTERS (4) or "
+        "RING (5) (spec 5.1)",
         KVX_AT(path), table.format);
   }
   if (pointers && table.index_dtype != KVX_DTYPE_U64) {

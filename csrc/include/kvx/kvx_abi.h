@@ -89,9 +89,12 @@ typedef enum kvx_block_table_format_t {
   KVX_BLOCK_TABLE_PACKED = 1,     /* [seq_count, max_blocks_per_seq] block ids */
   KVX_BLOCK_TABLE_RAGGED = 2,     /* one block id per token, split into sequences by indptr */
   KVX_BLOCK_TABLE_KV_OFFSETS = 3, /* [seq_count, beam_width, 2, max_blocks_per_seq] KVCacheIndex */
-  KVX_BLOCK_TABLE_POINTERS = 4    /* [seq_count, max_blocks_per_seq, planes] addresses, U64: where
+  KVX_BLOCK_TABLE_POINTERS = 4,   /* [seq_count, max_blocks_per_seq, planes] addresses, U64: where
                                      a block begins in K of layer 0, V of layer 0, K of layer 1, ...
                                      (K alone without V). Spec: E.12; since 1.5 */
+  KVX_BLOCK_TABLE_RING = 5        /* [seq_count, max_blocks_per_seq] block ids, of which token t is
+                                     in number t / block_size % max_blocks_per_seq: a sequence's
+                                     last tokens alone. Spec: E.16; since 1.5 */
 } kvx_block_table_format_t;
 
 typedef enum kvx_block_table_flags_t {
