@@ -55,7 +55,7 @@ kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
     for (size_t i = 0; i < count; ++i) {
       const auto &[name, tensor] = tensors[i];
       const bool on_host = tensor->memory == KVX_MEMORY_HOST;
-      // Copy engines reach all host memory, unless to fill it.
+      // Copy engines can copy all host memory, but not fill it.
       if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
       const Extent extent = extent_of(*tensor);
       KVX_TRY(cuda::check_reachable(name, ".data", extent.begin));

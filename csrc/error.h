@@ -1,4 +1,4 @@
-// The sentence behind a failing status: one per thread, read by kvx_last_error().
+// The sentence for a failing status: one per thread, read by kvx_last_error().
 #pragma once
 
 #include "kvx/kvx_abi.h"

@@ -1,4 +1,4 @@
-// Functions that every backend shares: compiled for the host and, by nvcc, for the device.
+// Marks functions that every backend shares: compiled for the host and, by nvcc, for the device.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -7,7 +7,7 @@
 #define KVX_HD inline __attribute__((always_inline))
 #endif
 
-// Before a loop that kernels do not unroll: it is long, or rare.
+// Put before a loop that kernels do not unroll because it is long, or rare.
 #if defined(__CUDA_ARCH__)
 #define KVX_LOOP _Pragma("unroll 1")
 #else

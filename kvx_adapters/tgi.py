@@ -1,10 +1,10 @@
 """TGI (text-generation-inference): its paged caches as KVX views. Imports nothing of TGI.
 
 KVCache.__init__ chooses axes and sizes by two globals, ATTENTION and SYSTEM, and by the kind of
-device; one shape can have several meanings. So a descriptor is derived from what TGI says
-(CacheSpec) and then checked against the tensors. What does not agree, or is not in the table
-_FLAVOURS, is refused. A host copy of a cache in XPU or HPU memory is described like the cache
-itself.
+device; one shape can have several meanings. So a descriptor is derived from TGI's settings
+(CacheSpec) and then checked against the tensors. Tensors that disagree, and settings that are not
+in the table _FLAVOURS, are refused. A host copy of a cache in XPU or HPU memory is described like
+the cache itself.
 
 Block tables serve to read whole sequences. With shared prefixes or cyclic windows, use slots: see
 `request_slots` and `slot_mapping`.
@@ -36,7 +36,7 @@ from kvx_core import (
     describe,
 )
 
-# TGI gives this block to no request: health checks and the padding of CUDA graphs (slot 0) use it.
+# TGI reserves this block: health checks and the padding of CUDA graphs (slot 0) write to it.
 # Source: TGI 3.3.7 backends/v3/src/block_allocator.rs, SimpleAllocator::new; radix.rs,
 # RadixAllocator::new; server models/flash_causal_lm.py, FlashCausalLM.forward
 RESERVED_BLOCK_ID = 0
@@ -132,7 +132,7 @@ class KVScales(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """What TGI says about its caches, in TGI's own words.
+    """TGI's settings of its caches, under TGI's names.
 
     Raises UnsupportedError for unknown caches, InvalidArgumentError for a head_dim that x does not
     divide.
@@ -330,7 +330,7 @@ def slot_mapping(
 def without_negative_slots(
     key: Tensor, value: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of a write that KVCache.store may get: there negative slots write elsewhere.
+    """Drops the tokens with negative slots, for which KVCache.store would write elsewhere.
 
     key, value: (>= num_tokens, num_kv_heads, head_dim), any strides; drops tokens past num_tokens
     slots:      (num_tokens,), int64. Waits for a device
@@ -409,7 +409,7 @@ def cache_facts(
 ) -> CacheFacts:
     """The facts of one rank's cache. The caller gives those that depend on the model.
 
-    fingerprint:   of what is computed, see kvx_core.ModelRecord
+    fingerprint:   of the model as it is computed, see kvx_core.ModelRecord
     rotary:        "half" for PositionRotaryEmbedding; "interleaved" for CohereRotary and GPTJRotary
     rotary_dim:    0 for "none"
     window:        sliding window of the model, 0 for full attention

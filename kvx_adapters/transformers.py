@@ -3,7 +3,7 @@
 A layer's keys and values are two tensors (batch, num_kv_heads, num_tokens, head_dim), K stored
 after the rotation. That is a paged cache with one block per sequence: num_blocks is the batch,
 block_size the number of tokens, and a batch padded on the left starts each sequence inside its
-block. Sliding-window, quantised and linear-attention layers keep something else and are refused.
+block. Sliding-window, quantised and linear-attention layers hold other data and are refused.
 
 DynamicCache makes new tensors in every forward pass, so a view is valid until the next one: after
 that migrate and verify refuse it.
@@ -43,7 +43,7 @@ from kvx_core.rope import Rope, as_applied, standard_rope
 # Layers that hold the keys and values of every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
 _LAYERS = ("DynamicLayer", "StaticLayer")
-# Fields of a loaded config that say how the model is called, not what it computes.
+# Fields of a loaded config that change how the model is called, not what it computes.
 _CALLING = (
     "architectures",
     "attn_implementation",
@@ -84,7 +84,7 @@ def cache_desc(layer: Any) -> CacheDesc:
 
 
 def slot_mapping(attention_mask: Tensor) -> SlotMapping:
-    """Where each real token of a padded batch goes, the sequences one after the other.
+    """The slot of each real token of a padded batch, the sequences one after the other.
 
     attention_mask: (batch, num_tokens) as the cache is, 1 for tokens and 0 for padding
     """
@@ -117,8 +117,8 @@ def starts(attention_mask: Tensor) -> SeqLens:
 def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     """All layers of a DynamicCache or StaticCache, zero-copy.
 
-    cache: as it is now. The next forward pass of a DynamicCache moves it elsewhere; migrate and
-           verify refuse the view then, as they do after a crop or a reordering
+    cache: described as it is now. The next forward pass of a DynamicCache makes new tensors, as a
+           crop or a reordering does; migrate and verify then refuse the view
     facts: see `cache_facts`
     Raises UnsupportedError, InvalidArgumentError.
     """
@@ -141,7 +141,7 @@ def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
     """The facts of a transformers model's cache; None where they are not known.
 
     model:       a PreTrainedModel with a decoder, on one device. Its rotary embedding is run once
-    fingerprint: of what is computed, see `model_record`
+    fingerprint: of the model as it is computed, see `model_record`
     """
     config = model.config.get_text_config(decoder=True)
     rotary, rotary_dim = _rotary(model)
@@ -170,14 +170,14 @@ def model_record(
     files: str | None = None,
     num_tokens: int | None = None,
 ) -> ModelRecord:
-    """What a model loaded from a directory computes, with the config that it has now.
+    """The ModelRecord of a model loaded from a directory, with the config that it has now.
 
     model:      a PreTrainedModel whose weights are those of the files
     directory:  the model's files
     files:      the caller's own name for them; None: model_files_digest(directory)
     num_tokens: of the longest sequence, computed in one forward pass. Needed for rotary types that
                 depend on it: longrope, dynamic
-    Raises UnsupportedError for what files and config do not show, such as adapters;
+    Raises UnsupportedError for changes that files and config do not show, such as adapters;
     InvalidArgumentError.
     """
     if getattr(model, "peft_config", None):

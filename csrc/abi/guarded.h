@@ -1,4 +1,4 @@
-// What every exported function runs in.
+// Wraps every exported function.
 #pragma once
 
 #include <exception>
@@ -8,7 +8,7 @@
 
 namespace kvx {
 
-// No exception leaves the library; it is memory that runs out, before the first write.
+// No exception leaves the library. The only one is out of memory, before the first write.
 template <class Call>
 kvx_status_t guarded(Call call) {
   const backend::StandardFloats standard;

@@ -36,8 +36,8 @@ bool has_data(const kvx_scale_desc_t *const *scales, uint32_t num_layers) {
   return false;
 }
 
-// Whether pairs of planes depend on data: a scale of one number is looked at when they are planned.
-// Planes may have lookups of their own.
+// Whether each call must plan anew: planning reads scales of one number, and planes may have
+// lookups of their own.
 bool must_plan_anew(const kvx_migrate_desc_t &migrate) {
   for (const kvx_span_t *span : {migrate.src, migrate.dst}) {
     if (span->num_planes || has_data(span->k_scales, span->num_layers) ||
@@ -60,7 +60,7 @@ kvx_status_t create(const kvx_migrate_desc_t *given, kvx_plan_t **made) {
   return KVX_STATUS_OK;
 }
 
-// Calls visit with the plan that has these lookups.
+// Calls visit with the plan for these lookups.
 template <class Visit>
 kvx_status_t with_lookups(const kvx_plan_t *kept, const kvx_plan_lookups_t *lookups, Visit visit) {
   if (!kept) return KVX_INVALID("plan is NULL");
@@ -77,7 +77,7 @@ kvx_status_t with_lookups(const kvx_plan_t *kept, const kvx_plan_lookups_t *look
   return visit(plan);
 }
 
-// What `size` of a struct that is filled has to be.
+// Checks `size` of a struct that the call fills.
 template <class T>
 kvx_status_t check_room(const Path &path, const T *room) {
   if (!room) return KVX_INVALID("%s is NULL", KVX_AT(path));
@@ -86,7 +86,7 @@ kvx_status_t check_room(const Path &path, const T *room) {
                      sizeof *room);
 }
 
-// Whether a device's plan can be looked at by the host: it reads its indices, and no scale.
+// Whether the host can count a device's plan: it can read the indices, and no scale is needed.
 bool is_countable(const Plan &plan, bool on_device) {
   if (!on_device) return true;
   for (const PlanePair &pair : plan.pairs)

@@ -1,4 +1,4 @@
-// A migration between its validation and its run: where its tensors lie, and its plan.
+// A migration between its validation and its run: its tensors' memory, and its plan.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace kvx {
 
-// What the caller gave, in structs of this version.
+// The caller's arguments, in structs of this version.
 class Grown {
  public:
   explicit Grown(const kvx_migrate_desc_t *given);

@@ -11,14 +11,14 @@ namespace kvx::cpu {
 namespace {
 
 constexpr int64_t kStageBytes = 32 << 10;
-constexpr uint64_t kManyElements = 8192;  // of one scale: converting them repays tables for it
+constexpr uint64_t kManyElements = 8192;  // of one scale: from here on, tables for it pay off
 constexpr int64_t kPiece = 256;  // numbers in a stage of floats; a multiple of every unit's
 
 #define KVX_ROW(name, codec, kind, numbers, ...) static_assert(kPiece % numbers == 0);
 KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
 
-// Scales that differ within a block.
+// Whether scales differ within a block.
 bool varies(const Scales &scales) {
   return scales.data && (scales.token_stride || scales.head_stride);
 }
@@ -126,7 +126,7 @@ void Converter::convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, in
     Copier(dst_stage, pair_.dst, heads, dst_units_, streaming_)(dst, out, {dst, out}, tokens);
 }
 
-// One call per vector, or per token, or for all, as far as vectors follow each other and share
+// Makes one call per vector, per token or for all, as far as vectors follow each other and share
 // scales.
 void Converter::convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                              int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,

@@ -1,4 +1,4 @@
-// Converts runs of tokens from one format to another, with scales that are given or found.
+// Converts runs of tokens from one format to another, with given or new scales.
 #pragma once
 
 #include <memory>
@@ -26,13 +26,13 @@ struct ScaleCursor {
   }
 };
 
-// Room for converting vectors that are not dense, as they come from the source and as they go to
-// the destination; for small calls as much as they need.
+// Buffers for converting vectors that are not dense at the source or destination; small calls
+// allocate only what they need.
 class Stages {
  public:
   Stages(const Plan &plan, uint64_t tokens);
 
-  // Rows that are converted at a time: one at least.
+  // Vectors that are converted at a time: at least one.
   static int64_t vectors_of(const PlanePair &pair);
 
   uint8_t *src() { return src_.get(); }
@@ -42,8 +42,8 @@ class Stages {
   std::unique_ptr<uint8_t[]> src_, dst_;
 };
 
-// Converts contiguous numbers of one format to another: by the run of this pair of formats or,
-// where there is none, through float32.
+// Converts contiguous numbers of one format to another: with the kernel of this pair of formats or,
+// if there is none, through float32.
 class RunConverter {
  public:
   RunConverter(kvx_dtype_t src, kvx_dtype_t dst)
@@ -68,7 +68,7 @@ class RunConverter {
   const kvx_dtype_t src_, dst_;
 };
 
-// Converts through dense stages where a plane's vectors are not dense.
+// Converts; vectors that are not dense go through dense stages.
 class Converter {
  public:
   Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming);

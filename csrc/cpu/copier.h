@@ -6,7 +6,7 @@
 
 namespace kvx::cpu {
 
-// Copies with the loops of the last token count at hand: most runs of tokens are one block long.
+// Copies, and keeps the loops of the last number of tokens: most runs of tokens are one block long.
 class Copier {
  public:
   Copier(const Plane &src, const Plane &dst, int64_t heads, int64_t head_dim, bool streaming)
@@ -40,7 +40,7 @@ class Copier {
   Loops loops_;
 };
 
-// Units of a row at the destination: head_dim counts them where bytes are copied, else numbers.
+// Units of a vector at the destination: head_dim counts units if bytes are copied, else numbers.
 inline int64_t dst_units(const PlanePair &pair) {
   return pair.convert ? units_of(pair.dst.dtype, pair.head_dim) : pair.head_dim;
 }

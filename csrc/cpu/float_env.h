@@ -1,4 +1,4 @@
-// Floating-point settings of the host application, and ours while we compute.
+// Sets KVX's floating-point mode while it computes, and restores the host application's.
 #pragma once
 
 #if defined(__x86_64__)
@@ -7,7 +7,8 @@
 
 namespace kvx::cpu {
 
-// Round to nearest, subnormal floats, no traps; afterwards the caller's settings and flags again.
+// Rounds to nearest, with subnormal floats, without traps; then restores the caller's settings and
+// flags.
 class StandardFloats {
  public:
 #if defined(__x86_64__)

@@ -18,20 +18,20 @@
 namespace kvx::cpu {
 namespace {
 
-constexpr uint64_t kBytesPerHelper = 1 << 20;       // less does not repay waking a thread
-constexpr uint64_t kBytesPerHostThread = 32 << 10;  // less does not repay sharing with one awake
-constexpr uint64_t kScatteredBytes = 16;     // what an element with a cache line of its own costs
+constexpr uint64_t kBytesPerHelper = 1 << 20;  // waking a thread for less costs more than it saves
+constexpr uint64_t kBytesPerHostThread = 32 << 10;  // the same for a thread that is awake
+constexpr uint64_t kScatteredBytes = 16;     // cost of an element that has a cache line of its own
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
 
-// A run of tokens: each follows the one before by the plane's token_stride, at both ends.
+// A run of tokens: at both ends each token is a token_stride after the one before.
 struct TokenRun {
   uint8_t *src = nullptr, *dst = nullptr;
   int64_t tokens = 0;
   Place src_place{}, dst_place{};
 };
 
-// Moves runs of tokens of one pair: joins what continues, copies or converts.
+// Moves runs of tokens of one pair: joins runs that continue, then copies or converts.
 class Mover {
  public:
   Mover(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
@@ -93,7 +93,7 @@ class Mover {
     pending_.tokens = 0;
   }
 
-  // The pending tokens, as many at a time as loops reach.
+  // Moves the pending tokens, as many at a time as one set of loops covers.
   [[gnu::noinline]] void move_parts() {
     Place from = pending_.src_place, to = pending_.dst_place;
     for (int64_t left = pending_.tokens; left > 0;) {
@@ -128,12 +128,12 @@ class Mover {
   TokenRun pending_;
 };
 
-// V begins within K's first token: they are halves of a last axis, say.
+// Whether V begins within K's first token: they may be halves of the last axis.
 bool interleave(const Plane &k, const Plane &v) {
   return std::abs(v.base - k.base) < std::max(k.token_stride, k.head_stride);
 }
 
-// Tokens [begin, end) of pairs that are found alike.
+// Moves tokens [begin, end) of pairs that share a lookup.
 template <size_t kPairs>
 void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)[kPairs],
                  uint64_t begin, uint64_t end) {
@@ -150,8 +150,8 @@ void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)
   });
 }
 
-// The plan cut into items: a range of tokens of one layer, K and V after each other, so that what
-// the prefetcher brings of one serves the other.
+// The plan, cut into items: a range of tokens of one layer, V right after K, so that data
+// prefetched for K serves V.
 class Job {
  public:
   Job(const Plan &plan, uint64_t tokens) : plan_(plan), tokens_(tokens) {
@@ -173,14 +173,14 @@ class Job {
     if (__builtin_mul_overflow(all_costs, tokens_, &cost_)) cost_ = UINT64_MAX;
   }
 
-  // Cuts the job up. Returns how many threads it is worth, the caller's not counted.
+  // Cuts the job up. Returns the number of threads that it is worth, without the caller's.
   uint64_t cut() {
     if (!bytes_) return 0;
     const uint64_t lent = cost_ >= kBytesPerHostThread ? num_host_threads() : 0;
     const uint64_t wanted = std::min((lent ? lent : num_threads()) - 1,
                                      cost_ / (lent ? kBytesPerHostThread : kBytesPerHelper));
     tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
-    if (lent || cost_ > bytes_)  // a few tokens are work for all
+    if (lent || cost_ > bytes_)  // a few tokens are worth sharing
       tokens_per_item_ = std::min(tokens_per_item_, (tokens_ - 1) / (wanted + 1) + 1);
     items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();
@@ -191,26 +191,26 @@ class Job {
   void run() {
     const uint64_t helpers = cut();
     if (!bytes_) return;
-    // The caller's stages come before the first write: without memory for them nothing is written.
+    // Allocates the caller's stages before the first write: if memory runs out, nothing is written.
     callers_stages_.emplace(plan_, tokens_);
     run_with_helpers(static_cast<uint32_t>(helpers), help, this);
   }
 
  private:
-  // How many entries there may be in all rows.
+  // The most entries of all rows together.
   uint64_t entries_of(const LookupPair &lookup) const {
     const uint32_t tokens = lookup.src.tokens_per_entry;
     return tokens ? tokens_ / tokens : std::min(plan_.rows.count, tokens_);
   }
 
-  // A token's share of the elements of an entry, at least one.
+  // The elements of an entry divided by its tokens, at least one.
   uint64_t per_token(uint64_t elements, const LookupPair &lookup) const {
     const uint64_t entries = entries_of(lookup);
     return entries == tokens_ ? elements
                               : elements / (tokens_ / std::max<uint64_t>(entries, 1)) + 1;
   }
 
-  // Where the entries of an item begin or end whose tokens do so at `token`.
+  // The entry at which an item begins or ends if its tokens do so at `token`.
   uint64_t entry_at(uint64_t token, const LookupPair &lookup) const {
     const uint64_t entries = entries_of(lookup);
     if (entries == tokens_) return token;
@@ -221,12 +221,12 @@ class Job {
   static void help(void *context, bool is_caller) {
     auto *job = static_cast<Job *>(context);
     if (is_caller) return job->work(&*job->callers_stages_);
-    const StandardFloats standard;  // which the caller has set for itself
+    const StandardFloats standard;  // the caller has its own
     try {
       Stages own(job->plan_, job->tokens_);
       job->work(&own);
     } catch (const std::bad_alloc &) {
-      // The others, the caller at least, do this thread's share.
+      // The other threads, at least the caller, do this thread's share.
     }
   }
 
@@ -249,8 +249,8 @@ class Job {
       const LookupPair &lookup = plan_.lookups[k.lookup];
       const uint64_t first = entry_at(begin, lookup), end_entry = entry_at(end, lookup);
       Mover move_k(k, stages, tokens_, streaming_);
-      // Small calls look up the tokens of two planes once; large ones write fewer streams at a
-      // time, unless that would read every other piece of the source.
+      // Small calls look tokens up once for two planes. Large calls write one plane at a time,
+      // unless K and V interleave in the source.
       if (pair != last && pair->lookup == k.lookup && !lookup.differs_by_plane() &&
           (bytes_ < kSmallBytes || interleave(k.src, pair->src))) {
         Mover move_v(*pair++, stages, tokens_, streaming_);
@@ -264,7 +264,7 @@ class Job {
   const Plan &plan_;
   const uint64_t tokens_;
   uint64_t widest_layer_ = 0;      // bytes of one token
-  uint64_t bytes_ = 0, cost_ = 0;  // of the job; bytes that would take as long if rows were dense
+  uint64_t bytes_ = 0, cost_ = 0;  // of the job; the dense bytes that would take as long
   uint64_t tokens_per_item_ = 1, items_per_layer_ = 0, items_ = 0;
   bool streaming_ = false;
   std::optional<Stages> callers_stages_;
@@ -274,8 +274,8 @@ class Job {
 }  // namespace
 
 uint64_t stream_bytes() {
-  // A quarter of the last cache: below it the destination is still there when it is read. Virtual
-  // machines often report the host's, so not more than what pays off on any.
+  // A quarter of the last-level cache: smaller destinations are still cached when they are read.
+  // Virtual machines often report the host's cache, so there is an upper bound.
   static const uint64_t bytes = [] {
     uint64_t cache = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)

@@ -21,7 +21,7 @@ constexpr uint32_t kMaxThreads = 256, kMaxDefaultThreads = 16;
 std::atomic<uint32_t> chosen_threads{0};
 
 #if defined(__linux__)
-// The cores of the process, whatever single thread happens to ask.
+// The cores of the process, not of the calling thread.
 bool process_cores(cpu_set_t *cores) {
   return sched_getaffinity(getpid(), sizeof *cores, cores) == 0;
 }
@@ -35,7 +35,7 @@ void use_process_cores() {
 #endif
 }
 
-// What the user asks for; 0: nothing.
+// The number of threads that the user has set; 0: none.
 uint32_t asked_threads() {
   const uint32_t chosen = chosen_threads.load(std::memory_order_relaxed);
   if (chosen) return chosen;
@@ -56,7 +56,7 @@ uint32_t default_threads() {
   return std::clamp<uint32_t>(std::thread::hardware_concurrency(), 1, kMaxDefaultThreads);
 }
 
-// Threads are detached and the pool is never destroyed: at exit they simply stop being scheduled.
+// Threads are detached and the pool is never destroyed: they end with the process.
 class Pool {
  public:
   bool is_mine() const { return process_ == getpid(); }
@@ -74,13 +74,13 @@ class Pool {
     wake_.notify_all();
     work(context, true);
     std::unique_lock<std::mutex> lock(mutex_);
-    running_ -= wanted_;  // those that have not begun need not
+    running_ -= wanted_;  // helpers that have not begun need not run
     wanted_ = 0;
     done_.wait(lock, [this] { return running_ == 0; });
   }
 
  private:
-  // Helpers leave signals to the host's threads.
+  // Helpers block signals: the host's threads take them.
   void grow(uint32_t size) {
     if (size_ >= size) return;
     sigset_t all, before;
@@ -89,7 +89,7 @@ class Pool {
     try {
       for (; size_ < size; ++size_) std::thread(&Pool::serve, this).detach();
     } catch (const std::exception &) {
-      // No more threads to be had: those that are there do the work.
+      // No thread can be created: those that exist do the work.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -118,7 +118,7 @@ class Pool {
   void *context_ = nullptr;
 };
 
-// A forked child has none of its parent's threads, so it gets a pool of its own.
+// A forked child has none of its parent's threads, so it gets its own pool.
 Pool &pool() {
   static std::atomic<Pool *> current{nullptr};
   Pool *found = current.load(std::memory_order_acquire);
@@ -137,7 +137,7 @@ struct HostThreads {
 
 thread_local HostThreads host_threads;
 
-// One call on the host's threads, which may be more than the helpers that were asked for, or fewer.
+// One call on the host's threads, whose number may differ from the one requested.
 struct Region {
   const pthread_t caller;
   const Work work;

@@ -1,4 +1,4 @@
-// A few threads that help with large calls, and none for small ones.
+// A few threads that help with large calls; small calls use none.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace kvx::cpu {
 uint32_t num_threads();
 void set_num_threads(uint32_t count);  // 0: the default
 
-// The host's threads, for calls of this thread; NULL: the pool's.
+// Sets the host's threads for calls of this thread; NULL: the pool's.
 void set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
 uint32_t num_host_threads();  // 0: none have been lent to this thread
 
-// What each thread runs; it shares out the items of `context` itself.
+// The function that each thread runs; it takes items of `context` until none is left.
 using Work = void (*)(void *context, bool is_caller);
 
 // Runs `work` on the calling thread and on up to `helpers` others, and returns when all have

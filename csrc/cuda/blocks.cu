@@ -1,5 +1,5 @@
-// Same bytes, long runs: a thread block per chunk. Its threads find the places of the tokens side
-// by side, then share out the vectors of all runs, whose addresses follow from the vector's number.
+// Same bytes, long runs: a thread block per chunk. Its threads find the tokens in parallel, then
+// share the vectors of all runs: the number of a vector gives its addresses.
 #include "cuda/runs.cuh"
 
 namespace kvx::cuda {
@@ -10,10 +10,10 @@ constexpr uint32_t kUnroll = 4;  // loads in flight per thread
 struct Places {
   const uint8_t *src[kThreads];
   uint8_t *dst[kThreads];
-  uint32_t tokens;  // as thread 0 has found them: the others may have seen another length
+  uint32_t tokens;  // as thread 0 has found them: other threads may have read another length
 };
 
-// Whether token `i` lies in its run where the run's first token says.
+// Whether token `i` follows the first token of its run.
 __device__ __forceinline__ bool follows(const Common &p, const Runs &runs, const Places &places,
                                         uint32_t i) {
   const uint32_t in_run = i % runs.tokens;

@@ -1,6 +1,6 @@
-// Same bytes, long runs, in the background: a handful of thread blocks whose warps pass runs
-// through shared memory with bulk copies. Each warp has a chunk and a stage of its own, so that
-// some load while others store.
+// Same bytes, long runs, in the background: a few thread blocks whose warps copy runs through
+// shared memory with bulk copies. Each warp has its own chunk and stage, so that some load while
+// others store.
 #include <atomic>
 
 #include "cuda/bulk.cuh"
@@ -16,8 +16,8 @@ struct Shared {
   uint64_t words[kWarps];
 };
 
-// The piece that begins at this lane's token: as many runs as follow each other at both ends.
-// None for the other lanes.
+// The piece that begins at this lane's token: all runs that follow each other at both ends. Lanes
+// whose token begins none have an empty piece.
 struct Piece {
   uint64_t begin, end;  // bytes of the chunk
 };
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool find_piece(const Common &p, const Runs &runs, co
   return true;
 }
 
-// All pieces of a warp through its stage.
+// Copies all pieces of a warp through its stage.
 __device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint32_t tokens,
                                      const Piece &piece, uint8_t *stage, BulkLoads *loads) {
   const uint64_t bytes = tokens / runs.tokens * uint64_t{runs.vectors} * kVectorBytes;

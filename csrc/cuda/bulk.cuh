@@ -1,5 +1,5 @@
-// Bulk copies: the processor's own engine moves pieces between global and shared memory, of
-// multiples of 16 bytes at multiples of 16. Elsewhere than on sm_90 and later: a plain loop.
+// Bulk copies: an engine of the processor moves pieces between global and shared memory; sizes and
+// addresses are multiples of 16 bytes. Before sm_90: a plain loop.
 #pragma once
 
 #include "cuda/params.h"
@@ -15,8 +15,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Where a warp waits for the loads of its lanes. Each lane has one of these, for the same `word` of
-// shared memory.
+// The barrier on which a warp waits for the loads of its lanes. Each lane has one of these, for the
+// same `word` of shared memory.
 class BulkLoads {
  public:
   __device__ __forceinline__ explicit BulkLoads(uint64_t *word) : word_(shared_address(word)) {
@@ -37,7 +37,7 @@ class BulkLoads {
         : "memory");
   }
 
-  // All lanes; returns when what they have started has arrived.
+  // Called by all lanes; returns when the loads that they have started have arrived.
   __device__ __forceinline__ void wait() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(word_) : "memory");
     for (uint32_t done = 0; !done;) {
@@ -64,13 +64,13 @@ __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t 
                : "memory");
 }
 
-// Until the shared memory that this lane's stores read may be written again.
+// Waits until the shared memory that this lane's stores read may be written again.
 __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Until this lane's stores are done.
+// Waits until this lane's stores are done.
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

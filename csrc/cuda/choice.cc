@@ -25,8 +25,8 @@ bool varies(const Scales &scales) { return scales.head_stride != 0; }
 
 bool is_power_of_two(int64_t number) { return (number & (number - 1)) == 0; }
 
-// A copy of units of any size as one of bytes, which vectors of every size can move; false: dim has
-// too many parts for that.
+// Turns a copy of units into a copy of bytes, which vectors of every size can move; false: dim has
+// too many parts.
 bool take_for_bytes(PlanePair *shape) {
   const auto bytes = static_cast<uint32_t>(size_of(shape->src.dtype));
   for (Plane *plane : {&shape->src, &shape->dst}) {
@@ -46,7 +46,7 @@ bool take_for_bytes(PlanePair *shape) {
   return true;
 }
 
-// For kernels that work on units of the formats themselves.
+// Completes `choice` for kernels that work on units of the formats.
 Choice choose_units(Choice choice) {
   const PlanePair &shape = choice.shape;
   const auto numbers = [&](const Plane &plane) {
@@ -65,7 +65,7 @@ Choice choose_units(Choice choice) {
   return choice;
 }
 
-// Heads that follow each other at both ends are one long head.
+// Merges heads that follow each other at both ends into one long head.
 void merge_heads(PlanePair *shape) {
   const auto follow = [&](const Plane &plane) {
     return has_dense_vectors(plane, shape->head_dim) &&
@@ -80,7 +80,7 @@ void merge_heads(PlanePair *shape) {
   shape->src.pack = shape->dst.pack = shape->head_dim;
 }
 
-// Whether rows are made of units of `elements`, each contiguous, at addresses of `alignment`.
+// Whether vectors consist of units of `elements`, each contiguous and aligned to `alignment`.
 bool holds_units(const Plane &plane, uint32_t head_dim, uint32_t elements, uint64_t alignment) {
   const int64_t strides = plane.block_stride | plane.token_stride | plane.head_stride |
                           (plane.pack == head_dim ? 0 : plane.outer_stride);
@@ -101,13 +101,13 @@ Units units_of(const PlanePair &shape, uint32_t elements) {
   return units;
 }
 
-// Elements of a token that follow each other are further apart than those of its neighbour.
+// Whether the same element of the next token is closer than the next element of the token.
 bool is_token_inner(const Plane &plane, uint32_t head_dim, int64_t unit_bytes) {
   return plane.token_stride == unit_bytes &&
          (plane.pack != head_dim || plane.inner_stride != size_of(plane.dtype));
 }
 
-// Tokens whose bytes are one run at both ends: 1 if tokens follow each other byte by byte, those of
+// The tokens of a run: 1 if each token is a run that follows the one before at both ends, those of
 // a block if its interior is the same bytes at both ends, else 0.
 uint32_t find_runs(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens) {
   const Plane &src = shape.src, &dst = shape.dst;

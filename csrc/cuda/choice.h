@@ -1,4 +1,4 @@
-// Which kernel moves a pair of planes, and how it cuts the work up.
+// Chooses the kernel that moves a pair of planes, and cuts its work up.
 #pragma once
 
 #include "cuda/params.h"
@@ -7,7 +7,7 @@ namespace kvx::cuda {
 
 constexpr uint32_t kVectorBytes = 16;  // of the widest load and store
 
-// In the order in which they are considered. The last one moves everything.
+// The kernels, in the order in which they are tried. The last one moves everything.
 enum class Kernel : uint8_t {
   kBlocks,    // same bytes, long runs: whole blocks, or tokens that follow each other at both ends
   kBulk,      // the same in the background
@@ -15,7 +15,7 @@ enum class Kernel : uint8_t {
   kRemap,     // same bytes, tokens innermost at one end, units of 4 bytes or more: packed layouts
   kTile,      // same bytes, a transpose of elements: through shared memory
   kConvert,   // another dtype or scale, eight elements at a time
-  kQuantize,  // to FP8 with a scale per token and head that is found on the way
+  kQuantize,  // to FP8, with a new scale per token and head
   kUnits,     // formats with several numbers in a unit, a unit at a time
   kGeneric,   // an element at a time
 };
@@ -29,11 +29,12 @@ struct Choice {
   Units units;
 };
 
-// For pairs that differ in their pointers alone; `alignment` is the largest power of two that
-// divides all of these. `block_tokens`: of a block, if it has as many at both ends; else 0.
+// Chooses for pairs that differ only in their pointers; `alignment` is the largest power of two
+// that divides all of these. `block_tokens`: tokens of a block if both ends have the same number,
+// else 0.
 Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
 
-// What a kernel is called: its file.
+// The name of a kernel: that of its file.
 const char *name_of(Kernel kernel);
 
 // Vectors of a run of kBlocks and kBulk.
@@ -41,7 +42,7 @@ inline uint64_t run_vectors(const Choice &choice) {
   return uint64_t{choice.run_tokens} * choice.units.per_token * choice.unit_bytes / kVectorBytes;
 }
 
-// How the chunks and parts of `common` are cut, for what `choose` has chosen. Rows, pairs and
+// Cuts the work of `common` into chunks and parts, as `choice` needs it. Rows, pairs and
 // `row_bound` are set. Very long bounds make chunks longer by powers of two.
 void cut(const Choice &choice, Common *common);
 

@@ -1,5 +1,5 @@
 // Elements and scales on the device: codec.h, with the processor's own conversions where it has
-// them. They give the same bits, save that a NaN of 16 bits may be another NaN. Spec: E.6
+// them. They give the same bits, but a NaN of 16 bits may be another NaN. Spec: E.6
 #pragma once
 
 #include "cuda/lookup.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_element(uint8_t *at, float value, kvx_dtyp
   __builtin_unreachable();
 }
 
-// An element as it is; NULL is zero.
+// Copies an element unchanged; NULL reads as zero.
 __device__ __forceinline__ void copy_element(uint8_t *to, const uint8_t *from, int64_t bytes) {
   if (bytes == 4) {
     *reinterpret_cast<uint32_t *>(to) = from ? *reinterpret_cast<const uint32_t *>(from) : 0;
@@ -207,7 +207,7 @@ __device__ __forceinline__ Eight<Format> encode(const float (&values)[8]) {
 template <class Format>
 constexpr bool kIsFp8 = sizeof(typename Format::Bits) == 1;
 
-// Where the scales of a place's heads begin. NULL if there are none: `data` is the pair's own.
+// The first scale of a token; NULL if there are none. `data` is the pair's own.
 __device__ __forceinline__ const uint8_t *scales_at(const Scales &shape, const uint8_t *data,
                                                     const Place &place) {
   return data ? data + place.block * shape.block_stride + place.offset * shape.token_stride
@@ -238,7 +238,7 @@ __device__ __forceinline__ bool is_usable(float scale) {
   return scale > 0.0f && bits_of(scale) < kInfinity;
 }
 
-// Reports the one of the two that is not usable.
+// Reports whichever of the two scales is not usable.
 __device__ __forceinline__ void report_scale(const Common &p, const Pair &pair, const Token &token,
                                              uint32_t head, float scale, float divisor) {
   Violation found{};
@@ -251,9 +251,9 @@ __device__ __forceinline__ void report_scale(const Common &p, const Pair &pair, 
   report(p, pair.lookup, found);
 }
 
-// Divides numbers by a scale and encodes them: what IEEE division and rounding give, mostly without
-// a division. Of two multipliers, one on each side of 1 / scale, the products enclose the quotient;
-// where both round to the same number, so does the quotient.
+// Divides numbers by a scale and encodes them, with the result of IEEE division and rounding but
+// mostly without a division: products with two multipliers, one below and one above 1 / scale,
+// enclose the quotient. If both round to the same number, so does the quotient.
 class Divisor {
  public:
   __device__ __forceinline__ explicit Divisor(float scale) : scale_(scale) {

@@ -1,5 +1,5 @@
 // Another dtype or scale, a warp per token, eight elements per lane and step: any layouts whose
-// rows hold such units on both sides.
+// vectors consist of such units at both ends.
 #include <type_traits>
 
 #include "cuda/codec.cuh"
@@ -9,12 +9,13 @@
 namespace kvx::cuda {
 namespace {
 
-// Where the scales of a token's heads begin at both ends; NULL: none.
+// The first scale of a token at each end; NULL: none.
 struct TokenScales {
   const uint8_t *src, *dst;
 };
 
-// What the elements of a head are multiplied by, and divided by.
+// The scales of a head: its elements are multiplied by the source's and divided by the
+// destination's.
 template <class Src, class Dst>
 struct HeadScales {
   float scale = 1.0f, divisor = 1.0f;
@@ -136,7 +137,8 @@ void launch_convert(const P &params, const Choice &choice, dim3 grid, cudaStream
     with_fast_codec(choice.shape.dst.dtype, [&](auto dst) {
       using Src = decltype(src);
       using Dst = decltype(dst);
-      // The same dtype without scales is the same bytes; FP8 to FP8, a change of scales, is rare.
+      // Left to other kernels: the same dtype, whose bytes are copied, and FP8 to FP8, a rare
+      // change of scales.
       if constexpr (!(kIsFp8<Src> && kIsFp8<Dst>) && !std::is_same_v<Src, Dst>)
         KVX_LAUNCH((convert_kernel<Src, Dst, P>), grid, kThreads, 0, stream, params);
     });

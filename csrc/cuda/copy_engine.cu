@@ -93,8 +93,8 @@ class Copies {
   std::vector<size_t> sizes_;
 };
 
-// Batches are for runtimes that have them (another signature before CUDA 13), and for no stream
-// that is being captured nor the legacy default stream.
+// Batches need a runtime that has them (with another signature before CUDA 13), and a stream that
+// is neither being captured nor the legacy default stream.
 kvx_status_t can_batch(cudaStream_t stream, bool *can) {
   *can = false;
   if (CUDART_VERSION < 13000 || !stream || stream == cudaStreamLegacy) return KVX_STATUS_OK;
@@ -190,7 +190,7 @@ bool is_in_device_memory(const Ints &ints) {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, ints.data) == cudaSuccess)
     return attributes.type == cudaMemoryTypeDevice;
-  cudaGetLastError();  // do not leave it to the caller's next call
+  cudaGetLastError();  // clear the error, or the caller's next call returns it
   return true;
 }
 

@@ -1,12 +1,12 @@
-// A plan moved by the device's copy engines: no kernel runs, the host finds all places.
+// Runs a plan on the device's copy engines: no kernel runs, the host finds all tokens.
 #pragma once
 
 #include "plan/plan.h"
 
 namespace kvx::cuda {
 
-// Queues on `stream` what the plan says. Slots, tables, lengths and starts are read before it
-// returns; if one of them is out of range, or if a pair converts, nothing is queued.
+// Queues the plan's copies on `stream`. Reads slots, tables, lengths and starts before it returns;
+// if one of them is out of range, or if a pair converts, it queues nothing.
 kvx_status_t run_copies(const Plan &plan, void *stream);
 
 }  // namespace kvx::cuda

@@ -1,4 +1,5 @@
-// Everything: an element at a time, any strides, any dtypes, any scales. Slow and always right.
+// Moves everything: an element at a time, any strides, any dtypes, any scales. Slow and always
+// right.
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
 #include "cuda/lookup.cuh"

@@ -1,4 +1,4 @@
-// The work of a launch: chunks of a row's tokens, and where each token lies at both ends.
+// The work of a launch: chunks of a row's tokens, and the lookup of each token at both ends.
 #pragma once
 
 #include "cuda/params.h"
@@ -6,8 +6,8 @@
 
 namespace kvx::cuda {
 
-// Which tensor pair a thread block works on, and whether it reports what it finds wrong: many
-// pairs share their places, so one of them does.
+// The pair of planes that a thread block works on, and whether it reports faults: of the pairs that
+// share a lookup, one reports.
 struct Pair {
   Bases bases;
   uint8_t lookup;
@@ -45,7 +45,7 @@ struct Chunk {
   RowLookup<uint32_t> src, dst;
 };
 
-// What is wrong with the entry of a token, if its row holds it.
+// The fault of a token's entry, if its row holds one.
 __device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint64_t token,
                                              uint64_t flat, uint32_t plane, Violation *found) {
   RowLookup<uint32_t> at;
@@ -62,8 +62,8 @@ __device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint
   return place_of(a, found->value, offset, &place);
 }
 
-// Reports what is wrong with a row or, if `of_token`, with the entry of one of its tokens: not what
-// is wrong with that token's row, which has been reported. Rare, so it looks everything up again.
+// Reports the fault of a row or, if `of_token`, of the entry of one of its tokens, whose row has
+// been reported elsewhere. Rare, so it looks everything up again.
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t row, bool of_token,
                                        uint64_t token, uint64_t flat, uint32_t plane) {
 #pragma unroll 1
@@ -99,9 +99,9 @@ __device__ __forceinline__ uint64_t tokens_before(const Common &p, uint32_t row)
   return tokens;
 }
 
-// Chunk `index` of the launch from its token `skipped` on, for whole warps. Where `reports`, the
-// first chunk of a row reports for the row. Kernels ask again for every round of tokens, rather
-// than keep a chunk in registers while they move bytes.
+// Chunk `index` of the launch from its token `skipped` on, for whole warps. If `reports`, the first
+// chunk of a row reports for the row. Kernels call it for every round of tokens, to keep no chunk
+// in registers while they move bytes.
 __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint32_t index,
                                           uint32_t skipped, bool reports) {
   const auto &[src, dst] = p.lookups[lookup];
@@ -125,14 +125,14 @@ __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint3
   return s;
 }
 
-// A token at both ends. `dst` is NULL if nothing is to be stored; `src` is NULL if zeros are.
+// A token at both ends. `dst` NULL: store nothing; `src` NULL: store zeros.
 struct Token {
   const uint8_t *src;
   uint8_t *dst;
   Place from, to;
 };
 
-// Token `token` of a chunk. Of all threads that look at one, a single one `reports`.
+// Finds token `token` of a chunk. Of all threads that find the same token, exactly one `reports`.
 __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Chunk &chunk,
                                           uint64_t token, bool reports) {
   Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
@@ -151,7 +151,7 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   return t;
 }
 
-// The token that `lane` holds, for the whole warp; its places only if kPlaces.
+// Gives the whole warp the token of `lane`; its places only if kPlaces.
 template <bool kPlaces>
 __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) {
   const auto of_lane = [lane](auto value) { return __shfl_sync(~0u, value, lane); };
@@ -167,8 +167,8 @@ __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) 
   return token;
 }
 
-// Calls move(token, first, last) for every token that this warp has to move units [first, last) of.
-// Its lanes find the tokens side by side, one each. kPlaces: move looks at where a token lies.
+// Calls move(token, first, last) for every token of which this warp moves units [first, last). The
+// lanes find the tokens in parallel, one each. kPlaces: move needs the token's places.
 template <bool kPlaces, class P, class Move>
 __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
   const uint32_t lane = threadIdx.x % kWarp;

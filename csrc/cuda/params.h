@@ -1,4 +1,5 @@
-// What a kernel is given: a part of the plan whose pairs of planes differ in their pointers alone.
+// The parameters of a kernel: a part of the plan whose pairs of planes differ only in their
+// pointers.
 #pragma once
 
 #include "cuda/status.h"
@@ -9,12 +10,13 @@ namespace kvx::cuda {
 constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
 constexpr uint64_t kMostItems = INT32_MAX;  // chunks x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
-// Of a block, of every kernel. Four blocks share a multiprocessor, so a thread has 64 registers;
-// kernels say so, or compilers for sm_100 and later spill to make room for more of them.
+// Threads of a block, in every kernel. Four blocks share a multiprocessor, so a thread has 64
+// registers; kernels declare it, or compilers for sm_100 and later spill to make room for more
+// blocks.
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kWarps = kThreads / kWarp;
 
-// Division by a number that stays the same: a multiplication and a shift.
+// Division by a constant: a multiplication and a shift.
 // Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994
 struct FastDiv {
   uint32_t divisor = 1, multiplier = 1, shift = 0;
@@ -32,8 +34,8 @@ struct FastDiv {
   }
 };
 
-// A head's row is `per_head` units, each contiguous on both sides: a vector of a copy, eight
-// elements of a conversion, one element where nothing wider fits.
+// A head's vector is `per_head` units, each contiguous at both ends: 1 to 16 bytes of a copy, eight
+// elements of a conversion, one element if nothing wider fits.
 struct Units {
   FastDiv per_head;
   uint32_t per_token;                  // of all heads
@@ -42,17 +44,17 @@ struct Units {
   FastDiv src_per_pack, dst_per_pack;  // units that follow each other before outer_stride counts
 };
 
-// Where one tensor pair begins at both ends.
+// The base addresses of one pair of planes at both ends.
 struct Bases {
   uint8_t *src, *src_secondary, *dst, *dst_secondary;
   const uint8_t *src_scales;
-  uint8_t *dst_scales;  // written where they are found on the way
+  uint8_t *dst_scales;  // written if the kernel finds them
 };
 
 struct Common {
   Rows rows;
   LookupPair lookups[2];
-  PlanePair shape;  // of every pair; its pointers are in `bases`
+  PlanePair shape;  // of every pair; pointers are in `bases`
   Units units;
 
   // Work is cut into chunks: `tokens_per_chunk` tokens of a row, and these into parts of a token.

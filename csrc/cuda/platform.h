@@ -1,4 +1,4 @@
-// All that a kernel must know of who builds it: nvcc, or g++ for the tests (tests/hostgrid).
+// Differences between nvcc and g++, which builds the kernels for the tests (tests/hostgrid).
 #pragma once
 
 #include <cuda_runtime.h>

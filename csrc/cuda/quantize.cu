@@ -1,4 +1,4 @@
-// To FP8 with a scale per token and head that is found on the way. Spec: E.9
+// Converts to FP8 and finds a scale per token and head. Spec: E.9
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
 #include "cuda/lookup.cuh"
@@ -7,7 +7,7 @@
 namespace kvx::cuda {
 namespace {
 
-// The largest of `amax` among the `lanes` lanes that share a vector; whole warps come here.
+// The largest `amax` of the `lanes` lanes that share a vector; called by whole warps.
 __device__ __forceinline__ float vector_amax(float amax, uint32_t lanes) {
   for (uint32_t step = lanes / 2; step > 0; step /= 2)
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, step));
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
 #pragma unroll
         for (float &value : values) {
           value *= scales[i];
-          amax = fmaxf(amax, fabsf(value));  // of a number and NaN: the number
+          amax = fmaxf(amax, fabsf(value));  // of a number and NaN, the number
         }
         amax = vector_amax(amax, lanes);
         if (head >= last || unit >= units) continue;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
   });
 }
 
-// Any vectors, a warp each: an element at a time, read twice.
+// Any vectors, a warp each: reads an element at a time, twice.
 template <class P>
 __global__ void __launch_bounds__(kThreads, 4) quantize_any_kernel(const __grid_constant__ P p) {
   const PlanePair &shape = p.shape;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint32_t kUnroll = 4;  // loads in flight per lane
 
-// A unit's bytes, or the step between elements, of 4 bytes at most, that nothing contiguous joins.
+// Bytes from one unit to the next; single elements of at most 4 bytes may have any stride.
 template <class V>
 __device__ __forceinline__ int64_t step_of(const Plane &plane, const Units &units) {
   return sizeof(V) <= 4 && units.elements == 1 ? plane.inner_stride : int64_t{sizeof(V)};

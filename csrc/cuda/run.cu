@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kBlocksPerSm = 32;  // about four waves: enough to balance, few enough to start
 constexpr uint64_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
 
-// Pairs are of one kind if they differ in their pointers alone. Two lookups fit into a launch.
+// Pairs are of one kind if they differ only in their pointers. Two lookups fit into a launch.
 PlanePair without_pointers(PlanePair pair) {
   for (Plane *plane : {&pair.src, &pair.dst}) plane->base = plane->secondary = nullptr;
   pair.src_scales.data = pair.dst_scales.data = nullptr;
@@ -49,13 +49,13 @@ kvx_status_t too_large(const char *what, const char *unit) {
       what, unit);
 }
 
-// What a row can have at most of a lookup's entries, as far as the host knows: lengths are in
-// device memory. The lookups of a launch that find other entries do not count.
+// The most entries of a row, as far as the host knows: lengths are in device memory. Lookups of the
+// launch with another number of tokens per entry do not count.
 uint64_t row_bound(const Plan &plan, size_t of) {
   if (!plan.rows.lens.data) return plan.rows.uniform_len;
   if (plan.rows.fill_to_max) return plan.rows.max_len;
-  // One more than there are slots, so that a kernel meets the token that has none. Not 0, so that
-  // every row is looked at.
+  // One more than there are slots, so that a kernel reports the token that has none. Never 0, so
+  // that a kernel checks every row.
   const auto bound = [](const Lookup &a) {
     return most_tokens_of_row(a) + (a.mode == LookupMode::kSlots ? 1 : 0);
   };
@@ -176,7 +176,7 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
   return check(cudaPeekAtLastError(), "kernel launch");
 }
 
-// The first pair from `from` on that is of the kind of pair `first`; num_pairs: none.
+// The first pair, from `from` on, of the same kind as pair `first`; num_pairs: none.
 uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
   const auto entries = [&](uint32_t i) {
     return plan.lookups[plan.pairs[i].lookup].src.tokens_per_entry;
@@ -198,25 +198,25 @@ uint64_t alignment_of(const Plan &plan, uint32_t first) {
   return bits & (~bits + 1);
 }
 
-// Tokens of a block, if it has as many at both ends.
+// Tokens of a block if both ends have the same number, else 0.
 uint32_t block_tokens(const LookupPair &lookup) {
   return lookup.src.block_size == lookup.dst.block_size ? lookup.src.block_size : 0;
 }
 
-using Reported = Few<bool, 2>;  // of each lookup, whether a launch reports for it
+using Reported = Few<bool, 2>;  // by lookup: whether a launch reports for it
 
 Choice choice_of(const Plan &plan, uint32_t first) {
   return choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
                 block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
 }
 
-// Of a launch.
+// The most pairs of a launch.
 uint32_t most_pairs(const Plan &plan) {
   return plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
 }
 
-// All pairs of the kind of pair `first`, in as few launches as their pointers, or blocks in the
-// background, fit into.
+// Runs all pairs of the same kind as pair `first`, in as few launches as their pointers, or the
+// blocks of a background transfer, allow.
 kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Common common,
                       uint32_t sms, cudaStream_t stream) {
   const Choice choice = choice_of(plan, first);
@@ -231,7 +231,7 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
   for (uint32_t next = first; next < plan.pairs.size();) {
     const PlanePair *pairs[2 * kMaxLayers];
     common.num_pairs = 0;
-    // What is wrong with a lookup is reported by the first pair that uses it.
+    // The first pair that uses a lookup reports its faults.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
     for (; next < plan.pairs.size() && common.num_pairs < most_pairs(plan);
          next = next_of_kind(plan, first, next + 1)) {

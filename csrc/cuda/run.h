@@ -1,4 +1,4 @@
-// A plan on the device. The rest of the library sees no more of CUDA than this.
+// Runs a plan on the device. The rest of the library uses no more of CUDA than this.
 #pragma once
 
 #include "kvx/kvx_plan.h"
@@ -6,27 +6,27 @@
 
 namespace kvx::cuda {
 
-// Whether there is a driver and a device. Asked once.
+// Whether there is a driver and a device; checked once.
 bool has_device();
 
-// Whether kernels of the current device can reach `data`, which a refusal calls `name` `field`.
+// Checks that kernels of the current device can reach `data`, which errors call `name` `field`.
 kvx_status_t check_reachable(const char *name, const char *field, const void *data);
 
-// Why there is no device.
+// Says why there is no device.
 const char *no_device_because();
 
-// Launches what the plan says on `stream`. Allocates nothing on the device, waits for nothing and
-// reads nothing there, so that a CUDA graph can capture it. What is out of range in the data is
-// skipped and remembered; report_status says it.
+// Launches the plan's kernels on `stream`. Allocates nothing on the device, waits for nothing and
+// reads nothing there, so that a CUDA graph can capture it. Kernels skip what is out of range in
+// the data and count it for report_status.
 kvx_status_t run(const Plan &plan, void *stream);
 
-// Fills which kernels move the planes, and in how many launches.
+// Fills in which kernels move the planes, and in how many launches.
 void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes);
 
-// The first of slots, tables, lengths and starts that lies in device memory; NULL if none does.
+// Names the first of slots, tables, lengths and starts that is in device memory; NULL if none is.
 const char *find_in_device_memory(const Plan &plan);
 
-// Waits for `stream`, then says what has been found since it was last asked.
+// Waits for `stream`, then reports what kernels have found since the last report.
 kvx_status_t report_status(void *stream);
 
 }  // namespace kvx::cuda

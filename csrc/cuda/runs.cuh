@@ -1,5 +1,5 @@
-// Runs: pieces of a chunk that are the same bytes at both ends, of a token each or, where tokens
-// lie in each other's way, of a whole block.
+// Runs: pieces of a chunk that are the same bytes at both ends: a token each or, if the tokens of a
+// block interleave, a whole block.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -11,9 +11,9 @@ namespace kvx::cuda {
 struct Runs {
   uint32_t tokens;              // of a run
   uint32_t vectors;             // of a run
-  uint32_t round;               // tokens of the whole runs that are looked at together
+  uint32_t round;               // tokens of the whole runs of one round
   FastDiv per_part;             // vectors of a part of a run
-  uint32_t unit_bytes;          // of a token alone, where a block is not whole
+  uint32_t unit_bytes;          // of a single token, of a block that does not move whole
   uint32_t src_step, dst_step;  // bytes from one such unit to the next
 
   Runs(const Common &p, const Choice &choice, uint32_t most_tokens)
@@ -32,8 +32,8 @@ struct Runs {
   }
 };
 
-// Moves vectors first, first + kStep, ... below `count`, from(v) to to(v): `kUnroll` of them in
-// flight. Where from(v) is NULL it stores zeros, where to(v) is NULL nothing.
+// Moves vectors first, first + kStep, ... below `count` from from(v) to to(v), `kUnroll` of them in
+// flight. If from(v) is NULL it stores zeros, if to(v) is NULL nothing.
 template <class V, uint32_t kStep, uint32_t kUnroll, class From, class To>
 __device__ __forceinline__ void move_vectors(uint32_t first, uint32_t count, From from, To to) {
   for (uint32_t begin = first; begin < count; begin += kStep * kUnroll) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void move_vectors(uint32_t first, uint32_t count, Fro
   }
 }
 
-// One token by one warp, unit by unit.
+// Moves one token by one warp, unit by unit.
 template <class V>
 __device__ __forceinline__ void move_units(const Common &p, const Runs &runs, const uint8_t *src,
                                            uint8_t *dst) {

@@ -6,7 +6,7 @@ namespace kvx::cuda {
 
 kvx_status_t check(cudaError_t error, const char *what) {
   if (error == cudaSuccess) return KVX_STATUS_OK;
-  cudaGetLastError();  // do not leave it to the caller's next call
+  cudaGetLastError();  // clear the error, or the caller's next call returns it
   return fail(KVX_STATUS_INTERNAL_ERROR, "%s: %s (%s)", what, cudaGetErrorString(error),
               cudaGetErrorName(error));
 }

@@ -1,4 +1,4 @@
-// The CUDA runtime as the rest of the library sees it: errors as sentences, the device's numbers.
+// Wraps the CUDA runtime: errors as sentences, numbers of the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,10 +7,10 @@
 
 namespace kvx::cuda {
 
-// INTERNAL_ERROR with the runtime's own words if `error` is one.
+// INTERNAL_ERROR with the runtime's message if `error` is an error.
 kvx_status_t check(cudaError_t error, const char *what);
 
-// Multiprocessors of the current device.
+// Counts the multiprocessors of the current device.
 kvx_status_t count_sms(uint32_t *count);
 
 }  // namespace kvx::cuda

@@ -12,11 +12,11 @@ namespace {
 
 __device__ Status status, taken;
 
-// Moves what has been found from `status` to `taken`.
+// Moves the status from `from` to `to`, and clears it.
 __global__ void take_kernel(Status *from, Status *to) {
   to->count = 0;
   if (atomicAdd(&from->count, 0ull) == 0) return;
-  // Who has counted claims, who has claimed writes: it is running.
+  // The thread that claimed the status is running and will set `ready`.
   while (atomicAdd(&from->ready, 0u) == 0) {
   }
   to->call = from->call;

@@ -1,5 +1,5 @@
-// What kernels found out of range: counted, and the first of it remembered, in device memory.
-// Kernels of several streams may find and one host thread take at the same time.
+// Faults that kernels find: their number and the first of them, in device memory. Kernels of
+// several streams may add faults while one host thread takes them.
 #pragma once
 
 #include "plan/violation.h"
@@ -8,7 +8,7 @@ namespace kvx::cuda {
 
 struct Status {
   unsigned long long count;
-  uint32_t claimed, ready;  // somebody writes what follows; it is written
+  uint32_t claimed, ready;  // a thread writes the fields below; they are written
   Call call;
   LookupMode src, dst;  // how the first call's tokens are found
   Violation first;

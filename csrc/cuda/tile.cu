@@ -1,5 +1,5 @@
 // Same bytes, tokens innermost at one end and units at the other: a transpose. Tiles of tokens by
-// units pass through shared memory, so that each end moves 16 bytes at a time.
+// units go through shared memory, so that both ends are accessed 16 bytes at a time.
 #include <cstring>
 
 #include "cuda/kernels.h"
@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t kVectorBytes = 16;
 constexpr uint32_t kRuns = 8;     // vectors of tokens in a tile
 constexpr uint32_t kUnits = 128;  // of a head
-constexpr uint32_t kUnroll = 2;   // loads in flight per thread: more spill at 64 registers
+constexpr uint32_t kUnroll = 2;   // loads in flight per thread: more would spill at 64 registers
 
 // V is a unit.
 template <class V>
@@ -20,15 +20,15 @@ struct Tile {
   static constexpr uint32_t kPerVector = kVectorBytes / sizeof(V);
   static constexpr uint32_t kTokens = kRuns * kPerVector;
 
-  // Where each token begins at the end that has tokens innermost, and at the other. NULL: nowhere.
+  // Address of each token at the end that has tokens innermost, and at the other. NULL: none.
   uint8_t *inner[kTokens], *outer[kTokens];
   // The token of every kPerVector at which a run begins: 16 aligned bytes of tokens at the inner
   // end. kTokens: at none.
   uint32_t runs[kRuns];
   alignas(kVectorBytes) V units[kTokens][kUnits];
 
-  // A token's vectors trade places, otherwise from token to token: threads that differ in the token
-  // alone meet different banks.
+  // The order of a token's vectors changes from token to token, so that threads that differ only in
+  // the token use different banks.
   __device__ __forceinline__ V *at(uint32_t token, uint32_t unit) {
     const uint32_t vector = unit / kPerVector ^ (token + token / kPerVector) % 8;
     return &units[token][vector * kPerVector + unit % kPerVector];
@@ -40,7 +40,7 @@ struct Window {
   uint32_t head, unit, count;
 };
 
-// How one end finds units.
+// Finds units at one end.
 struct End {
   const Plane &plane;
   const FastDiv &per_pack;
@@ -51,7 +51,7 @@ struct End {
   }
 };
 
-// Which accesses can be of 16 bytes: those of aligned tokens at the inner end, all at the outer.
+// Which accesses can have 16 bytes: those of aligned tokens at the inner end, all at the outer end.
 struct Wide {
   bool inner, outer;
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ void find_run(Tile<V> &tile) {
   tile.runs[token / kPerVector] = token;
 }
 
-// The token of this thread's column if it lies somewhere and in no run; otherwise kTokens.
+// The token of this thread's column if it has an address and is in no run; otherwise kTokens.
 template <class V>
 __device__ __forceinline__ uint32_t single_token(const Tile<V> &tile) {
   const uint32_t token = threadIdx.x % Tile<V>::kTokens;
@@ -84,12 +84,12 @@ __device__ __forceinline__ uint32_t single_token(const Tile<V> &tile) {
   return in_run ? Tile<V>::kTokens : token;
 }
 
-// Moves all tokens between the tile and the outer end; each thread, a W of every kStep-th: one unit
+// Moves all tokens between the tile and the outer end; each thread moves every kStep-th W: one unit
 // or a vector of them.
 template <class W, bool kStore, class V>
 __device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const Window &window) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-  constexpr uint32_t kAtOnce = sizeof(V) == 1 ? 1 : kUnroll;  // more spill there
+  constexpr uint32_t kAtOnce = sizeof(V) == 1 ? 1 : kUnroll;  // more would spill
 #else
   constexpr uint32_t kAtOnce = kUnroll;
 #endif
@@ -123,13 +123,13 @@ __device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const 
   }
 }
 
-// Moves W, `token` or a run that begins there, between the tile and the inner end; each thread,
-// every kStep-th unit.
+// Moves a W, which is `token` or a run that begins there, between the tile and the inner end; each
+// thread moves every kStep-th unit.
 template <class W, bool kStore, class V>
 __device__ __forceinline__ void move_inner(Tile<V> &tile, uint32_t token, const End &end,
                                            const Window &window) {
   constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
-  constexpr uint32_t kAtOnce = kStore && kPerW > 8 ? 1 : kUnroll;  // parts take registers, too
+  constexpr uint32_t kAtOnce = kStore && kPerW > 8 ? 1 : kUnroll;  // parts need registers too
   constexpr uint32_t kColumns = Tile<V>::kTokens / kPerW, kStep = kThreads / kColumns;
   if (token == Tile<V>::kTokens) return;
   uint8_t *const at = tile.inner[token];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
         tile.outer[threadIdx.x] = kToInner ? src : token.dst;
       }
       if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
-      // Warps may have seen another length: all go on, or none.
+      // Warps may have read different lengths: all go on, or none.
       if (!__syncthreads_or(chunk.begin < chunk.end)) break;
       if (wide.inner && threadIdx.x < kTokens) find_run(tile);
       __syncthreads();

@@ -1,5 +1,5 @@
 // Formats whose units hold several numbers, at one end or both: a lane per unit, any strides, any
-// scales. Units that stay what they are move byte by byte where no copy kernel takes them.
+// scales. Units of the same format move byte by byte if no copy kernel takes them.
 #include "cuda/codec.cuh"
 #include "cuda/kernels.h"
 #include "cuda/lookup.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ float number_at(const Plane &plane, const uint8_t *he
   __builtin_unreachable();
 }
 
-// Numbers [first, first + count) of a head, whole units, as value_at gives them.
+// Stores numbers [first, first + count) of a head, whole units, from value_at.
 template <class Codec, class ValueAt>
 __device__ __forceinline__ void store_with(const Plane &plane, uint8_t *head, uint32_t first,
                                            uint32_t count, ValueAt value_at) {

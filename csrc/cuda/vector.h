@@ -1,4 +1,4 @@
-// Whole vectors in and out of memory: one instruction each when the address is aligned to them.
+// Loads and stores of whole vectors: one instruction each at an aligned address.
 #pragma once
 
 #include "cuda/platform.h"
@@ -30,7 +30,7 @@ struct VectorOf<1> {
 template <uint32_t kBytes>
 using Vector = typename VectorOf<kBytes>::Type;
 
-// Calls visit with a vector of so many bytes: a power of two up to 16.
+// Calls visit with a vector type of this many bytes: a power of two up to 16.
 template <class Visit>
 void with_vector(uint32_t bytes, Visit visit) {
   switch (bytes) {
@@ -47,8 +47,8 @@ void with_vector(uint32_t bytes, Visit visit) {
   }
 }
 
-// The same pointer. It comes out of the kernel's parameters or out of shared memory, where the
-// compiler cannot see that it is one to global memory, pinned host memory included.
+// Tells the compiler that a pointer is to global memory, pinned host memory included: it cannot see
+// that of pointers from the kernel's parameters or shared memory.
 template <class T>
 __device__ __forceinline__ T *global(T *pointer) {
 #if defined(__CUDA_ARCH__)
@@ -57,7 +57,7 @@ __device__ __forceinline__ T *global(T *pointer) {
   return pointer;
 }
 
-// From and to global memory. NULL reads as zeros.
+// Loads from and stores to global memory. NULL reads as zeros.
 template <class V>
 __device__ __forceinline__ V load(const uint8_t *at) {
   return at ? *reinterpret_cast<const V *>(global(at)) : V{};

@@ -1,5 +1,5 @@
-// Same bytes, a warp per token: any layouts whose rows hold units of 1 to 16 bytes on both sides.
-// A unit's place is worked out from its number, so that heads may lie anywhere.
+// Same bytes, a warp per token: any layouts whose vectors consist of units of 1 to 16 bytes at both
+// ends. The number of a unit gives its address, so that heads may have any stride.
 #include "cuda/kernels.h"
 #include "cuda/lookup.cuh"
 #include "cuda/vector.h"

@@ -1,4 +1,4 @@
-// Where memory begins and ends: of arrays, of scales, of many tensors at once.
+// First and last byte of arrays, of scales, and of many tensors at once.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace kvx {
 
-// `bytes` from `data` on, or as many as there are before the address space ends.
+// `bytes` from `data` on, cut at the end of the address space.
 inline Extent extent_at(const void *data, uint64_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t end = begin + std::min<uint64_t>(bytes, UINTPTR_MAX - begin);
@@ -24,7 +24,7 @@ inline Extent extent_of(const kvx_scale_desc_t &scales) {
   return extent_at(scales.data, static_cast<uint64_t>((last + 1) * size_of(scales.dtype)));
 }
 
-// From the first byte of either to the last.
+// The extent from the first byte of either to the last.
 inline Extent hull(const Extent &a, const Extent &b) {
   return {std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
@@ -33,23 +33,23 @@ inline bool contains(const Extent &extent, const uint8_t *at) {
   return extent.begin <= at && at < extent.end;
 }
 
-// No byte of the tensor's extent is between its elements.
+// Whether no byte of the tensor's extent lies between its elements.
 inline bool is_gapless(const kvx_tensor_desc_t &tensor) {
   int64_t elements = 1;
   for (uint32_t axis = 0; axis < tensor.ndim; ++axis) elements *= tensor.shape[axis];
   return elements * size_of(tensor.dtype) == extent_bytes(tensor);
 }
 
-// Many extents, sorted, so that it takes log n to see whether any of them meets another one.
+// Many extents, sorted, so that finding one that overlaps a given extent takes log n steps.
 class Extents {
  public:
   void add(const Extent &extent) { all_.push_back(extent); }
 
-  // Once, after the last add() and before the first meet().
+  // Call it once, after the last add() and before the first meet().
   void sort() {
     std::sort(all_.begin(), all_.end(),
               [](const Extent &a, const Extent &b) { return a.begin < b.begin; });
-    // Each one's end becomes the furthest so far.
+    // Each end becomes the furthest so far.
     for (size_t i = 1; i < all_.size(); ++i) all_[i].end = std::max(all_[i].end, all_[i - 1].end);
   }
 

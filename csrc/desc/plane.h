@@ -1,4 +1,4 @@
-// Questions about a plane descriptor: what its axes come to, where its bytes lie.
+// Questions about a plane descriptor: extents of its axes, memory of its bytes.
 #pragma once
 
 #include "desc/span.h"
@@ -18,35 +18,36 @@ struct PlaneAxis {
 };
 PlaneAxis axis_of(const kvx_plane_t &plane, kvx_axis_t axis);
 
-// Extents of all parts of an axis together.
+// The extent of an axis, all its parts together.
 int64_t extent_of(const kvx_plane_t &plane, kvx_axis_t axis);
 
-// Its blocks, and the tokens of one: an entry stands for several, or a block for a whole sequence.
+// The number of blocks, and the tokens of one: an entry may stand for several tokens, a block for a
+// whole sequence.
 struct BlockShape {
   uint64_t num_blocks, block_size;
 };
 BlockShape shape_of(const kvx_plane_t &plane);
 
-// The bytes from its first element to its last, as a tensor of bytes.
+// A tensor of bytes that covers the plane from its first element to its last.
 kvx_tensor_desc_t bytes_of(const kvx_plane_t &plane);
 
 inline Extent extent_of(const kvx_plane_t &plane) { return extent_of(bytes_of(plane)); }
 
-// No byte of its extent is between its elements.
+// Whether no byte of its extent lies between its elements.
 bool is_gapless(const kvx_plane_t &plane);
 
-// The plane of `span` with this layer and role, or NULL; `guess` is the index where it mostly is.
+// The plane of `span` with this layer and role, or NULL; `guess` is its usual index.
 const kvx_plane_t *find_plane(const kvx_span_t &span, uint32_t layer, uint32_t role,
                               uint32_t guess);
 
-// The same numbers at the same places.
+// Whether both are the same numbers at the same addresses.
 bool are_same(const kvx_plane_t &x, const kvx_plane_t &y);
 
-// Its tokens are found by the span's table or slots, or lie densely as the span's do.
+// Whether it uses the table or slots of its span, or is dense as the span is.
 bool uses_lookup_of_span(const kvx_plane_t &plane);
 
-// The blocks that the table of a span counts, of its layers or planes; zeros where none is found by
-// the span's table.
+// The blocks that the span's table counts, from its layers or planes; zeros if none of them uses
+// it.
 BlockShape shape_of(const kvx_span_t &span);
 
 }  // namespace kvx

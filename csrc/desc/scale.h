@@ -1,4 +1,4 @@
-// One scale: in HOST memory, and as it is found for a vector.
+// One scale: read from HOST memory, or found for a vector.
 #pragma once
 
 #include <cmath>
@@ -40,8 +40,8 @@ inline void write_scale(void *data, kvx_dtype_t dtype, float scale) {
 
 inline bool is_usable_scale(float scale) { return std::isfinite(scale) && scale > 0.0f; }
 
-// The scale of an FP8 vector whose largest magnitude is `amax`, as it is read back once it is
-// stored. `largest` is the format's. Spec: E.9
+// The scale of an FP8 vector whose largest magnitude is `amax`, rounded to the dtype that stores
+// it. `largest` is the format's. Spec: E.9
 KVX_HD float found_scale(float amax, float largest, kvx_dtype_t scale_dtype) {
   const float exact = amax / largest;
   const float stored = scale_dtype == KVX_DTYPE_F32   ? exact

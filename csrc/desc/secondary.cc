@@ -11,7 +11,7 @@ namespace kvx {
 uint64_t secondary_blocks(const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
                           uint32_t secondary_num_blocks) {
   const int64_t step = stride_bytes(tensor, axes_of(tensor).block);
-  // An index of 31 bits names no sub-block further out.
+  // An index has 31 bits and reaches no further sub-block.
   const auto most =
       static_cast<uint64_t>((int64_t{1} << 31) * cache.pool.bytes_per_block / step + 1);
   return std::min<uint64_t>(secondary_num_blocks ? secondary_num_blocks : cache.num_blocks, most);

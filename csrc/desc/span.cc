@@ -7,7 +7,7 @@
 namespace kvx {
 namespace {
 
-// The same numbers at the same places. An axis of extent 1 may have any stride.
+// Whether both are the same numbers at the same addresses. An axis of extent 1 may have any stride.
 bool are_same(const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
   if (is_absent(x) || is_absent(y)) return is_absent(x) && is_absent(y);
   if (x.data != y.data || size_of(x.dtype) != size_of(y.dtype) || dim_of(x) != dim_of(y))
@@ -19,7 +19,7 @@ bool are_same(const kvx_tensor_desc_t &x, const kvx_tensor_desc_t &y) {
   };
   if (!same_step(a.block, b.block) || !same_step(a.token, b.token) || !same_step(a.head, b.head))
     return false;
-  // Where element d of dim lies: (d / pack) * outer + (d % pack) * inner.
+  // Element d of dim is (d / pack) * outer + (d % pack) * inner from the vector's first.
   struct Dim {
     int64_t pack, outer, inner;
   };

@@ -1,4 +1,4 @@
-// Questions about tables and spans: how many rows they have, what pools lie behind them.
+// Questions about tables and spans: their rows, their pools.
 #pragma once
 
 #include "desc/tensor.h"
@@ -24,13 +24,13 @@ inline const kvx_tensor_desc_t &tensor_of(const kvx_span_t &span, uint32_t l, bo
   return is_v ? span.layers[l]->v : span.layers[l]->k;
 }
 
-// NULL: none.
+// The scales of a layer; NULL: none.
 inline const kvx_scale_desc_t *scales_of(const kvx_span_t &span, uint32_t l, bool is_v) {
   const kvx_scale_desc_t *const *const list = is_v ? span.v_scales : span.k_scales;
   return list ? list[l] : nullptr;
 }
 
-// Sequences, or their beams.
+// The rows of a table: sequences, or their beams.
 inline uint64_t rows_of(const kvx_block_table_t &table) {
   return uint64_t{table.seq_count} * (is_kv_offsets(table) ? table.beam_width : 1);
 }
@@ -39,17 +39,17 @@ inline uint64_t rows_of(const kvx_block_table_t &table) {
 // are lengths, one per beam of each.
 uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 
-// A migration whose rows and source are those of `find`. It has no destination of its own.
+// A migration with the rows and source of `find`; its destination is the source.
 inline kvx_migrate_desc_t as_source(const kvx_find_desc_t &find) {
   return {sizeof(kvx_migrate_desc_t), 0, 0, 0, find.seq_lens, find.span, find.span};
 }
 
-// A KV_OFFSETS table may name blocks of a secondary pool.
+// Whether the span's table may name blocks of a secondary pool.
 inline bool has_secondary(const kvx_span_t &span) {
   return is_kv_offsets(span) && span.num_layers && span.layers[0]->pool.secondary;
 }
 
-// Both ends are the same tensors, so that their block ids mean the same blocks.
+// Whether both ends are the same tensors, so that their block ids mean the same blocks.
 bool are_same_pool(const kvx_span_t &src, const kvx_span_t &dst);
 
 }  // namespace kvx

@@ -30,7 +30,7 @@ inline int64_t dim_of(const kvx_tensor_desc_t &tensor) {
   return numbers_of(tensor.dtype, units_of(tensor));
 }
 
-// Bytes from one to the next along an axis, as the descriptor has it.
+// Byte stride of an axis, from the descriptor.
 inline int64_t stride_bytes(const kvx_tensor_desc_t &tensor, int axis) {
   return tensor.stride[axis] * size_of(tensor.dtype);
 }

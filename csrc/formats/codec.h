@@ -13,10 +13,10 @@ struct Opaque {};
 template <class... Codec>
 struct Codecs {};
 
-// Whose pairs each backend converts in ways of their own; every other pair goes through float32.
+// Formats whose pairs have kernels of their own; all other pairs go through float32.
 using FastCodecs = Codecs<F16, Bf16, F32, E4m3, E5m2>;
 
-// Place of a codec in a list; -1: none.
+// Index of a codec in a list; -1: it is not in it.
 template <class Codec, class... All>
 constexpr int place_of(Codecs<All...>) {
   int place = -1, i = 0;
@@ -66,13 +66,13 @@ void with_fast_codec(kvx_dtype_t dtype, Visit visit) {
   });
 }
 
-// Whether a unit of the codec is one number, given and taken as its Bits.
+// Whether a unit of the codec is one number, stored as its Bits.
 template <class Codec, class = void>
 constexpr bool kIsScalar = false;
 template <class Codec>
 constexpr bool kIsScalar<Codec, std::void_t<typename Codec::Bits>> = true;
 
-// Numbers in memory, as a codec asks for them.
+// Gives a codec numbers that are in memory.
 struct ValuesAt {
   const float *first;
   KVX_HD float operator()(int i) const { return first[i]; }
@@ -103,7 +103,7 @@ struct Unit<Codec, true> {
   }
 };
 
-// The table and the codecs say the same sizes.
+// The sizes in the table and in the codecs agree.
 template <class Codec>
 constexpr bool has_sizes([[maybe_unused]] int numbers, [[maybe_unused]] int bytes) {
   if constexpr (std::is_same_v<Codec, Opaque>)
@@ -116,7 +116,7 @@ constexpr bool has_sizes([[maybe_unused]] int numbers, [[maybe_unused]] int byte
 KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
 
-// Constants of a format in kernels, which know no tables in memory.
+// Constants of a format for kernels, which cannot read tables in host memory.
 KVX_HD float largest_of(kvx_dtype_t dtype) {
   switch (dtype) {
 #define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside) \

@@ -1,5 +1,5 @@
-// Questions about a format, answered from the table. A number that is no format is row 0: of kind
-// None, which the rules refuse wherever a caller can say it.
+// Questions about a format, answered from the table. A number that is no format gets row 0, of kind
+// None, which the rules refuse.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace kvx {
 
 enum class Kind : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
 
-// What lies beside the data of a format.
+// Data that a format keeps beside its units.
 enum class Beside : uint8_t {
   kNothing,
   kScale,  // scales, or none: value = stored * scale
@@ -22,7 +22,7 @@ struct Format {
   float largest;  // finite number; 0: no such bound
   Kind kind;
   Beside beside;
-  uint8_t numbers_log2;  // of one unit, along dim
+  uint8_t numbers_log2;  // of a unit, along dim
   uint8_t bytes, alignment;
 };
 
@@ -58,7 +58,7 @@ constexpr const Format &format_of(kvx_dtype_t dtype) { return kFormats[row_of(dt
 // Bytes of a unit: the element of a tensor, whose shape and strides count units.
 constexpr int64_t size_of(kvx_dtype_t dtype) { return format_of(dtype).bytes; }
 
-// What the address of a unit is a multiple of: a power of two.
+// The alignment of a unit: a power of two.
 constexpr int64_t alignment_of(kvx_dtype_t dtype) { return format_of(dtype).alignment; }
 
 // Units that hold `numbers` numbers, a multiple of a unit's; and their bytes.
@@ -75,19 +75,19 @@ constexpr int64_t numbers_of(kvx_dtype_t dtype, int64_t units) {
 constexpr const char *name_of(kvx_dtype_t dtype) { return format_of(dtype).name; }
 
 constexpr bool is_number(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kNumber; }
-// Bytes that no call looks into.
+// Whether it is bytes that no call interprets.
 constexpr bool is_opaque(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kOpaque; }
 constexpr bool is_index_type(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kIndex; }
-// Of a cache, and of tokens on their way.
+// Whether caches and tokens on their way may have it.
 constexpr bool is_element_type(kvx_dtype_t dtype) { return is_number(dtype) || is_opaque(dtype); }
 constexpr bool is_scale_type(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_F32 || dtype == KVX_DTYPE_F16 || dtype == KVX_DTYPE_BF16;
 }
 
-// A unit is one number, so that any stride of numbers is one of units.
+// Whether a unit is one number, so that strides of numbers are strides of units.
 constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_log2 == 0; }
 
-// FP8: a byte per number, with a scale or without.
+// Whether it is FP8: a byte per number, with a scale or without.
 constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
 
 // "F16, BF16 or F32": the names of the formats for which `is_one` holds.
@@ -111,8 +111,7 @@ struct Names {
 };
 inline constexpr Names kElementNames(is_element_type), kIndexNames(is_index_type);
 
-// What sentences say was expected where is_element_type(), is_scale_type() or is_index_type() is
-// false.
+// What errors expect if is_element_type(), is_scale_type() or is_index_type() is false.
 constexpr const char *kElementTypes = kElementNames.text;
 constexpr const char *kScaleTypes = "F32, F16 or BF16";
 constexpr const char *kIndexTypes = kIndexNames.text;

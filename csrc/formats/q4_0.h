@@ -19,11 +19,11 @@ struct Q4_0 {
 
   template <class ValueAt>
   static KVX_HD void encode(uint8_t *unit, ValueAt value_at) {
-    float most = 0.0f;  // the number of the largest magnitude, the first of them
+    float most = 0.0f;  // the first number of the largest magnitude
     KVX_LOOP
     for (int i = 0; i < kNumbers; ++i) {
       const float value = value_at(i), magnitude = float_of(bits_of(value) & ~kSign);
-      const bool is_first = i == 0 && magnitude == 0.0f;  // whose sign the scale of zeros takes
+      const bool is_first = i == 0 && magnitude == 0.0f;  // the scale of zeros takes its sign
       most = is_first || magnitude > float_of(bits_of(most) & ~kSign) ? value : most;
     }
     const float scale = UnitScale::saturate(most / -8.0f), inverse = UnitScale::inverse(scale);
@@ -36,7 +36,7 @@ struct Q4_0 {
   }
 
  private:
-  // To 0 .. 15: half a step up, then towards zero. NaN becomes 8, whose value is 0.
+  // Rounds to 0 .. 15: adds half a step, then truncates. NaN becomes 8, whose value is 0.
   static KVX_HD int nearest(float x) {
     const float shifted = x + 8.5f;
     return shifted >= 16.0f ? 15 : shifted >= 0.0f ? static_cast<int>(shifted) : x < 0.0f ? 0 : 8;

@@ -8,7 +8,7 @@
 
 namespace kvx {
 
-// What units share: a float16 scale at their beginning.
+// The part that units share: a float16 scale at their start.
 struct UnitScale {
   static KVX_HD float load(const uint8_t *unit) {
     return F16::decode(*reinterpret_cast<const uint16_t *>(unit));
@@ -16,12 +16,12 @@ struct UnitScale {
   static KVX_HD void store(uint8_t *unit, float scale) {
     *reinterpret_cast<uint16_t *>(unit) = F16::encode(scale);
   }
-  // The largest number instead of one that float16 takes for infinity.
+  // Replaces a scale that would become infinity in float16 by the largest float16.
   static KVX_HD float saturate(float scale) {
-    const bool past = (bits_of(scale) & ~kSign) >= 0x477ff000u;  // 65520; NaN is not among them
+    const bool past = (bits_of(scale) & ~kSign) >= 0x477ff000u;  // 65520; false for NaN
     return past ? float_of(0x477fe000u | (bits_of(scale) & kSign)) : scale;
   }
-  // 1 / scale; 0 where that is not finite, so that all numbers become zero.
+  // 1 / scale; 0 if that is not finite, so that all numbers become zero.
   static KVX_HD float inverse(float scale) {
     const float inverse = 1.0f / scale;
     return (bits_of(inverse) & ~kSign) < kInfinity ? inverse : 0.0f;
@@ -41,7 +41,7 @@ struct Q8_0 {
     KVX_LOOP
     for (int i = 0; i < kNumbers; ++i) {
       const float magnitude = float_of(bits_of(value_at(i)) & ~kSign);
-      amax = magnitude > amax ? magnitude : amax;  // NaN is not
+      amax = magnitude > amax ? magnitude : amax;  // not for NaN
     }
     const float scale = UnitScale::saturate(amax / 127.0f), inverse = UnitScale::inverse(scale);
     UnitScale::store(unit, scale);
@@ -51,7 +51,7 @@ struct Q8_0 {
   }
 
  private:
-  // To nearest, ties away from zero; NaN becomes 0, and what is past 127 becomes 127.
+  // Rounds to nearest, ties away from zero; NaN becomes 0, numbers past 127 become 127.
   static KVX_HD int nearest(float x) {
     const float magnitude = float_of(bits_of(x) & ~kSign);
     const float within = magnitude <= 127.0f ? magnitude : magnitude > 127.0f ? 127.0f : 0.0f;

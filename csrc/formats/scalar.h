@@ -1,7 +1,7 @@
 // Element formats: stored bits <-> float32. Round to nearest even; FP8 saturates; NaN stays NaN.
-// Branch-free, so that loops over them vectorise; shared by every backend. Spec: E.6
-// No step makes a subnormal float32 of a number that has none: that is slow on some processors, and
-// zero where a host application has switched subnormals off.
+// Branch-free, so that loops over them vectorise; shared by every backend. Spec: E.6 No step makes
+// a subnormal float32 of a normal number: subnormals are slow on some processors, and zero if a
+// host application has switched them off.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ constexpr uint32_t kInfinity = 0x7f800000u;
 // exponent and mantissa are one unsigned number, `code`, that grows with the magnitude.
 template <int kMantissa, int kMinExponent>
 struct SmallFloat {
-  static constexpr int kDropped = 23 - kMantissa;  // mantissa bits of float32 that it lacks
+  static constexpr int kDropped = 23 - kMantissa;  // mantissa bits that float32 has more
   static constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 + kMinExponent) << 23;
   static constexpr uint32_t kFirstNormalCode = 1u << kMantissa;
 
@@ -39,8 +39,7 @@ struct SmallFloat {
   static KVX_HD uint32_t round(uint32_t magnitude) {
     const uint32_t own_exponent = magnitude & kInfinity;
     const uint32_t exponent = own_exponent < kMinNormal ? kMinNormal : own_exponent;
-    // Added to a float whose last mantissa bit is worth one step, the magnitude becomes whole
-    // steps.
+    // Adding a float whose last mantissa bit is worth one step rounds the magnitude to whole steps.
     const uint32_t steps_base = exponent + (static_cast<uint32_t>(kDropped) << 23);
     const uint32_t steps = bits_of(float_of(magnitude) + float_of(steps_base)) - steps_base;
     return steps + ((exponent - kMinNormal) >> kDropped);
@@ -83,7 +82,7 @@ struct F16 {
   }
   static KVX_HD Bits encode(float value) {
     const uint32_t bits = bits_of(value), magnitude = bits & ~kSign;
-    // 65536 and above round to it, and it encodes as infinity.
+    // Clamped to 65536, which encodes as infinity.
     const uint32_t clamped = magnitude > 0x47800000u ? 0x47800000u : magnitude;
     const uint32_t number = SmallFloat<10, -14>::round(clamped);
     return static_cast<Bits>((magnitude > kInfinity ? 0x7e00u : number) | (bits & kSign) >> 16);

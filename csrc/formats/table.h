@@ -1,5 +1,5 @@
-// The table of formats: a row each. All that KVX knows of a format is here and in its codec; sizes,
-// names, rules and conversions of every backend come from it. Spec: 4.3, E.10
+// The table of formats, a row each. A format is its row here and its codec; sizes, names, rules and
+// conversions of every backend come from them. Spec: 4.3, E.10
 #pragma once
 
 #include "formats/e4m3fnuz.h"

@@ -12,7 +12,7 @@ namespace {
 
 // ---- Same pool
 
-// Blocks of the primary and the secondary pool.
+// A set of blocks of the primary and the secondary pool.
 class Blocks {
  public:
   void add(const Place &place) {
@@ -31,7 +31,7 @@ class Blocks {
   std::vector<uint64_t> all_;
 };
 
-// Source and destination blocks of one pool must differ, as far as tokens move.
+// Checks that the source and destination blocks of moving tokens differ within one pool.
 kvx_status_t check_distinct_blocks(const Plan &plan, uint64_t tokens) {
   for (const LookupPair &lookup : plan.lookups) {
     Blocks sources;
@@ -66,7 +66,7 @@ struct End {
   }
 };
 
-// From the first byte of a block to the last, of the heads that move.
+// Bytes from the first to the last of a block, of the heads that move.
 uint64_t bytes_of_block(const End &end) {
   const Plane &plane = end.plane;
   const int64_t last_token = int64_t{end.lookup.block_size} - 1;
@@ -87,7 +87,7 @@ uint64_t bytes_of_block(const End &end) {
 // Memory that a call reads or writes: a block of a plane, or an array of indices.
 struct Piece {
   uintptr_t begin, end;
-  size_t pair;  // whose block it is
+  size_t pair;  // the pair of the block
   bool written;
   bool anywhere;  // a block that a table names by its address
 
@@ -106,7 +106,7 @@ class Pieces {
           false);
   }
 
-  // The block of a plane, as far as the heads of the pair reach.
+  // Adds the block of a plane, from the first to the last head of the pair.
   void add(const End &end, Place place, size_t number, bool written) {
     place.offset = 0;
     add(address_of(end.plane, place), bytes_of_block(end), number, written,
@@ -116,11 +116,11 @@ class Pieces {
   kvx_status_t check() {
     std::sort(all_.begin(), all_.end());
     all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
-    uintptr_t ends[2][2] = {};  // where the furthest so far ends: [written][anywhere]
+    uintptr_t ends[2][2] = {};  // the furthest end so far: [written][anywhere]
     for (const Piece &piece : all_) {
       for (const bool written : {false, true}) {
         for (const bool anywhere : {false, true}) {
-          // Blocks that have ids have been compared by their tensors.
+          // Blocks with ids have been compared as tensors.
           if (piece.begin < ends[written][anywhere] && (piece.written || written) &&
               (piece.anywhere || anywhere)) {
             return fail_piece(piece);
@@ -150,7 +150,8 @@ class Pieces {
   std::vector<Piece> all_;
 };
 
-// Where blocks lie anywhere, those that are written lie apart from all else that the call accesses.
+// Checks that blocks with addresses of their own, if they are written, share no memory with
+// anything else that the call accesses.
 [[gnu::noinline]] kvx_status_t check_pointers_apart(const Plan &plan, uint64_t tokens) {
   Pieces pieces;
   for (const LookupPair &lookup : plan.lookups) {
@@ -176,14 +177,14 @@ class Pieces {
 
 // ---- Planes with lookups of their own
 
-// Who finds the tokens of a pair: all planes that the spans' tables or slots find alike count as
-// one, whose blocks have been compared by their ids.
+// Numbers the lookup of a pair. All planes that use the spans' tables or slots have the same
+// number: their blocks have been compared by id.
 uint32_t finder_of(const Plan &plan, const PlanePair &pair) {
   const LookupPair &lookup = plan.lookups[pair.lookup];
   return lookup.src.is_own || lookup.dst.is_own ? pair.lookup + 1 : 0;
 }
 
-// Memory of several finders, in which no two may meet where one of them writes.
+// Memory of several finders: no two may overlap if one of them writes.
 class Finds {
  public:
   void add(const uint8_t *data, uint64_t bytes, uint32_t finder, bool written) {
@@ -195,7 +196,7 @@ class Finds {
     all_.push_back({begin, begin + bytes, finder, written});
   }
 
-  // Where the first two meet; NULL: nowhere.
+  // The first address that two share; NULL: none.
   const void *meet() {
     std::sort(all_.begin(), all_.end(),
               [](const Piece &a, const Piece &b) { return a.begin < b.begin; });
@@ -218,7 +219,7 @@ class Finds {
     bool written;
   };
 
-  // How far the pieces so far reach, and those of all finders but the one that reaches furthest.
+  // The furthest end of the pieces so far, and the furthest of all other finders.
   struct Furthest {
     uintptr_t end = 0, next = 0;
     uint32_t finder = UINT32_MAX;
@@ -238,7 +239,7 @@ class Finds {
   std::vector<Piece> all_;
 };
 
-// From the first byte of a plane to the last, in each of its pools.
+// Adds a plane from its first byte to its last, in each of its pools.
 void add_plane(const End &end, uint32_t finder, bool written, Finds *finds) {
   const auto add = [&](const uint8_t *base, uint64_t num_blocks) {
     if (!base || !num_blocks) return;
@@ -254,7 +255,7 @@ void add_block(const End &end, Place place, uint32_t finder, bool written, Finds
   finds->add(address_of(end.plane, place), bytes_of_block(end), finder, written);
 }
 
-// The elements of `count` tokens.
+// Adds the elements of `count` tokens.
 void add_elements(const End &end, Place place, uint64_t count, uint32_t finder, bool written,
                   Finds *finds) {
   const Plane &plane = end.plane;
@@ -290,8 +291,8 @@ void each_end(const Plan &plan, uint64_t tokens, Add add) {
   }
 }
 
-// What planes with lookups of their own write lies apart from all that other lookups find. Whole
-// planes mostly lie apart; else their blocks are compared, and where these interleave, elements.
+// Checks that planes with lookups of their own write no memory that other lookups use. Compares
+// whole planes first; if they overlap, blocks; if these interleave, elements.
 [[gnu::noinline]] kvx_status_t check_finds_apart(const Plan &plan, uint64_t tokens) {
   Finds planes;
   for (const PlanePair &pair : plan.pairs) {

@@ -1,5 +1,4 @@
-// Memory that must stay apart, as far as only indices show it: blocks that a call reads from blocks
-// that it writes.
+// Overlaps that only indices show: blocks that a call reads must differ from blocks that it writes.
 #pragma once
 
 #include "plan/plan.h"
@@ -7,8 +6,8 @@
 namespace kvx {
 
 // INVALID_ARGUMENT if a block is read and written within one pool [E.3], if a block that a table
-// names by its address meets another one [E.12], or if planes with lookups of their own meet
-// [E.11]. For indices that have been checked.
+// names by its address overlaps another [E.12], or if planes with lookups of their own overlap
+// [E.11]. The indices have been checked.
 kvx_status_t check_blocks_apart(const Plan &plan, uint64_t tokens);
 
 }  // namespace kvx

@@ -1,4 +1,4 @@
-// What only the data can show: lengths, slots, block ids, scales. Every rule once, before any
+// Checks what only the data shows: lengths, slots, block ids, scales. Every rule once, before any
 // write.
 #include "plan/check.h"
 
@@ -13,7 +13,7 @@
 namespace kvx {
 namespace {
 
-// `*tokens`: what moves, of all rows.
+// `*tokens`: the tokens of all rows that move.
 kvx_status_t check_lengths(const Plan &plan, const FieldNames &names, uint64_t *tokens) {
   const Rows &rows = plan.rows;
   *tokens = 0;
@@ -36,7 +36,7 @@ kvx_status_t check_lengths(const Plan &plan, const FieldNames &names, uint64_t *
   return KVX_STATUS_OK;
 }
 
-// What the rows can have at one end together, as the descriptors say.
+// The most tokens of all rows together at one end, by the descriptors.
 uint64_t most_tokens(const Rows &rows, const Lookup &a) {
   uint64_t most = most_tokens_of_row(a);
   if (!share_entries(a) && __builtin_mul_overflow(most, rows.count, &most)) return UINT64_MAX;
@@ -49,7 +49,7 @@ class End {
   End(const Rows &rows, const Lookup &lookup, bool at_dst, const FieldNames &names)
       : rows_(rows), lookup_(lookup), at_dst_(at_dst), names_(names) {}
 
-  // Every table entry or slot that the plan will read at this end.
+  // Checks every table entry or slot that the plan will read at this end.
   kvx_status_t check(uint64_t tokens) const {
     const Lookup &a = lookup_;
     if (a.mode == LookupMode::kSlots) {
@@ -85,7 +85,7 @@ class End {
     for (uint64_t row = 0; row < rows_.count; ++row) {
       Violation found{};
       if (indptr_fault(lookup_, row, &found) == Fault::kNone) continue;
-      // Where indptr passes indices_count before its end, the entry that falls back is wrong.
+      // If indptr passes indices_count before its end, the entry that falls back is wrong.
       const bool passes = row + 1 < rows_.count && found.index > row &&
                           found.value >= static_cast<int64_t>(found.first);
       if (!passes) return fail(&found);
@@ -133,7 +133,7 @@ class End {
   const FieldNames &names_;
 };
 
-// The scales of `count` tokens from `place` on.
+// Checks the scales of `count` tokens from `place` on.
 kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &place, uint64_t count,
                              const FieldNames &names) {
   const Scales &scales = at_dst ? pair.dst_scales : pair.src_scales;
@@ -160,7 +160,7 @@ kvx_status_t check_scales_at(const PlanePair &pair, bool at_dst, const Place &pl
   return KVX_STATUS_OK;
 }
 
-// Every scale that a moving token uses, at both ends.
+// Checks every scale that a moving token uses, at both ends.
 kvx_status_t check_scale_values(const Plan &plan, const PlanePair &pair, uint64_t tokens,
                                 const FieldNames &names) {
   if (!pair.src_scales.data && !pair.dst_scales.data) return KVX_STATUS_OK;
@@ -187,7 +187,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
   if (rows.fill_to_max) {
     *tokens = rows.count * rows.max_len;
   } else if (rows.lens.data && plan.lookups[0].src.tokens_per_entry ==
-                                   1) {  // which may have changed since they were added up
+                                   1) {  // lengths may have changed since they were added up
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].src));
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }

@@ -1,13 +1,13 @@
-// What only the data can show, checked before any write.
+// Checks what only the data shows, before any write.
 #pragma once
 
 #include "plan/plan.h"
 
 namespace kvx {
 
-// Reads every index and scale that the plan will use. OUT_OF_RANGE or INVALID_ARGUMENT with the
-// index and the value if one of them is not what it may be; nothing has been written then.
-// `*tokens`: how many move or are cleared. It does not exceed what the descriptors have room for.
+// Reads every index and scale that the plan will use. OUT_OF_RANGE or INVALID_ARGUMENT, with index
+// and value, if one of them is wrong; nothing has been written then. `*tokens`: how many move or
+// are cleared, at most as many as the descriptors have room for.
 kvx_status_t check_data(const Plan &plan, uint64_t *tokens);
 
 }  // namespace kvx

@@ -15,7 +15,7 @@ struct Numbers {
   int digits, lowest, highest;
 };
 
-// False: numbers that this file knows nothing about.
+// False: a format that this file does not know.
 bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
   switch (dtype) {
     case KVX_DTYPE_F16:
@@ -51,7 +51,7 @@ bool is_exact(const PlanePair &pair) {
   return dst.digits >= src.digits && dst.lowest <= src.lowest && dst.highest >= src.highest;
 }
 
-// How a block's tokens are copied.
+// The loops that copy a block's tokens.
 Loops loops_of(const PlanePair &pair, const LookupPair &lookup) {
   const uint32_t tokens = std::min(lookup.src.block_size, lookup.dst.block_size);
   Loops loops;
@@ -67,7 +67,7 @@ uint64_t token_bytes(const PlanePair &pair, const Plane &plane) {
   return pair.num_heads * static_cast<uint64_t>(vector);
 }
 
-// What a plane of the migration is called.
+// The name of a plane of the migration.
 struct Name {
   uint32_t layer, role;
 };
@@ -112,7 +112,7 @@ void describe(const Plan &plan, const PlanePair &pair, const Name &name, bool is
   plane->run_bytes = static_cast<uint64_t>(loops.run);
 }
 
-// Tokens by what becomes of them.
+// Counts of tokens: moved, or null at one end.
 struct Counts {
   uint64_t moved, null_src, null_dst;
 };
@@ -155,7 +155,7 @@ void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
                  kvx_plane_info_t *planes) {
   std::vector<Counts> counts;
   for (const LookupPair &lookup : plan.lookups) counts.push_back(count(plan, lookup, 0, tokens));
-  // Planes whose entries are no tokens say nothing of these.
+  // Planes whose entries are no tokens do not count tokens.
   for (size_t i = 0; i < counts.size() && info->num_tokens == KVX_UNKNOWN; ++i) {
     if (plan.lookups[i].src.tokens_per_entry != 1) continue;
     info->num_moved = counts[i].moved;

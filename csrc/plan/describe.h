@@ -1,4 +1,4 @@
-// What a plan will move, in numbers.
+// Describes what a plan will move.
 #pragma once
 
 #include "kvx/kvx_plan.h"
@@ -6,13 +6,12 @@
 
 namespace kvx {
 
-// Fills what the plan itself says: all but what the backend knows, and the counts, which stay
-// KVX_UNKNOWN. `planes` may be NULL.
-// `span`: an end of its migration.
+// Fills in all that the plan shows. The counts stay KVX_UNKNOWN; the backend adds its part.
+// `planes` may be NULL. `span`: an end of its migration.
 void describe_planes(const Plan &plan, const kvx_span_t &span, kvx_plan_info_t *info,
                      kvx_plane_info_t *planes);
 
-// Fills the counts, for `tokens` tokens that check_data has counted.
+// Fills in the counts, for `tokens` tokens that check_data has counted.
 void count_moves(const Plan &plan, uint64_t tokens, kvx_plan_info_t *info,
                  kvx_plane_info_t *planes);
 

@@ -1,5 +1,5 @@
-// A list of a few items, which takes memory of its own only where it becomes long: the plan of a
-// call of one layer allocates nothing.
+// A list that allocates memory only if it becomes long: the plan of a call of one layer allocates
+// nothing.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@ class Few {
   Few(const Few &) = delete;
   Few &operator=(const Few &) = delete;
 
-  // Makes room for `count` items. Once, before the first of them.
+  // Makes room for `count` items. Called once, before the first.
   void reserve(size_t count) {
     if (count <= kNear) return;
     far_.reset(new T[count]);
     items_ = far_.get();
   }
-  // One more item, of zeros.
+  // Adds an item of zeros.
   T &add() {
     static_assert(std::is_trivially_copyable_v<T>);
     size_t bytes = sizeof(T);
-    asm("" : "+r"(bytes));  // of a known size GCC makes a `rep stos`, which takes longer
+    asm("" : "+r"(bytes));  // hides the size from GCC, whose `rep stos` takes longer
     return *static_cast<T *>(std::memset(static_cast<void *>(&items_[size_++]), 0, bytes));
   }
   void drop_last() { --size_; }

@@ -1,4 +1,4 @@
-// kvx_find_tokens: the lookup of one end, without a copy.
+// Runs kvx_find_tokens: the lookup of one end, without a copy.
 #pragma once
 
 #include "kvx/kvx_lookup.h"

@@ -1,4 +1,4 @@
-// A migration's descriptors, copied with all descriptors that they point to. The memory that these
+// Copies a migration's descriptors with all descriptors that they point to. The memory that these
 // describe stays the caller's.
 #pragma once
 
@@ -20,16 +20,16 @@ class KeptMigration {
   const kvx_migrate_desc_t &desc() const { return desc_; }
 
  private:
-  // A copy of a struct, of the size that this version knows; NULL for NULL.
+  // Copies a struct, of the size that this version has; NULL for NULL.
   template <class T>
   T *keep(const T *given);
-  // And of a list of such pointers.
+  // Copies a list of pointers to structs.
   template <class T>
   const T *const *keep(const T *const *given, uint32_t count);
   kvx_span_t *keep_span(const kvx_span_t &given);
   const kvx_plane_t *keep_plane(const kvx_plane_t &given);
 
-  // Deques: what they hold stays where it is.
+  // Deques, whose items never move.
   std::tuple<std::deque<kvx_span_t>, std::deque<kvx_cache_desc_t>, std::deque<kvx_plane_t>,
              std::deque<kvx_block_table_t>, std::deque<kvx_slot_mapping_t>,
              std::deque<kvx_seq_lens_t>, std::deque<kvx_scale_desc_t>>

@@ -1,10 +1,10 @@
-// From a row and a token of it to a block and an offset: dense ends, slots, block tables,
-// KVCacheIndex. The only decoder: the data checks (check.cc), the CPU (walk.h), the kernels
-// (cuda/lookup.cuh) and Python (kvx_find_tokens) ask it. What a mode means stands in the four
-// functions that look at `mode`, from mode_of to share_entries.
+// Finds the block and offset of a token of a row: dense ends, slots, block tables, KVCacheIndex.
+// This is the only decoder: the data checks (check.cc), the CPU (walk.h), the kernels
+// (cuda/lookup.cuh) and Python (kvx_find_tokens) use it. What a mode means is in
+// the functions from mode_of to share_entries.
 //
-// The arrays are the caller's and may change at any time: a number that is used is read once, and
-// found in range as it was read.
+// The arrays are the caller's and may change at any time, so each number is read once, and checked
+// as it was read.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace kvx {
 
-// The caller's integers, S32 or S64.
+// An array of the caller's integers, S32 or S64.
 struct Ints {
   const void *data;
   bool wide;
@@ -32,18 +32,18 @@ struct Ints {
 
 enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers, kRing };
 
-// How the tokens of each row (a sequence, or one beam of it) are found at one end, for K or for V.
+// Finds the tokens of each row (a sequence, or one beam of it) at one end, for K or for V.
 struct Lookup {
   LookupMode mode;
-  bool is_v;                    // which row of a KV_OFFSETS table
-  bool is_own;                  // a plane's own, not the span's: for sentences
+  bool is_v;                    // K's or V's part of a KV_OFFSETS table
+  bool is_own;                  // a plane's own, not the span's: for errors
   bool exact;                   // RAGGED: a row has one entry per token, and no more
-  uint32_t tokens_per_entry;    // of the planes whose entries it finds, in place of tokens; 0: all
-  uint32_t block_size;          // tokens, or such entries
+  uint32_t tokens_per_entry;    // tokens of an entry; 0: an entry has all tokens of its row
+  uint32_t block_size;          // tokens, or entries
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
   uint32_t num_rows;            // RAGGED: of indptr, which has one entry more
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
-  uint32_t sub_block;           // KV_OFFSETS: which of them this tensor is
+  uint32_t sub_block;           // KV_OFFSETS: the one of this tensor
   uint32_t planes_per_entry;    // an entry has an index for each plane of the span; 0: one for all
   uint32_t pointer_shift;       // POINTERS: bits of an address that are 0; the rest is the block id
   uint32_t indices_count;       // entries of `indices`, times planes_per_entry
@@ -64,7 +64,7 @@ struct Place {
   bool secondary;
 };
 
-// What an index can be that only the data shows.
+// The errors of an index that only the data shows.
 enum class Fault : uint8_t {
   kNone,
   kSlot,         // past the cache
@@ -82,8 +82,8 @@ enum class Fault : uint8_t {
   kScale,        // not finite or not positive
 };
 
-// Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
-// Kernels are given no others (cuda/run.cu refuses them).
+// Quotient and remainder. Numbers of 32 bits, the usual case, divide several times faster; kernels
+// take no others (cuda/run.cu refuses them).
 struct Division {
   uint64_t quotient;
   uint32_t remainder;
@@ -96,8 +96,8 @@ KVX_HD Division divide(uint64_t number, uint32_t divisor) {
   return {narrow / divisor, narrow % divisor};
 }
 
-// The entries of a row that has this many tokens from its start on: complete ones, or the one of
-// the whole row.
+// The entries of a row of this many tokens from its start on: complete ones, or the one of the
+// whole row.
 KVX_HD uint64_t entries_of(uint64_t tokens, uint32_t tokens_per_entry) {
   if (tokens_per_entry == 1) return tokens;
   if (tokens_per_entry == 0) return tokens ? 1 : 0;
@@ -134,7 +134,8 @@ struct RowLookup {
   Count entry;     // of position 0; of a dense end, the block
 };
 
-// Which entry of indptr, of the two that bound a row, is not what it must be; UINT64_MAX: neither.
+// The index of the wrong one of the two entries of indptr that bound a row; UINT64_MAX: neither is
+// wrong.
 KVX_HD uint64_t wrong_indptr(const Lookup &a, uint64_t row, int64_t begin, int64_t end) {
   if (row == 0 && begin != 0) return 0;
   const bool is_last = row + 1 == a.num_rows;
@@ -142,11 +143,11 @@ KVX_HD uint64_t wrong_indptr(const Lookup &a, uint64_t row, int64_t begin, int64
   return begin < 0 ? row : UINT64_MAX;
 }
 
-// Reads the numbers of a row. At a fault it holds no tokens.
+// Reads the numbers of a row. At a fault the row has no tokens.
 template <class Count>
 KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
   *found = {};
-  if (a.mode == LookupMode::kSlots) return Fault::kNone;  // they name the tokens of all rows
+  if (a.mode == LookupMode::kSlots) return Fault::kNone;  // slots are numbered through all rows
   uint64_t entry = row, capacity = a.block_size;
   if (a.mode == LookupMode::kRagged) {
     const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
@@ -179,8 +180,8 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
 
 // ---- a token
 
-// The entry or slot that says where a token lies, and how far it lies into the entry's block.
-// `flat` numbers the tokens of all rows. False: the row does not hold it.
+// Finds the entry or slot of a token, and the token's offset in the entry's block. `flat` numbers
+// the tokens of all rows. False: the row does not have the token.
 template <class Count>
 KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
                      uint64_t *entry, uint32_t *offset) {
@@ -200,7 +201,7 @@ KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t toke
   return true;
 }
 
-// The entries that `count` tokens of a row are found by, one at least, and maybe others of the row.
+// Finds the first and last entry that `count` tokens of a row, at least one, may need.
 template <class Count>
 KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_t count,
                            uint64_t *first, uint64_t *last) {
@@ -214,7 +215,7 @@ KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_
   }
 }
 
-// Positions that a row has, for sentences.
+// How many positions a row has, for errors.
 template <class Count>
 KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
   return a.mode == LookupMode::kRing ? row.capacity - row.start : row.capacity;
@@ -222,7 +223,7 @@ KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
 
-// The place that a slot or an entry names, `offset` tokens into the block of an entry.
+// Decodes a slot, or an entry and `offset` tokens into its block.
 KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *place) {
   switch (a.mode) {
     case LookupMode::kDense:
@@ -276,7 +277,7 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
   return Fault::kNone;
 }
 
-// What an entry that place_of refuses had to stay below: tokens, or blocks of its pool.
+// The bound that an entry refused by place_of exceeds: tokens, or blocks of its pool.
 KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
   if (a.mode == LookupMode::kSlots) return a.num_blocks * a.block_size;
   if (a.mode == LookupMode::kPointers) return uint64_t{1} << a.pointer_shift;
@@ -284,13 +285,13 @@ KVX_HD uint64_t limit_of(const Lookup &a, int64_t entry) {
                                                                              : a.num_blocks;
 }
 
-// Where the index of an entry stands for plane `plane` of the span.
+// The position of an entry's index for plane `plane` of the span.
 KVX_HD uint64_t index_of(const Lookup &a, uint64_t entry, uint32_t plane) {
   return a.planes_per_entry ? entry * a.planes_per_entry + plane : entry;
 }
 
-// Where a token of a row lies in plane `plane` of the span. Whatever the caller's arrays have
-// become since they were checked, it lies within the cache or, at a fault, nowhere.
+// Finds a token of a row in plane `plane` of the span. Even if the caller's arrays have changed
+// since they were checked, the place is within the cache or, at a fault, null.
 template <class Count>
 KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
                   uint32_t plane, Place *place) {
@@ -307,14 +308,14 @@ KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, 
 
 // ---- all rows
 
-// What a row can hold at most, as the descriptors say.
+// The most tokens of a row, by the descriptors.
 KVX_HD uint64_t most_tokens_of_row(const Lookup &a) {
   if (a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged) return a.indices_count;
   return a.mode == LookupMode::kDense ? a.block_size
                                       : uint64_t{a.max_blocks_per_seq} * a.block_size;
 }
 
-// Whether the rows share what most_tokens_of_row says.
+// Whether all rows share the entries that most_tokens_of_row counts.
 KVX_HD bool share_entries(const Lookup &a) {
   return a.mode == LookupMode::kSlots || a.mode == LookupMode::kRagged;
 }

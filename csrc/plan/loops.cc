@@ -5,9 +5,9 @@
 namespace kvx {
 namespace {
 
-constexpr int64_t kMaxTransposedRun = 16;  // bytes; longer runs are copied as they are
+constexpr int64_t kMaxTransposedRun = 16;  // bytes; longer runs are copied without a transpose
 
-// Takes loops into the run as long as one of them continues it on both sides.
+// Joins loops with the run as long as one of them continues it at both ends.
 void grow_run(Loops *loops) {
   for (int i = 0; i < loops->count;) {
     const Loop &dim = loops->at[i];
@@ -22,7 +22,7 @@ void grow_run(Loops *loops) {
   }
 }
 
-// Reads forward through the source: the widest step outermost.
+// Sorts loops to read the source forward: the widest step outermost.
 void sort_by_source(Loops *loops) {
   for (int i = 1; i < loops->count; ++i)
     for (int j = i; j > 0 && loops->at[j].src > loops->at[j - 1].src; --j)
@@ -43,7 +43,8 @@ void merge_loops(Loops *loops) {
   }
 }
 
-// Short runs that follow each other along one loop in the source and another in the destination.
+// Finds short runs that follow each other along one loop in the source and another in the
+// destination.
 void find_transpose(Loops *loops) {
   const bool power_of_two = (loops->run & (loops->run - 1)) == 0;
   if (loops->run > kMaxTransposedRun || !power_of_two) return;
@@ -68,7 +69,7 @@ struct Parts {
   int64_t offset(int64_t i) const { return i / extent * outer + i % extent * inner; }
 };
 
-// One part without an end where tokens are not split.
+// The parts of the token axis; one endless part if tokens are not split.
 Parts token_parts(const Plane &plane) {
   return {plane.token_pack ? plane.token_pack : INT64_MAX, plane.token_outer_stride,
           plane.token_stride};

@@ -12,7 +12,7 @@ namespace {
 
 Ints ints(const void *data, kvx_dtype_t dtype) { return {data, size_of(dtype) == 8}; }
 
-// Drops the `pack` level where the axis is one stride anyway.
+// Drops the `pack` level if the axis has one stride anyway.
 void set_dim(Plane *plane, int64_t outer, int64_t inner, int64_t pack, int64_t dim) {
   if (pack == 1) pack = dim, inner = outer;
   if (outer == pack * inner) pack = dim;
@@ -21,14 +21,15 @@ void set_dim(Plane *plane, int64_t outer, int64_t inner, int64_t pack, int64_t d
   plane->pack = static_cast<uint32_t>(pack);
 }
 
-// Bytes from one to the next along an axis. An axis of extent 1 may have any stride; `none` takes
-// its place: 0 by default, which keeps addresses aligned to whatever the base is aligned to.
+// Byte stride of an axis. An axis of extent 1 may have any stride and gets `none`: 0 by default,
+// which never breaks alignment.
 template <class Desc>
 int64_t step_bytes(const Desc &desc, int axis, int64_t none = 0) {
   return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : none;
 }
 
-// From here on a part of the plan is filled where it stays: a copy would wait for the stores.
+// The functions from here on fill a part of the plan in place: copying it would wait for the
+// stores.
 void set_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint32_t head_start) {
   const Axes axes = axes_of(tensor);
   plane->dtype = tensor.dtype;
@@ -61,8 +62,8 @@ void set_plane(Plane *plane, const kvx_plane_t &desc, uint32_t head_start) {
   set_dim(plane, outer.stride, inner.stride, dim.num_parts == 2 ? inner.extent : 1, dim.extent);
 }
 
-// The secondary pool mirrors the primary: the same place within a block, the same step from block
-// to block, which counts even where the primary has one block.
+// The secondary pool mirrors the primary: the same offsets within a block, the same block stride,
+// which is needed even if the primary has one block.
 void add_secondary(Plane *plane, const kvx_tensor_desc_t &tensor, const kvx_pool_desc_t &pool) {
   if (!pool.secondary) return;
   plane->block_stride = tensor.stride[axes_of(tensor).block] * size_of(tensor.dtype);
@@ -115,7 +116,7 @@ bool is_one_scale(const Scales &scales) {
   return scales.block_stride == 0 && scales.token_stride == 0 && scales.head_stride == 0;
 }
 
-// One scale for the whole tensor that is 1, or none.
+// Whether there is no scale, or one for the whole tensor that is 1.
 bool is_unit(const Scales &scales) {
   return !scales.data || (is_one_scale(scales) && read_scale(scales.data, scales.dtype) == 1.0f);
 }
@@ -142,7 +143,7 @@ void set_flags(Plan *plan, uint32_t flags) {
   plan->copy_engine = flags & KVX_FLAG_COPY_ENGINE;
 }
 
-// A token's V vector follows its K vector in memory.
+// Whether a token's V vector follows its K vector in memory.
 bool v_follows(const Plane &k, const Plane &v, uint32_t k_dim, uint32_t v_dim) {
   const int64_t size = size_of(k.dtype);
   return k.dtype == v.dtype && !k.token_pack && !v.token_pack && k.pack == k_dim &&
@@ -152,8 +153,8 @@ bool v_follows(const Plane &k, const Plane &v, uint32_t k_dim, uint32_t v_dim) {
          k.head_stride == v.head_stride;
 }
 
-// Ends a layer. Where V's vectors follow K's at both ends, as in vLLM's [.., 2 * head_dim] caches,
-// K's pair moves both.
+// Ends a layer. If V's vectors follow K's at both ends, as in vLLM's [.., 2 * head_dim] caches, K's
+// pair moves both.
 void end_layer(Plan *plan) {
   const size_t size = plan->pairs.size(), layers = plan->layers.size();
   const size_t first = layers ? plan->layers[layers - 1] : 0;
@@ -222,7 +223,8 @@ void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t
     a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
 }
 
-// The bits of a block's address that are 0: as many as in those of the tensors' own, and 4 at most.
+// The low bits that are 0 in every block's address: as many as in the tensors' alignment, at most
+// 4.
 uint32_t pointer_shift(const kvx_cache_desc_t *const *layers, uint32_t num_layers) {
   uintptr_t bits = 16;
   for (uint32_t l = 0; l < num_layers; ++l)
@@ -231,7 +233,7 @@ uint32_t pointer_shift(const kvx_cache_desc_t *const *layers, uint32_t num_layer
   return static_cast<uint32_t>(__builtin_ctzll(bits));
 }
 
-// A plane whose blocks lie anywhere: block ids are addresses without the bits that are 0.
+// Sets a plane whose blocks have any address: block ids are addresses without their zero bits.
 void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const Lookup &lookup) {
   plane->base = reinterpret_cast<uint8_t *>(plane->base - static_cast<uint8_t *>(tensor.data));
   plane->block_stride = int64_t{1} << lookup.pointer_shift;
@@ -252,15 +254,14 @@ void set_span(Lookup *a, const kvx_span_t &span, bool is_v) {
   if (span.starts) a->starts = ints(span.starts->lengths, span.starts->dtype);
 }
 
-// How the tokens of a plane of `span` are found: by its own table or slots, or by those of the
-// span.
+// Sets the lookup of a plane of `span`: its own table or slots, or those of the span.
 void set_span(Lookup *a, const kvx_span_t &span, const kvx_plane_t &plane) {
   const bool is_own = !uses_lookup_of_span(plane);
   const kvx_slot_mapping_t *const slots = is_own ? plane.slots : span.slots;
   const kvx_block_table_t *const table = is_own ? plane.block_table : span.block_table;
   const BlockShape shape = {shape_of(plane).num_blocks,
                             static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN))};
-  if (plane.tokens_per_entry == 0) {  // the slot of a sequence is the block of its one entry
+  if (plane.tokens_per_entry == 0) {  // a sequence's slot is the block of its entry
     set_dense(a, shape.num_blocks, 1);
     a->is_own = is_own;
     a->tokens_per_entry = 0;
@@ -286,7 +287,7 @@ void set_span(Lookup *a, const kvx_span_t &span, const kvx_plane_t &plane) {
 
 bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide == b.wide; }
 
-// Both find the same places for the same tokens, and are called the same.
+// Whether both find the same tokens in the same places, under the same names.
 bool are_same(const Lookup &a, const Lookup &b) {
   return a.mode == b.mode && a.tokens_per_entry == b.tokens_per_entry && a.is_own == b.is_own &&
          a.exact == b.exact && a.block_size == b.block_size &&
@@ -296,7 +297,7 @@ bool are_same(const Lookup &a, const Lookup &b) {
          are_same(a.indptr, b.indptr) && are_same(a.starts, b.starts);
 }
 
-// Which of the plan's lookups finds the tokens of two planes: one that is there, or a new one.
+// The index of the plan's lookup for two planes; adds it if it is new.
 uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plane_t &src,
                    const kvx_plane_t &dst) {
   LookupPair &lookup = plan->lookups.add();
@@ -321,7 +322,7 @@ void set_rows(Plan *plan, const kvx_migrate_desc_t &migrate) {
   plan->rows.max_len = migrate.max_seq_len ? migrate.max_seq_len : UINT64_MAX;
 }
 
-// The planes beside the layers. Those of one layer that follow each other move together.
+// Adds the planes beside the layers. Those of one layer that follow each other move together.
 void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
   const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   for (uint32_t i = 0; i < src.num_planes; ++i) {
@@ -390,7 +391,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     const kvx_tensor_desc_t &io = is_v ? gather.io.value : gather.io.key;
     const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
     if (is_absent(tensor)) break;
-    if (!is_v || is_kv_offsets(table)) {  // which says for K and V each where they lie
+    if (!is_v || is_kv_offsets(table)) {  // it has entries of its own for V
       LookupPair &lookup = plan->lookups.add();
       set_table(&lookup.src, cache, tensor, is_v, table, options.null_block_plus_1,
                 options.secondary_num_blocks);
@@ -420,7 +421,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
   const kvx_span_t &src = *migrate.src, &dst = *migrate.dst;
   set_flags(plan, migrate.flags);
-  // Blocks that lie anywhere are compared one by one, see check.cc.
+  // Blocks with addresses are compared one by one, see apart.cc.
   plan->check_same_pool = are_same_pool(src, dst) && !is_pointers(src) && !is_pointers(dst);
   set_rows(plan, migrate);
   const bool offsets = is_kv_offsets(src) || is_kv_offsets(dst);

@@ -8,11 +8,11 @@
 
 namespace kvx {
 
-// A plane, K or V of a layer, at one end. Number d of the vector of a (block, token, head) lies at
-// block * block_stride + token * token_stride + head * head_stride
-//   + (d / pack) * outer_stride + (d % pack) * inner_stride bytes from the base.
-// Where its tokens are split, token_pack is not 0, and token * token_stride becomes
-//   (token / token_pack) * token_outer_stride + (token % token_pack) * token_stride.
+// A plane, such as K or V of a layer, at one end. Number d of the vector of a (block, token, head)
+// lies at block * block_stride + token * token_stride + head * head_stride + (d / pack) *
+// outer_stride + (d % pack) * inner_stride bytes from the base. Where its tokens are split,
+// token_pack is not 0, and token * token_stride becomes (token / token_pack) * token_outer_stride +
+// (token % token_pack) * token_stride.
 struct Plane {
   uint8_t *base;
   uint8_t *secondary;  // base in the secondary pool, or NULL
@@ -23,7 +23,7 @@ struct Plane {
   kvx_dtype_t dtype;
 };
 
-// Where a place's token begins in a plane whose bases are these and whose tokens are not split.
+// The address of a place's token in a plane with these bases, whose tokens are not split.
 KVX_HD uint8_t *address_of(const Plane &plane, uint8_t *base, uint8_t *secondary,
                            const Place &place) {
   return (place.secondary ? secondary : base) + place.block * plane.block_stride +
@@ -48,19 +48,19 @@ struct PlanePair {
   Plane src, dst;
   Scales src_scales, dst_scales;
   uint32_t num_heads;
-  uint32_t head_dim;  // numbers or, where bytes are copied, units of the format
-  uint32_t lookup;    // which of the plan's
-  uint32_t plane;     // which of the span's: K and V of layer 0, of layer 1, ...
-  bool is_v;          // for sentences
+  uint32_t head_dim;  // numbers or, if bytes are copied, units of the format
+  uint32_t lookup;    // index in the plan's lookups
+  uint32_t plane;     // index in the span: K and V of layer 0, of layer 1, ...
+  bool is_v;          // for errors
   bool convert;       // dtype or scale differs; otherwise bytes are copied
-  bool find_scales;   // dst_scales are found on the way and stored
+  bool find_scales;   // computes dst_scales and stores them
 };
 
-// How planes find their tokens at both ends.
+// The lookups of a plane at both ends.
 struct LookupPair {
   Lookup src, dst;
 
-  // Each plane of a span has places of its own.
+  // Whether each plane of the span has places of its own.
   KVX_HD bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };
 
@@ -73,13 +73,13 @@ struct Rows {
   uint64_t max_len;
   Ints lens;
   bool fill_to_max;               // rows go on to max_len with tokens that have no source
-  uint32_t tokens_per_entry = 1;  // of the planes that move: entries then stand for tokens below
+  uint32_t tokens_per_entry = 1;  // cut() and stored() count entries
 
   KVX_HD int64_t length_of(uint64_t row) const {
     if (!lens.data) return static_cast<int64_t>(uniform_len);
     return lens[divide(row, rows_per_len).quotient];
   }
-  // Tokens that move of a row with this length.
+  // The tokens that move of a row with this length.
   KVX_HD uint64_t cut(int64_t length) const {
     const auto len = static_cast<uint64_t>(length);
     return entries_of(len < max_len ? len : max_len, tokens_per_entry);
@@ -89,7 +89,7 @@ struct Rows {
 
 enum class Call : uint8_t { kWrite, kGather, kMigrate };
 
-// What the caller calls the fields whose data can be out of range.
+// The caller's names of the fields whose data can be out of range.
 struct FieldNames {
   const char *src_table, *dst_table, *src_starts, *dst_starts, *lens;
 };
@@ -98,14 +98,14 @@ struct Plan {
   Call call = Call::kWrite;
   Rows rows{};
   bool zero_fill = false;
-  bool background = false, copy_engine = false;  // how a device moves it
+  bool background = false, copy_engine = false;  // flags for a device
   bool check_same_pool = false;  // both ends share memory: their blocks must be disjoint
 
   Few<LookupPair, 2> lookups;
   Few<PlanePair, 2> pairs;  // those of a layer follow each other
-  Few<uint32_t, 1> layers;  // where the pairs of each layer end; planes beside the layers follow
+  Few<uint32_t, 1> layers;  // end of each layer's pairs; the other planes follow
 
-  // The rows as a lookup finds them.
+  // The rows, counted in the entries of a lookup.
   Rows rows_of(const LookupPair &lookup) const {
     Rows found = rows;
     found.tokens_per_entry = lookup.src.tokens_per_entry;
@@ -125,7 +125,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
                  const kvx_gather_options_t &options, Plan *plan);
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan);
-// Without planes; both ends of its lookup are the span's.
+// Makes a plan without planes; both ends of its lookup are the span's.
 void plan_find(const kvx_find_desc_t &find, Plan *plan);
 
 }  // namespace kvx

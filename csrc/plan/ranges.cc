@@ -10,9 +10,9 @@
 namespace kvx {
 namespace {
 
-constexpr size_t kBatch = 4096;  // ranges that are handed out at once
+constexpr size_t kBatch = 4096;  // ranges passed at once
 
-// Ranges on their way to the caller. Those that continue the one before join it.
+// Collects ranges for the caller; a range that continues the one before joins it.
 class Batch {
  public:
   Batch(kvx_take_ranges_t take, void *context) : take_(take), context_(context) {
@@ -50,7 +50,7 @@ class Batch {
   bool has_enough_ = false;
 };
 
-// Lists runs of tokens of one pair: joins what continues, then splits it into runs of bytes.
+// Lists runs of tokens of one pair: joins runs that continue, then splits them into runs of bytes.
 class Lister {
  public:
   Lister(const PlanePair &pair, uint32_t plane, Batch *batch)
@@ -58,7 +58,7 @@ class Lister {
 
   void add(Place from, Place to, int64_t tokens) {
     for (int64_t left = tokens; left > 0;) {
-      const Plane &src = from.block < 0 ? pair_.dst : pair_.src;  // nothing to read there
+      const Plane &src = from.block < 0 ? pair_.dst : pair_.src;  // no source
       const int64_t at = from.block < 0 ? to.offset : from.offset;
       const int64_t count = tokens_of_loops(src, pair_.dst, at, to.offset, left);
       add_run(from.block < 0 ? nullptr : address_of(pair_.src, from), address_of(pair_.dst, to),
@@ -98,7 +98,7 @@ class Lister {
 
   void list(const Loops &loops, uint8_t *dst, const uint8_t *src) {
     const auto bytes = static_cast<uint64_t>(loops.run);
-    int64_t done[Loops::kMost] = {};  // of each loop
+    int64_t done[Loops::kMost] = {};  // iterations done, by loop
     for (int i = 0; i >= 0 && batch_.is_taken();) {
       batch_.add(plane_, dst, src, bytes);
       for (i = loops.count - 1; i >= 0; --i) {
@@ -146,7 +146,8 @@ void list_ranges(const Plan &plan, uint64_t tokens, kvx_take_ranges_t take, void
     walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t count) {
       if (to.block >= 0 && (from.block >= 0 || plan.zero_fill))
         lister.add(from, to, static_cast<int64_t>(count));
-      return batch.is_taken() ? KVX_STATUS_OK : KVX_STATUS_INTERNAL_ERROR;  // ends the walk
+      return batch.is_taken() ? KVX_STATUS_OK
+                              : KVX_STATUS_INTERNAL_ERROR;  // any error ends the walk
     });
     lister.flush();
   }

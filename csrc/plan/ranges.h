@@ -1,4 +1,4 @@
-// A plan as the copies that it makes: what a transport carries out.
+// Lists the copies of a plan, for a transport to carry out.
 #pragma once
 
 #include "kvx/kvx_plan.h"
@@ -6,11 +6,11 @@
 
 namespace kvx {
 
-// UNSUPPORTED, with its name, if a plane is converted.
+// UNSUPPORTED, naming the plane, if one is converted.
 kvx_status_t check_copies(const Plan &plan);
 
-// Hands all copies of `tokens` tokens, which check_data has counted, to `take`, until it has
-// enough. The plan converts nothing.
+// Passes all copies of `tokens` tokens, which check_data has counted, to `take` until it stops. The
+// plan converts nothing.
 void list_ranges(const Plan &plan, uint64_t tokens, kvx_take_ranges_t take, void *context);
 
 }  // namespace kvx

@@ -1,5 +1,5 @@
-// What is out of range in the data of a call, and the sentence that says so. Every backend
-// detects it; the host formats the sentence.
+// Violations: values out of range in the data of a call. Every backend detects them; the host
+// formats the sentence.
 #pragma once
 
 #include "plan/plan.h"
@@ -11,19 +11,19 @@ struct Violation {
   Fault fault;
   LookupMode mode;
   bool is_v;
-  bool is_own;  // of a plane's own table or slots
+  bool is_own;  // in a plane's own table or slots
   bool at_dst;
   uint32_t sub_blocks, sub_block;  // kPoolBlock, kSubBlock
   uint64_t row;
   uint64_t index;         // of the slot, entry, length or start; kScale: the head
-  int64_t value;          // what stands there; kScale: the block
-  uint64_t limit;         // what it had to stay below, or what there is
+  int64_t value;          // the value there; kScale: the block
+  uint64_t limit;         // its bound, or the number that there is
   uint64_t first, count;  // kCapacity: the tokens that the row needs; kIndptr: the entry before;
                           // kSlotCount: the tokens that move; kExact: the tokens of the row
   float scale;            // kScale
 };
 
-// What is wrong with the entries of indptr that bound a row of a RAGGED table.
+// The fault of the entries of indptr that bound a row of a RAGGED table.
 KVX_HD Fault indptr_fault(const Lookup &a, uint64_t row, Violation *found) {
   const int64_t begin = a.indptr[row], end = a.indptr[row + 1];
   const uint64_t index = wrong_indptr(a, row, begin, end);
@@ -35,8 +35,8 @@ KVX_HD Fault indptr_fault(const Lookup &a, uint64_t row, Violation *found) {
   return found->fault = Fault::kIndptr;
 }
 
-// What is wrong with the length of a row, or with its start or its share of a table at one end; if
-// nothing is, how its tokens are looked up, and how many move.
+// The fault of the length of a row, or of its start or its part of a table at one end; if there is
+// none, the row's numbers for the lookup, and how many tokens move.
 KVX_HD Fault row_fault(const Rows &rows, const Lookup &a, uint64_t row, RowLookup<uint64_t> *at,
                        uint64_t *count) {
   const int64_t length = rows.length_of(row);
@@ -49,7 +49,7 @@ KVX_HD Fault row_fault(const Rows &rows, const Lookup &a, uint64_t row, RowLooku
   return fits || *count == 0 || a.mode == LookupMode::kSlots ? Fault::kNone : Fault::kCapacity;
 }
 
-// The numbers behind a row_fault.
+// Fills in the numbers of a row_fault.
 KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t row,
                      const RowLookup<uint64_t> &at, Violation *found) {
   const int64_t length = rows.length_of(row);
@@ -67,10 +67,10 @@ KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t ro
   found->value = length;
 }
 
-// Leaves the sentence and returns its status.
+// Formats the sentence for kvx_last_error() and returns its status.
 kvx_status_t fail_with(const Violation &violation, const FieldNames &names);
 
-// What a call's fields are called, as the lookups' modes have it.
+// The names of a call's fields, by the modes of its lookups.
 FieldNames field_names(Call call, LookupMode src, LookupMode dst);
 inline FieldNames field_names(const Plan &plan, const LookupPair &lookup) {
   return field_names(plan.call, lookup.src.mode, lookup.dst.mode);

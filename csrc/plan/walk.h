@@ -1,4 +1,4 @@
-// The tokens of a plan in runs that stay in one block at both ends.
+// Walks the tokens of a plan in runs that stay in one block at both ends.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 namespace kvx {
 
-// Calls visit(row, from, to, count) for tokens [begin, end) of all rows laid end to end, as plane
-// `plane` of the spans has them, and for no others, whatever the caller's arrays become meanwhile.
-// A place whose block is negative holds nothing: a null block, a skipped slot or, at the source, a
-// token past the row's stored ones. Stops at the first visit that does not return OK.
+// Calls visit(row, from, to, count) for tokens [begin, end) of plane `plane` of the spans, numbered
+// through all rows, and for no others, even if the caller's arrays change meanwhile. A negative
+// block holds nothing: a null block, a skipped slot or, at the source, a token past the row's
+// stored ones. Stops at the first visit that does not return OK.
 template <class Visit>
 kvx_status_t walk(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_t begin,
                   uint64_t end, Visit visit) {
   const Rows rows = plan.rows_of(lookup);
-  uint64_t flat = 0;  // token 0 of the row
+  uint64_t flat = 0;  // number of the row's token 0
   for (uint64_t row = 0; row < rows.count && flat < end; ++row) {
     const uint64_t stored = rows.stored(row);
     const uint64_t last = std::min(end - flat, rows.fill_to_max ? rows.max_len : stored);

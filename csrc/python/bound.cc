@@ -1,13 +1,13 @@
-// Bound calls: write_kv, gather_kv and migrate as Python functions that read their tensors through
-// DLPack, which costs tens of nanoseconds each.
+// Bound calls: write_kv, gather_kv and migrate as Python functions that read tensors through
+// DLPack, in tens of nanoseconds each.
 //
-// They take torch tensors as these usually come. What they cannot read they leave to Python, which
-// knows every kind of tensor and says what is wrong with one that cannot be used: they have done
-// nothing then, and return minus the sum of what they have left (`Left`). Python calls again with
-// C structs of what was left. Whether a call is valid is for libkvx to say, as always.
+// They read plain torch tensors. If they cannot read an argument, they do nothing and return minus
+// the sum of what Python must describe (`Left`). Python reads every kind of tensor and raises for
+// one that cannot be used; then it calls again with C structs. libkvx validates the call, as
+// always.
 //
-// A call keeps what Python has bound it to, torch tensors behind the descriptors included. It
-// leaves also once the storage of one of these has been resized or replaced.
+// A call keeps the objects that it is bound to, torch tensors behind the descriptors included. It
+// also returns to Python if the storage of one of these has been resized or replaced.
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -20,24 +20,24 @@
 namespace kvx {
 namespace {
 
-constexpr double kBriefBytes = 16 << 10;  // microseconds, wherever they lie
-constexpr uint32_t kBriefLayers = 8;      // so are the checks of so many
+constexpr double kBriefBytes = 16 << 10;  // takes microseconds in any memory
+constexpr uint32_t kBriefLayers = 8;      // whose checks are as brief
 
-// What a call has left to Python; _bound.py has the same numbers.
+// The arguments that a call leaves to Python; _bound.py has the same numbers.
 enum Left : long {
-  kMoved = 1,  // a bound tensor lies elsewhere by now
-  kKey = 2,    // of those below: it is not a tensor that can be read here
+  kMoved = 1,  // the memory of a bound tensor has moved
+  kKey = 2,    // key, as the others below, is not a tensor that C can read
   kValue = 4,
   kIndices = 8,  // slots or block_table
   kLens = 16,
-  kSizes = 32,  // the tensors can be read, but not what they say of the number of tokens
+  kSizes = 32,  // the tensors can be read, but give no number of tokens
 };
 constexpr int kFailed = 8;  // migrate: minus (a status << kFailed)
 
 PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
 
-// What a call is given: its tensors, then the stream if it has one for this call, then what its
-// tensors are described as: the address of a C struct, or None for one to be read here.
+// The arguments of a call: its tensors, then optionally a stream, then descriptions of the tensors:
+// the address of a C struct, or None for one that is read here.
 struct Arguments {
   PyObject *const *args;
   Py_ssize_t num_tensors, num_args;
@@ -53,24 +53,24 @@ struct Arguments {
   }
 };
 
-// What every call is bound to; _Binding of kvx_core/_bound.py.
+// The objects and memory that every call is bound to; _Binding of kvx_core/_bound.py.
 struct Binding {
   TensorType type;
-  Held held[2];  // the torch tensors that are described: of cache and scales, of src and dst
-  kvx_memory_type_t memory;        // of keys and values
+  Held held[2];              // the described torch tensors: of cache and scales, of src and dst
+  kvx_memory_type_t memory;  // of keys and values
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
-  PyObject *kept;        // whatever owns all this; the function holds it
+  PyObject *kept;        // owner of all this; the function keeps it alive
 
-  // Python has looked itself where it describes tensors.
+  // Where Python describes tensors, it has checked this itself.
   long moved(const Arguments &given) const {
     const bool is_in_place =
         given.are_described() || (held[0].are_in_place(type) && held[1].are_in_place(type));
     return is_in_place ? 0L : kMoved;
   }
 
-  // A key or value in the cache's memory. `desc` is empty but for its size.
+  // Reads a key or value in the cache's memory. `desc` has only its size set.
   bool read(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
     if (const auto *described = given.described<kvx_tensor_desc_t>(i)) {
       *desc = *described;
@@ -150,8 +150,8 @@ struct Binding {
     return true;
   }
 
-  // Makes the call `run(stream)`, without the GIL unless it is over sooner than other threads could
-  // use it. False with a Python exception. The caller's arguments hold the tensors.
+  // Makes the call `run(stream)`. Releases the GIL, unless the call is too brief for other threads
+  // to use it. False with a Python exception. The caller's arguments keep the tensors alive.
   template <class Run>
   bool call(const Arguments &given, bool is_brief, kvx_status_t *status, const Run &run) const {
     void *now = stream;
@@ -185,13 +185,13 @@ struct Write {
   Binding bound;
   decltype(&kvx_write_kv_ext) function;
   const kvx_cache_desc_t *cache;
-  const kvx_write_desc_t *like;  // what stays the same from call to call; key and value are empty
+  const kvx_write_desc_t *like;  // the constant part of each call; key and value are empty
   const kvx_write_options_t *options;
 
   PyObject *kept() const { return bound.kept; }
 
-  // (key, value or None, slots[, stream[, key, value, slots as structs]]) -> status, or what is
-  // left
+  // (key, value or None, slots[, stream[, key, value, slots as structs]]) -> status, or minus a sum
+  // of Left
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     const Arguments given{args, 3, num_args};
     kvx_write_desc_t write = *like;
@@ -221,7 +221,7 @@ struct Gather {
   PyObject *kept() const { return bound.kept; }
 
   // (key, value or None, block_table, seq_lens[, stream[, key, value, block_table, seq_lens as
-  // structs, max_seq_len or None]]) -> status, or what is left
+  // structs, max_seq_len or None]]) -> status, or minus a sum of Left
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     const Arguments given{args, 4, num_args};
     kvx_gather_desc_t gather = *like;
@@ -257,7 +257,7 @@ struct Gather {
   }
 };
 
-// The sum of lengths on the host, and the longest of them. Negative ones libkvx refuses.
+// The sum of lengths on the host, and the longest of them. libkvx refuses negative ones.
 template <class Int>
 void measure(const kvx_seq_lens_t &lens, uint64_t *sum, int64_t *longest) {
   const auto *lengths = static_cast<const Int *>(lens.lengths);
@@ -274,12 +274,12 @@ struct Migrate {
   decltype(&kvx_migrate_kv) function;
   const kvx_migrate_desc_t *like;
   uint64_t token_bytes;
-  uint64_t table_rows;  // of the tables, which beams have more of than there are lengths; 0: none
+  uint64_t table_rows;  // rows of the tables, more than lengths if there are beams; 0: no tables
 
   PyObject *kept() const { return bound.kept; }
 
-  // (seq_lens, stream or None[, seq_lens as a struct, max_seq_len]) -> tokens that were moved,
-  // beams counted; or what is left; or minus (status << kFailed)
+  // (seq_lens, stream or None[, seq_lens as a struct, max_seq_len]) -> tokens moved, of all beams;
+  // or minus a sum of Left; or minus (status << kFailed)
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     const Arguments given{args, 1, num_args};
     long left = bound.moved(given);
@@ -326,7 +326,8 @@ struct RunPlan {
   PyObject *kept() const { return bound.kept; }
 
   // (seq_lens, then block_table, slots and starts of the source and of the destination, stream):
-  // tensors, of which tables are PACKED, or None for those of the plan -> status, or what is left
+  // tensors, of which tables are PACKED, or None for those of the plan -> status, or minus a sum of
+  // Left
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     if (num_args != kNumTensors + 1) return left_to_python(kSizes);
     const Arguments given{args, kNumTensors, num_args};
@@ -366,7 +367,7 @@ struct RunPlan {
   }
 };
 
-// What tensors are and where they lie, as bytes to compare or to look up.
+// Address, device, dtype, shape and strides of tensors, as bytes to compare or to look up.
 struct Identity {
   static constexpr char kName[] = "kvx.identity";
   static constexpr Py_ssize_t kMostTensors = 4;
@@ -405,13 +406,13 @@ struct Identity {
   }
 };
 
-// Whether tensors have the memory that they had.
+// Whether tensors still have the memory that they had.
 struct InPlace {
   static constexpr char kName[] = "kvx.in_place";
 
   TensorType type;
   Held held;
-  PyObject *owner;  // of what `held` points to; the function holds it
+  PyObject *owner;  // owner of `held`; the function keeps it alive
 
   PyObject *kept() const { return owner; }
 
@@ -426,8 +427,8 @@ struct InPlace {
 
 extern "C" {
 
-// What reads a type's tensors; NULL if the capsule `__dlpack_c_exchange_api__` of the type offers
-// nothing of this version.
+// The function that reads a type's tensors; NULL if the type's capsule `__dlpack_c_exchange_api__`
+// has none of this version.
 KVX_API kvx::DLTensorFromPyObject kvx_python_reader(PyObject *capsule) {
   const auto *api = static_cast<const kvx::DLPackExchangeApi *>(
       PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));

@@ -1,4 +1,4 @@
-// What KVX uses of CPython's stable ABI, declared here: one build without Python's headers then
+// Declares the part of CPython's stable ABI that KVX uses: one build without Python's headers then
 // serves every CPython from 3.11 on.
 // Source: https://docs.python.org/3/c-api/stable.html
 #pragma once

@@ -1,5 +1,5 @@
-// DLPack's view of a tensor, and the table through which a Python type hands it out without making
-// any Python object.
+// DLPack's view of a tensor, and the table through which a Python type gives it without making a
+// Python object.
 // Source: https://dmlc.github.io/dlpack/latest/c_api.html; torch 2.13 ATen/dlpack.h,
 // DLPackExchangeAPI (DLPack 1.3)
 #pragma once
@@ -31,8 +31,8 @@ struct DLTensor {
   uint64_t byte_offset;
 };
 
-// Fills `out` from a Python tensor of the type that the table is of, to be used while the tensor is
-// held. 0, or -1 with a Python exception.
+// Fills `out` from a tensor of the table's Python type; valid while the tensor is kept alive. 0, or
+// -1 with a Python exception.
 using DLTensorFromPyObject = int (*)(void *tensor, DLTensor *out);
 
 struct DLPackExchangeApi {

@@ -5,13 +5,14 @@
 
 namespace kvx {
 
-// The capsules are nobody else's, so they have no names to compare in each call.
+// Nobody else gets the capsules, so they need no names, which each call would compare.
 template <class T>
 T *state_of(PyObject *capsule) {
   return static_cast<T *>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
-// `self`: (capsule of the state, what it needs), which the garbage collector can look into.
+// `self`: (capsule of the state, objects that it needs), a tuple that the garbage collector can
+// traverse.
 template <class T>
 PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   const T *state = state_of<T>(PyTuple_GetItem(self, 0));

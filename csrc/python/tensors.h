@@ -1,4 +1,4 @@
-// Torch tensors read without making any Python object, and whether they still have their memory.
+// Reads torch tensors without making a Python object, and checks that they still have their memory.
 #pragma once
 
 #include <algorithm>
@@ -41,19 +41,19 @@ inline void *address_of(const DLTensor &tensor) {
   return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
 }
 
-// How torch.Tensor is read; TensorType of kvx_core/_bound.py.
+// Reads torch.Tensor; TensorType of kvx_core/_bound.py.
 struct TensorType {
   PyObject *type;
   DLTensorFromPyObject to_dlpack;
-  Py_ssize_t type_offset;    // of its type in a Python object: PyObject_Type counts a reference
-  Py_ssize_t handle_offset;  // of the at::Tensor in its Python object
+  Py_ssize_t type_offset;  // of the type in a Python object: PyObject_Type would count a reference
+  Py_ssize_t handle_offset;  // of the at::Tensor in a Python object
   bool (*is_neg)(const void *handle);
   int32_t (*data_ptr)(const void *handle, void **data);
   int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
 
-  // False if nothing reads torch tensors (`type` is NULL), for a tensor of more dimensions than KVX
-  // has, for one whose numbers torch negates when it reads them, which DLPack does not say, and for
-  // all that is not of this very type: to a subclass its memory may mean something else.
+  // False if torch tensors cannot be read (`type` is NULL), for a tensor of more dimensions than
+  // KVX has, for one with torch's negative bit, which DLPack does not report, and for objects of
+  // any other type: the memory of a subclass may have another meaning.
   bool read(PyObject *object, DLTensor *tensor) const {
     if (!type || type_of(object) != type || is_neg(handle_of(object))) return false;
     if (to_dlpack(object, tensor) != 0) {
@@ -72,7 +72,7 @@ struct TensorType {
   }
 };
 
-// Where the memory of a tensor lay when a call was bound to it; _HeldTensor of kvx_core/_bound.py.
+// The memory of a tensor when a call was bound to it; _HeldTensor of kvx_core/_bound.py.
 struct HeldTensor {
   PyObject *tensor;
   void *data;
@@ -98,7 +98,7 @@ struct Held {
   }
 };
 
-// A list or table of integers, contiguous as the ABI wants it.
+// A list or table of integers, contiguous as the ABI requires.
 struct Indices {
   kvx_dtype_t dtype;
   uint32_t shape[2];

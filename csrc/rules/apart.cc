@@ -9,7 +9,7 @@
 namespace kvx {
 namespace {
 
-// The scales of K or V of a write, from both.
+// Checks the scales of K or V of a write against both.
 kvx_status_t check_write_scales_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
                                       const Array &slots, bool is_v, bool finds_scales) {
   const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;

@@ -46,7 +46,7 @@ kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &
                                 const Extent &written) {
   const kvx_span_t &dst = *migrate.dst;
   const bool finds_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
-  if (!finds_scales && !has_secondary(dst)) {  // far apart, as usual
+  if (!finds_scales && !has_secondary(dst)) {  // the usual case: far apart
     bool any = false;
     KVX_TRY(each_array(migrate, [&](const Array &array) {
       any |= meet(array, written);

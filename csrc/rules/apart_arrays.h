@@ -1,4 +1,4 @@
-// Index arrays (slots, tables, lengths, starts) lie apart from what the call writes.
+// Index arrays (slots, tables, lengths, starts) share no memory with what the call writes.
 #pragma once
 
 #include "desc/extents.h"
@@ -42,15 +42,16 @@ inline bool meet(const Array &array, const Extent &written) {
 inline kvx_status_t check_array_apart(const Array &array, const Path &path, const Extent &written) {
   return meet(array, written) ? fail_array(array, path) : KVX_STATUS_OK;
 }
-// The end of a tensor takes a loop over its axes, and most arrays lie before its beginning.
+// Compares with the tensor's start first: its end takes a loop over the axes, and most arrays are
+// before it.
 inline kvx_status_t check_array_apart(const Array &array, const Path &path,
                                       const kvx_tensor_desc_t &written) {
   if (array.extent.end <= written.data) return KVX_STATUS_OK;
   return check_array_apart(array, path, extent_of(written));
 }
 
-// All arrays of a migration. `written`: from the first byte of the destination's tensors to the
-// last.
+// Checks all arrays of a migration. `written`: from the first byte of the destination's tensors to
+// the last.
 kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &migrate,
                                 const Extent &written);
 

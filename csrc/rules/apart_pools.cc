@@ -10,13 +10,13 @@
 namespace kvx {
 namespace {
 
-// K or V of one layer, against all tensors of the primary pool.
+// Checks K or V of one layer against all tensors of the primary pool.
 kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
                           const kvx_tensor_desc_t &tensor, uint32_t secondary_num_blocks,
                           const Extents &primary) {
   Extent extent;
   const bool fits = find_secondary(cache, tensor, secondary_num_blocks, &extent);
-  // Calls of v1 cannot say how many blocks there are: one at least.
+  // Calls of v1 do not give the number of blocks: at least one.
   const uint32_t known = secondary_num_blocks ? secondary_num_blocks : 1;
   if (fits) find_secondary(cache, tensor, known, &extent);
   if (fits && !primary.meet(extent)) return KVX_STATUS_OK;
@@ -31,7 +31,7 @@ kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
       fits ? "E.8" : "4.2");
 }
 
-// Names the first tensor or plane of `dst` that meets what the source calls `from`.
+// Names the first tensor or plane of `dst` that overlaps `from` of the source.
 [[gnu::cold]] kvx_status_t fail_ends(const Path &from, const Extent &read, const Path &dst_path,
                                      const kvx_span_t &dst) {
   const auto fail_at = [&](const Path &to) {
@@ -53,7 +53,7 @@ kvx_status_t check_tensor(const Path &layer, const kvx_cache_desc_t &cache,
   return fail_at({&dst_path, "planes", i});
 }
 
-// Tensor by tensor, in one pool of each end: those that interleave without touching share nothing.
+// Compares tensor by tensor, in one pool of each end: tensors that interleave may share no byte.
 kvx_status_t check_tensors_apart(const Path &src_path, const kvx_span_t &src, bool src_secondary,
                                  const Path &dst_path, const kvx_span_t &dst, bool dst_secondary) {
   Extents written;

@@ -20,7 +20,7 @@ bool lie_within(const kvx_scale_desc_t &scales, const Extent &written) {
   return contains(written, read.begin) || contains(written, read.end - 1);
 }
 
-// One list of scales against all that the destination has. `gapless`: what of it has no gaps.
+// Checks one list of scales against all of the destination. `gapless`: its tensors without gaps.
 kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t *scales, const Path &dst_path,
                           const kvx_span_t &dst, const Extents &gapless) {
   if (!scales || !scales->data || !gapless.meet(extent_of(*scales))) return KVX_STATUS_OK;
@@ -37,7 +37,7 @@ kvx_status_t check_scales(const Path &path, const kvx_scale_desc_t *scales, cons
   return KVX_STATUS_OK;
 }
 
-// The scales of one end.
+// Checks the scales of one end.
 kvx_status_t check_end(const Path &path, const kvx_span_t &span, const Path &dst_path,
                        const kvx_span_t &dst, const Extents &gapless) {
   for (uint32_t l = 0; l < span.num_layers; ++l) {

@@ -21,7 +21,7 @@ const char *section_of(kvx_layout_t layout) {
   }
 }
 
-// What has to hold before axes_of() may be asked: size, dtype, layout, memory and ndim.
+// Checks size, dtype, layout, memory and ndim, before axes_of() may be called.
 kvx_status_t check_layout(const Path &path, const kvx_tensor_desc_t &tensor) {
   KVX_TRY(check_struct(path, &tensor));
   KVX_TRY(check_element_type(path, tensor.dtype));
@@ -50,7 +50,7 @@ kvx_status_t check_layout(const Path &path, const kvx_tensor_desc_t &tensor) {
   return KVX_STATUS_OK;
 }
 
-// The axis or the two axes of dim. `head_dim` 0: any, as V's may differ from K's.
+// Checks the axis or the two axes of dim. `head_dim` 0: any, as V's may differ from K's.
 kvx_status_t check_dim(const Path &path, const kvx_tensor_desc_t &tensor, const Axes &axes,
                        int64_t head_dim, const char *section) {
   if (tensor.shape[axes.inner] < 1 || (axes.outer >= 0 && tensor.shape[axes.outer] < 1)) {

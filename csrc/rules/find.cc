@@ -1,4 +1,4 @@
-// Rules of kvx_find_desc_t: the source of a migration that does not take place.
+// Rules of kvx_find_desc_t: those of a migration's source.
 #include "desc/span.h"
 #include "rules/span.h"
 #include "rules/struct.h"
@@ -15,7 +15,7 @@ kvx_status_t validate_find(const kvx_find_desc_t *find) {
   KVX_TRY(check_lens(lens, *find->seq_lens));
   KVX_TRY(check_span(src, find->span));
   KVX_TRY(check_nonzero(src, "num_layers", find->span->num_layers));
-  // A table of pointers is asked for layer 0, any other is that of all layers.
+  // A table of pointers is looked up for layer 0; other tables serve all layers.
   const uint32_t asked = is_pointers(*find->span) ? 1 : find->span->num_layers;
   bool has_v = false;
   for (uint32_t l = 0; l < asked; ++l) has_v |= !is_absent(find->span->layers[l]->v);

@@ -6,16 +6,16 @@
 
 namespace kvx {
 
-// Says that head_dim is not whole units of the format.
+// Fails because head_dim is not whole units of the format.
 [[gnu::cold]] kvx_status_t fail_units(const Path &path, kvx_dtype_t dtype, int64_t head_dim);
 
-// head_dim, in numbers, is whole units of the format.
+// Checks that head_dim, in numbers, is whole units of the format.
 inline kvx_status_t check_whole_units(const Path &path, kvx_dtype_t dtype, int64_t head_dim) {
   const bool whole = is_scalar(dtype) || head_dim % numbers_of(dtype, 1) == 0;
   return whole ? KVX_STATUS_OK : fail_units(path, dtype, head_dim);
 }
 
-// What the extent of dim is called in sentences.
+// The name of the extent of dim in errors.
 constexpr const char *dim_name(kvx_dtype_t dtype) {
   return is_scalar(dtype) ? "head_dim" : "head_dim in units";
 }

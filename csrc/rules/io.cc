@@ -12,7 +12,7 @@ struct Output {
   uint32_t rows, max_seq_len;
 };
 
-// key or value. `output`: NULL for those of a write; `head_dim`: that of the cache's K or V.
+// Checks key or value. `output`: NULL for a write; `head_dim`: that of the cache's K or V.
 kvx_status_t check_tensor(const Path &path, const kvx_kv_io_desc_t &io,
                           const kvx_tensor_desc_t &tensor, int64_t head_dim, const Output *output) {
   KVX_TRY(check_struct(path, &tensor));

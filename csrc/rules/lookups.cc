@@ -34,8 +34,8 @@ kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_span_
   return KVX_STATUS_OK;
 }
 
-// Planes may have lookups of their own, and a table of pointers has entries for each layer: such
-// spans are taken whole.
+// Keeps one layer, unless the span has planes, which may have lookups of their own, or a table of
+// pointers, which has entries for each layer.
 void take_first_layer(OtherLookups *other) {
   other->first_src = other->src;
   other->first_dst = other->dst;
@@ -67,8 +67,8 @@ kvx_status_t replace_lookups(const kvx_migrate_desc_t &kept, const kvx_plan_look
   }
   take_first_layer(other);
   if (!lookups) return KVX_STATUS_OK;
-  // What lookups can break, one layer shows, since all layers share them; but their arrays must
-  // meet no layer's memory.
+  // One layer shows all rules that lookups can break, since all layers share them; but their arrays
+  // must overlap no layer's memory.
   KVX_TRY(validate_migrate(&other->first));
   return check_arrays_apart(other->all);
 }

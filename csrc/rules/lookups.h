@@ -1,4 +1,4 @@
-// Other lookups for a migration that is kept.
+// Replaces the lookups of a kept migration.
 #pragma once
 
 #include "kvx/kvx_plan.h"
@@ -11,8 +11,8 @@ struct OtherLookups {
   kvx_migrate_desc_t all, first;
 };
 
-// Replaces what `lookups` gives, and checks every rule that this could break. `kept` is valid, but
-// for its lookups.
+// Replaces the lookups that `lookups` has, and checks every rule that this could break. All of
+// `kept` but its lookups is valid.
 kvx_status_t replace_lookups(const kvx_migrate_desc_t &kept, const kvx_plan_lookups_t *lookups,
                              OtherLookups *other);
 

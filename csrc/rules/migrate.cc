@@ -1,4 +1,4 @@
-// Rules of kvx_migrate_desc_t: two spans that go together.
+// Rules of kvx_migrate_desc_t: two spans that fit each other.
 #include <initializer_list>
 
 #include "desc/span.h"
@@ -20,7 +20,7 @@ kvx_status_t check_all_heads(const Path &path, const kvx_span_t &span) {
                      KVX_AT(path), span.head_start);
 }
 
-// One layer of the source and the destination.
+// Checks one layer of the source against that of the destination.
 kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
                               const kvx_migrate_desc_t &migrate, uint32_t l) {
   const kvx_cache_desc_t &src = *migrate.src->layers[l], &dst = *migrate.dst->layers[l];
@@ -54,7 +54,7 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
   return KVX_STATUS_OK;
 }
 
-// Room for the scales that the call finds, in one layer of the destination.
+// Checks that one layer of the destination has room for the scales that the call finds.
 kvx_status_t check_layer_finds(const Path &path, const kvx_span_t &dst, uint32_t l) {
   const Path layer{&path, "layers", l};
   for (const bool is_v : {false, true}) {

@@ -1,4 +1,4 @@
-// The name of a field, as sentences spell it: `src.layers[3].v`.
+// The name of a field in errors: `src.layers[3].v`.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvx {
 
-// Where a field stands, for sentences: built on the stack, spelled out only when a check fails.
+// The path of a field, for errors: built on the stack, formatted only when a check fails.
 struct Path {
   const Path *parent;
   const char *name;

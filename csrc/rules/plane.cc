@@ -20,8 +20,8 @@ const char *axis_name(kvx_axis_t axis) {
   return kNames[axis];
 }
 
-// How entries that are not one per token are found: those of several tokens where their first token
-// is, that of a sequence by a slot of its own.
+// Checks the lookup of entries that are not one per token: an entry of several tokens is where its
+// first token is, an entry of a sequence has its own slot.
 kvx_status_t check_entries(const Path &path, const kvx_span_t &span, const kvx_plane_t &plane) {
   if (plane.tokens_per_entry == 1) return KVX_STATUS_OK;
   const auto entries = static_cast<uint64_t>(extent_of(plane, KVX_AXIS_TOKEN));
@@ -55,7 +55,7 @@ kvx_status_t check_entries(const Path &path, const kvx_span_t &span, const kvx_p
       KVX_AT(path), plane.tokens_per_entry, names_tokens ? "slots" : "entries of a RAGGED table");
 }
 
-// What the axes are called, and how far each goes.
+// Checks the axes' names and extents.
 kvx_status_t check_axes(const Path &path, const kvx_plane_t &plane) {
   if (plane.num_axes < 1 || plane.num_axes > KVX_MAX_PLANE_AXES) {
     return KVX_INVALID("%s.num_axes is %u, expected 1 to %d (spec E.11)", KVX_AT(path),
@@ -87,7 +87,8 @@ kvx_status_t check_axes(const Path &path, const kvx_plane_t &plane) {
   return KVX_STATUS_OK;
 }
 
-// Aligned as the format asks for, not negative, and the last one within 2^62 bytes of the first.
+// Checks that strides are aligned for the format and not negative, and that the last element is
+// within 2^62 bytes of the first.
 kvx_status_t check_axis_strides(const Path &path, const kvx_plane_t &plane) {
   int64_t bytes = size_of(plane.dtype);
   for (uint32_t i = 0; i < plane.num_axes; ++i) {
@@ -112,9 +113,9 @@ kvx_status_t check_axis_strides(const Path &path, const kvx_plane_t &plane) {
   return KVX_STATUS_OK;
 }
 
-// No two elements share memory: from the smallest stride up, each steps over all that lies below.
-// The parts of a split axis count as axes do, so that their memory may interleave with that of
-// other axes, and each index of an axis has one place.
+// Checks that no two elements share memory: from the smallest stride up, each exceeds the extent of
+// all axes below. Parts of a split axis count as axes: they may interleave with other axes, and
+// each index of an axis has one place.
 kvx_status_t check_axes_disjoint(const Path &path, const kvx_plane_t &plane) {
   uint32_t order[KVX_MAX_PLANE_AXES], n = 0;
   for (uint32_t i = plane.num_axes; i-- > 0;) {
@@ -138,7 +139,7 @@ kvx_status_t check_axes_disjoint(const Path &path, const kvx_plane_t &plane) {
   return KVX_STATUS_OK;
 }
 
-// What this library moves: TOKEN and DIM in two parts, the others in one.
+// Refuses splits that this library does not move: TOKEN and DIM may have two parts, the others one.
 kvx_status_t check_splits(const Path &path, const kvx_plane_t &plane) {
   for (const kvx_axis_t axis : kAxes) {
     const int most = axis == KVX_AXIS_TOKEN || axis == KVX_AXIS_DIM ? 2 : 1;
@@ -162,7 +163,7 @@ kvx_status_t check_memory_of(const Path &path, const kvx_plane_t &plane) {
   return check_aligned(path, plane.data, plane.dtype);
 }
 
-// Scales as those of a cache with as many blocks, entries of a block, and heads.
+// Checks scales like those of a cache with as many blocks, entries of a block, and heads.
 kvx_status_t check_scale(const Path &path, const kvx_plane_t &plane) {
   if (plane.zero) {
     return KVX_INVALID("%s.zero is given, but %s has no zero point (spec E.11)", KVX_AT(path),
@@ -180,7 +181,7 @@ kvx_status_t check_scale(const Path &path, const kvx_plane_t &plane) {
   return check_scales(scale, *plane.scale, cache, tensor, path);
 }
 
-// Its own table or slots, or blocks that are those of the span's.
+// Checks the plane's own table or slots, or else that its blocks fit the span's.
 kvx_status_t check_lookup(const Path &path, const Path &span_path, const kvx_span_t &span,
                           const kvx_plane_t &plane) {
   if (plane.block_table && plane.slots) {
@@ -242,8 +243,8 @@ bool is_before(const kvx_plane_t &a, const kvx_plane_t &b) {
   return a.layer != b.layer ? a.layer < b.layer : a.role < b.role;
 }
 
-// No two planes of a span have the same layer and role. Planes that stand in order, as they mostly
-// do, are compared with the one before alone.
+// Checks that no two planes of a span have the same layer and role. Planes in order, the usual
+// case, are compared only with the one before.
 kvx_status_t check_distinct(const Path &path, const kvx_span_t &span) {
   bool is_sorted = true;
   for (uint32_t i = 1; i < span.num_planes && is_sorted; ++i)
@@ -309,7 +310,7 @@ kvx_status_t check_pair(const Path &src_path, const Path &dst_path,
   return check_convertible(dst.path, to.dtype, src.path, from.dtype);
 }
 
-// A plane of `span` that `other` has no counterpart of.
+// Refuses a plane of `span` without a counterpart in `other`.
 kvx_status_t check_counterparts(const Path &path, const kvx_span_t &span, const Path &other_path,
                                 const kvx_span_t &other) {
   for (uint32_t i = 0; i < span.num_planes; ++i) {

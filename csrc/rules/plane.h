@@ -1,4 +1,4 @@
-// Rules of planes: what a span carries beside its layers. Spec: E.11
+// Rules of planes, which a span has beside its layers. Spec: E.11
 #pragma once
 
 #include "desc/span.h"
@@ -6,17 +6,17 @@
 
 namespace kvx {
 
-// The planes of a span whose own table, slots and layers have passed their rules.
+// Checks the planes of a span whose table, slots and layers have passed their rules.
 kvx_status_t check_planes(const Path &path, const kvx_span_t &span);
 
-// Each plane has its counterpart at the other end.
+// Checks that each plane has its counterpart at the other end.
 kvx_status_t check_plane_pairs(const Path &src_path, const Path &dst_path,
                                const kvx_migrate_desc_t &migrate);
 
-// Tables of planes have `rows` rows, dense planes room for as many sequences.
+// Checks that tables of planes have `rows` rows, and dense planes room for as many sequences.
 kvx_status_t check_plane_rows(const Path &path, const kvx_span_t &span, uint64_t rows);
 
-// What kernels do not move yet: the call runs on a device.
+// Refuses planes that kernels do not move yet, for a call that runs on a device.
 kvx_status_t check_planes_for_device(const kvx_migrate_desc_t &migrate);
 
 }  // namespace kvx

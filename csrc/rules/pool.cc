@@ -17,7 +17,7 @@ int64_t v_offset(const kvx_cache_desc_t &cache) {
                               reinterpret_cast<uintptr_t>(cache.k.data));
 }
 
-// A block of K or V fits into a sub-block, and blocks lie whole sub-blocks apart.
+// Checks that a block of K or V fits into a sub-block, and that blocks are whole sub-blocks apart.
 kvx_status_t check_blocks(const Path &path, const kvx_tensor_desc_t &tensor,
                           const kvx_cache_desc_t &cache) {
   const int64_t size = size_of(tensor.dtype), bytes_per_block = cache.pool.bytes_per_block;

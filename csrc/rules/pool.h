@@ -1,4 +1,4 @@
-// Rules of kvx_pool_desc_t: the pool that the indices of a KV_OFFSETS table count in.
+// Rules of kvx_pool_desc_t: the pool whose sub-blocks a KV_OFFSETS table counts.
 #pragma once
 
 #include "rules/path.h"
@@ -8,8 +8,8 @@ namespace kvx {
 // `cache` has passed check_cache().
 kvx_status_t check_pool(const Path &path, const kvx_cache_desc_t &cache);
 
-// `cache`, which has passed check_pool(), is a layer of the same pool as `first`: one table names
-// the blocks of both. Spec: E.8
+// Checks that `cache`, which has passed check_pool(), is a layer of the same pool as `first`: one
+// table serves both. Spec: E.8
 kvx_status_t check_same_pool(const Path &path, const kvx_cache_desc_t &cache,
                              const kvx_cache_desc_t &first);
 

@@ -63,7 +63,7 @@ kvx_status_t check_granularity(const Path &path, const kvx_scale_desc_t &scales,
   return check_strides(path, ndim, scales.shape, scales.stride, scales.dtype, &extent);
 }
 
-// The one scale of a tensor, as far as the host can read it.
+// Checks the one scale of a tensor, if the host can read it.
 kvx_status_t check_value(const Path &path, const kvx_scale_desc_t &scales,
                          const kvx_tensor_desc_t &tensor, const Path &tensor_path) {
   const bool one = scales.granularity == KVX_SCALE_PER_TENSOR;

@@ -1,5 +1,5 @@
-// What every struct obeys: it is there, it is as large as this library reads it, its reserved
-// fields and its flags hold nothing unknown.
+// Rules of every struct: it is not NULL, its size is at least the one that this library reads, its
+// reserved fields are 0 and its flags known.
 #pragma once
 
 #include "kvx/kvx_ops.h"
@@ -22,7 +22,7 @@ inline kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t 
   return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);
 }
 
-// reserved_0 of structs that have grown: until ABI 1.3 it had another meaning.
+// Checks reserved_0 of structs that have grown: until ABI 1.3 it had another meaning.
 inline kvx_status_t check_reserved_0(const Path &path, int64_t reserved_0) {
   if (reserved_0 == 0) return KVX_STATUS_OK;
   return KVX_INVALID(

@@ -44,7 +44,7 @@ kvx_status_t check_ragged(const Path &path, const kvx_block_table_t &table) {
   return check_array(path, "indptr", table.indptr, table.indptr_dtype);
 }
 
-// A rectangle of indices.
+// Checks the size of a rectangle of indices.
 kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
   if (table.seq_count) KVX_TRY(check_nonzero(path, "max_blocks_per_seq", table.max_blocks_per_seq));
   KVX_TRY(check_count(path, "indptr_count", table.indptr_count, 0, "none"));
@@ -52,7 +52,8 @@ kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
     return KVX_INVALID("%s.indptr is %p, expected NULL unless RAGGED (spec 5.1)", KVX_AT(path),
                        table.indptr);
   }
-  if (is_pointers(table)) return KVX_STATUS_OK;  // its count takes planes: check_pointers()
+  if (is_pointers(table))
+    return KVX_STATUS_OK;  // check_pointers() checks its count, which depends on planes
   const bool offsets = is_kv_offsets(table);
   uint64_t expected = table.max_blocks_per_seq;  // grows to at most 2^97: checked
   if (__builtin_mul_overflow(expected, uint64_t{table.seq_count}, &expected) ||

@@ -1,4 +1,4 @@
-// What every tensor obeys, of a cache or of tokens on their way: element type, memory, alignment,
+// Rules of every tensor, of a cache or of tokens on their way: element type, memory, alignment,
 // extents and strides.
 #pragma once
 
@@ -28,13 +28,13 @@ inline kvx_status_t check_shape(const Path &path, const kvx_tensor_desc_t &tenso
                      section);
 }
 
-// Strides are not negative, and the last element lies within 2^62 bytes of the first. `*extent`:
-// elements from the first to the last, both included.
+// Checks that strides are not negative, and that the last element is within 2^62 bytes of the
+// first. `*extent`: elements from the first to the last, both included.
 kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
                            const int64_t *stride, kvx_dtype_t dtype, int64_t *extent);
 
-// No two elements share memory. Sufficient, and met by every order of axes with any padding: seen
-// from the smallest stride up, each stride steps over all that lies below it.
+// Checks that no two elements share memory: from the smallest stride up, each stride exceeds the
+// extent of all axes below it. Every order of axes with any padding passes.
 kvx_status_t check_disjoint(const Path &path, uint32_t ndim, const int64_t *shape,
                             const int64_t *stride);
 
@@ -52,7 +52,8 @@ inline kvx_status_t check_aligned(const Path &path, const void *data, kvx_dtype_
               static_cast<ll>(alignment_of(dtype)), name_of(dtype));
 }
 
-// `data` is there, aligned, and `extent` elements from there on the address space has not ended.
+// Checks that `data` is not NULL and aligned, and that `extent` elements end within the address
+// space.
 inline kvx_status_t check_data_pointer(const Path &path, const kvx_tensor_desc_t &tensor,
                                        int64_t extent) {
   if (!tensor.data) return KVX_INVALID("%s.data is NULL (spec 6.2)", KVX_AT(path));

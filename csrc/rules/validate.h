@@ -1,5 +1,5 @@
-// What a call must obey before a plan is made: every rule of the spec that can be checked without
-// reading indices, once, with its sentence. A file of this folder for each struct.
+// Validates a call before a plan is made: every rule of the spec that can be checked without
+// reading indices, once, with its sentence. Each struct has a file in this folder.
 #pragma once
 
 #include "kvx/kvx_lookup.h"

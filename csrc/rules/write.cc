@@ -11,7 +11,7 @@
 namespace kvx {
 namespace {
 
-// The scales of K or V: a descriptor or, where that is empty, a pointer to one F32.
+// Checks the scales of K or V: a descriptor or, if that is empty, a pointer to one F32.
 kvx_status_t check_write_scales(const Path &path, const kvx_cache_desc_t &cache,
                                 const kvx_write_desc_t &write, bool is_v, bool finds_scales) {
   const Path cache_path{nullptr, "cache"}, tensor_path{&cache_path, is_v ? "v" : "k"};

@@ -16,7 +16,7 @@ from kvx_adapters.cli.demo_model import PROMPTS
 
 
 class DemoError(Exception):
-    """Why the demo cannot run here."""
+    """The demo cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The caches of the demo, and the migration from one to the next.
 
-TensorRT-LLM and TGI do not run here: their caches are allocated, laid out and addressed as theirs.
+TensorRT-LLM and TGI do not run here: the demo allocates caches with their layouts and block tables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMED_CALLS = 20
 
 @dataclass(frozen=True)
 class Stop:
-    """A cache of the demo, and where the prompts lie in it."""
+    """A cache of the demo, with the prompts in it."""
 
     cache_of: str  # the engine; with an asterisk if it is not running
     found_by: str  # how the engine finds a token
@@ -64,9 +64,9 @@ def hop(src: Stop, dst: Stop, seq_lens: SeqLens) -> Hop:
 
 
 def trtllm_pool(like: CacheView, prompt_lens: Sequence[int], chance: random.Random) -> Stop:
-    """A pool of TensorRT-LLM for the model of `like`, its blocks handed out in any order.
+    """A pool laid out as TensorRT-LLM's for the model of `like`, with its blocks in random order.
 
-    Device memory holds anything at first: here NaN.
+    It is filled with NaN, since new device memory may hold anything.
     """
     layer = like.layers[0]
     spec = tensorrt_llm.PoolSpec(
@@ -84,13 +84,13 @@ def trtllm_pool(like: CacheView, prompt_lens: Sequence[int], chance: random.Rand
         spec,
         max_blocks_per_seq=8,
     )
-    # The model is the same one, so the facts are; no engine is there to be asked for its own.
+    # No engine runs here that knows its facts; the model is the same, so its facts are too.
     view = tensorrt_llm.cache_view(spec, pool, replace(like.facts, engine="TensorRT-LLM"))
     return Stop("TensorRT-LLM *", "KV_OFFSETS", view.at(BlockTable.kv_offsets(offsets)))
 
 
 def tgi_cache(like: CacheView, prompt_lens: Sequence[int], chance: random.Random) -> Stop:
-    """A cache of TGI's paged attention on CUDA for the model of `like`, likewise."""
+    """A cache laid out as TGI's for paged attention on CUDA, for the model of `like`, likewise."""
     layer = like.layers[0]
     spec = tgi.CacheSpec(
         attention="paged",

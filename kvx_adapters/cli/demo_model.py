@@ -1,4 +1,4 @@
-"""The model of the demo: a tiny Llama that has learnt a few sentences by heart."""
+"""The model of the demo: a tiny Llama that was trained on a few sentences until it repeats them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-# What the model learns by heart, so that one can read what it says and no two tokens come close
-# to a tie, in float32 or in bfloat16. The bar ends the prompt. The prompts have odd lengths from
-# 1 to 91 tokens, and the first two begin alike, so vLLM may share their first block.
+# The sentences to repeat: output is readable, and the best token is always far ahead of the second,
+# in float32 and in bfloat16. The bar ends the prompt. The prompts have odd lengths from 1 to 91
+# tokens, and the first two begin alike, so that vLLM may share their first block.
 PASSAGES = (
     "A paged cache keeps the keys and the values of a sequence in blocks of equal size, and a "
     "table says which block comes next. The table is small and the blocks are large, so an engine "
@@ -28,7 +28,7 @@ TRAINING_STEPS = 60
 
 
 def make_model(directory: Path, dtype: str, seed: int) -> str:
-    """Saves a tiny Llama that has learnt PASSAGES by heart, and its tokenizer."""
+    """Trains a tiny Llama to repeat PASSAGES; saves it and its tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -29,7 +29,7 @@ _REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
 _TIMEOUT_SECONDS = 600
 _LOG_LINES = 12  # of an engine that does not start
 
-# As small as attention backends accept. With two KV heads, shapes tell least about K and V.
+# As small as attention backends accept. With two KV heads, the axis of K and V looks like theirs.
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,7 +47,7 @@ _MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked."""
+    """The result of one check."""
 
     name: str
     text: str

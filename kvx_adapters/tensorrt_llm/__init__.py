@@ -5,8 +5,8 @@ head_dim), of the layers that share a window and a size. Its tables hold KVCache
 a sub-block (the K or V of one block of one layer), counted for the first layer. For another layer
 the kernels move the base address. So one table serves all layers of a pool, and a view is one pool.
 
-What TensorRT-LLM passes on does not show how many heads, tokens and dims there are, nor their
-order: PoolSpec says it in TensorRT-LLM's words. What does not agree with it is refused.
+A pool's tensor does not show how many heads, tokens and dims there are, nor their order: PoolSpec
+says it under TensorRT-LLM's names. A tensor that disagrees is refused.
 
 `cache_view` describes a pool from its tensor or address, `cache_views` all pools of a manager,
 `buffer_view` one from get_buffers, `slot_view` one of KVCacheManagerV2 from its own addresses.

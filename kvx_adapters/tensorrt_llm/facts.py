@@ -24,9 +24,10 @@ def cache_facts(
     """Facts of one pool of one rank.
 
     version:        tensorrt_llm.__version__
-    fingerprint:    of what is computed, see kvx_core.ModelRecord
-    is_neox:        PositionalEmbeddingParams.is_neox, or type rope_gpt_neox: halves of a head turn
-                    together; False, or rope_gptj: neighbours do; None: unknown
+    fingerprint:    of the model as it is computed, see kvx_core.ModelRecord
+    is_neox:        PositionalEmbeddingParams.is_neox. True, or type rope_gpt_neox: dims i and
+                    i + rotary_dim / 2 rotate together; False, or rope_gptj: neighbours do; None:
+                    unknown
     rotary_dim:     RopeParams.dim; 0: these layers have no rotary embedding
     total_kv_heads: of the model
     first_kv_head:  index in the model of the first head on this rank

@@ -16,7 +16,7 @@ _SECONDARY = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class PoolIndex:
-    """Number of a block, or of a sub-block, in the primary or in the secondary pool."""
+    """A block, or sub-block, by its number in the primary or secondary pool."""
 
     index: int
     is_secondary: bool = False

@@ -1,4 +1,4 @@
-"""PoolSpec: a pool of a KV cache in TensorRT-LLM's own words."""
+"""PoolSpec: a pool of a KV cache, under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PoolSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the elements of the pool."""
+        """The dtype of the pool's elements."""
         return _TORCH_DTYPES[self.dtype]
 
     @property
@@ -117,7 +117,7 @@ class PoolSpec:
 
     @property
     def num_sub_blocks(self) -> int:
-        """What every KVCacheIndex into the primary pool stays below."""
+        """One more than the highest KVCacheIndex into the primary pool."""
         return self.num_blocks * self.sub_blocks_per_block
 
     @property

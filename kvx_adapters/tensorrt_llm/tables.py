@@ -151,7 +151,7 @@ def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
 
 
 def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
-    """Tokens of each sequence that a pool certainly holds: those that the next token attends to.
+    """The tokens of each sequence that its pool must hold: those that the next token attends to.
 
     lengths: (num_seqs,), int32 or int64, or a list: tokens in the cache
     window:  PoolSpec.window; 0: full attention. It counts the next token too
@@ -162,7 +162,7 @@ def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
 
 
 def starts(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:
-    """First of those tokens: `starts` of CacheView.at.
+    """The first token of each sequence that its pool must hold: `starts` of CacheView.at.
 
     lengths, window: as in `seq_lens`. TensorRT-LLM frees the blocks before it but leaves their
     entries in the table: another sequence may own them now.

@@ -5,9 +5,9 @@
         connector_scheduler_class="KVXConnectorScheduler",
         connector_worker_class="KVXConnectorWorker"))
 
-with TRTLLM_KVX='{"path": "/the/stores/directory"}' in the environment (settings.py). Any
-engine that serves the same model finds what is saved: TensorRT-LLM with another block size or other
-ranks, or vLLM; and so does a program that uses the store.
+with TRTLLM_KVX='{"path": "/the/stores/directory"}' in the environment (settings.py). Any engine
+that serves the same model finds what is saved: TensorRT-LLM with another block size or other ranks,
+or vLLM. So does any program that opens the store.
 
 TensorRT-LLM gives a connector its configuration, the model's, and a bare tensor; model.py combines
 them. scheduler.py decides on rank 0, worker.py copies on every rank, and steps.py has the messages

@@ -1,7 +1,7 @@
-"""What TensorRT-LLM serves: the ModelRecord under which its keys and values are stored.
+"""The ModelRecord of what TensorRT-LLM serves, under which its keys and values are stored.
 
-Each argument either does not matter, is mapped to a field of the record, or, where it is not at its
-default, salts the record together with TensorRT-LLM's version. Arguments in none of the lists are
+Each argument either does not matter, is mapped to a field of the record, or salts the record,
+together with TensorRT-LLM's version, unless it has its default. Arguments in none of the lists are
 logged.
 """
 
@@ -86,7 +86,7 @@ _COUNTS = {name for names in COUNT.values() for name in names.split()}
 
 
 def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any) -> ModelRecord:
-    """What an engine with these arguments serves.
+    """The ModelRecord of an engine with these arguments.
 
     config: the model's, with model_kwargs applied
     Raises UnsupportedError if the weights are not those of the files. Logs arguments in none of the
@@ -114,7 +114,7 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
 
 @functools.cache
 def _warn(arguments: str) -> None:
-    """Once in a process."""
+    """Logs once per process."""
     logger.warning(
         "KVX does not know whether %s matter to keys and values: this engine shares them only with "
         "engines of the same settings",
@@ -165,8 +165,8 @@ def _quantization(
 def _rope(llm_args: Any, config: Any) -> tuple[Rope, bool]:
     """The rotary parameters as applied, and whether other engines apply them in the same way.
 
-    They do not for sequences longer than the config's length with a dynamic embedding, whose angles
-    then depend on the length; for longrope, it is not known which factors TensorRT-LLM uses.
+    They do not with a dynamic embedding and sequences longer than the config's length: the angles
+    then depend on the length. For longrope it is not known which factors TensorRT-LLM uses.
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py, RopeParams
     """
     rope = standard_rope(config.to_dict())

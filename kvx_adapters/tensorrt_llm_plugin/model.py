@@ -1,8 +1,8 @@
 """Model: the cache and the store of a model, from TensorRT-LLM's arguments and the model's config.
 
 TensorRT-LLM gives a connector the pool as a tensor of flat blocks, which does not show how many
-heads, tokens and dims there are, nor what they mean. What the configuration does not show either is
-refused.
+heads, tokens and dims there are, nor what they mean. The configuration must show it; otherwise the
+model is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DTYPES = {torch.float16: "HALF", torch.bfloat16: "BF16", torch.float32: "FLOAT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model as TensorRT-LLM serves it. Raises UnsupportedError, InvalidArgumentError."""
+    """A model that TensorRT-LLM serves. Raises UnsupportedError, InvalidArgumentError."""
 
     fingerprint: str
     num_layers: int
@@ -136,7 +136,7 @@ class Model:
         )
 
     def view(self, pool: Tensor, heads: tuple[int, int]) -> CacheView:
-        """A pool of some heads as a view, zero-copy. Raises InvalidArgumentError for another."""
+        """A pool of some heads as a view, zero-copy. Raises InvalidArgumentError if it differs."""
         spec = self.spec(max(1, len(pool)), heads)
         facts = tensorrt_llm.cache_facts(
             spec,
@@ -166,7 +166,7 @@ class Model:
 
 
 def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> None:
-    """Refuses other values. An argument that this version does not have is at its default."""
+    """Raises for other values. An argument that this version does not have counts as default."""
     for name, (value, reason) in expected.items():
         found = getattr(args, name, value)
         if (found or None) != (value or None):

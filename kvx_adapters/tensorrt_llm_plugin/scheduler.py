@@ -40,7 +40,7 @@ _NOT_PLAIN = (
 
 @dataclass(slots=True)
 class _Promise:
-    """Tokens that TensorRT-LLM was told not to compute."""
+    """Tokens that the scheduler has promised: TensorRT-LLM will not compute them."""
 
     blocks: npt.NDArray[np.uint8]  # as Load has them
     start: int  # a multiple of tokens_per_block
@@ -130,7 +130,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """TensorRT-LLM computes tokens [start, end) of a promise itself. Called by main only.
 
-        If this fails, all that was promised is loaded, which is correct too.
+        If this raises, the whole promise is loaded, which is correct too.
         """
         with self._boundary.guard("loads all that it promised to", f"request {request.request_id}"):
             tracked = self._requests.get(request.request_id)
@@ -153,7 +153,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return kept if len(kept.blocks) else None
 
     def _promise(self, request: Any, num_computed_tokens: int) -> int:
-        """Tracks a request. Returns how many tokens past `num_computed_tokens` are promised."""
+        """Tracks a request; returns how many tokens past `num_computed_tokens` it promises."""
         salt = _salt(request)
         if self._store is None or salt is None or not _is_plain(request):
             return 0

@@ -29,7 +29,7 @@ class Settings(BaseModel):
     fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
     chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
     save_generated: bool = True  # save generated tokens too, not only prompts
-    min_tokens: int = Field(default=32, ge=1)  # load at least so many: computing fewer is faster
+    min_tokens: int = Field(default=32, ge=1)  # load at least this many: computing fewer is faster
     max_bytes: int | None = Field(
         default=None, gt=0
     )  # of the directory; then the least recently used files are deleted

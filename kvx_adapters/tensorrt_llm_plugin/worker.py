@@ -129,7 +129,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """No requests: saves and loads end within their step."""
+        """Reports no requests: saves and loads end within their step."""
         return [], []
 
     def close(self) -> None:

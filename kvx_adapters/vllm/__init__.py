@@ -1,11 +1,11 @@
 """vLLM: its paged caches as KVX views. Imports no vllm.
 
 Since 0.26 a layer's cache is one tensor, logically [num_blocks, num_kv_heads, block_size,
-2 * head_size] in one of six physical orders; K and V share its last axis. Which bytes are K is
-decided by version, backend, spec, resolved layout, cache dtype and ISA, never by the shape: at two
-KV heads a packed cache and the split caches of older versions can have the very same shape. So a
-descriptor is derived from what vLLM says (LayerSpec), then checked against the tensor's sizes,
-strides and storage; what does not agree, or is not known here, is refused. `self_test` proves it.
+2 * head_size] in one of six physical orders; K and V share its last axis. Version, backend, spec,
+resolved layout, cache dtype and ISA decide which bytes are K; the shape does not: with two KV heads
+a packed cache and the split caches of older versions can have the same shape. So a descriptor is
+derived from what vLLM says (LayerSpec), then checked against the tensor's sizes, strides and
+storage. A tensor that disagrees, or an unknown cache, is refused. `self_test` proves a description.
 
 `cache_desc` describes one layer of vLLM 0.20 to 0.33, `layer_groups` and `group_view` all layers
 of a worker since 0.26; `live_*` do that for an engine that runs in this process.

@@ -1,4 +1,4 @@
-"""CPU_ATTN's pages with isa "amx": tiles, which planes describe and no layout of K and V does."""
+"""CPU_ATTN's pages with isa "amx": their tiles need planes, since no layout describes them."""
 
 from __future__ import annotations
 

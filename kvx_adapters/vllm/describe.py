@@ -45,10 +45,11 @@ def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
               block_size, 2 * head_size) for most backends since 0.26, strides as spec.layout says;
               or, where vLLM splits its blocks for the kernel, (num_blocks * n, num_kv_heads,
               block_size / n, 2 * head_size), described with those smaller blocks
-    spec.kv_cache_dtype says what the bytes are: FP8 is stored as uint8, for example. Vectors that
-    are no numbers to KVX, such as INT8 with a scale behind them, are U8: see LayerGroup.encoding.
-    Raises UnsupportedError for what is not known here, InvalidArgumentError where `kv_cache` is
-    not what `spec` says.
+    spec.kv_cache_dtype says what the bytes are: FP8 is stored as uint8, for example. Vectors in a
+    format that KVX does not have, such as INT8 with a scale behind them, are described as U8: see
+    LayerGroup.encoding.
+    Raises UnsupportedError for an unknown cache, InvalidArgumentError if `kv_cache` is not what
+    `spec` says.
     Source: the table PAGES; vllm 0.32 v1/kv_cache_interface.py, compute_layout_strides
     """
     return layer_of(kv_cache, spec).desc
@@ -80,8 +81,8 @@ def cache_view(
     kv_caches:          per layer, as in `cache_desc`
     specs:              one for all layers, or one per layer
     k_scales, v_scales: per layer, needed for FP8 unless the scales lie in the cache:
-                        layer._k_scale, one float32 or one per KV head. Those of a V that is not
-                        there (MLA) are not looked at
+                        layer._k_scale, one float32 or one per KV head. v_scales are ignored for
+                        layers without V (MLA)
     Raises UnsupportedError, InvalidArgumentError.
     """
     if isinstance(specs, LayerSpec):
@@ -99,7 +100,7 @@ def cache_view(
 
 
 def layer_of(kv_cache: Tensor, spec: LayerSpec) -> Layer:
-    """One layer and what lies beside its values. Raises as `cache_desc`."""
+    """One layer and the scales in its cache. Raises as `cache_desc`."""
     page, encoding = page_of(spec), encoding_of(spec)
     kv_cache = placed(kv_cache, spec, page, encoding)
     if encoding.dtype is DType.U8:
@@ -124,7 +125,7 @@ def scale_desc(scale: Tensor | float) -> ScaleDesc:
 
 
 def _values(tensor: Tensor, encoding: Encoding, num_elements: int) -> TensorDesc:
-    """(block, head, token, stored elements) without what follows the values, or 5 axes, packed."""
+    """The values alone: (block, head, token, elements), or 5 axes if packed."""
     if tensor.ndim == 5:
         return describe(tensor, Layout.BLOCK_HND_PACKED, dtype=encoding.dtype)
     return describe(
@@ -143,7 +144,7 @@ def _inline(tensor: Tensor, encoding: Encoding) -> ScaleDesc | None:
 def _scales(
     name: Literal["k", "v"], layers: Sequence[Layer], given: Sequence[Tensor | float] | None
 ) -> tuple[ScaleDesc | None, ...] | None:
-    """One per layer: the one that lies in the cache, the one that is given, or none."""
+    """One scale per layer: the one in the cache, else the given one, else None."""
     inline = [layer.k_scale if name == "k" else layer.v_scale for layer in layers]
     missing = [
         found is None

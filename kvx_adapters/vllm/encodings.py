@@ -1,4 +1,4 @@
-"""Encoding: what the bytes of a vector (one token and head) are, by vLLM's kv_cache_dtype."""
+"""Encoding: the bytes of a vector (one token and head), by vLLM's kv_cache_dtype."""
 
 from __future__ import annotations
 

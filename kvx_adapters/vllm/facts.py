@@ -21,7 +21,7 @@ def cache_facts(
     model_config:  vllm_config.model_config
     embeddings:    every RotaryEmbedding of the model; other objects are ignored
     version:       vllm.__version__
-    fingerprint:   of what is computed, see model_record
+    fingerprint:   of the model as it is computed, see model_record
     first_kv_head: index in the model of the first head on this rank
     """
     rotary, rotary_dim = _rotary(embeddings)

@@ -62,7 +62,7 @@ def layer_groups(
     version:          vllm.__version__
     layout:           only before 0.29, whose config has none: "NHD" or "HND"
     Layers that use the cache of another layer are left out. A custom backend names the backend
-    whose cache it uses in an attribute, such as `kvx_cache_of = "FLASH_ATTN"`.
+    whose cache it uses in its attribute `kvx_cache_of`, such as "FLASH_ATTN".
     Raises UnsupportedError for unknown caches and those that do not keep every token's keys and
     values; InvalidArgumentError.
     Source: vllm 0.32 v1/kv_cache_interface.py, KVCacheConfig; v1/worker/gpu_model_runner.py,
@@ -89,7 +89,7 @@ def group_view(
     facts: CacheFacts,
     attention_layers: Mapping[str, Any],
 ) -> tuple[CacheView, int]:
-    """The layers of one group, zero-copy, and how many kernel blocks make one of their blocks.
+    """The layers of one group, zero-copy, and the number of kernel blocks per block.
 
     kv_caches:        per layer name, as KVConnectorBase_V1.register_kv_caches gets them
     facts:            of the whole cache; the group's window and layers are filled in

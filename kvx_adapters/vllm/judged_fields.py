@@ -1,17 +1,17 @@
-"""Which settings of vLLM matter to keys and values: every field of its config classes, judged.
+"""Which settings of vLLM matter to keys and values: every field of its config classes.
 
-A field belongs to one of three kinds. Those that do not matter have a reason. Those that are mapped
-go into the ModelRecord or are compared or refused elsewhere. Those that count salt the record when
-they are not at their default, with vLLM's version: they change what a model computes, and no other
-engine has them. A field that is in no list salts as well, and is logged.
+A field is of one of three kinds. Fields that do not matter have a reason. Mapped fields go into the
+ModelRecord, or are compared or refused elsewhere. Fields that count salt the record, with vLLM's
+version, when they differ from their default: they change what a model computes, and no other engine
+has them. A field that is in no list salts as well, and is logged.
 
-What is left out here, a class that VllmConfig holds and that is judged whole, has its reason in
-VllmConfig. Source: vllm 0.26, 0.28, 0.29, 0.32 config/*.py
+A class that is not listed here counts or does not count as a whole: its field in VllmConfig says
+why. Source: vllm 0.26, 0.28, 0.29, 0.32 config/*.py
 """
 
 from __future__ import annotations
 
-# The fields of VllmConfig, and of the classes below, that are walked into.
+# The fields of VllmConfig, and of the classes below, whose own fields are listed.
 WALKED = (
     "model_config",
     "cache_config",

@@ -16,7 +16,7 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
     """The whole cache of a vllm.LLM that runs in this process, zero-copy.
 
     llm:         with VLLM_ENABLE_V1_MULTIPROCESSING=0, one rank, one group of layers
-    fingerprint: of what is computed, see kvx_core.ModelRecord
+    fingerprint: of the model as it is computed, see kvx_core.ModelRecord
     The view is valid as long as the engine lives; its blocks change with every engine step.
     Raises UnsupportedError, InvalidArgumentError.
     Source: vllm 0.32 v1/worker/gpu_model_runner.py, initialize_kv_cache; v1/kv_cache_interface.py

@@ -1,4 +1,4 @@
-"""The ModelRecord of what a vLLM serves."""
+"""The ModelRecord of the model that vLLM serves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAFETENSORS = (
 # Rotary types whose angles depend on the config alone, and longrope and dynamic, which as_applied
 # knows. Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
-# What models write into their config when they are made: in workers, not in the scheduler.
+# Fields that a model sets in its config when it is made: in workers, not in the scheduler.
 # Source: vllm 0.32 model_executor/models/{deepseek_v2,AXK1,openpangu,interns1_pro}.py
 _WRITTEN_TYPES = {
     "deepseek_llama_scaling": "yarn",
@@ -39,7 +39,7 @@ _WRITTEN_TYPES = {
     "openpangu": "default",
 }
 _WRITTEN = ("fope_init_factor", "fope_sep_head", "num_inv_freq", "num_key_value_heads", "use_fope")
-# Methods that are other implementations of a checkpoint's own method, by that method.
+# By a checkpoint's own method: vLLM's methods that implement the same.
 # Source: vllm 0.32 model_executor/layers/quantization/*.py, override_quantization_method
 _SAME_METHOD = {
     "awq": ("auto_awq", "awq_marlin"),
@@ -51,7 +51,7 @@ _SAME_METHOD = {
 def model_record(
     vllm_config: Any, files: str, environment: Mapping[str, str], *, version: str
 ) -> ModelRecord:
-    """What an engine of this configuration serves.
+    """The ModelRecord of an engine with this configuration.
 
     files:       the digest of the model's files, or the user's own name for them; with
                  load_format "dummy" the digest of its config alone
@@ -81,7 +81,7 @@ def model_record(
 
 @functools.cache
 def _warn(settings: str) -> None:
-    """Logs once per process, which may run both halves of a connector."""
+    """Logs once per process: one process may run both halves of a connector."""
     logger.warning(
         "KVX does not know whether %s matter to keys and values: this engine shares them only with "
         "engines of the same settings",
@@ -193,7 +193,7 @@ def _overrides(model: Any) -> dict[str, Any]:
 
 
 def _is_applied(overrides: Mapping[str, Any], text: Any) -> bool:
-    """Whether the rotary parameters that were set are those of the config: the record has them."""
+    """Whether the rotary parameters that were set are the config's, which the record has."""
     if any(name in overrides for name in KEYS if name != "rope_parameters"):
         return False
     config = text.to_dict()

@@ -1,8 +1,8 @@
 """Where the attention backends of vLLM keep K and V: one table, by backend and version.
 
-An entry of the table comes from the sources of one backend: the axes of a layer's tensor, the
-orders in which they may lie in memory, and how the backend finds K and V in it. encodings.py says
-what the numbers are; placement.py checks tensors against the table.
+An entry of the table comes from the sources of one backend: the axes of a layer's tensor, their
+possible orders in memory, and how the backend finds K and V in it. encodings.py says what the
+numbers are; placement.py checks tensors against the table.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _of(*layouts: str) -> dict[str, str]:
 
 
 def _always(order: str) -> dict[str, str]:
-    """A backend that has one order whatever the layout is called. Before 0.29."""
+    """One order for every layout name. Before 0.29."""
     return {"NHD": order, "HND": order}
 
 

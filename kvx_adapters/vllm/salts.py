@@ -14,7 +14,7 @@ def salts(
 ) -> tuple[dict[str, Any], list[str]]:
     """Settings that differ from their default, if they count or are in none of the lists.
 
-    Returns what salts the record, and the names among them that are in none of the lists.
+    Returns these settings, which salt the record, and the names among them that are in no list.
     """
     found: dict[str, Any] = {}
     unjudged = []

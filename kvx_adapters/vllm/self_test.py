@@ -31,9 +31,10 @@ def self_test(
 ) -> None:
     """Lets vLLM write a token into the last slot of a layer, and reads it back through KVX.
 
-    kv_cache, spec: as in `cache_desc`; `desc` is what to read through, None: what they describe
+    kv_cache, spec: as in `cache_desc`
+    desc:    the descriptor to read through; None: `cache_desc(kv_cache, spec)`
     write:   vLLM's own op, see `engine_write`
-    dtype:   of the token that vLLM is given; None: the cache's, or bfloat16 if it is quantised
+    dtype:   of the token that vLLM writes; None: the cache's, or bfloat16 if it is quantised
     k_scale, v_scale: of an FP8 cache, one or one per KV head
     Restores the block that holds the slot, also if it raises; nobody else may use it meanwhile.
     Opaque bytes cannot be read as numbers: then only this token must have changed, in every head.
@@ -50,7 +51,7 @@ def self_test(
     )
     last_block = layer.desc.num_blocks - 1
     slot = (last_block + 1) * layer.desc.block_size - 1
-    # A padding token first, for what an op does only once: Triton's sets inline scales.
+    # Write a padding token first: Triton's op sets inline scales at its first call.
     write(*tokens, torch.tensor([-1], device=kv_cache.device))
     block = kv_cache.select(page_of(spec).axes.index("B"), last_block)
     saved = block.clone()
@@ -66,7 +67,7 @@ def self_test(
         name = f"{'KV'[i]} of {spec.backend}"
         _check_vectors(name, before[i], after[i], slot)
         if layer.encoding.name == VALUES:
-            # Values with a scale that vLLM finds are rounded; those of neighbours differ by more.
+            # vLLM rounds values if it finds their scale; neighbours differ by more than that.
             tolerance = 1 / 14 if layer.encoding.inline_scales else 0.0
             _check_token(name, token[0] * reader.factors[i], found[i], tolerance, slot)
 
@@ -74,7 +75,8 @@ def self_test(
 def self_test_group(
     group: LayerGroup, kv_caches: Mapping[str, Tensor], attention_layers: Mapping[str, Any]
 ) -> None:
-    """`self_test` of every layer of a group, with vLLM's own op and with what replaces it, if any.
+    """Runs `self_test` on every layer of a group, with vLLM's own op and with its replacement, if
+    there is one.
 
     kv_caches, attention_layers: as in `group_view`; the cache must not be in use
     Raises as `self_test` and `engine_write`.
@@ -144,7 +146,7 @@ def _token(spec: LayerSpec, *, has_v: bool, device: torch.device) -> tuple[Tenso
 
 
 class _Reader:
-    """Reads the last block through `desc`, in which `layer` is what it should be."""
+    """Reads the last block of a layer through `desc`."""
 
     def __init__(
         self, desc: CacheDesc, layer: Layer, k_scale: Tensor | float, v_scale: Tensor | float
@@ -153,7 +155,7 @@ class _Reader:
         self.is_values = layer.encoding.name == VALUES
         self.k_scale, self.v_scale = layer.k_scale, layer.v_scale
         self.factors: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)
-        # A bit above each code of FP8: an op that truncates stores the same as one that rounds.
+        # Slightly above each code of FP8: an op that truncates stores the same as one that rounds.
         self.nudge = 1 + 1 / 32 if self.is_values and desc.k.dtype.itemsize == 1 else 1.0
         if self.nudge > 1 and self.k_scale is None:
             self.k_scale = scale_desc(k_scale)
@@ -183,12 +185,15 @@ class _Reader:
 
 
 def _per_head(scale: Tensor | float) -> Tensor | float:
-    """To multiply (num_kv_heads, head_dim) with."""
+    """A scale in a shape that multiplies (num_kv_heads, head_dim)."""
     return scale.flatten()[:, None] if isinstance(scale, Tensor) else scale
 
 
 def _check_vectors(name: str, before: Any, after: Any, slot: int) -> None:
-    """(block_size, num_kv_heads, vector) of bytes: the last token changed, in every head, alone."""
+    """Raises unless exactly the last token changed, in every head.
+
+    before, after: (block_size, num_kv_heads, vector), bytes
+    """
     changed = (before != after).any(-1)
     others = changed[:-1].nonzero().tolist()
     if others:
@@ -207,7 +212,7 @@ def _check_vectors(name: str, before: Any, after: Any, slot: int) -> None:
 
 
 def _check_token(name: str, wanted: Tensor, found: Any, tolerance: float, slot: int) -> None:
-    """Both (num_kv_heads, head_dim)."""
+    """Raises at the first difference; both are (num_kv_heads, head_dim)."""
     right = (found - wanted).abs() <= tolerance * wanted.abs()  # not so if NaN was found
     wrong = (~right).nonzero().tolist()
     if wrong:

@@ -1,4 +1,4 @@
-"""LayerSpec: the cache of one layer in vLLM's own words. Which versions of vLLM are known."""
+"""LayerSpec: the cache of one layer, under vLLM's names; and the known versions of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST_MINOR, LAST_MINOR = 20, 33
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What vLLM says about the cache of one attention layer, in vLLM's own words."""
+    """vLLM's settings of the cache of one attention layer, under vLLM's names."""
 
     version: str  # vllm.__version__
     # AttentionBackend.get_name(), e.g. "FLASH_ATTN"; but "ROCM_AITER_FA" for its

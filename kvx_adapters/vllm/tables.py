@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvx_core import BlockTable, InvalidArgumentError, SeqLens, SlotMapping
 
-# A block that vLLM reserves: in a block table it means that there is no block.
+# vLLM reserves this block: in a block table it means "no block".
 # Source: vllm 0.32 v1/core/block_pool.py, BlockPool.null_block
 NULL_BLOCK_ID = 0
 

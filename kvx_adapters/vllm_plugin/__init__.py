@@ -40,8 +40,8 @@ _logger = logging.getLogger("vllm.kvx")  # a child of vllm's logger: uses its ha
 def register() -> None:
     """Registers KVX's attention backends and connector with vLLM. Idempotent.
 
-    Raises nothing: an error here would end every vLLM process, even those that do not use KVX. What
-    cannot be registered is logged.
+    Raises nothing: an error here would end every vLLM process, even those that do not use KVX. It
+    logs what it cannot register.
     """
     try:
         _check_version()
@@ -97,7 +97,7 @@ def _override(backend: Any, path: str) -> None:
 def _register_connector() -> None:
     """Registers the connector now or, if its factory is not imported yet, when it is.
 
-    To import the factory takes a second, which processes that run no engine should not spend.
+    Importing the factory takes a second, which processes without an engine should not spend.
     """
     if _FACTORY in sys.modules:
         with suppress(ValueError):  # it is registered already

@@ -3,9 +3,9 @@
     --kv-transfer-config '{"kv_connector": "KVXConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"path": "/the/stores/directory"}}'
 
-Any engine that serves the same model finds what is saved: with another block size, layout, cache
-dtype, tensor-parallel size or version of vLLM, or another engine altogether. settings.py has the
-configuration. This class only translates vLLM's hooks: scheduler.py plans, worker.py copies.
+Any engine that serves the same model finds what is saved: vLLM with another block size, layout,
+cache dtype, tensor-parallel size or version, or another engine. settings.py has the configuration.
+This class only translates vLLM's hooks: scheduler.py plans, worker.py copies.
 
 Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 """
@@ -84,8 +84,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 window,
             )
         # vLLM puts blocks that a step loads into its prefix cache before the step has run, and does
-        # not remove all of them if the load fails. Blocks of an asynchronous load it puts there
-        # after the load.
+        # not remove all of them if the load fails. It adds blocks of an asynchronous load after the
+        # load.
         # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
         shares = self._vllm_config.cache_config.enable_prefix_caching
         return SchedulerHalf(
@@ -248,7 +248,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- both ----
 
     def _guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
-        """Guards every call that vLLM makes into a half."""
+        """Guards a call from vLLM into the scheduler's or the worker's half."""
         return self._boundary.guard(failed_to, of, count=count)
 
     @classmethod

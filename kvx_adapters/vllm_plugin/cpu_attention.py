@@ -20,7 +20,7 @@ from kvx_core import TensorDesc, UnsupportedError
 
 
 class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """vLLM writes pages that strides cannot describe, such as AMX tiles, itself."""
+    """Writes with KVX, except pages that strides cannot describe, such as AMX tiles."""
 
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape

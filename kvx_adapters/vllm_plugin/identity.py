@@ -1,4 +1,4 @@
-"""What this vLLM serves: the ModelRecord under which its keys and values are stored."""
+"""The ModelRecord of what vLLM serves, under which its keys and values are stored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _files(vllm_config: Any, *, sample: bool) -> str:
 
 
 def _depends_on_format(directory: Path, load: Any) -> bool:
-    """Whether another load_format would load other files: Mistral's, or those of a rank.
+    """Whether load_format decides which files are loaded: Mistral's, or those of a rank.
 
     Source: vllm 0.32 model_executor/model_loader/default_loader.py, _prepare_weights
     """

@@ -1,11 +1,11 @@
 """The scheduler's half of KVXConnector: looks prompts up, and plans what a step saves and loads.
 
-It sees token ids and block ids, never a tensor.
+It has token ids and block ids, never a tensor.
 
-If a load fails, what a step computes from it is wrong: in the request that loaded, and in any that
-found its blocks in the prefix cache. vLLM drops such results, and the store must not save them.
-Where a load runs in the same step as the forward pass that reads it, a request's tokens are saved
-only after vLLM has accepted a token of it. Asynchronous loads end before their request runs.
+If a load fails, a step computes wrong tokens: in the request that loaded, and in any that found its
+blocks in the prefix cache. vLLM drops these, and the store must not save them. So if a load runs in
+the same step as the forward pass that reads it, a request's tokens are saved only after vLLM has
+accepted one of its tokens. Asynchronous loads end before their request runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Lookup:
-    """What the store has of a request's tokens, until blocks are allocated for them."""
+    """The tokens of a request that the store has, kept until blocks are allocated for them."""
 
     match: Match
     num_tokens: int  # of the request when it was looked up
@@ -51,9 +51,9 @@ class _Lookup:
 
 @dataclass(slots=True)
 class SchedulerHalf:
-    """Plans for requests. Without a plan, vLLM computes a request as if there were no store.
+    """Plans saves and loads. vLLM computes a request without a plan as if there were no store.
 
-    If a call raises, its caller catches the error and calls one of these, which never raise:
+    If a method raises, its caller catches the error and calls one of these, which never raise:
     `give_up`, `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
     """
 
@@ -89,7 +89,7 @@ class SchedulerHalf:
         return (count, self.asynchronous) if count >= self.settings.min_tokens else (0, False)
 
     def allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """vLLM has given `request` blocks for its own and for `num_external_tokens` loaded tokens.
+        """Tracks `request`, which has blocks now, and plans to load `num_external_tokens` tokens.
 
         Called a second time, with 0, after an asynchronous load.
         """
@@ -154,7 +154,7 @@ class SchedulerHalf:
                 self.forget(request_id)
 
     def take_plan(self, output: Any) -> StepPlan:
-        """What the workers do in this step."""
+        """The plan of this step, for the workers."""
         step, self._next = self._next, StepPlan()
         step.is_idle = not output.num_scheduled_tokens
         return step
@@ -186,13 +186,13 @@ class SchedulerHalf:
         self._loading.difference_update(failed, finished)
 
     def give_up_loads(self) -> None:
-        """Called if `heard` raised: treats all loads as failed, since any may have."""
+        """Called if `heard` raised: treats all loads as failed, since any of them may have."""
         self._given_up.update(self._loading)
         for request_id in self._loading:
             self.forget(request_id)
 
     def reset(self) -> None:
-        """Shares nothing that was computed until now: the model's weights may have changed."""
+        """Saves nothing that was computed until now: the model's weights may have changed."""
         self._epoch = secrets.token_hex(16)
         self._lookups.clear()
         self._given_up.update(self._tracked)
@@ -259,7 +259,7 @@ class SchedulerHalf:
         )
 
     def _lookup(self, request: Any) -> Match:
-        """What the store has of the request's tokens; nothing if the lookup fails."""
+        """Looks the request's tokens up in the store; an error counts as nothing found."""
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):

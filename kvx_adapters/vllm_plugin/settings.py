@@ -31,7 +31,7 @@ class Settings(BaseModel):
     async_load: bool = False  # load beside other requests' steps; always with prefix caching
     layerwise: bool = False  # copy each layer when it is computed, not all after the last
     save_generated: bool = True  # save generated tokens too, not only prompts
-    min_tokens: int = Field(default=8, ge=1)  # load at least so many: computing fewer is faster
+    min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
     max_bytes: int | None = Field(
         default=None, gt=0
     )  # of the directory; then the least recently used files are deleted
@@ -60,10 +60,8 @@ class Settings(BaseModel):
 
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:
-    """Refuses engines whose blocks do not hold whole tokens in order, or whose tokens depend on
-    more than the model's files.
-
-    Raises UnsupportedError.
+    """Raises UnsupportedError for engines whose blocks do not hold whole tokens in order, or whose
+    tokens depend on more than the model's files.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

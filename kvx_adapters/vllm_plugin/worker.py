@@ -104,8 +104,8 @@ class WorkerHalf:
     def load(self, step: StepPlan) -> None:
         """Loads what this step's forward pass reads, and starts the asynchronous loads.
 
-        Without a forward pass vLLM runs one step after the other without a pause, and would keep
-        the loading thread from running: so this waits a little for it.
+        Without a forward pass vLLM runs step after step without a pause, which keeps the loading
+        thread from running. So this waits a little for it.
         """
         for load in step.loads:
             if load.wait:
@@ -191,7 +191,7 @@ class WorkerHalf:
                 yield _Span(store, snapshot, sections, set(self._layers))
 
     def _saving(self, save: Save) -> Guard:
-        """Guards a save: if it fails, all that is lost is a later hit."""
+        """Guards a save: an error costs a later hit, nothing else."""
         return self._boundary.guard(
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )

@@ -28,8 +28,8 @@ KVX_INLINE void compute_run(void *dst, const void *src, int64_t count, const Sca
 
 constexpr int64_t kPiece = 512;  // elements
 
-// At most kPiece of them. Streaming stores take whole vectors, which are computed elsewhere first:
-// that pays where computing is light.
+// Converts at most kPiece elements. Streaming stores need whole vectors, which are computed in a
+// buffer first: that pays off if the conversion is cheap.
 template <class Src, class Dst>
 KVX_INLINE void compute_piece(uint8_t *dst, const void *src, int64_t count, const Conversion &how) {
   constexpr bool is_light = !std::is_same_v<Src, F16> && sizeof(typename Src::Bits) > 1;
@@ -42,7 +42,8 @@ KVX_INLINE void compute_piece(uint8_t *dst, const void *src, int64_t count, cons
 }
 
 #if KVX_VECTOR_BYTES == 64
-// The elements of a run for which there is something better than computing each: their number.
+// Converts the elements of a run for which there is a faster way than computing each; returns their
+// number.
 template <class Src, class Dst>
 KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t count,
                                    const Conversion &how) {
@@ -76,7 +77,7 @@ KVX_INLINE int64_t convert_vectors(uint8_t *dst, const uint8_t *src, int64_t cou
       const auto *shifter = Shifter::takes(how.scaling) ? coder_for<Shifter>(how) : nullptr;
       if (shifter) return look_up(dst, src, count, *shifter, how.streaming, how.ahead);
     }
-    // Rows that are short keep tables too short a time in registers.
+    // Short runs keep tables in registers for too short a time.
     const bool repays = Encoder<Dst>::takes(how.scaling) && (count >= 256 || !bf16_to_e4m3);
     const auto *encoder = repays ? coder_for<Encoder<Dst>>(how) : nullptr;
     if (encoder) return look_up(dst, src, count, *encoder, how.streaming, how.ahead);
@@ -97,7 +98,7 @@ void convert_run(void *dst, const void *src, int64_t count, const Conversion &ho
       reinterpret_cast<uint8_t *>(to), reinterpret_cast<const uint8_t *>(from), count, how);
   to += done, from += done, count -= done;
 #endif
-  // In pieces, between which the source that comes next is fetched.
+  // Works in pieces and fetches the next source between them.
   for (int64_t i = 0; i < count; i += kPiece) {
     const int64_t n = std::min(count - i, kPiece);
     const auto *piece = reinterpret_cast<const uint8_t *>(from + i);

@@ -1,5 +1,5 @@
-// Copying what loops say: runs forward, or short runs transposed through registers.
-// Included by kernels.inl.
+// Copies loops of runs: forward, or short runs transposed through registers. Included by
+// kernels.inl.
 
 typedef uint8_t Vector __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(1), may_alias));
 typedef uint8_t Half __attribute__((vector_size(16), aligned(1), may_alias));
@@ -26,7 +26,7 @@ KVX_INLINE void prefetch(const uint8_t *src) {
 KVX_INLINE Vector load(const uint8_t *src) { return *reinterpret_cast<const Vector *>(src); }
 KVX_INLINE void store(uint8_t *dst, Vector value) { *reinterpret_cast<Vector *>(dst) = value; }
 
-// Fewer bytes than a vector.
+// Copies fewer bytes than a vector.
 KVX_INLINE void copy_short(uint8_t *dst, const uint8_t *src, int64_t n) {
   if (n >= 16) {
     const Half last = *reinterpret_cast<const Half *>(src + n - 16);
@@ -45,7 +45,7 @@ KVX_INLINE int64_t bytes_to_alignment(const uint8_t *dst) {
   return -reinterpret_cast<intptr_t>(dst) & (KVX_VECTOR_BYTES - 1);
 }
 
-// The C library knows this processor's best way for runs that are worth a call.
+// From here on the C library's memcpy, tuned for this processor, is worth a call.
 constexpr int64_t kLibraryRun = 512;
 
 KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
@@ -62,12 +62,12 @@ KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
     store(dst + 2 * kVector, c), store(dst + 3 * kVector, d);
   }
   for (; n >= kVector; n -= kVector, dst += kVector, src += kVector) store(dst, load(src));
-  // The end again, as one vector that overlaps what is there.
+  // Copies the end as one vector that overlaps the bytes before.
   if (n) store(dst + n - kVector, load(src + n - kVector));
 }
 
-// Whole vectors to an aligned place, past the caches. `ahead`: from here to the same place of the
-// source that comes next, fetched on the way.
+// Copies whole vectors to an aligned address, past the caches. `ahead`: bytes from here to the same
+// position in the next source, which is prefetched.
 KVX_INLINE void stream_vectors(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
@@ -83,8 +83,8 @@ KVX_INLINE void stream_vectors(uint8_t *dst, const uint8_t *src, int64_t n, int6
   }
 }
 
-// A row of the usual sizes while the place of the next one is fetched for writing, which no
-// processor foresees. `ahead`: from here to there.
+// Copies a run of a usual size and prefetches the next destination for writing, which no processor
+// predicts. `ahead`: bytes from here to there.
 constexpr int64_t kLeastRow = 512, kMostRow = 4 << 10;
 
 KVX_INLINE void copy_row(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
@@ -97,7 +97,7 @@ KVX_INLINE void copy_row(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ah
   if (n % kStep) copy_run(dst + n - kStep, src + n - kStep, kStep);
 }
 
-// What does not fill a vector at either end goes through the caches.
+// Bytes at both ends that do not fill a vector go through the caches.
 KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
   const int64_t head = bytes_to_alignment(dst);
   if (n < head + KVX_VECTOR_BYTES) return copy_run(dst, src, n);
@@ -107,8 +107,8 @@ KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t 
   copy_short(dst + head + whole, src + head + whole, n - head - whole);
 }
 
-// Elements that lie side by side to places `step` bytes apart: eight at a time, at addresses that
-// cost no addition each.
+// Copies contiguous elements to addresses `step` bytes apart: eight at a time, without an addition
+// for each address.
 template <int64_t kSize>
 KVX_INLINE void scatter(uint8_t *dst, int64_t step, const uint8_t *src, int64_t count) {
   int64_t i = 0;
@@ -119,7 +119,7 @@ KVX_INLINE void scatter(uint8_t *dst, int64_t step, const uint8_t *src, int64_t 
   for (; i < count; ++i, dst += step, src += kSize) memcpy(dst, src, kSize);
 }
 
-// Runs of a size known here become a few instructions.
+// A run size known at compile time becomes a few instructions.
 template <bool kStreaming>
 KVX_INLINE void copy_runs(const Loop &dim, int64_t run, uint8_t *dst, const uint8_t *src,
                           int64_t ahead) {
@@ -182,7 +182,8 @@ KVX_INLINE Register zip(Register a, Register b, std::integer_sequence<int, kLane
   return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * n)...);
 }
 
-// kCount x kCount units: log2(kCount) rounds of zipping the first half of the rows with the second.
+// Transposes kCount x kCount units: log2(kCount) rounds interleave the first half of the rows with
+// the second.
 template <class Unit>
 KVX_INLINE void transpose_square(uint8_t *dst, int64_t dst_step, const uint8_t *src,
                                  int64_t src_step) {
@@ -216,7 +217,7 @@ KVX_INLINE void transpose_scalar(uint8_t *dst, int64_t dst_step, const uint8_t *
   }
 }
 
-// Fetches what follows the line that a square begins, for each of its rows.
+// Prefetches the line after the one where a square begins, for each of its rows.
 KVX_INLINE void prefetch_rows(const uint8_t *src, int64_t src_step, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) prefetch(src + i * src_step);
 }
@@ -256,7 +257,7 @@ void transpose_runs(int64_t run, uint8_t *dst, int64_t dst_step, const uint8_t *
   }
 }
 
-// One vector from 16 bytes each of rows `step` bytes apart.
+// Loads one vector: 16 bytes each from rows `step` bytes apart.
 KVX_INLINE Vector gather_rows(const uint8_t *src, int64_t step) {
   const auto row = [&](int i) __attribute__((always_inline)) {
     return *reinterpret_cast<const Half *>(src + i * step);
@@ -272,8 +273,8 @@ KVX_INLINE Vector gather_rows(const uint8_t *src, int64_t step) {
 #endif
 }
 
-// 16-byte units, straight from source to destination: a whole vector of it at a time. The caller
-// has made sure that rows are a multiple of a vector and every destination row is aligned to one.
+// Transposes 16-byte units directly to the destination, a whole vector at a time. The caller
+// ensures that rows are a multiple of a vector and destination rows are aligned to one.
 void transpose_units_streaming(uint8_t *dst, int64_t dst_step, const uint8_t *src, int64_t src_step,
                                int64_t rows, int64_t columns, int64_t ahead) {
   constexpr int64_t kUnits = KVX_VECTOR_BYTES / 16, kLineUnits = kLineBytes / 16;
@@ -288,8 +289,8 @@ void transpose_units_streaming(uint8_t *dst, int64_t dst_step, const uint8_t *sr
   }
 }
 
-// Transposes into a stage in L1 and streams it out one tile later, when the stores to it have long
-// left the store buffer, so that the destination sees whole lines.
+// Transposes into a stage in L1 and streams it out one tile later, when its stores have left the
+// store buffer, so that whole lines are written.
 class StreamingTranspose {
  public:
   ~StreamingTranspose() { drain(); }
@@ -351,7 +352,7 @@ template <bool kStreaming>
 void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ahead) {
   constexpr int kOuter = 4;
   const int inner = loops.transposes ? 2 : 1;
-  if (loops.count - inner > kOuter) {  // tokens and dim are split, each at both ends in its own way
+  if (loops.count - inner > kOuter) {  // tokens and dim are split, differently at the two ends
     Loops rest = loops;
     std::copy(loops.at + 1, loops.at + loops.count, rest.at);
     --rest.count;

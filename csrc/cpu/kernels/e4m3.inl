@@ -1,21 +1,20 @@
-// bf16 to e4m3 in AVX-512 where there is no table, or a row is too short for one: bit for bit
-// E4m3::encode(x / divisor), which the compiler does with divisions.
-// Included by kernels.inl.
+// bf16 to e4m3 in AVX-512 if there is no table, or a run is too short for one: the same bits as
+// E4m3::encode(x / divisor), for which the compiler would divide. Included by kernels.inl.
 
 typedef uint32_t Floats __attribute__((vector_size(64)));  // their bits
 typedef uint16_t Words __attribute__((vector_size(64), aligned(2), may_alias));
 
-// Divides into eight times the quotient: the smallest normal number, 2^-6, becomes 2^-3.
+// Computes eight times the quotient: the smallest normal number, 2^-6, becomes 2^-3.
 struct Divisor {
   __m512 eighth, inverse;
-  Words most;  // the magnitudes above have its code, that of 448
+  Words most;  // larger magnitudes get the code of this one, 448
 
   explicit Divisor(float divisor)
       : eighth(_mm512_set1_ps(divisor / 8)),
         inverse(_mm512_set1_ps(8 / divisor)),
         most(Words{} + static_cast<uint16_t>((bits_of(448 * divisor) >> 16) + 1)) {}
 
-  // Far from where a float32 overflows or loses bits.
+  // Whether no float32 overflows or loses bits.
   static bool takes(const Scaling &by) {
     return by.scale == 1.0f && by.divisor >= 0x1p-60f && by.divisor <= 0x1p60f;
   }
@@ -35,7 +34,7 @@ KVX_INLINE Floats encode_quotient(Floats x, const Divisor &divisor) {
   return (steps + (steps >> 20)) & 0x7f;
 }
 
-// Every other word as a float, then the others. A code gets the sign of x, unless x is no number.
+// Encodes every other word as a float, then the others. A code gets the sign of x, unless x is NaN.
 KVX_INLINE Words encode(Words x, const Divisor &divisor) {
   const Words magnitude = x & 0x7fff, clamped = magnitude < divisor.most ? magnitude : divisor.most;
   const Floats even = encode_quotient(Floats(clamped) << 16, divisor),
@@ -44,7 +43,7 @@ KVX_INLINE Words encode(Words x, const Divisor &divisor) {
   return magnitude > 0x7f80 ? Words{} + 0x7f : code | (x >> 8 & 0x80);
 }
 
-// As many elements as fill vectors. Returns how many.
+// Converts the elements that fill whole vectors; returns their number.
 KVX_INLINE int64_t divide_to_e4m3(uint8_t *dst, const uint8_t *src, int64_t count,
                                   const Conversion &how) {
   typedef uint64_t Register __attribute__((vector_size(64)));

@@ -1,6 +1,5 @@
-// FP8 by looking up, 64 at a time in AVX-512 VBMI. What is in a table the codec itself has said, so
-// that looking up is exact, in a few instructions where rounding takes dozens.
-// Included by kernels.inl.
+// FP8 by table, 64 at a time in AVX-512 VBMI. The scalar codec fills the tables, so lookups are
+// bit-exact, in a few instructions where rounding takes dozens. Included by kernels.inl.
 
 constexpr uint8_t kFp8Sign = 0x80, kFp8Nan = 0x7f;
 
@@ -11,7 +10,7 @@ struct Same {
   KVX_MEMBER Vector operator()(Vector vector) const { return vector; }
 };
 
-// 128 bytes, looked up by the lower seven bits of an index.
+// A table of 128 bytes, indexed by the lower seven bits.
 class ByteTable {
  public:
   ByteTable() = default;
@@ -46,14 +45,14 @@ struct Decoder {
   static constexpr int kTopBits = 8 * sizeof(To) - 8;
 
   Scaling scaling;
-  ByteTable top, low;  // the bytes of the results; of FP8 the top one alone
+  ByteTable top, low;  // the bytes of the results; FP8 has only the top one
 
   explicit Decoder(const Scaling &by)
       : scaling(by),
         top([&](int code) { return result(code) >> kTopBits; }),
         low([&](int code) { return result(code); }) {}
 
-  // Stores what `map` makes of the results.
+  // Stores `map` of the results.
   template <bool kStreaming, class Map = Same>
   KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead,
                           const Map &map = {}) const {
@@ -98,7 +97,7 @@ const Coder &unit() {
   return coder;
 }
 
-// To BF16 by a scale of few elements: what the table holds, which is exact, is multiplied.
+// To BF16 with a scale of few elements: the table holds exact values, which are multiplied.
 template <class Src>
 struct Multiplier {
   using To = Bf16::Bits;
@@ -111,7 +110,7 @@ struct Multiplier {
 
   static bool takes(const Scaling &by) { return by.divisor == 1.0f; }
 
-  // Every other number is the upper half of a float, and so are, moved up, the others.
+  // Every other number is the upper half of a float; the others are, after a shift.
   KVX_MEMBER Vector operator()(Vector numbers) const {
     const Floats two = Floats(numbers);
     const Floats odd = multiply(two & 0xffff0000u), even = multiply(two << 16);
@@ -133,20 +132,20 @@ struct Multiplier {
 
 // ---- From BF16 to FP8: tables of the 128 mantissas ----
 
-// From one exponent to the next all codes grow by an octave's steps, once the results are normal
-// numbers. The few exponents before, whose results are subnormal, have a table each.
+// If the results are normal numbers, the next exponent adds an octave's steps to all codes. The few
+// exponents below, whose results are subnormal, have a table each.
 template <class Dst>
 struct Encoder {
   using Magnitude = typename Dst::Magnitude;
   static constexpr uint8_t kMost = std::is_same_v<Dst, E4m3> ? 0x7e : 0x7b;
   static constexpr int kOctave = Magnitude::kFirstNormalCode;  // steps
-  static constexpr int kSmall = 23 - Magnitude::kDropped + 2;  // exponents; before them all is zero
+  static constexpr int kSmall = 23 - Magnitude::kDropped + 2;  // exponents; below them: zero
 
   Scaling scaling;
   int first;                // the least exponent whose results are all normal
-  ByteTable small[kSmall];  // of the exponents before it
+  ByteTable small[kSmall];  // of the exponents below it
   ByteTable normal;         // of it
-  ByteTable steps;          // that are added to `normal`, by place: 1 is the least with a table
+  ByteTable steps;          // added to `normal`, by exponent: 1 is the least with a table
 
   explicit Encoder(const Scaling &by)
       : scaling(by),
@@ -156,14 +155,14 @@ struct Encoder {
     for (int i = 0; i < kSmall; ++i) small[i] = ByteTable(results_of(first - kSmall + i));
   }
 
-  // Where no step of the codec meets a float32 that overflows or is subnormal.
+  // Whether no step of the codec makes a float32 that overflows or is subnormal.
   static bool takes(const Scaling &by) {
     const float factor = by.scale / by.divisor;
     return by.scale == 1.0f && factor >= 0x1p-60f && factor <= 0x1p60f;
   }
 
-  // Small results take time, so that they are looked for, from piece to piece, until one is met: a
-  // branch that went now this way, now that would take more.
+  // Small results take longer, so pieces are checked for them until one has some: a branch that
+  // changes from piece to piece would cost more.
   template <bool kStreaming>
   KVX_MEMBER void convert(uint8_t *dst, const uint8_t *src, int64_t count, int64_t ahead) const {
     for (int64_t i = 0; i < count;) {
@@ -176,7 +175,7 @@ struct Encoder {
   }
 
  private:
-  // Returns false, and has done nothing, if there are small results and that was not expected.
+  // Returns false, without storing, if there are small results and kSmallToo is false.
   template <bool kStreaming, bool kSmallToo>
   KVX_MEMBER bool convert_one(uint8_t *dst, const uint8_t *src, int64_t ahead) const {
     const Vector a = load(src), b = load(src + sizeof a);
@@ -218,16 +217,16 @@ struct Encoder {
   }
 };
 
-// BF16 to E4M3 over a power of two: the bits of a code lie one after the other in those of the
-// number, and an exponent says where they begin. Small results cost no more than others.
+// BF16 to E4M3 divided by a power of two: the bits of a code are consecutive bits of the number,
+// and its exponent says where they begin. Small results cost no more than others.
 struct Shifter {
   static constexpr int kMantissa = 23 - E4m3::Magnitude::kDropped, kSmall = kMantissa + 1;
 
   Scaling scaling;
   // Exponents are counted from the last one that becomes zero, whose least magnitude is `zero`;
-  // `most` from there on is the magnitude that has the largest code.
+  // `most`, counted from `zero`, is the magnitude of the largest code.
   int zero, most;
-  __m512i shift, add;  // by exponent: to a code above eight bits to round away, less half of those
+  __m512i shift, add;  // by exponent: to a code with eight more bits, and to round these
 
   explicit Shifter(const Scaling &by) : scaling(by) {
     const int power = static_cast<int>(bits_of(by.divisor) >> 23) - 127;
@@ -236,7 +235,7 @@ struct Shifter {
     most = 0x43e0 + power * 128 - zero;  // 448
     uint16_t shifts[32] = {16}, adds[32] = {0x7f};
     for (int i = 1; i < 32; ++i) {
-      const int up = std::min(i - 1, kSmall);  // a number's leading bit is that of its mantissa
+      const int up = std::min(i - 1, kSmall);  // below kSmall: results are subnormal
       shifts[i] = static_cast<uint16_t>(up);
       adds[i] = static_cast<uint16_t>((up < kSmall ? 1 - i : -kSmall) * (128 << up) + 0x7f);
     }
@@ -268,7 +267,7 @@ struct Shifter {
     const __m512i exponent = _mm512_srli_epi16(from_zero, 7);
     __m512i code = _mm512_sllv_epi16(from_zero, _mm512_permutexvar_epi16(exponent, shift));
     code = _mm512_add_epi16(code, _mm512_permutexvar_epi16(exponent, add));
-    // A tie has come to 0xff: one more carries if the code is odd.
+    // A tie gives 0xff here: one more carries if the code is odd.
     code = _mm512_mask_sub_epi16(code, _mm512_test_epi16_mask(code, words(0x100)), code, words(-1));
     code = _mm512_ternarylogic_epi32(code, x, words(0x8000), 0xf8);  // code | (x & 0x8000)
     const __mmask32 is_nan = _mm512_cmpgt_epu16_mask(magnitude, words(0x7f80));
@@ -276,11 +275,12 @@ struct Shifter {
   }
 };
 
-// As many as fill registers. Returns how many.
+// Converts the elements that fill registers; returns their number.
 template <class Coder>
 KVX_INLINE int64_t look_up(uint8_t *dst, const uint8_t *src, int64_t count, const Coder &coder,
                            bool streaming, int64_t ahead) {
-  const Coder own = coder;  // in registers, since bytes that are stored may be anybody's
+  const Coder own =
+      coder;  // in registers: the compiler assumes that stored bytes may alias the original
   count &= -64;
   if (streaming && bytes_to_alignment(dst) == 0) {
     own.template convert<true>(dst, src, count, ahead);
@@ -290,7 +290,7 @@ KVX_INLINE int64_t look_up(uint8_t *dst, const uint8_t *src, int64_t count, cons
   return count;
 }
 
-// The tables for a scaling, of which this thread keeps two, K's and V's perhaps; NULL if they are
+// The tables for a scaling; this thread keeps the last two, such as K's and V's. NULL if they are
 // not worth making.
 template <class Coder>
 const Coder *coder_for(const Conversion &how) {

@@ -19,14 +19,14 @@
 
 namespace kvx::cpu {
 
-// Dividing by a power of two is multiplying by its inverse, exactly, and several times faster.
+// Dividing by a power of two equals multiplying by its inverse, which is several times faster.
 static inline bool has_exact_inverse(float divisor) {
   const uint32_t bits = bits_of(divisor);
   return (bits & 0x7fffffu) == 0 && bits >= 1u << 23 && bits <= 253u << 23;
 }
 
-// What is fetched ahead, 32 KiB of a usual block, stays in a first cache of 48 KiB until it is
-// copied. A smaller one would lose it: there it goes to the second.
+// A usual block of 32 KiB, prefetched into an L1 cache of 48 KiB, stays there until it is copied.
+// With a smaller L1 it is prefetched into L2.
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
 static const bool kFetchesNear = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
 #else
@@ -80,7 +80,7 @@ namespace avx512vbmi {  // Ice Lake, Zen 4 and later
 
 namespace {
 
-// From the best down; the last runs everywhere.
+// The best first; the last runs everywhere.
 const Kernels *const kBuilt[] = {
 #if KVX_X86_KERNELS
     &avx512vbmi::kKernels,
@@ -100,7 +100,7 @@ bool runs_here(const Kernels &kernels) {
   return &kernels == &portable::kKernels;
 }
 
-// KVX_CPU_ISA names one for tests and for comparing; kvx_backend_info tells which is used.
+// KVX_CPU_ISA selects one, for tests and comparisons; kvx_backend_info reports which is used.
 const Kernels &choose() {
   const char *wanted = std::getenv("KVX_CPU_ISA");
   const Kernels *best = nullptr;

@@ -8,7 +8,7 @@
 
 namespace kvx::cpu {
 
-// What the elements of a run are multiplied with and divided by.
+// The scales that the elements of a run are multiplied and divided by.
 struct Scaling {
   float scale, divisor;
 
@@ -20,9 +20,9 @@ struct Scaling {
 
 struct Conversion {
   Scaling scaling;
-  bool streaming;  // the destination need not be left in the caches
+  bool streaming;  // stores go past the caches
   bool many;       // thousands of elements have this scaling
-  int64_t ahead;   // bytes from the source to what will be converted next, which is fetched
+  int64_t ahead;   // bytes from here to the next source, which is prefetched
 };
 
 // Elements [0, count) of dst = encode(scaling(decode(src))), both contiguous.
@@ -32,7 +32,7 @@ using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Con
 using DecodeVector = void (*)(float *to, const uint8_t *from, int64_t numbers);
 using EncodeVector = void (*)(uint8_t *to, const float *from, int64_t numbers);
 
-// Where the following copy will write and read; where that is not known, this one's own places.
+// Where the next copy will write and read; if that is not known, where this one does.
 struct Next {
   uint8_t *dst;
   const uint8_t *src;
@@ -40,21 +40,21 @@ struct Next {
 
 struct Kernels {
   const char *isa;
-  // Copies what the loops say. `streaming` stores past the caches: right when the bytes moved
-  // exceed them. What the same loops will need at `next` is fetched meanwhile.
+  // Copies the loops. `streaming` stores past the caches, for calls that move more than fits them.
+  // Prefetches what the same loops need at `next`.
   void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
   ConvertRun convert[5][5];          // [src][dst], by fast_place
-  DecodeVector decode[kNumFormats];  // by row_of; NULL where numbers are not known
+  DecodeVector decode[kNumFormats];  // by row_of; NULL for formats that are not numbers
   EncodeVector encode[kNumFormats];
 
-  // The run that converts one format to another without float32 between; NULL: there is none.
+  // The function that converts one format to another without float32 between; NULL: there is none.
   ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {
     return is_fast(src) && is_fast(dst) ? convert[fast_place(src)][fast_place(dst)] : nullptr;
   }
 };
 
-// The best for this processor.
+// The best kernels for this processor.
 const Kernels &kernels();
 
 }  // namespace kvx::cpu

@@ -1,6 +1,6 @@
-// The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES its register,
-// KVX_VBMI whether bytes can be looked up in it.
-// Included by kernels.cc once per instruction set, inside its namespace.
+// The kernels of one instruction set: KVX_ISA is its name, KVX_VECTOR_BYTES the size of its
+// registers, KVX_VBMI whether it has byte lookups. Included by kernels.cc once per instruction set,
+// inside its namespace.
 
 #include "cpu/kernels/copy.inl"
 #if KVX_VECTOR_BYTES == 64

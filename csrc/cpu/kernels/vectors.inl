@@ -1,5 +1,5 @@
-// Rows of any format from and to float32: the hub of conversions that have no kernel of their own.
-// Included by kernels.inl.
+// Vectors of any format from and to float32: pairs of formats without a kernel of their own convert
+// through it. Included by kernels.inl.
 
 template <class Codec>
 void decode_vector(float *__restrict to, const uint8_t *__restrict from, int64_t numbers) {

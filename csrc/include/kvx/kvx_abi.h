@@ -1,15 +1,15 @@
 /* KVX v1: the standard description of a paged KV cache, as C.
  *
  * A KVX descriptor says where the K and V of every token of a cache lie, without owning or moving
- * a byte of it. This header holds the v1 descriptors and the two v1 operations on them: write new
- * tokens into a cache, and gather cached tokens out of it. What goes beyond v1 has a header for
- * each concern: kvx_error.h, kvx_host.h, kvx_ops.h, kvx_migrate.h, kvx_plane.h, kvx_plan.h,
- * kvx_lookup.h; kvx_ext.h includes all. The prose behind every "Spec:" reference is docs/spec.md.
+ * a byte of it. This header has the v1 descriptors and the two v1 operations: write new tokens into
+ * a cache, and gather cached tokens out of it. Everything beyond v1 is in headers by concern:
+ * kvx_error.h, kvx_host.h, kvx_ops.h, kvx_migrate.h, kvx_plane.h, kvx_plan.h, kvx_lookup.h;
+ * kvx_ext.h includes them all. "Spec:" refers to sections of docs/spec.md.
  *
  * Conventions
  *   - Every struct begins with `size`, set by the caller to sizeof(the struct). A smaller value is
  *     refused; a larger one, from a newer header of the same major version, is accepted.
- *   - Strides are in elements. Whatever is in bytes says bytes.
+ *   - Strides are in elements. Fields in bytes have "bytes" in their name.
  *   - All pointers are borrowed for the duration of the call and never retained.
  *   - Functions are thread-safe as long as concurrent calls do not write overlapping memory.
  *   - Nothing is written before the whole call has been validated.
@@ -38,13 +38,13 @@
 extern "C" {
 #endif
 
-/* Result of every call. The sentence behind a failure: kvx_last_error() in kvx_error.h. Spec: 8 */
+/* Result of every call. kvx_last_error() in kvx_error.h says why a call failed. Spec: 8 */
 typedef enum kvx_status_t {
   KVX_STATUS_OK = 0,
   KVX_STATUS_INVALID_ARGUMENT = 1, /* malformed descriptor: field missing, wrong or inconsistent */
   KVX_STATUS_UNSUPPORTED = 2,      /* well formed, but not something this build can do */
   KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot, block, offset or length points outside the cache */
-  KVX_STATUS_INCOMPATIBLE = 4,     /* the caller's ABI version is not one of the library's */
+  KVX_STATUS_INCOMPATIBLE = 4,     /* the library does not serve the caller's ABI version */
   KVX_STATUS_INTERNAL_ERROR = 5    /* a bug or an exhausted system resource */
 } kvx_status_t;
 
@@ -66,7 +66,7 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_Q4_0 = 13  /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
 } kvx_dtype_t;
 
-/* Where a buffer lives. HOST is valid for every call; UNIFIED is used where the call runs. */
+/* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */
 typedef enum kvx_memory_type_t {
   KVX_MEMORY_UNKNOWN = 0,
   KVX_MEMORY_HOST = 1,
@@ -117,7 +117,7 @@ typedef enum kvx_scale_granularity_t {
 /* ABI version of a library or of a caller. 16 bytes. Spec: 3 */
 typedef struct kvx_version_t {
   uint32_t size;      /* set by kvx_get_version: sizeof(kvx_version_t) */
-  uint32_t abi_major; /* differing majors cannot talk to each other */
+  uint32_t abi_major; /* different majors are incompatible */
   uint32_t abi_minor; /* later minors only add */
   uint32_t abi_patch;
 } kvx_version_t;
@@ -150,7 +150,7 @@ typedef struct kvx_pool_desc_t {
   kvx_memory_type_t memory; /* of `primary` */
   uint32_t bytes_per_block; /* one K or V sub-block of one layer, in bytes */
   void *primary;            /* K of block 0 of this layer; equals cache.k.data */
-  void *secondary;          /* the same place in the secondary pool, or NULL */
+  void *secondary;          /* the same position in the secondary pool, or NULL */
 } kvx_pool_desc_t;
 
 /* The cache of one layer. 280 bytes. Spec: 6.1 */
@@ -158,7 +158,7 @@ typedef struct kvx_cache_desc_t {
   uint32_t size;
   uint32_t num_blocks;   /* physical blocks that k and v address */
   uint32_t block_size;   /* tokens per block */
-  uint32_t num_kv_heads; /* heads held here (one tensor-parallel rank's share) */
+  uint32_t num_kv_heads; /* heads in this cache: one tensor-parallel rank's share */
   uint32_t head_dim;     /* of K; V's is its own shape */
   kvx_tensor_desc_t k;
   kvx_tensor_desc_t v;  /* data NULL and ndim 0: no V */
@@ -168,7 +168,7 @@ typedef struct kvx_cache_desc_t {
 /* Logical to physical blocks. 64 bytes. Spec: 5.1, 6.3
  *
  * Entries past the blocks that a sequence's length needs are never read. A negative entry is null:
- * it is never dereferenced, its tokens are skipped (kvx_gather_options_t can zero them). */
+ * no memory of it is read, and its tokens are skipped (kvx_gather_options_t can zero them). */
 typedef struct kvx_block_table_t {
   uint32_t size;
   kvx_block_table_format_t format;
@@ -186,8 +186,7 @@ typedef struct kvx_block_table_t {
   uint32_t flags;         /* kvx_block_table_flags_t */
 } kvx_block_table_t;
 
-/* Where each new token goes: slot = block_id * block_size + block_offset. 32 bytes. Spec: 5.2, 6.4
- */
+/* The slot of each new token: block_id * block_size + block_offset. 32 bytes. Spec: 5.2, 6.4 */
 typedef struct kvx_slot_mapping_t {
   uint32_t size;
   kvx_dtype_t dtype;    /* S32 or S64 */
@@ -206,8 +205,8 @@ typedef struct kvx_seq_lens_t {
 
 /* New tokens going in, or cached tokens coming out. Frozen (embedded). 248 bytes. Spec: 6.8
  *
- * write:  key, value: [>= num_tokens, num_kv_heads, head_dim]; rows past num_tokens are padding.
- * gather: [seq_count * beam_width, max_seq_len, num_kv_heads, head_dim], or the same rows as 3-D
+ * write:  key, value: [>= num_tokens, num_kv_heads, head_dim]; tokens past num_tokens are padding.
+ * gather: [seq_count * beam_width, max_seq_len, num_kv_heads, head_dim], or the same as 3-D
  *         [num_tokens, num_kv_heads, head_dim]; num_tokens = seq_count * beam_width * max_seq_len.
  * Any strides; dtypes F16, BF16, F32, F8_E4M3, F8_E5M2, or U8 where the cache is U8. */
 typedef struct kvx_kv_io_desc_t {
@@ -247,10 +246,10 @@ typedef struct kvx_gather_desc_t {
   kvx_kv_io_desc_t io;
   kvx_block_table_t block_table;
   kvx_seq_lens_t seq_lens;
-  uint32_t max_seq_len; /* rows per sequence in io; a longer sequence is cut to it */
+  uint32_t max_seq_len; /* tokens per sequence in io; longer sequences are cut */
 } kvx_gather_desc_t;
 
-/* Fills *version, whatever it held. INVALID_ARGUMENT if version is NULL. Spec: 3, 7 */
+/* Fills *version; its `size` need not be set. INVALID_ARGUMENT if version is NULL. Spec: 3, 7 */
 KVX_API kvx_status_t kvx_get_version(kvx_version_t *version);
 
 /* Checks everything about a cache that can be checked without reading it. Spec: 7.1 */
@@ -258,9 +257,9 @@ KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t *cache);
 
 /* Writes num_tokens new tokens into the slots of a cache, converting dtype and scale on the way.
  *
- * Mutates the slots named by `write->slots`, nothing else. Slots that are negative or equal to
- * invalid_slot are skipped. Two tokens on one slot leave that slot unspecified. On HOST memory a
- * slot past the cache gives OUT_OF_RANGE and nothing is written.
+ * Mutates the slots in `write->slots`, nothing else. Slots that are negative or equal to
+ * invalid_slot are skipped. If two tokens have the same slot, its contents are unspecified. On HOST
+ * memory a slot past the cache gives OUT_OF_RANGE and nothing is written.
  * `stream`: the CUDA stream to run on (NULL: the default stream); ignored for HOST memory.
  * Spec: 7 */
 KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
@@ -268,7 +267,7 @@ KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write
 
 /* Gathers each sequence's first min(length, max_seq_len) tokens into io.key and io.value.
  *
- * Mutates those rows of io, nothing else: rows past a sequence's length keep what they held. On
+ * Mutates those tokens of io, nothing else: tokens past a sequence's length keep what they held. On
  * HOST memory a block id past the cache gives OUT_OF_RANGE and nothing is written.
  * Spec: 7 */
 KVX_API kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,

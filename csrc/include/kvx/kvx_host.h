@@ -1,12 +1,11 @@
-/* KVX and its host: whether the library fits the program, what build and machine it is, the threads
- * that it uses, and what calls on a device have skipped.
+/* KVX and its host: the version check, the build and the machine, the threads of large calls, and
+ * the tokens that calls on a device have skipped.
  *
- * A program asks once, before its first call, whether the library that it has loaded fits:
+ * Before its first call a program checks the library that it has loaded:
  *
  *   if (KVX_CHECK_VERSION() != KVX_STATUS_OK) die(kvx_last_error());
  *
- * Nothing else here needs to be called. Settings hold for calls on HOST memory that begin after
- * them. */
+ * All else here is optional. Settings apply to calls on HOST memory that begin after them. */
 #ifndef KVX_HOST_H_
 #define KVX_HOST_H_
 
@@ -18,9 +17,9 @@ extern "C" {
 
 /* ---- The library ---- */
 
-/* Whether this library can serve a program compiled for ABI version abi_major.abi_minor: OK, or
- * INCOMPATIBLE where the major versions differ or the program's minor version is later than the
- * library's. KVX_CHECK_VERSION() asks for the version of the header that it is compiled with.
+/* Checks that this library serves a program compiled for ABI version abi_major.abi_minor: OK, or
+ * INCOMPATIBLE if the major versions differ or the program's minor version is later than the
+ * library's. KVX_CHECK_VERSION() checks the version of the header that it is compiled with.
  * Spec: 3 */
 KVX_API kvx_status_t kvx_check_version(uint32_t abi_major, uint32_t abi_minor);
 #define KVX_CHECK_VERSION() kvx_check_version(KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR)
@@ -29,9 +28,9 @@ KVX_API kvx_status_t kvx_check_version(uint32_t abi_major, uint32_t abi_minor);
 typedef struct kvx_backend_info_t {
   uint32_t size;
   uint32_t has_cuda;    /* 1: built with CUDA kernels */
-  uint32_t num_threads; /* threads that a large call on HOST memory uses, the caller's included */
+  uint32_t num_threads; /* of a large call on HOST memory, the caller's included */
   uint32_t reserved;
-  const char *cpu_isa;   /* what the copies use: "avx512vbmi", "avx512", "avx2" or "portable" */
+  const char *cpu_isa;   /* of the copies: "avx512vbmi", "avx512", "avx2" or "portable" */
   const char *version;   /* version of the library, "major.minor.patch" */
   uint64_t stream_bytes; /* calls that move at least this many bytes store past the caches */
 } kvx_backend_info_t;
@@ -42,32 +41,33 @@ KVX_API kvx_status_t kvx_backend_info(kvx_backend_info_t *info);
 /* ---- Threads ---- */
 
 /* Sets how many threads a large call on HOST memory uses, for the whole process. 1: the caller
- * alone. 0: back to the default, KVX_NUM_THREADS or else the cores of the process, at most 16. */
+ * alone. 0: the default, KVX_NUM_THREADS or else the cores of the process, at most 16. */
 KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 
-/* Runs work(data) on `num_threads` threads of the host's at once, 0 for as many as it likes, the
- * calling one among them, and returns when all have returned. This is GOMP_parallel, which the
- * OpenMP runtimes of GCC, LLVM and Intel export; `flags` is 0. */
+/* Runs work(data) at once on `num_threads` threads of the host program, the calling thread among
+ * them, and returns when all have returned; num_threads 0: the host chooses. GOMP_parallel, which
+ * the OpenMP runtimes of GCC, LLVM and Intel export, has this type; `flags` is 0. */
 typedef void (*kvx_parallel_t)(void (*work)(void *data), void *data, unsigned num_threads,
                                unsigned flags);
 
-/* Lets large calls on HOST memory that this thread makes use the host's `num_threads` threads
- * instead of libkvx's own: those that have just worked for the host are awake, so that smaller
- * calls are worth sharing too. KVX_NUM_THREADS and kvx_set_num_threads, where given, bound them.
- * NULL: libkvx's own again. A forked child is back to those. */
+/* Lets large calls on HOST memory from this thread use `num_threads` threads of the host program
+ * instead of libkvx's own. Threads that have just worked for the host are awake, so that smaller
+ * calls are worth sharing too. KVX_NUM_THREADS and kvx_set_num_threads still limit their number.
+ * parallel NULL: libkvx's own threads again, as in a forked child. */
 KVX_API kvx_status_t kvx_set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
 
-/* The same by its names until 1.4. */
+/* The names of these until 1.4. */
 typedef kvx_parallel_t kvx_team_t;
 KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
 
 /* ---- The device ---- */
 
-/* What calls on DEVICE memory skipped because an index, a length or a scale in the data was out of
- * range. A device call cannot look before it runs, so it skips such tokens and remembers. This
- * waits for `stream` and answers OK if nothing has been skipped on the current device, by calls on
- * any stream, since it was last asked; otherwise what a call on HOST memory would have answered,
- * with the first of them and their number in the sentence. Spec: E.7 */
+/* Reports the tokens that calls on DEVICE memory have skipped because an index, a length or a scale
+ * in the data was out of range: a call cannot check device memory before it runs.
+ *
+ * Waits for `stream`. Returns OK if calls on the current device, on any stream, have skipped
+ * nothing since the last kvx_device_status; otherwise the status that a call on HOST memory would
+ * have returned. The sentence names the first skipped token and their number. Spec: E.7 */
 KVX_API kvx_status_t kvx_device_status(void *stream);
 
 #ifdef __cplusplus

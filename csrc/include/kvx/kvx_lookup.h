@@ -1,8 +1,8 @@
-/* KVX lookup: where the tokens of a span lie, by the decoder that migrate itself uses.
+/* KVX lookup: finds the tokens of a span without moving them, with the decoder of kvx_migrate_kv.
  *
- * For those who count, list or check tokens without moving them: which blocks a sequence occupies,
- * which of its tokens are in null blocks, in which pool they are. The arrays of the span (table,
- * slots, starts) and the lengths lie in HOST memory; K and V are not touched and may lie anywhere.
+ * It tells which blocks a sequence occupies, which of its tokens are in null blocks, and in which
+ * pool they are. The arrays of the span (table, slots, starts) and the lengths are in HOST memory;
+ * K and V are not touched and may be in any memory.
  * The conventions of kvx_abi.h hold. Spec: E.12 */
 #ifndef KVX_LOOKUP_H_
 #define KVX_LOOKUP_H_
@@ -14,17 +14,17 @@
 extern "C" {
 #endif
 
-/* Where a token lies. 16 bytes. */
+/* The place of a token in a cache. 16 bytes. */
 typedef struct kvx_place_t {
-  int64_t block;   /* physical block; -1: nowhere, a null block or a slot that is skipped */
-  uint32_t offset; /* tokens into the block; 0 if it lies nowhere */
+  int64_t block;   /* physical block; -1: none, for a null block or a skipped slot */
+  uint32_t offset; /* tokens into the block; 0 if there is none */
   uint32_t pool;   /* 0: the primary pool; 1: the secondary one of a KV_OFFSETS table */
 } kvx_place_t;
 
 /* kvx_find_tokens's arguments. 40 bytes. */
 typedef struct kvx_find_desc_t {
   uint32_t size;
-  uint32_t is_v;                  /* 0: K; 1: V. They differ with KV_OFFSETS tables alone */
+  uint32_t is_v;                  /* 0: K; 1: V. They differ only with KV_OFFSETS tables */
   const kvx_span_t *span;         /* of one layer or more */
   const kvx_seq_lens_t *seq_lens; /* tokens to find of each sequence, from its start on */
   uint64_t place_count;           /* the sum of seq_lens, over all rows */
@@ -33,8 +33,8 @@ typedef struct kvx_find_desc_t {
 
 /* Finds the tokens that a migration from `span` would read.
  *
- * Mutates `places`, nothing else. What is wrong is said as kvx_migrate_kv says it of its source: a
- * slot, block or length out of range gives OUT_OF_RANGE, and nothing is filled. Spec: E.12 */
+ * Mutates `places`, nothing else. Errors are those of kvx_migrate_kv about its source: a slot,
+ * block or length out of range gives OUT_OF_RANGE, and nothing is filled. Spec: E.12 */
 KVX_API kvx_status_t kvx_find_tokens(const kvx_find_desc_t *find);
 
 #ifdef __cplusplus

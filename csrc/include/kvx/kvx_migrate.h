@@ -1,7 +1,6 @@
-/* KVX migration: sequences move from one cache into another in one call, whatever the two look
- * like.
+/* KVX migration: copies sequences from one cache into another in one call, whatever their layouts.
  *
- * Each end is a span: layers, described as for kvx_write_kv, and where the sequences lie in them.
+ * Each end is a span: layers, described as for kvx_write_kv, and the lookup of sequences in them.
  *
  *   kvx_span_t src = {sizeof src}, dst = {sizeof dst};
  *   src.num_layers = dst.num_layers = 32;
@@ -24,11 +23,11 @@
 extern "C" {
 #endif
 
-/* One end of a migration: the layers of one engine's cache and where each sequence lies in them.
+/* One end of a migration: the layers of one engine's cache and the lookup of sequences in them.
  *
  * At most one of `block_table` and `slots` is given:
  *   block_table  PACKED, RAGGED or KV_OFFSETS, shared by all layers
- *   slots        one slot per moved token, the sequences one after the other
+ *   slots        one slot per token that moves, the sequences one after the other
  *   neither      dense: sequence s is block s (HF's [batch, head, token, dim], a StaticCache, ...)
  *
  * 112 bytes; 80 in 1.4, which had no zeros and no planes. Until 1.3 it was 72 bytes, and reserved_0
@@ -54,7 +53,7 @@ typedef struct kvx_span_t {
   uint32_t reserved_1; /* 0 */
 } kvx_span_t;
 
-typedef kvx_span_t kvx_view_t; /* its name until 1.4 */
+typedef kvx_span_t kvx_view_t; /* the name until 1.4 */
 
 /* kvx_migrate_kv's arguments.
  *
@@ -65,8 +64,8 @@ typedef struct kvx_migrate_desc_t {
   uint32_t size;
   uint32_t flags;       /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
   uint32_t num_heads;   /* 0: all heads; both ends then hold the same number */
-  uint32_t max_seq_len; /* tokens of a sequence that move at most; 0: all. A device, where lengths
-                           are not known before it runs, looks for no more of them */
+  uint32_t max_seq_len; /* the most tokens of a sequence that move; 0: all. Where the host cannot
+                           read lengths, a device launches work for this many */
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */
   const kvx_span_t *src;
   const kvx_span_t *dst;
@@ -75,8 +74,8 @@ typedef struct kvx_migrate_desc_t {
 /* Moves sequences from one cache into another in one pass: other layout, block size, dtype, scales,
  * table and head range, all layers in one call, no staging.
  *
- * Mutates the destination tokens named above, nothing else. Both ends may be the same pool if their
- * blocks are disjoint. Null blocks are skipped on either side. On HOST memory a slot, block or
+ * Mutates these tokens of the destination, nothing else. Both ends may be the same pool if their
+ * blocks are disjoint. Null blocks of either end are skipped. On HOST memory a slot, block or
  * length out of range gives OUT_OF_RANGE and nothing is written. Spec: E.3 */
 KVX_API kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *stream);
 

@@ -1,8 +1,8 @@
-/* KVX operations with options: kvx_write_kv and kvx_gather_kv with what v1's arguments cannot say.
+/* KVX operations with options: kvx_write_kv and kvx_gather_kv with options that v1 does not have.
  *
  * The conventions of kvx_abi.h hold: `size` first, unused fields zero, pointers borrowed for the
- * call, nothing written before the whole call has been validated. The flags are those of migrations
- * too, see kvx_migrate.h. Spec: E.2 */
+ * call, nothing written before the whole call has been validated. Migrations take the same flags,
+ * see kvx_migrate.h. Spec: E.2 */
 #ifndef KVX_OPS_H_
 #define KVX_OPS_H_
 
@@ -12,30 +12,29 @@
 extern "C" {
 #endif
 
-/* ---- Flags: a call refuses those that it does not know ---- */
+/* ---- Flags: a call refuses flags that it does not have ---- */
 
-/* Of a gather or a migration: zero the destination tokens that have no source, which are those of
- * null blocks and, for gather, rows past the sequence's length. Without the flag they keep what
- * they held. */
+/* Gather and migrate: zero the destination tokens that have no source: those of null blocks and,
+ * for gather, those past the sequence's length. Without the flag they keep what they held. */
 #define KVX_FLAG_ZERO_FILL (1u << 0)
 
-/* Of a call that runs on the device: a background transfer, which uses a handful of
- * multiprocessors and leaves the others to the model. */
+/* Calls that run on the device: a background transfer, which uses a few multiprocessors and leaves
+ * the others to the model. */
 #define KVX_FLAG_BACKGROUND (1u << 1)
 
-/* Of a call that runs on the device: the copy engines move the bytes, no multiprocessor does. Both
- * ends must store the same bytes. Slots, tables, lengths and starts are read by the host, so they
- * lie in HOST memory, and are checked as for HOST memory before anything moves. */
+/* Calls that run on the device: the copy engines move the bytes, without multiprocessors. Both ends
+ * must store the same bytes. The host reads slots, tables, lengths and starts, so they must be in
+ * HOST memory; they are checked as for HOST memory before anything moves. */
 #define KVX_FLAG_COPY_ENGINE (1u << 2)
 
-/* Of a write or a migration into FP8: the scales are found on the way, one per token and head, and
- * stored where PER_TOKEN_HEAD scales of the destination point. Spec: E.9 */
+/* Writes and migrations into FP8: find the scales, one per token and head, and store them in the
+ * PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
 #define KVX_FLAG_FIND_SCALES (1u << 3)
 
 /* ---- Null blocks ---- */
 
-/* The value of null_block_plus_1 for block `id`. The field is 0 where no block is null. Negative
- * table entries are null in any case. */
+/* The value of null_block_plus_1 for block `id`. The field is 0 if no block is null. Negative table
+ * entries are always null. */
 #define KVX_NULL_BLOCK(id) ((uint64_t)(id) + 1)
 
 /* ---- Write ---- */

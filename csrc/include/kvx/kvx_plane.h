@@ -1,9 +1,9 @@
-/* KVX planes: what a layer's cache holds besides K and V, and K and V that v1's tensors cannot say.
+/* KVX planes: tensors of a layer besides K and V, and K and V that v1's tensors cannot describe.
  *
  * A plane is one tensor of a layer that tokens or sequences index: an indexer's keys, a latent's
- * rope part, scales that lie apart, a recurrent state. Its axes are a list, so that any of them may
- * be split: tiles of tokens, packs of dim. Planes stand in kvx_span_t beside the layers; those of
- * the two ends of a migration that have the same layer and role are a pair. Spec: E.11 */
+ * rope part, scales in a tensor of their own, a recurrent state. Its axes are a list, so that any
+ * of them may be split: tiles of tokens, packs of dim. kvx_span_t lists planes beside the layers. A
+ * migration pairs the planes of its two ends by layer and role. Spec: E.11 */
 #ifndef KVX_PLANE_H_
 #define KVX_PLANE_H_
 
@@ -23,8 +23,8 @@ typedef enum kvx_axis_t {
 
 /* One axis, or one part of a split axis. 24 bytes.
  *
- * The parts of a split axis stand in the list from the outermost to the innermost: index i of an
- * axis split into [4][16] is part i / 16 of the first and i % 16 of the second. */
+ * The list has the parts of a split axis from the outermost to the innermost: index i of an axis
+ * split into [4][16] is i / 16 in the first part and i % 16 in the second. */
 typedef struct kvx_plane_axis_t {
   kvx_axis_t axis;
   uint32_t reserved; /* 0 */
@@ -39,16 +39,16 @@ typedef enum kvx_role_t {
   KVX_ROLE_K = 0,
   KVX_ROLE_V = 1,
   KVX_ROLE_LATENT = 2,        /* MLA's compressed K and V */
-  KVX_ROLE_LATENT_ROPE = 3,   /* its rotated part, where that lies apart */
+  KVX_ROLE_LATENT_ROPE = 3,   /* its rotated part, if it is a tensor of its own */
   KVX_ROLE_INDEX_K = 4,       /* keys of a sparse indexer */
-  KVX_ROLE_INDEX_K_SCALE = 5, /* their scales, where those lie apart */
+  KVX_ROLE_INDEX_K_SCALE = 5, /* their scales, if they are a tensor of their own */
   KVX_ROLE_COMPRESSED = 6,    /* entries that stand for several tokens each */
   KVX_ROLE_CONV_STATE = 7,
   KVX_ROLE_STATE = 8 /* recurrent state */
 } kvx_role_t;
 
-/* The same numbers on every tensor-parallel rank: num_heads and head_start of a migration do not
- * cut it. */
+/* Every tensor-parallel rank holds the same numbers: num_heads and head_start of a migration do not
+ * select heads of it. */
 #define KVX_PLANE_REPLICATED (1u << 0)
 
 /* A plane. 304 bytes. Spec: E.11 */
@@ -66,8 +66,8 @@ typedef struct kvx_plane_t {
   const kvx_scale_desc_t *scale;        /* as of a K or V tensor; NULL: none */
   const kvx_scale_desc_t *zero;         /* of formats that have a zero point; NULL: none */
   const kvx_block_table_t *block_table; /* its own; NULL: the span's */
-  const kvx_slot_mapping_t *slots;      /* its own; NULL: the span's. One per sequence where an
-                                           entry is one per sequence */
+  const kvx_slot_mapping_t *slots;      /* its own; NULL: the span's. One per sequence if
+                                           tokens_per_entry is 0 */
   uint64_t reserved[5];                 /* 0 */
 } kvx_plane_t;
 
