@@ -79,6 +79,7 @@ enum class Fault : uint8_t {
   kExact,        // a RAGGED row has more or fewer entries than tokens
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
+  kUnit,         // a row begins within a unit that covers the tokens of a block
 };
 
 // Quotient and remainder; narrow numbers, which are the usual ones, divide several times faster.
