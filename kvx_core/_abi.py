@@ -27,6 +27,7 @@ FLAG_ZERO_FILL = 1 << 0
 FLAG_BACKGROUND = 1 << 1
 FLAG_COPY_ENGINE = 1 << 2
 FLAG_FIND_SCALES = 1 << 3
+FLAG_REQUANTIZE = 1 << 4
 NO_NULL_BLOCK = -1
 
 _Dims = c_int64 * MAX_TENSOR_DIMS
@@ -381,9 +382,10 @@ def check(status: int, lib: Any = None) -> None:
 _S = TypeVar("_S", bound=_Struct)
 
 
-def flags(zero_fill: bool = False, find_scales: bool = False) -> int:
+def flags(zero_fill: bool = False, find_scales: bool = False, requantize: bool = False) -> int:
     """The KVX_FLAG_* of a call, without its Transfer, whose values are flags themselves."""
-    return FLAG_ZERO_FILL * zero_fill | FLAG_FIND_SCALES * find_scales
+    found = FLAG_FIND_SCALES * find_scales | FLAG_REQUANTIZE * requantize
+    return FLAG_ZERO_FILL * zero_fill | found
 
 
 def null_block_plus_1(null_block_id: int) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from kvx_core import _abi
 
 UNKNOWN = 2**64 - 1
-CONVERTS, EXACT, JOINED, FINDS_SCALES = 1, 2, 4, 8
+CONVERTS, EXACT, JOINED, FINDS_SCALES, OF_SCALES, OF_ZEROS = 1, 2, 4, 8, 16, 32
 
 
 class kvx_end_lookup_t(Structure):

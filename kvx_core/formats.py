@@ -41,6 +41,7 @@ class Format(NamedTuple):
     rounding: Rounding | None = None  # of floats
     numbers: int = 1  # of a unit, along dim
     scaled: bool = False  # FP8: a scale may lie beside it
+    affine: bool = False  # a scale and a zero point for each unit lie beside it [E.14]
 
 
 class DType(IntEnum):
@@ -60,6 +61,8 @@ class DType(IntEnum):
     F8_E4M3FNUZ = 11
     Q8_0 = 12
     Q4_0 = 13
+    U8_ZERO = 14
+    U8_BIAS = 15
 
     @property
     def format(self) -> Format:
@@ -143,6 +146,8 @@ _FORMATS = {
     DType.F8_E4M3FNUZ: Format(1, "float8_e4m3fnuz", (11, 8), Rounding(3, -7, 240.0), scaled=True),
     DType.Q8_0: Format(34, numbers=32),
     DType.Q4_0: Format(18, numbers=32),
+    DType.U8_ZERO: Format(1, affine=True),
+    DType.U8_BIAS: Format(1, affine=True),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {

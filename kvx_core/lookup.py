@@ -26,7 +26,7 @@ def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArr
     the messages of migrate about its source.
     Spec: E.12
     """
-    view = replace(span.view, k_scales=None, v_scales=None)
+    view = span.view.without_scales()
     on_host = replace(
         span,
         view=view,

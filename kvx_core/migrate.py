@@ -50,6 +50,9 @@ def migrate(
                otherwise
     find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
                per token and head
+    requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may move to any
+               place in a block, whose tokens before them are quantized anew; otherwise tokens begin
+               at a block
     same_model: both ends serve the same model and store it alike, where their facts do not say
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the

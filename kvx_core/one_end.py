@@ -63,6 +63,14 @@ def one_end(
             f"end has {len(span.view.planes)} planes beside K and V, which one_end does not list. "
             "List them with Plan.ranges against a view that describes the other end"
         )
+    for i, layer in enumerate(span.view.layers):
+        for kind, tensor in layer.tensors.items():
+            if tensor.dtype.format.affine:
+                raise UnsupportedError(
+                    f"layers[{i}].{kind} is {tensor.dtype.name}, whose scales and zero points "
+                    "one_end does not list. List them with Plan.ranges against a view that "
+                    "describes the other end"
+                )
     view = replace(span.view, k_scales=None, v_scales=None)
     span = replace(span, view=view)
     lengths = lens.to_numpy()

@@ -44,6 +44,7 @@ class MoveKeywords(TypedDict, total=False):
     num_heads: int | None
     zero_fill: bool
     find_scales: bool
+    requantize: bool
     transfer: Transfer | str
 
 
@@ -138,6 +139,7 @@ class MoveOptions(_Options):
     num_heads: int | None = None
     zero_fill: bool = False
     find_scales: bool = False
+    requantize: bool = False
     transfer: Transfer = Transfer.KERNEL
     key: str = field(init=False, compare=False)  # tells them apart
 
@@ -147,13 +149,14 @@ class MoveOptions(_Options):
             num_heads=_count_or_none,
             zero_fill=flag,
             find_scales=flag,
+            requantize=flag,
             transfer=Transfer.called,
         )
         _set_key(self, f"{self.num_heads} {self.flags}")
 
     @property
     def flags(self) -> int:
-        return _abi.flags(self.zero_fill, self.find_scales) | self.transfer
+        return _abi.flags(self.zero_fill, self.find_scales, self.requantize) | self.transfer
 
 
 def _set_key(options: object, key: str) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi, _abi_plan, _bound, facts
-from kvx_core._abi_plan import CONVERTS, EXACT, FINDS_SCALES, JOINED, UNKNOWN
+from kvx_core._abi_plan import (
+    CONVERTS,
+    EXACT,
+    FINDS_SCALES,
+    JOINED,
+    OF_SCALES,
+    OF_ZEROS,
+    UNKNOWN,
+)
 from kvx_core.errors import FactsMismatchError, InvalidArgumentError
 from kvx_core.memory_checks import check_index_memory
 from kvx_core.options import MoveKeywords, MoveOptions
@@ -53,11 +61,15 @@ class PlaneInfo:
     num_vectors: int | None
     bytes_read: int | None
     bytes_written: int | None
+    # What it copies of a plane of U8_ZERO or U8_BIAS, beside its data; None: the data
+    beside: Literal["scales", "zeros"] | None = None
 
     @property
     def name(self) -> str:
-        """'K', 'V', 'K and V', 'latent', ..."""
+        """'K', 'V', 'K and V', 'latent', 'K scales', ..."""
         role = _ROLES[self.role] if self.role < len(_ROLES) else f"role {self.role}"
+        if self.beside is not None:
+            return f"{role} {self.beside}"
         return (f"{role} and V" if self.role == 0 else f"{role} and next") if self.joined else role
 
 
@@ -446,4 +458,5 @@ def _plane_info(plane: _abi_plan.kvx_plane_info_t) -> PlaneInfo:
         num_vectors=_known(plane.num_vectors),
         bytes_read=_known(plane.bytes_read),
         bytes_written=_known(plane.bytes_written),
+        beside="scales" if plane.flags & OF_SCALES else "zeros" if plane.flags & OF_ZEROS else None,
     )

@@ -35,6 +35,7 @@ class Plane(Borrowed):
     scale: ScaleDesc | None = None
     block_table: BlockTable | None = None  # of this plane alone; None: as the view's K and V
     slots: SlotMapping | None = None
+    zero: ScaleDesc | None = None  # zero points, where the dtype has them
 
     def __post_init__(self) -> None:
         fix(self, role=_role, layer=integer, tokens_per_entry=integer, replicated=flag, axes=_axes)
@@ -51,6 +52,7 @@ class Plane(Borrowed):
             )
         for name, kind in (
             ("scale", ScaleDesc),
+            ("zero", ScaleDesc),
             ("block_table", BlockTable),
             ("slots", SlotMapping),
         ):
@@ -73,6 +75,7 @@ class Plane(Borrowed):
         scale: ScaleDesc | TensorLike | float | None = None,
         block_table: BlockTable | TensorLike | Sequence[Sequence[int]] | None = None,
         slots: SlotMapping | TensorLike | Sequence[int] | None = None,
+        zero: ScaleDesc | TensorLike | float | None = None,
         name: str = "tensor",
     ) -> Plane:
         """Describes a tensor, zero-copy.
@@ -88,7 +91,7 @@ class Plane(Borrowed):
                      same size, such as FP8 in uint8; as `describe` takes it
         tokens_per_entry: tokens that an entry stands for
         replicated:  the same numbers on every rank: num_heads of a migration does not cut it
-        scale:       as ScaleDesc.of takes it
+        scale, zero: as ScaleDesc.of takes it; zero points are those of U8_ZERO and U8_BIAS
         block_table, slots: where this plane's tokens lie, if not where K's and V's do; as
                      CacheView.at takes them
         name:        what errors call the tensor
@@ -104,6 +107,7 @@ class Plane(Borrowed):
             tokens_per_entry=tokens_per_entry,
             replicated=replicated,
             scale=None if scale is None else ScaleDesc.of(scale),
+            zero=None if zero is None else ScaleDesc.of(zero, name="zero"),
             block_table=None if block_table is None else BlockTable.of(block_table),
             slots=None if slots is None else SlotMapping.of(slots),
             **fields,
@@ -137,6 +141,7 @@ class Plane(Borrowed):
             num_axes=len(self.axes),
             data=self.data,
             scale=_abi.pointer_to(self.scale),
+            zero=_abi.pointer_to(self.zero),
             block_table=_abi.pointer_to(self.block_table),
             slots=_abi.pointer_to(self.slots),
         )

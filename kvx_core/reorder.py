@@ -85,6 +85,11 @@ def _cannot(name: str, view: CacheView, rotary_dim: int, find_scales: bool) -> I
         dims = f"rotary_dim is {rotary_dim} and {at}.head_dim is {layer.head_dim}"
         if layer.k.dtype is DType.U8:
             yield f"{at}.k is U8, opaque bytes, whose dims cannot be told apart"
+        if layer.k.dtype.format.affine:
+            yield (
+                f"{at}.k is {layer.k.dtype.name}, whose scales belong to groups of dims in their "
+                "order. Migrate by way of a float16 or bfloat16 cache in the order of dst"
+            )
         if layer.shared_kv:
             yield f"{at} has K and V in the same memory, and only dims of K change places"
         if rotary_dim > layer.head_dim:

@@ -1,4 +1,7 @@
-"""ScaleDesc: the scales of an FP8 tensor, and over what each of them reaches. Spec: 6.6"""
+"""ScaleDesc: the scales of an FP8 tensor, and over what each of them reaches. Spec: 6.6
+
+Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs, too. Spec: E.14
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class ScaleDesc(Borrowed):
         scale:       F32, F16 or BF16, any strides, or a float. PER_TENSOR one element,
                      PER_BLOCK (num_blocks,), PER_HEAD (num_kv_heads,), PER_BLOCK_HEAD
                      (num_blocks, num_kv_heads), PER_TOKEN_HEAD
-                     (num_blocks, block_size, num_kv_heads). A ScaleDesc is returned as it is.
+                     (num_blocks, block_size, num_kv_heads). Of U8_ZERO and U8_BIAS:
+                     PER_CHANNEL (num_blocks, num_kv_heads, head_dim), PER_GROUP
+                     (num_blocks, block_size, num_kv_heads, groups), PER_TOKEN_HEAD. A ScaleDesc is
+                     returned as it is.
         granularity: a ScaleGranularity or its name
         name:        what errors call the scale
         Raises InvalidArgumentError, UnsupportedError.

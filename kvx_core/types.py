@@ -106,3 +106,5 @@ class ScaleGranularity(Named):
     PER_HEAD = 3
     PER_BLOCK_HEAD = 4
     PER_TOKEN_HEAD = 16
+    PER_CHANNEL = 32
+    PER_GROUP = 33

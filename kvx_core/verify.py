@@ -201,6 +201,10 @@ class _End:
         scales = self.span.view.k_scales if kv == "K" else self.span.view.v_scales
         return None if scales is None else scales[layer]
 
+    def zero(self, layer: int, kv: _Half) -> ScaleDesc | None:
+        zeros = self.span.view.k_zeros if kv == "K" else self.span.view.v_zeros
+        return None if zeros is None else zeros[layer]
+
     def values(self, layer: int, kv: _Half, lo: int, hi: int, *, scaled: bool = True) -> _Array:
         """Tokens lo to hi: (hi - lo, heads, head_dim), float32."""
         scale = self.scale(layer, kv) if scaled else None
@@ -259,18 +263,25 @@ class _End:
         Those that are not stored keep what they held. Returns `out`.
         """
         cache, table = self.span.view.layers[layer], self.span.block_table
-        view = replace(self.span.view, k_scales=None, v_scales=None)
+        view = replace(self.span.view, k_scales=None, v_scales=None, k_zeros=None, v_zeros=None)
         if kv == "V" and table is not None and table.format is BlockTableFormat.KV_OFFSETS:
             # Such a table finds V only beside K.
             k_shape = (*out.shape[:2], cache.head_dim)
             k_dtype = _by_number(cache.k.dtype)
             k_out = _dense(np.zeros(k_shape, f"u{k_dtype.itemsize}"), k_dtype)
             target = CacheDesc.from_kv(k_out, _dense(out, dtype))
-            view = replace(view, layers=(cache,), v_scales=(scale,))
+            view = replace(
+                view, layers=(cache,), v_scales=(scale,), v_zeros=(self.zero(layer, "V"),)
+            )
+            if cache.k.dtype.format.affine:
+                beside = (self.scale(layer, "K"),), (self.zero(layer, "K"),)
+                view = replace(view, k_scales=beside[0], k_zeros=beside[1])
         else:
             alone = CacheDesc.from_kv(self._tensor(layer, kv), pool=cache.pool)
             target = CacheDesc.from_kv(_dense(out, dtype))
-            view = replace(view, layers=(alone,), k_scales=(scale,))
+            view = replace(
+                view, layers=(alone,), k_scales=(scale,), k_zeros=(self.zero(layer, kv),)
+            )
         hi = lo + out.shape[0]
         begins = np.clip(lo - (self.ends - self.rows), 0, self.rows)
         lens = np.clip(hi - (self.ends - self.rows), 0, self.rows) - begins
@@ -289,8 +300,8 @@ class _End:
 
 
 def _by_number(dtype: DType) -> DType:
-    """`dtype`, or F32 to read a format by that holds several numbers in a unit."""
-    return dtype if dtype.numbers == 1 else DType.F32
+    """`dtype`, or F32 to read a format by whose elements are no numbers by themselves."""
+    return DType.F32 if dtype.numbers > 1 or dtype.format.affine else dtype
 
 
 def _dense(array: _Array, dtype: DType) -> TensorDesc:

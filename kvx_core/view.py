@@ -6,7 +6,7 @@ Spec: E.3
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -18,6 +18,7 @@ from kvx_core.memory_checks import same_memory
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
 from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
@@ -44,9 +45,13 @@ class CacheView:
     # Asked before each use: why the engine's cache is no longer the one described; None if it is.
     outdated: Callable[[], str | None] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
+    k_zeros: tuple[ScaleDesc | None, ...] | None = None  # zero points of U8_ZERO and U8_BIAS
+    v_zeros: tuple[ScaleDesc | None, ...] | None = None
     _layers: Any = field(init=False, compare=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False)
     _v_scales: Any = field(init=False, compare=False)
+    _k_zeros: Any = field(init=False, compare=False)
+    _v_zeros: Any = field(init=False, compare=False)
     _planes: Any = field(init=False, compare=False)
     # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
     read_only: dict[str, Borrowed] = field(init=False, compare=False)  # by name
@@ -66,7 +71,7 @@ class CacheView:
             raise wrong("outdated", self.outdated, "a function or None")
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", _abi.pointer_array(structs, _abi.kvx_cache_desc_t))
-        for name in ("k_scales", "v_scales"):
+        for name in _BESIDE:
             scales = getattr(self, name)
             set_(f"_{name}", None if scales is None else self._scales_to_c(name, scales))
         set_("planes", _checked("planes", self.planes, Plane, "Plane, see Plane.of"))
@@ -78,6 +83,7 @@ class CacheView:
             for name, tensor in layer.tensors.items()
         }
         tensors |= {f"planes[{i}]": plane for i, plane in enumerate(self.planes)}
+        tensors |= self._found()
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
         set_("reordered", {})
@@ -87,7 +93,7 @@ class CacheView:
         first = [part for part in self.layers[0].words() if part] if self.layers else []
         if len({layer.words() for layer in self.layers}) > 1:
             first[0] = f"the first of {first[0]}"
-        scales = [kind for kind in ("k_scales", "v_scales") if getattr(self, kind) is not None]
+        scales = [kind for kind in _BESIDE if getattr(self, kind) is not None]
         null = self.null_block_id
         return listed(
             "CacheView",
@@ -99,6 +105,38 @@ class CacheView:
             None if null == _abi.NO_NULL_BLOCK else f"null block {null}",
             self.facts.engine,
         )
+
+    def without_scales(self) -> CacheView:
+        """The view as one of stored bytes: without scales, but those of U8_ZERO and U8_BIAS, which
+        have no numbers without them."""
+
+        def kept(name: str) -> tuple[ScaleDesc | None, ...] | None:
+            scales = tuple(
+                scale if tensor is not None and tensor.dtype.format.affine else None
+                for scale, tensor in zip(getattr(self, name) or (), self._of(name), strict=False)
+            )
+            return scales if any(scales) else None
+
+        return replace(self, k_scales=kept("k_scales"), v_scales=kept("v_scales"))
+
+    def _of(self, name: str) -> list[TensorDesc | None]:
+        """K or V of each layer, of which list `name` of scales is."""
+        return [layer.tensors.get(name[0]) for layer in self.layers]
+
+    def _found(self) -> dict[str, Borrowed]:
+        """Scales and zero points that a migration into this view writes, by name."""
+        found: dict[str, Borrowed] = {}
+        for name in _BESIDE:
+            for i, (scale, tensor) in enumerate(
+                zip(getattr(self, name) or (), self._of(name), strict=False)
+            ):
+                if scale is not None and tensor is not None and tensor.dtype.format.affine:
+                    found[f"{name}[{i}]"] = scale
+        for i, plane in enumerate(self.planes):
+            if plane.dtype.format.affine:
+                parts = {"scale": plane.scale, "zero": plane.zero}
+                found |= {f"planes[{i}].{part}": t for part, t in parts.items() if t is not None}
+        return found
 
     def bytes_per_token(self, num_heads: int | None = None) -> int:
         """Bytes of a token in all layers and planes: of `num_heads` heads, or of all.
@@ -142,13 +180,17 @@ class CacheView:
         for i, layer in enumerate(self.layers):
             layer.require_in_place(f"{name}.layers[{i}]")
             owners += layer.torch_owners
-        for kind in ("k_scales", "v_scales"):
+        for kind in _BESIDE:
             for i, scale in enumerate(getattr(self, kind) or ()):
                 if scale is not None:
                     scale.require_in_place(f"{name}.{kind}[{i}]")
                     owners += [scale.owner] if is_torch(scale.owner) else []
         for i, plane in enumerate(self.planes):
-            of_plane: dict[str, Borrowed | None] = {"": plane, ".scale": plane.scale}
+            of_plane: dict[str, Borrowed | None] = {
+                "": plane,
+                ".scale": plane.scale,
+                ".zero": plane.zero,
+            }
             for part, tensor in of_plane.items():
                 if tensor is not None:
                     tensor.require_in_place(f"{name}.planes[{i}]{part}")
@@ -325,11 +367,14 @@ class CacheSpan:
             null_block_plus_1=_abi.null_block_plus_1(view.null_block_id),
             k_scales=view._k_scales,
             v_scales=view._v_scales,
+            k_zeros=view._k_zeros,
+            v_zeros=view._v_zeros,
             planes=view._planes,
             num_planes=len(view.planes),
         )
 
 
+_BESIDE = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 _PLACES: dict[str, type[Any]] = {"block_table": BlockTable, "slots": SlotMapping, "starts": SeqLens}
 
 

@@ -232,6 +232,8 @@ class Backend:
             layers=tuple(map(self.moved_layer, view.layers)),
             k_scales=view.k_scales and tuple(map(self.moved_scale, view.k_scales)),
             v_scales=view.v_scales and tuple(map(self.moved_scale, view.v_scales)),
+            k_zeros=view.k_zeros and tuple(map(self.moved_scale, view.k_zeros)),
+            v_zeros=view.v_zeros and tuple(map(self.moved_scale, view.v_zeros)),
         )
         return replace(
             span,
@@ -389,6 +391,8 @@ class Backend:
         *,
         num_heads: int | None = None,
         find_scales: bool = False,
+        zero_fill: bool = False,
+        requantize: bool = False,
         transfer: Transfer = Transfer.KERNEL,
     ) -> None:
         """What kvx_core.migrate does, with everything in this backend's memory.
@@ -399,7 +403,7 @@ class Backend:
             self.address(raw)
         lens, ends = self.moved_lens(SeqLens.of(seq_lens)), [*map(self.moved_span, (src, dst))]
         desc = _abi.kvx_migrate_desc_t(
-            flags=_abi.flags(find_scales=find_scales) | transfer,
+            flags=_abi.flags(zero_fill, find_scales, requantize) | transfer,
             num_heads=num_heads or 0,
             max_seq_len=max(seq_lens),
             seq_lens=_abi.pointer_to(lens),

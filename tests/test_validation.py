@@ -474,6 +474,67 @@ def migrate_planes(on: Backend) -> Call:
     return call
 
 
+def _affine(on: Backend, blocks: int, tokens: int, *, over_tokens: bool) -> tuple[Any, Any, Any]:
+    """Scales and zero points of 2 heads of 16 numbers, and the tensors that they lie in."""
+    shape = (blocks, 2, 16) if over_tokens else (blocks, tokens, 2, 2)
+    tensors = torch.ones(2, *shape)
+    found = [
+        _abi.kvx_scale_desc_t(
+            dtype=3,
+            granularity=32 if over_tokens else 33,
+            ndim=len(shape),
+            shape=_abi.dims(shape),
+            stride=_abi.dims(tensor.stride()),
+            data=on.address(tensor),
+        )
+        for tensor in tensors
+    ]
+    return *found, tensors
+
+
+def migrate_affine(on: Backend, dst_end: Any = None) -> Call:
+    """K U8_ZERO with scales per channel, V U8_BIAS with two groups of 8 numbers."""
+    call = migrate(on, dtype=torch.uint8, **({} if dst_end is None else {"dst_end": dst_end}))
+    for name in ("src", "dst"):
+        span = call.roots[name]
+        first = span.layers[0].contents
+        size = first.num_blocks, first.block_size
+        for half, over_tokens, dtype in (("k", True, 14), ("v", False, 15)):
+            found = [_affine(on, *size, over_tokens=over_tokens) for _ in range(2)]
+            for layer in range(2):
+                getattr(span.layers[layer].contents, half).dtype = dtype
+            for which, field in enumerate(("scales", "zeros")):
+                array = _abi.pointer_array([f[which] for f in found], _abi.kvx_scale_desc_t)
+                setattr(span, f"{half}_{field}", array)
+            call = replace(call, kept=(call.kept, found))
+            for layer in range(2):
+                call.roots[f"{name}_{half}_beside_{layer}"] = found[layer][2]
+    return call
+
+
+def migrate_affine_to_slots(on: Backend) -> Call:
+    """K per channel into slots: never valid."""
+    return migrate_affine(on, Slots(torch.arange(40, 54), [9, 5], 8))
+
+
+def migrate_affine_planes(on: Backend) -> Call:
+    """A plane of U8_ZERO with scales per channel beside the layers."""
+    call = migrate(on)
+    for name, n, blocks in (("src", 4, 5), ("dst", 8, 8)):
+        keys = Paged(
+            filled((blocks, n, 2, 16), torch.uint8), ("block", "token", "head", "dim"), role=4
+        )
+        scale, zero, tensors = _affine(on, blocks, n, over_tokens=True)
+        plane = keys.to_c(on)
+        plane.dtype = 14
+        plane.scale, plane.zero = ctypes.pointer(scale), ctypes.pointer(zero)
+        call.roots |= {f"{name}_keys": keys.tensor, f"{name}_beside": tensors}
+        call.roots[name].planes = _abi.pointer_array([plane], _abi.kvx_plane_t)
+        call.roots[name].num_planes = 1
+        call = replace(call, kept=(call.kept, plane, keys, scale, zero))
+    return call
+
+
 def migrate_state(on: Backend) -> Call:
     """Beside the layers a state of each sequence, by a slot of its own at the source."""
     call = migrate(on)
@@ -657,6 +718,8 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate_mla,
         migrate_within,
         migrate_planes,
+        migrate_affine,
+        migrate_affine_planes,
         migrate_dense_planes,
         migrate_own_tables,
         plan_run,
@@ -672,6 +735,7 @@ NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
         migrate_pointers_planes,
+        migrate_affine_to_slots,
         migrate_pointers_fp8,
         migrate_into_itself,
         migrate_slots_and_table,
@@ -811,6 +875,9 @@ def test_every_sentence_has_a_rule() -> None:
         # tests/test_planes.py: only devices say it.
         "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; "
         "migrate in HOST memory (spec E.11)",
+        # tests/test_affine.py: it takes ranges.
+        "%c of layer %zu has scales that cover all tokens of a block (PER_CHANNEL), but ranges are "
+        "copies of tokens: run the plan (spec E.13)",
         # It takes tables in the memory of a device.
         "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
         "info is NULL",

@@ -37,7 +37,7 @@ void ScaleCursor::store(int64_t token, int64_t head, float scale) const {
 Stages::Stages(const Plan &plan, uint64_t tokens) {
   size_t src_bytes = 0, dst_bytes = 0;
   for (const PlanePair &pair : plan.pairs) {
-    if (!pair.convert) continue;
+    if (!pair.convert || pair.affine) continue;
     const auto most_vectors = static_cast<uint64_t>(vectors_of(pair));
     const uint64_t vectors =
         tokens < most_vectors ? std::min(tokens * pair.num_heads, most_vectors) : most_vectors;

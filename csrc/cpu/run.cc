@@ -9,6 +9,7 @@
 #include <new>
 #include <optional>
 
+#include "cpu/affine.h"
 #include "cpu/convert.h"
 #include "cpu/copier.h"
 #include "cpu/float_env.h"
@@ -159,6 +160,7 @@ class Job {
     for (size_t l = 0; l < plan.layers.size(); ++l) {
       uint64_t bytes = 0;
       for (const PlanePair *pair = plan.begin_of(l); pair != plan.end_of(l); ++pair) {
+        if (pair->affine) continue;
         const int64_t units = dst_units(*pair);
         const auto elements = per_token(uint64_t{pair->num_heads} * static_cast<uint64_t>(units),
                                         plan.lookups[pair->lookup]);
@@ -246,12 +248,13 @@ class Job {
     const PlanePair *pair = plan_.begin_of(layer), *const last = plan_.end_of(layer);
     while (pair != last) {
       const PlanePair &k = *pair++;
+      if (__builtin_expect(k.affine != 0, false)) continue;
       const LookupPair &lookup = plan_.lookups[k.lookup];
       const uint64_t first = entry_at(begin, lookup), end_entry = entry_at(end, lookup);
       Mover move_k(k, stages, tokens_, streaming_);
       // Small calls look tokens up once for two planes. Large calls write one plane at a time,
       // unless K and V interleave in the source.
-      if (pair != last && pair->lookup == k.lookup && !lookup.differs_by_plane() &&
+      if (pair != last && pair->lookup == k.lookup && !pair->affine && !lookup.differs_by_plane() &&
           (bytes_ < kSmallBytes || interleave(k.src, pair->src))) {
         Mover move_v(*pair++, stages, tokens_, streaming_);
         move_tokens(plan_, k, {&move_k, &move_v}, first, end_entry);
@@ -286,10 +289,14 @@ uint64_t stream_bytes() {
   return bytes;
 }
 
-void run(const Plan &plan, uint64_t tokens) { Job(plan, tokens).run(); }
+void run(const Plan &plan, uint64_t tokens) {
+  Job(plan, tokens).run();
+  if (plan.affine.size()) run_affine(plan, tokens);
+}
 
 uint32_t count_threads(const Plan &plan, uint64_t tokens) {
-  return static_cast<uint32_t>(Job(plan, tokens).cut()) + 1;
+  const auto threads = static_cast<uint32_t>(Job(plan, tokens).cut()) + 1;
+  return plan.affine.size() ? std::max(threads, count_affine_threads(plan, tokens)) : threads;
 }
 
 }  // namespace kvx::cpu

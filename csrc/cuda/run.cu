@@ -101,6 +101,17 @@ kvx_status_t check_found_scales(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
+kvx_status_t check_affine(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (!pair.affine) continue;
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%c goes from %s to %s, which calls on DEVICE memory do not convert; migrate in "
+                "HOST memory (spec E.14)",
+                pair.is_v ? 'V' : 'K', kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype));
+  }
+  return KVX_STATUS_OK;
+}
+
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
 kvx_status_t check_indices(const Plan &plan) {
   const auto check = [](const char *name, const void *data, const char *field = "") {
@@ -256,6 +267,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
   if (plan.rows.count == 0 || row_bound(plan, 0) == 0) return KVX_STATUS_OK;
   for (size_t i = 0; i < plan.lookups.size(); ++i) KVX_TRY(check_narrow(plan, row_bound(plan, i)));
   KVX_TRY(check_found_scales(plan));
+  KVX_TRY(check_affine(plan));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;

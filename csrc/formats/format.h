@@ -14,7 +14,8 @@ enum class Kind : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
 // Data that a format keeps beside its units.
 enum class Beside : uint8_t {
   kNothing,
-  kScale,  // scales, or none: value = stored * scale
+  kScale,      // scales, or none: value = stored * scale
+  kScaleZero,  // a scale and a zero point for each unit [E.14]
 };
 
 struct Format {
@@ -89,6 +90,11 @@ constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_lo
 
 // Whether it is FP8: a byte per number, with a scale or without.
 constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
+
+// Numbers that a scale and a zero point beside the data make of bytes.
+constexpr bool is_affine(kvx_dtype_t dtype) {
+  return format_of(dtype).beside == Beside::kScaleZero;
+}
 
 // "F16, BF16 or F32": the names of the formats for which `is_one` holds.
 struct Names {

@@ -16,6 +16,7 @@
 //   alignment  of one unit
 //   largest    finite number; 0: no such bound
 //   beside     Nothing, or what lies beside the data: see Beside
+// Numbers with a zero point have their codec in affine.h: a byte alone says no number.
 #define KVX_FORMATS(ROW)                                     \
   ROW(F16, F16, Number, 1, 2, 2, 65504.0f, Nothing)          \
   ROW(BF16, Bf16, Number, 1, 2, 2, 0x1.fep127f, Nothing)     \
@@ -29,4 +30,6 @@
   ROW(U8, Opaque, Opaque, 1, 1, 1, 0, Nothing)               \
   ROW(F8_E4M3FNUZ, E4m3Fnuz, Number, 1, 1, 1, 240.0f, Scale) \
   ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)             \
-  ROW(Q4_0, Q4_0, Number, 32, 18, 2, 0, Nothing)
+  ROW(Q4_0, Q4_0, Number, 32, 18, 2, 0, Nothing)             \
+  ROW(U8_ZERO, Opaque, Number, 1, 1, 1, 0, ScaleZero)        \
+  ROW(U8_BIAS, Opaque, Number, 1, 1, 1, 0, ScaleZero)

@@ -7,6 +7,7 @@
 #include "desc/scale.h"
 #include "error.h"
 #include "plan/apart.h"
+#include "plan/plan_affine.h"
 #include "plan/violation.h"
 #include "plan/walk.h"
 
@@ -192,6 +193,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
   KVX_TRY(check_blocks_apart(plan, *tokens));
+  if (plan.affine.size()) KVX_TRY(check_unit_starts(plan));
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

@@ -41,8 +41,13 @@ bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
   }
 }
 
-bool is_exact(const PlanePair &pair) {
+bool is_exact(const Plan &plan, const PlanePair &pair) {
   if (!pair.convert) return true;
+  if (pair.affine && plan.affine[pair.affine - 1].keeps_units) {  // unless units are cut
+    const LookupPair &lookup = plan.lookups[pair.lookup];
+    return !lookup.src.starts.data && !lookup.dst.starts.data &&
+           lookup.src.mode != LookupMode::kSlots && lookup.src.mode != LookupMode::kRagged;
+  }
   Numbers src, dst;
   if (pair.find_scales || pair.src_scales.data || pair.dst_scales.data ||
       !find_numbers(pair.src.dtype, &src) || !find_numbers(pair.dst.dtype, &dst)) {
@@ -51,7 +56,11 @@ bool is_exact(const PlanePair &pair) {
   return dst.digits >= src.digits && dst.lowest <= src.lowest && dst.highest >= src.highest;
 }
 
-// The loops that copy a block's tokens.
+bool finds_scales(const Plan &plan, const PlanePair &pair) {
+  return pair.find_scales || (pair.affine && plan.affine[pair.affine - 1].dst.group);
+}
+
+// How a block's tokens are copied.
 Loops loops_of(const PlanePair &pair, const LookupPair &lookup) {
   const uint32_t tokens = std::min(lookup.src.block_size, lookup.dst.block_size);
   Loops loops;
@@ -95,9 +104,11 @@ void describe(const Plan &plan, const PlanePair &pair, const Name &name, bool is
   plane->layer = name.layer;
   plane->role = name.role;
   plane->flags = (pair.convert ? KVX_PLANE_INFO_CONVERTS : 0) |
-                 (is_exact(pair) ? KVX_PLANE_INFO_EXACT : 0) |
+                 (is_exact(plan, pair) ? KVX_PLANE_INFO_EXACT : 0) |
                  (is_joined ? KVX_PLANE_INFO_JOINED : 0) |
-                 (pair.find_scales ? KVX_PLANE_INFO_FINDS_SCALES : 0);
+                 (finds_scales(plan, pair) ? KVX_PLANE_INFO_FINDS_SCALES : 0) |
+                 (pair.beside == BesideData::kScales ? KVX_PLANE_INFO_SCALES : 0) |
+                 (pair.beside == BesideData::kZeros ? KVX_PLANE_INFO_ZEROS : 0);
   plane->src_dtype = pair.src.dtype;
   plane->dst_dtype = pair.dst.dtype;
   plane->num_heads = pair.num_heads;
@@ -138,15 +149,16 @@ void describe_planes(const Plan &plan, const kvx_span_t &span, kvx_plan_info_t *
   info->bytes_read = info->bytes_written = KVX_UNKNOWN;
   info->is_exact = 1;
   for (const PlanePair &pair : plan.pairs)
-    if (!is_exact(pair)) info->is_exact = 0;
+    if (!is_exact(plan, pair)) info->is_exact = 0;
   if (!planes) return;
   const std::vector<std::vector<Name>> names = names_of(span);
   for (size_t layer = 0; layer < plan.layers.size(); ++layer) {
     const PlanePair *const begin = plan.begin_of(layer), *const end = plan.end_of(layer);
     const bool is_joined = static_cast<size_t>(end - begin) < names[layer].size();
+    const Name *name = names[layer].data();
     for (const PlanePair *pair = begin; pair != end; ++pair) {
-      describe(plan, *pair, names[layer][static_cast<size_t>(pair - begin)], is_joined,
-               &planes[pair - plan.pairs.begin()]);
+      if (pair != begin && pair->beside == BesideData::kNo) ++name;
+      describe(plan, *pair, *name, is_joined, &planes[pair - plan.pairs.begin()]);
     }
   }
 }

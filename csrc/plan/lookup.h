@@ -80,6 +80,7 @@ enum class Fault : uint8_t {
   kExact,        // a RAGGED row has more or fewer entries than tokens
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
+  kUnit,         // a row begins within a unit that covers the tokens of a block
 };
 
 // Quotient and remainder. Numbers of 32 bits, the usual case, divide several times faster; kernels

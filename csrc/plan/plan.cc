@@ -2,10 +2,12 @@
 
 #include <algorithm>
 
+#include "desc/affine.h"
 #include "desc/grown.h"
 #include "desc/memory.h"
 #include "desc/plane.h"
 #include "desc/scale.h"
+#include "plan/plan_affine.h"
 
 namespace kvx {
 namespace {
@@ -342,6 +344,10 @@ void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
     set_scales(&pair.src_scales, from.scale, from.dtype, src_start);
     set_scales(&pair.dst_scales, to.scale, to.dtype, dst_start);
     finish(&pair, is_readable(from.memory) && is_readable(to.memory));
+    if (from.zero || to.zero) {
+      add_affine(plan, plan->pairs.size() - 1, {from.scale, from.zero, src_start},
+                 {to.scale, to.zero, dst_start}, migrate.flags);
+    }
     if (i + 1 == src.num_planes || src.planes[i + 1]->layer != from.layer) end_layer(plan);
   }
 }
@@ -433,7 +439,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
     set_span(&lookup.src, src, is_v);
     set_span(&lookup.dst, dst, is_v);
   }
-  plan->pairs.reserve(size_t{2} * src.num_layers + src.num_planes);
+  reserve_pairs(plan, src, dst);
   plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
   for (uint32_t l = 0, plane = 0; l < src.num_layers; ++l) {
     const kvx_cache_desc_t &from = *src.layers[l], &to = *dst.layers[l];
@@ -461,6 +467,13 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
       if (is_pointers(dst)) lie_anywhere(&pair.dst, dst_tensor, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
+      const kvx_scale_desc_t *const src_zero = zeros_of(src, l, is_v);
+      const kvx_scale_desc_t *const dst_zero = zeros_of(dst, l, is_v);
+      if (src_zero || dst_zero) {
+        add_affine(plan, plan->pairs.size() - 1,
+                   {src_scale ? src_scale[l] : nullptr, src_zero, src.head_start},
+                   {dst_scale ? dst_scale[l] : nullptr, dst_zero, dst.head_start}, migrate.flags);
+      }
     }
     end_layer(plan);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "desc/span.h"
+#include "plan/affine.h"
 #include "plan/few.h"
 #include "plan/lookup.h"
 
@@ -43,6 +44,9 @@ struct Scales {
   int64_t block_stride, token_stride, head_stride;
 };
 
+// What a pair moves of a plane.
+enum class BesideData : uint8_t { kNo, kScales, kZeros };
+
 // A plane from one cache to the other.
 struct PlanePair {
   Plane src, dst;
@@ -54,6 +58,8 @@ struct PlanePair {
   bool is_v;          // for errors
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // computes dst_scales and stores them
+  BesideData beside;  // of U8_ZERO and U8_BIAS, where these are copied
+  uint32_t affine;    // 1 + which of the plan's affine pairs says more; 0: none
 };
 
 // The lookups of a plane at both ends.
@@ -104,6 +110,7 @@ struct Plan {
   Few<LookupPair, 2> lookups;
   Few<PlanePair, 2> pairs;  // those of a layer follow each other
   Few<uint32_t, 1> layers;  // end of each layer's pairs; the other planes follow
+  Few<AffinePair, 1> affine;
 
   // The rows, counted in the entries of a lookup.
   Rows rows_of(const LookupPair &lookup) const {

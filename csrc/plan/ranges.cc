@@ -128,6 +128,13 @@ kvx_status_t check_copies(const Plan &plan) {
   for (size_t layer = 0; layer < plan.layers.size(); ++layer) {
     for (const PlanePair *pair = plan.begin_of(layer); pair != plan.end_of(layer); ++pair) {
       if (!pair->convert) continue;
+      if (pair->affine && plan.affine[pair->affine - 1].keeps_units) {
+        return fail(
+            KVX_STATUS_UNSUPPORTED,
+            "%c of layer %zu has scales that cover all tokens of a block (PER_CHANNEL), but "
+            "ranges are copies of tokens: run the plan (spec E.13)",
+            pair->is_v ? 'V' : 'K', layer);
+      }
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%c of layer %zu has another %s at each end, but ranges are copies of bytes: run "
                   "the plan, or describe both ends alike (spec E.13)",

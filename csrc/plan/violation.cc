@@ -120,6 +120,12 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
           "%s %c scale of block %lld, head %llu is %g, expected a finite scale above 0 (spec E.6)",
           f.at_dst ? "destination" : "source", f.is_v ? 'V' : 'K', static_cast<ll>(f.value),
           static_cast<ull>(f.index), static_cast<double>(f.scale));
+    case Fault::kUnit:
+      return KVX_OUT_OF_RANGE(
+          "%s[%llu] is %lld, expected a multiple of block_size %llu: a scale of the destination "
+          "covers all tokens of a block (PER_CHANNEL); begin at a block, or give REQUANTIZE (spec "
+          "E.14)",
+          starts, static_cast<ull>(f.index), static_cast<ll>(f.value), static_cast<ull>(f.limit));
     case Fault::kNone:
       break;
   }

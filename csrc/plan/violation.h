@@ -67,6 +67,22 @@ KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t ro
   found->value = length;
 }
 
+// Whether the tokens of a row begin within a block of a destination.
+KVX_HD bool is_within_unit(const Rows &rows, const Lookup &dst, uint64_t row, Violation *found) {
+  if (!dst.starts.data || rows.length_of(row) <= 0) return false;
+  const int64_t start = dst.starts[row];
+  if (start < 0 || static_cast<uint64_t>(start) > UINT32_MAX) return false;  // another fault
+  if (divide(static_cast<uint64_t>(start), dst.block_size).remainder == 0) return false;
+  found->fault = Fault::kUnit;
+  found->mode = dst.mode;
+  found->is_own = dst.is_own;
+  found->at_dst = true;
+  found->row = found->index = row;
+  found->value = start;
+  found->limit = dst.block_size;
+  return true;
+}
+
 // Formats the sentence for kvx_last_error() and returns its status.
 kvx_status_t fail_with(const Violation &violation, const FieldNames &names);
 

@@ -4,36 +4,6 @@
 #include "desc/secondary.h"
 
 namespace kvx {
-namespace {
-
-// Calls visit with each array of a migration, until it does not return OK.
-template <class Visit>
-[[gnu::always_inline]] inline kvx_status_t each_array(const kvx_migrate_desc_t &migrate,
-                                                      Visit visit) {
-  KVX_TRY(visit(array_of("migrate", "seq_lens", *migrate.seq_lens)));
-  for (const bool is_dst : {false, true}) {
-    const kvx_span_t &span = is_dst ? *migrate.dst : *migrate.src;
-    const char *const owner = is_dst ? "dst" : "src";
-    if (span.slots) KVX_TRY(visit(array_of(owner, *span.slots)));
-    if (span.starts) KVX_TRY(visit(array_of(owner, "starts", *span.starts)));
-    if (span.block_table) {
-      KVX_TRY(visit(indices_of(owner, *span.block_table)));
-      KVX_TRY(visit(indptr_of(owner, *span.block_table)));
-    }
-    const char *const planes = is_dst ? "dst.planes[]" : "src.planes[]";
-    for (uint32_t i = 0; i < span.num_planes; ++i) {
-      const kvx_plane_t &plane = *span.planes[i];
-      if (plane.slots) KVX_TRY(visit(array_of(planes, *plane.slots)));
-      if (!plane.block_table) continue;
-      KVX_TRY(visit(indices_of(planes, *plane.block_table)));
-      KVX_TRY(visit(indptr_of(planes, *plane.block_table)));
-    }
-  }
-  return KVX_STATUS_OK;
-}
-
-}  // namespace
-
 kvx_status_t fail_array(const Array &array, const Path &written) {
   return KVX_INVALID(
       "%s.%s.%s is %p: its %llu bytes meet %s, which the call writes; pass a copy of the array "

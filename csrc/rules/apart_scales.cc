@@ -1,5 +1,6 @@
 #include "rules/apart_scales.h"
 
+#include "desc/affine.h"
 #include "desc/extents.h"
 #include "desc/plane.h"
 #include "desc/span.h"
@@ -44,10 +45,13 @@ kvx_status_t check_end(const Path &path, const kvx_span_t &span, const Path &dst
     KVX_TRY(
         check_scales({&path, "k_scales", l}, scales_of(span, l, false), dst_path, dst, gapless));
     KVX_TRY(check_scales({&path, "v_scales", l}, scales_of(span, l, true), dst_path, dst, gapless));
+    KVX_TRY(check_scales({&path, "k_zeros", l}, zeros_of(span, l, false), dst_path, dst, gapless));
+    KVX_TRY(check_scales({&path, "v_zeros", l}, zeros_of(span, l, true), dst_path, dst, gapless));
   }
   for (uint32_t i = 0; i < span.num_planes; ++i) {
     const Path plane{&path, "planes", i};
     KVX_TRY(check_scales({&plane, "scale"}, span.planes[i]->scale, dst_path, dst, gapless));
+    KVX_TRY(check_scales({&plane, "zero"}, span.planes[i]->zero, dst_path, dst, gapless));
   }
   return KVX_STATUS_OK;
 }

@@ -1,5 +1,6 @@
 #include "rules/io.h"
 
+#include "rules/affine.h"
 #include "rules/format.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
@@ -17,6 +18,7 @@ kvx_status_t check_tensor(const Path &path, const kvx_kv_io_desc_t &io,
                           const kvx_tensor_desc_t &tensor, int64_t head_dim, const Output *output) {
   KVX_TRY(check_struct(path, &tensor));
   KVX_TRY(check_element_type(path, tensor.dtype));
+  KVX_TRY(check_no_zeros(path, tensor.dtype));
   KVX_TRY(check_memory(path, tensor.memory));
   if (tensor.ndim != 3 && !(tensor.ndim == 4 && output)) {
     return KVX_INVALID("%s.ndim is %u, expected 3%s (spec 6.8)", KVX_AT(path), tensor.ndim,
@@ -55,6 +57,8 @@ kvx_status_t check_io(const Path &path, const kvx_cache_desc_t &cache, const kvx
   }
   const Path key{&path, "key"}, value{&path, "value"};
   const Path cache_path{nullptr, "cache"}, k{&cache_path, "k"}, v{&cache_path, "v"};
+  KVX_TRY(check_no_zeros(k, cache.k.dtype));
+  KVX_TRY(check_no_zeros(v, cache.v.dtype));
   KVX_TRY(check_tensor(key, io, io.key, cache.head_dim, output));
   KVX_TRY(check_convertible(key, io.key.dtype, k, cache.k.dtype));
   if (is_absent(cache.v)) {

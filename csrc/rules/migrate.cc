@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "desc/span.h"
+#include "rules/affine.h"
 #include "rules/apart.h"
 #include "rules/io.h"
 #include "rules/plane.h"
@@ -70,9 +71,9 @@ kvx_status_t check_layer_finds(const Path &path, const kvx_span_t &dst, uint32_t
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   const Path path{nullptr, "migrate"}, src{nullptr, "src"}, dst{nullptr, "dst"};
   KVX_TRY(check_struct(path, migrate));
-  KVX_TRY(check_flags(
-      path, migrate->flags,
-      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
+  KVX_TRY(check_flags(path, migrate->flags,
+                      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE |
+                          KVX_FLAG_FIND_SCALES | KVX_FLAG_REQUANTIZE));
   const Path lens{&path, "seq_lens"};
   if (!migrate->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens));
   KVX_TRY(check_lens(lens, *migrate->seq_lens));
@@ -94,7 +95,8 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   const uint64_t rows = rows_of(*migrate);
   KVX_TRY(check_rows(src, *migrate->src, rows));
   KVX_TRY(check_rows(dst, *migrate->dst, rows));
-  return check_apart(*migrate);
+  KVX_TRY(check_apart(*migrate));
+  return check_zeros_written(*migrate);
 }
 
 }  // namespace kvx

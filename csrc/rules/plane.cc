@@ -2,8 +2,10 @@
 
 #include <initializer_list>
 
+#include "desc/affine.h"
 #include "desc/plane.h"
 #include "error.h"
+#include "rules/affine.h"
 #include "rules/io.h"
 #include "rules/scales.h"
 #include "rules/struct.h"
@@ -163,21 +165,28 @@ kvx_status_t check_memory_of(const Path &path, const kvx_plane_t &plane) {
   return check_aligned(path, plane.data, plane.dtype);
 }
 
-// Checks scales like those of a cache with as many blocks, entries of a block, and heads.
+// Checks scales and zero points like those of a cache with as many blocks, entries of a block, and heads.
 kvx_status_t check_scale(const Path &path, const kvx_plane_t &plane) {
-  if (plane.zero) {
-    return KVX_INVALID("%s.zero is given, but %s has no zero point (spec E.11)", KVX_AT(path),
-                       name_of(plane.dtype));
-  }
-  if (!plane.scale) return KVX_STATUS_OK;
-  const Path scale{&path, "scale"};
-  KVX_TRY(check_struct(scale, plane.scale));
+  if (!plane.scale && !plane.zero && !is_affine(plane.dtype)) return KVX_STATUS_OK;
+  const Path scale{&path, "scale"}, zero{&path, "zero"};
   kvx_cache_desc_t cache{};
   cache.num_blocks = static_cast<uint32_t>(extent_of(plane, KVX_AXIS_BLOCK));
   cache.block_size = static_cast<uint32_t>(extent_of(plane, KVX_AXIS_TOKEN));
   cache.num_kv_heads = static_cast<uint32_t>(extent_of(plane, KVX_AXIS_HEAD));
   kvx_tensor_desc_t tensor = bytes_of(plane);
   tensor.dtype = plane.dtype;
+  if (plane.zero || is_affine(plane.dtype)) {
+    tensor.ndim = 4;
+    tensor.layout = KVX_LAYOUT_BLOCK_NHD;
+    tensor.shape[3] = extent_of(plane, KVX_AXIS_DIM);
+    KVX_TRY(check_zeros(scale, plane.scale, zero, plane.zero, cache, tensor, path));
+    if (!covers_tokens(*plane.scale) || plane.tokens_per_entry == 1) return KVX_STATUS_OK;
+    return KVX_INVALID(
+        "%s.granularity is PER_CHANNEL (32), but tokens_per_entry of the plane is %u, expected 1 "
+        "(spec E.14)",
+        KVX_AT(scale), plane.tokens_per_entry);
+  }
+  KVX_TRY(check_struct(scale, plane.scale));
   return check_scales(scale, *plane.scale, cache, tensor, path);
 }
 

@@ -2,7 +2,8 @@
 
 #include <initializer_list>
 
-#include "desc/span.h"
+#include "desc/affine.h"
+#include "rules/affine.h"
 #include "rules/apart_pools.h"
 #include "rules/cache.h"
 #include "rules/plane.h"
@@ -31,10 +32,19 @@ kvx_status_t check_layer(const Path &path, const kvx_span_t &span, uint32_t l) {
   }
   for (const bool is_v : {false, true}) {
     const kvx_scale_desc_t *const scales = scales_of(span, l, is_v);
+    const kvx_tensor_desc_t &tensor = is_v ? cache->v : cache->k;
+    const bool affine = is_affine(tensor.dtype);
+    if (affine || zeros_of(span, l, is_v)) {
+      KVX_TRY(check_zeros({&path, is_v ? "v_scales" : "k_scales", l}, scales,
+                          {&path, is_v ? "v_zeros" : "k_zeros", l}, zeros_of(span, l, is_v), *cache,
+                          tensor, is_v ? v : k));
+    }
     if (!scales) continue;
     const Path scale{&path, is_v ? "v_scales" : "k_scales", l};
-    KVX_TRY(check_struct(scale, scales));
-    KVX_TRY(check_scales(scale, *scales, *cache, is_v ? cache->v : cache->k, is_v ? v : k));
+    if (!affine) {
+      KVX_TRY(check_struct(scale, scales));
+      KVX_TRY(check_scales(scale, *scales, *cache, tensor, is_v ? v : k));
+    }
     if (offsets) KVX_TRY(check_secondary_scales(scale, *cache, *scales));
     if (is_pointers(span)) KVX_TRY(check_pointer_scales(scale, *scales));
   }
@@ -49,12 +59,6 @@ kvx_status_t check_span(const Path &path, const kvx_span_t *span) {
   if (span->reserved_1) {
     return KVX_INVALID("%s.reserved_1 is %u, expected 0 (spec E.3)", KVX_AT(path),
                        span->reserved_1);
-  }
-  if (span->k_zeros || span->v_zeros) {
-    return fail(KVX_STATUS_UNSUPPORTED,
-                "%s.%s is given, expected NULL: no format of this version has zero points "
-                "(spec E.10)",
-                KVX_AT(path), span->k_zeros ? "k_zeros" : "v_zeros");
   }
   if (!span->num_planes) KVX_TRY(check_nonzero(path, "num_layers", span->num_layers));
   if (span->num_layers && !span->layers)

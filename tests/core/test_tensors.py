@@ -246,7 +246,8 @@ def test_dtype_unknown() -> None:
         DType.from_name("fp8")
     assert str(raised.value) == (
         "dtype is 'fp8', expected one of float16, bfloat16, float32, float8_e4m3fn, float8_e5m2, "
-        "int32, int64, uint32, uint64, uint8, float8_e4m3fnuz, Q8_0, Q4_0 (spec 4.3)"
+        "int32, int64, uint32, uint64, uint8, float8_e4m3fnuz, Q8_0, Q4_0, "
+        "U8_ZERO, U8_BIAS (spec 4.3)"
     )
     with pytest.raises(UnsupportedError, match=r"DType.INVALID has no torch or numpy type"):
         _ = DType.INVALID.array_name

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "formats/affine.h"
 #include "formats/codec.h"
 #include "plan/loops.h"
 
@@ -32,7 +33,17 @@ using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Con
 using DecodeVector = void (*)(float *to, const uint8_t *from, int64_t numbers);
 using EncodeVector = void (*)(uint8_t *to, const float *from, int64_t numbers);
 
-// Where the next copy will write and read; if that is not known, where this one does.
+// Numbers with a zero point from and to float32: of one unit or, `each`, of a unit for each number.
+struct AffineKernels {
+  void (*decode)(float *to, const uint8_t *q, int64_t numbers, const ScaleZero &with);
+  void (*decode_each)(float *to, const uint8_t *q, int64_t numbers, const float *scales,
+                      const float *zeros);
+  void (*encode)(uint8_t *to, const float *from, int64_t numbers, const ScaleZero &with);
+  void (*encode_each)(uint8_t *to, const float *from, int64_t numbers, const float *scales,
+                      const float *zeros);
+};
+
+// Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
   const uint8_t *src;
@@ -47,6 +58,13 @@ struct Kernels {
   ConvertRun convert[5][5];          // [src][dst], by fast_place
   DecodeVector decode[kNumFormats];  // by row_of; NULL for formats that are not numbers
   EncodeVector encode[kNumFormats];
+  AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
+  void (*bound)(Bounds *of, const float *from, int64_t numbers);
+  void (*bound_each)(float *least, float *largest, const float *from, int64_t numbers);
+
+  const AffineKernels &affine(kvx_dtype_t dtype) const {
+    return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;
+  }
 
   // The function that converts one format to another without float32 between; NULL: there is none.
   ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {

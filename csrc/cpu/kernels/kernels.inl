@@ -9,6 +9,7 @@
 #if KVX_VBMI
 #include "cpu/kernels/fp8.inl"
 #endif
+#include "cpu/kernels/affine.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/vectors.inl"
 
@@ -36,4 +37,8 @@ constexpr Kernels kKernels = {
 #define KVX_ROW(name, codec, ...) encoder_of<codec>(),
      KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
-    }};
+    },
+    affine_kernels<U8Zero>(),
+    affine_kernels<U8Bias>(),
+    bound_run,
+    bound_each};

@@ -62,8 +62,11 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_U64 = 9,
   KVX_DTYPE_U8 = 10,          /* as a cache dtype: opaque bytes, copied to U8 and never converted */
   KVX_DTYPE_F8_E4M3FNUZ = 11, /* AMD's: no infinity, NaN is 0x80, largest value 240; since 1.5 */
-  KVX_DTYPE_Q8_0 = 12, /* an element is a unit: 32 numbers along dim in 34 bytes; since 1.5 */
-  KVX_DTYPE_Q4_0 = 13  /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
+  KVX_DTYPE_Q8_0 = 12,    /* an element is a unit: 32 numbers along dim in 34 bytes; since 1.5 */
+  KVX_DTYPE_Q4_0 = 13,    /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
+  KVX_DTYPE_U8_ZERO = 14, /* value = (q - zero) * scale, with a scale and a zero point per group of
+                             numbers beside the data: OpenVINO's u8. Spec: E.14; since 1.5 */
+  KVX_DTYPE_U8_BIAS = 15  /* value = q * scale + zero: MLX's 8 bits. Spec: E.14; since 1.5 */
 } kvx_dtype_t;
 
 /* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */
@@ -107,11 +110,15 @@ typedef enum kvx_block_table_flags_t {
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */
 typedef enum kvx_scale_granularity_t {
   KVX_SCALE_NONE = 0,
-  KVX_SCALE_PER_TENSOR = 1,     /* one scale; ndim 0, or any shape of one element */
-  KVX_SCALE_PER_BLOCK = 2,      /* [num_blocks] */
-  KVX_SCALE_PER_HEAD = 3,       /* [num_kv_heads] */
-  KVX_SCALE_PER_BLOCK_HEAD = 4, /* [num_blocks, num_kv_heads] */
-  KVX_SCALE_PER_TOKEN_HEAD = 16 /* [num_blocks, block_size, num_kv_heads]; since 1.2 */
+  KVX_SCALE_PER_TENSOR = 1,      /* one scale; ndim 0, or any shape of one element */
+  KVX_SCALE_PER_BLOCK = 2,       /* [num_blocks] */
+  KVX_SCALE_PER_HEAD = 3,        /* [num_kv_heads] */
+  KVX_SCALE_PER_BLOCK_HEAD = 4,  /* [num_blocks, num_kv_heads] */
+  KVX_SCALE_PER_TOKEN_HEAD = 16, /* [num_blocks, block_size, num_kv_heads]; since 1.2 */
+  KVX_SCALE_PER_CHANNEL = 32,    /* [num_blocks, num_kv_heads, head_dim]: one for all tokens of a
+                                    block; of U8_ZERO and U8_BIAS. Spec: E.14; since 1.5 */
+  KVX_SCALE_PER_GROUP = 33 /* [num_blocks, block_size, num_kv_heads, groups]: head_dim / groups
+                              numbers share one; of U8_ZERO and U8_BIAS. Since 1.5 */
 } kvx_scale_granularity_t;
 
 /* ABI version of a library or of a caller. 16 bytes. Spec: 3 */
@@ -218,7 +225,8 @@ typedef struct kvx_kv_io_desc_t {
   uint32_t head_dim;     /* equals cache.head_dim */
 } kvx_kv_io_desc_t;
 
-/* Scales of an FP8 tensor. Frozen (embedded). 104 bytes. Spec: 6.6 */
+/* Scales of an FP8 tensor, or scales or zero points of U8_ZERO and U8_BIAS. Frozen (embedded). 104
+ * bytes. Spec: 6.6 */
 typedef struct kvx_scale_desc_t {
   uint32_t size;
   kvx_dtype_t dtype; /* F32, F16 or BF16 */

@@ -76,7 +76,9 @@ KVX_API kvx_status_t kvx_plan_run(const kvx_plan_t *plan, const kvx_plan_lookups
 #define KVX_PLANE_INFO_JOINED                                       \
   (1u << 2) /* the vectors of the layer's next plane, of V after K, \
                follow at both ends: one entry for both */
-#define KVX_PLANE_INFO_FINDS_SCALES (1u << 3) /* scales are found on the way [E.9] */
+#define KVX_PLANE_INFO_FINDS_SCALES (1u << 3) /* scales are found on the way [E.9, E.14] */
+#define KVX_PLANE_INFO_SCALES (1u << 4)       /* the scales of the plane before, copied [E.14] */
+#define KVX_PLANE_INFO_ZEROS (1u << 5)        /* the zero points of that plane, copied [E.14] */
 
 /* What a plan does with a plane. 80 bytes. Spec: E.13 */
 typedef struct kvx_plane_info_t {

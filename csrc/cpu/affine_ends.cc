@@ -1,0 +1,216 @@
+#include "cpu/affine_ends.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/convert.h"
+#include "desc/scale.h"
+
+namespace kvx::cpu {
+namespace {
+
+// What kPiece numbers of any format take, but those of tables.
+constexpr int64_t kStageBytes = kPiece * 8;
+#define KVX_ROW(name, codec, kind, numbers, bytes, ...) \
+  static_assert(kPiece % numbers == 0 && kPiece / numbers * bytes <= kStageBytes);
+KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+
+// Numbers [first, first + count) of the groups of a place's head.
+void load_groups(const GroupNumbers &all, const Place &place, uint32_t head, int64_t first,
+                 int64_t count, float *numbers) {
+  const uint8_t *at =
+      all.data + all.offset_of(place.block, place.offset, head) + first * all.group_stride;
+  if (all.dtype == KVX_DTYPE_F32 && all.group_stride == 4) {
+    std::memcpy(numbers, at, static_cast<size_t>(count) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i, at += all.group_stride)
+    numbers[i] = read_scale(at, all.dtype);
+}
+
+void copy_groups(const GroupNumbers &to, uint8_t *dst, const GroupNumbers &from, const uint8_t *src,
+                 int64_t count) {
+  const auto size = static_cast<size_t>(size_of(to.dtype));
+  if (to.group_stride == from.group_stride && to.group_stride == size_of(to.dtype)) {
+    std::memcpy(dst, src, static_cast<size_t>(count) * size);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(dst + i * to.group_stride, src + i * from.group_stride, size);
+}
+
+}  // namespace
+
+// ---- the source ----
+
+AffineSource::AffineSource(const PlanePair &pair, const AffineEnd &end)
+    : plane_(pair.src),
+      end_(end),
+      scales_(pair.src_scales),
+      is_dense_(is_dense_vector(pair.src, units_of(pair.src.dtype, pair.head_dim))) {}
+
+const uint8_t *AffineSource::gather(const uint8_t *vector, int64_t first, int64_t count,
+                                    uint8_t *stage) const {
+  const int64_t unit = units_of(plane_.dtype, first), units = units_of(plane_.dtype, count);
+  const int64_t bytes = size_of(plane_.dtype);
+  if (is_dense_) return vector + unit * bytes;
+  for (int64_t i = 0; i < units; ++i)
+    std::memcpy(stage + i * bytes, vector + element_offset(plane_, unit + i),
+                static_cast<size_t>(bytes));
+  return stage;
+}
+
+void AffineSource::read_scaled(const Place &place, uint32_t head, int64_t first, int64_t count,
+                               float *values) const {
+  alignas(8) uint8_t stage[kStageBytes];
+  kernels().decode[row_of(plane_.dtype)](values, gather(address(place, head), first, count, stage),
+                                         count);
+  const float scale = ScaleCursor(scales_, place).at(0, head);
+  if (scale == 1.0f) return;
+  for (int64_t i = 0; i < count; ++i) values[i] *= scale;
+}
+
+void AffineSource::read(const Place &place, uint32_t head, int64_t first, int64_t count,
+                        float *values) {
+  if (!end_.group) return read_scaled(place, head, first, count, values);
+  if (end_.covers_tokens) {
+    if (place.block != block_ || head != head_ || first != first_) {
+      load_units(place, head, first, count, unit_scales_, unit_zeros_);
+      block_ = place.secondary ? -1 : place.block, head_ = head, first_ = first;
+    }
+    return decode_each(place, head, first, count, values, unit_scales_, unit_zeros_);
+  }
+  uint8_t stage[kPiece];
+  const uint8_t *const q = gather(address(place, head), first, count, stage);
+  for (int64_t d = 0; d < count;) {
+    const int64_t group = (first + d) / end_.group;
+    const int64_t run = std::min((group + 1) * end_.group - first, count) - d;
+    float scale, zero;
+    load_groups(end_.scales, place, head, group, 1, &scale);
+    load_groups(end_.zeros, place, head, group, 1, &zero);
+    kernels().affine(plane_.dtype).decode(values + d, q + d, run, {scale, zero});
+    d += run;
+  }
+}
+
+void AffineSource::decode_each(const Place &place, uint32_t head, int64_t first, int64_t count,
+                               float *values, const float *scales, const float *zeros) const {
+  uint8_t stage[kPiece];
+  kernels()
+      .affine(plane_.dtype)
+      .decode_each(values, gather(address(place, head), first, count, stage), count, scales, zeros);
+}
+
+void AffineSource::load_units(const Place &place, uint32_t head, int64_t first, int64_t count,
+                              float *scales, float *zeros) const {
+  load_groups(end_.scales, place, head, first, count, scales);
+  load_groups(end_.zeros, place, head, first, count, zeros);
+}
+
+// ---- the destination ----
+
+AffineTarget::AffineTarget(const PlanePair &pair, const AffineEnd &end)
+    : plane_(pair.dst),
+      end_(end),
+      scales_(pair.dst_scales),
+      dim_(pair.head_dim),
+      finds_scales_(pair.find_scales),
+      is_dense_(is_dense_vector(pair.dst, units_of(pair.dst.dtype, pair.head_dim))) {}
+
+template <class Encode>
+void AffineTarget::store(const Place &place, uint32_t head, int64_t first, int64_t count,
+                         Encode encode) const {
+  const int64_t unit = units_of(plane_.dtype, first), units = units_of(plane_.dtype, count);
+  const int64_t bytes = size_of(plane_.dtype);
+  uint8_t *const vector = address(place, head);
+  if (is_dense_) return encode(vector + unit * bytes);
+  alignas(8) uint8_t stage[kStageBytes];
+  encode(stage);
+  for (int64_t i = 0; i < units; ++i)
+    std::memcpy(vector + element_offset(plane_, unit + i), stage + i * bytes,
+                static_cast<size_t>(bytes));
+}
+
+void AffineTarget::clear(const Place &place, uint32_t head) const {
+  for (int64_t d = 0; d < dim_; d += kPiece) {
+    const int64_t count = std::min(dim_ - d, kPiece);
+    store(place, head, d, count, [&](uint8_t *to) {
+      std::memset(to, 0, static_cast<size_t>(bytes_of(plane_.dtype, count)));
+    });
+  }
+  if (finds_scales_) ScaleCursor(scales_, place).store(0, head, 1.0f);
+  for (int64_t g = 0; end_.group && g < dim_ / end_.group; ++g)
+    store_unit(place, head, g, {0.0f, 0.0f});
+}
+
+void AffineTarget::set_scale(const Place &place, uint32_t head) {
+  if (!finds_scales_) divisor_ = ScaleCursor(scales_, place).at(0, head);
+}
+
+void AffineTarget::find_scale(const Place &place, uint32_t head, float most) {
+  divisor_ = found_scale(most, format_of(plane_.dtype).largest, scales_.dtype);
+  ScaleCursor(scales_, place).store(0, head, divisor_);
+}
+
+void AffineTarget::write(const Place &place, uint32_t head, int64_t first, int64_t count,
+                         float *values) const {
+  if (divisor_ != 1.0f)
+    for (int64_t i = 0; i < count; ++i) values[i] /= divisor_;
+  store(place, head, first, count,
+        [&](uint8_t *to) { kernels().encode[row_of(plane_.dtype)](to, values, count); });
+}
+
+ScaleZero AffineTarget::find_unit(const Bounds &bounds) const {
+  const ScaleZero unit = with_affine(plane_.dtype, [&](auto format) {
+    return decltype(format)::find(bounds, end_.covers_tokens);
+  });
+  return {saturate_for(end_.scales.dtype, unit.scale), saturate_for(end_.zeros.dtype, unit.zero)};
+}
+
+void AffineTarget::store_unit(const Place &place, uint32_t head, int64_t group,
+                              const ScaleZero &unit) const {
+  for (const bool is_zero : {false, true}) {
+    const GroupNumbers &all = is_zero ? end_.zeros : end_.scales;
+    uint8_t *const at =
+        all.data + all.offset_of(place.block, place.offset, head) + group * all.group_stride;
+    write_scale(at, all.dtype, is_zero ? unit.zero : unit.scale);
+  }
+}
+
+void AffineTarget::quantize(const Place &place, uint32_t head, int64_t first, int64_t count,
+                            const float *values, const ScaleZero &unit) const {
+  store(place, head, first, count,
+        [&](uint8_t *to) { kernels().affine(plane_.dtype).encode(to, values, count, unit); });
+}
+
+void AffineTarget::quantize_each(const Place &place, uint32_t head, int64_t first, int64_t count,
+                                 const float *values, const float *scales,
+                                 const float *zeros) const {
+  store(place, head, first, count, [&](uint8_t *to) {
+    kernels().affine(plane_.dtype).encode_each(to, values, count, scales, zeros);
+  });
+}
+
+void AffineTarget::copy_units(const Place &place, const AffineSource &src, const Place &from,
+                              uint32_t head) const {
+  for (const bool is_zero : {false, true}) {
+    const GroupNumbers &to = is_zero ? end_.zeros : end_.scales;
+    const GroupNumbers &of = is_zero ? src.end_.zeros : src.end_.scales;
+    copy_groups(to, to.data + to.offset_of(place.block, place.offset, head), of,
+                of.data + of.offset_of(from.block, from.offset, head), dim_);
+  }
+}
+
+void AffineTarget::copy_bytes(const Place &place, const AffineSource &src, const Place &from,
+                              uint32_t head) const {
+  for (int64_t d = 0; d < dim_; d += kPiece) {
+    const int64_t count = std::min(dim_ - d, kPiece);
+    uint8_t stage[kPiece];
+    const uint8_t *const q = src.gather(src.address(from, head), d, count, stage);
+    store(place, head, d, count,
+          [&](uint8_t *to) { std::memcpy(to, q, static_cast<size_t>(count)); });
+  }
+}
+
+}  // namespace kvx::cpu

@@ -1,0 +1,99 @@
+// One end of an affine pair: the numbers of a place and head, a piece at a time, from and to
+// float32. Spec: E.14
+#pragma once
+
+#include "cpu/kernels/kernels.h"
+#include "plan/plan.h"
+
+namespace kvx::cpu {
+
+constexpr int64_t kPiece = 256;  // numbers of dim at a time; a multiple of every unit's of E.10
+
+class AffineSource {
+ public:
+  AffineSource(const PlanePair &pair, const AffineEnd &end);
+
+  bool covers_tokens() const { return end_.covers_tokens; }
+
+  // Numbers [first, first + count) of a head, kPiece at most.
+  void read(const Place &place, uint32_t head, int64_t first, int64_t count, float *values);
+
+  // The same of units that cover tokens, whose scales and zero points are at hand.
+  void decode_each(const Place &place, uint32_t head, int64_t first, int64_t count, float *values,
+                   const float *scales, const float *zeros) const;
+  // The scales and zero points of these numbers.
+  void load_units(const Place &place, uint32_t head, int64_t first, int64_t count, float *scales,
+                  float *zeros) const;
+
+ private:
+  friend class AffineTarget;
+
+  const uint8_t *address(const Place &place, uint32_t head) const {
+    return address_of(plane_, place) + head * plane_.head_stride;
+  }
+  // The units of these numbers one after the other: where they lie or, if they lie apart, a copy.
+  const uint8_t *gather(const uint8_t *vector, int64_t first, int64_t count, uint8_t *stage) const;
+  void read_scaled(const Place &place, uint32_t head, int64_t first, int64_t count,
+                   float *values) const;
+
+  const Plane plane_;
+  const AffineEnd end_;
+  const Scales scales_;
+  const bool is_dense_;
+  // Of units that cover tokens, those of the last read.
+  int64_t block_ = -1, first_ = 0;
+  uint32_t head_ = 0;
+  float unit_scales_[kPiece], unit_zeros_[kPiece];
+};
+
+class AffineTarget {
+ public:
+  AffineTarget(const PlanePair &pair, const AffineEnd &end);
+
+  // 0: a format without zero points.
+  uint32_t group() const { return end_.group; }
+
+  // Zero bytes, and what lies beside them.
+  void clear(const Place &place, uint32_t head) const;
+
+  // ---- a format without zero points ----
+
+  // What the numbers of this place are divided by from now on.
+  void set_scale(const Place &place, uint32_t head);
+  // Finds it for numbers whose largest magnitude is `most`, and stores it.
+  void find_scale(const Place &place, uint32_t head, float most);
+  // `values` are changed.
+  void write(const Place &place, uint32_t head, int64_t first, int64_t count, float *values) const;
+
+  // ---- a format with zero points ----
+
+  ScaleZero find_unit(const Bounds &bounds) const;
+  void store_unit(const Place &place, uint32_t head, int64_t group, const ScaleZero &unit) const;
+  void quantize(const Place &place, uint32_t head, int64_t first, int64_t count,
+                const float *values, const ScaleZero &unit) const;
+  void quantize_each(const Place &place, uint32_t head, int64_t first, int64_t count,
+                     const float *values, const float *scales, const float *zeros) const;
+
+  // Of a source of the same format: the units of a block's head, and the bytes of a token's.
+  void copy_units(const Place &place, const AffineSource &src, const Place &from,
+                  uint32_t head) const;
+  void copy_bytes(const Place &place, const AffineSource &src, const Place &from,
+                  uint32_t head) const;
+
+ private:
+  uint8_t *address(const Place &place, uint32_t head) const {
+    return address_of(plane_, place) + head * plane_.head_stride;
+  }
+  // Calls encode(to) with where the units of these numbers go, or a stage that goes there.
+  template <class Encode>
+  void store(const Place &place, uint32_t head, int64_t first, int64_t count, Encode encode) const;
+
+  const Plane plane_;
+  const AffineEnd end_;
+  const Scales scales_;
+  const uint32_t dim_;
+  const bool finds_scales_, is_dense_;
+  float divisor_ = 1.0f;
+};
+
+}  // namespace kvx::cpu

@@ -1,0 +1,120 @@
+#include "plan/plan_affine.h"
+
+#include "desc/affine.h"
+#include "error.h"
+#include "plan/violation.h"
+
+namespace kvx {
+namespace {
+
+int64_t step_bytes(const kvx_scale_desc_t &desc, int axis) {
+  return desc.shape[axis] > 1 ? desc.stride[axis] * size_of(desc.dtype) : 0;
+}
+
+GroupNumbers numbers_of(const kvx_scale_desc_t &desc, uint32_t head_start) {
+  GroupNumbers all{};
+  all.dtype = desc.dtype;
+  all.block_stride = step_bytes(desc, 0);
+  if (covers_tokens(desc)) {
+    all.head_stride = step_bytes(desc, 1);
+    all.group_stride = step_bytes(desc, 2);
+  } else {
+    all.token_stride = step_bytes(desc, 1);
+    all.head_stride = step_bytes(desc, 2);
+    if (desc.granularity == KVX_SCALE_PER_GROUP) all.group_stride = step_bytes(desc, 3);
+  }
+  all.data = static_cast<uint8_t *>(const_cast<void *>(desc.data)) + head_start * all.head_stride;
+  return all;
+}
+
+AffineEnd end_of(kvx_dtype_t dtype, const AffineDescs &descs, uint32_t head_dim) {
+  AffineEnd end{};
+  if (!is_affine(dtype)) return end;
+  const kvx_scale_desc_t &scales = *descs.scales;
+  end.scales = numbers_of(scales, descs.head_start);
+  end.zeros = numbers_of(*descs.zeros, descs.head_start);
+  end.covers_tokens = covers_tokens(scales);
+  const bool has_groups = scales.granularity == KVX_SCALE_PER_GROUP;
+  const auto groups = has_groups ? static_cast<uint32_t>(scales.shape[3]) : 1;
+  end.group = end.covers_tokens ? 1 : head_dim / groups;
+  return end;
+}
+
+// Scales or zero points of one end as a plane of their own.
+void set_plane(Plane *plane, const GroupNumbers &all, uint32_t groups) {
+  plane->base = all.data;
+  plane->dtype = all.dtype;
+  plane->block_stride = all.block_stride;
+  plane->token_stride = all.token_stride;
+  plane->head_stride = all.head_stride;
+  plane->inner_stride = plane->outer_stride = groups > 1 ? all.group_stride : size_of(all.dtype);
+  plane->pack = groups;
+}
+
+// A pair that copies what lies beside the data of pair `index`.
+void add_copy(Plan *plan, size_t index, const GroupNumbers &src, const GroupNumbers &dst,
+              uint32_t groups, BesideData what) {
+  PlanePair &pair = plan->pairs.add();
+  const PlanePair &data = plan->pairs[index];
+  pair.num_heads = data.num_heads;
+  pair.head_dim = groups;
+  pair.lookup = data.lookup;
+  pair.plane = data.plane;
+  pair.is_v = data.is_v;
+  pair.beside = what;
+  set_plane(&pair.src, src, groups);
+  set_plane(&pair.dst, dst, groups);
+}
+
+}  // namespace
+
+void reserve_pairs(Plan *plan, const kvx_span_t &src, const kvx_span_t &dst) {
+  const size_t most = size_t{2} * src.num_layers + src.num_planes;
+  bool has_zeros = src.k_zeros || src.v_zeros || dst.k_zeros || dst.v_zeros;
+  for (uint32_t i = 0; i < src.num_planes && !has_zeros; ++i)
+    has_zeros = src.planes[i]->zero || dst.planes[i]->zero;
+  plan->pairs.reserve(has_zeros ? 3 * most : most);  // scales and zero points may be pairs, too
+  if (has_zeros) plan->affine.reserve(most);
+}
+
+void add_affine(Plan *plan, size_t index, const AffineDescs &src_descs,
+                const AffineDescs &dst_descs, uint32_t flags) {
+  PlanePair &pair = plan->pairs[index];
+  const uint32_t dim = pair.head_dim;
+  const AffineEnd src = end_of(pair.src.dtype, src_descs, dim);
+  const AffineEnd dst = end_of(pair.dst.dtype, dst_descs, dim);
+  const LookupPair &lookup = plan->lookups[pair.lookup];
+  const bool is_same = pair.src.dtype == pair.dst.dtype && src.group == dst.group &&
+                       src.scales.dtype == dst.scales.dtype && src.zeros.dtype == dst.zeros.dtype &&
+                       src.covers_tokens == dst.covers_tokens;
+  if (is_same && !src.covers_tokens) {
+    add_copy(plan, index, src.scales, dst.scales, dim / src.group, BesideData::kScales);
+    add_copy(plan, index, src.zeros, dst.zeros, dim / src.group, BesideData::kZeros);
+    return;
+  }
+  pair.convert = true;
+  AffinePair &affine = plan->affine.add();
+  pair.affine = static_cast<uint32_t>(plan->affine.size());
+  affine.src = src;
+  affine.dst = dst;
+  affine.keeps_units = is_same && lookup.src.block_size == lookup.dst.block_size;
+  affine.requantizes = flags & KVX_FLAG_REQUANTIZE;
+  affine.block_size = lookup.dst.block_size;
+}
+
+kvx_status_t check_unit_starts(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (!pair.affine) continue;
+    const AffinePair &affine = plan.affine[pair.affine - 1];
+    const Lookup &dst = plan.lookups[pair.lookup].dst;
+    if (!affine.dst.covers_tokens || affine.requantizes || !dst.starts.data) continue;
+    for (uint64_t row = 0; row < plan.rows.count; ++row) {
+      Violation found{};
+      if (!is_within_unit(plan.rows, dst, row, &found)) continue;
+      return fail_with(found, field_names(plan, plan.lookups[pair.lookup]));
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace kvx

@@ -1,0 +1,25 @@
+// Planning of pairs with zero points. Spec: E.14
+#pragma once
+
+#include "plan/plan.h"
+
+namespace kvx {
+
+// Makes room for the pairs of a migration.
+void reserve_pairs(Plan *plan, const kvx_span_t &src, const kvx_span_t &dst);
+
+// What says the scales and zero points of one end of a pair: NULL where its format has none.
+struct AffineDescs {
+  const kvx_scale_desc_t *scales, *zeros;
+  uint32_t head_start;
+};
+
+// Completes pair `index` of the plan, one end of which has zero points: either it copies bytes, and
+// pairs that copy scales and zero points follow it, or it has an AffinePair. The plan has room.
+void add_affine(Plan *plan, size_t index, const AffineDescs &src, const AffineDescs &dst,
+                uint32_t flags);
+
+// Where tokens begin in a destination whose units cover those of a block.
+kvx_status_t check_unit_starts(const Plan &plan);
+
+}  // namespace kvx

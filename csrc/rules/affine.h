@@ -1,0 +1,27 @@
+// Rules of scales and zero points of U8_ZERO and U8_BIAS. Spec: E.14
+#pragma once
+
+#include "kvx/kvx_migrate.h"
+#include "rules/path.h"
+
+namespace kvx {
+
+// The scales and zero points of a tensor of `cache`, which has passed check_cache(); NULL: none. Of
+// another format: it has no zero points.
+kvx_status_t check_zeros(const Path &scale_path, const kvx_scale_desc_t *scales,
+                         const Path &zero_path, const kvx_scale_desc_t *zeros,
+                         const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
+                         const Path &tensor_path);
+
+// Calls that have no fields for zero points take no format with them.
+[[gnu::cold]] kvx_status_t fail_zeros(const Path &path, kvx_dtype_t dtype);
+inline kvx_status_t check_no_zeros(const Path &path, kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_U8_ZERO || dtype == KVX_DTYPE_U8_BIAS ? fail_zeros(path, dtype)
+                                                                  : KVX_STATUS_OK;
+}
+
+// What a destination obeys besides, of spans that have passed check_span(): its scales and zero
+// points are written, and units that cover tokens are filled in order.
+kvx_status_t check_zeros_written(const kvx_migrate_desc_t &migrate);
+
+}  // namespace kvx
