@@ -160,13 +160,17 @@ def migrate(
     return _bind("migrate_kv", binding, like, c_uint64(token_bytes), c_uint64(table_rows))
 
 
-def run_plan(binding: Binding, plan: c_void_p, token_bytes: int) -> Call:
+def run_plan(
+    binding: Binding, plan: c_void_p, token_bytes: int, invalid_slots: tuple[int, int]
+) -> Call:
     """Binds kvx_plan_run: a call of (seq_lens, three lookups of each end, stream), each a tensor or
     None.
 
     token_bytes: bytes moved per token; 0: the call always releases the GIL
+    invalid_slots: of slots that are tensors, at the source and at the destination
     """
-    return _bind("plan_run", binding, plan, c_uint64(token_bytes))
+    skipped = map(c_int64, invalid_slots)
+    return _bind("plan_run", binding, plan, c_uint64(token_bytes), *skipped)
 
 
 def _bind(name: str, binding: Binding, *args: Any) -> Call:

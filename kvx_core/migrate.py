@@ -181,7 +181,8 @@ def _move_described(
     if stream is None:
         stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
     struct = lens.to_c()
-    max_seq_len = min(max(max_seq_len, 0), 2**32 - 1)
+    # Beyond what a struct holds no bound is named: such lengths are libkvx's to refuse.
+    max_seq_len = max_seq_len if 0 <= max_seq_len < 2**32 else 0
     _check(move.call(None, stream, _abi.address_of(struct), max_seq_len))
 
 

@@ -225,7 +225,9 @@ class Plan:
         )
         token_bytes = dst.view.bytes_per_token(options.num_heads)
         brief = len(dst.view.layers) <= 8
-        self._call = _bound.run_plan(binding, handle.value, token_bytes * brief)
+        self._call = _bound.run_plan(
+            binding, handle.value, token_bytes * brief, (_invalid(src), _invalid(dst))
+        )
         return self
 
     def run(
@@ -244,7 +246,8 @@ class Plan:
 
         seq_lens: (seq_count,), the tokens to move of each sequence; None: the plan's
         src_..., dst_...: where the sequences lie, as for CacheView.at; None: as the plan was made.
-                  A table where the plan has a table of its format, slots where it has slots
+                  A table where the plan has a table of its format, slots where it has slots, which
+                  skip the plan's invalid_slot unless they are a SlotMapping
         stream:   CUDA stream; None: torch's current one if a tensor is torch's, else the default
                   stream. Ignored for HOST memory
         Mutates what kvx_core.migrate would, nothing else.
@@ -377,10 +380,13 @@ class Plan:
         lens = None if seq_lens is None else SeqLens.of(seq_lens)
         indices: dict[str, SlotMapping | BlockTable | SeqLens | None] = {"seq_lens": lens}
         ends = []
-        for name, (table, slots, starts) in (("src", src), ("dst", dst)):
+        for name, span, (table, slots, starts) in (
+            ("src", self._src, src),
+            ("dst", self._dst, dst),
+        ):
             found = (
-                None if table is None else BlockTable.of(table),
-                None if slots is None else SlotMapping.of(slots),
+                None if table is None else span.view.table_of(table),
+                None if slots is None else SlotMapping.of(slots, invalid_slot=_invalid(span)),
                 None if starts is None else SeqLens.of(starts, name=f"{name}_starts"),
             )
             for field, index in zip(("block_table", "slots", "starts"), found, strict=True):
@@ -415,6 +421,11 @@ class Plan:
 
 def _closed() -> InvalidArgumentError:
     return InvalidArgumentError("the plan is closed, expected an open one. Make a new plan")
+
+
+def _invalid(span: CacheSpan) -> int:
+    """The slot that is skipped in slots that a run gives as numbers alone."""
+    return -1 if span.slots is None else span.slots.invalid_slot
 
 
 def _known(number: int) -> int | None:

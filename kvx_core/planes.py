@@ -98,10 +98,17 @@ class Plane(Borrowed):
         Raises InvalidArgumentError, UnsupportedError.
         """
         fields = borrowed_fields(name, tensor)
+        counted = _axes("axes", axes)
         if dtype is not None:
+            if DType.of(dtype).numbers > 1 and counted and counted[-1] is not Axis.DIM:
+                raise InvalidArgumentError(
+                    f"axes[{len(counted) - 1}] is {counted[-1].name.lower()}, expected dim: the "
+                    f"last axis of the tensor holds units of {DType.of(dtype).name}, which are "
+                    "numbers along dim (spec E.10)"
+                )
             fields |= stored_as(name, fields, dtype)
         return cls(
-            axes=_axes("axes", axes),
+            axes=counted,
             role=_role("role", role),
             layer=layer,
             tokens_per_entry=tokens_per_entry,

@@ -18,6 +18,7 @@ from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.indices import are_counts, are_right, contiguous, index_list, padded
 from kvx_core.memory_checks import same_memory
 from kvx_core.tensors import (
+    Borrowed,
     TensorLike,
     borrow,
     dtype_name,
@@ -59,6 +60,8 @@ class BlockTable:
     flags: int = 0
     memory: Memory = Memory.HOST
     owner: object = field(default=None, compare=False)
+    # POINTERS: a block of each plane, for those that were given as tensors.
+    blocks: tuple[Borrowed | None, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         kinds = type(self.format), type(self.indptr_dtype), type(self.indptr)
@@ -200,14 +203,16 @@ class BlockTable:
         blocks: (seq_count, max_blocks_per_seq, planes), int64 or uint64, contiguous: the address of
                 the block in K of layer 0, V of layer 0, K of layer 1, ...; 0 is a null block. Or
                 nested lists, [sequence][block][plane], of tensors, addresses or None: tensors are
-                kept alive, and short sequences padded with null blocks
+                kept alive, and short sequences padded with null blocks. Tensors of a
+                plane have the same shape, strides and dtype; CacheView.at compares them to its own
         Raises InvalidArgumentError, UnsupportedError.
         """
         kept: object = None
+        seen: dict[int, Borrowed] = {}
         if not is_tensor(blocks):
             rows: Any = blocks
             kept = torch_owners([list(block) for row in rows for block in row])
-            blocks = _addresses(rows)
+            blocks = _addresses(rows, seen)
         table = contiguous(
             "block_table.indices", borrow(blocks, name="block_table"), 3, (DType.S64, DType.U64)
         )
@@ -221,6 +226,7 @@ class BlockTable:
             indices_count=seq_count * max_blocks_per_seq * planes,
             memory=table.memory,
             owner=table.owner if kept is None else (table.owner, kept),
+            blocks=tuple(map(seen.get, range(planes))) if seen else (),
         )
 
     @classmethod
@@ -436,8 +442,13 @@ def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
     return copy.data_ptr() + at - owner.data_ptr(), copy
 
 
-def _addresses(rows: Sequence[Sequence[Sequence[TensorLike | int | None]]]) -> npt.NDArray[Any]:
-    """Nested lists of blocks as an array of addresses (seq_count, max_blocks_per_seq, planes)."""
+def _addresses(
+    rows: Sequence[Sequence[Sequence[TensorLike | int | None]]], seen: dict[int, Borrowed]
+) -> npt.NDArray[Any]:
+    """Nested lists of blocks as an array of addresses (seq_count, max_blocks_per_seq, planes).
+
+    seen: gets the first tensor of each plane; the others are like it
+    """
     planes = {len(block) for row in rows for block in row}
     if len(planes) > 1:
         raise InvalidArgumentError(
@@ -448,7 +459,48 @@ def _addresses(rows: Sequence[Sequence[Sequence[TensorLike | int | None]]]) -> n
         for j, block in enumerate(row):
             for k, plane in enumerate(block):
                 if is_tensor(plane):
-                    table[i, j, k] = borrow(plane, name=f"block_table[{i}][{j}][{k}]").data
+                    name = f"block_table[{i}][{j}][{k}]"
+                    given = borrow(plane, name=name)
+                    first = seen.setdefault(k, given)
+                    if _strided(given) != _strided(first):
+                        raise InvalidArgumentError(
+                            f"{name} is {_strided(given)}, expected {_strided(first)} as the first "
+                            f"block of plane {k}: one descriptor stands for all (spec E.12)"
+                        )
+                    table[i, j, k] = given.data
                 elif plane is not None:
                     table[i, j, k] = address(f"block_table[{i}][{j}][{k}]", plane)
     return table
+
+
+def check_blocks(table: BlockTable, planes: Sequence[Borrowed]) -> None:
+    """Refuses a POINTERS table whose blocks, given as tensors, have other strides than `planes`.
+
+    planes: K and V of layer 0, of layer 1, ... as described, of one block each. Blocks of another
+            element size or with other numbers of axes say nothing.
+    Raises InvalidArgumentError.
+    """
+    for i, (block, plane) in enumerate(zip(table.blocks, planes, strict=False)):
+        if block is None or block.dtype.itemsize != plane.dtype.itemsize:
+            continue
+        skipped = len(plane.shape) - len(block.shape)  # the axis of blocks
+        if skipped not in (0, 1):
+            continue
+        axes = [
+            (extent, step if extent > 1 else 0)
+            for extent, step in zip(plane.shape[skipped:], plane.stride[skipped:], strict=True)
+        ]
+        found = [
+            (extent, step if extent > 1 else 0)
+            for extent, step in zip(block.shape, block.stride, strict=True)
+        ]
+        if axes != found:
+            raise InvalidArgumentError(
+                f"block_table has blocks of plane {i} that are {_strided(block)}, but the view "
+                f"describes {_strided(plane)}: its strides hold for every block (spec E.12). "
+                "Describe one of these blocks, or give addresses"
+            )
+
+
+def _strided(tensor: Borrowed) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)} with strides {list(tensor.stride)}"

@@ -17,7 +17,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.memory_checks import same_memory
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
-from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping, check_blocks
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
 from kvx_core.types import Transfer
@@ -235,11 +235,22 @@ class CacheView:
         """
         return CacheSpan(
             view=self,
-            block_table=None if block_table is None else BlockTable.of(block_table),
+            block_table=None if block_table is None else self.table_of(block_table),
             slots=None if slots is None else SlotMapping.of(slots),
             starts=None if starts is None else SeqLens.of(starts, name="starts"),
             head_start=head_start,
         )
+
+    def table_of(self, table: BlockTable | TensorLike | Sequence[Sequence[int]]) -> BlockTable:
+        """A table of this view, as `at` takes it.
+
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        found = BlockTable.of(table)
+        if found.blocks:
+            planes = [plane for layer in self.layers for plane in (layer.k, layer.v) if plane]
+            check_blocks(found, planes)
+        return found
 
 
 class Move(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from kvx_core import (
     CacheView,
     InvalidArgumentError,
     Layout,
+    OutOfRangeError,
     Plan,
     Plane,
     SeqLens,
+    SlotMapping,
     UnsupportedError,
     _abi,
     describe,
@@ -27,6 +30,8 @@ from kvx_core import (
 from kvx_core.lookup import find_tokens
 from kvx_core.snapshot import Section, Snapshot
 from tests.calls import Backend
+from tests.planes import Paged, View
+from tests.planes import migrate as move_planes
 
 SENTINEL = 7.0
 PAIRS = [(torch.float32, torch.float16), (torch.float16, torch.float32)]
@@ -150,3 +155,94 @@ def test_v_is_not_found_among_keys() -> None:
     span = view.at(BlockTable.pointers([[[k0[1], k1[1], v1[1]]]]))
     with pytest.raises(InvalidArgumentError, match="is_v is 1, expected 0"):
         find_tokens(span, SeqLens.of([4]), v=True)
+
+
+def test_units_of_a_plane_lie_along_dim() -> None:
+    """Else the last axis, of tokens, would be cut into units."""
+    pages = torch.zeros(2, 64, 34, dtype=torch.uint8)
+    Plane.of(pages, ("block", "token", "dim"), "k", dtype="Q8_0")
+    with pytest.raises(
+        InvalidArgumentError, match=r"axes\[2\] is token, expected dim: the last ax"
+    ):
+        Plane.of(pages, ("block", "dim", "token"), "k", dtype="Q8_0")
+
+
+def test_pointers_of_blocks_with_other_strides() -> None:
+    """One descriptor stands for all blocks, so that a block of another order would be torn."""
+    pool = torch.arange(4 * 4 * 2 * 8, dtype=torch.float32).view(4, 4, 2, 8)
+    hnd = torch.zeros(2, 4, 8).transpose(0, 1)
+    view = views(pool[:1])
+    with pytest.raises(
+        InvalidArgumentError, match=r"block_table\[0\]\[1\]\[0\] is F32 \[4, 2, 8\]"
+    ):
+        BlockTable.pointers([[[pool[0]], [hnd]]])
+    other = BlockTable.pointers([[[hnd]]])
+    message = r"plane 0 that are F32 \[4, 2, 8\] with strides \[8, 32, 1\], but the view describes"
+    with pytest.raises(InvalidArgumentError, match=message):
+        view.at(other)
+    dst = torch.zeros(1, 8, 2, 8)
+    dense = CacheView((nhd(dst),), CacheFacts(), dense=True)
+    plan = Plan.migrate(view.at(pointers([pool], [[2]])), dense, [1], same_model=True)
+    for table in (other, BlockTable.pointers([[[hnd]]])):
+        with pytest.raises(InvalidArgumentError, match=message):
+            plan.run([4], src_block_table=table)
+    plan.run([8], src_block_table=pointers([pool], [[2, 1]]))
+    assert torch.equal(dst[0, :4], pool[2])
+    assert torch.equal(dst[0, 4:], pool[1])
+
+
+@pytest.mark.parametrize("given", ["list", "tensor", "mapping"])
+def test_a_run_skips_the_slots_that_its_plan_skips(given: str) -> None:
+    src, dst = torch.ones(1, 3, 1, 4), torch.full((2, 4, 1, 4), SENTINEL)
+    skipping = SlotMapping.of([0], invalid_slot=5)
+    plan = Plan.migrate(
+        CacheView((nhd(src),), CacheFacts(), dense=True), views(dst).at(slots=skipping), [1],
+        same_model=True,
+    )  # fmt: skip
+    slots: object = [1, 5, 6] if given == "list" else torch.tensor([1, 5, 6])
+    if given == "mapping":
+        slots = SlotMapping.of([1, 6, 5], invalid_slot=6)
+    plan.run([3], dst_slots=slots)  # type: ignore[arg-type]
+    expected = torch.full((8, 1, 4), SENTINEL)
+    expected[[1, 5] if given == "mapping" else [1, 6]] = 1
+    assert torch.equal(dst.view(8, 1, 4), expected)
+    assert plan.describe([3], dst_slots=slots).num_null_dst == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [2**32 - 1, 2**32, 2**33, 2**62])
+def test_lengths_past_32_bits_are_refused_alike(length: int) -> None:
+    src, dst = torch.zeros(2, 4, 1, 4), torch.full((2, 4, 1, 4), SENTINEL)
+    ends = views(src).at([[0, 1]]), views(dst).at([[1, 0]])
+    with Plan.migrate(*ends, [1], same_model=True) as plan:
+        sentences = set()
+        for lens in ([length], torch.tensor([length])):
+            for call in (partial(migrate, *ends, lens, same_model=True), partial(plan.run, lens)):
+                with pytest.raises(OutOfRangeError) as refusal:
+                    call()
+                sentences.add(str(refusal.value))
+        assert len(sentences) == 1
+        assert str(length) in sentences.pop()
+    assert (dst == SENTINEL).all()
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("entry", [0, 1 << 30])
+def test_states_of_long_sequences_move_at_once(backend: Backend, convert: bool, entry: int) -> None:
+    """A state stands for all tokens of its sequence: work is counted in entries, not in tokens."""
+    if not backend.looks_first:
+        return
+    src = torch.arange(3 * 2 * 8, dtype=torch.float32).view(3, 2, 8)
+    dst = torch.full((3, 2, 8), SENTINEL, dtype=torch.bfloat16 if convert else torch.float32)
+    ends = []
+    for tensor in (src, dst):
+        axes = ("block", "head", "dim") if entry == 0 else ("block", "token", "dim")
+        plane = Paged(tensor, axes, tokens_per_entry=entry)
+        ends.append(View([plane], None if entry == 0 else [[1], [0]]))
+    lengths = [1 << 62, (1 << 62) - 1] if entry == 0 else [1 << 31, 1 << 30]
+    move_planes(backend, *ends, lengths)
+    expected = torch.full((3, 2, 8), SENTINEL)
+    if entry == 0:
+        expected[:2] = src[:2]
+    else:
+        expected[1], expected[0, 0] = src[1], src[0, 0]
+    assert torch.equal(dst.float(), expected)

@@ -155,7 +155,8 @@ void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)
 // prefetched for K serves V.
 class Job {
  public:
-  Job(const Plan &plan, uint64_t tokens) : plan_(plan), tokens_(tokens) {
+  Job(const Plan &plan, uint64_t tokens) : plan_(plan), lengths_(tokens) {
+    for (const LookupPair &lookup : plan.lookups) tokens_ = std::max(tokens_, entries_of(lookup));
     uint64_t all_layers = 0, all_costs = 0;  // of one token
     for (size_t l = 0; l < plan.layers.size(); ++l) {
       uint64_t bytes = 0;
@@ -202,7 +203,7 @@ class Job {
   // The most entries of all rows together.
   uint64_t entries_of(const LookupPair &lookup) const {
     const uint32_t tokens = lookup.src.tokens_per_entry;
-    return tokens ? tokens_ / tokens : std::min(plan_.rows.count, tokens_);
+    return tokens ? lengths_ / tokens : std::min(plan_.rows.count, lengths_);
   }
 
   // The elements of an entry divided by its tokens, at least one.
@@ -265,7 +266,8 @@ class Job {
   }
 
   const Plan &plan_;
-  const uint64_t tokens_;
+  const uint64_t lengths_;         // added up
+  uint64_t tokens_ = 0;            // or, where no plane has an entry for each, the most entries
   uint64_t widest_layer_ = 0;      // bytes of one token
   uint64_t bytes_ = 0, cost_ = 0;  // of the job; the dense bytes that would take as long
   uint64_t tokens_per_item_ = 1, items_per_layer_ = 0, items_ = 0;

@@ -31,10 +31,15 @@ KVX_HD uint8_t *address_of(const Plane &plane, uint8_t *base, uint8_t *secondary
          place.offset * plane.token_stride;
 }
 inline uint8_t *address_of(const Plane &plane, const Place &place) {
-  if (!plane.token_pack) return address_of(plane, plane.base, plane.secondary, place);
-  return plane.base + place.block * plane.block_stride +
-         place.offset / plane.token_pack * plane.token_outer_stride +
-         place.offset % plane.token_pack * plane.token_stride;
+  const int64_t token = !plane.token_pack
+                            ? place.offset * plane.token_stride
+                            : place.offset / plane.token_pack * plane.token_outer_stride +
+                                  place.offset % plane.token_pack * plane.token_stride;
+  // The base of blocks that lie anywhere is NULL, to which a pointer may not be added.
+  const uint8_t *const base = place.secondary ? plane.secondary : plane.base;
+  return reinterpret_cast<uint8_t *>(
+      reinterpret_cast<uintptr_t>(base) +
+      static_cast<uintptr_t>(place.block * plane.block_stride + token));
 }
 
 // The scale of (block, token, head) lies at data + block * block_stride + ...; NULL data means 1.

@@ -302,8 +302,9 @@ struct Migrate {
     num_tokens *= std::max<uint64_t>(table_rows / std::max(lens.seq_count, 1u), 1);
     kvx_migrate_desc_t migrate = *like;
     migrate.seq_lens = &lens;
-    migrate.max_seq_len =
-        static_cast<uint32_t>(std::min<int64_t>(std::max<int64_t>(longest, 0), UINT32_MAX));
+    // Beyond what the field holds no bound is named: such lengths are libkvx's to refuse.
+    const bool is_bound = 0 <= longest && longest <= UINT32_MAX;
+    migrate.max_seq_len = is_bound ? static_cast<uint32_t>(longest) : 0;
     const bool is_brief = bound.memory == KVX_MEMORY_HOST && !given.are_described() &&
                           like->src->num_layers <= kBriefLayers &&
                           static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
@@ -321,7 +322,8 @@ struct RunPlan {
   Binding bound;
   decltype(&kvx_plan_run) function;
   const kvx_plan_t *plan;
-  uint64_t token_bytes;  // 0: calls are not brief
+  uint64_t token_bytes;     // 0: calls are not brief
+  int64_t invalid_slot[2];  // of slots that are given as a tensor, at the source and destination
 
   PyObject *kept() const { return bound.kept; }
 
@@ -347,7 +349,7 @@ struct RunPlan {
     for (const int end : {0, 1}) {
       kvx_end_lookup_t *const lookup = end ? &lookups.dst : &lookups.src;
       tables[end].format = KVX_BLOCK_TABLE_PACKED;
-      slots[end].invalid_slot = -1;
+      slots[end].invalid_slot = invalid_slot[end];
       if (!read(3 * end + 1, &tables[end], &lookup->block_table)) left |= kIndices;
       if (!read(3 * end + 2, &slots[end], &lookup->slots)) left |= kIndices;
       if (!read(3 * end + 3, &starts[end], &lookup->starts)) left |= kLens;
@@ -456,8 +458,10 @@ KVX_API PyObject *kvx_python_migrate(const kvx::Binding *bound, decltype(&kvx_mi
 }
 
 KVX_API PyObject *kvx_python_plan(const kvx::Binding *bound, decltype(&kvx_plan_run) function,
-                                  const kvx_plan_t *plan, uint64_t token_bytes) {
-  return kvx::function_of(kvx::RunPlan{*bound, function, plan, token_bytes});
+                                  const kvx_plan_t *plan, uint64_t token_bytes,
+                                  int64_t src_invalid_slot, int64_t dst_invalid_slot) {
+  return kvx::function_of(
+      kvx::RunPlan{*bound, function, plan, token_bytes, {src_invalid_slot, dst_invalid_slot}});
 }
 
 KVX_API PyObject *kvx_python_identity(const kvx::TensorType *tensors) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "case.h"
+#include "plane_places.h"
 
 namespace fuzz {
 
@@ -38,6 +39,10 @@ inline std::vector<Array> arrays_of(Case *c) {
     if (end->span.block_table) add_table(&end->table);
     if (end->span.slots) add(&end->slots.slots, end->slots.dtype, end->slots.token_count);
     if (end->span.starts) add(&end->starts.lengths, end->starts.dtype, end->starts.seq_count);
+    for (PlaneCase &plane : end->planes) {
+      if (plane.desc.block_table) add_table(&plane.table);
+      if (plane.desc.slots) add(&plane.slots.slots, plane.slots.dtype, plane.slots.token_count);
+    }
   }
   return all;
 }
@@ -59,6 +64,10 @@ inline std::vector<Stretch> written_by(const Case &c) {
   }
   const bool migrates = c.op == kMigrate;
   const size_t layers = migrates ? c.dst.span.num_layers : 1;
+  for (size_t i = 0; migrates && i < c.dst.span.num_planes; ++i) {
+    const kvx_plane_t &plane = c.dst.planes[i].desc;
+    all.push_back({static_cast<const uint8_t *>(plane.data), bytes_of(plane)});
+  }
   for (size_t l = 0; l < layers; ++l) {
     const kvx_cache_desc_t &cache = c.dst.layers[l];
     for (const int kv : {0, 1}) {
@@ -107,6 +116,7 @@ inline void bury(Random &random, Case *c) {
   for (const End *end : {&c->src, &c->dst}) {
     for (const kvx_cache_desc_t &cache : end->layers)
       add(cache.k.data), add(cache.v.data), add(cache.pool.secondary);
+    for (const PlaneCase &plane : end->planes) add(plane.desc.data);
   }
   add(c->io.key.data), add(c->io.value.data);
   if (arrays.empty() || places.empty()) return;

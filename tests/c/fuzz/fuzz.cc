@@ -57,6 +57,7 @@ void put_on_device(Case *c) {
   for (End *end : {&c->src, &c->dst}) {
     for (kvx_cache_desc_t &cache : end->layers)
       cache.k.memory = cache.v.memory = cache.pool.memory = KVX_MEMORY_DEVICE;
+    for (PlaneCase &plane : end->planes) plane.desc.memory = KVX_MEMORY_DEVICE;
   }
   c->io.key.memory = c->io.value.memory = KVX_MEMORY_DEVICE;
 }
@@ -64,7 +65,7 @@ void put_on_device(Case *c) {
 bool run_on_device(Random random, Counts *counts, bool big) {
   const Op op = random.pick({kWrite, kGather, kMigrate});
   Case c;
-  Generator(random, op, random.one_in(3), big, &c);
+  Generator(random, op, random.one_in(3), big, &c, /*device=*/true);
   put_on_device(&c);
   if (random.one_in(8)) bury(random, &c);
   c.memory.snapshot();

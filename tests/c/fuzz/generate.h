@@ -29,12 +29,13 @@ inline int64_t span_of(uint32_t ndim, const int64_t *shape, const int64_t *strid
 
 class Generator {
  public:
-  Generator(Random &random, Op op, bool hostile, bool big, Case *out)
-      : random(random), c(*out), memory(out->memory), big(big) {
+  Generator(Random &random, Op op, bool hostile, bool big, Case *out, bool device = false)
+      : random(random), c(*out), memory(out->memory), big(big), device(device) {
     c.op = op;
     bad_scales = hostile && random.one_in(4);
     bad_indices = hostile && !bad_scales;
     opaque = random.one_in(10);
+    in_units = !opaque && random.one_in(5);
     g = random_geometry();
     random_dtypes(dtypes);
     if (random.one_in(2)) dtypes[1] = dtypes[0];
@@ -51,8 +52,9 @@ class Generator {
   Random &random;
   Case &c;
   Memory &memory;
-  const bool big;
+  const bool big, device;
   bool bad_scales, bad_indices, opaque, pool;
+  bool in_units;  // tensors may be of formats whose units are 32 numbers
   Geometry g{};
   Dtypes dtypes;
 
@@ -67,6 +69,8 @@ class Generator {
     made.block_size = random.pick<uint32_t>({1, 2, 3, 4, 7, 8, 16});
     made.heads = 1 + random.below(4);
     for (uint32_t &dim : made.dim) dim = random.pick<uint32_t>({1, 2, 3, 5, 8, 12, 16, 20, 33});
+    if (in_units)
+      for (uint32_t &dim : made.dim) dim = 32 * (1 + random.below(3));
     if (random.one_in(2)) made.dim[1] = made.dim[0];
     made.has_v = !random.one_in(6);
     if (big) {  // enough for the library to use its threads
@@ -74,16 +78,20 @@ class Generator {
       made.block_size = 32;
       made.heads = 4;
       made.dim[0] = made.dim[1] = random.pick<uint32_t>({64, 80});
+      if (in_units) made.dim[0] = made.dim[1] = 64;
     }
     return made;
   }
 
   void random_dtypes(Dtypes &made) {
-    for (kvx_dtype_t &dtype : made) {
-      dtype = opaque ? KVX_DTYPE_U8
-                     : random.pick({KVX_DTYPE_F16, KVX_DTYPE_BF16, KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3,
-                                    KVX_DTYPE_F8_E5M2});
-    }
+    for (kvx_dtype_t &dtype : made) dtype = random_dtype(in_units);
+  }
+
+  kvx_dtype_t random_dtype(bool units) {
+    if (opaque) return KVX_DTYPE_U8;
+    if (units && random.one_in(2)) return random.pick({KVX_DTYPE_Q8_0, KVX_DTYPE_Q4_0});
+    return random.pick({KVX_DTYPE_F16, KVX_DTYPE_BF16, KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3,
+                        KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ});
   }
 
   kvx_dtype_t int_dtype() { return random.pick({KVX_DTYPE_S32, KVX_DTYPE_S64}); }
@@ -121,7 +129,7 @@ class Generator {
   }
 
   void set_shape(const Geometry &of, int kv, kvx_tensor_desc_t *tensor) {
-    const int64_t dim = of.dim[kv];
+    const int64_t dim = of.dim[kv] / numbers_of(tensor->dtype);
     const bool custom_packed = tensor->layout == KVX_LAYOUT_BLOCK_CUSTOM && random.one_in(2);
     if (tensor->layout == KVX_LAYOUT_BLOCK_HND_PACKED || custom_packed) {
       int64_t pack = 1 + below(dim);
@@ -180,7 +188,10 @@ class Generator {
       const int64_t span = span_of(tensor.ndim - 1, tensor.shape + 1, tensor.stride + 1);
       bytes_per_block = std::max(bytes_per_block, span * size_of(tensor.dtype));
     }
-    bytes_per_block = (bytes_per_block + 3) / 4 * 4 + 4 * below(3);
+    // What all elements of a pool divide; 612 is a multiple of units of 34 and of 18 bytes.
+    const int64_t step_of_sizes = in_units ? 612 : 4;
+    bytes_per_block =
+        ((bytes_per_block + step_of_sizes - 1) / step_of_sizes + below(3)) * step_of_sizes;
     const int64_t step = bytes_per_block * num_layers * kv_factor;
     const uint32_t second_blocks = random.pick<uint32_t>({0, 1, 3});
     end->span.secondary_num_blocks = second_blocks;
@@ -208,6 +219,24 @@ class Generator {
   void make_end(const Geometry &of, const Dtypes &types, uint32_t num_layers, bool as_pool,
                 End *end) {
     as_pool ? make_pool(of, types, num_layers, end) : make_layers(of, types, num_layers, end);
+  }
+
+  // Layers whose blocks lie anywhere: each in a buffer of its own. Spec: E.12
+  void make_stacks(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
+    Geometry one = of;
+    one.blocks = 1;
+    make_layers(one, types, num_layers, end);
+    for (const kvx_cache_desc_t &cache : end->layers) {
+      for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
+        if (is_absent(*tensor)) continue;
+        auto *const first = static_cast<uint8_t *>(tensor->data);
+        const Block *const block = memory.find(first);
+        const int64_t lead = first - block->data.get(), bytes = static_cast<int64_t>(block->size);
+        end->blocks.push_back({first});
+        while (end->blocks.back().size() < of.blocks)
+          end->blocks.back().push_back(allocate(bytes) + lead);
+      }
+    }
   }
 
   // ---- scales ----
@@ -258,7 +287,8 @@ class Generator {
         kvx_scale_desc_t scale = make_scale(of);
         const bool by_block =
             scale.granularity != KVX_SCALE_PER_TENSOR && scale.granularity != KVX_SCALE_PER_HEAD;
-        if ((by_block && cache.pool.secondary) || is_absent(kv ? cache.v : cache.k)) {
+        if ((by_block && (cache.pool.secondary || !end->blocks.empty())) ||
+            is_absent(kv ? cache.v : cache.k)) {
           scale.data = nullptr;
         }
         end->scales[kv].push_back(scale);
@@ -287,6 +317,11 @@ class Generator {
             ? bound + below(2)
             : random.pick<int64_t>({-1, -2, -7, 0, 1, 5, 1000, INT32_MAX, INT32_MIN,
                                     int64_t{1} << 31, int64_t{1} << 32, INT64_MAX, INT64_MIN});
+  }
+
+  // No address, or none of a block: others lead somewhere, and are the caller's.
+  void poison_pointer(int64_t *pointer) {
+    *pointer = random.pick<int64_t>({-1, INT64_MIN, *pointer | INT64_MIN});
   }
 
   kvx_seq_lens_t make_lens(const std::vector<int64_t> &lengths) {
@@ -330,6 +365,9 @@ class Generator {
     table.beam_width = beams;
     if (beams > 1 || (end->from_pool && random.one_in(2))) {
       table.format = KVX_BLOCK_TABLE_KV_OFFSETS;
+    } else if (!end->blocks.empty()) {
+      table.format = KVX_BLOCK_TABLE_POINTERS;
+      table.beam_width = random.below(2);
     } else {
       table.format = random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED});
       table.beam_width = random.below(2);
@@ -375,11 +413,22 @@ class Generator {
         table.flags = KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX;
         bound *= sub_blocks;
       }
+      const bool pointers = table.format == KVX_BLOCK_TABLE_POINTERS;
+      if (pointers) table.index_dtype = KVX_DTYPE_U64;
       for (const int64_t need : needs) {
         std::vector<int64_t> row;
         for (int64_t i = 0; i < columns; ++i)
           row.push_back(i * of.block_size < need ? block() : 998);
-        if (!offsets) indices.insert(indices.end(), row.begin(), row.end());
+        if (!offsets && !pointers) indices.insert(indices.end(), row.begin(), row.end());
+        for (const int64_t id : row) {
+          for (size_t plane = 0; pointers && plane < end->blocks.size(); ++plane) {
+            const bool null = id < 0 || (id != 998 && random.one_in(10));
+            indices.push_back(null        ? 0
+                              : id == 998 ? -1  // which no call may follow
+                                          : reinterpret_cast<int64_t>(
+                                                end->blocks[plane][static_cast<size_t>(id)]));
+          }
+        }
         for (int kv = 0; offsets && kv < 2; ++kv) {
           for (const int64_t id : row) {
             indices.push_back(id < 0 || id == 998 ? id : pool_index(*end, id, sub_blocks, kv));
@@ -387,7 +436,11 @@ class Generator {
         }
       }
     }
-    if (hostile) poison(&indices, bound);
+    if (hostile && table.format == KVX_BLOCK_TABLE_POINTERS) {
+      if (!indices.empty()) poison_pointer(&random.pick(indices));
+    } else if (hostile) {
+      poison(&indices, bound);
+    }
     table.indices_count = static_cast<uint32_t>(indices.size());
     table.indices = make_ints(indices, table.index_dtype);
   }
@@ -428,7 +481,7 @@ class Generator {
     for (int kv = 0; kv < (g.has_v ? 2 : 1); ++kv) {
       const kvx_dtype_t dtype = same ? (kv ? cache.v : cache.k).dtype : types[kv];
       kvx_tensor_desc_t &tensor = kv ? io.value : io.key;
-      const int64_t heads = g.heads, dim = g.dim[kv];
+      const int64_t heads = g.heads, dim = g.dim[kv] / numbers_of(dtype);
       if (c.op == kWrite) {
         tensor = io_tensor(dtype, {num_tokens + below(3), heads, dim});
         if (random.one_in(8)) tensor.stride[1] = 0;  // one head for all: input may be expanded
@@ -451,7 +504,11 @@ class Generator {
 
   void make_gather() {
     const uint32_t layers = pool ? 1 + random.below(3) : 1;
-    make_end(g, dtypes, layers, pool, &c.src);
+    if (!pool && random.one_in(5)) {
+      make_stacks(g, dtypes, 1, &c.src);
+    } else {
+      make_end(g, dtypes, layers, pool, &c.src);
+    }
     std::swap(c.src.layers[0], random.pick(c.src.layers));
     const uint32_t seqs = random.below(4), beams = pool ? 1 + random.below(2) : 1;
     const int64_t max_len = big ? g.room() / 2 : below(g.room() + 2);
@@ -479,7 +536,7 @@ class Generator {
     }
   }
 
-  enum Way { kDense, kSlots, kTable };
+  enum Lookup { kDense, kSlots, kTable };
 
   void make_migrate() {
     const bool same_pool = g.blocks > 1 && random.one_in(8);
@@ -492,14 +549,23 @@ class Generator {
     const bool other_pool = other.power_of_two() && random.one_in(4);
     if (!pool && !other_pool && random.one_in(6)) g.no_v = other.no_v = random.below(8);
     const uint32_t layers = 1 + random.below(3);
-    make_end(g, dtypes, layers, pool, &c.src);
+    const bool stacks[2] = {!pool && random.one_in(5), !other_pool && random.one_in(5)};
+    if (stacks[0]) {
+      make_stacks(g, dtypes, layers, &c.src);
+    } else {
+      make_end(g, dtypes, layers, pool, &c.src);
+    }
     if (same_pool) {
       c.dst = c.src;
     } else {
       Dtypes types;
       random_dtypes(types);
       if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
-      make_end(other, types, layers, other_pool, &c.dst);
+      if (stacks[1]) {
+        make_stacks(other, types, layers, &c.dst);
+      } else {
+        make_end(other, types, layers, other_pool, &c.dst);
+      }
     }
     c.migrate.size = sizeof c.migrate;
     c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
@@ -512,10 +578,11 @@ class Generator {
     // How each end is addressed; beams need tables of a pool at both ends, or a dense end.
     const Geometry *geometry[2] = {&g, &other};
     End *ends[2] = {&c.src, &c.dst};
-    Way way[2];
+    Lookup way[2];
     uint32_t seqs = random.below(4), beams = 1 + random.below(2);
     for (int e = 0; e < 2; ++e) {
       way[e] = same_pool ? random.pick({kSlots, kTable}) : random.pick({kDense, kSlots, kTable});
+      if (!ends[e]->blocks.empty()) way[e] = kTable;
       if (way[e] == kDense) seqs = std::min(seqs, geometry[e]->blocks);
     }
     if (way[0] != kTable && way[1] != kTable) beams = 1;
@@ -569,11 +636,185 @@ class Generator {
       if (!end.scales[0].empty()) give(&span.k_scales);
       if (!end.scales[1].empty()) give(&span.v_scales);
     }
+    const bool any_stacks = !c.src.blocks.empty() || !c.dst.blocks.empty();
+    if (!any_stacks && !big && random.one_in(3)) {
+      make_planes(geometry, way, same_pool, beams, lengths, needs);
+    }
+    bool own = false;  // a table that stays with the plan
+    for (const End *end : {&c.src, &c.dst})
+      for (const PlaneCase &plane : end->planes) own |= plane.desc.block_table || plane.desc.slots;
+    if (random.one_in(3)) {
+      c.way = random.pick({kPlan, own ? kPlan : kPlanOfOthers, device ? kPlan : kPlanRanges});
+    }
     if (hostile == 4) poison(&lengths, g.room() + 1);
     c.lens = make_lens(lengths);
     give(&c.migrate.seq_lens);
     give(&c.migrate.src);
     give(&c.migrate.dst);
+  }
+
+  // ---- planes beside the layers. Spec: E.11 ----
+
+  // What the planes of a pair share.
+  struct PairShape {
+    uint32_t tokens_per_entry, flags, heads;
+    bool units;
+    int64_t dim;  // numbers
+  };
+
+  PairShape random_pair() {
+    PairShape pair{};
+    pair.tokens_per_entry = random.pick<uint32_t>({1, 1, 1, 0, 2, 3});
+    pair.flags = random.one_in(4) ? KVX_PLANE_REPLICATED : 0;
+    pair.heads = 1 + random.below(3);
+    pair.units = in_units && random.one_in(2);
+    pair.dim = pair.units ? 32 * (1 + below(2)) : random.pick<int64_t>({1, 2, 6, 16, 33});
+    return pair;
+  }
+
+  // Axes in any order with any strides, TOKEN and DIM split some of the time. `dim`: elements.
+  void make_axes(const Geometry &of, int64_t dim, kvx_plane_t *plane) {
+    const auto add = [&](kvx_axis_t axis, int64_t extent, bool may_split) {
+      int64_t inner = 1 + below(extent);
+      while (extent % inner) --inner;
+      const bool splits = may_split && random.one_in(3);
+      if (splits) plane->axes[plane->num_axes++] = {axis, 0, extent / inner, 0};
+      if (splits) extent = inner;
+      if (extent > 1 || random.one_in(2)) plane->axes[plane->num_axes++] = {axis, 0, extent, 0};
+    };
+    add(KVX_AXIS_DIM, dim, true);
+    add(KVX_AXIS_TOKEN, of.block_size, !device);
+    add(KVX_AXIS_HEAD, of.heads, false);
+    add(KVX_AXIS_BLOCK, of.blocks, false);
+    if (plane->num_axes == 0) plane->axes[plane->num_axes++] = {KVX_AXIS_DIM, 0, 1, 0};
+    uint32_t order[KVX_MAX_PLANE_AXES];
+    for (uint32_t i = 0; i < plane->num_axes; ++i) order[i] = i;
+    for (uint32_t i = plane->num_axes; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
+    const int64_t size = size_of(plane->dtype), lead = below(3) * size;
+    int64_t next = size;
+    for (uint32_t i = 0; i < plane->num_axes; ++i) {
+      kvx_plane_axis_t &part = plane->axes[order[i]];
+      if (part.extent == 1) {
+        part.stride_bytes = random.pick<int64_t>({0, 1, -7, INT64_MAX});
+        continue;
+      }
+      part.stride_bytes = next + size * (random.one_in(2) ? below(4) : 0);
+      next += (part.extent - 1) * part.stride_bytes;
+    }
+    plane->data = allocate(lead + next) + lead;
+  }
+
+  // The same memory: that of the other end of a pool, or of another plane.
+  static void share(const kvx_plane_t &its, Geometry *of, kvx_plane_t *plane) {
+    plane->dtype = its.dtype;
+    plane->data = its.data;
+    plane->num_axes = its.num_axes;
+    std::copy(its.axes, its.axes + its.num_axes, plane->axes);
+    uint32_t *const extents[] = {&of->blocks, &of->block_size, &of->heads};
+    for (uint32_t *extent : extents) *extent = 1;
+    for (uint32_t i = 0; i < its.num_axes; ++i) {
+      if (its.axes[i].axis != KVX_AXIS_DIM)
+        *extents[its.axes[i].axis] *= static_cast<uint32_t>(its.axes[i].extent);
+    }
+  }
+
+  // A table or slots of a plane's own, over blocks [low, high), for rows of `lengths`.
+  void make_own(const Geometry &of, const std::vector<int64_t> &lengths,
+                const std::vector<int64_t> &needs, uint32_t low, uint32_t high, bool hostile,
+                PlaneCase *plane) {
+    const uint32_t tokens = plane->desc.tokens_per_entry;
+    if (tokens == 0 || (tokens == 1 && random.one_in(3))) {
+      int64_t count = 0;
+      for (const int64_t length : lengths) count += tokens ? length : 1;
+      plane->slots = make_slots(of, count, low, high, hostile);
+      give(&plane->desc.slots);
+      return;
+    }
+    Geometry in_tokens = of;
+    in_tokens.block_size *= tokens;
+    End own;
+    do {
+      own = End{};
+      make_table(in_tokens, static_cast<uint32_t>(needs.size()), 1, needs, low, high, hostile,
+                 &own);
+    } while (tokens > 1 && own.table.format != KVX_BLOCK_TABLE_PACKED);
+    plane->table = own.table;
+    give(&plane->desc.block_table);
+  }
+
+  // The plane of a pair at an end. `needs`: tokens of each row, from its first.
+  void make_plane(const PairShape &pair, uint32_t number, int e, const Geometry &of_span,
+                  Lookup way, bool same_pool, bool alias, const std::vector<int64_t> &lengths,
+                  const std::vector<int64_t> &needs, bool hostile) {
+    End &end = e ? c.dst : c.src;
+    PlaneCase made;
+    kvx_plane_t &plane = made.desc;
+    plane.size = sizeof plane;
+    plane.layer = number / 2;
+    plane.role = number;
+    plane.memory = KVX_MEMORY_HOST;
+    plane.flags = pair.flags;
+    plane.tokens_per_entry = pair.tokens_per_entry;
+    const auto tokens = std::max(pair.tokens_per_entry, 1u);
+    const auto format = way == kTable ? end.table.format : KVX_BLOCK_TABLE_PACKED;
+    const bool names_tokens = way == kSlots || format == KVX_BLOCK_TABLE_RAGGED;
+    bool own = format == KVX_BLOCK_TABLE_KV_OFFSETS || random.one_in(3) ||
+               (tokens > 1 && (names_tokens || of_span.block_size % tokens != 0));
+    Geometry of{};
+    of.blocks = own ? 2 + random.below(5) : of_span.blocks;
+    of.block_size = own ? random.pick<uint32_t>({1, 2, 3, 4, 8}) : of_span.block_size / tokens;
+    of.heads = pair.heads;
+    if (c.migrate.num_heads && !pair.flags) {
+      of.heads = std::max(c.src.span.head_start, c.dst.span.head_start) + c.migrate.num_heads +
+                 random.below(2);
+    }
+    if (pair.tokens_per_entry == 0) {
+      own = random.one_in(2);
+      of.blocks = 2 + static_cast<uint32_t>(lengths.size()) + random.below(2);
+      of.block_size = 1;
+    }
+    plane.dtype = random_dtype(pair.units);
+    if (e == 1 && random.one_in(2)) plane.dtype = c.src.planes.back().desc.dtype;
+    if (alias && !(same_pool && e == 1)) share(end.planes.back().desc, &of, &plane);
+    if (same_pool && e == 1) share(c.src.planes.back().desc, &of, &plane);
+    if (!plane.data) make_axes(of, pair.dim / numbers_of(plane.dtype), &plane);
+    const bool fits = of.blocks == of_span.blocks && of.block_size * tokens == of_span.block_size;
+    own |= pair.tokens_per_entry > 0 && !fits;
+    if (is_fp8(plane.dtype) && random.one_in(2)) {
+      made.scale = make_scale(of);
+      give(&plane.scale);
+    }
+    const uint32_t half = of.blocks / 2;
+    if (own) {
+      make_own(of, lengths, needs, same_pool && e == 1 ? half : 0,
+               same_pool && e == 0 && half ? half : of.blocks, hostile, &made);
+    }
+    end.planes.push_back(made);
+  }
+
+  void make_planes(const Geometry *const (&geometry)[2], const Lookup (&way)[2], bool same_pool,
+                   uint32_t beams, const std::vector<int64_t> &lengths,
+                   const std::vector<int64_t> (&needs)[2]) {
+    std::vector<int64_t> of_rows;
+    for (const int64_t length : lengths) of_rows.insert(of_rows.end(), beams, length);
+    const uint32_t count = 1 + random.below(3);
+    PairShape pair{};
+    for (uint32_t i = 0; i < count; ++i) {
+      const bool alias = i > 0 && random.one_in(3);  // at one end or both
+      if (!alias) pair = random_pair();
+      const uint32_t poisoned = bad_indices ? random.below(4) : 4;
+      for (int e = 0; e < 2; ++e) {
+        make_plane(pair, i, e, *geometry[e], way[e], same_pool, alias && !random.one_in(3), of_rows,
+                   needs[e], poisoned == static_cast<uint32_t>(e));
+      }
+    }
+    const bool alone = random.one_in(4) && c.src.table.format != KVX_BLOCK_TABLE_KV_OFFSETS &&
+                       c.dst.table.format != KVX_BLOCK_TABLE_KV_OFFSETS;
+    for (End *end : {&c.src, &c.dst}) {
+      end->span.num_planes = count;
+      give(&end->span.planes);
+      if (alone) end->span.num_layers = 0, end->span.k_scales = end->span.v_scales = nullptr;
+    }
   }
 
   template <class T>

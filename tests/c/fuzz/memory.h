@@ -109,6 +109,11 @@ inline int64_t size_of(kvx_dtype_t dtype) {
   }
 }
 
+// Numbers of one element.
+inline int64_t numbers_of(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ? 32 : 1;
+}
+
 inline bool is_fp8(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2 || dtype == KVX_DTYPE_F8_E4M3FNUZ;
 }
@@ -116,7 +121,8 @@ inline bool is_fp8(kvx_dtype_t dtype) {
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
 
 inline int64_t read_int(const void *data, kvx_dtype_t dtype, uint64_t i) {
-  if (dtype == KVX_DTYPE_S64) return static_cast<const int64_t *>(data)[i];
+  if (dtype == KVX_DTYPE_S64 || dtype == KVX_DTYPE_U64)
+    return static_cast<const int64_t *>(data)[i];
   return static_cast<const int32_t *>(data)[i];
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "case.h"
+#include "plane_places.h"
 
 namespace fuzz {
 
@@ -85,6 +86,32 @@ struct Fields {
       add(Field::kExtent, name + ".stride[" + std::to_string(axis) + "]", &s->stride[axis]);
     }
   }
+  void plane(const std::string &name, PlaneCase *p) {
+    kvx_plane_t &d = p->desc;
+    add(Field::kSize, name + ".size", &d.size);
+    add(Field::kCount, name + ".role", &d.role);
+    add(Field::kCount, name + ".layer", &d.layer);
+    add(Field::kEnum, name + ".dtype", &d.dtype);
+    add(Field::kEnum, name + ".memory", &d.memory);
+    add(Field::kCount, name + ".tokens_per_entry", &d.tokens_per_entry);
+    add(Field::kCount, name + ".flags", &d.flags);
+    add(Field::kCount, name + ".num_axes", &d.num_axes);
+    for (int i = 0; i < KVX_MAX_PLANE_AXES; ++i) {
+      const std::string axis = name + ".axes[" + std::to_string(i) + "]";
+      add(Field::kEnum, axis + ".axis", &d.axes[i].axis);
+      add(Field::kCount, axis + ".reserved", &d.axes[i].reserved);
+      add(Field::kExtent, axis + ".extent", &d.axes[i].extent);
+      add(Field::kExtent, axis + ".stride_bytes", &d.axes[i].stride_bytes);
+    }
+    add(Field::kPointer, name + ".data", &d.data);
+    add(Field::kPointer, name + ".scale", &d.scale);
+    add(Field::kPointer, name + ".block_table", &d.block_table);
+    add(Field::kPointer, name + ".slots", &d.slots);
+    add(Field::kExtent, name + ".reserved[3]", &d.reserved[3]);
+    if (d.scale) scale(name + ".scale", &p->scale);
+    if (d.block_table) table(name + ".block_table", &p->table);
+    if (d.slots) slots(name + ".slots", &p->slots);
+  }
   void span(const std::string &name, End *end) {
     kvx_span_t &v = end->span;
     add(Field::kSize, name + ".size", &v.size);
@@ -99,6 +126,11 @@ struct Fields {
     add(Field::kExtent, name + ".null_block_plus_1", &v.null_block_plus_1);
     add(Field::kPointer, name + ".k_scales", &v.k_scales);
     add(Field::kPointer, name + ".v_scales", &v.v_scales);
+    add(Field::kCount, name + ".num_planes", &v.num_planes);
+    add(Field::kPointer, name + ".planes", &v.planes);
+    add(Field::kCount, name + ".reserved_1", &v.reserved_1);
+    for (size_t i = 0; i < end->planes.size(); ++i)
+      plane(name + ".planes[" + std::to_string(i) + "]", &end->planes[i]);
     if (v.block_table) table(name + ".block_table", &end->table);
     if (v.slots) slots(name + ".slots", &end->slots);
     if (v.starts) lens(name + ".starts", &end->starts);
@@ -237,28 +269,64 @@ inline bool end_fits(Memory &memory, const End &end) {
   return true;
 }
 
+inline bool planes_fit(Memory &memory, const End &end) {
+  for (const PlaneCase &plane : end.planes) {
+    for (uint32_t i = 0; i < std::min<uint32_t>(plane.desc.num_axes, KVX_MAX_PLANE_AXES); ++i) {
+      const kvx_plane_axis_t &part = plane.desc.axes[i];
+      if (part.extent <= 1 || part.stride_bytes <= 0) continue;
+      if (Wide{part.extent - 1} * part.stride_bytes > (Wide{1} << 62)) return false;
+    }
+    if (plane.desc.data && !memory.holds(plane.desc.data, bytes_of(plane.desc))) return false;
+  }
+  return true;
+}
+
+// Blocks that a table names by their addresses are there.
+inline bool pointers_fit(Memory &memory, const End &end) {
+  const kvx_block_table_t &table = end.table;
+  if (table.format != KVX_BLOCK_TABLE_POINTERS || !table.indices) return true;
+  std::vector<kvx_tensor_desc_t> planes;
+  for (const kvx_cache_desc_t &cache : end.layers) {
+    planes.push_back(cache.k);
+    if (!is_absent(cache.v)) planes.push_back(cache.v);
+  }
+  if (!memory.holds(table.indices, Wide{8} * table.indices_count)) return true;  // unfair
+  for (uint32_t i = 0; i < table.indices_count; ++i) {
+    const int64_t block = read_int(table.indices, KVX_DTYPE_U64, i);
+    if (block <= 0) continue;
+    const kvx_tensor_desc_t &plane = planes[i % planes.size()];
+    if (!tensor_fits(memory, plane, reinterpret_cast<const uint8_t *>(block))) return false;
+  }
+  return true;
+}
+
 inline bool ints_fit(Memory &memory, const void *data, kvx_dtype_t dtype, uint64_t count) {
-  if (!data || (dtype != KVX_DTYPE_S32 && dtype != KVX_DTYPE_S64)) return true;  // refused
+  if (!data || (dtype != KVX_DTYPE_S32 && dtype != KVX_DTYPE_S64 && dtype != KVX_DTYPE_U64))
+    return true;  // refused
   return memory.holds(data, Wide{size_of(dtype)} * static_cast<Wide>(count));
 }
 
 inline bool scales_fit(Memory &memory, const End &end) {
-  for (const auto &scales : end.scales) {
-    for (const kvx_scale_desc_t &scale : scales) {
-      kvx_tensor_desc_t tensor{};
-      tensor.dtype = scale.dtype;
-      tensor.ndim = scale.granularity == KVX_SCALE_PER_TENSOR ? 0 : scale.ndim;
-      std::copy(scale.shape, scale.shape + KVX_MAX_TENSOR_DIMS, tensor.shape);
-      std::copy(scale.stride, scale.stride + KVX_MAX_TENSOR_DIMS, tensor.stride);
-      if (!tensor_fits(memory, tensor, static_cast<const uint8_t *>(scale.data))) return false;
-    }
-  }
+  const auto fits = [&memory](const kvx_scale_desc_t &scale) {
+    kvx_tensor_desc_t tensor{};
+    tensor.dtype = scale.dtype;
+    tensor.ndim = scale.granularity == KVX_SCALE_PER_TENSOR ? 0 : scale.ndim;
+    std::copy(scale.shape, scale.shape + KVX_MAX_TENSOR_DIMS, tensor.shape);
+    std::copy(scale.stride, scale.stride + KVX_MAX_TENSOR_DIMS, tensor.stride);
+    return tensor_fits(memory, tensor, static_cast<const uint8_t *>(scale.data));
+  };
+  for (const auto &scales : end.scales)
+    for (const kvx_scale_desc_t &scale : scales)
+      if (!fits(scale)) return false;
+  for (const PlaneCase &plane : end.planes)
+    if (plane.desc.scale && !fits(plane.scale)) return false;
   return true;
 }
 
 inline bool table_counts_agree(const kvx_block_table_t &table) {
   if (table.format == KVX_BLOCK_TABLE_RAGGED)
     return table.indptr_count == uint64_t{table.seq_count} + 1;
+  if (table.format == KVX_BLOCK_TABLE_POINTERS) return true;
   Wide count = Wide{table.seq_count} * table.max_blocks_per_seq;
   if (table.format == KVX_BLOCK_TABLE_KV_OFFSETS) count *= Wide{2} * table.beam_width;
   return count == table.indices_count;
@@ -290,6 +358,16 @@ inline Claims claims_of(Case &c) {
         !ints_fit(c.memory, end->starts.lengths, end->starts.dtype, end->starts.seq_count)) {
       return Claims::kUnfair;
     }
+    if (migrate && end->span.num_planes > end->planes.size()) return Claims::kUnfair;
+    for (const PlaneCase &plane : end->planes) {
+      const kvx_slot_mapping_t &slots = plane.slots;
+      if (plane.desc.slots && !ints_fit(c.memory, slots.slots, slots.dtype, slots.token_count))
+        return Claims::kUnfair;
+      if (plane.desc.block_table && !table_fits(c.memory, plane.table) &&
+          table_counts_agree(plane.table)) {
+        return Claims::kUnfair;
+      }
+    }
     const bool has_table =
         migrate ? end->span.block_table != nullptr : c.op == kGather && end == &c.src;
     if (has_table && !table_fits(c.memory, end->table) && table_counts_agree(end->table))
@@ -309,8 +387,12 @@ inline Claims claims_of(Case &c) {
     return tensor_fits(c.memory, tensor, static_cast<const uint8_t *>(tensor.data));
   };
   const bool io = c.op == kWrite || c.op == kGather;
-  const bool fits = end_fits(c.memory, c.src) && end_fits(c.memory, c.dst) &&
-                    (!io || (io_fits(c.io.key) && io_fits(c.io.value)));
+  bool fits = true;
+  for (const End *end : {&c.src, &c.dst}) {
+    fits = fits && end_fits(c.memory, *end) && planes_fit(c.memory, *end) &&
+           pointers_fit(c.memory, *end);
+  }
+  fits = fits && (!io || (io_fits(c.io.key) && io_fits(c.io.value)));
   return fits ? Claims::kOwned : Claims::kTooLarge;
 }
 
@@ -322,6 +404,8 @@ inline void disarm(Case *c) {
   };
   for (End *end : {&c->src, &c->dst}) {
     fill(end->table.indices, 0xff);
+    for (const PlaneCase &plane : end->planes)
+      fill(plane.table.indices, 0xff), fill(plane.slots.slots, 0xff);
     fill(end->slots.slots, 0xff);
     fill(end->starts.lengths, 0);
   }

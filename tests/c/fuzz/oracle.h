@@ -2,13 +2,16 @@
 #pragma once
 
 #include <cmath>
+#include <map>
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bury.h"
 #include "case.h"
+#include "plane_places.h"
 
 namespace fuzz {
 
@@ -16,7 +19,8 @@ struct Place {
   int64_t block = -1;  // -1: null
   int64_t offset = 0;
   bool secondary = false;
-  bool unsure = false;  // null, and otherwise out of range: either answer is right
+  bool unsure = false;    // null, and otherwise out of range: either answer is right
+  uint8_t *at = nullptr;  // POINTERS: where the block begins; its number is 0
 };
 
 // Spec: E.2. -1: no block is null. In the size of 1.3 the field at reserved_0 names the block
@@ -28,7 +32,8 @@ inline int64_t null_block_of(const kvx_span_t &span) {
 
 // Spec: 5.1, 5.2, E.3, E.8. False: the index is out of range.
 inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots, bool table,
-                       int kv, uint64_t row, Wide token, uint64_t flat, Place *place) {
+                       int kv, uint64_t row, Wide token, uint64_t flat, Place *place,
+                       size_t plane = 0) {
   const int64_t block_size = cache.block_size;
   *place = Place{};
   if (slots) {
@@ -47,6 +52,20 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
   const kvx_block_table_t &t = end.table;
   const int64_t null_block = null_block_of(end.span);
   int64_t id;
+  if (t.format == KVX_BLOCK_TABLE_POINTERS) {
+    const uint64_t planes = t.indices_count / t.seq_count / t.max_blocks_per_seq;
+    const Wide entry = row * Wide{t.max_blocks_per_seq} + token / block_size;
+    id = read_int(t.indices, t.index_dtype, static_cast<uint64_t>(entry * planes + plane));
+    if (id == 0) return true;
+    uintptr_t bits = 16;
+    const size_t layers = end.span.layers ? end.span.num_layers : 1;  // of a migration, of a gather
+    for (size_t l = 0; l < layers; ++l)
+      for (const void *data : {end.layers[l].k.data, end.layers[l].v.data})
+        bits |= reinterpret_cast<uintptr_t>(data);
+    place->block = 0;
+    place->at = reinterpret_cast<uint8_t *>(id);
+    return id > 0 && (id & ((bits & -bits) - 1)) == 0;
+  }
   if (t.format == KVX_BLOCK_TABLE_RAGGED) {
     id = read_int(t.indices, t.index_dtype,
                   static_cast<uint64_t>(read_int(t.indptr, t.indptr_dtype, row) + token));
@@ -94,7 +113,7 @@ inline uint8_t *element_of(const kvx_cache_desc_t &cache, int kv, const Place &p
     at = Wide{place.block} * t.stride[0] + Wide{place.offset} * t.stride[nhd ? 1 : 2] +
          Wide{head} * t.stride[nhd ? 2 : 1] + Wide{d} * t.stride[3];
   }
-  auto *base = static_cast<uint8_t *>(t.data);
+  auto *base = place.at ? place.at : static_cast<uint8_t *>(t.data);
   if (place.secondary) {
     base = static_cast<uint8_t *>(cache.pool.secondary) +
            (base - static_cast<uint8_t *>(cache.pool.primary));
@@ -117,6 +136,11 @@ inline int64_t dim_of(const kvx_tensor_desc_t &t) {
   return t.ndim == 5 ? t.shape[2] * t.shape[4] : t.shape[3];
 }
 
+// The element that numbers of element `d` lie in, or begin in, where they are of another format.
+inline int64_t counterpart(int64_t d, kvx_dtype_t of, kvx_dtype_t other) {
+  return d * numbers_of(of) / numbers_of(other);
+}
+
 struct Oracle {
   Case &c;
   const char *bad_index = nullptr;  // what the spec wants refused: the first index out of range
@@ -124,6 +148,9 @@ struct Oracle {
   bool inside = false;              // an array lies in what the call writes
   bool unsure = false;              // a bad scale that no token uses: either answer is right
   std::string complaint{};
+  uint64_t written = 0;                                     // bytes of elements
+  using Finders = std::pair<const void *, const void *>;    // where both ends' indices lie
+  std::map<const uint8_t *, Finders> writers{}, readers{};  // of bytes, where lookups differ
 
   void allow() { unsure = true; }
   void refuse(const char *what) {
@@ -141,6 +168,7 @@ struct Oracle {
       complaint = "the call reads an element outside its memory";
       return;
     }
+    written += static_cast<uint64_t>(size);
     const auto at = static_cast<size_t>(dst - block->data.get());
     for (size_t i = at; i < at + static_cast<size_t>(size); ++i) {
       if (block->writes[i] < 2) ++block->writes[i];
@@ -152,10 +180,31 @@ struct Oracle {
     }
   }
 
+  // Where lookups differ, what one of them writes no other accesses. Spec: E.11
+  void claim(const uint8_t *at, int64_t size, const Finders &finders, bool writes) {
+    for (int64_t i = 0; i < size; ++i) {
+      const auto writer = writers.find(at + i), reader = readers.find(at + i);
+      if ((writer != writers.end() && writer->second != finders) ||
+          (writes && reader != readers.end() && reader->second != finders)) {
+        refuse("a byte that another plane's lookup names");
+      }
+      // A second reader by another lookup: whoever writes is another one for one of them.
+      if (writes) {
+        writers[at + i] = finders;
+      } else if (reader != readers.end() && reader->second != finders) {
+        reader->second = {this, this};
+      } else {
+        readers[at + i] = finders;
+      }
+    }
+  }
+
   // The scale of an element must be usable.
   void use_scale(const End &end, int kv, size_t layer, const Place &place, int64_t head) {
     if (!scaled(end, kv, layer) || place.block < 0) return;
-    const kvx_scale_desc_t &s = end.scales[kv][layer];
+    use_scale(end.scales[kv][layer], place, head);
+  }
+  void use_scale(const kvx_scale_desc_t &s, const Place &place, int64_t head) {
     int64_t at = 0;
     switch (s.granularity) {
       case KVX_SCALE_PER_BLOCK:
@@ -185,16 +234,18 @@ struct Oracle {
 
   // Every scale, used or not.
   void look_at_scales(const End &end) {
-    for (const auto &scales : end.scales) {
-      for (const kvx_scale_desc_t &s : scales) {
-        Block *block = s.data ? c.memory.find(s.data) : nullptr;
-        if (!block) continue;
-        for (size_t at = 0; at + static_cast<size_t>(size_of(s.dtype)) <= block->size;
-             at += static_cast<size_t>(size_of(s.dtype))) {
-          const float value = read_scale(block->data.get() + at, s.dtype);
-          if (!(value > 0 && std::isfinite(value))) unsure = true;
-        }
-      }
+    for (const auto &scales : end.scales)
+      for (const kvx_scale_desc_t &s : scales) look_at_scale(s);
+    for (const PlaneCase &plane : end.planes)
+      if (plane.desc.scale) look_at_scale(plane.scale);
+  }
+  void look_at_scale(const kvx_scale_desc_t &s) {
+    Block *block = s.data ? c.memory.find(s.data) : nullptr;
+    if (!block) return;
+    for (size_t at = 0; at + static_cast<size_t>(size_of(s.dtype)) <= block->size;
+         at += static_cast<size_t>(size_of(s.dtype))) {
+      const float value = read_scale(block->data.get() + at, s.dtype);
+      if (!(value > 0 && std::isfinite(value))) unsure = true;
     }
   }
 
@@ -237,7 +288,7 @@ struct Oracle {
           use_scale(c.dst, kv, 0, place, h);
           for (int64_t d = 0; d < dim_of(to); ++d) {
             mark(element_of(cache, kv, place, h, d), size_of(to.dtype),
-                 io_element(io, 0, t, 0, h, d), same);
+                 io_element(io, 0, t, 0, h, counterpart(d, to.dtype, io.dtype)), same);
           }
         }
       }
@@ -266,16 +317,18 @@ struct Oracle {
         for (uint64_t t = 0; t < c.gather.max_seq_len; ++t) {
           Place place;
           const bool stored = t < static_cast<uint64_t>(length);
-          if (stored && !find_place(c.src, cache, false, true, kv, row, t, 0, &place))
+          const auto plane = static_cast<size_t>(kv);
+          if (stored && !find_place(c.src, cache, false, true, kv, row, t, 0, &place, plane))
             refuse("a table entry");
           if (bad_index) return;
           if (place.unsure) allow();
           if (place.block < 0 && !zero_fill) continue;
           for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
             use_scale(c.src, kv, 0, place, h);
-            for (int64_t d = 0; d < dim_of(from); ++d) {
+            for (int64_t d = 0; d < io.shape[io.ndim - 1]; ++d) {
               uint8_t *to = io_element(io, row, t, c.gather.max_seq_len, h, d);
-              const uint8_t *src = place.block < 0 ? nullptr : element_of(cache, kv, place, h, d);
+              const int64_t at = counterpart(d, io.dtype, from.dtype);
+              const uint8_t *src = place.block < 0 ? nullptr : element_of(cache, kv, place, h, at);
               mark(to, size_of(io.dtype), src, same);
             }
           }
@@ -293,8 +346,11 @@ struct Oracle {
     }
     const uint64_t rows = uint64_t{c.lens.seq_count} * beams;
     if (rows == 0) return allow();
-    for (const End *end : ends) {
-      if (end->span.block_table) check_indptr(end->table);
+    bool used_lookup[2], by_planes = false;  // a span's, and whether planes have their own
+    for (int e = 0; e < 2; ++e) {
+      used_lookup[e] = c.src.span.num_layers > 0;
+      for (const PlaneCase &plane : ends[e]->planes) by_planes |= Finder(*ends[e], plane).own;
+      if (used_lookup[e] && ends[e]->span.block_table) check_indptr(ends[e]->table);
     }
     const bool zero_fill = c.migrate.flags & KVX_FLAG_ZERO_FILL;
     Wide total = 0;
@@ -303,7 +359,7 @@ struct Oracle {
       if (length < 0) refuse("a length");
       total += length;
       for (const End *end : ends) {
-        if (end->span.slots) continue;
+        if (end->span.slots || !c.src.span.num_layers) continue;
         const int64_t start =
             end->span.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
         const Wide beyond =
@@ -314,24 +370,27 @@ struct Oracle {
       }
     }
     for (const End *end : ends) {
-      if (end->span.slots && total != end->slots.token_count) refuse("token_count");
+      if (end->span.slots && c.src.span.num_layers && total != end->slots.token_count)
+        refuse("token_count");
     }
     // Blocks of tokens that move, and of tokens whose other end is null: K or V, pool, id.
     std::set<std::tuple<int, bool, int64_t>> used[2], touched[2];
+    std::set<const Block *> pointed[2];  // buffers of blocks that lie anywhere, and of others
     uint64_t flat = 0;
     for (uint64_t row = 0; !bad_index && row < rows; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       for (int64_t t = 0; !bad_index && t < length; ++t, ++flat) {
+        size_t plane = 0;
         for (size_t l = 0; l < c.src.span.num_layers; ++l) {
           const kvx_cache_desc_t *caches[2] = {&c.src.layers[l], &c.dst.layers[l]};
-          for (int kv = 0; kv < (is_absent(caches[0]->v) ? 1 : 2); ++kv) {
+          for (int kv = 0; kv < (is_absent(caches[0]->v) ? 1 : 2); ++kv, ++plane) {
             Place place[2];
             for (int e = 0; e < 2; ++e) {
               const kvx_span_t &span = ends[e]->span;
               const int64_t start =
                   span.starts ? read_int(ends[e]->starts.lengths, ends[e]->starts.dtype, row) : 0;
               if (!find_place(*ends[e], *caches[e], span.slots, span.block_table, kv, row,
-                              Wide{start} + t, flat, &place[e])) {
+                              Wide{start} + t, flat, &place[e], plane)) {
                 refuse("a table entry or slot");
               }
             }
@@ -339,7 +398,9 @@ struct Oracle {
             for (int e = 0; e < 2; ++e) {
               if (place[e].unsure) allow();
               const bool moves = place[0].block >= 0 && place[1].block >= 0;
-              if (place[e].block >= 0)
+              if (place[e].at && place[1].block >= 0 && (e == 1 || place[0].block >= 0))
+                pointed[e].insert(c.memory.find(place[e].at));
+              if (place[e].block >= 0 && !place[e].at)
                 (moves ? used : touched)[e].insert({kv, place[e].secondary, place[e].block});
             }
             if (place[1].block < 0 || (place[0].block < 0 && !zero_fill)) continue;
@@ -356,19 +417,33 @@ struct Oracle {
                 use_scale(c.src, kv, l, place[0], src_head);
                 use_scale(c.dst, kv, l, place[1], dst_head);
               }
-              for (int64_t d = 0; d < dim_of(from); ++d) {
+              for (int64_t d = 0; d < dim_of(to); ++d) {
+                const int64_t at = counterpart(d, to.dtype, from.dtype);
                 const uint8_t *src = place[0].block < 0
                                          ? nullptr
-                                         : element_of(*caches[0], kv, place[0], src_head, d);
-                mark(element_of(*caches[1], kv, place[1], dst_head, d), size_of(to.dtype), src,
-                     same);
+                                         : element_of(*caches[0], kv, place[0], src_head, at);
+                uint8_t *const dst = element_of(*caches[1], kv, place[1], dst_head, d);
+                mark(dst, size_of(to.dtype), src, same);
+                if (!by_planes) continue;
+                claim(dst, size_of(to.dtype), {}, true);
+                if (src) claim(src, size_of(from.dtype), {}, false);
               }
             }
           }
         }
       }
     }
-    if (c.src.layers[0].k.data != c.dst.layers[0].k.data) return;  // not the same pool
+    for (const Block *block : pointed[1]) {
+      if (!pointed[0].count(block)) continue;
+      // Of some heads a block may interleave with itself.
+      c.migrate.num_heads ? allow() : refuse("a block that is read is written");
+    }
+    if (by_planes || c.src.span.num_planes) planes(rows, beams, zero_fill);
+    // What is within a pool, and what is not.
+    if (c.src.span.num_layers ? c.src.layers[0].k.data != c.dst.layers[0].k.data
+                              : c.src.planes[0].desc.data != c.dst.planes[0].desc.data) {
+      return;
+    }
     for (const auto &block : used[1]) {
       if (used[0].count(block)) refuse("a block of the same pool is read and written");
     }
@@ -379,6 +454,110 @@ struct Oracle {
             allow();
         }
       }
+    }
+  }
+
+  // The planes beside the layers, pair by pair. Spec: E.11
+  void planes(uint64_t rows, uint32_t beams, bool zero_fill) {
+    for (size_t i = 0; !bad_index && i < c.src.span.num_planes; ++i) {
+      const kvx_plane_t &first = c.src.planes[i].desc;
+      for (size_t j = 0; j < c.dst.span.num_planes; ++j) {
+        const kvx_plane_t &other = c.dst.planes[j].desc;
+        if (first.layer != other.layer || first.role != other.role) continue;
+        move_plane(c.src.planes[i], c.dst.planes[j], rows, beams, zero_fill);
+      }
+    }
+  }
+
+  void move_plane(const PlaneCase &from, const PlaneCase &to, uint64_t rows, uint32_t beams,
+                  bool zero_fill) {
+    const PlaneCase *const both[2] = {&from, &to};
+    const End *const ends[2] = {&c.src, &c.dst};
+    const Finder finders[2] = {{c.src, from}, {c.dst, to}};
+    const kvx_plane_t &src = from.desc, &dst = to.desc;
+    const uint32_t tokens = src.tokens_per_entry;
+    const auto entries_of = [tokens](int64_t length) -> int64_t {
+      return tokens ? length / tokens : length > 0;
+    };
+    const auto start_of = [&](int e, uint64_t row) -> int64_t {
+      const bool any = tokens && ends[e]->span.starts && !finders[e].slots;
+      return any ? read_int(ends[e]->starts.lengths, ends[e]->starts.dtype, row) : 0;
+    };
+    Wide total = 0;
+    for (uint64_t row = 0; row < rows; ++row) {
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
+      if (length < 0) refuse("a length");
+      total += entries_of(length);
+    }
+    for (int e = 0; e < 2; ++e) {
+      if (finders[e].table) check_indptr(*finders[e].table);
+      if (finders[e].names_tokens(src) && total != finders[e].slots->token_count)
+        refuse("token_count");
+      for (uint64_t row = 0; !bad_index && row < rows; ++row) {
+        if (finders[e].names_tokens(src)) break;
+        const int64_t start = start_of(e, row);
+        const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
+        const bool wrong = start < 0 || (tokens > 1 && start % tokens != 0);
+        const Wide at = tokens > 1 ? start / tokens : start;
+        const Wide beyond = at + entries_of(length) - fuzz::held(finders[e], both[e]->desc, row);
+        const bool exact = finders[e].table && tokens == 1 &&
+                           finders[e].table->format == KVX_BLOCK_TABLE_RAGGED &&
+                           (finders[e].table->flags & KVX_BLOCK_TABLE_FLAG_EXACT);
+        if (exact && beyond != 0) refuse("an inexact row");
+        if (wrong) refuse("a start");
+        if (beyond > 0) entries_of(length) == 0 ? allow() : refuse("a start or a length");
+      }
+    }
+    const bool own = finders[0].own || finders[1].own;
+    // Dense planes are found alike if they have as many blocks.
+    const auto name_of = [&](int e) -> const void * {
+      if (const void *indices = finders[e].indices()) return indices;
+      return reinterpret_cast<const void *>(extent_of(both[e]->desc, KVX_AXIS_BLOCK));
+    };
+    const Finders name = own ? Finders{name_of(0), name_of(1)} : Finders{};
+    const bool scaled[2] = {from.desc.scale && from.scale.data, to.desc.scale && to.scale.data};
+    const bool same = src.dtype == dst.dtype && !scaled[0] && !scaled[1];
+    const bool cuts = c.migrate.num_heads && !(src.flags & KVX_PLANE_REPLICATED);
+    const int64_t heads = cuts ? c.migrate.num_heads : extent_of(src, KVX_AXIS_HEAD);
+    std::set<int64_t> used[2], zeroed;
+    uint64_t flat = 0;
+    for (uint64_t row = 0; !bad_index && row < rows; ++row) {
+      const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
+      for (int64_t t = 0; !bad_index && t < entries_of(length); ++t, ++flat) {
+        Place place[2];
+        for (int e = 0; e < 2; ++e) {
+          const Wide entry = (tokens > 1 ? start_of(e, row) / tokens : start_of(e, row)) + Wide{t};
+          if (!find_entry(finders[e], both[e]->desc, null_block_of(ends[e]->span), row, entry, flat,
+                          &place[e].block, &place[e].offset)) {
+            return refuse("a table entry or slot of a plane");
+          }
+        }
+        const bool reads = place[0].block >= 0;
+        if (place[1].block < 0) continue;
+        if (!reads) zeroed.insert(place[1].block);
+        if (!reads && !zero_fill) continue;
+        if (reads) used[0].insert(place[0].block), used[1].insert(place[1].block);
+        for (int64_t h = 0; h < heads; ++h) {
+          const int64_t src_head = h + (cuts ? c.src.span.head_start : 0);
+          const int64_t dst_head = h + (cuts ? c.dst.span.head_start : 0);
+          if (reads && scaled[0]) use_scale(from.scale, place[0], src_head);
+          if (reads && scaled[1]) use_scale(to.scale, place[1], dst_head);
+          for (int64_t d = 0; d < extent_of(dst, KVX_AXIS_DIM); ++d) {
+            const int64_t at = counterpart(d, dst.dtype, src.dtype);
+            const uint8_t *const read =
+                reads ? element_of(src, place[0].block, place[0].offset, src_head, at) : nullptr;
+            uint8_t *const write = element_of(dst, place[1].block, place[1].offset, dst_head, d);
+            mark(write, size_of(dst.dtype), read, same);
+            claim(write, size_of(dst.dtype), name, true);
+            if (read) claim(read, size_of(src.dtype), name, false);
+          }
+        }
+      }
+    }
+    if (src.data != dst.data) return;  // not the same pool
+    for (const int64_t block : used[0]) {
+      if (used[1].count(block)) refuse("a block of the same pool is read and written");
+      if (zeroed.count(block)) zero_fill ? refuse("a block that is read is cleared") : allow();
     }
   }
 
@@ -407,6 +586,10 @@ struct Oracle {
 
   // Compares memory with what an accepted call may have done to it.
   void compare() {
+    if (c.described != KVX_UNKNOWN && c.described != written) {
+      complaint = "the plan says that it writes " + std::to_string(c.described) + " bytes, not " +
+                  std::to_string(written);
+    }
     for (size_t b = 0; b < c.memory.blocks.size() && complaint.empty(); ++b) {
       const Block &block = *c.memory.blocks[b];
       for (size_t i = 0; i < block.size; ++i) {
