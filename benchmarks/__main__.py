@@ -12,8 +12,9 @@ from benchmarks.pools import Shape
 _ROOT = Path(__file__).resolve().parent.parent
 _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
 _QUIET_CORES = 0.1  # that others may use without a remark
-_ALL = (*_DEFAULT, "vllm_cpu_write", "vllm_connector", "migrate_vs_lmcache")
+_ALL = (*_DEFAULT, "packed", "vllm_cpu_write", "vllm_connector", "migrate_vs_lmcache")
 _PACKAGES = {  # they need
+    "packed": ["transformers", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
     "migrate_vs_lmcache": ["lmcache"],
@@ -55,6 +56,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import call_overhead
 
         return call_overhead.run(rounds)
+    if name == "packed":
+        from benchmarks import packed
+
+        return packed.run(threads, rounds, options.only)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 

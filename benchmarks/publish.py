@@ -29,6 +29,7 @@ _NAMES = (
     "in_cache",
     "call_overhead",
     "migrate_vs_lmcache",
+    "packed",
     "vllm_cpu_write",
     "vllm_connector",
 )
@@ -40,6 +41,9 @@ _VERSUS = {
     "rows": "memcpy per row",
     "lmcache": "LMCache",
     "vllm": "vLLM",
+    "hf": "DynamicCache",
+    "numpy": "numpy",
+    "bulk": "all at once",
 }
 _MAX_OTHERS_CORES = 0.2
 _COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads

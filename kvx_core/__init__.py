@@ -1,7 +1,8 @@
 """KVX: one description and one copy engine for the paged KV cache of every LLM engine.
 
 describe(tensor, layout) and CacheDesc.from_kv say where K and V lie, zero-copy; write_kv, gather_kv
-and migrate move tokens; verify compares two caches; PrefixStore keeps prefixes of prompts in files.
+and migrate move tokens; verify compares two caches; PrefixStore keeps prefixes of prompts in files,
+PackedKVCache the keys and values of a layer as they are computed.
 Engines are described by kvx_adapters.
 """
 
@@ -52,13 +53,19 @@ from kvx_core.words import flag, integer
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from kvx_core.append_op import kvcache_append
     from kvx_core.geometry import CacheGeometry
     from kvx_core.snapshot import Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
+    from kvx_core.stores.packed import CachedAttention, PackedKVCache, packed_view
 else:
-    # Imported at first use: only these need pydantic and safetensors.
+    # Imported at first use: only these need pydantic, safetensors or torch.
     _LATER = {
         "CacheGeometry": "kvx_core.geometry",
+        "kvcache_append": "kvx_core.append_op",
+        **dict.fromkeys(
+            ("CachedAttention", "PackedKVCache", "packed_view"), "kvx_core.stores.packed"
+        ),
         **dict.fromkeys(("Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
         **dict.fromkeys(
             ("BlobStore", "Directory", "Match", "PrefixStore", "StoredSpan"), "kvx_core.stores"
@@ -129,6 +136,7 @@ __all__ = [
     "CacheGeometry",
     "CacheSpan",
     "CacheView",
+    "CachedAttention",
     "Comparison",
     "DType",
     "Difference",
@@ -144,6 +152,7 @@ __all__ = [
     "Memory",
     "ModelRecord",
     "OutOfRangeError",
+    "PackedKVCache",
     "Plan",
     "PlanInfo",
     "Plane",
@@ -175,8 +184,10 @@ __all__ = [
     "describe",
     "device_status",
     "gather_kv",
+    "kvcache_append",
     "migrate",
     "model_files_digest",
+    "packed_view",
     "set_num_threads",
     "use_openmp",
     "verify",

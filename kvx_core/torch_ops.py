@@ -9,6 +9,7 @@ plain tensors and without CacheFacts, and raise what those raise.
                    head_dim of value is 0
     gather_kv_out  mutates key and value; tokens without a source keep what they held
     migrate_kv     mutates the named tokens of dst_k and dst_v, one tensor per layer
+    kvcache_append  returns a new tensor, with gradients: kvx_core.append_op
 
     k_cache, v_cache     one layer's cache, any strides; they may be views of one tensor
     layout, v_layout     names of Layout, such as "BLOCK_NHD"; v_layout: that of K if not given
@@ -37,6 +38,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+import kvx_core.append_op  # noqa: F401  registers its op
 from kvx_core import _bound, layouts
 from kvx_core.cache import CacheDesc
 from kvx_core.calls import token_desc

@@ -129,6 +129,15 @@ SCALES |= {"torch floats", "torch list", "torch table"}  # whether they fit is f
 OPTIONAL = {"None"}
 OUTPUTS = torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16)
 BLOCK = torch.tensor([[1]])
+PACKED = torch.ones(1, 3, 4)
+
+
+def _packed() -> kvx.PackedKVCache:
+    cache = kvx.PackedKVCache()
+    cache.append_packed(PACKED, PACKED)
+    return cache
+
+
 LENGTH = torch.tensor([1])
 OPTIONS = {
     "k_scale": SCALES | OPTIONAL,
@@ -482,6 +491,57 @@ def calls() -> dict[str, Case]:
             ends_also | {"num_heads": heads, "tolerance": set()},
         ),
         "device_status": case(kvx.device_status, {"stream": None}, {"stream": INTS | OPTIONAL}),
+        "kvcache_append": case(
+            kvx.kvcache_append,
+            {"cache": PACKED, "new": PACKED, "axis": 1},
+            {"cache": set(), "new": set(), "axis": {"negative", "numpy int", "layout"}},
+            {"cache": ""},  # of other axes: "axis is ..."
+        ),
+        "PackedKVCache": case(kvx.PackedKVCache, {"capacity": 0}, {"capacity": INTS}),
+        "PackedKVCache.append_packed": case(
+            _packed().append_packed,
+            {"new_keys": PACKED, "new_values": PACKED},
+            {"new_keys": set(), "new_values": set()},
+        ),
+        "PackedKVCache.set_packed": case(
+            _packed().set_packed,
+            {"keys": PACKED, "values": PACKED},
+            {"keys": set(), "values": set()},
+        ),
+        "PackedKVCache.truncate": case(
+            lambda num_tokens: _packed().truncate(num_tokens),
+            {"num_tokens": 0},
+            {"num_tokens": INTS},
+        ),
+        "CachedAttention": case(
+            kvx.CachedAttention,
+            {"num_heads": 9, "head_dim": 2, "num_kv_heads": None}
+            | {"alibi": False, "scale": None, "kv_cache": None},
+            {
+                "num_heads": INTS,
+                "head_dim": INTS,
+                "num_kv_heads": INTS | OPTIONAL,
+                "alibi": {"bool"},
+                "scale": {"int", "negative", "big", "float", "layout", *OPTIONAL},
+                "kv_cache": OPTIONAL,
+            },
+        ),
+        "CachedAttention.forward": case(
+            kvx.CachedAttention(2, 2).forward,
+            {"query": PACKED, "key": PACKED, "value": PACKED, "kv_cache": None},
+            {"query": set(), "key": set(), "value": set(), "kv_cache": OPTIONAL},
+        ),
+        "packed_view": case(
+            kvx.packed_view,
+            {"caches": _packed(), "facts": SAME_MODEL, "num_kv_heads": 4, "num_heads": None},
+            {
+                "caches": set(),
+                "facts": set(),
+                "num_kv_heads": {"numpy int", "layout"},  # 1; 3 heads do not divide the dim
+                "num_heads": OPTIONAL,
+            },
+            {"num_kv_heads": ""},
+        ),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
     }

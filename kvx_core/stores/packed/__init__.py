@@ -1,0 +1,23 @@
+"""A cache that only appends: one layer's keys and values as (batch, seq, dim), and what uses it.
+
+cache.py holds the tokens, attention.py is what a transformer block does with them, heads.py and
+masks.py are its parts, view.py describes caches as an end of a migration. All of it needs torch.
+"""
+
+from kvx_core.append_op import kvcache_append
+from kvx_core.stores.packed.attention import CachedAttention
+from kvx_core.stores.packed.cache import PackedKVCache
+from kvx_core.stores.packed.heads import expand_heads
+from kvx_core.stores.packed.masks import alibi_mask, alibi_slopes, causal_mask
+from kvx_core.stores.packed.view import packed_view
+
+__all__ = [
+    "CachedAttention",
+    "PackedKVCache",
+    "alibi_mask",
+    "alibi_slopes",
+    "causal_mask",
+    "expand_heads",
+    "kvcache_append",
+    "packed_view",
+]

@@ -1,0 +1,135 @@
+"""Attention of a transformer block: over its cache and the new tokens, or over what it is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.stores.packed.cache import PackedKVCache, require_packed
+from kvx_core.stores.packed.heads import repeats_of, split_heads
+from kvx_core.stores.packed.masks import alibi_mask, alibi_slopes, causal_mask
+from kvx_core.words import flag, instance, integer, wrong
+
+
+class CachedAttention(torch.nn.Module):
+    """Causal attention of one transformer block, with the block's cache in `kv_cache`.
+
+    With a cache it appends the new keys and values and attends to all that the cache then holds: a
+    prompt, a step, or several tokens at once. Without one (kv_cache is None) it attends to the
+    keys and values that it is given: the full computation, with the same result if these are all.
+    It has no parameters: projections and rotary embedding are the block's own, and keys come
+    rotated.
+
+    num_heads:    of the queries
+    num_kv_heads: of keys and values; None: num_heads
+    alibi:        add a bias that falls with the distance (alibi_slopes), in the queries' dtype
+    scale:        of the scores; None: 1 / sqrt(head_dim)
+    kv_cache:     the cache of the block, or None; may be set and unset later
+    Raises InvalidArgumentError.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        alibi: bool = False,
+        scale: float | None = None,
+        kv_cache: PackedKVCache | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = integer("num_heads", num_heads, 1)
+        self.head_dim = integer("head_dim", head_dim, 1)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        repeats_of(self.num_kv_heads, num_heads)
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+            raise wrong("scale", scale, "a number or None")
+        self.scale = scale
+        self.alibi = flag("alibi", alibi)
+        self._slopes: Tensor | None = None  # made where the first queries are
+        self.kv_cache = _cache("kv_cache", kv_cache)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: PackedKVCache | None = None
+    ) -> Tensor:
+        """Attends from the last tokens to all of them.
+
+        query:      (batch, q_len, num_heads * head_dim): of the last q_len of all tokens
+        key, value: (batch, new, num_kv_heads * head_dim) of the new tokens, in the queries' dtype;
+                    or num_heads * head_dim, where the block has repeated its heads
+        kv_cache:   instead of self.kv_cache; None: that one
+        Returns (batch, q_len, num_heads * head_dim). Mutates the cache: key and value are appended.
+        Raises InvalidArgumentError, and leaves the cache as it was.
+        """
+        cache = _cache("kv_cache", kv_cache)
+        cache = self.kv_cache if cache is None else cache
+        self._require(query, key, value, 0 if cache is None else cache.seq_len)
+        keys: Tensor | None = key
+        values: Tensor | None = value
+        if cache is not None:
+            cache.append_packed(key, value)
+            keys, values = cache.packed_keys(), cache.packed_values()
+        assert keys is not None
+        assert values is not None
+        q_len, kv_len = query.shape[1], keys.shape[1]
+        stored = keys.shape[2] // self.head_dim
+        mask = self._mask(q_len, kv_len, query)
+        mixed = scaled_dot_product_attention(
+            split_heads(query, self.num_heads),
+            split_heads(keys, stored),
+            split_heads(values, stored),
+            attn_mask=mask,
+            is_causal=mask is None and q_len > 1,
+            scale=self.scale,
+            enable_gqa=stored != self.num_heads,
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _mask(self, q_len: int, kv_len: int, query: Tensor) -> Tensor | None:
+        """None where all see all, or as many queries as keys let torch make the mask."""
+        if self.alibi:
+            if self._slopes is None or self._slopes.device != query.device:
+                self._slopes = alibi_slopes(self.num_heads, device=query.device)
+            return alibi_mask(self._slopes, q_len, kv_len).to(query.dtype)
+        if q_len in (1, kv_len):
+            return None
+        return causal_mask(q_len, kv_len, device=query.device)
+
+    def _require(self, query: Tensor, key: Tensor, value: Tensor, cached: int) -> None:
+        require_packed("key", key, "value", value)
+        instance("query", query, Tensor, "a torch.Tensor (batch, q_len, num_heads * head_dim)")
+        of_queries = self.num_heads * self.head_dim
+        of_keys = self.num_kv_heads * self.head_dim
+        if key.shape[2] not in (of_keys, of_queries):
+            raise InvalidArgumentError(
+                f"key.shape[2] is {key.shape[2]}, expected {of_keys}, num_kv_heads "
+                f"{self.num_kv_heads} * head_dim {self.head_dim}, or {of_queries} with repeated "
+                "heads"
+            )
+        if query.ndim != 3 or (query.shape[0], query.shape[2]) != (key.shape[0], of_queries):
+            raise InvalidArgumentError(
+                f"query.shape is {tuple(query.shape)}, expected ({key.shape[0]}, q_len, "
+                f"{of_queries}): batch of key, num_heads {self.num_heads} * head_dim "
+                f"{self.head_dim}"
+            )
+        kv_len = cached + key.shape[1]
+        if query.shape[1] > kv_len:
+            raise InvalidArgumentError(
+                f"query.shape[1] is {query.shape[1]}, expected at most {kv_len}: {cached} tokens "
+                f"of the cache and {key.shape[1]} of key"
+            )
+        for field in ("dtype", "device"):
+            if getattr(query, field) != getattr(key, field):
+                raise InvalidArgumentError(
+                    f"query.{field} is {getattr(query, field)}, expected "
+                    f"{getattr(key, field)} as key has"
+                )
+
+
+def _cache(name: str, cache: PackedKVCache | None) -> PackedKVCache | None:
+    if cache is None:
+        return None
+    return instance(name, cache, PackedKVCache, "a PackedKVCache or None")

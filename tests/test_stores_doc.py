@@ -1,0 +1,45 @@
+"""docs/stores.md: its snippets run one after the other, and print what it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_core import PackedKVCache
+from tests.native import ROOT
+
+pytest.importorskip("transformers")
+
+TEXT = (ROOT / "docs/stores.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+
+
+def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    assert len(SNIPPETS) == 5
+    names: dict[str, Any] = {}
+    for snippet in SNIPPETS:
+        exec(compile(snippet, "docs/stores.md", "exec"), names)
+    said = re.findall(r"print\(cache\)  # (.+)", TEXT)
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_the_table_lists_every_public_name() -> None:
+    public = {name for name in dir(PackedKVCache) if not name.startswith("_")}
+    table = TEXT.partition("| call | does |")[2].partition("\n- ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+)[`(]", " ".join(cells)))
+    assert listed == public
+
+
+def test_the_figures_of_growth() -> None:
+    """1 append of 4096 tokens copies 4096; single ones also what each growth moves."""
+    for factor, said in ((4, "copy 1.3 times"), (2, "(1.9 times on a device)")):
+        capacity, moved = 257, 0
+        while capacity < 4096:
+            moved, capacity = moved + capacity, capacity * factor
+        assert f"{(4096 + moved) / 4096:.1f}" in said
+        assert said in TEXT
