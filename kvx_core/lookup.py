@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
-from kvx_core.tables import SeqLens
+from kvx_core.errors import UnsupportedError
+from kvx_core.tables import BlockTable, SeqLens
+from kvx_core.tensors import is_torch, read_array
+from kvx_core.types import DType, Memory
 from kvx_core.view import CacheSpan
 
 _PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint32)])
@@ -49,3 +52,29 @@ def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArr
     )
     _abi.check(_abi.library().kvx_find_tokens(desc))
     return places
+
+
+def table_of_plane(table: BlockTable, plane: int) -> BlockTable:
+    """The table of one plane, K or V of a layer, of a POINTERS table with an address for each.
+
+    Raises UnsupportedError where a block is null in some planes, and for what cannot be read.
+    """
+    rows, columns = table.seq_count, table.max_blocks_per_seq
+    planes = table.indices_count // (rows * columns)
+    owner = table.owner[0] if isinstance(table.owner, tuple) else table.owner
+    if table.memory is Memory.DEVICE and is_torch(owner):
+        pointers = owner.reshape(rows, columns, planes).cpu().numpy()
+    else:
+        shape, stride = (rows, columns, planes), (columns * planes, planes, 1)
+        name = "block_table.indices"
+        pointers = read_array(name, table.indices, shape, stride, DType.U64, table.memory)
+    null = pointers == 0
+    if (null.any(axis=-1) != null.all(axis=-1)).any():
+        raise UnsupportedError(
+            "block_table has blocks that are null in some planes, expected null in all or none "
+            "where planes are read one by one (spec E.12)"
+        )
+    one: Any = np.ascontiguousarray(pointers[..., plane : plane + 1])
+    if table.memory is Memory.DEVICE and is_torch(owner):
+        one = owner.new_tensor(one.view(np.int64).tolist())
+    return replace(BlockTable.pointers(one), flags=table.flags)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,10 @@ from kvx_core.tensors import (
     TensorLike,
     borrow,
     dtype_name,
+    is_in_place,
     is_tensor,
     is_torch,
+    moved,
     read_array,
     require_array_in_place,
     torch_owners,
@@ -32,6 +34,23 @@ from kvx_core.types import DType, Memory, Named
 from kvx_core.words import address, fix, int64, integer, listed, many
 
 
+class PointedTo(NamedTuple):
+    """Torch tensors that a POINTERS table names, kept, and their addresses when it was made."""
+
+    tensors: list[Any]
+    addresses: list[int]
+
+    @classmethod
+    def by(cls, tensors: Any) -> PointedTo:
+        """The torch tensors in a list of anything, nested or not."""
+        found = torch_owners(tensors)
+        return cls(found, [tensor.data_ptr() for tensor in found])
+
+    def require_in_place(self, name: str) -> None:
+        """Refuses tensors that lie elsewhere by now."""
+        for tensor, begin in zip(self.tensors, self.addresses, strict=True):
+            if begin and not is_in_place(tensor, begin, begin + 1):
+                raise moved(name)
 class BlockTableFormat(Named):
     """How a sequence's tokens are found in a cache. Spec: 5.1"""
 
@@ -207,16 +226,36 @@ class BlockTable:
                 plane have the same shape, strides and dtype; CacheView.at compares them to its own
         Raises InvalidArgumentError, UnsupportedError.
         """
-        kept: object = None
+        return cls._of_addresses(blocks, 3)
+
+    @classmethod
+    def whole_blocks(
+        cls,
+        blocks: TensorLike | Sequence[Sequence[TensorLike | int | None]],
+        described: TensorLike | int,
+    ) -> Self:
+        """The address of each block, for caches whose blocks lie anywhere with all planes in them.
+
+        blocks:    (seq_count, max_blocks_per_seq), int64 or uint64, contiguous; 0 is a null block.
+                   Or a list of rows of blocks, each a tensor, an address or None, as for `pointers`
+        described: the block that the layers' tensors describe, a tensor or its address: in all
+                   others each plane is as far from the beginning
+        Raises InvalidArgumentError, UnsupportedError. Spec: E.15
+        """
+        found = cls._of_addresses(blocks, 2)
+        origin = _address_of("described", described)
+        return replace(found, indptr=origin, flags=_abi.FLAG_WHOLE)
+
+    @classmethod
+    def _of_addresses(cls, blocks: Any, ndim: int) -> Self:
+        kept: PointedTo | None = None
         seen: dict[int, Borrowed] = {}
         if not is_tensor(blocks):
-            rows: Any = blocks
-            kept = torch_owners([list(block) for row in rows for block in row])
-            blocks = _addresses(rows, seen)
-        table = contiguous(
-            "block_table.indices", borrow(blocks, name="block_table"), 3, (DType.S64, DType.U64)
-        )
-        seq_count, max_blocks_per_seq, planes = table.shape
+            kept = PointedTo.by([list(row) for row in blocks])
+            blocks = _whole(blocks) if ndim == 2 else _addresses(blocks, seen)
+        given = borrow(blocks, name="block_table")
+        table = contiguous("block_table.indices", given, ndim, (DType.S64, DType.U64))
+        seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]
         return cls(
             format=BlockTableFormat.POINTERS,
             index_dtype=DType.U64,
@@ -235,19 +274,28 @@ class BlockTable:
         return table if isinstance(table, BlockTable) else cls.packed(table)
 
     @property
+    def has_planes(self) -> bool:
+        """Each plane of a span has entries of its own: POINTERS, but for whole blocks."""
+        return self.format is BlockTableFormat.POINTERS and not self.flags & _abi.FLAG_WHOLE
+
+    @property
     def num_rows(self) -> int:
         """Rows of the table: one per sequence, or per beam of each."""
         return self.seq_count * max(self.beam_width, 1)
 
     def require_in_place(self, name: str) -> None:
-        """Refuses a table whose memory has been freed or belongs to others by now."""
+        """Refuses a table whose memory, or that of blocks, belongs to others by now."""
         itemsize = self.index_dtype.itemsize
+        owner = self.owner
+        if isinstance(owner, tuple) and isinstance(owner[-1], PointedTo):
+            owner[-1].require_in_place(f"{name}.indices")
+            owner = owner[0]
         arrays = [("indices", self.indices, self.indices_count * itemsize)]
         if self.indptr:
             num_bytes = self.indptr_count * self.indptr_dtype.itemsize
             arrays.append(("indptr", self.indptr, num_bytes))
         for array, begin, num_bytes in arrays:
-            require_array_in_place(f"{name}.{array}", self.owner, begin, num_bytes)
+            require_array_in_place(f"{name}.{array}", owner, begin, num_bytes)
 
     def of_parts(self) -> BlockTable:
         """The same table, not `exact`, for calls that each move some of its tokens."""
@@ -504,3 +552,18 @@ def check_blocks(table: BlockTable, planes: Sequence[Borrowed]) -> None:
 
 def _strided(tensor: Borrowed) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)} with strides {list(tensor.stride)}"
+
+
+def _whole(rows: Sequence[Sequence[TensorLike | int | None]]) -> npt.NDArray[Any]:
+    """Whole blocks given one by one as (seq_count, max_blocks_per_seq) addresses."""
+    table = np.zeros((len(rows), max(1, *map(len, rows), 1)), np.uint64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = [_address_of(f"block_table[{i}]", block) for block in row]
+    return table
+
+
+def _address_of(name: str, block: TensorLike | int | None) -> int:
+    """Where a block that is given as a tensor, an address or None begins."""
+    if is_tensor(block):
+        return borrow(block, name=name).data
+    return 0 if block is None else address(name, block)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts, ReorderRotary, compare
-from kvx_core.lookup import find_tokens
+from kvx_core.lookup import find_tokens, table_of_plane
 from kvx_core.migrate import copy_tokens, rows_per_sequence
 from kvx_core.reorder import dims_in_order, reordered
 from kvx_core.scales import ScaleDesc
@@ -278,6 +278,9 @@ class _End:
                 view = replace(view, k_scales=beside[0], k_zeros=beside[1])
         else:
             alone = CacheDesc.from_kv(self._tensor(layer, kv), pool=cache.pool)
+            if table is not None and table.has_planes:
+                before = sum(len(one.tensors) for one in self.span.view.layers[:layer])
+                table = table_of_plane(table, before + (kv == "V"))
             target = CacheDesc.from_kv(_dense(out, dtype))
             view = replace(
                 view, layers=(alone,), k_scales=(scale,), k_zeros=(self.zero(layer, kv),)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,9 +333,9 @@ def find(on: Backend) -> Call:
     return replace(call, function="kvx_find_tokens", arguments=("find",))
 
 
-def migrate_pointers(on: Backend, dtype: torch.dtype = BF16) -> Call:
+def migrate_pointers(on: Backend, dtype: torch.dtype = BF16, layout: str = "nhd") -> Call:
     """The same blocks of the source, by their addresses."""
-    call = migrate(on, dtype=dtype)
+    call = migrate(on, dtype=dtype, layout=layout)
     (cache, _), view = call.caches, call.roots["src"]
     halves = [half for layer in cache.layers for half in layer.halves()]
     table = torch.zeros(2, 3, len(halves), dtype=torch.int64)
@@ -350,6 +351,17 @@ def migrate_pointers(on: Backend, dtype: torch.dtype = BF16) -> Call:
     desc.format, desc.index_dtype = 4, 9
     desc.indices, desc.indices_count = on.address(table), table.numel()
     return replace(call, kept=(call.kept, halves))
+
+
+def migrate_whole_blocks(on: Backend) -> Call:
+    """The same blocks, each by the address of its first byte, with all planes in it."""
+    call = migrate_pointers(on, layout="tensorrt_llm")
+    table = call.roots["src_indices"][:, :, :1].contiguous()
+    call.roots["src_indices"] = table
+    desc = call.roots["src"].block_table.contents
+    desc.flags, desc.indices, desc.indices_count = 4, on.address(table), table.numel()
+    desc.indptr = call.roots["src"].layers[0].contents.k.data
+    return call
 
 
 def migrate_fp8(on: Backend) -> Call:
@@ -668,6 +680,22 @@ def plan_run(
     return PlanCall(on, function, ("lookups",), roots, (made, other, table, slots), (src, dst))
 
 
+def plan_run_of_whole_blocks(on: Backend) -> PlanCall:
+    return plan_run_of_pointers(on, migrate_whole_blocks(on))
+
+
+def plan_run_of_pointers(on: Backend, call: Call | None = None) -> PlanCall:
+    """A plan of a source whose blocks are given by address, run with a copy of its table."""
+    call = call or migrate_pointers(on)
+    table = type(call.roots["src"].block_table.contents).from_buffer_copy(
+        call.roots["src"].block_table.contents
+    )
+    end = _abi_plan.kvx_end_lookup_t(ctypes.pointer(table), None, None)
+    made = SimpleNamespace(desc=call.roots["migrate"])
+    roots = {"plan": made, "lookups": _abi_plan.kvx_plan_lookups_t(src=end)}
+    return PlanCall(on, "kvx_plan_run", ("lookups",), roots, (made, call, table), call.caches)
+
+
 def plan_run_to_slots(on: Backend) -> PlanCall:
     return plan_run(on, dst_end=Slots(torch.arange(5), [3, 2], 4))
 
@@ -709,6 +737,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate,
         find,
         migrate_pointers,
+        migrate_whole_blocks,
         migrate_fp8,
         migrate_heads,
         migrate_to_slots,
@@ -723,6 +752,8 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         migrate_dense_planes,
         migrate_own_tables,
         plan_run,
+        plan_run_of_pointers,
+        plan_run_of_whole_blocks,
         plan_run_to_slots,
         plan_run_to_dense,
         plan_describe,

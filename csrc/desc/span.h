@@ -20,6 +20,11 @@ inline bool is_pointers(const kvx_span_t &span) {
   return span.block_table && is_pointers(*span.block_table);
 }
 
+// Each address of a POINTERS table is that of a block with all planes of the span in it.
+inline bool names_whole_blocks(const kvx_block_table_t &table) {
+  return is_pointers(table) && (table.flags & KVX_BLOCK_TABLE_FLAG_WHOLE);
+}
+
 inline const kvx_tensor_desc_t &tensor_of(const kvx_span_t &span, uint32_t l, bool is_v) {
   return is_v ? span.layers[l]->v : span.layers[l]->k;
 }

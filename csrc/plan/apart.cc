@@ -1,6 +1,7 @@
 #include "plan/apart.h"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -84,6 +85,32 @@ uint64_t bytes_of_block(const End &end) {
 
 // ---- Pointers
 
+constexpr size_t kWholeBlock = SIZE_MAX - 1;  // in place of a pair
+
+// The bytes that a call accesses of a block that a table names, whatever its address. Of a block
+// that holds all planes: from the first byte of any to the last of any.
+struct Reach {
+  bool is_anywhere, is_whole;
+  int64_t begin, end;  // from where the block begins or, unless it is whole, the plane
+
+  Reach(const Plan &plan, const End &of, bool at_dst) {
+    is_anywhere = of.lookup.mode == LookupMode::kPointers;
+    is_whole = is_anywhere && !of.lookup.planes_per_entry;
+    begin = begin_of(of.plane);
+    end = begin + static_cast<int64_t>(bytes_of_block(of));
+    if (!is_whole) return;
+    for (const PlanePair &pair : plan.pairs) {
+      const End other{pair, at_dst ? pair.dst : pair.src, of.lookup};
+      begin = std::min(begin, begin_of(other.plane));
+      end = std::max(end, begin_of(other.plane) + static_cast<int64_t>(bytes_of_block(other)));
+    }
+  }
+
+  int64_t begin_of(const Plane &plane) const {
+    return is_whole ? reinterpret_cast<int64_t>(plane.base) : 0;
+  }
+};
+
 // Memory that a call reads or writes: a block of a plane, or an array of indices.
 struct Piece {
   uintptr_t begin, end;
@@ -106,11 +133,12 @@ class Pieces {
           false);
   }
 
-  // Adds the block of a plane, from the first to the last head of the pair.
-  void add(const End &end, Place place, size_t number, bool written) {
+  // The block of a plane, or of all planes.
+  void add(const Reach &reach, const Plane &plane, Place place, size_t number, bool written) {
     place.offset = 0;
-    add(address_of(end.plane, place), bytes_of_block(end), number, written,
-        end.lookup.planes_per_entry != 0);
+    add(address_of(plane, place) + (reach.begin - reach.begin_of(plane)),
+        static_cast<uint64_t>(reach.end - reach.begin), reach.is_whole ? kWholeBlock : number,
+        written, reach.is_anywhere);
   }
 
   kvx_status_t check() {
@@ -162,13 +190,17 @@ class Pieces {
     }
   }
   pieces.add(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len);
+  std::optional<Reach> read, written;  // of whole blocks the same for all pairs
   for (size_t i = 0; i < plan.pairs.size(); ++i) {
     const PlanePair &pair = plan.pairs[i];
     const LookupPair &lookup = plan.lookups[pair.lookup];
+    if (!read || !read->is_whole) read.emplace(plan, End{pair, pair.src, lookup.src}, false);
+    if (!written || !written->is_whole)
+      written.emplace(plan, End{pair, pair.dst, lookup.dst}, true);
     walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
       if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
-      pieces.add({pair, pair.dst, lookup.dst}, to, i, true);
-      if (from.block >= 0) pieces.add({pair, pair.src, lookup.src}, from, i, false);
+      pieces.add(*written, pair.dst, to, i, true);
+      if (from.block >= 0) pieces.add(*read, pair.src, from, i, false);
       return KVX_STATUS_OK;
     });
   }
@@ -327,7 +359,8 @@ kvx_status_t check_blocks_apart(const Plan &plan, uint64_t tokens) {
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, tokens));
   bool any_anywhere = false, any_own = false;
   for (const LookupPair &lookup : plan.lookups) {
-    any_anywhere |= lookup.differs_by_plane();
+    for (const Lookup *a : {&lookup.src, &lookup.dst})
+      any_anywhere |= a->mode == LookupMode::kPointers;
     any_own |= lookup.src.is_own || lookup.dst.is_own;
   }
   if (any_anywhere) KVX_TRY(check_pointers_apart(plan, tokens));

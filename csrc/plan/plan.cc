@@ -202,7 +202,7 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
     a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
     a->num_rows = table.seq_count;
     a->indptr = ints(table.indptr, table.indptr_dtype);
-  } else if (a->mode == LookupMode::kPointers) {
+  } else if (a->mode == LookupMode::kPointers && !names_whole_blocks(table)) {
     a->planes_per_entry = 1;
     if (table.indices_count)
       a->planes_per_entry = table.indices_count / table.seq_count / table.max_blocks_per_seq;
@@ -225,19 +225,22 @@ void set_table(Lookup *a, const kvx_cache_desc_t &cache, const kvx_tensor_desc_t
     a->secondary_blocks = secondary_num_blocks ? secondary_num_blocks : cache.num_blocks;
 }
 
-// The low bits that are 0 in every block's address: as many as in the tensors' alignment, at most
-// 4.
-uint32_t pointer_shift(const kvx_cache_desc_t *const *layers, uint32_t num_layers) {
-  uintptr_t bits = 16;
+// The bits of a block's address that are 0: as many as in those of the tensors' own, and 4 at most.
+uint32_t pointer_shift(const kvx_block_table_t &table, const kvx_cache_desc_t *const *layers,
+                       uint32_t num_layers) {
+  uintptr_t bits = 16 | reinterpret_cast<uintptr_t>(table.indptr);
   for (uint32_t l = 0; l < num_layers; ++l)
     for (const void *data : {layers[l]->k.data, layers[l]->v.data})
       bits |= reinterpret_cast<uintptr_t>(data);
   return static_cast<uint32_t>(__builtin_ctzll(bits));
 }
 
-// Sets a plane whose blocks have any address: block ids are addresses without their zero bits.
-void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const Lookup &lookup) {
-  plane->base = reinterpret_cast<uint8_t *>(plane->base - static_cast<uint8_t *>(tensor.data));
+// A plane whose blocks lie anywhere: block ids are addresses without the bits that are 0. Its base
+// is where it begins from there.
+void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const kvx_block_table_t &table,
+                  const Lookup &lookup) {
+  const void *const begin = names_whole_blocks(table) ? table.indptr : tensor.data;
+  plane->base = reinterpret_cast<uint8_t *>(plane->base - static_cast<const uint8_t *>(begin));
   plane->block_stride = int64_t{1} << lookup.pointer_shift;
 }
 
@@ -249,7 +252,8 @@ void set_span(Lookup *a, const kvx_span_t &span, bool is_v) {
   } else if (span.block_table) {
     set_table(a, cache, tensor, is_v, *span.block_table, span.null_block_plus_1,
               span.secondary_num_blocks);
-    if (is_pointers(span)) a->pointer_shift = pointer_shift(span.layers, span.num_layers);
+    if (is_pointers(span))
+      a->pointer_shift = pointer_shift(*span.block_table, span.layers, span.num_layers);
   } else {
     set_dense(a, cache.num_blocks, cache.block_size);
   }
@@ -414,8 +418,8 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
     if (is_pointers(table)) {
       Lookup &src = plan->lookups[0].src;
       const kvx_cache_desc_t *const layer = &cache;
-      src.pointer_shift = pointer_shift(&layer, 1);
-      lie_anywhere(&pair.src, tensor, src);
+      src.pointer_shift = pointer_shift(table, &layer, 1);
+      lie_anywhere(&pair.src, tensor, table, src);
     }
     set_io_plane(&pair.dst, io, gather.max_seq_len);
     set_scales(&pair.src_scales, is_v ? options.v_scale : options.k_scale, tensor.dtype, 0);
@@ -463,8 +467,10 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
                  dst.head_start);
       if (is_kv_offsets(src)) add_secondary(&pair.src, src_tensor, from.pool);
       if (is_kv_offsets(dst)) add_secondary(&pair.dst, dst_tensor, to.pool);
-      if (is_pointers(src)) lie_anywhere(&pair.src, src_tensor, plan->lookups[0].src);
-      if (is_pointers(dst)) lie_anywhere(&pair.dst, dst_tensor, plan->lookups[0].dst);
+      if (is_pointers(src))
+        lie_anywhere(&pair.src, src_tensor, *src.block_table, plan->lookups[0].src);
+      if (is_pointers(dst))
+        lie_anywhere(&pair.dst, dst_tensor, *dst.block_table, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
       const kvx_scale_desc_t *const src_zero = zeros_of(src, l, is_v);

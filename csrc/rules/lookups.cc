@@ -28,6 +28,21 @@ kvx_status_t replace(const char *name, const kvx_end_lookup_t &lookup, kvx_span_
         "(spec E.13)",
         name, lookup.block_table->format, name_of(table->format), table->format);
   }
+  if (lookup.block_table && lookup.block_table->size >= sizeof *table &&
+      names_whole_blocks(*lookup.block_table) != names_whole_blocks(*table)) {
+    return KVX_INVALID(
+        "lookups.%s.block_table.flags is %#x, expected WHOLE (%#x) %s, as the plan was made with "
+        "(spec E.15)",
+        name, lookup.block_table->flags, KVX_BLOCK_TABLE_FLAG_WHOLE,
+        names_whole_blocks(*table) ? "set" : "not set");
+  }
+  if (lookup.block_table && names_whole_blocks(*table) &&
+      lookup.block_table->indptr != table->indptr) {
+    return KVX_INVALID(
+        "lookups.%s.block_table.indptr is %p, expected %p, the block that the plan's tensors "
+        "describe (spec E.15)",
+        name, lookup.block_table->indptr, table->indptr);
+  }
   if (lookup.block_table) span->block_table = lookup.block_table;
   if (lookup.slots) span->slots = lookup.slots;
   if (lookup.starts) span->starts = lookup.starts;

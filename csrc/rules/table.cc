@@ -48,6 +48,12 @@ kvx_status_t check_ragged(const Path &path, const kvx_block_table_t &table) {
 kvx_status_t check_rectangle(const Path &path, const kvx_block_table_t &table) {
   if (table.seq_count) KVX_TRY(check_nonzero(path, "max_blocks_per_seq", table.max_blocks_per_seq));
   KVX_TRY(check_count(path, "indptr_count", table.indptr_count, 0, "none"));
+  if (names_whole_blocks(table)) {
+    if (table.indptr) return KVX_STATUS_OK;
+    return KVX_INVALID(
+        "%s.indptr is NULL, expected the block that the tensors describe (spec E.15)",
+        KVX_AT(path));
+  }
   if (table.indptr) {
     return KVX_INVALID("%s.indptr is %p, expected NULL unless RAGGED (spec 5.1)", KVX_AT(path),
                        table.indptr);
@@ -85,6 +91,10 @@ kvx_status_t check_table(const Path &path, const kvx_block_table_t &table) {
     return KVX_INVALID("%s.index_dtype is %d (%s), expected U64 for POINTERS (spec E.12)",
                        KVX_AT(path), table.index_dtype, name_of(table.index_dtype));
   }
+  if (!pointers && (table.flags & KVX_BLOCK_TABLE_FLAG_WHOLE)) {
+    return KVX_INVALID("%s.flags is %#x, expected WHOLE (%#x) with POINTERS alone (spec E.15)",
+                       KVX_AT(path), table.flags, KVX_BLOCK_TABLE_FLAG_WHOLE);
+  }
   if (offsets && table.index_dtype != KVX_DTYPE_S32) {
     return KVX_INVALID("%s.index_dtype is %d (%s), expected S32 for KV_OFFSETS (spec 5.1)",
                        KVX_AT(path), table.index_dtype, name_of(table.index_dtype));
@@ -118,9 +128,11 @@ kvx_status_t check_pointers(const Path &path, const kvx_block_table_t &table,
     }
   }
   uint64_t expected = uint64_t{table.seq_count} * table.max_blocks_per_seq;
-  if (__builtin_mul_overflow(expected, planes, &expected)) expected = UINT64_MAX;
-  return check_count(path, "indices_count", table.indices_count, expected,
-                     "seq_count * max_blocks_per_seq * planes");
+  const bool whole = names_whole_blocks(table);
+  if (__builtin_mul_overflow(expected, whole ? 1 : planes, &expected)) expected = UINT64_MAX;
+  return check_count(
+      path, "indices_count", table.indices_count, expected,
+      whole ? "seq_count * max_blocks_per_seq" : "seq_count * max_blocks_per_seq * planes");
 }
 
 kvx_status_t check_slots(const Path &path, const kvx_slot_mapping_t &slots) {

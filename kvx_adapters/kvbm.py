@@ -1,0 +1,235 @@
+"""Dynamo KVBM's kernels under their own names, on KVX: a KVBM user changes one import.
+
+    from kvx_adapters import kvbm as kernels      # was: from kvbm import kernels
+
+    kernels.block_to_universal(blocks, universals, layout="NHD")
+    kernels.universal_to_block(universals, blocks, layout="NHD")
+    kernels.block_to_operational(blocks, operationals, backend="auto")
+    kernels.operational_to_block(operationals, blocks, backend="auto")
+
+Tensors may lie on the CPU or on a GPU. Work on a GPU is put on torch's current stream, or the one
+that is given, and is not waited for. Imports no kvbm.
+Source: ai-dynamo/dynamo lib/bindings/kvbm, python/tests/test_tensor_kernels.py and src/python.rs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvx_core import CacheSpan, InvalidArgumentError, Memory, SeqLens, TensorLike
+from kvx_core.blocks import (
+    MixedDtypesError,
+    Tensors,
+    operational_planes,
+    operational_tensors,
+    stack_planes,
+    stack_tensors,
+    universal_planes,
+    universal_tensors,
+)
+from kvx_core.migrate import copy_tokens
+from kvx_core.words import flag, integer, wrong
+
+
+def block_to_universal(
+    blocks: Sequence[Sequence[TensorLike]],
+    universals: Sequence[TensorLike],
+    layout: str = "NHD",
+    *,
+    head_start: int | None = None,
+    convert: bool = False,
+    stream: int | None = None,
+) -> None:
+    """Copies block stacks into universal blocks.
+
+    blocks:     nb lists of nl * no tensors, (nt, nh, hd) for "NHD" or (nh, nt, hd) for "HND"
+    universals: nb tensors (nh, nl, no, nt, hd)
+    head_start: first head of the universal blocks that is copied, which then may have more heads
+                than the stacks: a rank's share; None: both have the same heads
+    convert:    the two may have different dtypes, and numbers are rounded as in spec E.6
+    stream:     CUDA stream; None: torch's current one. Ignored on the CPU
+    Mutates the universal blocks, nothing else. Any strides, the same in all tensors of a list.
+    Raises InvalidArgumentError, which for mixed dtypes is a TypeError too, UnsupportedError.
+    Spec: E.15
+    """
+    _universal(blocks, universals, layout, head_start, convert, stream, to_universal=True)
+
+
+def universal_to_block(
+    universals: Sequence[TensorLike],
+    blocks: Sequence[Sequence[TensorLike]],
+    layout: str = "NHD",
+    *,
+    head_start: int | None = None,
+    convert: bool = False,
+    stream: int | None = None,
+) -> None:
+    """Copies universal blocks into block stacks: block_to_universal the other way round.
+
+    Mutates the stacks, nothing else. Spec: E.15
+    """
+    _universal(blocks, universals, layout, head_start, convert, stream, to_universal=False)
+
+
+def block_to_operational(
+    blocks: Sequence[Sequence[TensorLike]],
+    operationals: Sequence[TensorLike],
+    *,
+    convert: bool = False,
+    stream: int | None = None,
+) -> None:
+    """Copies block stacks into operational blocks.
+
+    blocks:       nb lists of nl * no tensors of three axes, whose order is kept
+    operationals: nb tensors (nl, no, inner), inner the product of a chunk's axes
+    convert, stream: as for block_to_universal
+    Mutates the operational blocks, nothing else.
+    Raises InvalidArgumentError, which for mixed dtypes is a TypeError too, UnsupportedError.
+    Spec: E.15
+    """
+    _operational(blocks, operationals, convert, stream, to_operational=True)
+
+
+def operational_to_block(
+    operationals: Sequence[TensorLike],
+    blocks: Sequence[Sequence[TensorLike]],
+    *,
+    convert: bool = False,
+    stream: int | None = None,
+) -> None:
+    """Copies operational blocks into block stacks: block_to_operational the other way round.
+
+    Mutates the stacks, nothing else. Spec: E.15
+    """
+    _operational(blocks, operationals, convert, stream, to_operational=False)
+
+
+def _universal(
+    blocks: Sequence[Sequence[TensorLike]],
+    universals: Sequence[TensorLike],
+    layout: str,
+    head_start: int | None,
+    convert: bool,
+    stream: int | None,
+    *,
+    to_universal: bool,
+) -> None:
+    if _are_empty("blocks", blocks, "universals", universals):
+        return
+    whole = universal_tensors(universals)
+    nh, nl, no, nt, hd = whole.numbers
+    stack, planes = stack_tensors(blocks, max(no, 1), layout)
+    ends = _Ends(stack, planes, whole, "universals", to_stack=not to_universal)
+    ends.check(nl * no, convert)
+    held = stack.numbers[0 if layout == "HND" else 1]
+    num_heads = nh if head_start is None else held
+    wanted = (num_heads, nt, hd) if layout == "HND" else (nt, num_heads, hd)
+    if stack.numbers != wanted:
+        hint = "" if held == nh else ". Give head_start to copy some of the heads"
+        raise InvalidArgumentError(
+            f"blocks[0][0].shape is {stack.numbers}, expected {wanted} as universals[0] is "
+            f"{whole.numbers} (nh, nl, no, nt, hd){hint} (spec E.15)"
+        )
+    first = 0 if head_start is None else integer("head_start", head_start)
+    if first + num_heads > nh:
+        raise InvalidArgumentError(
+            f"head_start is {first}: with the {num_heads} heads of blocks[0][0] it reaches past "
+            f"the {nh} of universals[0] (spec E.15)"
+        )
+    ends.copy(
+        stack.span(stack_planes(stack, planes, layout), no, once=True),
+        whole.span(universal_planes(whole), no, head_start=first, once=True),
+        nt,
+        num_heads,
+        stream,
+    )
+
+
+def _operational(
+    blocks: Sequence[Sequence[TensorLike]],
+    operationals: Sequence[TensorLike],
+    convert: bool,
+    stream: int | None,
+    *,
+    to_operational: bool,
+) -> None:
+    if _are_empty("blocks", blocks, "operationals", operationals):
+        return
+    stack, planes = stack_tensors(blocks, 1, "NHD")
+    whole = operational_tensors(operationals, stack.numbers)
+    nl, no, nt, nh, _ = whole.shape
+    ends = _Ends(stack, planes, whole, "operationals", to_stack=not to_operational)
+    ends.check(nl * no, convert)
+    ends.copy(
+        stack.span(stack_planes(stack, planes, "NHD"), no, once=True),
+        whole.span(operational_planes(whole, "NHD"), no, once=True),
+        nt,
+        nh,
+        stream,
+    )
+
+
+class _Ends:
+    """A stack and blocks that have all planes in one tensor each."""
+
+    def __init__(
+        self, stack: Tensors, planes: int, whole: Tensors, name: str, *, to_stack: bool
+    ) -> None:
+        self.stack, self.planes, self.whole, self.name = stack, planes, whole, name
+        self.to_stack = to_stack
+
+    def check(self, planes: int, convert: bool) -> None:
+        """Refuses ends that do not belong together."""
+        stack, whole = self.stack, self.whole
+        num_blocks = len(stack.tensors) // self.planes
+        if num_blocks != len(whole.tensors):
+            raise InvalidArgumentError(
+                f"{self.name} has {len(whole.tensors)} blocks, expected {num_blocks} as blocks has "
+                "(spec E.15)"
+            )
+        if self.planes != planes:
+            raise InvalidArgumentError(
+                f"blocks[0] has {self.planes} tensors, expected nl * no = {planes} as "
+                f"{self.name}[0] has (spec E.15)"
+            )
+        if stack.label != whole.label and not flag("convert", convert):
+            raise MixedDtypesError(
+                f"{self.name}[0].dtype is {whole.label}, expected {stack.label} as blocks[0][0] "
+                "has. Give convert=True to convert numbers on the way (spec E.15)"
+            )
+        if stack.memory is not whole.memory:
+            raise InvalidArgumentError(
+                f"{self.name}[0] is in {whole.memory.name} memory, expected {stack.memory.name} as "
+                "blocks[0][0] is (spec E.15)"
+            )
+        written, name = (stack, "blocks") if self.to_stack else (whole, self.name)
+        if not written.writable:
+            raise InvalidArgumentError(
+                f"{name} has read-only memory, expected writable. Pass writable copies"
+            )
+        if len(set(written.addresses.tolist())) != len(written.tensors):
+            raise InvalidArgumentError(
+                f"{name} has a tensor twice, expected memory of its own for each: the call writes "
+                "them (spec E.15)"
+            )
+
+    def copy(
+        self, stack: CacheSpan, whole: CacheSpan, nt: int, num_heads: int, stream: int | None
+    ) -> None:
+        """Moves all tokens of all blocks."""
+        src, dst = (whole, stack) if self.to_stack else (stack, whole)
+        tokens: Any = [len(self.whole.tensors) * nt]
+        if self.whole.memory is not Memory.HOST:
+            torch: Any = sys.modules["torch"]
+            tokens = torch.tensor(tokens, device=self.whole.tensors[0].device)
+        copy_tokens(src, dst, SeqLens.of(tokens), num_heads=num_heads, stream=stream)
+
+
+def _are_empty(first: str, blocks: Any, second: str, others: Any) -> bool:
+    """Whether there is nothing to do: no blocks at all, which is no mistake."""
+    for name, given in ((first, blocks), (second, others)):
+        if not isinstance(given, (list, tuple)):
+            raise wrong(name, given, "a list with an entry per block")
+    return not blocks and not others
