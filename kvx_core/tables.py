@@ -51,6 +51,8 @@ class PointedTo(NamedTuple):
         for tensor, begin in zip(self.tensors, self.addresses, strict=True):
             if begin and not is_in_place(tensor, begin, begin + 1):
                 raise moved(name)
+
+
 class BlockTableFormat(Named):
     """How a sequence's tokens are found in a cache. Spec: 5.1"""
 

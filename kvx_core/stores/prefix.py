@@ -334,14 +334,14 @@ class PrefixStore:
                 f"{match.num_tokens}, the tokens of the match"
             )
         sections = [self._of_model(section) for section in sections]
-        pinned = any(s.view.layers[0].k.memory is not Memory.HOST for s in sections)
+        pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
         memory = host_memory(0)
         num_bytes = 0
         for span in match.spans:
             lo, hi = max(start, span.start), min(stop, span.stop)
             if lo >= hi:
                 continue
-            takers = [section for section in sections if not section.null_tokens(lo, hi).all()]
+            takers = [section for section in sections if not section.is_null(lo, hi)]
             with ExitStack() as opened:
                 sources = self._sources(span, takers, opened)
                 need = sum(source.num_bytes for source in sources)
