@@ -3,8 +3,8 @@
 A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
 per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from;
 and planes beside them: (num_entries, num_heads, dim), or (1, num_heads, dim) of a state. It does
-not depend on block size, layout or block ids; facts, scales and precision are part of it. The file is
-safetensors. kvx_core.stores decides which file belongs to which prompt.
+not depend on block size, layout or block ids; facts, scales and precision are part of it. The file
+is safetensors. kvx_core.stores decides which file belongs to which prompt.
 """
 
 from __future__ import annotations

@@ -136,9 +136,11 @@ class Engine:
         )
         return found if state else found[:3]
 
+    def cache(self) -> CacheDesc:
+        return CacheDesc.from_kv(describe(self.latent, "BLOCK_NHD"))
+
     def section(self, *, state_tokens: int | None = None, state: bool = True) -> Section:
-        k = CacheDesc.from_kv(describe(self.latent, "BLOCK_NHD"))
-        view = CacheView((k,), FACTS, planes=self.planes(state))
+        view = CacheView((self.cache(),), FACTS, planes=self.planes(state))
         return section(view, self.blocks, [self.layer], state_tokens=state_tokens)
 
     def token(self, t: int) -> list[Tensor]:
