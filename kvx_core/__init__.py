@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvx_core.append_op import kvcache_append
     from kvx_core.geometry import CacheGeometry
-    from kvx_core.snapshot import Precision, Section, Snapshot, StoreError
+    from kvx_core.snapshot import PlaneKind, Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
     from kvx_core.stores.packed import CachedAttention, PackedKVCache, packed_view
 else:
@@ -66,7 +66,9 @@ else:
         **dict.fromkeys(
             ("CachedAttention", "PackedKVCache", "packed_view"), "kvx_core.stores.packed"
         ),
-        **dict.fromkeys(("Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"),
+        **dict.fromkeys(
+            ("PlaneKind", "Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"
+        ),
         **dict.fromkeys(
             ("BlobStore", "Directory", "Match", "PrefixStore", "StoredSpan"), "kvx_core.stores"
         ),
@@ -156,6 +158,7 @@ __all__ = [
     "Plan",
     "PlanInfo",
     "Plane",
+    "PlaneKind",
     "PoolDesc",
     "Precision",
     "PrefixStore",

@@ -288,6 +288,8 @@ class kvx_find_desc_t(_Struct):
         ("seq_lens", POINTER(kvx_seq_lens_t)),
         ("place_count", c_uint64),
         ("places", c_void_p),
+        ("plane_plus_1", c_uint32),
+        ("layer", c_uint32),
     )
 
 

@@ -9,27 +9,33 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
-from kvx_core.errors import UnsupportedError
-from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.tensors import is_torch, read_array
-from kvx_core.types import DType, Memory
+from kvx_core.planes import Plane
+from kvx_core.scales import ScaleDesc
+from kvx_core.tables import SeqLens
+from kvx_core.types import Memory
 from kvx_core.view import CacheSpan
 
 _PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint32)])
 
 
-def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArray[Any]:
+def find_tokens(
+    span: CacheSpan, lens: SeqLens, *, v: bool = False, layer: int = 0, plane: int | None = None
+) -> npt.NDArray[Any]:
     """Finds each token that a migration from `span` would read.
 
-    lens: (seq_count,), tokens of each sequence, from its start on
-    v:    find V, for which a KV_OFFSETS table has blocks of its own
-    Returns an array with an element for each token, row after row: `block`, -1 where nothing is
-    stored (null blocks, skipped slots), `offset` in the block and `pool`, 0 or 1. Reads index
-    arrays on a device back. Raises InvalidArgumentError, UnsupportedError, OutOfRangeError, with
-    the messages of migrate about its source.
+    lens:  (seq_count,), tokens of each sequence, from its start on
+    v:     of V, which KV_OFFSETS and POINTERS tables find apart from K
+    layer: with a POINTERS table, the layer whose K or V it is; otherwise 0
+    plane: of this plane of the view, in place of K and V: the entries that a migration would move
+    Returns an array with an element for each token or entry, the rows one after the other: `block`,
+    -1 where nothing is stored (null blocks, skipped slots), `offset` into it and `pool`, 0 or 1.
+    Index arrays on a device are read back. Raises InvalidArgumentError, UnsupportedError,
+    OutOfRangeError, with the messages of migrate about its source.
     Spec: E.12
     """
     view = span.view.without_scales()
+    if any(one.memory is Memory.DEVICE for one in view.planes):
+        view = replace(view, planes=tuple(map(_with_indices_on_host, view.planes)))
     on_host = replace(
         span,
         view=view,
@@ -41,10 +47,13 @@ def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArr
     beams = 1
     if span.block_table is not None and span.block_table.seq_count == len(lengths):
         beams = max(span.block_table.beam_width, 1)
-    places = np.zeros(int(lengths[lengths > 0].sum()) * beams, _PLACE)
+    tokens_per_entry = 1 if plane is None else view.planes[plane].tokens_per_entry
+    places = np.zeros(int(num_entries(lengths, tokens_per_entry).sum()) * beams, _PLACE)
     lens = SeqLens.of(lengths)
     desc = _abi.kvx_find_desc_t(
         is_v=v,
+        layer=layer,
+        plane_plus_1=0 if plane is None else plane + 1,
         span=_abi.pointer_to(on_host),
         seq_lens=_abi.pointer_to(lens),
         place_count=len(places),
@@ -54,27 +63,23 @@ def find_tokens(span: CacheSpan, lens: SeqLens, *, v: bool = False) -> npt.NDArr
     return places
 
 
-def table_of_plane(table: BlockTable, plane: int) -> BlockTable:
-    """The table of one plane, K or V of a layer, of a POINTERS table with an address for each.
+def num_entries(lengths: npt.NDArray[np.int64], tokens_per_entry: int) -> npt.NDArray[np.int64]:
+    """The entries that move of as many tokens: complete ones, or that of a sequence. Spec: E.11"""
+    tokens = np.maximum(lengths, 0)
+    return np.minimum(tokens, 1) if tokens_per_entry == 0 else tokens // tokens_per_entry
 
-    Raises UnsupportedError where a block is null in some planes, and for what cannot be read.
-    """
-    rows, columns = table.seq_count, table.max_blocks_per_seq
-    planes = table.indices_count // (rows * columns)
-    owner = table.owner[0] if isinstance(table.owner, tuple) else table.owner
-    if table.memory is Memory.DEVICE and is_torch(owner):
-        pointers = owner.reshape(rows, columns, planes).cpu().numpy()
-    else:
-        shape, stride = (rows, columns, planes), (columns * planes, planes, 1)
-        name = "block_table.indices"
-        pointers = read_array(name, table.indices, shape, stride, DType.U64, table.memory)
-    null = pointers == 0
-    if (null.any(axis=-1) != null.all(axis=-1)).any():
-        raise UnsupportedError(
-            "block_table has blocks that are null in some planes, expected null in all or none "
-            "where planes are read one by one (spec E.12)"
-        )
-    one: Any = np.ascontiguousarray(pointers[..., plane : plane + 1])
-    if table.memory is Memory.DEVICE and is_torch(owner):
-        one = owner.new_tensor(one.view(np.int64).tolist())
-    return replace(BlockTable.pointers(one), flags=table.flags)
+
+def _with_indices_on_host(plane: Plane) -> Plane:
+    """The plane for a call that reads its table or slots alone: its own memory is not looked at."""
+    return replace(
+        plane,
+        memory=Memory.HOST,
+        scale=_on_host(plane.scale),
+        zero=_on_host(plane.zero),
+        block_table=None if plane.block_table is None else plane.block_table.on_host(),
+        slots=None if plane.slots is None else plane.slots.on_host(),
+    )
+
+
+def _on_host(scale: ScaleDesc | None) -> ScaleDesc | None:
+    return None if scale is None else replace(scale, memory=Memory.HOST)

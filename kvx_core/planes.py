@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -121,9 +121,24 @@ class Plane(Borrowed):
         )
 
     def kind(self) -> str | None:
-        role = Role(self.role).name if self.role in list(Role) else f"role {self.role}"
         axes = "[" + ", ".join(axis.name.lower() for axis in self.axes) + "]"
-        return f"{role} of layer {self.layer} {axes}"
+        return f"{self.role_name} of layer {self.layer} {axes}"
+
+    def of_parts(self) -> Plane:
+        """The same plane for calls that each move a part of its entries: its table not `exact`."""
+        if self.block_table is None:
+            return self
+        return replace(self, block_table=self.block_table.of_parts())
+
+    @property
+    def role_name(self) -> str:
+        """ "INDEX_K", or "role 40" of a caller's own."""
+        return role_name(self.role)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Layer and role: planes of both ends with the same are a pair."""
+        return self.layer, self.role
 
     def extent(self, axis: Axis | str) -> int:
         """Extents of all parts of an axis together; 1 if it has none."""
@@ -157,6 +172,11 @@ class Plane(Borrowed):
         ):
             part.axis, part.extent, part.stride_bytes = axis, extent, stride * self.dtype.itemsize
         return struct
+
+
+def role_name(role: int) -> str:
+    """ "INDEX_K", or "role 40" of a caller's own."""
+    return Role(role).name if role in list(Role) else f"role {role}"
 
 
 def _axis(name: str, axis: Any) -> Axis:

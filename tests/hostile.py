@@ -45,7 +45,7 @@ def hostile_files(
     seen: Counter[str] = Counter()
     makers = (_no_json, _foreign, _tensors, _metadata, _headers, _forged)
     groups = (_lengths(good, header_limit), *(make(good) for make in makers))
-    for name, data in chain(*groups, _mutations(good, mutations)):
+    for name, data in chain(*groups, mutated_files(good, mutations)):
         if data != good:
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name} ({seen[name]})", data
@@ -379,6 +379,74 @@ def _headers(good: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"checksums: {name}", file.bytes(checksums=False)
 
 
+def hostile_planes(good: bytes) -> Iterator[tuple[str, bytes]]:
+    """Files whose planes and formats deceive, each made from a good one that has both."""
+    text = _File.of(good).text
+    names = [n for n in _File.of(good).entries if n.startswith("planes.")] + list(text["formats"])
+    for name in names:
+        entry = _File.of(good).entries[name]
+        shape = entry["shape"]
+        shapes = [[*shape[:2], shape[2] * 2], [shape[0] * 2, *shape[1:]], shape[:2], [shape[0]]]
+        shapes += [[1, 1, shape[0] * shape[1] * shape[2]], shape[::-1], [*shape, 1]]
+        for wrong in dict.fromkeys(map(tuple, shapes)):
+            file = _File.of(good)
+            file.entries[name]["shape"] = wrong
+            yield f"{name} has shape {wrong}", file.bytes(checksums=False)
+        for code, bits in DTYPES.items():
+            file = _File.of(good)
+            begin, end = entry["data_offsets"]
+            if code != entry["dtype"]:
+                whole = 8 * (end - begin) // bits // (shape[0] * shape[1])
+                file.entries[name] |= {"dtype": code, "shape": [*shape[:2], whole]}
+                yield f"{name} as {code}", file.bytes()
+        file = _File.of(good)
+        file.entries = {n: e for n, e in file.entries.items() if n != name}
+        yield f"without {name}", file.bytes(checksums=False)
+        file = _File.of(good)
+        file.entries[f"{name}x"] = file.entries.pop(name)
+        file.text["checksums"].pop(name)
+        yield f"{name} under another name", file.bytes()
+    planes: dict[str, Callable[[list[Any]], object]] = {
+        "none": list.clear,
+        "one twice": lambda p: p.append(p[0]),
+        "others of the same role": lambda p: p.append(p[0] | {"tokens_per_entry": 2}),
+        "thousands": lambda p: p.extend(p[0] | {"role": 1000 + i} for i in range(20_000)),
+        "thousands of one role": lambda p: p.extend([p[0]] * 20_000),
+        "an unknown field": lambda p: p[0].update(more=1),
+        "a list": lambda p: p.append([]),
+        "null": lambda p: p.append(None),
+    }
+    for i, plane in enumerate(text["header"]["parts"][0]["planes"]):
+        for key, values in {
+            "layer": [-1, 1, 1 << 20, 1 << 40, None, "0", 0.5, True],
+            "role": [-1, 0, 1, 2, 41, 1 << 31, 1 << 62, None, "index_k", [4]],
+            "tokens_per_entry": [-1, 0, 1, 2, 3, 5, 1000, 1 << 31, 1 << 62, None, "4"],
+            "replicated": [not plane["replicated"], 1, None, "true"],
+        }.items():
+            for value in values:
+                if plane[key] != value or type(plane[key]) is not type(value):
+                    change = partial(_with_field, i, key, value)
+                    planes[f"{key} of {i} {str(value)[:40]}"] = change
+    for name, change in planes.items():
+        file = _File.of(good)
+        change(file.text["header"]["parts"][0]["planes"])
+        yield f"planes: {name}", file.bytes()
+    (packed,) = text["formats"]
+    for formats in (
+        {}, None, [], "Q8_0", {packed: "Q4_0"}, {packed: "q8_0"}, {packed: "Q9_9"}, {packed: 12},
+        {packed: "F16"}, {packed: "U8"}, {packed: "Q" * 50_000}, {packed: "Q8_0\n"},
+        {"tokens": "Q8_0"}, {"more": "Q8_0"}, {packed: "Q8_0", "more": "Q8_0"},
+        {names[0]: "Q8_0"}, dict.fromkeys(map(str, range(20_000)), "Q8_0"),
+    ):  # fmt: skip
+        file = _File.of(good)
+        file.text["formats"] = formats
+        yield f"formats {str(formats)[:60]}", file.bytes()
+
+
+def _with_field(i: int, key: str, value: Any, planes: list[Any]) -> None:
+    planes[i][key] = value
+
+
 def _with_prefix(prefix: str, header: dict[str, Any]) -> None:
     header["prefix"] = prefix
 
@@ -410,7 +478,7 @@ def _forged(good: bytes) -> Iterator[tuple[str, bytes]]:
                 break
 
 
-def _mutations(good: bytes, count: int) -> Iterator[tuple[str, bytes]]:
+def mutated_files(good: bytes, count: int) -> Iterator[tuple[str, bytes]]:
     """Random changes; in the header's words and numbers half of them, with the seal right."""
     dice = random.Random(20260101)
     first = 8 + int.from_bytes(good[:8], "little")

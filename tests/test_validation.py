@@ -577,6 +577,20 @@ def migrate_entries(on: Backend) -> Call:
     return call
 
 
+def find_entries(on: Backend) -> Call:
+    """The entries of the plane that `migrate_entries` reads: two and one."""
+    call = migrate_entries(on.reader(_abi.FLAG_COPY_ENGINE))
+    call.roots["places"] = torch.zeros(3, 2, dtype=torch.int64)
+    call.roots["find"] = _abi.kvx_find_desc_t(
+        span=ctypes.pointer(call.roots["src"]),
+        seq_lens=call.roots["migrate"].seq_lens,
+        place_count=3,
+        places=call.roots["places"].data_ptr(),
+        plane_plus_1=1,
+    )
+    return replace(call, function="kvx_find_tokens", arguments=("find",))
+
+
 def migrate_offsets_planes(on: Backend) -> Call:
     """A plane in a view whose table is KV_OFFSETS, without one of its own: never valid."""
     call, other = migrate_offsets(on), migrate_planes(on)
@@ -736,6 +750,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         gather_offsets_fp8,
         migrate,
         find,
+        find_entries,
         migrate_pointers,
         migrate_whole_blocks,
         migrate_fp8,

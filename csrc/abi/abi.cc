@@ -25,7 +25,7 @@ static_assert(sizeof(kvx_span_t) == 112);
 static_assert(sizeof(kvx_plane_axis_t) == 24);
 static_assert(sizeof(kvx_plane_t) == 304);
 static_assert(sizeof(kvx_place_t) == 16);
-static_assert(sizeof(kvx_find_desc_t) == 40);
+static_assert(sizeof(kvx_find_desc_t) == 48);
 
 namespace kvx {
 namespace {

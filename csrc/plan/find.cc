@@ -4,19 +4,39 @@
 #include "plan/walk.h"
 
 namespace kvx {
+namespace {
+
+// Those of all rows that move.
+uint64_t entries(const Rows &rows) {
+  uint64_t found = 0;
+  for (uint64_t row = 0; row < rows.count; ++row) found += rows.stored(row);
+  return found;
+}
+
+// Which address of an entry is asked for, where a table has one for each K and V of the layers.
+uint32_t number_of(const kvx_find_desc_t &find) {
+  uint32_t number = find.is_v;
+  for (uint32_t l = 0; l < find.layer; ++l) number += is_absent(find.span->layers[l]->v) ? 1 : 2;
+  return number;
+}
+
+}  // namespace
 
 kvx_status_t find_tokens(const kvx_find_desc_t &find) {
   Plan plan;
   plan_find(find, &plan);
-  uint64_t tokens;
-  KVX_TRY(check_data(plan, &tokens));
-  if (tokens != find.place_count) {
-    return KVX_INVALID("find.place_count is %llu, expected %llu, the sum of seq_lens (spec E.12)",
-                       static_cast<ull>(find.place_count), static_cast<ull>(tokens));
+  uint64_t count;
+  KVX_TRY(check_data(plan, &count));
+  const Lookup &lookup = plan.lookups[0].src;
+  if (lookup.tokens_per_entry != 1) count = entries(plan.rows_of(plan.lookups[0]));
+  if (count != find.place_count) {
+    return KVX_INVALID(
+        "find.place_count is %llu, expected %llu, %s (spec E.12)",
+        static_cast<ull>(find.place_count), static_cast<ull>(count),
+        lookup.tokens_per_entry == 1 ? "the sum of seq_lens" : "the entries of seq_lens tokens");
   }
   kvx_place_t *at = find.places;
-  const Lookup &lookup = plan.lookups[0].src;
-  return walk(plan, plan.lookups[0], find.is_v, 0, tokens,
+  return walk(plan, plan.lookups[0], number_of(find), 0, count,
               [&](uint64_t, const Place &place, const Place &, uint64_t count) {
                 for (uint32_t i = 0; i < count; ++i) {
                   const bool is_null = place.block < 0;

@@ -489,7 +489,11 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
 void plan_find(const kvx_find_desc_t &find, Plan *plan) {
   set_rows(plan, as_source(find));
   LookupPair &lookup = plan->lookups.add();
-  set_span(&lookup.src, *find.span, find.is_v);
+  if (find.plane_plus_1) {
+    set_span(&lookup.src, *find.span, *find.span->planes[find.plane_plus_1 - 1]);
+  } else {
+    set_span(&lookup.src, *find.span, find.is_v);
+  }
   lookup.dst = lookup.src;
 }
 

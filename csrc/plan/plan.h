@@ -137,7 +137,7 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
                  const kvx_gather_options_t &options, Plan *plan);
 void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan);
-// Makes a plan without planes; both ends of its lookup are the span's.
+// Makes a plan without pairs; both ends of its lookup are the span's.
 void plan_find(const kvx_find_desc_t &find, Plan *plan);
 
 }  // namespace kvx

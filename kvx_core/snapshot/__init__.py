@@ -6,10 +6,11 @@ contents   what a snapshot contains             header    the header of a file
 precision  of stored values                     seal      proof that header and tokens are unchanged
 signing    keys                                 text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
+planes     planes of a section
 """
 
 from kvx_core.snapshot.capture import token_ids
-from kvx_core.snapshot.contents import Header, Part, Stored
+from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES
 from kvx_core.snapshot.memory import host_memory
@@ -28,6 +29,7 @@ __all__ = [
     "Header",
     "Key",
     "Part",
+    "PlaneKind",
     "Precision",
     "Section",
     "Snapshot",

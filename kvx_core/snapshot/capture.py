@@ -12,12 +12,13 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.contents import SCALE_KINDS
+from kvx_core.snapshot.contents import SCALE_KINDS, scale_name
+from kvx_core.snapshot.planes import is_kv, kinds_of, name_of, scale_of, shape_of
 from kvx_core.snapshot.scales import scale_shape, scales_of
 from kvx_core.snapshot.section import Section
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import int64_array
-from kvx_core.types import DType
+from kvx_core.types import Axis, DType
 from kvx_core.view import CacheView
 
 
@@ -33,8 +34,11 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
     return int64_array("tokens", tokens)
 
 
-def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> None:
-    """Raises InvalidArgumentError if these tokens and sections cannot be one snapshot."""
+def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section], start: int) -> None:
+    """Raises InvalidArgumentError if these tokens and sections cannot be one snapshot.
+
+    start: position in the sequence of the first token
+    """
     if not len(ids):
         raise InvalidArgumentError("tokens is empty, expected at least 1 token")
     if not sections:
@@ -51,19 +55,51 @@ def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section]) -> No
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
+        for kind in kinds_of(section.view):
+            if kind.tokens_per_entry and start % kind.tokens_per_entry:
+                raise InvalidArgumentError(
+                    f"start is {start}, expected a multiple of {kind.tokens_per_entry}: an entry "
+                    f"of {kind.words} stands for so many tokens"
+                )
+            if not kind.tokens_per_entry and section.state_tokens != start + len(ids):
+                raise InvalidArgumentError(
+                    f"section.state_tokens is {section.state_tokens}, expected {start + len(ids)}: "
+                    f"{kind.words} belongs to a prefix of one length, and the tokens end there"
+                )
 
 
 def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor that a section needs."""
-    num_heads = section.view.layers[0].num_kv_heads
-    for layer, cache in zip(section.layers, section.view.layers, strict=True):
-        yield f"layers.{layer}.k", cache.k.dtype, (num_tokens, num_heads, cache.head_dim)
-        if cache.v is not None:
-            yield f"layers.{layer}.v", cache.v.dtype, (num_tokens, num_heads, cache.v_head_dim)
+    for layer, cache in zip(section.layers, section.view.layers, strict=False):
+        dims = {"k": cache.head_dim, "v": cache.v_head_dim}
+        for kind, tensor in cache.tensors.items():
+            shape = num_tokens, cache.num_kv_heads, dims[kind] // tensor.dtype.numbers
+            yield f"layers.{layer}.{kind}", tensor.dtype, shape
     for kind in SCALE_KINDS:
-        for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=True):
+        for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=False):
             if scale is not None:
                 yield f"layers.{layer}.{kind}", DType.F32, scale_shape(scale, num_tokens)
+    for plane in section.view.planes:
+        found, scale = shape_of(plane, num_tokens), scale_of(plane)
+        if found[0]:
+            yield name_of(plane), plane.dtype, found
+        if found[0] and scale is not None:
+            yield scale_name(name_of(plane)), DType.F32, scale_shape(scale, num_tokens)
+
+
+def head_dims(section: Section) -> dict[str, int]:
+    """The head_dim of K and V of its layers, by their names in a snapshot; 0 where there is none.
+
+    Of a layer that has planes alone there is neither.
+    """
+    dims: dict[str, int] = {}
+    for layer, cache in zip(section.layers, section.view.layers, strict=False):
+        dims |= {f"layers.{layer}.k": cache.head_dim, f"layers.{layer}.v": cache.v_head_dim}
+    if not section.view.layers:
+        dims = {f"layers.{layer}.{kind}": 0 for layer in section.layers for kind in ("k", "v")}
+        of_planes = {name_of(p): p for p in section.view.planes if is_kv(p)}
+        dims |= {n: p.extent(Axis.DIM) * p.dtype.numbers for n, p in of_planes.items()}
+    return dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,58 @@
-"""Contents: the description of what a snapshot holds, and the check that its parts agree."""
+"""Contents: the description of what a snapshot holds, and the check that its parts agree.
+
+K and V of layer 3 are layers.3.k and layers.3.v, (tokens, heads, head_dim), their scales
+layers.3.k_scale and layers.3.v_scale. A plane of it is planes.3.<role>, (entries, heads, dim), and
+its scale planes.3.<role>.scale. Where a unit of a format has several numbers, the last axis counts
+units.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from kvx_core.facts import CacheFacts
+from kvx_core.planes import Plane, role_name
 from kvx_core.snapshot.precision import VALUES, Precision
-from kvx_core.types import DType
+from kvx_core.types import DType, Role
 
 SCALE_KINDS = ("k_scale", "v_scale")
 FP8 = tuple(dtype for dtype in DType if dtype.format.scaled)
-KV_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # what K and V may be
+IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1)
+FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # those that safetensors has
+KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes may be
 _MAX_INDEX = 1 << 24  # of layers and heads
+_MAX_ROLE = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlaneKind:
+    """A plane of a layer of the model, wherever and in whatever order of axes it lies."""
+
+    layer: int
+    role: int  # a Role, or a number of the caller's own
+    tokens_per_entry: int = 1
+    replicated: bool = False
+
+    @classmethod
+    def of(cls, plane: Plane) -> PlaneKind:
+        """The kind of a plane."""
+        return cls(plane.layer, plane.role, plane.tokens_per_entry, plane.replicated)
+
+    @property
+    def name(self) -> str:
+        """Of its tensor: planes.3.index_k, planes.3.role_40."""
+        return f"planes.{self.layer}.{role_name(self.role).lower().replace(' ', '_')}"
+
+    @property
+    def words(self) -> str:
+        return f"{role_name(self.role)} of layer {self.layer}"
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Entries of so many tokens: complete ones, or that of the sequence."""
+        return num_tokens // self.tokens_per_entry if self.tokens_per_entry else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +63,7 @@ class Part:
     facts: CacheFacts
     encoding: str
     precision: str  # Precision.name
+    planes: tuple[PlaneKind, ...] = ()  # beside K and V, of these layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,40 +132,96 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
             return str(error)
     known = {"tokens"}
     counts = (tokens.shape[0], last - first)  # of tokens and heads
-    for layer, encoding in ((i, part.encoding) for part in header.parts for i in part.layers):
-        for kind in ("k", "v"):
-            name = f"layers.{layer}.{kind}"
-            if name in tensors or kind == "k":
-                known |= {name, f"{name}_scale"}
-                reason = next(_wrong_tensor(name, tensors, counts, encoding), None)
-                if reason:
-                    return reason
+    for part in header.parts:
+        reason = next(_wrong_planes(part, header.start, counts, tensors), None)
+        if reason:
+            return reason
+        known |= {name for kind in part.planes for name in _names(kind, counts[0])}
+        with_planes = {kind.layer for kind in part.planes}
+        for layer in part.layers:
+            for kind in ("k", "v"):
+                name = f"layers.{layer}.{kind}"
+                if name in tensors or (kind == "k" and layer not in with_planes):
+                    known |= {name, scale_name(name)}
+                    reason = next(_wrong_tensor(name, tensors, counts, part.encoding), None)
+                    if reason:
+                        return reason
+                elif kind == "k":
+                    break  # nor is there a V
     others = sorted(set(tensors) - known)
     return f"{others[0]} belongs to none of its layers {layers}" if others else None
 
 
-def _wrong_tensor(
-    name: str, tensors: Mapping[str, Stored], counts: tuple[int, int], encoding: str
+def scale_name(name: str) -> str:
+    """The name of the scale of a tensor."""
+    return f"{name}_scale" if name.startswith("layers.") else f"{name}.scale"
+
+
+def is_scale(name: str) -> bool:
+    """Whether it is the name of a scale."""
+    return name.endswith("_scale" if name.startswith("layers.") else ".scale")
+
+
+def _names(kind: PlaneKind, num_tokens: int) -> tuple[str, ...]:
+    """The tensors of a plane; none if there is not a complete entry."""
+    return (kind.name, scale_name(kind.name)) if kind.num_entries(num_tokens) else ()
+
+
+def _wrong_planes(
+    part: Part, start: int, counts: tuple[int, int], tensors: Mapping[str, Stored]
 ) -> Iterator[str]:
-    """What is wrong with K or V of a layer, or with its scale; None if nothing is."""
-    stored, scale = tensors.get(name, NOTHING), tensors.get(f"{name}_scale")
+    """What is wrong with the planes of a part."""
+    layers = set(part.layers)
+    if len({(kind.layer, kind.role) for kind in part.planes}) != len(part.planes):
+        yield "its planes have a role of a layer twice"
+    for kind in part.planes:
+        n = kind.tokens_per_entry
+        if (
+            kind.layer not in layers
+            or not Role.V < kind.role <= _MAX_ROLE
+            or not 0 <= n <= _MAX_ROLE
+            or (n and start % n)
+        ):
+            yield (
+                f"its plane {kind} from token {start} on is none of its layers {part.layers[:9]}, "
+                "or its entries do not begin there"
+            )
+        elif entries := kind.num_entries(counts[0]):
+            stored = tensors.get(kind.name, NOTHING)
+            heads = stored.shape[1:2] if kind.replicated else counts[1:]
+            yield from _wrong_tensor(kind.name, tensors, (entries, *heads), part.encoding)
+
+
+def _wrong_tensor(
+    name: str, tensors: Mapping[str, Stored], counts: tuple[int, ...], encoding: str
+) -> Iterator[str]:
+    """What is wrong with K, V or a plane of a layer, or with its scale.
+
+    counts: of entries and heads
+    """
+    stored, scale = tensors.get(name, NOTHING), tensors.get(scale_name(name))
+    is_plane = name.startswith("planes.")
+    opaque = stored.dtype is DType.U8
     if (
         stored.shape[:2] != counts
         or len(stored.shape) != 3
         or not stored.shape[2]
         or stored.dtype not in KV_DTYPES
-        or (stored.dtype is DType.U8) is (encoding == VALUES)
+        or (opaque and encoding == VALUES)
+        or (not opaque and encoding != VALUES and not is_plane)
     ):
         yield (
             f"{name} is {stored.dtype.name} {stored.shape}, expected {counts} and a head_dim, of a "
             f"dtype of {encoding!r}"
         )
+    shapes: tuple[Any, ...] = ((1,), counts[1:])
+    if not is_plane:
+        shapes = (*shapes, counts)
     if scale is not None and (
-        scale.dtype is not DType.F32
-        or stored.dtype not in FP8
-        or scale.shape not in ((1,), counts[1:], counts)
+        scale.dtype is not DType.F32 or stored.dtype not in FP8 or scale.shape not in shapes
     ):
         yield (
-            f"{name}_scale is {scale.dtype.name} {scale.shape} for {name} of "
-            f"{stored.dtype.name}, expected F32 (1,), {counts[1:]} or {counts} for FP8"
+            f"{scale_name(name)} is {scale.dtype.name} {scale.shape} for {name} of "
+            f"{stored.dtype.name}, expected F32 {', '.join(map(str, shapes[:-1]))} or {shapes[-1]} "
+            "for FP8"
         )

@@ -3,29 +3,33 @@
 The file is a safetensors file whose data begins at a multiple of 64 bytes: first the tokens, then
 the other tensors, those with larger elements first. Its metadata are a seal (seal.py) and "header",
 a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, or keyed BLAKE2b if
-the file is signed.
+the file is signed. Formats that safetensors does not have are bytes, U8: "formats" says of which
+tensors, and what they are.
 Source: safetensors, README.md, "Format"
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvx_core.snapshot.contents import KV_DTYPES, Header, Stored, inconsistency
+from kvx_core.snapshot.contents import FILE_DTYPES, IN_UNITS, Header, Stored, inconsistency
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.seal import sealed
 from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.text import strict_json
 from kvx_core.types import DType
 
-_DTYPES = {dtype.name: dtype for dtype in KV_DTYPES} | {"I64": DType.S64}
+_DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_FORMATS = {dtype.name: dtype for dtype in IN_UNITS}
+_FORMAT = re.compile("[A-Z][A-Z0-9_]{0,31}")
 _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
 
 
@@ -37,6 +41,7 @@ class _FileHeader:
 
     header: Header
     checksums: dict[str, str]
+    formats: dict[str, str] = field(default_factory=dict)  # by the names of tensors that are U8
 
 
 _FILE_HEADER = TypeAdapter(_FileHeader)
@@ -44,7 +49,14 @@ _FILE_HEADER = TypeAdapter(_FileHeader)
 
 def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
     """The names of tensors in the order of a file: the tokens first, each tensor aligned."""
-    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    return sorted(tensors, key=lambda name: -_in_file(tensors[name])[0].itemsize)
+
+
+def _in_file(tensor: Stored) -> tuple[DType, tuple[int, ...]]:
+    """Dtype and shape of a tensor as a file has it."""
+    if tensor.dtype in IN_UNITS:
+        return DType.U8, (*tensor.shape[:-1], tensor.shape[-1] * tensor.dtype.itemsize)
+    return tensor.type
 
 
 def header_bytes(
@@ -59,14 +71,20 @@ def header_bytes(
     tokens: int64, the first bytes of the data
     Raises ValueError for text that is not valid Unicode.
     """
-    text = _FILE_HEADER.dump_json(_FileHeader(header, checksums)).decode()
+    formats = {name: t.dtype.name for name, t in tensors.items() if t.dtype in IN_UNITS}
+    left_out: dict[str, Any] = {} if formats else {"formats": True}
+    if not any(part.planes for part in header.parts):  # as files had it before there were planes
+        left_out["header"] = {"parts": {"__all__": {"planes"}}}
+    content = _FileHeader(header, checksums, formats)
+    text = _FILE_HEADER.dump_json(content, exclude=left_out).decode()
     entries: dict[str, Any] = {}
     offset = 0
     for name in in_file_order(tensors):
         tensor = tensors[name]
+        dtype, shape = _in_file(tensor)
         entries[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": tensor.shape,
+            "dtype": _CODES[dtype],
+            "shape": shape,
             "data_offsets": [offset, offset + tensor.num_bytes],
         }
         offset += tensor.num_bytes
@@ -89,8 +107,9 @@ def parse_header(
         tensors = _tensors(found, 8 + len(raw), num_data_bytes)
     except ValueError as error:
         raise CorruptError(f"{name} is not a safetensors file of KVX: {error}") from None
-    header, checksums = _file_header(text, name)
-    reason = inconsistency(header, tensors)
+    content = _file_header(text, name)
+    header, checksums = content.header, content.checksums
+    reason = _unpacked(tensors, content.formats, name) or inconsistency(header, tensors)
     if reason is None and checksums.keys() != tensors.keys():
         reason = f"it has checksums of {sorted(checksums)}, expected {sorted(tensors)}"
     if reason is None and tensors["tokens"] != Stored(DType.S64, (num_tokens,), 8 + len(raw)):
@@ -149,7 +168,29 @@ def _are_counts(found: Any, least: int) -> bool:
     )
 
 
-def _file_header(text: str, name: str) -> tuple[Header, dict[str, str]]:
+def _unpacked(tensors: dict[str, Stored], formats: dict[str, str], name: str) -> str | None:
+    """Makes tensors of bytes what `formats` says; why that cannot be right, or None.
+
+    Raises StoreError for a format that only a newer version of KVX knows.
+    """
+    for tensor, word in formats.items():
+        stored = tensors.get(tensor)
+        dtype = _FORMATS.get(word)
+        if dtype is None and _FORMAT.fullmatch(word) and word not in DType.__members__:
+            raise StoreError(
+                f"{name} has {tensor[:100]} in {word}, which this version of KVX does not know. "
+                "Use the version that wrote it, or a newer one"
+            )
+        if dtype is None or stored is None or stored.dtype is not DType.U8:
+            return f"{tensor[:100]} is said to be in {word[:100]!r}, expected U8 of a known format"
+        *shape, num_bytes = stored.shape
+        if num_bytes % dtype.itemsize:
+            return f"{tensor[:100]} has rows of {num_bytes} bytes, expected units of {word}"
+        tensors[tensor] = Stored(dtype, (*shape, num_bytes // dtype.itemsize), stored.offset)
+    return None
+
+
+def _file_header(text: str, name: str) -> _FileHeader:
     try:
         strict_json(text.encode())
         found = _FILE_HEADER.validate_json(text, strict=True)
@@ -165,4 +206,4 @@ def _file_header(text: str, name: str) -> tuple[Header, dict[str, str]]:
         ) from None
     except ValueError as error:
         raise CorruptError(f"{name} has no header of a KVX snapshot: {error}") from None
-    return found.header, found.checksums
+    return found

@@ -21,28 +21,35 @@ VALUES = "values"  # the encoding of numbers; any other name is that of opaque b
 Accept = Literal["same", "lossy"]
 
 # Names of number formats. FP8 numbers with a scale per token and head differ from those with one
-# for all tokens.
-_NUMBERS = {dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding}
+# for all tokens. A format with several numbers in a unit has a scale in each.
+_NUMBERS = {
+    dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding or dtype.numbers > 1
+}
 _FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
 _FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}
 
 
 def _includes(name: str) -> tuple[str, ...]:
-    """The formats whose numbers `name` includes. FP8 with scales includes no other format."""
-    dtype = _FORMATS[name]
-    if dtype.format.scaled:
+    """The formats whose numbers `name` includes. With scales it includes no other format."""
+    mine = _FORMATS[name].format
+    if mine.scaled or mine.rounding is None:
         return (name,)
-    mine = dtype.format.rounding
-    found = [other for other, d in _FORMATS.items() if mine and d.format.rounding]
-    return tuple(o for o in found if mine and mine.includes(_FORMATS[o].format.rounding or mine))
+    others = {other: dtype.format.rounding for other, dtype in _FORMATS.items()}
+    return tuple(other for other, its in others.items() if its and mine.rounding.includes(its))
 
 
 _INCLUDES = {name: _includes(name) for name in _FORMATS}
-_DIGITS = {  # significant bits; fewer for FP8
-    name: dtype.format.rounding.mantissa + 1
-    for name, dtype in _NUMBERS.items()
-    if dtype.format.rounding and not dtype.format.scaled
-}
+
+
+def _digits(dtype: DType) -> int:
+    """Significant bits, about; fewer for FP8."""
+    rounding = dtype.format.rounding
+    if rounding is None:
+        return dtype.itemsize * 8 // dtype.numbers - 1
+    return 4 - (rounding.mantissa < 3) if dtype.format.scaled else rounding.mantissa + 1
+
+
+_DIGITS = {name: _digits(dtype) for name, dtype in _FORMATS.items()}
 _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 
@@ -97,7 +104,7 @@ class Precision:
     @property
     def digits(self) -> int:
         """Sorts precisions of which none includes the other; more is more precise."""
-        return min((_DIGITS.get(name, 4 - ("e5m2" in name)) for name in self.formats), default=99)
+        return min((_DIGITS.get(name, 4) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
         """The precision of values that went through both."""

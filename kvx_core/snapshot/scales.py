@@ -19,10 +19,10 @@ from kvx_core.view import CacheView
 
 
 def bare(view: CacheView) -> CacheView:
-    """The view without scales, so that its bytes are copied unchanged."""
-    if view.k_scales is None and view.v_scales is None:
+    """The layers of the view without scales, so that their bytes are copied unchanged."""
+    if view.k_scales is None and view.v_scales is None and not view.planes:
         return view
-    return replace(view, k_scales=None, v_scales=None)
+    return replace(view, k_scales=None, v_scales=None, planes=())
 
 
 def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
@@ -36,7 +36,10 @@ def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
 
 
 def has_vector_scales(view: CacheView) -> bool:
-    """Whether the scales are per token and head. Raises UnsupportedError if only some are."""
+    """Whether the scales of layers are per token and head.
+
+    Raises UnsupportedError if only some are.
+    """
     per_vector = {
         scale is not None and scale.granularity is ScaleGranularity.PER_TOKEN_HEAD
         for i, layer in enumerate(view.layers)
@@ -47,7 +50,7 @@ def has_vector_scales(view: CacheView) -> bool:
             "some scales of the section are PER_TOKEN_HEAD, expected all or none. Make a section "
             "of each"
         )
-    return per_vector.pop()
+    return True in per_vector
 
 
 def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.lookup import find_tokens
+from kvx_core.narrow import narrowed
+from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
-from kvx_core.snapshot.scales import has_vector_scales, scales_of
+from kvx_core.snapshot.scales import has_vector_scales
 from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens
-from kvx_core.tensors import is_torch, read_array
+from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
 
@@ -23,18 +25,23 @@ from kvx_core.view import CacheView
 class Section:
     """What one engine holds of some layers of one sequence.
 
-    Layers that share a block table and facts; an engine with hybrid groups has several sections.
-    Raises InvalidArgumentError.
+    Layers that share a block table and facts; an engine with hybrid groups has several sections. A
+    view may have planes of these layers beside them, or in their place.
+    Raises InvalidArgumentError, UnsupportedError.
     """
 
-    layers: tuple[int, ...]  # index in the model of each of view.layers
+    layers: tuple[int, ...]  # index in the model of each of view.layers or, without, of its planes
     view: CacheView  # facts.first_kv_head is known
     block_table: BlockTable | None  # the row of the sequence, from its token 0; None: block 0
     encoding: str = VALUES
+    # Tokens of the sequence that planes of an entry per sequence stand for: needed to capture them.
+    state_tokens: int | None = None
 
     def __post_init__(self) -> None:
         view = self.view
-        if len(set(self.layers)) != len(self.layers) or len(self.layers) != len(view.layers):
+        if len(set(self.layers)) != len(self.layers) or (
+            view.layers and len(self.layers) != len(view.layers)
+        ):
             raise InvalidArgumentError(
                 f"section.layers is {self.layers}, expected one index for each of the "
                 f"{len(view.layers)} layers of its view"
@@ -43,22 +50,17 @@ class Section:
             raise InvalidArgumentError(
                 f"section.layers is {self.layers}, expected indices of layers of the model"
             )
-        if view.planes:
-            raise UnsupportedError(
-                f"section.view has {len(view.planes)} planes, expected none: a snapshot holds K "
-                "and V of layers. Leave the planes out with dataclasses.replace(view, planes=())"
-            )
-        if self.block_table is not None and self.block_table.format is BlockTableFormat.POINTERS:
-            raise UnsupportedError(
-                "section.block_table is POINTERS, expected a table of block ids, in which a null "
-                "block is null for K and V of all layers"
+        if not view.layers and {plane.layer for plane in view.planes} != set(self.layers):
+            raise InvalidArgumentError(
+                f"section.layers is {self.layers}, expected those of the planes of its view, which "
+                "has no layers"
             )
         if view.facts.first_kv_head is None:
             raise InvalidArgumentError(
                 "section.view.facts.first_kv_head is None, expected the index in the model of the "
                 "first head held here"
             )
-        if len({layer.num_kv_heads for layer in view.layers}) != 1:
+        if len({layer.num_kv_heads for layer in view.layers}) > 1:
             raise InvalidArgumentError(
                 f"section.view has layers with {[layer.num_kv_heads for layer in view.layers]} "
                 "heads, expected the same number in all. Make a section of each"
@@ -68,50 +70,101 @@ class Section:
                 f"section.block_table has {self.block_table.num_rows} rows, expected the one of "
                 "the sequence"
             )
-        for layer, cache in zip(self.layers, view.layers, strict=True):
+        for layer, cache in zip(self.layers, view.layers, strict=False):
             for name, tensor in cache.tensors.items():
                 if (tensor.dtype is DType.U8) is (self.encoding == VALUES):
                     raise InvalidArgumentError(
                         f"section.encoding is {self.encoding!r} and {name} of layer {layer} is "
                         f"{tensor.dtype.name}, expected U8 for opaque bytes and only for them"
                     )
+        check_planes(view, self.layers, self.encoding)
 
     @property
     def heads(self) -> tuple[int, int]:
         """The heads of the model that are held here: first, and one past the last."""
-        first = self.view.facts.first_kv_head or 0
-        return first, first + self.view.layers[0].num_kv_heads
+        first, layers = self.view.facts.first_kv_head or 0, self.view.layers
+        return first, first + (layers[0].num_kv_heads if layers else num_heads_of(self.view.planes))
 
     @property
     def precision(self) -> Precision:
-        """The precision of the values, from facts.compute_dtype and the dtypes of K and V."""
+        """Of K and V here, as far as facts.compute_dtype and their dtypes show it.
+
+        Planes beside them are stored as they are: they count where there is no K.
+        """
         if self.encoding != VALUES:
             return Precision.of(opaque=self.encoding)
-        dtypes: set[DType] = {t.dtype for layer in self.view.layers for t in layer.tensors.values()}
-        if self.view.facts.compute_dtype is not None:
-            dtypes.add(self.view.facts.compute_dtype)
-        return Precision.of(*dtypes, vector_scales=has_vector_scales(self.view))
+        view = self.view
+        dtypes: set[DType] = {t.dtype for layer in view.layers for t in layer.tensors.values()}
+        dtypes |= {plane.dtype for plane in view.planes if is_kv(plane)}
+        dtypes = dtypes or {plane.dtype for plane in view.planes}
+        if view.facts.compute_dtype is not None:
+            dtypes.add(view.facts.compute_dtype)
+        return Precision.of(*dtypes, vector_scales=has_vector_scales(view))
+
+    @property
+    def first_tensor(self) -> Borrowed:
+        """K of its first layer or, without layers, its first plane: it says where calls run."""
+        return self.view.layers[0].k if self.view.layers else self.view.planes[0]
 
     def of(self, layers: Sequence[int]) -> Section:
-        """The precision of some of the layers."""
-        return replace(self, layers=tuple(layers), view=view_of(self, layers))
+        """The same for some of its layers."""
+        if tuple(layers) == self.layers:
+            return self
+        view, table = self.view, self.block_table
+        planes = tuple(plane for plane in view.planes if plane.layer in layers)
+        if not view.layers:
+            view = view_of_planes(view, planes)
+        else:
+            at = [self.layers.index(layer) for layer in layers]
+            beside: dict[str, Any] = {
+                name: None if given is None else tuple(given[i] for i in at)
+                for name in ("k_scales", "v_scales", "k_zeros", "v_zeros")
+                for given in (getattr(view, name),)
+            }
+            view, table = narrowed(view, table, [(i, "kv") for i in at])
+            view = replace(view, planes=planes, **beside)
+        return replace(self, layers=tuple(layers), view=view, block_table=table)
 
-    def null_tokens(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of tokens `start` to `stop` are stored nowhere, be it K or V: in null blocks.
+    def has_null(self, start: int, stop: int) -> bool:
+        """Whether some of tokens `start` to `stop` are stored nowhere, be it in K, V or a plane.
 
-        Raises OutOfRangeError if the table is too short, or has block ids that are out of range.
+        Raises OutOfRangeError if a table is too short, or has block ids that are out of range.
         """
+        return any(null.any() for null in self._null(start, stop))
+
+    def check_tables(self, start: int, stop: int) -> None:
+        """Raises OutOfRangeError as `has_null`, for any tensor. Reads tables alone."""
+        for _ in self._null(start, stop):
+            pass
+
+    def is_null(self, start: int, stop: int) -> bool:
+        """Whether all of them are stored nowhere, in all tensors. Raises OutOfRangeError."""
+        return all(null.all() for null in self._null(start, stop))
+
+    def _null(self, start: int, stop: int) -> Iterator[npt.NDArray[np.bool_]]:
+        """Which tokens or entries are in null blocks, of all tensors that may differ in this."""
         self._check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()
-        span = self.view.at(block_table=table, starts=[start])
-        lens = SeqLens.of([stop - start])
-        null: npt.NDArray[np.bool_] = find_tokens(span, lens)["block"] < 0
-        if self.view.layers[0].v is not None:
-            null |= find_tokens(span, lens, v=True)["block"] < 0
-        return null
+        planes = tuple(plane.of_parts() for plane in self.view.planes)
+        view = replace(self.view, planes=planes) if planes else self.view
+        span, lens = view.at(block_table=table, starts=[start]), SeqLens.of([stop - start])
+        pointers = table is not None and table.has_planes
+        for layer, cache in enumerate(view.layers if pointers else view.layers[:1]):
+            yield find_tokens(span, lens, layer=layer)["block"] < 0
+            if cache.v is not None:
+                yield find_tokens(span, lens, v=True, layer=layer)["block"] < 0
+        seen = set()
+        for i, plane in enumerate(planes):
+            key = plane.tokens_per_entry, id(plane.block_table), id(plane.slots)
+            if key not in seen:
+                seen.add(key)
+                yield find_tokens(span, lens, plane=i)["block"] < 0
 
     def _check_reach(self, stop: int) -> None:
-        table, num_tokens = self.block_table, self.view.layers[0].block_size
+        table = self.block_table
+        if not self.view.layers:
+            return  # find_tokens says it of planes
+        num_tokens = self.view.layers[0].block_size
         if table is not None and table.format is BlockTableFormat.RAGGED:
             num_tokens = table.indices_count
         elif table is not None:
@@ -122,31 +175,17 @@ class Section:
             )
 
 
-def view_of(section: Section, layers: Sequence[int]) -> CacheView:
-    """The section's view, of some of its layers only."""
-    if tuple(layers) == section.layers:
-        return section.view
-    view = section.view
-    at = [section.layers.index(layer) for layer in layers]
-    return replace(
-        view,
-        layers=tuple(view.layers[i] for i in at),
-        k_scales=tuple(scales_of(view, "k_scale")[i] for i in at),
-        v_scales=tuple(scales_of(view, "v_scale")[i] for i in at),
-    )
-
-
 def device_of(sections: Sequence[Section]) -> Any:
     """The torch device on which copies of these caches run; None: the host."""
-    k = sections[0].view.layers[0].k
-    if k.memory is Memory.HOST:
+    first = sections[0].first_tensor
+    if first.memory is Memory.HOST:
         return None
-    if not is_torch(k.owner):
+    if not is_torch(first.owner):
         raise UnsupportedError(
-            f"the cache's memory belongs to a {type(k.owner).__name__} on a device, expected a "
+            f"the cache's memory belongs to a {type(first.owner).__name__} on a device, expected a "
             "torch.Tensor there"
         )
-    return k.owner.device
+    return first.owner.device
 
 
 def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:

@@ -1,9 +1,10 @@
 """Snapshot: tokens of one sequence at rest, between the caches of any engines and a file.
 
 A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
-per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from.
-It does not depend on block size, layout or block ids; facts, scales and precision are part of it.
-The file is safetensors. kvx_core.stores decides which file belongs to which prompt.
+per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from;
+and planes beside them: (num_entries, num_heads, dim), or (1, num_heads, dim) of a state. It does
+not depend on block size, layout or block ids; facts, scales and precision are part of it. The file
+is safetensors. kvx_core.stores decides which file belongs to which prompt.
 """
 
 from __future__ import annotations
@@ -19,12 +20,32 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.facts import CacheFacts, compare
 from kvx_core.ops import device_status
+from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
-from kvx_core.snapshot.capture import Copy, check_capture, to_capture, token_ids
-from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Header, Part, Stored
+from kvx_core.snapshot.capture import Copy, check_capture, head_dims, to_capture, token_ids
+from kvx_core.snapshot.contents import (
+    NOTHING,
+    SCALE_KINDS,
+    Header,
+    Part,
+    PlaneKind,
+    Stored,
+    is_scale,
+    scale_name,
+)
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, write
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, placed
+from kvx_core.snapshot.planes import (
+    by_entry,
+    cut,
+    dense_view,
+    kinds_of,
+    name_of,
+    scale_of,
+    unlike_planes,
+    view_of_planes,
+)
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.scales import (
     are_good,
@@ -34,7 +55,7 @@ from kvx_core.snapshot.scales import (
     scales_as_cache,
     scales_of,
 )
-from kvx_core.snapshot.section import Section, device_of, ints_on, table_on, view_of
+from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.snapshot.signing import Key
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import row_major
@@ -128,9 +149,9 @@ class Snapshot:
         and errors are those of `capture`.
         """
         ids = token_ids(tokens)
-        check_capture(ids, sections)
+        check_capture(ids, sections, start)
         stop = start + len(ids)
-        if any(section.null_tokens(start, stop).any() for section in sections):
+        if any(section.has_null(start, stop) for section in sections):
             return None
         carried = precision or Precision()
         header = Header(
@@ -138,7 +159,13 @@ class Snapshot:
             prefix=prefix,
             heads=sections[0].heads,
             parts=tuple(
-                Part(s.layers, s.view.facts, s.encoding, s.precision.meet(carried).name)
+                Part(
+                    s.layers,
+                    s.view.facts,
+                    s.encoding,
+                    s.precision.meet(carried).name,
+                    kinds_of(s.view),
+                )
                 for s in sections
             ),
         )
@@ -164,6 +191,15 @@ class Snapshot:
             src_starts=ints_on([self.header.start], device),
             table=table_on(section.block_table, device),
         )
+        for planes in by_entry(self._held(section.view)):
+            cache = view_of_planes(section.view, [replace(plane, scale=None) for plane in planes])
+            copy.run(cache, self._planes_view(planes, scales=False), into_table=False)
+            for plane in planes:
+                scale = scale_of(plane)
+                if scale is not None:
+                    self.array(scale_name(name_of(plane)))[:] = scale_values(scale)
+        if not section.view.layers:
+            return
         copy.run(bare(section.view), self._view(section.layers, scales=False), into_table=False)
         if has_vector_scales(section.view):
             scales = scales_as_cache(self._view(section.layers))
@@ -233,7 +269,10 @@ class Snapshot:
 
     def names_of(self, layers: Iterable[int]) -> list[str]:
         """The tensors of these layers."""
-        names = (f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS))
+        wanted = list(layers)
+        names = [f"layers.{layer}.{kind}" for layer in wanted for kind in ("k", "v", *SCALE_KINDS)]
+        for kind in self._kinds(wanted):
+            names += [kind.name, scale_name(kind.name)]
         return [name for name in names if name in self.tensors]
 
     def memory_for(self, layers: Iterable[int]) -> int:
@@ -256,9 +295,9 @@ class Snapshot:
         """
         reasons = []
         facts = section.view.facts
-        held = dict(zip(section.layers, section.view.layers, strict=True))
+        here = self._layers & set(section.layers)
         for part in self.header.parts:
-            shared = [i for i in part.layers if i in held and f"layers.{i}.k" in self.tensors]
+            shared = [layer for layer in part.layers if layer in here]
             if not shared:
                 continue
             if part.encoding != section.encoding:
@@ -274,8 +313,8 @@ class Snapshot:
                 first_kv_head=facts.first_kv_head,
             )
             reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
-            for layer in shared:
-                reasons += self._unlike(layer, held[layer])
+            reasons += self._unlike(section.of(shared))
+            reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
         return [reason[:_MAX_REASON] for reason in reasons]
 
     def restore(self, section: Section, start: int, stop: int, *, stream: int | None = None) -> int:
@@ -284,19 +323,26 @@ class Snapshot:
         start, stop: positions in the sequence, within this snapshot
         Mutates the section's cache, except null blocks. Waits for a device.
         Returns the bytes of these tokens as the section stores them.
-        Raises StoreError if `mismatch` has a reason, InvalidArgumentError, UnsupportedError,
-        OutOfRangeError.
+        Raises StoreError if `mismatch` has a reason or planes have no entries that begin at `start`
+        or end at `stop`, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         reasons = self.mismatch(section)
+        here = self._layers
+        layers = [layer for layer in section.layers if layer in here]
+        if start < stop:
+            end = self.header.start + len(self.tokens)
+            reasons += [*filter(None, (cut(k, start, stop, end) for k in self._kinds(layers)))]
         if reasons:
             raise StoreError(f"{self.name}: {'; '.join(reasons)}")
-        layers = [layer for layer in section.layers if f"layers.{layer}.k" in self.tensors]
         first = max(self.header.heads[0], section.heads[0])
         num_heads = min(self.header.heads[1], section.heads[1]) - first
         if not layers or num_heads <= 0 or start >= stop:
             return 0
         device = device_of([section])
-        view = view_of(section, layers)
+        section = section.of(layers)
+        view, planes = section.view, self._held(section.view)
+        if planes:
+            section.check_tables(start, stop)  # before any of several calls writes
         copy = Copy(
             lens=ints_on([stop - start], device),
             src_starts=ints_on([start - self.header.start], device),
@@ -307,15 +353,26 @@ class Snapshot:
             table=table_on(section.block_table, device),
             stream=stream,
         )
+        for group in by_entry(planes):
+            copy.run(self._planes_view(group), view_of_planes(view, group))
+        num_bytes = (stop - start) * view.bytes_per_token(num_heads)
+        num_bytes += sum(
+            PlaneKind.of(plane).num_entries(stop - start) * plane.entry_bytes(num_heads)
+            for plane in planes
+            if plane.tokens_per_entry != 1
+        )
+        view = replace(view, planes=()) if planes else view
         per_vector = has_vector_scales(view)
-        if per_vector and self._has_vector_scales(layers, view):
+        if not view.layers:
+            pass
+        elif per_vector and self._has_vector_scales(layers, view):
             copy.run(self._view(layers, scales=False), bare(view))
             copy.run(scales_as_cache(self._view(layers)), scales_as_cache(view))
         else:
             copy.run(self._view(layers), view, find_scales=per_vector)
         if device is not None:
             device_status(stream)  # waits: tables and memory that the device reads are freed now
-        return (stop - start) * view.bytes_per_token(num_heads)
+        return num_bytes
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size."""
@@ -339,23 +396,49 @@ class Snapshot:
         snapshot = replace(self, tensors=tensors, memory=memory, file=None)
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:
-            if name.endswith("_scale") and not are_good(snapshot.array(name)):
+            if is_scale(name) and not are_good(snapshot.array(name)):
                 raise CorruptError(f"{self.name}: {name} is not finite and greater than zero")
         return snapshot
 
-    def _unlike(self, layer: int, cache: CacheDesc) -> list[str]:
-        """Why keys and values of this layer do not fit into `cache`."""
+    @property
+    def _layers(self) -> set[int]:
+        """The layers that `tensors` has something of."""
+        return {int(name.split(".")[1]) for name in self.tensors if name != "tokens"} | {
+            kind.layer
+            for part in self.header.parts
+            for kind in part.planes
+            if not kind.num_entries(len(self.tokens))
+        }
+
+    def _kinds(self, layers: Iterable[int]) -> list[PlaneKind]:
+        """The planes of these layers beside K and V."""
+        wanted = set(layers)
+        kinds = (kind for part in self.header.parts for kind in part.planes)
+        return [kind for kind in kinds if kind.layer in wanted]
+
+    def _held(self, view: CacheView) -> list[Plane]:
+        """The planes of a view of which the snapshot has an entry."""
+        return [plane for plane in view.planes if name_of(plane) in self.tensors]
+
+    def _unlike(self, section: Section) -> list[str]:
+        """Why keys and values of its layers do not fit into the section."""
         reasons = []
-        dims = {"k": cache.head_dim, "v": cache.v_head_dim}
-        for kind, head_dim in dims.items():
-            tensor = self.tensors.get(f"layers.{layer}.{kind}")
-            stored = 0 if tensor is None else tensor.shape[2]
+        for name, head_dim in head_dims(section).items():
+            tensor = self.tensors.get(name)
+            stored = 0 if tensor is None else tensor.shape[2] * tensor.dtype.numbers
             if stored != head_dim:
                 reasons.append(
-                    f"layers.{layer}.{kind} has head_dim {stored}, expected {head_dim} as the "
-                    "cache has"
+                    f"{name} has head_dim {stored}, expected {head_dim} as the cache has"
                 )
         return reasons
+
+    def _planes_view(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
+        """What the snapshot has of planes in memory, as a dense cache of one block."""
+
+        def scale(name: str) -> ScaleDesc | None:
+            return self._scale(scale_name(name)) if scales else None
+
+        return dense_view(planes, self.tensors, self._address, self.memory, scale)
 
     def _view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
         """Layers in memory as a dense cache of one block."""

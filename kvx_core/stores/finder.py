@@ -35,6 +35,7 @@ class Finder:
     chunk_tokens: int
     precision: Precision
     accept: Accept
+    whole: bool = False  # entries that continue otherwise than the prompt do not count
 
     def longest(self, node: str, ids: Ids) -> tuple[int, list[EntryFile]]:
         """How many of `ids` the best entry below a node begins with, and that entry's files."""
@@ -56,7 +57,7 @@ class Finder:
                     files = self._good(entries.pop(entry_of(node, ids[:num_tokens]), ()))
                     best = (num_tokens, files) if files else best
             for key in sorted(entries, key=lengths.__getitem__, reverse=True):
-                if min(lengths[key], bound) <= best[0]:
+                if self.whole or min(lengths[key], bound) <= best[0]:
                     break
                 if not all(file.name in self.entries for file in entries[key]):
                     opened += 1

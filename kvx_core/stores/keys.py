@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.snapshot import FORMAT, Key, Precision
+from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
 
 _OPENING_TOKENS = 8
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
@@ -51,10 +51,18 @@ class EntryFile:
         return self.name[len(self.folder) + 1 :].partition(".")[0]
 
 
-def space_of(fingerprint: str, shape: tuple[int, int], salt: str, key: Key | None) -> str:
+def space_of(
+    fingerprint: str,
+    shape: tuple[int, int],
+    salt: str,
+    key: Key | None,
+    planes: Iterable[PlaneKind] = (),
+) -> str:
     """The folder of one model, salt and key."""
     signed = [] if key is None else [key.name]
-    text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed])
+    kinds = [[k.layer, k.role, k.tokens_per_entry, k.replicated] for k in sorted(planes)]
+    beside = [{"planes": kinds}] if kinds else []  # nothing: as before there were planes
+    text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed, *beside])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -17,10 +17,12 @@ from typing import Any, BinaryIO, Self
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     VALUES,
     Accept,
     Key,
+    PlaneKind,
     Precision,
     Section,
     Snapshot,
@@ -40,6 +42,7 @@ from kvx_core.stores.keys import (
     opening_of,
     space_of,
 )
+from kvx_core.stores.model_planes import ModelPlanes
 from kvx_core.types import Memory
 
 
@@ -101,6 +104,7 @@ class PrefixStore:
         salt: str = "",
         accept: Accept = "same",
         key: bytes | None = None,
+        planes: Iterable[Plane | PlaneKind] = (),
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
@@ -114,6 +118,8 @@ class PrefixStore:
         accept:       "same" or "lossy", see above
         key:          at least 32 bytes: signs files, and only files signed with it are found; None:
                       nothing is signed
+        planes:       beside K and V, of all layers of the model; entries with other planes, or
+                      with none, are not found
         Raises InvalidArgumentError if the store has another chunk_tokens, StoreError if it is no
         store.
         """
@@ -136,17 +142,22 @@ class PrefixStore:
         self._shape = (num_layers, total_kv_heads)
         self._precision, self._accept = precision, accept
         self._carried = Carried()
+        self._planes = ModelPlanes.of(planes)
         # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
+        limit += self._planes.header_bytes
         self._entries = Entries(blobs, key, limit)
-        self._space = space_of(fingerprint, self._shape, salt, self._signer)
+        self._space = space_of(fingerprint, self._shape, salt, self._signer, self._planes.kinds)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._chunk_tokens = stored_chunk_tokens(blobs, chunk_tokens, new_chunk_tokens)
+        self._planes.check_chunks(self.chunk_tokens)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
         other = copy.copy(self)
-        other._space = space_of(self._fingerprint, self._shape, salt, self._signer)
+        other._space = space_of(
+            self._fingerprint, self._shape, salt, self._signer, self._planes.kinds
+        )
         return other
 
     @property
@@ -177,6 +188,7 @@ class PrefixStore:
             self.chunk_tokens,
             self._precision,
             self._accept,
+            whole=self._planes.have_states,
         )
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
@@ -199,8 +211,9 @@ class PrefixStore:
         An entry counts if accepted files together hold all its layers and heads; the most precise
         files are chosen. Corrupt files do not count, and are deleted. Files that cannot be read
         now, or are not signed with the store's key, do not count. Of entries that begin like the
-        prompt and continue differently, a lookup opens at most 64 that were not opened before.
-        Reads no keys or values.
+        prompt and continue differently, a lookup opens at most 64 that were not opened before;
+        where the model has states, of one prefix each, such entries do not count. Reads no keys or
+        values.
         Raises InvalidArgumentError if `tokens` are no integers.
         """
         ids, step = token_ids(tokens), self.chunk_tokens
@@ -333,15 +346,18 @@ class PrefixStore:
                 f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= "
                 f"{match.num_tokens}, the tokens of the match"
             )
+        ends = {span.start + span.num_entry_tokens for span in match.spans}
+        if start < stop:
+            self._planes.check_stop(stop, ends)
         sections = [self._of_model(section) for section in sections]
-        pinned = any(s.view.layers[0].k.memory is not Memory.HOST for s in sections)
+        pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
         memory = host_memory(0)
         num_bytes = 0
         for span in match.spans:
             lo, hi = max(start, span.start), min(stop, span.stop)
             if lo >= hi:
                 continue
-            takers = [section for section in sections if not section.null_tokens(lo, hi).all()]
+            takers = [section for section in sections if not section.is_null(lo, hi)]
             with ExitStack() as opened:
                 sources = self._sources(span, takers, opened)
                 need = sum(source.num_bytes for source in sources)
@@ -442,6 +458,7 @@ class PrefixStore:
                 f"within the {num_layers} layers and {total_kv_heads} heads of the store"
             )
         view, facts = section.view, section.view.facts
+        self._planes.check_section(section)
         for name, expected in (
             ("total_kv_heads", total_kv_heads),
             ("fingerprint", self._fingerprint),

@@ -179,11 +179,13 @@ OFFSET_IS(kvx_span_t, num_planes, 104);
 SIZE_IS(kvx_place_t, 16);
 OFFSET_IS(kvx_place_t, offset, 8);
 OFFSET_IS(kvx_place_t, pool, 12);
-SIZE_IS(kvx_find_desc_t, 40);
+SIZE_IS(kvx_find_desc_t, 48);
 OFFSET_IS(kvx_find_desc_t, span, 8);
 OFFSET_IS(kvx_find_desc_t, seq_lens, 16);
 OFFSET_IS(kvx_find_desc_t, place_count, 24);
 OFFSET_IS(kvx_find_desc_t, places, 32);
+OFFSET_IS(kvx_find_desc_t, plane_plus_1, 40);
+OFFSET_IS(kvx_find_desc_t, layer, 44);
 
 SIZE_IS(kvx_end_lookup_t, 24);
 SIZE_IS(kvx_plan_lookups_t, 64);

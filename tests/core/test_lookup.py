@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import BlockTable, CacheDesc, CacheView, SeqLens, SlotMapping, describe
+from kvx_core import BlockTable, CacheDesc, CacheView, Plane, SeqLens, SlotMapping, describe
 from kvx_core.cache import PoolDesc
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError
 from kvx_core.facts import CacheFacts
@@ -121,3 +121,105 @@ def test_index_arrays_on_a_device_are_read_back() -> None:
     ):
         found = {name: replace(value, memory=Memory.DEVICE) for name, value in at.items()}
         assert_found(view.at(**found), end, [0] * 4)
+
+
+def planes_of(seed: int) -> tuple[CacheView, list[list[int]]]:
+    """A plane of one entry per token by the table of K, one per 4 tokens by a table of its own, and
+    one per sequence by slots."""
+    cache = LAYOUTS["nhd"](Geometry(block_size=8), torch.bfloat16, 1)
+    generator = torch.Generator().manual_seed(seed)
+    own = [torch.randperm(5, generator=generator).tolist()[:2] for _ in LENGTHS]
+    axes = ("block", "token", "dim")
+    planes = (
+        Plane.of(torch.zeros(cache.layers[0].k.num_blocks, 8, 3), axes, "index_k"),
+        Plane.of(torch.zeros(5, 3, 6), axes, 40, tokens_per_entry=4, block_table=own),
+        Plane.of(torch.zeros(9, 6), axes[::2], "state", tokens_per_entry=0, slots=[7, 2, -1, 0]),
+    )
+    return replace(view_of(cache, null_block_id=2), planes=planes), own
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_entries_of_planes(seed: int) -> None:
+    """Entries of several tokens are complete ones; a sequence without tokens has no state."""
+    view, own = planes_of(seed)
+    generator = torch.Generator().manual_seed(seed + 10)
+    blocks = torch.randint(-1, 5, (4, 3), generator=generator)
+    starts = [4, 0, 8, 12]
+    span, lens = view.at(block_table=blocks, starts=starts), SeqLens.of(LENGTHS)
+    k = find_tokens(span, lens)
+    assert find_tokens(span, lens, plane=0).tolist() == k.tolist()
+    expected = [
+        (own[s][e // 3], e % 3, 0) if own[s][e // 3] != 2 else (-1, 0, 0)
+        for s, length in enumerate(LENGTHS)
+        for e in range(starts[s] // 4, starts[s] // 4 + length // 4)
+    ]
+    assert len(expected) == 1 + 2
+    assert find_tokens(span, lens, plane=1).tolist() == expected
+    assert find_tokens(span, lens, plane=2).tolist() == [(7, 0, 0), (-1, 0, 0), (0, 0, 0)]
+    alone = CacheView((), CacheFacts(), planes=(view.planes[2],), dense=True).at()
+    assert find_tokens(alone, SeqLens.of([0, 1, 0, 0]), plane=0).tolist() == [(2, 0, 0)]
+
+
+def test_planes_are_refused_in_the_words_of_migrate() -> None:
+    view, own = planes_of(1)
+    own[2][0] = 5
+    wrong = replace(view.planes[1], block_table=BlockTable.of(own))
+    span = replace(view, planes=(wrong,)).at(block_table=[[1, 1, 1]] * 4)
+    sentence = r"^src\.planes\[\]\.block_table\.indices\[4\] is 5, expected below num_blocks 5 "
+    with pytest.raises(OutOfRangeError, match=sentence):
+        find_tokens(span, SeqLens.of(LENGTHS), plane=0)
+    start = view.at(block_table=[[1, 1, 1]] * 4, starts=[0, 2, 0, 0])
+    with pytest.raises(OutOfRangeError, match="expected a multiple of 4, the tokens_per_entry"):
+        find_tokens(start, SeqLens.of(LENGTHS), plane=1)
+
+
+def test_indices_of_planes_on_a_device_are_read_back() -> None:
+    view, own = planes_of(1)
+    table = BlockTable.packed(torch.tensor(own))
+    slots = SlotMapping.of(torch.tensor([7, 2, -1, 0]))
+    there = [
+        replace(view.planes[1], memory=Memory.DEVICE, block_table=None),
+        replace(view.planes[2], memory=Memory.DEVICE, slots=None),
+    ]
+    there[0] = replace(there[0], block_table=replace(table, memory=Memory.DEVICE))
+    there[1] = replace(there[1], slots=replace(slots, memory=Memory.DEVICE))
+    span = CacheView((), CacheFacts(), null_block_id=2, dense=True, planes=tuple(there)).at()
+    here = replace(view, layers=(), dense=True, planes=view.planes[1:]).at()
+    for plane in (0, 1):
+        found, expected = (find_tokens(at, SeqLens.of(LENGTHS), plane=plane) for at in (span, here))
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_pointers_are_found_for_each_layer(seed: int) -> None:
+    """Every K and V of every layer by its own addresses; null blocks are those of one alone."""
+    k, v = torch.zeros(2, 3, 4, 6, 2, 16, dtype=torch.bfloat16)  # [K, V][layer][block]
+    layers = tuple(
+        CacheDesc.from_kv(
+            describe(k[i, :1], "BLOCK_NHD"), describe(v[i, :1], "BLOCK_NHD") if i != 1 else None
+        )
+        for i in range(3)
+    )
+    tensors = [k[0], v[0], k[1], k[2], v[2]]
+    blocks = torch.randint(-1, 4, (2, 2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [
+        [
+            [t[b].data_ptr() if b >= 0 else None for t, b in zip(tensors, block, strict=True)]
+            for block in row
+        ]
+        for row in blocks
+    ]
+    span = CacheView(layers, CacheFacts()).at(block_table=BlockTable.pointers(rows), starts=[1, 4])
+    asked = [(0, False), (0, True), (1, False), (2, False), (2, True)]
+    for i, (layer, is_v) in enumerate(asked):
+        found = find_tokens(span, SeqLens.of([9, 5]), v=is_v, layer=layer)
+        expected = [
+            (rows[s][t // 6][i], t % 6, 0) if rows[s][t // 6][i] else (-1, 0, 0)
+            for s, (start, length) in enumerate([(1, 9), (4, 5)])
+            for t in range(start, start + length)
+        ]
+        assert found.tolist() == expected
+    with pytest.raises(InvalidArgumentError, match=r"find\.is_v is 1, expected 0"):
+        find_tokens(span, SeqLens.of([9, 5]), v=True, layer=1)
+    with pytest.raises(InvalidArgumentError, match=r"find\.layer is 3, expected at most 2"):
+        find_tokens(span, SeqLens.of([9, 5]), layer=3)

@@ -35,7 +35,7 @@ from tests.core import dlpack
 from tests.core.dlpack import Producer
 from tests.facts import SAME_MODEL
 
-verify_module = sys.modules["kvx_core.verify"]
+readers = sys.modules["kvx_core.readers"]
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, DIM, V_DIM = 2, 7, 4, 3, 10, 6
 TABLE = [[4, 1, 3], [2, 6, 0]]
@@ -83,7 +83,7 @@ def dense(dtype: torch.dtype = torch.bfloat16) -> tuple[Layers, CacheView]:
 @pytest.fixture(params=[1, 100, 4 << 20], ids=lambda n: f"pieces of {n}")
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token at a time, a few at a time, all at once."""
-    monkeypatch.setattr(verify_module, "_PIECE_BYTES", request.param)
+    monkeypatch.setattr(readers, "PIECE_BYTES", request.param)
 
 
 def change(tensor: torch.Tensor, place: tuple[int, ...]) -> None:
@@ -493,18 +493,18 @@ def test_scales_in_bfloat16() -> None:
 def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies stay as small as a piece, whatever the cache."""
     sizes: list[int] = []
-    read = verify_module._End._read
+    read = readers._HalfReader._read
 
-    def watched(self: Any, layer: int, kv: Any, lo: int, out: Any, *args: Any) -> Any:
+    def watched(self: Any, lo: int, out: Any, *args: Any, **options: Any) -> Any:
         sizes.append(out.nbytes)
-        return read(self, layer, kv, lo, out, *args)
+        return read(self, lo, out, *args, **options)
 
-    monkeypatch.setattr(verify_module._End, "_read", watched)
+    monkeypatch.setattr(readers._HalfReader, "_read", watched)
     k = torch.randn(2, 20_000, 8, 32)
     v = k.clone()
     src, dst = (view_of([(of, v)], Layout.BLOCK_NHD, dense=True) for of in (k, k.clone()))
     assert verify(src, dst, [20_000, 19_999])
-    assert max(sizes) <= verify_module._PIECE_BYTES
+    assert max(sizes) <= readers.PIECE_BYTES
     assert sum(sizes) >= 2 * k.nbytes
 
 

@@ -16,19 +16,22 @@ extern "C" {
 
 /* The place of a token in a cache. 16 bytes. */
 typedef struct kvx_place_t {
-  int64_t block;   /* physical block; -1: none, for a null block or a skipped slot */
-  uint32_t offset; /* tokens into the block; 0 if there is none */
+  int64_t block;   /* physical block, or its address with POINTERS; -1: none, for a null
+                      block or a skipped slot */
+  uint32_t offset; /* tokens, or entries of a plane, into the block; 0 if there is none */
   uint32_t pool;   /* 0: the primary pool; 1: the secondary one of a KV_OFFSETS table */
 } kvx_place_t;
 
-/* kvx_find_tokens's arguments. 40 bytes. */
+/* kvx_find_tokens's arguments. 48 bytes. */
 typedef struct kvx_find_desc_t {
   uint32_t size;
-  uint32_t is_v;                  /* 0: K; 1: V. They differ only with KV_OFFSETS tables */
-  const kvx_span_t *span;         /* of one layer or more */
+  uint32_t is_v;                  /* 0: K; 1: V. They differ with KV_OFFSETS and POINTERS */
+  const kvx_span_t *span;         /* of one layer or more, or of the plane that is asked for */
   const kvx_seq_lens_t *seq_lens; /* tokens to find of each sequence, from its start on */
-  uint64_t place_count;           /* the sum of seq_lens, over all rows */
+  uint64_t place_count;           /* the sum of seq_lens over all rows, or entries of the plane */
   kvx_place_t *places;            /* [place_count], filled: the rows one after the other */
+  uint32_t plane_plus_1;          /* 0: K or V; p + 1: entries of span->planes[p] */
+  uint32_t layer;                 /* whose K or V a POINTERS table is asked for; otherwise 0 */
 } kvx_find_desc_t;
 
 /* Finds the tokens that a migration from `span` would read.

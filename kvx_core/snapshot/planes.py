@@ -1,0 +1,229 @@
+"""Planes of a section: their names and shapes in a snapshot, and views of them without layers.
+
+K and V in tiles, which are planes with these roles, are stored as any K and V. Other planes are
+stored as they are, and are loaded into planes of the same dtype alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.facts import CacheFacts
+from kvx_core.planes import Plane
+from kvx_core.scales import ScaleDesc
+from kvx_core.snapshot.contents import FP8, KV_DTYPES, PlaneKind, Stored, scale_name
+from kvx_core.snapshot.precision import VALUES
+from kvx_core.tensors import row_major
+from kvx_core.types import Axis, DType, Memory, Role, ScaleGranularity
+from kvx_core.view import CacheView
+
+_SCALES = (ScaleGranularity.PER_TENSOR, ScaleGranularity.PER_HEAD)
+
+
+def is_kv(plane: Plane) -> bool:
+    """Whether it is K or V, in tiles."""
+    return plane.role in (Role.K, Role.V)
+
+
+def name_of(plane: Plane) -> str:
+    """The name of its tensor in a snapshot."""
+    if is_kv(plane):
+        return f"layers.{plane.layer}.{plane.role_name.lower()}"
+    return PlaneKind.of(plane).name
+
+
+def kinds_of(view: CacheView) -> tuple[PlaneKind, ...]:
+    """The planes of a view beside K and V, in order."""
+    return tuple(sorted(PlaneKind.of(plane) for plane in view.planes if not is_kv(plane)))
+
+
+def shape_of(plane: Plane, num_tokens: int) -> tuple[int, int, int]:
+    """Entries, heads and units of what a snapshot stores of it. No entries: nothing is stored."""
+    entries = PlaneKind.of(plane).num_entries(num_tokens)
+    return entries, plane.extent(Axis.HEAD), plane.extent(Axis.DIM)
+
+
+def scale_of(plane: Plane) -> ScaleDesc | None:
+    """The scale of a plane of FP8."""
+    return plane.scale if plane.dtype in FP8 else None
+
+
+def num_heads_of(planes: Sequence[Plane]) -> int:
+    """The heads of the planes that ranks split; 1 if they split none."""
+    return next((plane.extent(Axis.HEAD) for plane in planes if not plane.replicated), 1)
+
+
+def by_entry(planes: Sequence[Plane]) -> list[list[Plane]]:
+    """Planes that one call can move: those whose entries stand for as many tokens each."""
+
+    def key(plane: Plane) -> int:
+        return plane.tokens_per_entry
+
+    return [list(group) for _, group in groupby(sorted(planes, key=key), key)]
+
+
+def view_of_planes(view: CacheView, planes: Sequence[Plane]) -> CacheView:
+    """A view of these planes of it alone."""
+    none: dict[str, Any] = dict.fromkeys(("k_scales", "v_scales", "k_zeros", "v_zeros"))
+    return replace(view, layers=(), planes=tuple(planes), **none)
+
+
+def dense_view(
+    planes: Sequence[Plane],
+    tensors: dict[str, Stored],
+    address_of: Callable[[str], int],
+    owner: object,
+    scale_of: Callable[[str], ScaleDesc | None],
+) -> CacheView:
+    """What a snapshot has of these planes, as a dense cache of one block.
+
+    address_of, scale_of: where the tensor of a name lies, and its scale
+    """
+
+    def dense(plane: Plane) -> Plane:
+        name = name_of(plane)
+        stored = tensors[name]
+        first = () if plane.tokens_per_entry == 0 else (Axis.TOKEN,)
+        shape = stored.shape[1:] if plane.tokens_per_entry == 0 else stored.shape
+        return Plane(
+            axes=(*first, Axis.HEAD, Axis.DIM),
+            role=plane.role,
+            layer=plane.layer,
+            tokens_per_entry=plane.tokens_per_entry,
+            replicated=plane.replicated,
+            scale=scale_of(name),
+            dtype=stored.dtype,
+            memory=Memory.HOST,
+            shape=shape,
+            stride=row_major(shape),
+            data=address_of(name),
+            owner=owner,
+        )
+
+    return CacheView((), CacheFacts(), planes=tuple(map(dense, planes)), dense=True)
+
+
+def unlike_planes(
+    view: CacheView,
+    stored: Sequence[PlaneKind],
+    layers: Sequence[int],
+    tensors: dict[str, Stored],
+) -> list[str]:
+    """Why planes of these layers as they are stored do not fit into those of a view."""
+    here = {PlaneKind.of(p): p for p in view.planes if not is_kv(p) and p.layer in layers}
+    reasons = [
+        f"{kind.words} is {there}: an entry for {kind.tokens_per_entry} tokens, "
+        f"{'whole on every rank' if kind.replicated else 'split by heads'}. Expected the same "
+        "planes at both ends"
+        for kinds, there in (
+            (set(stored) - here.keys(), "stored, and the cache does not have it so"),
+            (here.keys() - set(stored), "in the cache, and is not stored so"),
+        )
+        for kind in sorted(kinds)
+    ]
+    for kind, plane in here.items():
+        found = tensors.get(kind.name)
+        if found is None:
+            continue
+        heads = plane.extent(Axis.HEAD) if plane.replicated else found.shape[1]
+        wanted = plane.dtype, (heads, plane.extent(Axis.DIM))
+        if (found.dtype, found.shape[1:]) != wanted:
+            reasons.append(
+                f"{kind.name} is {found.dtype.name} {found.shape[1:]}, expected "
+                f"{plane.dtype.name} {wanted[1]} as the cache has: planes are loaded as they were "
+                "stored"
+            )
+        elif (scale_of(plane) is None) is (scale_name(kind.name) in tensors):
+            reasons.append(
+                f"{kind.name} has a scale at one end alone, expected it at both ends or at neither"
+            )
+    return reasons
+
+
+def cut(kind: PlaneKind, start: int, stop: int, end: int) -> str | None:
+    """Why a plane cannot be loaded for tokens `start` to `stop` of those up to `end`, or None."""
+    n = kind.tokens_per_entry
+    if n and start % n:
+        return (
+            f"start is {start}, expected a multiple of {n}: an entry of {kind.words} stands for "
+            "so many tokens"
+        )
+    if n == 0 and stop != end:
+        return (
+            f"stop is {stop}, expected {end}: {kind.words} is stored as it was after {end} tokens, "
+            "and belongs to no other prefix"
+        )
+    return None
+
+
+def check_planes(view: CacheView, layers: Sequence[int], encoding: str) -> None:
+    """Raises InvalidArgumentError, UnsupportedError if the planes cannot be those of a section."""
+    num_heads = view.layers[0].num_kv_heads if view.layers else num_heads_of(view.planes)
+    k_layers = {plane.layer for plane in view.planes if plane.role == Role.K}
+    for i, plane in enumerate(view.planes):
+        name, role = f"section.view.planes[{i}]", plane.role_name
+        if plane.layer not in layers:
+            raise InvalidArgumentError(
+                f"{name}.layer is {plane.layer}, expected one of section.layers {tuple(layers)}"
+            )
+        if plane.dtype not in KV_DTYPES:
+            raise UnsupportedError(
+                f"{name} ({role}) is {plane.dtype.name}, expected one of "
+                f"{', '.join(dtype.name for dtype in KV_DTYPES)}, which files hold"
+            )
+        if is_kv(plane):
+            _check_kv(name, plane, view, k_layers, encoding)
+        elif plane.dtype is DType.U8 and encoding == VALUES:
+            raise InvalidArgumentError(
+                f"{name} ({role}) is U8 and section.encoding is {encoding!r}, expected the dtype "
+                "of its numbers, see Plane.of(..., dtype=...), or the name of opaque bytes"
+            )
+        if not plane.replicated and plane.extent(Axis.HEAD) != num_heads:
+            raise InvalidArgumentError(
+                f"{name} ({role}) has {plane.extent(Axis.HEAD)} heads, expected {num_heads} as the "
+                "section has, or replicated=True where every rank holds it whole"
+            )
+        if plane.block_table is not None and plane.block_table.num_rows != 1:
+            raise InvalidArgumentError(
+                f"{name}.block_table has {plane.block_table.num_rows} rows, expected the one of "
+                "the sequence"
+            )
+        if plane.slots is not None and plane.tokens_per_entry:
+            raise UnsupportedError(
+                f"{name} ({role}) has slots, expected a block_table: a section has to find every "
+                "token of the sequence"
+            )
+        if plane.slots is not None and plane.slots.token_count != 1:
+            raise InvalidArgumentError(
+                f"{name}.slots has {plane.slots.token_count} entries, expected the one of the "
+                "sequence"
+            )
+        scale = scale_of(plane)
+        if scale is not None and scale.granularity not in _SCALES:
+            raise UnsupportedError(
+                f"{name}.scale is {scale.granularity.name}, expected PER_TENSOR or PER_HEAD. Give "
+                "scales of tokens as a plane of their own"
+            )
+
+
+def _check_kv(name: str, plane: Plane, view: CacheView, k_layers: set[int], encoding: str) -> None:
+    """The rules of K and V in tiles."""
+    if view.layers:
+        raise InvalidArgumentError(
+            f"{name} is {plane.role_name} of layer {plane.layer}, expected it in a view without "
+            "layers, which have K and V. Make a section of each"
+        )
+    if plane.tokens_per_entry != 1 or plane.replicated or plane.layer not in k_layers:
+        raise InvalidArgumentError(
+            f"{name} is {plane.role_name} of layer {plane.layer}, expected an entry per token that "
+            "ranks split by heads, and a K beside each V"
+        )
+    if (plane.dtype is DType.U8) is (encoding == VALUES):
+        raise InvalidArgumentError(
+            f"section.encoding is {encoding!r} and {name} is {plane.dtype.name}, expected U8 for "
+            "opaque bytes and only for them"
+        )
