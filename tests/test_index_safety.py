@@ -36,6 +36,9 @@ KINDS = (
     "offsets to a table",
     "within a pool",
     "with scales",
+    "planes",
+    "pointers",
+    "a kept plan",
 )
 
 

@@ -11,7 +11,11 @@ from tests.native import CXX, run, sanitized_library, sanitized_program
 
 # What moves bytes and what is refused, by a libkvx without kernels. Random calls: tests/c/fuzz.
 SUITE = [
-    f"tests/test_{name}.py" for name in ("conformance", "validation", "write_gather", "migrate")
+    f"tests/test_{name}.py"
+    for name in (
+        *("conformance", "validation", "write_gather", "migrate"),
+        *("pointers", "planes_apart", "plans_public"),
+    )
 ]
 ALL = "not hostgrid"
 SOME = f"{ALL} and (conformance or validation or odd or custom or (every_pair_of_ends and packed))"

@@ -319,6 +319,116 @@ void make_same_pool(Calls *c) {
   m.connect(c);
 }
 
+kvx_plane_t plane(Calls *c, uint32_t role, uint32_t tokens_per_entry,
+                  std::initializer_list<kvx_plane_axis_t> axes) {
+  kvx_plane_t made{};
+  made.size = sizeof made;
+  made.role = role;
+  made.dtype = KVX_DTYPE_BF16;
+  made.memory = KVX_MEMORY_HOST;
+  made.tokens_per_entry = tokens_per_entry;
+  int64_t bytes = 2;
+  for (const kvx_plane_axis_t &axis : axes) {
+    made.axes[made.num_axes++] = axis;
+    bytes += (axis.extent - 1) * axis.stride_bytes;
+  }
+  made.data = c->allocate(static_cast<size_t>(bytes));
+  return made;
+}
+
+// Keys by a table of their own, one entry for 4 tokens by the span's, and a state by slots.
+void make_planes(Calls *c) {
+  static Migration m;
+  static kvx_plane_t planes[2][3];
+  static const kvx_plane_t *lists[2][3];
+  static kvx_block_table_t own[2];
+  static kvx_slot_mapping_t states[2];
+  for (const int end : {0, 1}) {
+    m.caches[end] = c->cache();
+    kvx_span_t &made = end ? m.dst : m.src;
+    made = span(&m.layers[end]);
+    m.tables[end] = packed(c, 0, kRows, kColumns);
+    made.block_table = &m.tables[end];
+    planes[end][0] = plane(c, 0, 1,
+                           {{KVX_AXIS_BLOCK, 0, kBlocks, 256},
+                            {KVX_AXIS_TOKEN, 0, 2, 128},
+                            {KVX_AXIS_DIM, 0, kDim, 4},
+                            {KVX_AXIS_TOKEN, 0, 2, 2}});
+    own[end] = packed(c, 0, kRows, kColumns);
+    planes[end][0].block_table = &own[end];
+    planes[end][1] =
+        plane(c, 1, 4, {{KVX_AXIS_BLOCK, 0, kBlocks, kDim * 2}, {KVX_AXIS_DIM, 0, kDim, 2}});
+    planes[end][2] =
+        plane(c, 2, 0, {{KVX_AXIS_BLOCK, 0, kRows, kDim * 2}, {KVX_AXIS_DIM, 0, kDim, 2}});
+    states[end] = slots(c, kRows);
+    planes[end][2].slots = &states[end];
+    for (const int i : {0, 1, 2}) lists[end][i] = &planes[end][i];
+    made.planes = lists[end];
+    made.num_planes = 3;
+  }
+  m.lens = lens(c, kTokens - 4);
+  m.starts = lens(c, 4);
+  m.src.starts = &m.starts;
+  m.connect(c);
+}
+
+// Addresses that lead nowhere are the caller's: what is wild is no address.
+kvx_block_table_t pointers(Calls *c, const kvx_cache_desc_t &cache) {
+  kvx_block_table_t made{};
+  made.size = sizeof made;
+  made.format = KVX_BLOCK_TABLE_POINTERS;
+  made.index_dtype = KVX_DTYPE_U64;
+  made.seq_count = kRows;
+  made.max_blocks_per_seq = kColumns;
+  made.indices_count = kRows * kColumns * 2;
+  constexpr size_t kBytes = size_t{kBlockSize} * kHeads * kDim * 2;
+  std::vector<int64_t> addresses;
+  for (uint32_t i = 0; i < kRows * kColumns; ++i) {
+    for (const void *data : {cache.k.data, cache.v.data})
+      addresses.push_back(reinterpret_cast<int64_t>(data) + static_cast<int64_t>(i * kBytes));
+  }
+  made.indices = c->ints(addresses, {0, -1, INT64_MIN, 1, (int64_t{1} << 62) + 2});
+  return made;
+}
+
+kvx_cache_desc_t one_block(kvx_cache_desc_t cache) {
+  cache.num_blocks = 1;
+  cache.k.shape[0] = cache.v.shape[0] = 1;
+  return cache;
+}
+
+void make_pointers(Calls *c) {
+  static Migration m;
+  for (const int end : {0, 1}) {
+    const kvx_cache_desc_t whole = c->cache();
+    m.caches[end] = one_block(whole);
+    kvx_span_t &made = end ? m.dst : m.src;
+    made = span(&m.layers[end]);
+    m.tables[end] = pointers(c, whole);
+    made.block_table = &m.tables[end];
+  }
+  m.lens = lens(c, kTokens - 4);
+  m.starts = lens(c, 3);
+  m.dst.starts = &m.starts;
+  m.connect(c);
+}
+
+// What a plan keeps is copied; the indices, which it reads anew, are flipped.
+void make_plan(Calls *c) {
+  static kvx_plan_t *plan = nullptr;
+  Migration m;
+  for (kvx_cache_desc_t &cache : m.caches) cache = c->cache();
+  m.src = span(&m.layers[0]);
+  m.dst = span(&m.layers[1]);
+  for (const int end : {0, 1}) m.tables[end] = packed(c, 0, kRows, kColumns);
+  m.src.block_table = &m.tables[0];
+  m.dst.block_table = &m.tables[1];
+  m.lens = lens(c, kTokens - 1);
+  m.connect(c);
+  if (kvx_plan_create(&m.desc, &plan) != KVX_STATUS_OK) std::abort();
+  c->run = [] { return kvx_plan_run(plan, nullptr, nullptr); };
+}
+
 void make_scaled(Calls *c) {
   static Migration m;
   m.caches[0] = c->cache(KVX_DTYPE_F8_E4M3);
@@ -417,6 +527,9 @@ int main(int argc, char **argv) {
       {"offsets to a table", make_offsets_to_packed},
       {"within a pool", make_same_pool},
       {"with scales", make_scaled},
+      {"planes", make_planes},
+      {"pointers", make_pointers},
+      {"a kept plan", make_plan},
   };
   for (const auto &kind : kinds) {
     if (argc > 2 && std::strcmp(argv[2], kind.name) != 0) continue;
