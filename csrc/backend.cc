@@ -8,6 +8,7 @@
 #include "error.h"
 #include "plan/check.h"
 #if KVX_WITH_CUDA
+#include "cuda/copy_engine.h"
 #include "cuda/run.h"
 #endif
 
@@ -69,6 +70,34 @@ kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
   KVX_TRY(check_data(plan, &tokens));
   cpu::run(plan, tokens);
   return KVX_STATUS_OK;
+}
+
+kvx_status_t copy_pairs([[maybe_unused]] const void *const *srcs,
+                        [[maybe_unused]] void *const *dsts, [[maybe_unused]] uint64_t bytes,
+                        [[maybe_unused]] uint64_t count, [[maybe_unused]] kvx_memcpy_mode_t mode,
+                        bool *batched, [[maybe_unused]] void *stream) {
+  *batched = false;
+#if KVX_WITH_CUDA
+  return cuda::copy_pairs(srcs, dsts, bytes, count, mode, batched, stream);
+#else
+  return KVX_STATUS_OK;  // place() has refused DEVICE memory
+#endif
+}
+
+bool has_batches() {
+#if KVX_WITH_CUDA
+  return cuda::has_batches();
+#else
+  return false;
+#endif
+}
+
+bool has_kernels() {
+#if KVX_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
 }
 
 void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] bool on_device,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/float_env.h"
+#include "kvx/kvx_blocks.h"
 #include "kvx/kvx_host.h"
 #include "kvx/kvx_plan.h"
 #include "plan/plan.h"
@@ -26,6 +27,15 @@ kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device);
 // Checks the plan's data as far as the host can read them, then runs the plan.
 kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, bool on_device,
                  void *stream);
+
+// Copies `bytes` bytes from srcs[i] to dsts[i] with the device's copy engines; both tables are read
+// before it returns. `*batched`: as one batch.
+kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
+                        kvx_memcpy_mode_t mode, bool *batched, void *stream);
+
+// Whether copies can be given as a batch, and whether there are kernels.
+bool has_batches();
+bool has_kernels();
 
 // Fills in how the backend runs a plan of `tokens` tokens, which may be KVX_UNKNOWN on a device.
 void describe(const Plan &plan, uint64_t tokens, bool on_device, kvx_plan_info_t *info,

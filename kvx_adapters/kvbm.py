@@ -19,6 +19,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvx_core import CacheSpan, InvalidArgumentError, Memory, SeqLens, TensorLike
+from kvx_core.block_copies import (
+    BACKENDS,
+    backend_number,
+    copy_operational,
+    copy_universal,
+    has_memcpy_batch_async,
+    is_contiguous,
+    is_stub_build,
+    memcpy_batch,
+    vectorized_copy,
+)
 from kvx_core.blocks import (
     MixedDtypesError,
     Tensors,
@@ -31,6 +42,17 @@ from kvx_core.blocks import (
 )
 from kvx_core.migrate import copy_tokens
 from kvx_core.words import flag, integer, wrong
+
+__all__ = [
+    "block_to_operational",
+    "block_to_universal",
+    "has_memcpy_batch_async",
+    "is_stub_build",
+    "memcpy_batch",
+    "operational_to_block",
+    "universal_to_block",
+    "vectorized_copy",
+]
 
 
 def block_to_universal(
@@ -76,6 +98,7 @@ def universal_to_block(
 def block_to_operational(
     blocks: Sequence[Sequence[TensorLike]],
     operationals: Sequence[TensorLike],
+    backend: str | None = "auto",
     *,
     convert: bool = False,
     stream: int | None = None,
@@ -84,17 +107,23 @@ def block_to_operational(
 
     blocks:       nb lists of nl * no tensors of three axes, whose order is kept
     operationals: nb tensors (nl, no, inner), inner the product of a chunk's axes
+    backend:      "auto", which takes the first that can of "vectorized", "batch" and "async";
+                  "vectorized" (8 bytes or more at a time, all aligned), "kernel" (whatever the
+                  alignment), "async" (memcpy of each chunk), "batch" (cudaMemcpyBatchAsync). The
+                  names of KVBM's enum will do, too. Tensors with strides and conversions take
+                  "auto" or "kernel"
     convert, stream: as for block_to_universal
     Mutates the operational blocks, nothing else.
     Raises InvalidArgumentError, which for mixed dtypes is a TypeError too, UnsupportedError.
     Spec: E.15
     """
-    _operational(blocks, operationals, convert, stream, to_operational=True)
+    _operational(blocks, operationals, backend, convert, stream, to_operational=True)
 
 
 def operational_to_block(
     operationals: Sequence[TensorLike],
     blocks: Sequence[Sequence[TensorLike]],
+    backend: str | None = "auto",
     *,
     convert: bool = False,
     stream: int | None = None,
@@ -103,7 +132,7 @@ def operational_to_block(
 
     Mutates the stacks, nothing else. Spec: E.15
     """
-    _operational(blocks, operationals, convert, stream, to_operational=False)
+    _operational(blocks, operationals, backend, convert, stream, to_operational=False)
 
 
 def _universal(
@@ -138,6 +167,9 @@ def _universal(
             f"head_start is {first}: with the {num_heads} heads of blocks[0][0] it reaches past "
             f"the {nh} of universals[0] (spec E.15)"
         )
+    if ends.are_alike:
+        copy_universal(stack, whole, layout, first, to_universal, stream)
+        return
     ends.copy(
         stack.span(stack_planes(stack, planes, layout), no, once=True),
         whole.span(universal_planes(whole), no, head_start=first, once=True),
@@ -150,11 +182,13 @@ def _universal(
 def _operational(
     blocks: Sequence[Sequence[TensorLike]],
     operationals: Sequence[TensorLike],
+    backend: str | None,
     convert: bool,
     stream: int | None,
     *,
     to_operational: bool,
 ) -> None:
+    number = backend_number(backend)
     if _are_empty("blocks", blocks, "operationals", operationals):
         return
     stack, planes = stack_tensors(blocks, 1, "NHD")
@@ -162,6 +196,14 @@ def _operational(
     nl, no, nt, nh, _ = whole.shape
     ends = _Ends(stack, planes, whole, "operationals", to_stack=not to_operational)
     ends.check(nl * no, convert)
+    if ends.are_alike:
+        copy_operational(stack, whole, to_operational, number, stream)
+        return
+    if BACKENDS[number] not in ("auto", "kernel_only"):
+        raise InvalidArgumentError(
+            f"backend is {backend!r}, expected 'auto' or 'kernel' for tensors that are not "
+            "contiguous or have two dtypes (spec E.15)"
+        )
     ends.copy(
         stack.span(stack_planes(stack, planes, "NHD"), no, once=True),
         whole.span(operational_planes(whole, "NHD"), no, once=True),
@@ -214,6 +256,12 @@ class _Ends:
                 f"{name} has a tensor twice, expected memory of its own for each: the call writes "
                 "them (spec E.15)"
             )
+
+    @property
+    def are_alike(self) -> bool:
+        """Both are contiguous and of one dtype."""
+        both = self.stack, self.whole
+        return self.stack.label == self.whole.label and all(map(is_contiguous, both))
 
     def copy(
         self, stack: CacheSpan, whole: CacheSpan, nt: int, num_heads: int, stream: int | None

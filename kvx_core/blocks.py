@@ -56,7 +56,7 @@ class Tensors:
         cls,
         tensors: list[Any],
         name_of: Callable[[int], str],
-        ndim: int,
+        ndim: int | None,
         axes: str,
         dtype: DType | str | None = None,
     ) -> Tensors:
@@ -64,7 +64,7 @@ class Tensors:
         first, name = tensors[0], name_of(0)
         fields, label = _stored(name, first, dtype)
         shape, stride = fields["shape"], fields["stride"]
-        if len(shape) != ndim:
+        if ndim is not None and len(shape) != ndim:
             raise InvalidArgumentError(f"{name}.ndim is {len(shape)}, expected {ndim}: {axes}")
         if is_torch(first):
             _require_same_torch(tensors, name_of)

@@ -24,6 +24,9 @@ from kvx_core import _abi, _abi_plan
 from kvx_core._abi_plan import kvx_take_ranges_t
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
+from tests.block_calls import Blocks
+from tests.block_calls import run as run_blocks
+from tests.block_layouts import Dims
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import Backend, View
 from tests.planes import Paged, filled, table
@@ -731,6 +734,62 @@ def plan_ranges_of_a_conversion(on: Backend) -> PlanCall:
     return plan_run(on, "kvx_plan_ranges", dtype=torch.float16)
 
 
+@dataclass
+class BlockCall(Call):
+    """A call of kvx_blocks.h, whose arguments are structs, addresses and numbers."""
+
+    def run(self) -> None:
+        given = [self.roots[name] for name in self.arguments]
+        on_host = self.on.memory == 1 or self.on.mirror is not None
+        references = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in given]
+        run_blocks(self.on, self.function, *references, stream=None if on_host else 8)
+
+
+def blocks_call(
+    on: Backend, function: str, arguments: str, universal: bool, **numbers: int
+) -> Call:
+    """Stacks of 2 blocks, 3 layers, K and V, 4 tokens, 2 heads of 4 numbers, into blocks."""
+    dims = Dims(nh=2, nl=3, no=2, nt=4, hd=4, nb=2)
+    blocks = Blocks.of(on, dims, 1, universal=universal, from_stack=True)
+    tables = {"blocks": blocks.table(blocks.chunks), "whole": blocks.table(blocks.whole)}
+    roots: dict[str, Any] = {"sizes": blocks.sizes(), "used": None, **numbers}
+    for name, found in tables.items():
+        own = {"whole": "universals" if universal else "operationals"}.get(name, name)
+        roots |= {own: on.address(found), f"{own}_host": found.data_ptr(), f"{own}_table": found}
+    kept = blocks, [t.clone() for t in blocks.whole]
+    roots |= {f"bytes_of_block_{i}": block for i, block in enumerate(blocks.whole)}
+    return BlockCall(on, function, tuple(arguments.split()), roots, kept, ())
+
+
+def universal_from_block(on: Backend) -> Call:
+    return blocks_call(on, "kvx_universal_from_block", "universals blocks sizes", True)
+
+
+def operational_copy(on: Backend) -> Call:
+    arguments = "blocks_host blocks operationals_host operationals sizes direction backend used"
+    return blocks_call(on, "kvx_operational_copy", arguments, False, direction=0, backend=1)
+
+
+def pairs_call(on: Backend, function: str, arguments: str, **numbers: int) -> Call:
+    """2 chunks of 64 bytes to others."""
+    call = blocks_call(on, function, arguments, False, **numbers)
+    call.roots |= {"memory": on.memory, "bytes": 64, "num_pairs": 2}
+    call.roots |= {"srcs": call.roots["blocks"], "dsts": call.roots["operationals"]}
+    if function == "kvx_memcpy_batch":
+        call.roots["srcs"] = call.roots["blocks_host"]
+        call.roots["dsts"] = call.roots["operationals_host"]
+    return call
+
+
+def vectorized_copy(on: Backend) -> Call:
+    arguments = "srcs dsts bytes num_pairs memory alignment"
+    return pairs_call(on, "kvx_vectorized_copy", arguments, alignment=2)
+
+
+def memcpy_batch(on: Backend) -> Call:
+    return pairs_call(on, "kvx_memcpy_batch", "srcs dsts bytes num_pairs memory mode", mode=1)
+
+
 CALLS: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
@@ -772,6 +831,10 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         plan_run_to_slots,
         plan_run_to_dense,
         plan_describe,
+        universal_from_block,
+        operational_copy,
+        vectorized_copy,
+        memcpy_batch,
         plan_ranges,
         migrate_state,
         migrate_entries,
@@ -990,7 +1053,8 @@ def test_a_larger_size_is_a_newer_header(backend: Backend, name: str) -> None:
                         enlarge(value[i].contents)
 
     for argument in call.arguments:
-        enlarge(call.roots[argument])
+        if isinstance(call.roots[argument], _abi._Struct):
+            enlarge(call.roots[argument])
     call.run()
 
 

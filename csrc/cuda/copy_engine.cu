@@ -210,6 +210,26 @@ const char *find_in_device_memory(const Plan &plan) {
   return nullptr;
 }
 
+bool has_batches() { return CUDART_VERSION >= 13000; }
+
+kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
+                        kvx_memcpy_mode_t mode, bool *batched, void *stream) {
+  *batched = false;
+  if (mode != KVX_MEMCPY_ASYNC) KVX_TRY(can_batch(static_cast<cudaStream_t>(stream), batched));
+  if (mode == KVX_MEMCPY_BATCH && !*batched) {
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "a batch of copies is asked for, which takes CUDA 13, a stream that is not the "
+                "legacy default stream, and no capture; give such a stream, or take MEMCPY_ASYNC "
+                "(spec E.15)");
+  }
+  Copies copies(static_cast<cudaStream_t>(stream), *batched);
+  for (uint64_t i = 0; i < count; ++i) {
+    KVX_TRY(copies.add(static_cast<uint8_t *>(dsts[i]), static_cast<const uint8_t *>(srcs[i]),
+                       static_cast<size_t>(bytes)));
+  }
+  return copies.flush();
+}
+
 kvx_status_t run_copies(const Plan &plan, void *stream) {
   for (size_t layer = 0; layer < plan.layers.size(); ++layer)
     for (const PlanePair *pair = plan.begin_of(layer); pair != plan.end_of(layer); ++pair)

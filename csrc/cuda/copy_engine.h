@@ -1,6 +1,7 @@
 // Runs a plan on the device's copy engines: no kernel runs, the host finds all tokens.
 #pragma once
 
+#include "kvx/kvx_blocks.h"
 #include "plan/plan.h"
 
 namespace kvx::cuda {
@@ -8,5 +9,12 @@ namespace kvx::cuda {
 // Queues the plan's copies on `stream`. Reads slots, tables, lengths and starts before it returns;
 // if one of them is out of range, or if a pair converts, it queues nothing.
 kvx_status_t run_copies(const Plan &plan, void *stream);
+
+// Queues `count` copies of `bytes` bytes.
+kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
+                        kvx_memcpy_mode_t mode, bool *batched, void *stream);
+
+// Whether this build's runtime has batches of copies.
+bool has_batches();
 
 }  // namespace kvx::cuda
