@@ -23,7 +23,8 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import CacheFacts
-from kvx_core.tables import BlockTable, PointedTo
+from kvx_core.pointers import PointedTo
+from kvx_core.tables import BlockTable
 from kvx_core.tensor_desc import TensorDesc, stored_as
 from kvx_core.tensors import TensorLike, borrowed_fields, is_torch
 from kvx_core.types import DType, Layout, Memory

@@ -16,8 +16,9 @@ from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.memory_checks import same_memory
 from kvx_core.planes import Plane
+from kvx_core.pointers import check_blocks
 from kvx_core.scales import ScaleDesc
-from kvx_core.tables import BlockTable, SeqLens, SlotMapping, check_blocks
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
 from kvx_core.types import Transfer
@@ -249,7 +250,7 @@ class CacheView:
         found = BlockTable.of(table)
         if found.blocks:
             planes = [plane for layer in self.layers for plane in (layer.k, layer.v) if plane]
-            check_blocks(found, planes)
+            check_blocks(found.blocks, planes)
         return found
 
 
