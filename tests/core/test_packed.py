@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import re
 import threading
@@ -282,6 +283,43 @@ def test_an_append_copies_its_tokens_and_growth_those_held(monkeypatch: pytest.M
     with Copies() as counted:
         PackedKVCache().append_packed(new.expand(2, 256, 8), new.expand(2, 256, 8))
     assert counted.num_bytes == 2 * 256 * new.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float64], ids=str)
+def test_numbers_that_libkvx_does_not_know_are_held_too(dtype: torch.dtype) -> None:
+    wanted = torch.randn(2, 9, 5).to(dtype)
+    cache = PackedKVCache()
+    for token in wanted.split(1, 1):
+        cache.append_packed(token, token)
+    assert torch.equal(known(cache.packed_keys()), wanted)
+
+
+def test_conjugates_and_negatives_are_held_as_numbers() -> None:
+    numbers = torch.randn(2, 4, 5, dtype=torch.complex64)
+    cache = PackedKVCache()
+    for token in numbers.conj().imag.split(1, 1):
+        assert token.is_neg()
+        cache.append_packed(token, token)
+    assert torch.equal(known(cache.packed_values()), -numbers.imag)
+
+
+def test_deep_copies_and_pickles_have_memory_of_their_own() -> None:
+    keys, values = some(9)
+    cache = PackedKVCache()
+    cache.append_packed(keys[:, :5], values[:, :5])
+    others = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    cache.append_packed(keys[:, 5:], values[:, 5:])
+    for other in others:
+        assert holds(other, keys[:, :5], values[:, :5])
+        other.append_packed(values[:, 5:], keys[:, 5:])
+    assert holds(cache, keys, values)
+    for other in others:
+        assert holds(other, *cat((keys[:, :5], values[:, :5]), (values[:, 5:], keys[:, 5:])))
+
+
+def known(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 @pytest.fixture

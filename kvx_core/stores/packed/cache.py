@@ -134,8 +134,11 @@ class PackedKVCache:
             _require_follows(held, new_keys, new_values)
         keys, values, seq_len, is_own, has_dropped = held
         end = seq_len + new_keys.shape[1]
-        if torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (new_keys, new_values, keys, values)
+        if torch.is_grad_enabled() and (
+            new_keys.requires_grad
+            or new_values.requires_grad
+            or keys.requires_grad
+            or values.requires_grad
         ):
             keys = kvcache_append(keys[:, :seq_len], new_keys)
             values = kvcache_append(values[:, :seq_len], new_values)
