@@ -1,4 +1,4 @@
-"""What a call costs when there is next to nothing to copy: one token, one layer, on one thread.
+"""The cost of a call that copies almost nothing: one token, one layer, on one thread.
 
 Every way of calling is timed in batches, interleaved, beside five `tensor.data_ptr()` calls: the
 least that any binding for torch tensors has to do. Run with `python -m benchmarks call_overhead`.

@@ -1,4 +1,4 @@
-"""One thing to copy, done by KVX, by torch and, as far as bytes go, by a plain copy."""
+"""One copy, made by KVX, by torch and, if it converts nothing, by a plain copy."""
 
 from __future__ import annotations
 

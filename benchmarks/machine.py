@@ -1,4 +1,4 @@
-"""What a result needs to be understood later: machine, versions, commit, command, disturbance."""
+"""The circumstances of a result: machine, versions, commit, command, disturbance."""
 
 from __future__ import annotations
 

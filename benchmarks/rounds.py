@@ -1,4 +1,4 @@
-"""Interleaved timing: every contestant once per round, so that what disturbs one disturbs all.
+"""Interleaved timing: every contestant once per round, so that a disturbance hits all.
 
 A ratio is the median over rounds of the ratio within a round, never a ratio of two medians taken at
 different times.

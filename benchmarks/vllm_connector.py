@@ -1,4 +1,4 @@
-"""What KVXConnector costs a real vLLM, and what it saves.
+"""The time that KVXConnector costs in a real vLLM, and the time that it saves.
 
 An engine with it and one without take turns, each in a process of its own: a Llama of random
 weights, on CPU. Steps are timed as a server would see them; how long copies took is what the

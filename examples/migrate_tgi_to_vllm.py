@@ -1,9 +1,9 @@
-"""From TGI's paged cache, K packed and V transposed, into vLLM's, K and V side by side.
+"""Migrates TGI's paged cache, K packed and V transposed, into vLLM's, K and V side by side.
 
     python examples/migrate_tgi_to_vllm.py
 
 Neither engine runs: two caches on the CPU are laid out as theirs. On a GPU the tensors are TGI's
-KVCache.key and .value and vLLM's kv_caches, and tables and lengths lie there too.
+KVCache.key and .value and vLLM's kv_caches, and tables and lengths are there too.
 """
 
 import torch

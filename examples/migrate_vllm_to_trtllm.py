@@ -1,9 +1,9 @@
-"""From vLLM's cache into a pool of TensorRT-LLM, and the table by which that finds the tokens.
+"""Migrates vLLM's cache into a pool of TensorRT-LLM, and makes the pool's block table.
 
     python examples/migrate_vllm_to_trtllm.py
 
 Neither engine runs: two caches on the CPU are laid out as theirs. On a GPU the tensors are vLLM's
-kv_caches and TensorRT-LLM's get_unique_primary_pool(), and tables and lengths lie there too.
+kv_caches and TensorRT-LLM's get_unique_primary_pool(), and tables and lengths are there too.
 """
 
 import torch

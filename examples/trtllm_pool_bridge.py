@@ -1,4 +1,4 @@
-"""A pool of TensorRT-LLM, described where it lies: written, gathered, offloaded and brought back.
+"""Describes a pool of TensorRT-LLM in place: writes, gathers, offloads and brings tokens back.
 
     python examples/trtllm_pool_bridge.py
 

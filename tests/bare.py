@@ -1,4 +1,4 @@
-"""An environment as a borrowed GPU machine may have it: torch, the test tools, and nothing else.
+"""Makes an environment such as a borrowed GPU machine has: torch, the test tools, nothing else.
 
 Its site-packages hold links to the distributions named here and to what these require; its PATH
 holds a Python, cmake, ninja and a compiler. All else is missing as it would be there: pydantic,

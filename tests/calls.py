@@ -1,6 +1,6 @@
 """libkvx called through its C structs, from the caches and tables of the tests.
 
-The Python API has tests of its own; here every field of a call is in the test's hands.
+The Python API has tests of its own; here a test sets every field of a call.
 """
 
 from __future__ import annotations

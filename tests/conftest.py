@@ -1,4 +1,4 @@
-"""What all tests share: the backend that a call runs on, the wheel, and which of them run when."""
+"""Fixtures of all tests: the backend that a call runs on, the wheel, and which tests run when."""
 
 from __future__ import annotations
 

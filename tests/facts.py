@@ -1,4 +1,4 @@
-"""Facts for tests that are about bytes: both ends hold the same, and say so."""
+"""Equal facts for both ends, for tests that compare bytes only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Files that a store may hold: broken, foreign, or written to deceive, each made from a good one.
 
-hostile_files yields the same files every time. Where an attacker could, seals and checksums are
-made right again, so that what lies behind them is reached. Files whose name begins with "forged"
-are well formed in every way and hold other keys, values or scales: only a signature tells.
+hostile_files yields the same files every time. Seals and checksums are recomputed where an attacker
+could, so that the checks behind them are reached. Files whose name begins with "forged" are well
+formed and hold other keys, values or scales: only a signature detects them.
 """
 
 from __future__ import annotations

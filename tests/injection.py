@@ -1,4 +1,4 @@
-"""Errors raised at calls that one part of the code makes into another, one call at a time.
+"""Raises errors at the calls that one part of the code makes into another, one call at a time.
 
 injection = Injection(callers=("kvx_adapters.vllm_plugin",), callees=("kvx_core",))
 with injection.recording():

@@ -1,4 +1,4 @@
-"""Builds libkvx in other ways than the installed one, and C and C++ programs against it."""
+"""Builds variants of libkvx, and C and C++ programs that use it."""
 
 from __future__ import annotations
 

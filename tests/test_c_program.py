@@ -1,4 +1,4 @@
-"""KVX as a C program and another Python get it: the wheel's headers, library and packages."""
+"""The wheel's headers, library and packages, used by a C program and by another Python."""
 
 from __future__ import annotations
 

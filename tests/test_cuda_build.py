@@ -1,6 +1,6 @@
 """The machine code of the CUDA kernels in the wheel, read without a GPU.
 
-What a kernel computes is for the tests with the backend `hostgrid`; here is what only the compiler
+Tests with the backend `hostgrid` check what kernels compute. This file checks what the compiler
 decides: registers, spills, the width of loads and stores, the conversions of the hardware.
 """
 

@@ -1,4 +1,4 @@
-"""KVX_FLAG_BACKGROUND and KVX_FLAG_COPY_ENGINE: other ways to the same bytes.
+"""KVX_FLAG_BACKGROUND and KVX_FLAG_COPY_ENGINE: the same bytes, moved in other ways.
 
 On HOST memory the flags have no meaning. The caches here are large enough for whole blocks, long
 runs and the rest at their ends.

@@ -1,7 +1,7 @@
-"""What calls on a device say afterwards, in cases that a device alone can miss.
+"""device_status after calls on a device, in cases that only a device can miss.
 
-A host knows every length before it moves a byte; kernels look at what the host, which knows none of
-them, has cut out for them. Nothing may fall through. On other backends the same calls are refused.
+On HOST memory every length is known before a byte moves. On a device the host launches work without
+knowing lengths, and kernels must report every fault. Other backends refuse the same calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvx doctor`: on the vLLM that is installed, and on what can be wrong around it."""
+"""`kvx doctor`, on the installed vLLM and on broken installations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile calls, by the million if asked: never a crash, never a byte where none should be.
+"""Random and hostile calls: no crash, and no byte written where none should be.
 
 KVX_FUZZ_SECONDS and KVX_FUZZ_SEED set how long tests/c/fuzz runs per test and where it starts.
 A failure prints the arguments that repeat it alone: build/sanitize-on/fuzz 0 SEED ITERATION 1.

@@ -1,4 +1,4 @@
-"""`python3 -m benchmarks.gpu` on a machine without a GPU: everything but the GPU's own lines runs.
+"""`python3 -m benchmarks.gpu --rehearse` on a machine without a GPU.
 
 The rehearsals run in an environment that has what a borrowed machine has (tests/bare.py), from a
 copy of the tree without repository and libraries.

@@ -1,4 +1,4 @@
-"""The parts of `python3 -m benchmarks.gpu`: a step and its limit, a run of tests, what is found."""
+"""Parts of `python3 -m benchmarks.gpu`: time limits of steps, runs of tests, finding tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host grid (tests/hostgrid): kernels give their results in any order, and faults are found."""
+"""The host grid (tests/hostgrid): kernels work in any order of threads, and it detects faults."""
 
 from __future__ import annotations
 

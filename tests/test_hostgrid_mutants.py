@@ -1,4 +1,4 @@
-"""One line of a kernel is made wrong, and the checks that pass on the real one must fail."""
+"""Breaks one line of a kernel; the checks that pass on the real one must then fail."""
 
 from __future__ import annotations
 

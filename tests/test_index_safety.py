@@ -1,7 +1,7 @@
-"""No index leads outside, whatever becomes of the arrays during a call, and looking costs little.
+"""No index reaches outside a cache, even if arrays change during a call; and checks cost little.
 
-What is refused is in validation_rules.txt; here is what stays allowed beside it, what another
-thread can do, and what the checks cost.
+validation_rules.txt has the calls that are refused. This file tests calls that stay allowed, arrays
+that another thread changes, and the cost of checks.
 """
 
 from __future__ import annotations

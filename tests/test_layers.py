@@ -1,7 +1,7 @@
 """Who may include and import whom, and how long a file may be: docs/architecture.md, "The tree".
 
 Data flows down: descriptors are checked by rules, planned, and moved by a backend. An include or an
-import that runs up would let a floor know what the one above has made it forget.
+import that runs up would use what the step above has removed, such as layout names.
 """
 
 from __future__ import annotations

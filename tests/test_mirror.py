@@ -1,4 +1,4 @@
-"""The copies in which calls on a device run, tried where there is none: in other host memory."""
+"""The device mirror of tests, tested without a device: its copies are in other host memory."""
 
 from __future__ import annotations
 

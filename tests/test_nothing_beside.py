@@ -1,4 +1,4 @@
-"""What a call writes it writes where it may: no byte beside it, with kernels or without."""
+"""A call writes nothing beside its tokens, on the CPU and with kernels."""
 
 from __future__ import annotations
 

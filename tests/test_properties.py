@@ -1,8 +1,8 @@
-"""Random calls against the reference: whatever can be combined, in one strategy per operation.
+"""Random calls against the reference: one strategy per operation combines all options.
 
-Hypothesis draws what a call looks like and shrinks what fails; numbers come from seeds that it
-draws too. Every run is the same, once in hypothesis's own order and once from each of three seeds;
-KVX_HYPOTHESIS_PROFILE=explore looks elsewhere each time.
+Hypothesis draws the calls and shrinks failures; numbers come from seeds that it draws too. Every
+run is the same: once in hypothesis's own order and once from each of three seeds.
+KVX_HYPOTHESIS_PROFILE=explore draws new calls each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The suite itself over a libkvx with AddressSanitizer and UBSan; its threads under TSan."""
+"""Runs the suite with a libkvx built with AddressSanitizer and UBSan; its threads under TSan."""
 
 from __future__ import annotations
 

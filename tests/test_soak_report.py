@@ -1,4 +1,4 @@
-"""What a soak fails for."""
+"""The conditions under which a soak fails."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every rule of validation, broken alone, and the sentence that says so.
+"""Every rule of validation, broken alone, and its sentence.
 
-The rules are in validation_rules.txt: a valid call, the fields that are changed in it, and the
-whole sentence that must come back. This file makes the calls, breaks them, checks that nothing was
-written, and reads the sources to find sentences that no rule covers.
+validation_rules.txt has the rules: a valid call, the fields that are changed in it, and the whole
+sentence that must come back. This file makes the calls, breaks them, checks that nothing was
+written, and finds sentences in the sources that no rule covers.
 """
 
 from __future__ import annotations

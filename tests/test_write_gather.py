@@ -1,7 +1,7 @@
 """kvx_write_kv and kvx_gather_kv against the reference, byte for byte.
 
-Every test works on whole allocations of random bytes: what is stored must be exact, and everything
-else must still be what it was.
+Every test works on whole allocations of random bytes: stored tokens must be exact, and all other
+bytes unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show: `python3 -m benchmarks.gpu OUT` runs all of it."""
+"""Tests and benchmarks that need a GPU: `python3 -m benchmarks.gpu OUT` runs all of them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One thing to copy: the ways to do it, what shows that they were right, how it is timed."""
+"""One copy: the ways to make it, the check of their results, and the timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result from a GPU needs to be understood later: machine, versions, commit, command."""
+"""The circumstances of a result from a GPU: machine, versions, commit, command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps, the most important ones first: whoever has few minutes gets these."""
+"""The steps, the most important ones first, for runs of a few minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM engine that runs, through live_view, against HF's own keys and values. A script, since
+"""Compares a running vLLM engine, through live_view, with HF's own keys and values. A script, since
 vLLM changes the process that it runs in: test_vllm.py runs it.
 
     python tests/adapters/live_vllm.py DIRECTORY KV_CACHE_DTYPE

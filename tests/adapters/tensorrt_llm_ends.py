@@ -1,5 +1,5 @@
-"""What the tests of the TensorRT-LLM adapter share: the double as KVX sees it, random tokens, and
-the engine's own way to store and to load them."""
+"""Shared by the tests of the TensorRT-LLM adapter: the mock as a KVX view, random tokens, and the
+engine's own way to store and load them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""TensorRT-LLM's pools through the adapter and back, on a layout-faithful double of them.
+"""TensorRT-LLM's pools through the adapter and back, on a mock with its memory layout.
 
-The oracle is the double's own pointer arithmetic. A cache is compared with every byte that was
-allocated for it, guards and all.
+The oracle is the mock's own pointer arithmetic. All allocated bytes are compared, guards included.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the TensorRT-LLM adapter refuses, and what it says then."""
+"""The refusals of the TensorRT-LLM adapter, and their sentences."""
 
 from __future__ import annotations
 

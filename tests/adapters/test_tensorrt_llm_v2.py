@@ -1,4 +1,4 @@
-"""KVCacheManagerV2's slots, and get_buffers of both managers, on a layout-faithful double."""
+"""KVCacheManagerV2's slots, and get_buffers of both managers, on a mock with its memory layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """TGI's caches, as its KVCache allocates them, through the adapter and back.
 
-The other side is always a double that knows TGI's own indexing alone: tests/fakes/tgi.py. FP8 is in
+The other end is always a mock that has only TGI's own indexing: tests/fakes/tgi.py. FP8 is in
 test_tgi_fp8.py.
 """
 

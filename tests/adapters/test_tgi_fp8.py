@@ -1,4 +1,4 @@
-"""FP8 caches of TGI: when its scales count, what they do to the bytes, and what is refused."""
+"""FP8 caches of TGI: when it applies scales, their effect on the bytes, and refusals."""
 
 from __future__ import annotations
 

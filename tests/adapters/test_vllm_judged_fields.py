@@ -1,4 +1,4 @@
-"""Which settings of vLLM matter: all are judged, and what nobody has judged keeps engines apart."""
+"""Which settings of vLLM matter: all are listed, and engines with other settings share nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""_abi.py against the headers, and libkvx that is missing, foreign or of another major version."""
+"""_abi.py against the headers; a libkvx that is missing, foreign or of another major version."""
 
 from __future__ import annotations
 

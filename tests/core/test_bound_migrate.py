@@ -1,4 +1,4 @@
-"""Repeated migrations: what is kept of two ends, what every call looks at, and what it costs."""
+"""Repeated migrations: what Python keeps, what every call checks, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where errors of KVX end."""
+"""Boundary: it catches, counts and logs errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory: all or nothing, for whom files are, what others put in the way, and full disks."""
+"""Directory: complete files or none, permissions, hostile folders, and full disks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Directory on file systems that fail, with writers that die and clocks that differ.
 
-Other processes have the faults of tests/c/faults.c; what they leave is looked at from here.
+Other processes run with the faults of tests/c/faults.c; the tests check the files that they leave.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CacheFacts: what keeps two caches apart although their bytes could be copied."""
+"""CacheFacts: the differences that forbid a copy although the bytes could be copied."""
 
 from __future__ import annotations
 

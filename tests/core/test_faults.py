@@ -1,4 +1,4 @@
-"""Faults that pass: a miss, an error of its own kind, and the file is still there."""
+"""Temporary faults: a miss, an error of its own kind, and the file stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model_files_digest: what of a model's directory matters to the keys and values it computes."""
+"""model_files_digest: which files of a model change it, and which do not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """write_kv and gather_kv on the tensors of every library, their outputs and their refusals.
 
-What they write, in every layout, dtype and table, is for tests/test_write_gather.py.
+tests/test_write_gather.py checks what they write, in every layout, dtype and table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan: what Python makes of kvx_plan.h. Spec: E.13"""
+"""Plan: kvx_plan.h from Python. Spec: E.13"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: which numbers include which, and what a store takes and finds for whom."""
+"""Precision: which formats include which, and which entries a store finds for an engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """K's rotary dims, which an engine keeps in half or in interleaved order, reordered by migrate.
 
-What it means is for a model of both conventions, in torch, to say; which bytes go where, for
-tests/reference.py on a source whose dims have been moved one by one.
+The oracle of the meaning is a model of both conventions in torch; that of the bytes is
+tests/reference.py, on a source whose dims have been moved one by one.
 """
 
 from __future__ import annotations

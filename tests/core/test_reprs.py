@@ -1,4 +1,4 @@
-"""reprs say in one line of words what a descriptor is, not where."""
+"""reprs describe a descriptor in one line, without addresses."""
 
 from __future__ import annotations
 

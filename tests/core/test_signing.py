@@ -1,4 +1,4 @@
-"""Signed stores: what is not signed with the reader's key is not loaded, and not deleted."""
+"""Signed stores: files not signed with the reader's key are neither loaded nor deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshot: what is captured from caches of one kind is restored into caches of another.
+"""Snapshot: tokens captured from caches of one kind are restored into caches of another.
 
 Bytes are compared with tests/reference.py, around the tokens too; files are broken in every place.
 """

@@ -1,7 +1,7 @@
 """Stores: lookup against its definition, loads from the files of other ranks, and what goes wrong.
 
-Every row of K and V in these tests is made from the tokens up to it, so that a row which does not
-belong to the prompt is seen.
+In these tests the vector of each token depends on all tokens up to it, so that a vector of another
+prompt is detected.
 """
 
 from __future__ import annotations

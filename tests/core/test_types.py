@@ -1,4 +1,4 @@
-"""What mypy makes of the public signatures."""
+"""The types that mypy infers from the public signatures."""
 
 from __future__ import annotations
 

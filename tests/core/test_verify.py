@@ -1,4 +1,4 @@
-"""verify: what it finds equal is equal, and what differs is named, wherever and however stored."""
+"""verify: it reports equal only what is equal, and names differences in every layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CacheView, CacheSpan and migrate as Python sees them: facts, wrapping, bytes, refusals.
+"""CacheView, CacheSpan and migrate in Python: facts, structs, bytes, refusals.
 
-What a migration moves, in every layout, dtype and table, is for tests/test_migrate.py.
+tests/test_migrate.py checks what a migration moves, in every layout, dtype and table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every argument of every public function and descriptor, given values of every other type.
 
-What is no use is refused with a sentence that names the argument: a KvxError, never a traceback
-from inside, and never silence.
+A wrong value raises a KvxError that names the argument, never an error from inside, and never goes
+unnoticed.
 """
 
 from __future__ import annotations

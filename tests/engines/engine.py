@@ -1,7 +1,7 @@
-"""What the engine matrix and the drawings of docs/layouts.md ask of an engine's cache.
+"""Engine: the cache of an engine, for the engine matrix and the drawings of docs/layouts.md.
 
-A module of this package is one family of engines: it allocates a cache as the engine does, has the
-adapter describe it, and writes tokens by the engine's own indexing, in which KVX has no part.
+Each module of this package has one engine: it allocates a cache as the engine does, describes it
+with the adapter, and writes tokens by the engine's own indexing, without KVX.
 """
 
 from __future__ import annotations

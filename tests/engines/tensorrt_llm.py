@@ -1,7 +1,7 @@
-"""TensorRT-LLM: layout-faithful doubles of one pool and its table of KVCacheIndex.
+"""TensorRT-LLM: mocks of one pool, with its memory layout, and its table of KVCacheIndex.
 
-The library does not run without a GPU. What its sources say is written out here, apart from the
-adapter: the pool's shape, how the kernels index a sub-block, how the table names it.
+The library needs a GPU. So this file implements its sources without the adapter: the pool's shape,
+the kernels' indexing of a sub-block, its number in the table.
 """
 
 from __future__ import annotations

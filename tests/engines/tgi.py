@@ -1,4 +1,4 @@
-"""TGI: a layout-faithful double of each flavour's KVCache, and how its store places tokens.
+"""TGI: a mock of each flavour's KVCache, with its memory layout, and of its store.
 
 TGI is on no package index. Its tensors are those of tests/fakes/tgi.py; its store is
 written out here for many tokens at once. Source: TGI 3.3.7 server/text_generation_server/layers/

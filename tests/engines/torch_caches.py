@@ -1,4 +1,4 @@
-"""Caches of plain torch tensors: what a service that has no engine keeps."""
+"""Caches of plain torch tensors, without an engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A layout-faithful double of TensorRT-LLM's KV cache: how it allocates pools, assigns blocks,
+"""A mock of TensorRT-LLM's KV cache, with its memory layout: it allocates pools, assigns blocks,
 fills tables, and finds a token from pointers and a table.
 
-TensorRT-LLM itself needs a GPU. What is below is written from its public sources (main, 2026-09)
-and has no part of KVX in it: addresses are computed, and bytes read and written, as its kernels do.
+TensorRT-LLM itself needs a GPU. This file follows its public sources (main, 2026-09) and uses
+nothing of KVX: it computes addresses, reads and writes as the kernels do.
 """
 
 from __future__ import annotations

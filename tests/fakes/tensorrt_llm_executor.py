@@ -1,9 +1,8 @@
-"""A double of TensorRT-LLM: its connector interface, and an executor that serves prompts with one.
+"""A mock of TensorRT-LLM: its connector interface, and an executor that serves prompts with one.
 
-Layout-faithful: the pool and the places of tokens in it are TensorRT-LLM's, written out. The order
-of calls is that of its executor; what a rank is told travels as a pickle, as over MPI. Names that
-TensorRT-LLM does not have are not here, so that code which needs one fails. No model runs: keys and
-values are a function of the tokens.
+Pool and token addresses are TensorRT-LLM's. The order of calls is that of its executor; messages to
+ranks are pickled, as over MPI. Names that TensorRT-LLM does not have are missing here, so that code
+which needs one fails. No model runs: keys and values are a function of the tokens.
 
 Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py, and 1.2,
 _torch/pyexecutor/kv_cache_connector.py, for everything above `LlmRequest`

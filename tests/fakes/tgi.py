@@ -1,8 +1,8 @@
-"""TGI's caches for the tests: a layout-faithful double of KVCache, its batch and its allocators.
+"""TGI's caches for the tests: a mock of KVCache with its layout, its batch and its allocators.
 
-TGI is not on PyPI, and most of these caches need a GPU to be used by it. Here are the tensors that
-it allocates, where its store puts an element, and the integers that it finds tokens by, all written
-out without KVX. Source: TGI 3.3.7, server/text_generation_server unless another path is given
+TGI is not on PyPI, and needs a GPU for most of these caches. This file has the tensors that it
+allocates, the address where its store writes an element, and its tables and slots, without KVX.
+Source: TGI 3.3.7, server/text_generation_server unless another path is given
 """
 
 from __future__ import annotations

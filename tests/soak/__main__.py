@@ -1,4 +1,4 @@
-"""Half an hour of real vLLM on a store that fails in every way, with no wrong token.
+"""Runs real vLLM for half an hour on a store that fails in many ways; no token may be wrong.
 
     python -m tests.soak --minutes 30 --keep DIRECTORY
 

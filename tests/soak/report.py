@@ -1,4 +1,4 @@
-"""What a soak has found, as a table, and whether that is good."""
+"""The results of a soak as a table, and whether it passed."""
 
 from __future__ import annotations
 

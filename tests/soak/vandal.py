@@ -1,4 +1,4 @@
-"""What happens to a store's files behind its back: damage, and faults of the file system."""
+"""Damages a store's files while it is in use, and makes the file system fail."""
 
 from __future__ import annotations
 

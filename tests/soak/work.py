@@ -1,4 +1,4 @@
-"""What the engines are asked, and what stock vLLM answers."""
+"""The prompts of the engines, and stock vLLM's answers."""
 
 from __future__ import annotations
 

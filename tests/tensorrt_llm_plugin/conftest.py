@@ -1,4 +1,4 @@
-"""Fixtures: the double in place of TensorRT-LLM, a small model on disk, engines that serve it."""
+"""Fixtures: the mock in place of TensorRT-LLM, a small model on disk, engines that serve it."""
 
 from __future__ import annotations
 

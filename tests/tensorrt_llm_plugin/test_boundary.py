@@ -1,7 +1,7 @@
-"""The connector when what is below it raises, one call at a time: TensorRT-LLM goes on.
+"""The connector while calls into KVX raise, one at a time: TensorRT-LLM goes on.
 
-The double compares, before each forward pass, what counts as computed with what the model would
-have computed; so a promise that is not kept fails here.
+Before each forward pass the mock compares all that counts as computed with what the model would
+have computed, so a promise that is not kept fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The connector in a double of TensorRT-LLM: what one engine saves, another one loads.
+"""The connector in a mock of TensorRT-LLM: one engine loads what another has saved.
 
-The double compares, before each forward pass, every byte that counts as computed with what the
-model would have computed.
+Before each forward pass the mock compares every byte that counts as computed with what the model
+would have computed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The connector for TensorRT-LLM over hostile files: nothing is raised, nothing wrong is loaded.
 
-The double compares what counts as computed with what the model would have computed.
+The mock compares what counts as computed with what the model would have computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the connector takes from TensorRT-LLM's arguments and the model's config, and refuses."""
+"""The model that the connector derives from TensorRT-LLM's arguments and config, and refusals."""
 
 from __future__ import annotations
 

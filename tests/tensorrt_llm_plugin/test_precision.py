@@ -1,4 +1,4 @@
-"""accept and key_file: which entries an engine takes, and how it stores what it makes of them."""
+"""accept and key_file: which entries an engine loads, and the precision of what it then stores."""
 
 from __future__ import annotations
 

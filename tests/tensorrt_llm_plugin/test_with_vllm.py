@@ -1,4 +1,4 @@
-"""One store for a real vLLM and the double of TensorRT-LLM: what either computes, the other has."""
+"""One store for a real vLLM and the mock of TensorRT-LLM: each loads what the other computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-vllm-matrix`: what of KVX works with which vLLM, on the CPU wheels of PyPI.
+"""`make test-vllm-matrix`: which parts of KVX work with which vLLM, on the CPU wheels of PyPI.
 
 Every check is a process with a real engine: it passes, or its error is in the report. All versions
 share one store: each adds prompts of its own, then each loads those of all.

@@ -1,4 +1,4 @@
-"""Engines, models and what stock vLLM says, made once for all tests of the plugin."""
+"""Engines, models and stock vLLM's answers, made once for all tests of the plugin."""
 
 from __future__ import annotations
 

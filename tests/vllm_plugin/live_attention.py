@@ -1,4 +1,4 @@
-"""What KVX writes in vLLM's workers, told to a test in another process.
+"""Reports KVX's writes in vLLM's workers to a test in another process.
 
 Workers load this as their extension: worker_extension_cls="tests.vllm_plugin.live_attention.Watch".
 The file $KVX_TEST_WRITES gets a line for every write, the number of its tokens. While it is

@@ -1,4 +1,4 @@
-"""Whose threads KVX's writes run on in vLLM's workers, told to a test in another process.
+"""Reports the threads of KVX's writes in vLLM's workers to a test in another process.
 
 Workers load this as their extension: worker_extension_cls="tests.vllm_plugin.live_openmp.Watch".
 The file $KVX_TEST_TEAMS gets a line for every call that runs on OpenMP's threads: the library that

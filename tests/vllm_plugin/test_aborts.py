@@ -1,4 +1,4 @@
-"""Requests that come, go and are preempted: no block stays behind, no half file, no wrong token."""
+"""Aborted and preempted requests: no leaked block, no partial file, no wrong token."""
 
 from __future__ import annotations
 

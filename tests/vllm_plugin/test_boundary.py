@@ -1,8 +1,8 @@
-"""KVXConnector when what is below it raises, one call at a time: vLLM goes on and hears the truth.
+"""KVXConnector while calls into KVX raise, one at a time: vLLM goes on and gets true reports.
 
 Every call that the connector and its halves make into KVX raises once, in vLLM's own scheduler and
-on caches as vLLM makes them. Nothing gets out, no block stays behind, no request is waited for, and
-what is loaded or stored is right or is not there.
+on caches as vLLM makes them. No error reaches vLLM, no block leaks, no request waits forever, and
+tokens are loaded and stored correctly or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KVXConnector over hostile files: nothing raises, nothing wrong is loaded, vLLM hears of both."""
+"""KVXConnector on hostile files: nothing raises, nothing wrong is loaded, failures are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine serves, by its configuration: who shares a store with whom."""
+"""The ModelRecord of an engine's configuration: which engines share a store."""
 
 from __future__ import annotations
 

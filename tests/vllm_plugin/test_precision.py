@@ -1,4 +1,4 @@
-"""The precision that an engine's configuration stands for, in both of its processes."""
+"""The precision of an engine's configuration, in both of its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine computed, another goes on from: real engines, tokens as stock vLLM's."""
+"""Real engines continue from what others have stored; their tokens equal stock vLLM's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""vLLM's own scheduler with the scheduler's half of KVXConnector: what it plans for each step.
+"""vLLM's own scheduler with the scheduler's half of KVXConnector: its plan for each step.
 
-The model is the test: it says which tokens a step has sampled.
+The test takes the place of the model: it gives the tokens that a step has sampled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What KVXConnector did, as vLLM reports it."""
+"""KVXConnector's statistics, as vLLM reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's half of KVXConnector, on caches as vLLM makes them: what no engine does on cue."""
+"""The worker's half of KVXConnector, on caches as vLLM makes them: cases no engine makes on cue."""
 
 from __future__ import annotations
 
