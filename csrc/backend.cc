@@ -100,11 +100,16 @@ bool has_kernels() {
 #endif
 }
 
-void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] bool on_device,
+void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] const Route &route,
               kvx_plan_info_t *info, [[maybe_unused]] kvx_plane_info_t *planes) {
 #if KVX_WITH_CUDA
-  if (on_device) {
+  if (route.on_device) {
     info->on_device = 1;
+    // Where UNIFIED memory lies at the moment is not known, nor is how fast it is copied.
+    if (route.src != KVX_MEMORY_UNIFIED && route.dst != KVX_MEMORY_UNIFIED) {
+      info->copy_bytes_per_second =
+          cuda::copy_speed(route.src == KVX_MEMORY_HOST, route.dst == KVX_MEMORY_HOST);
+    }
     return cuda::describe(plan, info, planes);
   }
 #endif

@@ -37,8 +37,14 @@ kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t byt
 bool has_batches();
 bool has_kernels();
 
+// Where a plan runs, and the memory of its ends.
+struct Route {
+  bool on_device;
+  kvx_memory_type_t src, dst;
+};
+
 // Fills in how the backend runs a plan of `tokens` tokens, which may be KVX_UNKNOWN on a device.
-void describe(const Plan &plan, uint64_t tokens, bool on_device, kvx_plan_info_t *info,
+void describe(const Plan &plan, uint64_t tokens, const Route &route, kvx_plan_info_t *info,
               kvx_plane_info_t *planes);
 
 // Names the first of the plan's slots, tables, lengths and starts that the host cannot read; NULL

@@ -26,16 +26,18 @@ from kvx_core.errors import (
 )
 from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare
 from kvx_core.migrate import migrate
+from kvx_core.migrate_plan import MigratePlan
 from kvx_core.model_files import model_files_digest
 from kvx_core.model_record import ModelRecord
 from kvx_core.ops import device_status, gather_kv, write_kv
-from kvx_core.plan import Plan, PlanInfo
+from kvx_core.plan import Plan
+from kvx_core.plan_info import PlanInfo
 from kvx_core.planes import Plane
-from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.tensors import Borrowed, TensorLike, borrow
+from kvx_core.token_plans import GatherPlan, WritePlan
 from kvx_core.types import (
     Axis,
     DType,
@@ -152,6 +154,7 @@ __all__ = [
     "Layout",
     "Match",
     "Memory",
+    "MigratePlan",
     "ModelRecord",
     "OutOfRangeError",
     "PackedKVCache",

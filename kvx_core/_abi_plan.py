@@ -14,6 +14,7 @@ from ctypes import (
     c_uint32,
     c_uint64,
     c_void_p,
+    pointer,
     sizeof,
     string_at,
 )
@@ -41,6 +42,7 @@ class kvx_plan_lookups_t(_abi._Struct):
         ("seq_lens", POINTER(_abi.kvx_seq_lens_t)),
         ("src", kvx_end_lookup_t),
         ("dst", kvx_end_lookup_t),
+        ("io", POINTER(_abi.kvx_kv_io_desc_t)),
     )
 
 
@@ -98,6 +100,18 @@ kvx_take_ranges_t = CFUNCTYPE(c_int, c_void_p, POINTER(kvx_range_t), c_uint64)
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_plan_create": (POINTER(_abi.kvx_migrate_desc_t), POINTER(c_void_p)),
+    "kvx_plan_create_write": (
+        POINTER(_abi.kvx_cache_desc_t),
+        POINTER(_abi.kvx_write_desc_t),
+        POINTER(_abi.kvx_write_options_t),
+        POINTER(c_void_p),
+    ),
+    "kvx_plan_create_gather": (
+        POINTER(_abi.kvx_cache_desc_t),
+        POINTER(_abi.kvx_gather_desc_t),
+        POINTER(_abi.kvx_gather_options_t),
+        POINTER(c_void_p),
+    ),
     "kvx_plan_run": (c_void_p, POINTER(kvx_plan_lookups_t), c_void_p),
     "kvx_plan_describe": (
         c_void_p,
@@ -119,13 +133,18 @@ def declare(library: Any) -> Any:
     return library
 
 
+def lookups_of_tokens(io: _abi.kvx_kv_io_desc_t, **fields: Any) -> kvx_plan_lookups_t:
+    """Other keys and values for the plan of a write or gather, and what finds them."""
+    return kvx_plan_lookups_t(io=pointer(io), **fields)
+
+
 class Handle:
     """A kvx_plan_t, freed when nothing uses it any more."""
 
-    def __init__(self, migrate: _abi.kvx_migrate_desc_t) -> None:
+    def __init__(self, create: str, *structs: Structure | None) -> None:
         self.value = c_void_p()
         self.library = library()
-        _abi.check(self.library.kvx_plan_create(migrate, byref(self.value)))
+        _abi.check(getattr(self.library, create)(*structs, byref(self.value)))
 
     def __del__(self) -> None:
         self.library.kvx_plan_free(self.value)

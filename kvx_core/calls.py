@@ -60,17 +60,22 @@ def bound_write(cache: CacheDesc, options: WriteOptions, stream: _abi.Stream = N
     A caller passes a result other than 0 to `rest_of_write`.
     Raises InvalidArgumentError.
     """
-    held = _require_cache(cache, options)
+    held = require_cache(cache, options)
     for name, tensor in cache.tensors.items():
         tensor.require_writable(f"cache.{name}")
     if options.find_scales:
         for name, scale in _scales(options).items():
             scale.require_writable(name)
-    like = _abi.kvx_write_desc_t(io=_io_desc(cache), slots=_abi.kvx_slot_mapping_t(invalid_slot=-1))
+    binding = _binding(cache, held, options, stream)
+    return _bound.write(binding, cache.to_c(), write_like(cache, options), options.to_c())
+
+
+def write_like(cache: CacheDesc, options: WriteOptions) -> _abi.kvx_write_desc_t:
+    """A write of no tokens, whose key and value are to be filled in."""
+    like = _abi.kvx_write_desc_t(io=_io_desc(cache), slots=_NO_SLOTS.to_c())
     for name, scale in _scales(options).items():
         setattr(like, f"{name}_desc", scale.to_c())
-    binding = _binding(cache, held, options, stream)
-    return _bound.write(binding, cache.to_c(), like, options.to_c())
+    return like
 
 
 def bound_gather(
@@ -82,14 +87,16 @@ def bound_gather(
     A caller passes a result other than 0 to `rest_of_gather`.
     Raises InvalidArgumentError.
     """
-    held = _require_cache(cache, options)
-    like = _abi.kvx_gather_desc_t(
-        io=_io_desc(cache),
-        block_table=_EMPTY_TABLE.to_c(),
-        seq_lens=_abi.kvx_seq_lens_t(),
-    )
+    held = require_cache(cache, options)
     binding = _binding(cache, held, options, stream)
-    return _bound.gather(binding, cache.to_c(), like, options.to_c())
+    return _bound.gather(binding, cache.to_c(), gather_like(cache), options.to_c())
+
+
+def gather_like(cache: CacheDesc) -> _abi.kvx_gather_desc_t:
+    """A gather of no tokens, whose key and value are to be filled in."""
+    return _abi.kvx_gather_desc_t(
+        io=_io_desc(cache), block_table=_EMPTY_TABLE.to_c(), seq_lens=_NO_LENS.to_c()
+    )
 
 
 def rest_of_write(
@@ -111,7 +118,7 @@ def rest_of_write(
             left |= _bound.INDICES
         found_slots = SlotMapping.of(slots) if left & _bound.INDICES else None
         _forget_if_before_torch(cache, key)
-        _require_cache(cache, options)
+        require_cache(cache, options)
         if found_slots is not None and found_slots.token_count:
             tensors = {"cache.k": cache.k} | ({"key": found_key} if found_key else {})
             check_index_memory({"slots": found_slots}, tensors, options.transfer)
@@ -146,7 +153,7 @@ def rest_of_gather(
         table = BlockTable.of(block_table) if left & _bound.INDICES else None
         lens = SeqLens.of(seq_lens) if left & _bound.LENS else None
         _forget_if_before_torch(cache, key)
-        _require_cache(cache, options)
+        require_cache(cache, options)
         for name, tensor in (("key", found_key), ("value", found_value)):
             if tensor is not None:
                 tensor.require_writable(name)
@@ -184,12 +191,23 @@ def _check(status: int) -> None:
 
 def _check_counts(key: Any, block_table: Any, max_seq_len: int | None) -> None:
     """Raises for a number of tokens that does not fit 32 bits."""
-    rows = BlockTable.of(block_table).num_rows
+    table = BlockTable.of(block_table)
+    gather_sizes(token_desc("key", key) if max_seq_len is None else None, table, max_seq_len)
+
+
+def gather_sizes(
+    key: TensorDesc | None, table: BlockTable, max_seq_len: int | None = None
+) -> tuple[int, int]:
+    """num_tokens and max_seq_len of a gather, by default the rows of `key`.
+
+    Raises InvalidArgumentError.
+    """
     if max_seq_len is None:
-        shape = token_desc("key", key).shape
-        max_seq_len = shape[1] if len(shape) == 4 else sum(shape[:1]) // max(rows, 1)
+        shape = key.shape if key is not None else ()
+        max_seq_len = shape[1] if len(shape) == 4 else sum(shape[:1]) // max(table.num_rows, 1)
     _abi.check_uint32("max_seq_len", max_seq_len)
-    _abi.check_uint32("num_tokens", rows * max_seq_len)
+    _abi.check_uint32("num_tokens", table.num_rows * max_seq_len)
+    return table.num_rows * max_seq_len, max_seq_len
 
 
 def _is_elsewhere(key: TensorDesc | None, cache: CacheDesc) -> bool:
@@ -213,7 +231,7 @@ def _scales(options: WriteOptions | GatherOptions) -> dict[str, ScaleDesc]:
     return {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def _require_cache(cache: CacheDesc, options: WriteOptions | GatherOptions) -> _bound.Held:
+def require_cache(cache: CacheDesc, options: WriteOptions | GatherOptions) -> _bound.Held:
     """Raises InvalidArgumentError for what is no cache, and for memory that has moved."""
     held = instance("cache", cache, CacheDesc, A_CACHE).held("cache")
     for name, scale in _scales(options).items():
@@ -249,7 +267,7 @@ def _io_desc(cache: CacheDesc) -> _abi.kvx_kv_io_desc_t:
     )
 
 
-_EMPTY_TABLE = BlockTable.packed([])
+_EMPTY_TABLE, _NO_SLOTS, _NO_LENS = BlockTable.packed([]), SlotMapping.of(()), SeqLens.of(())
 
 
 def _owner(tensor: Any) -> object:

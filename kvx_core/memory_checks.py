@@ -44,3 +44,10 @@ def check_index_memory(
     for name, index in indices.items():
         if index is not None:
             same_memory(name, index.memory, other, expected)
+
+
+def check_host_memory(indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None]) -> None:
+    """Refuses slots, tables and lengths that the host cannot read, as it does to list ranges."""
+    for name, index in indices.items():
+        if index is not None:
+            same_memory(name, index.memory, "the host reads them to list ranges", Memory.HOST)

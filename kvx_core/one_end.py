@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.memory_checks import check_host_memory
+from kvx_core.migrate_plan import MigratePlan
 from kvx_core.options import MoveOptions
-from kvx_core.plan import Plan
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike
-from kvx_core.types import Layout
+from kvx_core.types import Layout, Transfer
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import integer
 
@@ -73,6 +74,14 @@ def one_end(
                 )
     view = replace(span.view, k_scales=None, v_scales=None)
     span = replace(span, view=view)
+    check_host_memory(
+        {
+            "end.block_table": span.block_table,
+            "end.slots": span.slots,
+            "end.starts": span.starts,
+            "seq_lens": lens,
+        }
+    )
     lengths = lens.to_numpy()
     rows = span.block_table.num_rows if span.block_table else lens.seq_count
     per_row = np.repeat(-(-np.maximum(lengths, 0) // chunk), rows // max(lens.seq_count, 1))
@@ -85,8 +94,9 @@ def one_end(
         for index, layer in enumerate(view.layers)
     ]
     nowhere = CacheSpan(CacheView(tuple(layers), view.facts), BlockTable.of(table))
-    options = MoveOptions(num_heads=num_heads)
-    with Plan()._bind(span, nowhere, (span, nowhere), lens, options) as plan:
+    # Of all transfers, copy engines' alone has a host that reads the tables of a device.
+    options = MoveOptions(num_heads=num_heads, transfer=Transfer.COPY_ENGINE)
+    with MigratePlan(span, nowhere, (span, nowhere), lens, options) as plan:
         found = plan.ranges()
     ranges = np.zeros(len(found), END_RANGE)
     ranges["plane"] = (found["dst"] - _NOWHERE) // _PLANE

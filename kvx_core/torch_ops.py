@@ -45,11 +45,11 @@ from kvx_core.calls import token_desc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
 from kvx_core.migrate import copy_tokens
-from kvx_core.plans import GatherPlan, WritePlan
 from kvx_core.scales import ScaleDesc
 from kvx_core.streams import current_stream
 from kvx_core.tables import SeqLens
 from kvx_core.tensor_desc import TensorDesc, describe
+from kvx_core.token_plans import GatherPlan, WritePlan
 from kvx_core.types import DType, Layout, ScaleGranularity
 from kvx_core.view import CacheView
 

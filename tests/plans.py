@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,10 +63,10 @@ class Migration:
 class Plan:
     """A kvx_plan_t."""
 
-    def __init__(self, on: Backend, desc: _abi.kvx_migrate_desc_t) -> None:
+    def __init__(self, on: Backend, *structs: Any, create: str = "kvx_plan_create") -> None:
         self.on, self.library = on, _abi_plan.declare(on.library())
         self.handle = ctypes.c_void_p(1)
-        status = self.library.kvx_plan_create(desc, ctypes.byref(self.handle))
+        status = getattr(self.library, create)(*structs, ctypes.byref(self.handle))
         assert bool(self.handle) == (status == 0)
         _abi.check(status, self.library)
 
@@ -114,9 +114,39 @@ class Plan:
 
 
 @contextmanager
-def planned(on: Backend, desc: _abi.kvx_migrate_desc_t) -> Iterator[Plan]:
-    plan = Plan(on, desc)
+def planned(on: Backend, *structs: Any, create: str = "kvx_plan_create") -> Iterator[Plan]:
+    plan = Plan(on, *structs, create=create)
     try:
         yield plan
     finally:
         plan.free()
+
+
+def carry_out(ranges: Iterable[Range]) -> None:
+    """Makes the copies."""
+    for _, src, dst, num_bytes in ranges:
+        if src:
+            ctypes.memmove(dst, src, num_bytes)
+        else:
+            ctypes.memset(dst, 0, num_bytes)
+
+
+def bury(desc: Any, buried: set[int] | None = None) -> None:
+    """Overwrites a struct and all structs that it points to, and tables of pointers to them."""
+    buried = set() if buried is None else buried
+    if ctypes.addressof(desc) in buried:
+        return
+    buried.add(ctypes.addressof(desc))
+    counts = {name: getattr(desc, "num_layers", 0) for name, *_ in desc._fields_}
+    counts["planes"] = getattr(desc, "num_planes", 0)
+    for name, kind, *_ in desc._fields_:
+        value = getattr(desc, name)
+        if isinstance(value, ctypes._Pointer) and value:
+            if issubclass(kind._type_, ctypes._Pointer):
+                for i in range(counts[name]):
+                    if value[i]:
+                        bury(value[i].contents, buried)
+                ctypes.memset(value, 0xA5, counts[name] * 8)
+            else:
+                bury(value.contents, buried)
+    ctypes.memset(ctypes.addressof(desc), 0xA5, ctypes.sizeof(desc))

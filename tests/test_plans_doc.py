@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import kvx_core
-from kvx_core import CacheDesc, CacheFacts, CacheView, describe
+from kvx_core import CacheDesc, CacheFacts, CacheView, Plan, describe
 from kvx_core.one_end import cut, cut_of, one_end
 from kvx_core.types import Layout
 from tests.native import CC, ROOT, compile_program, run
@@ -78,11 +78,20 @@ def views() -> tuple[CacheView, CacheView]:
 def test_python_examples(capsys: object) -> None:
     src, dst = views()
     names = {"src": src, "dst": dst, "kvx_core": kvx_core, "math": math}
-    names |= {"one_end": one_end, "cut": cut, "cut_of": cut_of}
+    names |= {"one_end": one_end, "cut": cut, "cut_of": cut_of, "Plan": Plan}
+    stored = [torch.zeros(3, 4, 2, 8) for _ in range(2)]
+    key, value = torch.randn(2, 6, 2, 8)
+    names |= {"cache": CacheDesc.from_kv(*(describe(t, Layout.BLOCK_NHD) for t in stored))}
+    names |= {"key": key, "value": value, "slots": torch.arange(3, 9)}
+    names |= {"block_table": torch.tensor([[0, 1, 2]]), "seq_lens": torch.tensor([6])}
     blocks = examples("python")
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
+        if "Plan.write" not in block:
+            continue
+        copies = names["copies"]
+        assert copies["bytes"].sum() == 6 * 2 * 2 * 8 * 4
     shown = re.search(r"^    PlanInfo.*?\n\n", PAGE, re.DOTALL | re.MULTILINE)
     printed = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
     assert shown is not None
@@ -91,7 +100,12 @@ def test_python_examples(capsys: object) -> None:
     def without_figures(line: str) -> str:
         return re.sub(r"\d+ threads?, |, about .*", "", line)
 
-    assert list(map(without_figures, printed)) == list(map(without_figures, expected))
+    assert torch.equal(stored[1].view(12, 2, 8)[:6], value)  # as the last of them gathered it
+    assert torch.equal(stored[0].view(12, 2, 8)[:6], key)
+    assert not key[:3].any()
+    assert list(map(without_figures, printed[: len(expected)])) == list(
+        map(without_figures, expected)
+    )
     k_from, k_to = src.layers[1].k.owner, dst.layers[1].k.owner
     for token in range(33):
         block, to = (5, 2, 7)[token // 16], (4, 0)[token // 32]

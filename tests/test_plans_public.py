@@ -23,32 +23,11 @@ from kvx_core.types import DType, Memory, ScaleGranularity
 from tests import planes, reference, tables, test_migrate
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.calls import Backend
-from tests.plans import Migration, Plan, Range, planned
+from tests.plans import Migration, Plan, bury, carry_out, planned
 from tests.reference import Packed
 
 SEEDS = (1, 2, 3)
 LENGTHS = (9, 0, 1, 6)
-
-
-def bury(desc: Any, buried: set[int] | None = None) -> None:
-    """Overwrites a struct and all structs that it points to, and tables of pointers to them."""
-    buried = set() if buried is None else buried
-    if ctypes.addressof(desc) in buried:
-        return
-    buried.add(ctypes.addressof(desc))
-    counts = {name: getattr(desc, "num_layers", 0) for name, *_ in desc._fields_}
-    counts["planes"] = getattr(desc, "num_planes", 0)
-    for name, kind, *_ in desc._fields_:
-        value = getattr(desc, name)
-        if isinstance(value, ctypes._Pointer) and value:
-            if issubclass(kind._type_, ctypes._Pointer):
-                for i in range(counts[name]):
-                    if value[i]:
-                        bury(value[i].contents, buried)
-                ctypes.memset(value, 0xA5, counts[name] * 8)
-            else:
-                bury(value.contents, buried)
-    ctypes.memset(ctypes.addressof(desc), 0xA5, ctypes.sizeof(desc))
 
 
 @dataclass(frozen=True)
@@ -390,9 +369,7 @@ def test_describe_counts(backend: Backend, seed: int, zero_fill: bool) -> None:
         assert (plane.bytes_read, plane.bytes_written) == (moved * of_plane, written * of_plane)
     assert info.bytes_read == num_planes * moved * of_plane
     assert info.bytes_written == num_planes * written * of_plane
-    if on_device:
-        return
-    assert 1e8 < info.copy_bytes_per_second < 1e13
+    assert 1e7 < info.copy_bytes_per_second < 1e13
     assert info.seconds == info.bytes_written / info.copy_bytes_per_second
 
 
@@ -481,14 +458,6 @@ def test_describe_says_what_run_would_refuse(backend: Backend) -> None:
 
 
 # --- ranges -----------------------------------------------------------------------------------
-
-
-def carry_out(ranges: Sequence[Range]) -> None:
-    for _, src, dst, num_bytes in ranges:
-        if src:
-            ctypes.memmove(dst, src, num_bytes)
-        else:
-            ctypes.memset(dst, 0, num_bytes)
 
 
 @pytest.fixture

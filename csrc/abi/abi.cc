@@ -1,6 +1,4 @@
 // The exported functions: validate, plan, run.
-#include <array>
-
 #include "abi/guarded.h"
 #include "abi/prepared.h"
 #include "desc/grown.h"
@@ -33,10 +31,7 @@ namespace {
 kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
                    const kvx_write_options_t *options, void *stream) {
   KVX_TRY(validate_write(cache, write, options));
-  const std::array<NamedTensor, 4> tensors = {{{"cache.k", &cache->k},
-                                               {"cache.v", &cache->v},
-                                               {"write.io.key", &write->io.key},
-                                               {"write.io.value", &write->io.value}}};
+  const CallTensors tensors = tensors_of(*cache, *write);
   bool on_device;
   KVX_TRY(backend::place(tensors.data(), tensors.size(), &on_device));
   if (write->io.num_tokens == 0) return KVX_STATUS_OK;
@@ -50,10 +45,7 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
   kvx_gather_options_t room;
   const kvx_gather_options_t *const options = grown(given, &room);
   KVX_TRY(validate_gather(cache, gather, options));
-  const std::array<NamedTensor, 4> tensors = {{{"cache.k", &cache->k},
-                                               {"cache.v", &cache->v},
-                                               {"gather.io.key", &gather->io.key},
-                                               {"gather.io.value", &gather->io.value}}};
+  const CallTensors tensors = tensors_of(*cache, *gather);
   bool on_device;
   KVX_TRY(backend::place(tensors.data(), tensors.size(), &on_device));
   if (gather->io.num_tokens == 0) return KVX_STATUS_OK;
@@ -67,7 +59,8 @@ kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
   KVX_TRY(validate_migrate(migrate.get()));
   Prepared prepared;
   KVX_TRY(prepare(*migrate.get(), &prepared));
-  return prepared.run(prepared.plan, stream);
+  return backend::run(prepared.plan, prepared.tensors.begin(), prepared.tensors.size(),
+                      prepared.on_device, stream);
 }
 
 kvx_status_t locate(const kvx_find_desc_t *given) {

@@ -1,12 +1,29 @@
-// A migration between its validation and its run: its tensors' memory, and its plan.
+// Calls between their validation and their run: their tensors' memory, and a migration's plan.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "backend.h"
 #include "kvx/kvx_migrate.h"
 
 namespace kvx {
+
+// The tensors of a write or gather.
+using CallTensors = std::array<NamedTensor, 4>;
+
+inline CallTensors tensors_of(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write) {
+  return {{{"cache.k", &cache.k},
+           {"cache.v", &cache.v},
+           {"write.io.key", &write.io.key},
+           {"write.io.value", &write.io.value}}};
+}
+inline CallTensors tensors_of(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather) {
+  return {{{"cache.k", &cache.k},
+           {"cache.v", &cache.v},
+           {"gather.io.key", &gather.io.key},
+           {"gather.io.value", &gather.io.value}}};
+}
 
 // The caller's arguments, in structs of this version.
 class Grown {
@@ -28,10 +45,6 @@ struct Prepared {
   std::vector<kvx_tensor_desc_t> planes;  // their bytes, for `tensors`
   bool on_device = false;
   Plan plan;
-
-  kvx_status_t run(const Plan &now, void *stream) const {
-    return backend::run(now, tensors.begin(), tensors.size(), on_device, stream);
-  }
 };
 
 // Prepares a valid migration, whose tensors `prepared` points to.

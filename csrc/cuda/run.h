@@ -23,6 +23,11 @@ kvx_status_t run(const Plan &plan, void *stream);
 // Fills in which kernels move the planes, and in how many launches.
 void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes);
 
+// Bytes per second that the current device copies from and to its own memory or pinned host memory,
+// measured by the first call in a process for each device and direction; 0 if that fails. Allocates
+// for it, and waits for the copies.
+double copy_speed(bool from_host, bool to_host);
+
 // Names the first of slots, tables, lengths and starts that is in device memory; NULL if none is.
 const char *find_in_device_memory(const Plan &plan);
 

@@ -62,7 +62,7 @@ bool finds_scales(const Plan &plan, const PlanePair &pair) {
 
 // How a block's tokens are copied.
 Loops loops_of(const PlanePair &pair, const LookupPair &lookup) {
-  const uint32_t tokens = std::min(lookup.src.block_size, lookup.dst.block_size);
+  const uint32_t tokens = std::max(std::min(lookup.src.block_size, lookup.dst.block_size), 1u);
   Loops loops;
   make_loops(pair.src, pair.dst, tokens_of_loops(pair.src, pair.dst, 0, 0, tokens), pair.num_heads,
              can_loop(pair.src, pair.dst) ? pair.head_dim : 1, size_of(pair.src.dtype), &loops);
@@ -144,7 +144,7 @@ Counts count(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_
 void describe_planes(const Plan &plan, const kvx_span_t &span, kvx_plan_info_t *info,
                      kvx_plane_info_t *planes) {
   info->num_planes = static_cast<uint32_t>(plan.pairs.size());
-  info->num_sequences = plan.rows.count;
+  info->num_sequences = plan.call == Call::kWrite ? 0 : plan.rows.count;
   info->num_tokens = info->num_moved = info->num_null_src = info->num_null_dst = KVX_UNKNOWN;
   info->bytes_read = info->bytes_written = KVX_UNKNOWN;
   info->is_exact = 1;

@@ -1,5 +1,7 @@
 #include "plan/kept.h"
 
+#include "desc/scale.h"
+
 namespace kvx {
 
 template <class T>
@@ -50,6 +52,31 @@ KeptMigration::KeptMigration(const kvx_migrate_desc_t &given) : desc_(given) {
   desc_.seq_lens = keep(given.seq_lens);
   desc_.src = keep_span(*given.src);
   desc_.dst = keep_span(*given.dst);
+}
+
+KeptWrite::KeptWrite(const kvx_cache_desc_t &given_cache, const kvx_write_desc_t &given,
+                     const kvx_write_options_t *given_options)
+    : cache(given_cache), call(given) {
+  if (given_options) options = *given_options;
+  cache.size = sizeof cache;
+  call.size = sizeof call;
+  options.size = sizeof options;
+}
+
+KeptGather::KeptGather(const kvx_cache_desc_t &given_cache, const kvx_gather_desc_t &given,
+                       const kvx_gather_options_t *given_options)
+    : cache(given_cache), call(given) {
+  if (given_options) options = *given_options;
+  cache.size = sizeof cache;
+  call.size = sizeof call;
+  options.size = sizeof options;
+  if (options.k_scale) options.k_scale = &(k_scale = *options.k_scale);
+  if (options.v_scale) options.v_scale = &(v_scale = *options.v_scale);
+}
+
+bool has_scales(const KeptWrite &write) { return has_scales(write.call); }
+bool has_scales(const KeptGather &gather) {
+  return gather.options.k_scale || gather.options.v_scale;
 }
 
 }  // namespace kvx

@@ -1,4 +1,4 @@
-// Copies a migration's descriptors with all descriptors that they point to. The memory that these
+// Copies a call's descriptors with all descriptors that they point to. The memory that these
 // describe stays the caller's.
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kvx/kvx_migrate.h"
+#include "plan/plan.h"
 
 namespace kvx {
 
@@ -37,5 +37,40 @@ class KeptMigration {
   std::deque<std::vector<const void *>> lists_;
   kvx_migrate_desc_t desc_;
 };
+
+// A write. What is given is valid, and of this version's structs; `options` may be NULL.
+struct KeptWrite {
+  KeptWrite(const kvx_cache_desc_t &given_cache, const kvx_write_desc_t &given,
+            const kvx_write_options_t *given_options);
+
+  void make_plan(const kvx_write_desc_t &now, Plan *plan) const {
+    plan_write(cache, now, options.flags, plan);
+  }
+
+  kvx_cache_desc_t cache;
+  kvx_write_desc_t call;
+  kvx_write_options_t options{};
+};
+
+// And a gather.
+struct KeptGather {
+  KeptGather(const kvx_cache_desc_t &given_cache, const kvx_gather_desc_t &given,
+             const kvx_gather_options_t *given_options);
+  KeptGather(const KeptGather &) = delete;
+  KeptGather &operator=(const KeptGather &) = delete;
+
+  void make_plan(const kvx_gather_desc_t &now, Plan *plan) const {
+    plan_gather(cache, now, options, plan);
+  }
+
+  kvx_cache_desc_t cache;
+  kvx_gather_desc_t call;
+  kvx_gather_options_t options{};
+  kvx_scale_desc_t k_scale, v_scale;  // those of `options`
+};
+
+// Whether there are scales, which may be looked at when planes are planned.
+bool has_scales(const KeptWrite &write);
+bool has_scales(const KeptGather &gather);
 
 }  // namespace kvx

@@ -188,10 +188,11 @@ OFFSET_IS(kvx_find_desc_t, plane_plus_1, 40);
 OFFSET_IS(kvx_find_desc_t, layer, 44);
 
 SIZE_IS(kvx_end_lookup_t, 24);
-SIZE_IS(kvx_plan_lookups_t, 64);
+SIZE_IS(kvx_plan_lookups_t, 72);
 OFFSET_IS(kvx_plan_lookups_t, seq_lens, 8);
 OFFSET_IS(kvx_plan_lookups_t, src, 16);
 OFFSET_IS(kvx_plan_lookups_t, dst, 40);
+OFFSET_IS(kvx_plan_lookups_t, io, 64);
 
 SIZE_IS(kvx_plane_info_t, 80);
 OFFSET_IS(kvx_plane_info_t, src_dtype, 16);

@@ -3,9 +3,11 @@
 //
 //   HOSTGRID_PAGEABLE=1    memory is not registered, and the device cannot reach such memory
 //   HOSTGRID_CAPTURES=1    streams are being captured
+//   HOSTGRID_FULL=1        there is no memory left on the device
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -191,10 +193,72 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *
                                                   : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
+};
+namespace hostgrid {
+inline thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+  std::swap(*mode, hostgrid::capture_mode);
+  return cudaSuccess;
+}
+
+#define cudaStreamNonBlocking 1
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+  *stream = reinterpret_cast<cudaStream_t>(0x100);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
+// ---- events ----
+
+struct CUevent_st {
+  std::chrono::steady_clock::time_point recorded;
+};
+using cudaEvent_t = CUevent_st *;
+
+inline cudaError_t cudaEventCreate(cudaEvent_t *event) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  event->recorded = std::chrono::steady_clock::now();
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  using Milliseconds = std::chrono::duration<float, std::milli>;
+  *milliseconds = Milliseconds(end->recorded - begin->recorded).count();
+  return cudaSuccess;
+}
+
 // ---- memory ----
+
+// What may end a capture is refused as if one were under way, unless the thread has said that it
+// knows.
+inline cudaError_t cudaMallocHost(void **p, size_t count) {
+  if (hostgrid::capture_mode != cudaStreamCaptureModeRelaxed)
+    return hostgrid::returned(cudaErrorStreamCaptureUnsupported);
+  *p = std::malloc(count);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFreeHost(void *p) {
+  std::free(p);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMallocAsync(void **p, size_t count, cudaStream_t) {
+  if (hostgrid::is_set("HOSTGRID_FULL")) return hostgrid::returned(cudaErrorMemoryAllocation);
+  return cudaMallocHost(p, count);
+}
+inline cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return cudaFreeHost(p); }
 
 enum cudaMemoryType {
   cudaMemoryTypeUnregistered = 0,

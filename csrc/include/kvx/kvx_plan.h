@@ -1,5 +1,5 @@
-/* KVX plans: a migration that is validated once, described, run many times, or listed as copies for
- * somebody else to make.
+/* KVX plans: a write, a gather or a migration that is validated once, described, run many times, or
+ * listed as copies for somebody else to make.
  *
  *   kvx_plan_t *plan;
  *   kvx_plan_create(&migrate, &plan);                     what kvx_migrate_kv does before it copies
@@ -8,11 +8,13 @@
  *   kvx_plan_ranges(plan, &lookups, visit, context);      or the copies, for a transport
  *   kvx_plan_free(plan);
  *
- * A plan keeps copies of all descriptors that it was made from: the caller may free these once
- * kvx_plan_create has returned. The memory that they describe stays the caller's and MUST NOT move
- * until the plan is freed: K, V, planes, pools and scales always; tables, slots, lengths and starts
- * as long as calls use them. Their contents may change between calls: every call reads indices,
- * lengths and scales anew.
+ * kvx_plan_create_write and kvx_plan_create_gather make plans of the other two operations.
+ *
+ * A plan keeps copies of all descriptors that it was made from: the caller may free these once the
+ * plan has been created. The memory that they describe stays the caller's and MUST NOT move until
+ * the plan is freed: K, V, planes, pools and scales always; tables, slots, lengths, starts, and the
+ * key and value of a write or gather as long as calls use them. Their contents may change between
+ * calls: every call reads indices, lengths and scales anew.
  *
  * A plan never changes. Threads may share it, and run it at the same time if the runs write
  * different memory. kvx_plan_free MUST NOT run at the same time as another call with the plan.
@@ -27,7 +29,7 @@
 extern "C" {
 #endif
 
-/* A kept migration. */
+/* A kept write, gather or migration. */
 typedef struct kvx_plan_t kvx_plan_t;
 
 /* Validates a migration, as kvx_migrate_kv does, and keeps it. Reads no index and no length:
@@ -36,6 +38,17 @@ typedef struct kvx_plan_t kvx_plan_t;
  * *plan: the plan, which the caller frees; NULL if the call fails. Refuses what kvx_migrate_kv
  * would refuse, with the same status and sentence. Spec: E.13 */
 KVX_API kvx_status_t kvx_plan_create(const kvx_migrate_desc_t *migrate, kvx_plan_t **plan);
+
+/* The same for kvx_write_kv_ext. `options` may be NULL. The write may be of 0 tokens if every run
+ * passes its own: key and value then have a dtype, 3 axes, strides, and no data. Spec: E.13 */
+KVX_API kvx_status_t kvx_plan_create_write(const kvx_cache_desc_t *cache,
+                                           const kvx_write_desc_t *write,
+                                           const kvx_write_options_t *options, kvx_plan_t **plan);
+
+/* The same for kvx_gather_kv_ext. `options` may be NULL. Spec: E.13 */
+KVX_API kvx_status_t kvx_plan_create_gather(const kvx_cache_desc_t *cache,
+                                            const kvx_gather_desc_t *gather,
+                                            const kvx_gather_options_t *options, kvx_plan_t **plan);
 
 /* Frees a plan; NULL does nothing. Work that is already on a device's stream goes on. */
 KVX_API void kvx_plan_free(kvx_plan_t *plan);
@@ -49,18 +62,22 @@ typedef struct kvx_end_lookup_t {
   const kvx_seq_lens_t *starts;
 } kvx_end_lookup_t;
 
-/* The tokens of one call, in place of those that the plan was made with. 64 bytes. */
+/* The tokens of one call, in place of those that the plan was made with. 72 bytes.
+ *
+ * The plan of a migration takes all but `io`, that of a write `dst.slots` and `io`, that of a
+ * gather `src.block_table`, `seq_lens`, `max_seq_len` and `io`. Other fields MUST be NULL or 0. */
 typedef struct kvx_plan_lookups_t {
   uint32_t size;
-  uint32_t max_seq_len;           /* as in kvx_migrate_desc_t; 0: what the plan was made with */
+  uint32_t max_seq_len;           /* as in the plan's descriptor; 0: what the plan was made with */
   const kvx_seq_lens_t *seq_lens; /* NULL: what the plan was made with */
   kvx_end_lookup_t src;
   kvx_end_lookup_t dst;
+  const kvx_kv_io_desc_t *io; /* key and value; NULL: what the plan was made with */
 } kvx_plan_lookups_t;
 
 /* Moves the tokens of `lookups`; NULL: those that the plan was made with.
  *
- * Mutates and refuses the same as kvx_migrate_kv, and writes nothing before all is checked: wrong
+ * Mutates and refuses the same as the operation, and writes nothing before all is checked: wrong
  * lookups give INVALID_ARGUMENT and, on HOST memory, indices and lengths out of range give
  * OUT_OF_RANGE. Planes that have a table of their own keep it. Spec: E.13 */
 KVX_API kvx_status_t kvx_plan_run(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
@@ -109,14 +126,16 @@ typedef struct kvx_plan_info_t {
   uint32_t num_launches;        /* kernels on a device; else 0 */
   uint32_t num_threads;         /* on the host, if they are free; else 0 */
   uint32_t is_exact;            /* 1: every plane is copied, or converted exactly */
-  uint64_t num_sequences;       /* rows: sequences, or beams of them */
-  uint64_t num_tokens;          /* the sum of the lengths, or KVX_UNKNOWN */
+  uint64_t num_sequences;       /* rows: sequences, or beams of them; 0: a write knows none */
+  uint64_t num_tokens;          /* the sum of the lengths; rows of the output for a gather
+                                   with ZERO_FILL. Or KVX_UNKNOWN */
   uint64_t num_moved;           /* of these: have a source and a destination, or KVX_UNKNOWN */
   uint64_t num_null_src;        /* of these: no source; ZERO_FILL zeroes them. Or KVX_UNKNOWN */
   uint64_t num_null_dst;        /* of these: no destination; nothing happens. Or KVX_UNKNOWN */
   uint64_t bytes_read;          /* of all planes, or KVX_UNKNOWN */
   uint64_t bytes_written;       /* of all planes, or KVX_UNKNOWN */
-  double copy_bytes_per_second; /* of this machine, measured once per process; 0: not known */
+  double copy_bytes_per_second; /* of this machine or, on a device, of it between the memory of
+                                   both ends; 0: not known */
   double seconds;               /* an estimate: bytes_written at that speed; 0: not known */
 } kvx_plan_info_t;
 
@@ -127,8 +146,10 @@ typedef struct kvx_plan_info_t {
  * planes: [num_planes], filled; the caller sets the `size` of each. num_planes MUST be that of
  *         info; NULL with num_planes 0: none are described
  *
- * The first call in a process measures this machine's copy speed, for some milliseconds.
- * Spec: E.13 */
+ * The first call in a process measures this machine's copy speed, for some milliseconds. On a
+ * device the first call for each device and direction (within it, from or to pinned host memory)
+ * does, on a stream of its own, with 64 MB at both ends. The speed is not known if these cannot be
+ * allocated, or with UNIFIED memory. Spec: E.13 */
 KVX_API kvx_status_t kvx_plan_describe(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
                                        kvx_plan_info_t *info, kvx_plane_info_t *planes,
                                        uint32_t num_planes);

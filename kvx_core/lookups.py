@@ -1,0 +1,74 @@
+"""Which tokens a run of a migration's plan moves: the keywords of MigratePlan, listed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from kvx_core import _abi, _abi_plan
+from kvx_core.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.tensors import TensorLike
+from kvx_core.view import CacheSpan
+
+Table = BlockTable | TensorLike | Sequence[Sequence[int]]
+Slots = SlotMapping | TensorLike | Sequence[int]
+Lens = SeqLens | TensorLike | Sequence[int]
+Indices = dict[str, SlotMapping | BlockTable | SeqLens | None]
+
+
+class Lookups(TypedDict, total=False):
+    """Where sequences lie at each end, as for CacheView.at; None: as the plan was made.
+
+    A table where the plan has a table of its format, slots where it has slots, which skip the
+    plan's invalid_slot unless they are a SlotMapping.
+    """
+
+    src_block_table: Table | None
+    src_slots: Slots | None
+    src_starts: Lens | None
+    dst_block_table: Table | None
+    dst_slots: Slots | None
+    dst_starts: Lens | None
+
+
+NAMES = tuple(Lookups.__annotations__)  # in the order of kvx_end_lookup_t
+
+
+def invalid_slot(span: CacheSpan) -> int:
+    """The slot that is skipped in slots that a run gives as numbers alone."""
+    return -1 if span.slots is None else span.slots.invalid_slot
+
+
+def describe_lookups(
+    src: CacheSpan, dst: CacheSpan, seq_lens: Any, given: Mapping[str, Any]
+) -> Indices:
+    """The lengths and lookups of a call, by name. Raises TypeError for a name that there is not.
+
+    src, dst: the ends of the plan
+    """
+    if unknown := given.keys() - set(NAMES):
+        raise TypeError(f"unexpected keyword {min(unknown)!r}, expected {', '.join(NAMES)}")
+    found: Indices = {"seq_lens": None if seq_lens is None else SeqLens.of(seq_lens)}
+    for name in NAMES:
+        index, span = given.get(name), src if name.startswith("src") else dst
+        if index is None:
+            found[name] = None
+        elif name.endswith("block_table"):
+            found[name] = span.view.table_of(index)
+        elif name.endswith("slots"):
+            found[name] = SlotMapping.of(index, invalid_slot=invalid_slot(span))
+        else:
+            found[name] = SeqLens.of(index, name=name)
+    return found
+
+
+def lookups_to_c(indices: Indices) -> _abi_plan.kvx_plan_lookups_t:
+    """As C has them; the struct keeps them alive."""
+    pointers = [_abi.pointer_to(indices[name]) for name in ("seq_lens", *NAMES)]
+    lookups = _abi_plan.kvx_plan_lookups_t(
+        seq_lens=pointers[0],
+        src=_abi_plan.kvx_end_lookup_t(*pointers[1:4]),
+        dst=_abi_plan.kvx_end_lookup_t(*pointers[4:7]),
+    )
+    lookups.kept = indices
+    return lookups

@@ -1,0 +1,236 @@
+"""MigratePlan: a kept migration. Plan.migrate makes it. Spec: E.13"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from kvx_core import _abi, _abi_plan, _bound, facts
+from kvx_core.errors import FactsMismatchError, InvalidArgumentError
+from kvx_core.lookups import (
+    NAMES,
+    Indices,
+    Lens,
+    Lookups,
+    Slots,
+    Table,
+    describe_lookups,
+    invalid_slot,
+    lookups_to_c,
+)
+from kvx_core.memory_checks import check_host_memory, check_index_memory
+from kvx_core.options import MoveKeywords, MoveOptions
+from kvx_core.plan import Plan, Ranges, closed_call
+from kvx_core.plan_info import PlanInfo
+from kvx_core.reorder import reordered
+from kvx_core.streams import current_stream, stream_number
+from kvx_core.tables import SeqLens
+from kvx_core.types import Memory, Transfer
+from kvx_core.view import CacheSpan, CacheView
+from kvx_core.words import flag
+
+
+def plan_migrate(
+    src: CacheView | CacheSpan,
+    dst: CacheView | CacheSpan,
+    seq_lens: Lens | None,
+    same_model: bool,
+    options: MoveKeywords,
+) -> MigratePlan:
+    """Plan.migrate."""
+    src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
+    chosen = MoveOptions.of(options)
+    found = facts.compare(
+        src.view.facts,
+        dst.view.facts,
+        src_head_start=src.head_start,
+        dst_head_start=dst.head_start,
+        same_model=flag("same_model", same_model),
+    )
+    if found.reasons:
+        raise FactsMismatchError(found.reasons)
+    ends = src, dst
+    for transform in found.transforms:
+        ends = reordered(*ends, transform, find_scales=chosen.find_scales)
+    return MigratePlan(src, dst, ends, seq_lens, chosen)
+
+
+class MigratePlan(Plan):
+    """A migration that is kept: see Plan.migrate."""
+
+    __slots__ = ("_dst", "_handle", "_held", "_layers", "_src", "_stream", "_transfer")
+
+    _handle: _abi_plan.Handle | None
+
+    def __init__(
+        self,
+        src: CacheSpan,
+        dst: CacheSpan,
+        ends: tuple[CacheSpan, CacheSpan],
+        seq_lens: Lens | None,
+        options: MoveOptions,
+    ) -> None:
+        """ends: src and dst as libkvx sees them, whose dims may come in another order."""
+        src.view.require_current("src")
+        dst.view.require_current("dst")
+        for name, tensor in dst.view.read_only.items():
+            tensor.require_writable(f"dst.{name}")
+        if options.find_scales:
+            for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
+                for i, scale in enumerate(scales or ()):
+                    if scale is not None:
+                        scale.require_writable(f"dst.{name}[{i}]")
+        self._src, self._dst, self._transfer = src, dst, options.transfer
+        # K that moves in two parts has its second ones in layers behind all layers.
+        pairs = enumerate(zip(src.view.layers, ends[0].view.layers, strict=False))
+        parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
+        self._layers = [*range(len(src.view.layers)), *parted]
+        self._held = src.held("src"), dst.held("dst")
+        lens = None if seq_lens is None else SeqLens.of(seq_lens)
+        places = {
+            f"{end}.{name}": getattr(span, name)
+            for end, span in (("src", src), ("dst", dst))
+            for name in ("block_table", "slots", "starts")
+        }
+        self._check_memory({**places, "seq_lens": lens})
+        struct = _abi.kvx_migrate_desc_t(
+            flags=options.flags,
+            num_heads=options.num_heads or 0,
+            seq_lens=_abi.pointer_to(SeqLens.of(()) if lens is None else lens),
+            src=_abi.pointer_to(ends[0]),
+            dst=_abi.pointer_to(ends[1]),
+        )
+        self._handle = handle = _abi_plan.Handle("kvx_plan_create", struct)
+        memory = self._memory()
+        self._stream = current_stream(*(tensor.owner for tensor in self._tensors().values()))
+        binding = _bound.Binding(
+            held=self._held,
+            memory=memory,
+            index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else memory,
+            stream=self._stream,
+            kept=(handle, lens),
+        )
+        token_bytes = dst.view.bytes_per_token(options.num_heads)
+        brief = len(dst.view.layers) <= 8
+        self._call = _bound.run_plan(
+            binding, handle.value, token_bytes * brief, (invalid_slot(src), invalid_slot(dst))
+        )
+
+    # Its keywords are those of Lookups: a dict of them would cost a third of a short call.
+    def run(
+        self,
+        seq_lens: Lens | None = None,
+        *,
+        src_block_table: Table | None = None,
+        src_slots: Slots | None = None,
+        src_starts: Lens | None = None,
+        dst_block_table: Table | None = None,
+        dst_slots: Slots | None = None,
+        dst_starts: Lens | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Moves the tokens.
+
+        seq_lens: (seq_count,), the tokens to move of each sequence; None: the plan's
+        src_..., dst_...: where the sequences lie, as for CacheView.at; None: as the plan was made.
+                  A table where the plan has a table of its format, slots where it has slots, which
+                  skip the plan's invalid_slot unless they are a SlotMapping
+        stream:   CUDA stream; None: torch's current one if a tensor is torch's, else the default
+                  stream. Ignored for HOST memory
+        Mutates what kvx_core.migrate would, nothing else.
+        Raises InvalidArgumentError, OutOfRangeError; then nothing was written.
+        Spec: E.13
+        """
+        src, dst = self._src.view, self._dst.view
+        if src.outdated is not None:
+            src.require_current("src")
+        if dst.outdated is not None:
+            dst.require_current("dst")
+        if stream is not None:
+            stream = stream_number(stream)
+        status = self._call(
+            seq_lens,
+            src_block_table,
+            src_slots,
+            src_starts,
+            dst_block_table,
+            dst_slots,
+            dst_starts,
+            stream,
+        )
+        if status:
+            if status > 0:
+                _abi.check(status)
+            src_end = src_block_table, src_slots, src_starts
+            dst_end = dst_block_table, dst_slots, dst_starts
+            lookups = dict(zip(NAMES, src_end + dst_end, strict=True))
+            self._run_described(seq_lens, lookups, stream)
+
+    def describe(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> PlanInfo:
+        """What `run` would do with the same arguments, and whether it would be refused.
+
+        The first call in a process measures how fast this machine copies, for some milliseconds.
+        Raises what run would raise. Spec: E.13
+        """
+        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        self._check_memory(indices)
+        return self._describe(lookups_to_c(indices))
+
+    def ranges(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> Ranges:
+        """The copies that `run` would make with the same arguments, as an array of RANGE.
+
+        plane: which of info.planes; src, dst: addresses, src 0 for zeros; bytes: how many. They
+        come plane by plane, in the order of sequences and tokens; what follows each other at both
+        ends is one range. Tables and lengths lie in memory that the host can read, on a device too.
+        Raises UnsupportedError for a plan that converts, else what run would raise. Spec: E.13
+        """
+        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        check_host_memory(indices)
+        return self._ranges(lookups_to_c(indices))
+
+    def close(self) -> None:
+        """Lets go of the plan; runs that have begun are not disturbed. Idempotent."""
+        super().close()
+        self._handle = None
+
+    def _run_described(self, seq_lens: Any, lookups: Any, stream: int | None) -> None:
+        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        self._check_memory(indices)
+        handle, struct = self._open_handle(), lookups_to_c(indices)
+        if stream is None:
+            stream = _abi.stream_now(self._stream)
+        _abi.check(handle.library.kvx_plan_run(handle.value, struct, stream))
+
+    def _open_handle(self) -> _abi_plan.Handle:
+        handle = self._handle
+        if handle is None:
+            closed_call()
+        self._src.view.require_current("src")
+        self._dst.view.require_current("dst")
+        if self._held != (self._src.held("src"), self._dst.held("dst")):
+            raise InvalidArgumentError(
+                "the memory of src or dst lies elsewhere than when the plan was made, expected it "
+                "in place. Make a new plan"
+            )
+        return handle
+
+    def _layer_of(self, layer: int) -> int:
+        return self._layers[layer] if layer < len(self._layers) else layer
+
+    def _tensors(self) -> dict[str, Any]:
+        """The first tensor of each end, by name: they say where the call runs."""
+        found: dict[str, Any] = {}
+        for name, span in (("src", self._src), ("dst", self._dst)):
+            if span.view.layers:
+                found[f"{name}.layers[0].k"] = span.view.layers[0].k
+            elif span.view.planes:
+                found[f"{name}.planes[0]"] = span.view.planes[0]
+        return found
+
+    def _memory(self) -> Memory:
+        memory: set[Memory] = {tensor.memory for tensor in self._tensors().values()}
+        memory -= {Memory.HOST}
+        return next(iter(memory or {Memory.HOST}))
+
+    def _check_memory(self, indices: Indices) -> None:
+        if tensors := self._tensors():
+            check_index_memory(indices, tensors, self._transfer)
