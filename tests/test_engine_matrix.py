@@ -44,6 +44,7 @@ from kvx_core import (
 from kvx_core.layouts import axes
 from kvx_core.reorder import reordered
 from tests import reference
+from tests.affine import Affine, openvino_k, openvino_v
 from tests.caches import random_values
 from tests.calls import BACKENDS, HOSTGRID, Backend, Mirror, host_memory
 from tests.engines import (
@@ -59,6 +60,7 @@ from tests.engines import (
 )
 from tests.engines.vllm import fp8_rows, int8_rows
 from tests.native import ROOT
+from tests.test_affine import from_dense
 from tests.test_find_scales import find_scales
 from tests.test_formats import test_all_scales_of_a_unit as move_units
 
@@ -550,6 +552,13 @@ def on_the_grid(
     check_there_and_back(HOSTGRID, a, b, tokens, there, back, transfer=transfer)
 
 
+def move_zero_points(backend: Backend, make: Callable[..., Affine]) -> None:
+    """Keys of a dense cache into OpenVINO's."""
+    cache, src = make(2, 4, 2, 64, 1), from_dense(torch.randn(3, 2, 64), torch.float16)
+    raw = src.view.layers[0].k.owner
+    backend.migrate_spans(src, cache.span([[1]]), [3], [raw, *cache.raw])
+
+
 # Each kernel of docs/kernels.md, and caches of engines that it alone moves. Pairs of one dtype go
 # by the first four, often K by one and V by another; the last two run if a caller asks for them.
 KERNELS: dict[str, Callable[[], None]] = {
@@ -562,6 +571,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "bulk": partial(on_the_grid, "torch NHD", "tgi flashinfer", transfer=Transfer.BACKGROUND),
     "quantize": partial(test_scales_that_are_found, HOSTGRID, "torch NHD"),
     "units": partial(move_units, HOSTGRID, DType.Q8_0),
+    "affine": partial(move_zero_points, HOSTGRID, openvino_v),
+    "channels": partial(move_zero_points, HOSTGRID, openvino_k),
 }
 
 
@@ -578,7 +589,8 @@ def test_every_kernel_is_reached(
 
 def test_no_kernel_is_missing() -> None:
     files = (ROOT / "csrc/cuda").glob("*.cu")
-    assert {*KERNELS} == {file.stem for file in files if "KVX_INSTANTIATE(" in file.read_text()}
+    launches = re.compile(r"^(KVX_INSTANTIATE\(|void launch_)", re.MULTILINE)
+    assert {*KERNELS} == {file.stem for file in files if launches.search(file.read_text())}
 
 
 class Hidden(Mirror):

@@ -193,6 +193,22 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
   return choice;
 }
 
+Choice choose_affine(const PlanePair &shape, const AffinePair &affine) {
+  const auto numbers = static_cast<uint32_t>(numbers_of(shape.dst.dtype, 1));
+  Choice choice{Kernel::kAffine, 1, 0, shape, {}};
+  Units &units = choice.units;
+  units.elements = affine.dst.group ? affine.dst.group : numbers;
+  units.dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
+  if (affine.dst.covers_tokens) {
+    choice.kernel = Kernel::kChannels;
+    choice.run_tokens = affine.block_size;
+    units.elements = kWarp;
+  }
+  units.per_head = FastDiv((shape.head_dim - 1) / units.elements + 1);
+  units.per_token = shape.num_heads * units.per_head.divisor;
+  return choice;
+}
+
 const char *name_of(Kernel kernel) {
   switch (kernel) {
     case Kernel::kBlocks:
@@ -211,6 +227,10 @@ const char *name_of(Kernel kernel) {
       return "quantize";
     case Kernel::kUnits:
       return "units";
+    case Kernel::kAffine:
+      return "affine";
+    case Kernel::kChannels:
+      return "channels";
     case Kernel::kGeneric:
       break;
   }
@@ -223,6 +243,14 @@ uint32_t items_per_block(Kernel kernel) {
 
 void cut(const Choice &choice, Common *common) {
   const Units &units = choice.units;
+  if (choice.kernel == Kernel::kChannels) {  // an item is a part of a block, which is not cut
+    common->tokens_per_chunk = choice.run_tokens;
+    common->units_per_part = 1;
+    common->parts = FastDiv(units.per_token);
+    common->chunks_per_row = static_cast<uint32_t>(most_blocks(*common, choice.run_tokens));
+    common->chunks = static_cast<uint32_t>(common->rows.count) * common->chunks_per_row;
+    return;
+  }
   const uint64_t rows = common->rows.count, pairs = common->num_pairs;
   const uint64_t tokens = std::min(rows * common->row_bound, kMostItems) * pairs;
   uint32_t parts = 1, per_item = units.per_token;

@@ -17,15 +17,17 @@ enum class Kernel : uint8_t {
   kConvert,   // another dtype or scale, eight elements at a time
   kQuantize,  // to FP8, with a new scale per token and head
   kUnits,     // formats with several numbers in a unit, a unit at a time
+  kAffine,    // formats with zero points, whose units are within a token
+  kChannels,  // into those whose units cover the tokens of a block
   kGeneric,   // an element at a time
 };
 
 struct Choice {
   Kernel kernel;
   uint32_t unit_bytes;  // of a unit at the source: the vector of a copy
-  uint32_t
-      run_tokens;   // kBlocks, kBulk: whose bytes follow each other at both ends, 1 or a block's
-  PlanePair shape;  // with heads merged into one where they follow each other
+  uint32_t run_tokens;  // kBlocks, kBulk: whose bytes follow each other at both ends, 1 or a
+                        // block's; kChannels: of a block
+  PlanePair shape;      // with heads merged into one where they follow each other
   Units units;
 };
 
@@ -33,6 +35,9 @@ struct Choice {
 // that divides all of these. `block_tokens`: tokens of a block if both ends have the same number,
 // else 0.
 Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
+
+// The same for pairs with zero points.
+Choice choose_affine(const PlanePair &shape, const AffinePair &affine);
 
 // The name of a kernel: that of its file.
 const char *name_of(Kernel kernel);
@@ -45,6 +50,11 @@ inline uint64_t run_vectors(const Choice &choice) {
 // Cuts the work of `common` into chunks and parts, as `choice` needs it. Rows, pairs and
 // `row_bound` are set. Very long bounds make chunks longer by powers of two.
 void cut(const Choice &choice, Common *common);
+
+// Blocks that the tokens of a row may lie in, wherever they begin.
+inline uint64_t most_blocks(const Common &common, uint32_t block_size) {
+  return (common.row_bound - 1) / block_size + 2;
+}
 
 // Chunks x parts that a thread block works on at a time.
 uint32_t items_per_block(Kernel kernel);

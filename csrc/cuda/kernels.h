@@ -25,6 +25,9 @@ void launch_units(const P &params, const Choice &choice, dim3 grid, cudaStream_t
 template <class P>
 void launch_generic(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 
+void launch_affine(const AffineParams &params, dim3 grid, cudaStream_t stream);
+void launch_channels(const AffineParams &params, dim3 grid, cudaStream_t stream);
+
 }  // namespace kvx::cuda
 
 // At the end of a kernel's file: its launch for one layer and for a model.

@@ -79,6 +79,19 @@ struct Params : Common {
   bool is_v[kPairs];
 };
 
+constexpr uint32_t kMostAffine = 64;  // pairs of one launch
+
+// Where the scales and zero points of one pair begin.
+struct UnitBases {
+  uint8_t *src_scales, *src_zeros, *dst_scales, *dst_zeros;
+};
+
+// Of pairs with zero points.
+struct AffineParams : Params<kMostAffine> {
+  AffinePair affine;  // of every pair; its pointers are in `beside`
+  UnitBases beside[kMostAffine];
+};
+
 using Small = Params<2>;               // one layer: what a decode step launches
 using Large = Params<2 * kMaxLayers>;  // a model
 static_assert(sizeof(Large) <= 32764);

@@ -34,6 +34,28 @@ bool is_same(const Scales &a, const Scales &b) {
          a.token_stride == b.token_stride && a.head_stride == b.head_stride;
 }
 
+bool is_same(const GroupNumbers &a, const GroupNumbers &b) {
+  return a.dtype == b.dtype && a.block_stride == b.block_stride &&
+         a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
+         a.group_stride == b.group_stride;
+}
+
+bool is_same(const AffineEnd &a, const AffineEnd &b) {
+  return is_same(a.scales, b.scales) && is_same(a.zeros, b.zeros) && a.group == b.group &&
+         a.covers_tokens == b.covers_tokens;
+}
+
+// NULL: a pair without zero points.
+const AffinePair *affine_of(const Plan &plan, const PlanePair &pair) {
+  return pair.affine ? &plan.affine[pair.affine - 1] : nullptr;
+}
+
+bool is_same(const AffinePair *a, const AffinePair *b) {
+  if (!a || !b) return a == b;
+  return is_same(a->src, b->src) && is_same(a->dst, b->dst) && a->keeps_units == b->keeps_units &&
+         a->requantizes == b->requantizes && a->block_size == b->block_size;
+}
+
 bool is_same(const PlanePair &a, const PlanePair &b) {
   return is_same(a.src, b.src) && is_same(a.dst, b.dst) && is_same(a.src_scales, b.src_scales) &&
          is_same(a.dst_scales, b.dst_scales) && a.num_heads == b.num_heads &&
@@ -91,7 +113,7 @@ kvx_status_t check_narrow(const Plan &plan, uint64_t bound) {
 // Kernels that find scales read numbers, not units of them.
 kvx_status_t check_found_scales(const Plan &plan) {
   for (const PlanePair &pair : plan.pairs) {
-    if (!pair.find_scales || is_scalar(pair.src.dtype)) continue;
+    if (!pair.find_scales || (is_scalar(pair.src.dtype) && !pair.affine)) continue;
     return fail(
         KVX_STATUS_UNSUPPORTED,
         "FIND_SCALES is set and the source is %s, from which calls on DEVICE memory find no "
@@ -101,15 +123,13 @@ kvx_status_t check_found_scales(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t check_affine(const Plan &plan) {
-  for (const PlanePair &pair : plan.pairs) {
-    if (!pair.affine) continue;
-    return fail(KVX_STATUS_UNSUPPORTED,
-                "%c goes from %s to %s, which calls on DEVICE memory do not convert; migrate in "
-                "HOST memory (spec E.14)",
-                pair.is_v ? 'V' : 'K', kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype));
-  }
-  return KVX_STATUS_OK;
+// Kernels count the parts of blocks with 32 bits, too.
+kvx_status_t check_narrow_blocks(const Plan &plan, const PlanePair &pair, uint64_t bound) {
+  const AffinePair &affine = plan.affine[pair.affine - 1];
+  if (!affine.dst.covers_tokens) return KVX_STATUS_OK;
+  const uint64_t parts = uint64_t{pair.num_heads} * ((pair.head_dim - 1) / kWarp + 1);
+  const uint64_t blocks = plan.rows.count * (bound / affine.block_size + 2);
+  return blocks >= kMostItems / parts ? too_large("rows times heads", "items") : KVX_STATUS_OK;
 }
 
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
@@ -133,29 +153,24 @@ kvx_status_t check_indices(const Plan &plan) {
     KVX_TRY(check("pool.secondary of the destination", pair.dst.secondary));
     KVX_TRY(check("a scale of the source", pair.src_scales.data));
     KVX_TRY(check("a scale of the destination", pair.dst_scales.data));
+    const AffinePair *const affine = affine_of(plan, pair);
+    if (!affine) continue;
+    KVX_TRY(check("a scale of the source", affine->src.scales.data));
+    KVX_TRY(check("a zero point of the source", affine->src.zeros.data));
+    KVX_TRY(check("a scale of the destination", affine->dst.scales.data));
+    KVX_TRY(check("a zero point of the destination", affine->dst.zeros.data));
   }
   return KVX_STATUS_OK;
 }
 
-// One launch: pairs of one kind.
-template <class P>
-kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair *const *pairs,
-                    uint64_t most_blocks, cudaStream_t stream) {
-  P params;
-  static_cast<Common &>(params) = common;
-  for (uint32_t i = 0; i < common.num_pairs; ++i) {
-    const PlanePair &pair = *pairs[i];
-    params.bases[i] = {pair.src.base,        pair.src.secondary,
-                       pair.dst.base,        pair.dst.secondary,
-                       pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
-    params.plane[i] = pair.plane;
-    params.lookup[i] = pair.lookup % 2;
-    params.is_v[i] = pair.is_v;
-  }
-  const uint32_t items = common.chunks * common.parts.divisor;
-  const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
-  const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
-  const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);
+void run_kernel(const AffineParams &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
+  choice.kernel == Kernel::kChannels ? launch_channels(params, grid, stream)
+                                     : launch_affine(params, grid, stream);
+}
+
+template <uint32_t kPairs>
+void run_kernel(const Params<kPairs> &params, const Choice &choice, dim3 grid,
+                cudaStream_t stream) {
   switch (choice.kernel) {
     case Kernel::kBlocks:
       launch_blocks(params, choice, grid, stream);
@@ -181,9 +196,36 @@ kvx_status_t launch(const Common &common, const Choice &choice, const PlanePair 
     case Kernel::kUnits:
       launch_units(params, choice, grid, stream);
       break;
-    case Kernel::kGeneric:
+    default:
       launch_generic(params, choice, grid, stream);
   }
+}
+
+// One launch: pairs of one kind.
+template <class P>
+kvx_status_t launch(const Plan &plan, const Common &common, const Choice &choice,
+                    const PlanePair *const *pairs, uint64_t most_blocks, cudaStream_t stream) {
+  P params;
+  static_cast<Common &>(params) = common;
+  for (uint32_t i = 0; i < common.num_pairs; ++i) {
+    const PlanePair &pair = *pairs[i];
+    params.bases[i] = {pair.src.base,        pair.src.secondary,
+                       pair.dst.base,        pair.dst.secondary,
+                       pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
+    params.plane[i] = pair.plane;
+    params.lookup[i] = pair.lookup % 2;
+    params.is_v[i] = pair.is_v;
+    if constexpr (std::is_same_v<P, AffineParams>) {
+      params.affine = *affine_of(plan, pair);
+      const AffineEnd &src = params.affine.src, &dst = params.affine.dst;
+      params.beside[i] = {src.scales.data, src.zeros.data, dst.scales.data, dst.zeros.data};
+    }
+  }
+  const uint32_t items = common.chunks * common.parts.divisor;
+  const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
+  const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
+  const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);
+  run_kernel(params, choice, grid, stream);
   return check(cudaPeekAtLastError(), "kernel launch");
 }
 
@@ -192,8 +234,10 @@ uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
   const auto entries = [&](uint32_t i) {
     return plan.lookups[plan.pairs[i].lookup].src.tokens_per_entry;
   };
+  const AffinePair *const affine = affine_of(plan, plan.pairs[first]);
   while (from < plan.pairs.size() &&
-         !(is_same(plan.pairs[from], plan.pairs[first]) && entries(from) == entries(first))) {
+         !(is_same(plan.pairs[from], plan.pairs[first]) && entries(from) == entries(first) &&
+           is_same(affine_of(plan, plan.pairs[from]), affine))) {
     ++from;
   }
   return from;
@@ -217,13 +261,16 @@ uint32_t block_tokens(const LookupPair &lookup) {
 using Reported = Few<bool, 2>;  // by lookup: whether a launch reports for it
 
 Choice choice_of(const Plan &plan, uint32_t first) {
+  if (const AffinePair *const affine = affine_of(plan, plan.pairs[first]))
+    return choose_affine(without_pointers(plan.pairs[first]), *affine);
   return choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
                 block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
 }
 
-// The most pairs of a launch.
-uint32_t most_pairs(const Plan &plan) {
-  return plan.background ? kBackgroundBlocks : 2 * kMaxLayers;
+// The most pairs of a launch of the same kind as pair `first`.
+uint32_t most_pairs(const Plan &plan, uint32_t first) {
+  if (plan.background) return kBackgroundBlocks;
+  return plan.pairs[first].affine ? kMostAffine : 2 * kMaxLayers;
 }
 
 // Runs all pairs of the same kind as pair `first`, in as few launches as their pointers, or the
@@ -244,7 +291,7 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
     common.num_pairs = 0;
     // The first pair that uses a lookup reports its faults.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
-    for (; next < plan.pairs.size() && common.num_pairs < most_pairs(plan);
+    for (; next < plan.pairs.size() && common.num_pairs < most_pairs(plan, first);
          next = next_of_kind(plan, first, next + 1)) {
       const PlanePair &pair = plan.pairs[next];
       bool &is_reported = (*reported)[pair.lookup];
@@ -253,8 +300,10 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
       pairs[common.num_pairs++] = &pair;
     }
     cut(choice, &common);
-    KVX_TRY(common.num_pairs <= 2 ? launch<Small>(common, choice, pairs, most_blocks, stream)
-                                  : launch<Large>(common, choice, pairs, most_blocks, stream));
+    const auto run = plan.pairs[first].affine ? launch<AffineParams>
+                     : common.num_pairs <= 2  ? launch<Small>
+                                              : launch<Large>;
+    KVX_TRY(run(plan, common, choice, pairs, most_blocks, stream));
   }
   return KVX_STATUS_OK;
 }
@@ -266,8 +315,9 @@ kvx_status_t run(const Plan &plan, void *stream) {
   Common common{};
   if (plan.rows.count == 0 || row_bound(plan, 0) == 0) return KVX_STATUS_OK;
   for (size_t i = 0; i < plan.lookups.size(); ++i) KVX_TRY(check_narrow(plan, row_bound(plan, i)));
+  for (const PlanePair &pair : plan.pairs)
+    if (pair.affine) KVX_TRY(check_narrow_blocks(plan, pair, row_bound(plan, pair.lookup)));
   KVX_TRY(check_found_scales(plan));
-  KVX_TRY(check_affine(plan));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;
@@ -293,7 +343,7 @@ void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes)
         plan.copy_engine ? "copy engine" : name_of(choice_of(plan, first).kernel);
     uint32_t num_pairs = 0;
     for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
-      if (runs && num_pairs++ % most_pairs(plan) == 0) ++info->num_launches;
+      if (runs && num_pairs++ % most_pairs(plan, first) == 0) ++info->num_launches;
       if (!planes) continue;
       planes[i].kernel = name;
       planes[i].launch = runs ? info->num_launches - 1 : 0;

@@ -22,6 +22,11 @@ struct Bounds {
     least = x < least ? x : least;
     largest = x > largest ? x : largest;
   }
+  // Those of numbers that others have seen, or of none.
+  KVX_HD void merge(const Bounds &other) {
+    least = other.least < least ? other.least : least;
+    largest = other.largest > largest ? other.largest : largest;
+  }
   // Infinities count as the largest finite numbers. Without any number: zeros.
   KVX_HD Bounds finite() const {
     if (!(least <= largest)) return {0.0f, 0.0f};

@@ -40,7 +40,7 @@ inline void bound_run(Bounds *of, const float *from, int64_t numbers) {
         largest[lane] = x > largest[lane] ? x : largest[lane];
       }
     }
-    for (int lane = 0; lane < kLanes; ++lane) of->add(least[lane]), of->add(largest[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) of->merge({least[lane], largest[lane]});
   }
   for (; i < numbers; ++i) of->add(from[i]);
 }

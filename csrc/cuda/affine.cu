@@ -1,0 +1,97 @@
+// To and from U8_ZERO and U8_BIAS, where units at the destination lie within a token. Spec: E.14
+#include "cuda/affine.cuh"
+#include "cuda/kernels.h"
+#include "cuda/lookup.cuh"
+
+namespace kvx::cuda {
+namespace {
+
+// The bounds of the numbers that the lanes of a warp have seen.
+__device__ __forceinline__ Bounds warp_bounds(Bounds of) {
+  for (uint32_t step = kWarp / 2; step > 0; step /= 2) {
+    Bounds other;
+    other.least = __shfl_xor_sync(~0u, of.least, step);
+    other.largest = __shfl_xor_sync(~0u, of.largest, step);
+    of.merge(other);
+  }
+  return of;
+}
+
+// Into another format: a lane per unit of that.
+__global__ void __launch_bounds__(kThreads, 4)
+    from_affine_kernel(const __grid_constant__ AffineParams p) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const Pair pair = this_pair(p);
+  const PlanePair &shape = p.shape;
+  const UnitsAt src = src_units(p, blockIdx.y);
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    for (uint32_t unit = first + lane; unit < last; unit += kWarp) {
+      const uint32_t head = p.units.per_head.quotient(unit);
+      const uint32_t d = (unit - head * p.units.per_head.divisor) * p.units.elements;
+      uint8_t *const to = token.dst + head * shape.dst.head_stride;
+      if (!token.src) {
+        uint8_t *const at = to + offset_of(shape.dst, d / p.units.elements);
+        KVX_LOOP
+        for (uint32_t byte = 0; byte < p.units.dst_bytes; ++byte) at[byte] = 0;
+        continue;
+      }
+      const uint8_t *const from = token.src + head * shape.src.head_stride;
+      const float divisor = scale_at(shape.dst_scales, pair.bases.dst_scales, token.to, head);
+      if (is_usable(divisor)) {
+        store_numbers(shape.dst, to, d, p.units.elements, [&](uint32_t i) {
+          return number_from(shape.src, src, from, token.from, head, i, 1.0f) / divisor;
+        });
+      } else if (d == 0) {
+        report_scale(p, pair, token, head, 1.0f, divisor);
+      }
+    }
+  });
+}
+
+// Into a format with zero points: a warp per unit, whose numbers are read twice.
+__global__ void __launch_bounds__(kThreads, 4)
+    to_affine_kernel(const __grid_constant__ AffineParams p) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const Pair pair = this_pair(p);
+  const PlanePair &shape = p.shape;
+  const UnitsAt src = src_units(p, blockIdx.y), dst = dst_units(p, blockIdx.y);
+  const uint32_t size = p.affine.dst.group;
+  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    KVX_LOOP
+    for (uint32_t unit = first; unit < last; ++unit) {
+      const uint32_t head = p.units.per_head.quotient(unit);
+      const uint32_t group = unit - head * p.units.per_head.divisor;
+      uint8_t *const to = token.dst + head * shape.dst.head_stride;
+      const uint8_t *const from = token.src ? token.src + head * shape.src.head_stride : nullptr;
+      const float scale =
+          from ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;
+      if (!is_usable(scale)) {
+        if (lane == 0 && group == 0) report_scale(p, pair, token, head, scale, 1.0f);
+        continue;
+      }
+      // Asked for again in each loop, rather than kept in registers.
+      const auto value_at = [&](uint32_t i) {
+        const float by = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);
+        return number_from(shape.src, src, from, token.from, head, group * size + i, by);
+      };
+      Bounds bounds;
+      KVX_LOOP
+      for (uint32_t i = lane; i < size && from; i += kWarp) bounds.add(value_at(i));
+      const ScaleZero found = from ? dst.find(warp_bounds(bounds)) : ScaleZero{0.0f, 0.0f};
+      KVX_LOOP
+      for (uint32_t i = lane; i < size; i += kWarp)
+        to[offset_of(shape.dst, group * size + i)] = from ? dst.encode(value_at(i), found) : 0;
+      if (lane == 0) dst.store(token.to, head, group, found);
+    }
+  });
+}
+
+}  // namespace
+
+void launch_affine(const AffineParams &params, dim3 grid, cudaStream_t stream) {
+  if (params.affine.dst.group)
+    return KVX_LAUNCH((to_affine_kernel), grid, kThreads, 0, stream, params);
+  KVX_LAUNCH((from_affine_kernel), grid, kThreads, 0, stream, params);
+}
+
+}  // namespace kvx::cuda

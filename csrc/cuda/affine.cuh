@@ -1,0 +1,69 @@
+// Scales and zero points on the device. Spec: E.14
+#pragma once
+
+#include "cuda/numbers.cuh"
+#include "formats/affine.h"
+
+namespace kvx::cuda {
+
+__device__ __forceinline__ float load_number(const uint8_t *at, kvx_dtype_t dtype) {
+  if (dtype == KVX_DTYPE_F32) return load_as<F32>(at);
+  return dtype == KVX_DTYPE_F16 ? load_as<F16>(at) : load_as<Bf16>(at);
+}
+
+__device__ __forceinline__ void store_number(uint8_t *at, kvx_dtype_t dtype, float number) {
+  if (dtype == KVX_DTYPE_F32) return store_as<F32>(at, number);
+  dtype == KVX_DTYPE_F16 ? store_as<F16>(at, number) : store_as<Bf16>(at, number);
+}
+
+// Where the scale or zero point of a group of a place's head lies; `data` is the pair's own.
+__device__ __forceinline__ uint8_t *number_of(const GroupNumbers &all, uint8_t *data,
+                                              const Place &place, uint32_t head, uint32_t group) {
+  return data + all.offset_of(place.block, place.offset, head) + group * all.group_stride;
+}
+
+// One end of a pair, and where its scales and zero points begin.
+struct UnitsAt {
+  const AffineEnd &end;
+  kvx_dtype_t dtype;
+  uint8_t *scales, *zeros;
+
+  __device__ __forceinline__ ScaleZero load(const Place &place, uint32_t head,
+                                            uint32_t group) const {
+    return {load_number(number_of(end.scales, scales, place, head, group), end.scales.dtype),
+            load_number(number_of(end.zeros, zeros, place, head, group), end.zeros.dtype)};
+  }
+  __device__ __forceinline__ void store(const Place &place, uint32_t head, uint32_t group,
+                                        const ScaleZero &unit) const {
+    store_number(number_of(end.scales, scales, place, head, group), end.scales.dtype, unit.scale);
+    store_number(number_of(end.zeros, zeros, place, head, group), end.zeros.dtype, unit.zero);
+  }
+  __device__ __forceinline__ ScaleZero find(const Bounds &bounds) const {
+    const ScaleZero unit = dtype == KVX_DTYPE_U8_ZERO ? U8Zero::find(bounds, end.covers_tokens)
+                                                      : U8Bias::find(bounds, end.covers_tokens);
+    return {saturate_for(end.scales.dtype, unit.scale), saturate_for(end.zeros.dtype, unit.zero)};
+  }
+  __device__ __forceinline__ float decode(uint8_t q, const ScaleZero &unit) const {
+    return dtype == KVX_DTYPE_U8_ZERO ? U8Zero::decode(q, unit) : U8Bias::decode(q, unit);
+  }
+  __device__ __forceinline__ uint8_t encode(float x, const ScaleZero &unit) const {
+    return dtype == KVX_DTYPE_U8_ZERO ? U8Zero::encode(x, unit) : U8Bias::encode(x, unit);
+  }
+};
+
+__device__ __forceinline__ UnitsAt src_units(const AffineParams &p, uint32_t pair) {
+  return {p.affine.src, p.shape.src.dtype, p.beside[pair].src_scales, p.beside[pair].src_zeros};
+}
+__device__ __forceinline__ UnitsAt dst_units(const AffineParams &p, uint32_t pair) {
+  return {p.affine.dst, p.shape.dst.dtype, p.beside[pair].dst_scales, p.beside[pair].dst_zeros};
+}
+
+// Number d of a head at the source, whose first one lies at `from`. `scale` is that of FP8.
+__device__ __forceinline__ float number_from(const Plane &plane, const UnitsAt &units,
+                                             const uint8_t *from, const Place &place, uint32_t head,
+                                             uint32_t d, float scale) {
+  if (!units.end.group) return number_at(plane, from, d) * scale;
+  return units.decode(from[offset_of(plane, d)], units.load(place, head, d / units.end.group));
+}
+
+}  // namespace kvx::cuda
