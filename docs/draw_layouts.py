@@ -125,7 +125,7 @@ def text(x: float, y: float, words: str, size: float = 12, more: str = "") -> st
 
 
 def overview(found: Sequence[Element], y: float) -> Iterator[str]:
-    """Every allocation: a box for each stretch of one block, striped by K, V and head."""
+    """Every allocation: a box for each run of one block, striped by K, V and head."""
     boxes = [
         (key, list(box))
         for key, box in itertools.groupby(found, key=lambda e: (e.allocation, e.layer, e.block))
@@ -166,13 +166,13 @@ def fastest(tensor: TensorDesc) -> str:
 def enlarged(block: Sequence[Element], desc: CacheDesc, y: float) -> tuple[list[str], float]:
     """The elements of one block, in lines, and the y below them.
 
-    A stretch in which only the fastest axis moves has a name above it.
+    A run in which only the fastest axis moves has a name above it.
     """
     fast = {name.upper(): fastest(tensor) for name, tensor in desc.tensors.items()}
     places = {(e.allocation, e.offset) for e in block}
     last = {e.allocation: e for e in block}
 
-    def stretch(e: Element) -> str:
+    def run(e: Element) -> str:
         rest = f"dim {e.dim}" if fast[e.tensor] == "token" else f"token {e.token}"
         return f"{e.tensor} h{e.head} {rest}"
 
@@ -185,7 +185,7 @@ def enlarged(block: Sequence[Element], desc: CacheDesc, y: float) -> tuple[list[
     for line in lines(block):
         x = MARGIN
         y += 46
-        for name, cells in itertools.groupby(line, key=stretch):
+        for name, cells in itertools.groupby(line, key=run):
             out.append(text(x + 1, y - 5, name, 11))
             for e in cells:
                 marked = e.token == TOKEN

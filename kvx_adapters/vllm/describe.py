@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvx_adapters.vllm.cache_tensor import checked
 from kvx_adapters.vllm.encodings import VALUES, Encoding, encoding_of
 from kvx_adapters.vllm.pages import page_of
-from kvx_adapters.vllm.placement import placed
 from kvx_adapters.vllm.spec import LayerSpec
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID
 from kvx_core import (
@@ -102,7 +102,7 @@ def cache_view(
 def layer_of(kv_cache: Tensor, spec: LayerSpec) -> Layer:
     """One layer and the scales in its cache. Raises as `cache_desc`."""
     page, encoding = page_of(spec), encoding_of(spec)
-    kv_cache = placed(kv_cache, spec, page, encoding)
+    kv_cache = checked(kv_cache, spec, page, encoding)
     if encoding.dtype is DType.U8:
         kv_cache = kv_cache.view(torch.uint8)  # KVX has no INT8
     k, v = page.split(kv_cache, spec.num_kv_heads, encoding)

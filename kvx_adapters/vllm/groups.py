@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from kvx_adapters.vllm.cache_tensor import kernel_blocks
 from kvx_adapters.vllm.describe import cache_view
 from kvx_adapters.vllm.encodings import FP8, encoding_of
 from kvx_adapters.vllm.pages import page_of
-from kvx_adapters.vllm.placement import kernel_blocks
 from kvx_adapters.vllm.spec import LayerSpec, minor
 from kvx_core import CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
 

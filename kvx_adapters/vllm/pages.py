@@ -2,7 +2,7 @@
 
 An entry of the table comes from the sources of one backend: the axes of a layer's tensor, their
 possible orders in memory, and how the backend finds K and V in it. encodings.py says what the
-numbers are; placement.py checks tensors against the table.
+numbers are; cache_tensor.py checks tensors against the table.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _DIFFKV = {
     29: Page("BHNC", _ANY, _halves, v="own size"),
 }
 _DIFFKV_OF_TOKENS = Page("BNHC", {"NHD": "BNHC", "HND": "BHNC"}, _halves_of_tokens, v="own size")
-# The layer's tensor is 3-D, and before 0.29 every one: placement.py adds the axis of the head.
+# The layer's tensor is 3-D, and before 0.29 every one: cache_tensor.py adds the axis of the head.
 _LATENT = {
     20: Page("BHNC", _always("BHNC"), _latent, v="none"),
     29: Page("BHNC", _ANY, _latent, v="none"),

@@ -220,8 +220,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        with self._guard("did not hear which loads have failed") as guard:
-            self._half.heard(
+        with self._guard("did not read which loads have failed") as guard:
+            self._half.reported(
                 failed=getattr(connector_output, "failed_recving", None) or (),
                 finished=connector_output.finished_recving or (),
                 blocks=bool(connector_output.invalid_block_ids),

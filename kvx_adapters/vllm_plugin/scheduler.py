@@ -177,7 +177,7 @@ class SchedulerHalf:
         self._next.saves.append(self._save_of(tracked, stop, final=True))
         return True
 
-    def heard(self, failed: Collection[str], finished: Collection[str], blocks: bool) -> None:
+    def reported(self, failed: Collection[str], finished: Collection[str], blocks: bool) -> None:
         """Takes the workers' reports of loads: failed and finished requests, or failed blocks."""
         for request_id in tuple(self._loading) if blocks else failed:
             if tracked := self._tracked.get(request_id):  # None: it was aborted meanwhile
@@ -186,7 +186,7 @@ class SchedulerHalf:
         self._loading.difference_update(failed, finished)
 
     def give_up_loads(self) -> None:
-        """Called if `heard` raised: treats all loads as failed, since any of them may have."""
+        """Called if `reported` raised: treats all loads as failed, since any of them may have."""
         self._given_up.update(self._loading)
         for request_id in self._loading:
             self.forget(request_id)

@@ -42,7 +42,7 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
     return raw[skip : skip + num_bytes]
 
 
-def placed(
+def laid_out(
     entries: Iterable[tuple[str, DType, tuple[int, ...]]],
 ) -> tuple[dict[str, Stored], int]:
     """Offsets for tensors that follow one another in memory, and the bytes they take in all."""

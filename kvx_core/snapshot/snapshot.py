@@ -35,7 +35,7 @@ from kvx_core.snapshot.contents import (
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, write
-from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, placed
+from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
@@ -169,7 +169,7 @@ class Snapshot:
                 for s in sections
             ),
         )
-        tensors, num_bytes = placed(
+        tensors, num_bytes = laid_out(
             entry for section in sections for entry in to_capture(section, len(ids))
         )
         tensors["tokens"] = Stored(DType.S64, ids.shape, num_bytes)
@@ -277,7 +277,7 @@ class Snapshot:
 
     def memory_for(self, layers: Iterable[int]) -> int:
         """Bytes of memory that `read` needs for these layers: a multiple of PAGE."""
-        num_bytes = placed((n, *self.tensors[n].type) for n in self.names_of(layers))[1]
+        num_bytes = laid_out((n, *self.tensors[n].type) for n in self.names_of(layers))[1]
         return -(-num_bytes // PAGE) * PAGE
 
     def read(self, layers: Iterable[int], memory: Bytes | None = None) -> Snapshot:
@@ -390,7 +390,7 @@ class Snapshot:
         return address + self.tensors[name].offset
 
     def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
-        tensors, num_bytes = placed((name, *self.tensors[name].type) for name in names)
+        tensors, num_bytes = laid_out((name, *self.tensors[name].type) for name in names)
         assert self.file is not None, "the snapshot is in memory already"
         memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None)

@@ -9,7 +9,7 @@
 
 namespace fuzz {
 
-struct Stretch {
+struct ByteRange {
   const uint8_t *begin;
   Wide bytes;
 };
@@ -17,7 +17,7 @@ struct Stretch {
 // An array that the call reads to find its way: where its pointer stands, and how long it is.
 struct Array {
   const void **pointer;
-  Stretch stretch() const { return {static_cast<const uint8_t *>(*pointer), bytes}; }
+  ByteRange byte_range() const { return {static_cast<const uint8_t *>(*pointer), bytes}; }
   Wide bytes;
 };
 
@@ -48,15 +48,15 @@ inline std::vector<Array> arrays_of(Case *c) {
 }
 
 template <class Desc>
-Stretch extent_of(const Desc &desc, uint32_t ndim, const void *data) {
+ByteRange extent_of(const Desc &desc, uint32_t ndim, const void *data) {
   Wide last = 0;
   for (uint32_t axis = 0; axis < ndim; ++axis)
     last += Wide{desc.shape[axis] - 1} * desc.stride[axis];
   return {static_cast<const uint8_t *>(data), (last + 1) * size_of(desc.dtype)};
 }
 
-inline std::vector<Stretch> written_by(const Case &c) {
-  std::vector<Stretch> all;
+inline std::vector<ByteRange> written_by(const Case &c) {
+  std::vector<ByteRange> all;
   if (c.op == kGather) {
     for (const kvx_tensor_desc_t *io : {&c.io.key, &c.io.value})
       if (!is_absent(*io)) all.push_back(extent_of(*io, io->ndim, io->data));
@@ -97,10 +97,10 @@ inline std::vector<Stretch> written_by(const Case &c) {
 inline bool array_meets_destination(Case &c) {
   const bool none = c.op == kMigrate ? c.lens.seq_count == 0 : c.io.num_tokens == 0;
   if (none || c.op == kValidate) return false;
-  const std::vector<Stretch> written = written_by(c);
+  const std::vector<ByteRange> written = written_by(c);
   for (const Array &array : arrays_of(&c)) {
-    const Stretch a = array.stretch();
-    for (const Stretch &w : written)
+    const ByteRange a = array.byte_range();
+    for (const ByteRange &w : written)
       if (a.begin - w.begin < w.bytes && w.begin - a.begin < a.bytes) return true;
   }
   return false;

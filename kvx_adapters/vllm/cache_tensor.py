@@ -16,7 +16,7 @@ from kvx_adapters.vllm.spec import LayerSpec
 from kvx_core import InvalidArgumentError, UnsupportedError
 
 
-def placed(kv_cache: Tensor, spec: LayerSpec, page: Page, encoding: Encoding) -> Tensor:
+def checked(kv_cache: Tensor, spec: LayerSpec, page: Page, encoding: Encoding) -> Tensor:
     """`kv_cache` with the axes of `page`, checked to be what `spec` implies.
 
     Raises InvalidArgumentError, UnsupportedError.
