@@ -1,6 +1,6 @@
-"""The table of formats: how numbers stand in bytes, as csrc/formats/table.h has it in C.
+"""The table of formats, a row each, as csrc/formats/table.h in C.
 
-A row each. Sizes, names, DLPack codes and precision come from here.
+Sizes, names, DLPack codes and precision come from here.
 Spec: 4.3, E.10
 """
 
@@ -15,7 +15,7 @@ __all__ = ["DType", "Format", "Rounding"]
 
 
 class Rounding(NamedTuple):
-    """Where the numbers of a float format lie."""
+    """Precision and exponent range of a float format."""
 
     mantissa: int  # bits, without the leading one
     smallest: int  # exponent of the smallest normal number
@@ -31,7 +31,7 @@ class Rounding(NamedTuple):
 
 
 class Format(NamedTuple):
-    """What there is to know of a format."""
+    """A row of the table."""
 
     itemsize: int  # bytes of a unit, the element of a tensor
     array_name: str | None = (
@@ -92,7 +92,7 @@ class DType(IntEnum):
 
     @property
     def label(self) -> str:
-        """`array_name` or, where there is none, KVX's own name."""
+        """`array_name` or, if there is none, KVX's own name."""
         return _FORMATS[self].array_name or self.name
 
     @classmethod
@@ -121,7 +121,7 @@ class DType(IntEnum):
 
     @classmethod
     def called(cls, name: str, dtype: object) -> DType:
-        """`of`, for a field or argument of this name."""
+        """The same as `of`, with the name of the field or argument first."""
         if isinstance(dtype, cls):
             return dtype
         try:

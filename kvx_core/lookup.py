@@ -24,9 +24,9 @@ def find_tokens(
     """Finds each token that a migration from `span` would read.
 
     lens:  (seq_count,), tokens of each sequence, from its start on
-    v:     of V, which KV_OFFSETS and POINTERS tables find apart from K
-    layer: with a POINTERS table, the layer whose K or V it is; otherwise 0
-    plane: of this plane of the view, in place of K and V: the entries that a migration would move
+    v:     find V, for which KV_OFFSETS and POINTERS tables have entries of their own
+    layer: with a POINTERS table, the layer of K or V; otherwise 0
+    plane: find the entries of this plane of the view that a migration would move, not K or V
     Returns an array with an element for each token or entry, the rows one after the other: `block`,
     -1 where nothing is stored (null blocks, skipped slots), `offset` into it and `pool`, 0 or 1.
     Index arrays on a device are read back. Raises InvalidArgumentError, UnsupportedError,
@@ -70,7 +70,7 @@ def num_entries(lengths: npt.NDArray[np.int64], tokens_per_entry: int) -> npt.ND
 
 
 def _with_indices_on_host(plane: Plane) -> Plane:
-    """The plane for a call that reads its table or slots alone: its own memory is not looked at."""
+    """The plane for a call that reads only its table or slots: its memory is not checked."""
     return replace(
         plane,
         memory=Memory.HOST,

@@ -17,10 +17,10 @@ Indices = dict[str, SlotMapping | BlockTable | SeqLens | None]
 
 
 class Lookups(TypedDict, total=False):
-    """Where sequences lie at each end, as for CacheView.at; None: as the plan was made.
+    """Tables, slots and starts of each end, as for CacheView.at; None: the plan's.
 
-    A table where the plan has a table of its format, slots where it has slots, which skip the
-    plan's invalid_slot unless they are a SlotMapping.
+    A table replaces one of the same format, slots replace slots; slots that are no SlotMapping skip
+    the plan's invalid_slot.
     """
 
     src_block_table: Table | None
@@ -35,14 +35,14 @@ NAMES = tuple(Lookups.__annotations__)  # in the order of kvx_end_lookup_t
 
 
 def invalid_slot(span: CacheSpan) -> int:
-    """The slot that is skipped in slots that a run gives as numbers alone."""
+    """The slot to skip in slots that a run passes as numbers."""
     return -1 if span.slots is None else span.slots.invalid_slot
 
 
 def describe_lookups(
     src: CacheSpan, dst: CacheSpan, seq_lens: Any, given: Mapping[str, Any]
 ) -> Indices:
-    """The lengths and lookups of a call, by name. Raises TypeError for a name that there is not.
+    """The lengths and lookups of a call, by name. Raises TypeError for an unknown name.
 
     src, dst: the ends of the plan
     """

@@ -1,8 +1,8 @@
 """migrate: sequences from one engine's cache into another's, in one pass. Spec: E.3
 
-What is the same from call to call is found out once for a source, a destination and options, and
-kept with the source (CacheSpan.moves): the C structs, the facts compared, memory that can be
-written. Each call looks whether memory has moved, reads its lengths, and hands over to libkvx.
+All that is the same from call to call is computed once for a source, a destination and options, and
+kept with the source (CacheSpan.moves): C structs, compared facts, writability. Each call checks
+that no memory has moved, reads its lengths, and calls libkvx.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def migrate(
 
     Token src.starts[s] + i of sequence s goes to dst.starts[s] + i, for i < seq_lens[s], heads
     src.head_start + h to dst.head_start + h, for h < num_heads. Layout, strides, block size, dtype,
-    scales and table of the two ends may differ, and so may the order of K's rotary dims, where the
-    facts of both ends say what it is: K is reordered on the way.
+    scales and table of the two ends may differ, and so may the order of K's rotary dims, if the
+    facts of both ends give it: K is then reordered.
 
     src, dst:  CacheView.at(block_table=...) or .at(slots=...), or a dense CacheView, in which
                sequence s is block s
     seq_lens:  (seq_count,), int32 or int64, or a list of int: the tokens to move; lengths on a
                device are read back
-    num_heads: None: all heads, of which both ends hold the same number
-    zero_fill: zero the destination tokens whose source block is null; they keep what they held
-               otherwise
-    find_scales: into FP8: find the scales on the way and store them in those of `dst`, which are
-               per token and head
-    requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may move to any
-               place in a block, whose tokens before them are quantized anew; otherwise tokens begin
-               at a block
-    same_model: both ends serve the same model and store it alike, where their facts do not say
+    num_heads: None: all heads; both ends then hold the same number
+    zero_fill: zero the destination tokens whose source block is null; otherwise they keep what they
+               held
+    find_scales: into FP8: compute the scales and store them in those of `dst`, which are per token
+               and head
+    requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may begin anywhere
+               in a block, and the tokens before them are quantized anew; otherwise they must begin
+               at the start of a block
+    same_model: both ends serve the same model and store it alike, even if facts do not say so
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
                default stream. Ignored for HOST memory
-    Mutates the destination tokens named above, nothing else.
-    Returns the bytes of those tokens as the destination stores them.
+    Mutates these tokens of the destination, nothing else.
+    Returns the bytes of these tokens as the destination stores them.
     Raises FactsMismatchError if a copy would not mean the same, else InvalidArgumentError,
     UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: E.3
@@ -105,9 +105,9 @@ def copy_tokens(
     stream: int | None = None,
     **options: Unpack[MoveKeywords],
 ) -> None:
-    """What migrate does after it has compared facts. Waits for no device.
+    """Migrates without comparing facts. Waits for no device.
 
-    max_seq_len: the tokens of a sequence that move at most; 0: all
+    max_seq_len: the most tokens of a sequence that move; 0: all
     """
     chosen = MoveOptions.of(options) if options else _USUAL
     stream = stream_number(stream)
@@ -125,9 +125,9 @@ def _bound_move(
     key: tuple[Any, ...],
     ends: tuple[CacheSpan, CacheSpan],
 ) -> Move:
-    """The move of these ends and options, kept with `src` by `key`.
+    """Binds the move of these ends and options, and keeps it with `src` by `key`.
 
-    ends: the same ends, as what moves is described to C: the dims of K may be in another order
+    ends: the same ends as described to C: the dims of K may be in another order
     Raises InvalidArgumentError.
     """
     held = src.held("src"), dst.held("dst")
@@ -171,17 +171,17 @@ def _bound_move(
 def _move_described(
     move: Move, src: CacheSpan, dst: CacheSpan, lens: SeqLens, max_seq_len: int, stream: int | None
 ) -> None:
-    """The move of lengths that are described."""
+    """Moves tokens whose lengths Python describes."""
     held = src.held("src"), dst.held("dst")
     if held != move.held:
-        src.moves.clear()  # all is where it was described, in another storage: bind it anew
+        src.moves.clear()  # the memory is the same, in another storage: bind anew
     tensors = _first_tensors(src, dst)
     if lens.seq_count and tensors:
         check_index_memory({"seq_lens": lens}, tensors, move.transfer)
     if stream is None:
         stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
     struct = lens.to_c()
-    # Beyond what a struct holds no bound is named: such lengths are libkvx's to refuse.
+    # A bound that does not fit the struct is left out: libkvx refuses such lengths.
     max_seq_len = max_seq_len if 0 <= max_seq_len < 2**32 else 0
     _check(move.call(None, stream, _abi.address_of(struct), max_seq_len))
 
@@ -193,7 +193,9 @@ def _check(moved: int) -> None:
 
 
 def _first_tensors(src: CacheSpan, dst: CacheSpan) -> dict[str, Borrowed]:
-    """A tensor of each end, by name: they say where the call runs; none if an end is empty."""
+    """A tensor of each end, by name: their memory decides where the call runs; none if an end is
+    empty.
+    """
     if src.view.layers and dst.view.layers:
         return {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
     if src.view.planes and dst.view.planes:

@@ -55,7 +55,7 @@ def plan_migrate(
 
 
 class MigratePlan(Plan):
-    """A migration that is kept: see Plan.migrate."""
+    """A kept migration: see Plan.migrate."""
 
     __slots__ = ("_dst", "_handle", "_held", "_layers", "_src", "_stream", "_transfer")
 
@@ -69,7 +69,7 @@ class MigratePlan(Plan):
         seq_lens: Lens | None,
         options: MoveOptions,
     ) -> None:
-        """ends: src and dst as libkvx sees them, whose dims may come in another order."""
+        """ends: src and dst as described to libkvx, where dims may be in another order."""
         src.view.require_current("src")
         dst.view.require_current("dst")
         for name, tensor in dst.view.read_only.items():
@@ -131,9 +131,9 @@ class MigratePlan(Plan):
         """Moves the tokens.
 
         seq_lens: (seq_count,), the tokens to move of each sequence; None: the plan's
-        src_..., dst_...: where the sequences lie, as for CacheView.at; None: as the plan was made.
-                  A table where the plan has a table of its format, slots where it has slots, which
-                  skip the plan's invalid_slot unless they are a SlotMapping
+        src_..., dst_...: tables, slots and starts, as for CacheView.at; None: the plan's. A table
+                  replaces one of the same format, slots replace slots; slots that are no
+                  SlotMapping skip the plan's invalid_slot
         stream:   CUDA stream; None: torch's current one if a tensor is torch's, else the default
                   stream. Ignored for HOST memory
         Mutates what kvx_core.migrate would, nothing else.
@@ -166,9 +166,9 @@ class MigratePlan(Plan):
             self._run_described(seq_lens, lookups, stream)
 
     def describe(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> PlanInfo:
-        """What `run` would do with the same arguments, and whether it would be refused.
+        """Describes what `run` would do with the same arguments.
 
-        The first call in a process measures how fast this machine copies, for some milliseconds.
+        The first call in a process measures this machine's copy speed, for some milliseconds.
         Raises what run would raise. Spec: E.13
         """
         indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
@@ -176,11 +176,11 @@ class MigratePlan(Plan):
         return self._describe(lookups_to_c(indices))
 
     def ranges(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> Ranges:
-        """The copies that `run` would make with the same arguments, as an array of RANGE.
+        """Lists the copies that `run` would make with the same arguments: an array of RANGE.
 
-        plane: which of info.planes; src, dst: addresses, src 0 for zeros; bytes: how many. They
-        come plane by plane, in the order of sequences and tokens; what follows each other at both
-        ends is one range. Tables and lengths lie in memory that the host can read, on a device too.
+        plane: index in info.planes; src, dst: addresses, src 0 for zeros; bytes: how many. Ranges
+        are in the order of planes, sequences and tokens; those that follow each other at both ends
+        are one. Tables and lengths must be in memory that the host can read, on a device too.
         Raises UnsupportedError for a plan that converts, else what run would raise. Spec: E.13
         """
         indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
@@ -188,7 +188,7 @@ class MigratePlan(Plan):
         return self._ranges(lookups_to_c(indices))
 
     def close(self) -> None:
-        """Lets go of the plan; runs that have begun are not disturbed. Idempotent."""
+        """Frees the plan; runs that have begun go on. Idempotent."""
         super().close()
         self._handle = None
 
@@ -217,7 +217,7 @@ class MigratePlan(Plan):
         return self._layers[layer] if layer < len(self._layers) else layer
 
     def _tensors(self) -> dict[str, Any]:
-        """The first tensor of each end, by name: they say where the call runs."""
+        """The first tensor of each end, by name: their memory decides where the call runs."""
         found: dict[str, Any] = {}
         for name, span in (("src", self._src), ("dst", self._dst)):
             if span.view.layers:

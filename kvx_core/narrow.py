@@ -21,7 +21,7 @@ _MOST_ALIGNED = 16  # bytes: spec E.12
 def narrowed(
     view: CacheView, table: BlockTable | None, chosen: Sequence[tuple[int, str]]
 ) -> tuple[CacheView, BlockTable | None]:
-    """K, V or both of some layers of a view, without scales and planes, and what finds them.
+    """K, V or both of some layers of a view, without scales and planes, and their table.
 
     chosen: index of a layer, and which of its tensors: "k", "v" or "kv"; V alone becomes K
     The table is the given one; of POINTERS with an address per plane, a copy with those of these
@@ -70,7 +70,7 @@ def _of_planes(table: BlockTable, planes: Sequence[int]) -> BlockTable:
         addresses = read_array(name, table.indices, shape, stride, DType.U64, table.memory)
         found = np.ascontiguousarray(addresses[..., chosen])
     made = BlockTable.pointers(found)
-    # The blocks stay alive, and are looked at, as those of the table.
+    # The copy keeps the blocks of the table alive and checks them.
     kept = table.owner[1:] if isinstance(table.owner, tuple) else (table.owner,)
     return replace(made, memory=table.memory, owner=(made.owner, *kept))
 

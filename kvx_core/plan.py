@@ -29,12 +29,12 @@ Ranges = npt.NDArray[np.void]
 
 
 class Plan:
-    """A call that is kept: Plan.write, Plan.gather and Plan.migrate make them.
+    """A kept call; Plan.write, Plan.gather and Plan.migrate make one.
 
-    All have `run`, `describe` and `ranges`, which take what changes from call to call, `info`, and
-    `close`, which the end of a `with` block calls. A plan keeps the memory that it was made with
-    alive until it is closed, and refuses to run once that has been resized or replaced. Threads may
-    share it. Spec: E.13
+    A plan has `run`, `describe` and `ranges`, which take the arguments that change from call to
+    call, `info`, and `close`, which the end of a `with` block calls. It keeps the memory that it
+    was made with alive until it is closed, and refuses to run if that has been resized or replaced.
+    Threads may share it. Spec: E.13
     """
 
     __slots__ = ("__weakref__", "_call")
@@ -80,9 +80,9 @@ class Plan:
     ) -> MigratePlan:
         """A plan of kvx_core.migrate, which reads no index and no length and moves nothing.
 
-        src, dst, same_model, options: as for kvx_core.migrate. Each run may name other sequences,
-                  found in the same way: view.at(block_table=[]) is a table to begin with
-        seq_lens: (seq_count,), as for migrate; None: none, each run gives its own
+        src, dst, same_model, options: as for kvx_core.migrate. Each run may pass other tables or
+                  slots of the same kind: view.at(block_table=[]) is an empty table to begin with
+        seq_lens: (seq_count,), as for migrate; None: each run passes its own
         Raises FactsMismatchError, InvalidArgumentError, UnsupportedError as migrate does.
         Spec: E.13
         """
@@ -92,11 +92,11 @@ class Plan:
 
     @property
     def info(self) -> PlanInfo:
-        """What a call would do with the tokens that the plan was made with."""
+        """Describes a call with the tokens that the plan was made with."""
         return self._describe(None)
 
     def close(self) -> None:
-        """Lets go of the plan; calls that have begun are not disturbed. Idempotent."""
+        """Frees the plan; calls that have begun go on. Idempotent."""
         self._call = closed_call
 
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class Plan:
         self.close()
 
     def _open_handle(self) -> _abi_plan.Handle:
-        """The kvx_plan_t. Refuses a plan that is closed, and memory that has moved."""
+        """The kvx_plan_t. Raises if the plan is closed or memory has moved."""
         raise NotImplementedError
 
     def _layer_of(self, layer: int) -> int:
@@ -133,5 +133,5 @@ class Plan:
 
 
 def closed_call(*_: object, **__: object) -> NoReturn:
-    """What a closed plan calls. Raises InvalidArgumentError."""
+    """Raises InvalidArgumentError: the bound call of a closed plan."""
     raise InvalidArgumentError("the plan is closed, expected an open one. Make a new plan")

@@ -1,4 +1,4 @@
-"""What a plan says of itself: PlanInfo, a PlaneInfo for each plane, and RANGE. Spec: E.13"""
+"""The description of a plan: PlanInfo, a PlaneInfo for each plane, and RANGE. Spec: E.13"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvx_core._abi_plan import (
 from kvx_core.types import DType
 from kvx_core.words import many
 
-# What ranges of a plan are; src 0 stands for zeros.
+# dtype of a plan's ranges; src 0 stands for zeros.
 RANGE = np.dtype(
     [("plane", "u4"), ("reserved", "u4"), ("src", "u8"), ("dst", "u8"), ("bytes", "u8")]
 )
@@ -30,7 +30,7 @@ _ROLES = ("K", "V", "latent", "latent rope", "index K", "index K scale", "compre
 
 @dataclass(frozen=True, slots=True)
 class PlaneInfo:
-    """What a plan does with K, V or another plane of a layer. None: the host cannot know."""
+    """What a plan does with K, V or another plane of a layer. None: unknown to the host."""
 
     layer: int
     role: int  # 0: K, 1: V; see kvx_plane.h
@@ -62,7 +62,7 @@ class PlaneInfo:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanInfo:
-    """What a plan does; its repr is a table. None: the host cannot know."""
+    """What a plan does; its repr is a table. None: unknown to the host."""
 
     planes: tuple[PlaneInfo, ...]
     on_device: bool
@@ -124,7 +124,7 @@ def _known(number: int) -> int | None:
 
 
 def info_of(info: _abi_plan.kvx_plan_info_t, planes: Sequence[Any]) -> PlanInfo:
-    """What libkvx says of a plan."""
+    """Makes a PlanInfo of libkvx's description."""
     is_known = info.copy_bytes_per_second and info.bytes_written != UNKNOWN
     return PlanInfo(
         planes=tuple(map(_plane_info, planes)),

@@ -1,4 +1,4 @@
-"""Plane: a tensor of a layer beside K and V, or K and V in tiles that no layout has. Spec: E.11"""
+"""Plane: a tensor of a layer beside K and V, or K or V in tiles that no layout has. Spec: E.11"""
 
 from __future__ import annotations
 
@@ -81,19 +81,18 @@ class Plane(Borrowed):
         """Describes a tensor, zero-copy.
 
         tensor:      shape in the order of `axes`; any strides >= 0, library and device
-        axes:        what each axis of the tensor counts: "block", "token", "head" or "dim". An axis
-                     that is split is named for each of its parts, from the outermost to the
-                     innermost: tiles of 16 tokens x 2 numbers are ("block", "head", "token", "dim",
-                     "token", "dim")
-        role, layer: planes of both ends with the same are a pair: a Role or its name in any case,
-                     such as "index_k", or a number of the caller's own
-        dtype:       what the elements are, where the tensor stores them as something else of the
-                     same size, such as FP8 in uint8; as `describe` takes it
+        axes:        the name of each axis of the tensor: "block", "token", "head" or "dim". A split
+                     axis is named for each of its parts, from the outermost to the innermost: tiles
+                     of 16 tokens x 2 numbers are ("block", "head", "token", "dim", "token", "dim")
+        role, layer: a migration pairs planes of the same role and layer. A Role or its name in any
+                     case, such as "index_k", or a number of the caller's own
+        dtype:       of the elements, if the tensor stores them as another dtype of the same size,
+                     such as FP8 in uint8; as `describe` takes it
         tokens_per_entry: tokens that an entry stands for
-        replicated:  the same numbers on every rank: num_heads of a migration does not cut it
+        replicated:  every rank holds the same numbers: num_heads of a migration does not select any
         scale, zero: as ScaleDesc.of takes it; zero points are those of U8_ZERO and U8_BIAS
-        block_table, slots: where this plane's tokens lie, if not where K's and V's do; as
-                     CacheView.at takes them
+        block_table, slots: this plane's own, if it does not use those of K and V; as CacheView.at
+                     takes them
         name:        what errors call the tensor
         Raises InvalidArgumentError, UnsupportedError.
         """
@@ -125,7 +124,7 @@ class Plane(Borrowed):
         return f"{self.role_name} of layer {self.layer} {axes}"
 
     def of_parts(self) -> Plane:
-        """The same plane for calls that each move a part of its entries: its table not `exact`."""
+        """The same plane, its table not `exact`, for calls that each move some of its entries."""
         if self.block_table is None:
             return self
         return replace(self, block_table=self.block_table.of_parts())
@@ -137,7 +136,7 @@ class Plane(Borrowed):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Layer and role: planes of both ends with the same are a pair."""
+        """Layer and role, by which a migration pairs planes."""
         return self.layer, self.role
 
     def extent(self, axis: Axis | str) -> int:

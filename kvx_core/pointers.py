@@ -34,7 +34,7 @@ class PointedTo(NamedTuple):
         return cls(found, [tensor.data_ptr() for tensor in found])
 
     def require_in_place(self, name: str) -> None:
-        """Refuses tensors that lie elsewhere by now."""
+        """Raises if the memory of a tensor has moved."""
         for tensor, begin in zip(self.tensors, self.addresses, strict=True):
             if begin and not is_in_place(tensor, begin, begin + 1):
                 raise moved(name)
@@ -114,7 +114,7 @@ def addresses_of_blocks(rows: Sequence[Sequence[TensorLike | int | None]]) -> np
 
 
 def address_of(name: str, block: TensorLike | int | None) -> int:
-    """Where a block that is given as a tensor, an address or None begins."""
+    """The address of a block that is given as a tensor, an address or None."""
     if is_tensor(block):
         return borrow(block, name=name).data
     return 0 if block is None else address(name, block)

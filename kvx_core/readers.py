@@ -62,7 +62,7 @@ class End:
 
     @property
     def table(self) -> BlockTable | None:
-        """That of the span, for calls that each move a part of its tokens."""
+        """The table of the span, for calls that each move some of its tokens."""
         return None if self.span.block_table is None else self.span.block_table.of_parts()
 
     def reader(self, layer: int, kv: str) -> Reader:
@@ -89,7 +89,7 @@ class End:
         return self._stored[v, layer, plane]
 
     def named(self) -> _Named:
-        """Errors of calls in this context say which end they read."""
+        """Errors of calls in this context name the end that they read."""
         return _Named(self.name)
 
 

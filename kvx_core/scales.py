@@ -1,6 +1,6 @@
-"""ScaleDesc: the scales of an FP8 tensor, and over what each of them reaches. Spec: 6.6
+"""ScaleDesc: the scales of an FP8 tensor, and what each of them covers. Spec: 6.6
 
-Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs, too. Spec: E.14
+Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs too. Spec: E.14
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WritePlan and GatherPlan: write_kv and gather_kv with all but their tensors described once.
+"""WritePlan and GatherPlan: write_kv and gather_kv, bound once to all but their tensors.
 
 Spec: 6.8 to 6.10, 7, E.13
 """
@@ -35,11 +35,11 @@ from kvx_core.words import instance
 
 
 class WritePlan(Plan):
-    """write_kv with all but its tensors kept: less than a microsecond per call.
+    """write_kv, bound to all but its tensors: less than a microsecond per call.
 
-    That is for torch tensors, read through DLPack (torch >= 2.10, or the package
-    torch-c-dlpack-ext). Whatever else write_kv takes is described as write_kv does. Threads may
-    share a plan. A cache or scale whose storage was resized or replaced since is refused.
+    That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
+    torch-c-dlpack-ext); other arguments take as long as in write_kv. Threads may share a plan. It
+    refuses a cache or scale whose storage was resized or replaced since.
     """
 
     __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
@@ -83,9 +83,9 @@ class WritePlan(Plan):
     run = __call__
 
     def describe(self, key: Any, value: Any, slots: Any) -> PlanInfo:
-        """What a call with the same tensors would do, and whether it would be refused.
+        """Describes what a call with the same tensors would do.
 
-        The first call in a process measures how fast this machine copies, for some milliseconds.
+        The first call in a process measures this machine's copy speed, for some milliseconds.
         Raises what a call would raise. Spec: E.13
         """
         tokens, found = self._tokens(key, value), SlotMapping.of(slots)
@@ -94,10 +94,10 @@ class WritePlan(Plan):
         return self._describe(self._lookups(tokens, found))
 
     def ranges(self, key: Any, value: Any, slots: Any) -> Ranges:
-        """The copies that a call with the same tensors would make, as an array of RANGE.
+        """Lists the copies that a call with the same tensors would make: an array of RANGE.
 
-        plane: 0: K, 1: V; src, dst: addresses; bytes: how many. They come plane by plane, in the
-        order of tokens; what follows each other at both ends is one range. The slots lie in memory
+        plane: 0: K, 1: V; src, dst: addresses; bytes: how many. Ranges are in the order of planes
+        and tokens; those that follow each other at both ends are one. The slots must be in memory
         that the host can read, on a device too.
         Raises UnsupportedError for a plan that converts, else what a call would raise. Spec: E.13
         """
@@ -129,11 +129,11 @@ class WritePlan(Plan):
 
 
 class GatherPlan(Plan):
-    """gather_kv with all but its tensors kept: less than a microsecond per call.
+    """gather_kv, bound to all but its tensors: less than a microsecond per call.
 
-    That is for torch tensors, read through DLPack (torch >= 2.10, or the package
-    torch-c-dlpack-ext). Whatever else gather_kv takes is described as gather_kv does. Threads may
-    share a plan. A cache or scale whose storage was resized or replaced since is refused.
+    That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
+    torch-c-dlpack-ext); other arguments take as long as in gather_kv. Threads may share a plan. It
+    refuses a cache or scale whose storage was resized or replaced since.
     """
 
     __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
@@ -153,7 +153,7 @@ class GatherPlan(Plan):
 
         cache and the options: as for gather_kv; the plan keeps them alive. `stream` may be a
         function, which each call asks
-        key_like, value_like: outputs as gather_kv takes them, with any number of rows
+        key_like, value_like: outputs as gather_kv takes them, with any number of tokens
         Raises InvalidArgumentError, UnsupportedError.
         """
         self._cache = instance("cache", cache, CacheDesc, A_CACHE)
@@ -185,9 +185,9 @@ class GatherPlan(Plan):
     run = __call__
 
     def describe(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> PlanInfo:
-        """What a call with the same tensors would do, and whether it would be refused.
+        """Describes what a call with the same tensors would do.
 
-        The first call in a process measures how fast this machine copies, for some milliseconds.
+        The first call in a process measures this machine's copy speed, for some milliseconds.
         Raises what a call would raise. Spec: E.13
         """
         tokens = self._tokens(key, value)
@@ -198,11 +198,11 @@ class GatherPlan(Plan):
         return self._describe(self._lookups(tokens, table, lens))
 
     def ranges(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> Ranges:
-        """The copies that a call with the same tensors would make, as an array of RANGE.
+        """Lists the copies that a call with the same tensors would make: an array of RANGE.
 
-        plane: 0: K, 1: V; src, dst: addresses, src 0 for zeros; bytes: how many. They come plane by
-        plane, in the order of sequences and tokens; what follows each other at both ends is one
-        range. Table and lengths lie in memory that the host can read, on a device too.
+        plane: 0: K, 1: V; src, dst: addresses, src 0 for zeros; bytes: how many. Ranges are in the
+        order of planes, sequences and tokens; those that follow each other at both ends are one.
+        Table and lengths must be in memory that the host can read, on a device too.
         Raises UnsupportedError for a plan that converts, else what a call would raise. Spec: E.13
         """
         tokens = self._tokens(key, value)

@@ -1,8 +1,7 @@
 """verify: compares the tokens of two caches through their descriptors. Spec: E.3
 
-Either end is copied, a piece at a time, into a small array by the kvx_migrate_kv that migrate uses.
-So whatever can be migrated can be verified, and all that happens here is to compare two arrays:
-readers.py has the copies.
+kvx_migrate_kv copies both ends, piece by piece, into small arrays (readers.py), which are compared
+here. So every cache that can be migrated can be verified.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What verify found. True if the caches agree."""
+    """The result of verify. True if the caches agree."""
 
     ok: bool
     num_tokens: int  # stored at both ends: of K or, in a view of planes, entries of the first
@@ -77,9 +76,9 @@ def verify(
 ) -> Verification:
     """Compares what migrate with the same arguments reads with what it writes.
 
-    src, dst, seq_lens, num_heads: as for migrate, planes included. Tokens that either end has not
-               (null blocks, negative slots) are passed over. K's dims are compared in the order
-               that facts say.
+    src, dst, seq_lens, num_heads: as for migrate, planes included. Tokens that are null at either
+               end (null blocks, negative slots) are skipped. K's dims are compared in the order
+               that the facts give.
     tolerance: "exact": the same bytes where dtypes are the same and there are no scales, else the
                same values, where NaN equals NaN. "codec": each value is the other one rounded to
                its dtype and scale
@@ -119,7 +118,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """K, V or a plane, as both ends hold it."""
+    """K, V or a plane, at both ends."""
 
     layer: int
     kv: str
@@ -133,7 +132,7 @@ class _Compared:
 
 
 def _compared(src: End, dst: End) -> Iterator[_Compared]:
-    """All that the ends hold: layer by layer K and V, then the planes of the source."""
+    """All planes to compare: layer by layer K and V, then the planes of the source."""
     for i, cache in enumerate(src.span.view.layers):
         for kv in cache.tensors:
             yield _Compared(i, kv.upper(), src.reader(i, kv), dst.reader(i, kv))
@@ -144,7 +143,7 @@ def _compared(src: End, dst: End) -> Iterator[_Compared]:
 
 
 def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
-    """The rules of a migration that need both ends; the others are checked as each is read."""
+    """Checks the rules that need both ends; reading each end checks the others."""
     at_src, at_dst = src.view.layers, dst.view.layers
     if len(at_src) != len(at_dst) or not (at_src or src.view.planes):
         raise InvalidArgumentError(
@@ -232,7 +231,7 @@ def _is_rounded(exact: Array, value: Array, end: Reader, lo: int, hi: int) -> np
             factor = told.max(axis=-1, keepdims=True)
             factor = np.where(factor == 0, scale.to_numpy().max(), factor)
             slack = np.abs(exact) * 2.0**-22
-        # The smaller of the two has the finer step where they lie on both sides of a power of 2.
+        # If a power of 2 is between the two, the smaller one has the finer step.
         finer = np.minimum(np.abs(exact / factor), np.abs(stored))
         exponent = np.where(finer == 0, smallest, np.maximum(np.frexp(finer)[1] - 1, smallest))
         half_step = np.ldexp(factor, exponent - mantissa - 1)

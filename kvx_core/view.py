@@ -1,4 +1,4 @@
-"""All layers of one engine's cache, and where sequences lie in them: one end of a migration.
+"""CacheView, all layers of one engine's cache, and CacheSpan, a view with a lookup of sequences.
 
 Spec: E.3
 """
@@ -29,10 +29,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CacheView:
-    """All layers of one engine's cache and what their bytes mean.
+    """All layers of one engine's cache and the meaning of their bytes.
 
-    A dense view can be an end of migrate or verify as it is: sequence s is block s. A paged one
-    needs to be told where its sequences lie: see `at`.
+    A dense view is an end of migrate or verify itself: sequence s is block s. A paged one needs a
+    block table or slots: see `at`.
     Raises InvalidArgumentError if a list of scales has not one entry per layer.
     """
 
@@ -54,7 +54,7 @@ class CacheView:
     _k_zeros: Any = field(init=False, compare=False)
     _v_zeros: Any = field(init=False, compare=False)
     _planes: Any = field(init=False, compare=False)
-    # Summed up once, since a migration of few tokens is over sooner than a walk over all layers.
+    # Computed once: a migration of few tokens takes less time than a loop over all layers.
     read_only: dict[str, Borrowed] = field(init=False, compare=False)  # by name
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
     # K's dims in another order, see kvx_core.reorder; a string: why that cannot be described.
@@ -155,22 +155,21 @@ class CacheView:
         return found
 
     def require_in_place(self, name: str) -> None:
-        """Refuses a view whose memory its engine or its tensors have left since it was described.
+        """Raises InvalidArgumentError if the view's memory has moved since it was described.
 
         name: what errors call it
-        Raises InvalidArgumentError.
         """
         self.require_current(name)
         self.held(name)
 
     def require_current(self, name: str) -> None:
-        """Refuses a view that its engine says is out of date. Raises InvalidArgumentError."""
+        """Raises InvalidArgumentError if the engine reports that the view is out of date."""
         reason = None if self.outdated is None else self.outdated()
         if reason is not None:
             raise InvalidArgumentError(f"{name} is out of date: {reason}")
 
     def held(self, name: str) -> _bound.Held:
-        """The torch tensors that it describes, which are where they were when they were described.
+        """The torch tensors that it describes, after a check that their memory has not moved.
 
         name: what errors call the view
         Raises InvalidArgumentError.
@@ -224,14 +223,14 @@ class CacheView:
         starts: SeqLens | TensorLike | Sequence[int] | None = None,
         head_start: int = 0,
     ) -> CacheSpan:
-        """Where sequences lie in this cache.
+        """A span: this view with the lookup of some sequences.
 
-        block_table: a BlockTable, or what BlockTable.packed takes: (seq_count, max_blocks_per_seq)
-        slots:       (num_tokens,), one per moved token, the sequences one after the other. A paged
-                     view takes one of block_table and slots, a dense one either or neither, which
-                     means sequence s is block s
-        starts:      (seq_count,), the first token of each sequence here; None: 0
-        head_start:  first head here
+        block_table: a BlockTable, or block ids as BlockTable.packed takes them
+        slots:       (num_tokens,), one per token that moves, the sequences one after the other. A
+                     paged view takes one of block_table and slots; a dense one may have neither:
+                     sequence s is then block s
+        starts:      (seq_count,), the first token of each sequence at this end; None: 0
+        head_start:  first head at this end
         Raises InvalidArgumentError, UnsupportedError.
         """
         return CacheSpan(
@@ -255,7 +254,7 @@ class CacheView:
 
 
 class Move(NamedTuple):
-    """A migration with all but its lengths bound. See migrate.py"""
+    """A migration, bound to all but its lengths. See migrate.py"""
 
     call: _bound.Call
     token_bytes: int  # as the destination stores the heads that move, in all layers
@@ -264,19 +263,19 @@ class Move(NamedTuple):
 
 
 class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):
-    """What migrate keeps with a source for each destination, as long as both exist."""
+    """Bound migrations that a source keeps for each destination, as long as both exist."""
 
     __slots__ = ("__weakref__",)
     _MOST = 16
 
     def to(self, dst: CacheSpan, key: tuple[Any, ...]) -> Move | None:
-        """What `keep` has kept of `dst`."""
+        """The move that `keep` has kept for `dst`; None if there is none."""
         kept = self.get(key)
         return None if kept is None or kept[0]() is not dst else kept[1]
 
     def keep(self, dst: CacheSpan, key: tuple[Any, ...], move: Move) -> None:
         """Keeps `move` until `dst` is gone; `key` begins with id(dst)."""
-        this = ref(self)  # or else both would live until the garbage collector comes
+        this = ref(self)  # a strong reference would keep both until garbage collection
 
         def forget(_: object) -> None:
             moves = this()
@@ -290,7 +289,7 @@ class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):
 
 @dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
 class CacheSpan:
-    """One end of a migration: a CacheView and where sequences lie in it. See CacheView.at.
+    """One end of a migration: a CacheView and the lookup of sequences in it. See CacheView.at.
 
     Raises InvalidArgumentError for a paged view without block_table or slots.
     """
@@ -301,7 +300,7 @@ class CacheSpan:
     starts: SeqLens | None = None
     head_start: int = 0
     moves: Moves = field(init=False, compare=False, default_factory=Moves)  # see migrate.py
-    # The tensors of the view and of what finds tokens in it, when they were last looked at.
+    # The tensors of the view and of its lookup, as of the last check.
     _held: list[tuple[_bound.Held, _bound.Held]] = field(
         init=False, compare=False, default_factory=list
     )
@@ -342,9 +341,9 @@ class CacheSpan:
             raise InvalidArgumentError(f"{name}: {error}") from None
 
     def held(self, name: str) -> _bound.Held:
-        """The view's torch tensors and those of slots, tables and starts, with where they lie.
+        """The view's torch tensors and those of slots, tables and starts, with their memory.
 
-        Refuses what lies elsewhere than it was described: its storage was resized or replaced.
+        Refuses tensors whose memory has moved: their storage was resized or replaced.
 
         name: what errors call the end
         Raises InvalidArgumentError.
