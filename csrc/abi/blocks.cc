@@ -59,7 +59,7 @@ kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device) 
   return backend::place(&named, 1, on_device);
 }
 
-// A copy between two tables, as the functions have it in common.
+// A copy between two tables: the part that the functions share.
 struct Move {
   Chunk chunk;
   uint32_t num_blocks;
@@ -150,7 +150,7 @@ kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t byt
   return KVX_STATUS_OK;
 }
 
-// What is true of pairs that memcpy is given on HOST memory: that of every call.
+// Checks pairs for memcpy on HOST memory by the rules of every call.
 kvx_status_t check_host_pairs(const Move &move) {
   KVX_TRY(move.check_addresses());
   Plan plan;
@@ -159,7 +159,7 @@ kvx_status_t check_host_pairs(const Move &move) {
   return check_data(plan, &tokens);
 }
 
-// The chunks of stacks and operational blocks, one by one.
+// Pairs of chunks of stacks and operational blocks.
 Pairs pairs_of(const void *const *srcs, void *const *dsts, uint32_t num_blocks, uint32_t chunks,
                uint64_t bytes, bool to_operational) {
   Pairs pairs{{}, {}, bytes};

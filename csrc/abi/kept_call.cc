@@ -30,7 +30,7 @@ bool must_plan_anew(const kvx_migrate_desc_t &migrate) {
   return false;
 }
 
-// Of an end of a migration, as its first tensor says.
+// The memory of an end of a migration: that of its first tensor.
 kvx_memory_type_t memory_of(const kvx_span_t &span) {
   if (span.num_layers) return span.layers[0]->k.memory;
   return span.num_planes ? span.planes[0]->memory : KVX_MEMORY_HOST;
@@ -73,7 +73,7 @@ struct Migration final : kvx_plan_t {
   Prepared prepared;  // with the lookups that the plan was made with
 };
 
-// What a write and a gather have in common. `Kept` is a KeptWrite or a KeptGather.
+// The part that plans of writes and gathers share. `Kept` is a KeptWrite or a KeptGather.
 template <class Kept>
 struct OneCache final : kvx_plan_t {
   template <class... Given>

@@ -35,7 +35,7 @@ kvx_status_t visit(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
   return plan->visit(lookups, Visit(function));
 }
 
-// Checks the data of a call as far as the host can see them, and counts its tokens.
+// Checks the data of a call as far as the host can read them, and counts its tokens.
 kvx_status_t check_data(const Now &now, uint64_t *tokens) {
   *tokens = 0;
   return now.is_empty ? KVX_STATUS_OK : kvx::check_data(now.plan, tokens);

@@ -12,10 +12,10 @@ namespace kvx::cpu {
 namespace {
 
 constexpr uint64_t kBytesPerHelper = 128
-                                     << 10;  // of what is quantized: it takes longer than a copy
+                                     << 10;  // less than for a copy, since quantizing takes longer
 constexpr uint64_t kBytesPerItem = 256 << 10;
 
-// Tokens [first, last) of one row, and where the tokens of all rows before end.
+// Tokens [first, last) of one row, and the number of tokens in all rows before.
 struct Part {
   uint64_t row, first, last, flat;
   RowLookup<uint64_t> src, dst;
@@ -35,7 +35,7 @@ void each_run(const LookupPair &lookup, const PlanePair &pair, const Part &part,
   }
 }
 
-// Moves tokens whose units at the destination are within one token, or have no unit.
+// Moves tokens whose units at the destination lie within a token, or whose format has no units.
 class TokenMover {
  public:
   TokenMover(const Plan &plan, const PlanePair &pair, const AffinePair &affine)
@@ -52,7 +52,7 @@ class TokenMover {
   }
 
  private:
-  // Head by head, so that the units of a block are looked at once.
+  // Moves head by head, so that the units of a block are read once.
   void move_heads(const Place &from, const Place &to, uint32_t count) {
     for (uint32_t head = 0; head < pair_.num_heads; ++head) {
       Place src = from, dst = to;
@@ -97,7 +97,7 @@ class TokenMover {
       dst_.store_unit(to, head, begin / group, unit);
       for (int64_t d = 0; d < group; d += kPiece) {
         const int64_t count = std::min(group - d, kPiece);
-        if (group > kPiece) read(begin + d, count);  // else they are still there
+        if (group > kPiece) read(begin + d, count);  // else they are still in the buffer
         dst_.quantize(to, head, begin + d, count, values, unit);
       }
     }
@@ -133,7 +133,7 @@ class BlockMover {
   }
 
  private:
-  // The destination as it is read.
+  // The destination as a source, to read its tokens.
   static PlanePair as_source(const PlanePair &pair) {
     PlanePair reversed = pair;
     reversed.src = pair.dst;
@@ -142,7 +142,7 @@ class BlockMover {
   }
 
   void move(const Part &unit) {
-    // The place of the first token is that of all; a token in a null block has no source.
+    // All tokens are in the block of the first; a token in a null block has no source.
     Place from, to;
     find(lookup_.src, unit.src, unit.first, unit.flat + unit.first, pair_.plane, &from);
     find(lookup_.dst, unit.dst, unit.first, unit.flat + unit.first, pair_.plane, &to);
@@ -175,8 +175,8 @@ class BlockMover {
       dst_.copy_bytes(to, src_, from, head);
   }
 
-  // Calls visit(place, values) for each token of the block that has numbers: those before the ones
-  // that move, and between them, if they are kept.
+  // Calls visit(place, values) for each token of the block that keeps its numbers: tokens before
+  // those that move, and between them.
   template <class Visit>
   void each_vector(const Part &unit, const Place &block, uint32_t head, int64_t first,
                    int64_t count, Visit visit) {
@@ -247,7 +247,7 @@ class AffineJob {
     }
   }
 
-  // How many threads the job is worth, the caller's not counted.
+  // The number of threads that the job is worth, without the caller's.
   uint64_t cut() {
     if (!bytes_) return 0;
     const uint64_t lent = num_host_threads();
@@ -285,8 +285,8 @@ class AffineJob {
     }
   }
 
-  // Calls move(part) for what of tokens [begin, end) each row has. Tokens of one unit, which are
-  // `unit` of the destination, stay together: with the first of them.
+  // Calls move(part) for the part of tokens [begin, end) in each row. The `unit` tokens of a
+  // destination unit are not split: they go with the first.
   template <class Move>
   void each_part(const PlanePair &pair, uint64_t begin, uint64_t end, uint64_t unit, Move move) {
     const LookupPair &lookup = plan_.lookups[pair.lookup];

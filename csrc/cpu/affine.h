@@ -1,4 +1,4 @@
-// Pairs of planes with zero points on HOST memory. Spec: E.14
+// Runs pairs of planes with zero points on HOST memory. Spec: E.14
 #pragma once
 
 #include "plan/plan.h"
@@ -8,7 +8,7 @@ namespace kvx::cpu {
 // Moves the plan's affine pairs, and no others: `tokens` tokens, which check_data has counted.
 void run_affine(const Plan &plan, uint64_t tokens);
 
-// How many threads that takes, if they are free.
+// The number of threads that run_affine uses if they are free.
 uint32_t count_affine_threads(const Plan &plan, uint64_t tokens);
 
 }  // namespace kvx::cpu

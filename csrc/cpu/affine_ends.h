@@ -1,5 +1,5 @@
-// One end of an affine pair: the numbers of a place and head, a piece at a time, from and to
-// float32. Spec: E.14
+// One end of an affine pair: reads and writes the numbers of a token and head as float32, piece by
+// piece. Spec: E.14
 #pragma once
 
 #include "cpu/kernels/kernels.h"
@@ -15,13 +15,13 @@ class AffineSource {
 
   bool covers_tokens() const { return end_.covers_tokens; }
 
-  // Numbers [first, first + count) of a head, kPiece at most.
+  // Reads numbers [first, first + count) of a head, at most kPiece.
   void read(const Place &place, uint32_t head, int64_t first, int64_t count, float *values);
 
-  // The same of units that cover tokens, whose scales and zero points are at hand.
+  // The same for units that cover tokens; their scales and zero points are loaded.
   void decode_each(const Place &place, uint32_t head, int64_t first, int64_t count, float *values,
                    const float *scales, const float *zeros) const;
-  // The scales and zero points of these numbers.
+  // Loads the scales and zero points of these numbers.
   void load_units(const Place &place, uint32_t head, int64_t first, int64_t count, float *scales,
                   float *zeros) const;
 
@@ -31,7 +31,7 @@ class AffineSource {
   const uint8_t *address(const Place &place, uint32_t head) const {
     return address_of(plane_, place) + head * plane_.head_stride;
   }
-  // The units of these numbers one after the other: where they lie or, if they lie apart, a copy.
+  // The units of these numbers, contiguous: in place or, if they are not contiguous there, a copy.
   const uint8_t *gather(const uint8_t *vector, int64_t first, int64_t count, uint8_t *stage) const;
   void read_scaled(const Place &place, uint32_t head, int64_t first, int64_t count,
                    float *values) const;
@@ -53,16 +53,16 @@ class AffineTarget {
   // 0: a format without zero points.
   uint32_t group() const { return end_.group; }
 
-  // Zero bytes, and what lies beside them.
+  // Sets bytes, scales and zero points to zero.
   void clear(const Place &place, uint32_t head) const;
 
   // ---- a format without zero points ----
 
-  // What the numbers of this place are divided by from now on.
+  // Sets the scale that later numbers of this place are divided by.
   void set_scale(const Place &place, uint32_t head);
-  // Finds it for numbers whose largest magnitude is `most`, and stores it.
+  // Finds the scale for numbers whose largest magnitude is `most`, and stores it.
   void find_scale(const Place &place, uint32_t head, float most);
-  // `values` are changed.
+  // Mutates `values`.
   void write(const Place &place, uint32_t head, int64_t first, int64_t count, float *values) const;
 
   // ---- a format with zero points ----
@@ -84,7 +84,8 @@ class AffineTarget {
   uint8_t *address(const Place &place, uint32_t head) const {
     return address_of(plane_, place) + head * plane_.head_stride;
   }
-  // Calls encode(to) with where the units of these numbers go, or a stage that goes there.
+  // Calls encode(to) with the address of the units of these numbers, or with a stage that is copied
+  // there.
   template <class Encode>
   void store(const Place &place, uint32_t head, int64_t first, int64_t count, Encode encode) const;
 

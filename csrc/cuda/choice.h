@@ -18,7 +18,7 @@ enum class Kernel : uint8_t {
   kQuantize,  // to FP8, with a new scale per token and head
   kUnits,     // formats with several numbers in a unit, a unit at a time
   kAffine,    // formats with zero points, whose units are within a token
-  kChannels,  // into those whose units cover the tokens of a block
+  kChannels,  // to formats whose units cover the tokens of a block
   kGeneric,   // an element at a time
 };
 
@@ -36,7 +36,7 @@ struct Choice {
 // else 0.
 Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens, bool background);
 
-// The same for pairs with zero points.
+// Chooses for pairs with zero points.
 Choice choose_affine(const PlanePair &shape, const AffinePair &affine);
 
 // The name of a kernel: that of its file.

@@ -81,7 +81,7 @@ struct Params : Common {
 
 constexpr uint32_t kMostAffine = 64;  // pairs of one launch
 
-// Where the scales and zero points of one pair begin.
+// The base addresses of the scales and zero points of one pair.
 struct UnitBases {
   uint8_t *src_scales, *src_zeros, *dst_scales, *dst_zeros;
 };

@@ -5,7 +5,7 @@
 
 namespace kvx {
 
-// A unit covers all tokens of a block.
+// Whether a unit covers all tokens of a block.
 inline bool covers_tokens(const kvx_scale_desc_t &numbers) {
   return numbers.granularity == KVX_SCALE_PER_CHANNEL;
 }

@@ -9,12 +9,12 @@
 
 namespace kvx {
 
-// What lies beside a unit.
+// The scale and zero point of a unit.
 struct ScaleZero {
   float scale, zero;
 };
 
-// The least and the largest number of a unit. NaN is left out.
+// The least and the largest number of a unit. NaN is ignored.
 struct Bounds {
   float least = float_of(kInfinity), largest = float_of(kInfinity | kSign);
 
@@ -22,7 +22,7 @@ struct Bounds {
     least = x < least ? x : least;
     largest = x > largest ? x : largest;
   }
-  // Those of numbers that others have seen, or of none.
+  // Merges the bounds of other numbers, or of none.
   KVX_HD void merge(const Bounds &other) {
     least = other.least < least ? other.least : least;
     largest = other.largest > largest ? other.largest : largest;
@@ -46,13 +46,13 @@ KVX_HD float step_of(const Bounds &of) {
   return bits_of(step) < kInfinity ? step : of.largest / 255.0f - of.least / 255.0f;
 }
 
-// The same as OpenVINO has it where a unit covers tokens: rounded in another way.
+// The step as OpenVINO computes it if a unit covers tokens: rounded in another way.
 KVX_HD float step_over_tokens(const Bounds &of) {
   const float step = (of.largest - of.least) * (1.0f / 255.0f);
   return bits_of(step) < kInfinity ? step : step_of(of);
 }
 
-// To nearest, ties to even, between 0 and 255.
+// Rounds to nearest, ties to even, between 0 and 255.
 KVX_HD uint8_t nearest_byte(float x) {
   const float within = x < 0.0f ? 0.0f : x > 255.0f ? 255.0f : x;
   return static_cast<uint8_t>(bits_of(within + 0x1p23f));  // whose last bit is worth 1
@@ -83,7 +83,7 @@ struct U8Bias {
   static KVX_HD float decode(uint8_t q, const ScaleZero &with) {
     return static_cast<float>(q) * with.scale + with.zero;
   }
-  // The bound that lies further from 0 is kept as it is, and 0 is a whole number of steps from it.
+  // Keeps the bound that is further from 0 exactly; 0 is a whole number of steps from it.
   static KVX_HD ScaleZero find(const Bounds &found, bool) {
     const Bounds of = found.finite();
     const float step = step_of(of), width = step > 1e-7f ? step : 1e-7f;
@@ -99,7 +99,7 @@ struct U8Bias {
 
  private:
   static KVX_HD float magnitude(float x) { return float_of(bits_of(x) & ~kSign); }
-  // To nearest, ties to even.
+  // Rounds to nearest, ties to even.
   static KVX_HD float whole(float x) {
     const float size = magnitude(x);
     const float rounded = size < 0x1p23f ? (size + 0x1p23f) - 0x1p23f : size;
@@ -113,8 +113,7 @@ KVX_HD auto with_affine(kvx_dtype_t dtype, Visit visit) {
   return dtype == KVX_DTYPE_U8_ZERO ? visit(U8Zero{}) : visit(U8Bias{});
 }
 
-// A scale or zero point as a number of `dtype` holds it: the largest finite number instead of
-// infinity.
+// A scale or zero point for `dtype`: the largest finite number in place of infinity.
 KVX_HD float saturate_for(kvx_dtype_t dtype, float number) {
   if (dtype == KVX_DTYPE_F16) return UnitScale::saturate(number);
   const bool is_past = dtype == KVX_DTYPE_BF16 && (bits_of(number) & ~kSign) >= 0x7f7f8000u;

@@ -91,7 +91,7 @@ constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_lo
 // Whether it is FP8: a byte per number, with a scale or without.
 constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
 
-// Numbers that a scale and a zero point beside the data make of bytes.
+// Whether numbers are bytes with a scale and a zero point beside the data.
 constexpr bool is_affine(kvx_dtype_t dtype) {
   return format_of(dtype).beside == Beside::kScaleZero;
 }

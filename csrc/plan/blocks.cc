@@ -5,7 +5,7 @@
 namespace kvx {
 namespace {
 
-// One end: descriptors of a block that is nowhere, since its addresses are those of the table.
+// One end: descriptors of a block without memory of its own; the table has the addresses.
 class BlockEnd {
  public:
   BlockEnd(const Chunk &chunk, const Chunks &chunks, uint32_t num_blocks, kvx_memory_type_t memory,

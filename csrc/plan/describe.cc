@@ -60,7 +60,7 @@ bool finds_scales(const Plan &plan, const PlanePair &pair) {
   return pair.find_scales || (pair.affine && plan.affine[pair.affine - 1].dst.group);
 }
 
-// How a block's tokens are copied.
+// The loops that copy a block's tokens.
 Loops loops_of(const PlanePair &pair, const LookupPair &lookup) {
   const uint32_t tokens = std::max(std::min(lookup.src.block_size, lookup.dst.block_size), 1u);
   Loops loops;

@@ -6,14 +6,14 @@
 namespace kvx {
 namespace {
 
-// Those of all rows that move.
+// The entries of all rows that move.
 uint64_t entries(const Rows &rows) {
   uint64_t found = 0;
   for (uint64_t row = 0; row < rows.count; ++row) found += rows.stored(row);
   return found;
 }
 
-// Which address of an entry is asked for, where a table has one for each K and V of the layers.
+// The index of an entry's address to look up, in a table with one for each K and V of the layers.
 uint32_t number_of(const kvx_find_desc_t &find) {
   uint32_t number = find.is_v;
   for (uint32_t l = 0; l < find.layer; ++l) number += is_absent(find.span->layers[l]->v) ? 1 : 2;

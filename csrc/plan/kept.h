@@ -38,7 +38,7 @@ class KeptMigration {
   kvx_migrate_desc_t desc_;
 };
 
-// A write. What is given is valid, and of this version's structs; `options` may be NULL.
+// Copies a write. `write` is valid, in structs of this version; `options` may be NULL.
 struct KeptWrite {
   KeptWrite(const kvx_cache_desc_t &given_cache, const kvx_write_desc_t &given,
             const kvx_write_options_t *given_options);
@@ -52,7 +52,7 @@ struct KeptWrite {
   kvx_write_options_t options{};
 };
 
-// And a gather.
+// Copies a gather.
 struct KeptGather {
   KeptGather(const kvx_cache_desc_t &given_cache, const kvx_gather_desc_t &given,
              const kvx_gather_options_t *given_options);
@@ -69,7 +69,7 @@ struct KeptGather {
   kvx_scale_desc_t k_scale, v_scale;  // those of `options`
 };
 
-// Whether there are scales, which may be looked at when planes are planned.
+// Whether there are scales, which planning may read.
 bool has_scales(const KeptWrite &write);
 bool has_scales(const KeptGather &gather);
 

@@ -168,8 +168,7 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
     if (at.remainder) return *found = {}, Fault::kStart;
     found->start = static_cast<Count>(at.quotient);
   }
-  if (a.mode == LookupMode::kRing &&
-      capacity) {  // positions are counted from the round that token 0 is in
+  if (a.mode == LookupMode::kRing && capacity) {  // positions count from the round of token 0
     found->start = static_cast<Count>(found->start % static_cast<Count>(capacity));
     capacity += found->start;
     if (capacity > static_cast<Count>(-1)) capacity = static_cast<Count>(-1);
@@ -216,7 +215,7 @@ KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_
   }
 }
 
-// How many positions a row has, for errors.
+// The number of positions of a row, for errors.
 template <class Count>
 KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
   return a.mode == LookupMode::kRing ? row.capacity - row.start : row.capacity;

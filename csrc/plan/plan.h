@@ -49,7 +49,7 @@ struct Scales {
   int64_t block_stride, token_stride, head_stride;
 };
 
-// What a pair moves of a plane.
+// Which tensor of a plane a pair moves: the data, or what is beside it.
 enum class BesideData : uint8_t { kNo, kScales, kZeros };
 
 // A plane from one cache to the other.
@@ -64,7 +64,7 @@ struct PlanePair {
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // computes dst_scales and stores them
   BesideData beside;  // of U8_ZERO and U8_BIAS, where these are copied
-  uint32_t affine;    // 1 + which of the plan's affine pairs says more; 0: none
+  uint32_t affine;    // 1 + index in the plan's affine pairs; 0: none
 };
 
 // The lookups of a plane at both ends.

@@ -12,7 +12,7 @@
 namespace kvx {
 namespace {
 
-// Scales or zero points, alone.
+// Checks scales or zero points by themselves.
 kvx_status_t check_one(const Path &path, const kvx_scale_desc_t *numbers,
                        const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
                        const Path &tensor_path) {
@@ -62,7 +62,7 @@ kvx_status_t check_one(const Path &path, const kvx_scale_desc_t *numbers,
   return check_aligned(path, numbers->data, numbers->dtype);
 }
 
-// How tokens of a destination are found whose units cover all tokens of a block.
+// Checks the lookup of a destination whose units cover all tokens of a block.
 kvx_status_t check_in_order(const Path &scale_path, const Path &path,
                             const kvx_slot_mapping_t *slots, const kvx_block_table_t *table) {
   if (!slots && table && table->format == KVX_BLOCK_TABLE_RING) {
@@ -137,7 +137,7 @@ bool has_affine(const kvx_span_t &span) {
   return false;
 }
 
-// All memory that the source's numbers lie in.
+// Adds all memory of the source's numbers, scales and zero points.
 void add_source(const kvx_span_t &src, Extents *read) {
   for (uint32_t l = 0; l < src.num_layers; ++l) {
     for (const bool is_v : {false, true}) {

@@ -76,8 +76,8 @@ template <class Visit>
   return KVX_STATUS_OK;
 }
 
-// Checks all arrays of a migration. `written`: from the first byte of the destination's tensors to the
-// last.
+// Checks all arrays of a migration. `written`: from the first byte of the destination's tensors to
+// the last.
 kvx_status_t check_arrays_apart(const Path &dst_path, const kvx_migrate_desc_t &migrate,
                                 const Extent &written);
 

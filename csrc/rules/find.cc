@@ -11,7 +11,7 @@ namespace {
 kvx_status_t check_kv(const Path &path, const Path &src, const kvx_find_desc_t &find) {
   const kvx_span_t &span = *find.span;
   KVX_TRY(check_nonzero(src, "num_layers", span.num_layers));
-  // A table of pointers is asked for one layer, any other is that of all layers.
+  // A table of pointers is looked up for one layer; other tables serve all layers.
   const bool is_of_one = is_pointers(span);
   const uint32_t most = is_of_one ? span.num_layers - 1 : 0;
   if (find.layer > most) {

@@ -8,7 +8,7 @@
 namespace kvx {
 namespace {
 
-// The two axes in front of an output's heads, where it has two.
+// The two axes before an output's heads, if it has two.
 struct Output {
   uint32_t rows, max_seq_len;
 };

@@ -12,13 +12,13 @@ namespace {
 
 const Path kLookups{nullptr, "lookups"}, kSrc{&kLookups, "src"}, kDst{&kLookups, "dst"};
 
-// A field that this operation has no use for.
+// Refuses a field that this operation does not use.
 kvx_status_t check_unused(const char *field, const void *given, const char *because) {
   if (!given) return KVX_STATUS_OK;
   return KVX_INVALID("lookups.%s is given, expected NULL: %s (spec E.13)", field, because);
 }
 
-// A table MUST be of the kind that the plan was made with. Its size is not looked at.
+// Checks that a table is of the kind that the plan was made with, before its size is checked.
 kvx_status_t check_kind(const char *end, const kvx_block_table_t *table,
                         const kvx_block_table_t &kept) {
   if (!table || table->size < sizeof *table) return KVX_STATUS_OK;

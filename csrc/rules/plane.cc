@@ -165,7 +165,8 @@ kvx_status_t check_memory_of(const Path &path, const kvx_plane_t &plane) {
   return check_aligned(path, plane.data, plane.dtype);
 }
 
-// Checks scales and zero points like those of a cache with as many blocks, entries of a block, and heads.
+// Checks scales and zero points like those of a cache with as many blocks, entries of a block, and
+// heads.
 kvx_status_t check_scale(const Path &path, const kvx_plane_t &plane) {
   if (!plane.scale && !plane.zero && !is_affine(plane.dtype)) return KVX_STATUS_OK;
   const Path scale{&path, "scale"}, zero{&path, "zero"};

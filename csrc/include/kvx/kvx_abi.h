@@ -95,9 +95,9 @@ typedef enum kvx_block_table_format_t {
   KVX_BLOCK_TABLE_POINTERS = 4,   /* [seq_count, max_blocks_per_seq, planes] addresses, U64: where
                                      a block begins in K of layer 0, V of layer 0, K of layer 1, ...
                                      (K alone without V). Spec: E.12; since 1.5 */
-  KVX_BLOCK_TABLE_RING = 5        /* [seq_count, max_blocks_per_seq] block ids, of which token t is
-                                     in number t / block_size % max_blocks_per_seq: a sequence's
-                                     last tokens alone. Spec: E.16; since 1.5 */
+  KVX_BLOCK_TABLE_RING = 5        /* [seq_count, max_blocks_per_seq] block ids; token t is in entry
+                                     t / block_size % max_blocks_per_seq, so that only a sequence's
+                                     last tokens are kept. Spec: E.16; since 1.5 */
 } kvx_block_table_format_t;
 
 typedef enum kvx_block_table_flags_t {

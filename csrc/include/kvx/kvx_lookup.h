@@ -26,12 +26,12 @@ typedef struct kvx_place_t {
 typedef struct kvx_find_desc_t {
   uint32_t size;
   uint32_t is_v;                  /* 0: K; 1: V. They differ with KV_OFFSETS and POINTERS */
-  const kvx_span_t *span;         /* of one layer or more, or of the plane that is asked for */
+  const kvx_span_t *span;         /* of at least one layer, or of the plane to find */
   const kvx_seq_lens_t *seq_lens; /* tokens to find of each sequence, from its start on */
   uint64_t place_count;           /* the sum of seq_lens over all rows, or entries of the plane */
   kvx_place_t *places;            /* [place_count], filled: the rows one after the other */
   uint32_t plane_plus_1;          /* 0: K or V; p + 1: entries of span->planes[p] */
-  uint32_t layer;                 /* whose K or V a POINTERS table is asked for; otherwise 0 */
+  uint32_t layer;                 /* with a POINTERS table, the layer of K or V; otherwise 0 */
 } kvx_find_desc_t;
 
 /* Finds the tokens that a migration from `span` would read.

@@ -45,8 +45,8 @@ typedef struct kvx_span_t {
   const kvx_scale_desc_t *const *k_scales; /* [num_layers], entries may be NULL; NULL: none */
   const kvx_scale_desc_t *const *v_scales;
   uint64_t null_block_plus_1;             /* as in kvx_gather_options_t */
-  const kvx_scale_desc_t *const *k_zeros; /* zero points of U8_ZERO and U8_BIAS, as k_scales, whose
-                                             granularity they have. Spec: E.14; since 1.5 */
+  const kvx_scale_desc_t *const *k_zeros; /* zero points of U8_ZERO and U8_BIAS, as k_scales and of
+                                             the same granularity. Spec: E.14; since 1.5 */
   const kvx_scale_desc_t *const *v_zeros;
   const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
   uint32_t num_planes;
@@ -62,8 +62,8 @@ typedef kvx_span_t kvx_view_t; /* the name until 1.4 */
  * num_heads, in layers l of both ends. */
 typedef struct kvx_migrate_desc_t {
   uint32_t size;
-  uint32_t flags;       /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES, _REQUANTIZE */
-  uint32_t num_heads;   /* 0: all heads; both ends then hold the same number */
+  uint32_t flags;     /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES, _REQUANTIZE */
+  uint32_t num_heads; /* 0: all heads; both ends then hold the same number */
   uint32_t max_seq_len; /* the most tokens of a sequence that move; 0: all. Where the host cannot
                            read lengths, a device launches work for this many */
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */

@@ -31,9 +31,9 @@ extern "C" {
  * PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
 #define KVX_FLAG_FIND_SCALES (1u << 3)
 
-/* Of a migration into units that cover all tokens of a block (KVX_SCALE_PER_CHANNEL): tokens may
- * move to any place in a block, and those of the block before them are quantized anew with them.
- * Without it they begin at a block's first token. Spec: E.14; since 1.5 */
+/* Migrations into units that cover all tokens of a block (KVX_SCALE_PER_CHANNEL): tokens may begin
+ * anywhere in a block, and the tokens before them in it are quantized anew. Without the flag they
+ * must begin at a block's first token. Spec: E.14; since 1.5 */
 #define KVX_FLAG_REQUANTIZE (1u << 4)
 
 /* ---- Null blocks ---- */

@@ -126,7 +126,7 @@ typedef struct kvx_plan_info_t {
   uint32_t num_launches;        /* kernels on a device; else 0 */
   uint32_t num_threads;         /* on the host, if they are free; else 0 */
   uint32_t is_exact;            /* 1: every plane is copied, or converted exactly */
-  uint64_t num_sequences;       /* rows: sequences, or beams of them; 0: a write knows none */
+  uint64_t num_sequences;       /* rows: sequences, or beams of them; 0 for a write */
   uint64_t num_tokens;          /* the sum of the lengths; rows of the output for a gather
                                    with ZERO_FILL. Or KVX_UNKNOWN */
   uint64_t num_moved;           /* of these: have a source and a destination, or KVX_UNKNOWN */
@@ -134,8 +134,8 @@ typedef struct kvx_plan_info_t {
   uint64_t num_null_dst;        /* of these: no destination; nothing happens. Or KVX_UNKNOWN */
   uint64_t bytes_read;          /* of all planes, or KVX_UNKNOWN */
   uint64_t bytes_written;       /* of all planes, or KVX_UNKNOWN */
-  double copy_bytes_per_second; /* of this machine or, on a device, of it between the memory of
-                                   both ends; 0: not known */
+  double copy_bytes_per_second; /* of this machine or, on a device, of the device between the
+                                   memory of both ends; 0: not known */
   double seconds;               /* an estimate: bytes_written at that speed; 0: not known */
 } kvx_plan_info_t;
 
@@ -146,10 +146,10 @@ typedef struct kvx_plan_info_t {
  * planes: [num_planes], filled; the caller sets the `size` of each. num_planes MUST be that of
  *         info; NULL with num_planes 0: none are described
  *
- * The first call in a process measures this machine's copy speed, for some milliseconds. On a
- * device the first call for each device and direction (within it, from or to pinned host memory)
- * does, on a stream of its own, with 64 MB at both ends. The speed is not known if these cannot be
- * allocated, or with UNIFIED memory. Spec: E.13 */
+ * The first call in a process measures this machine's copy speed, for some milliseconds. For a plan
+ * on a device, the first call for each device and direction (within it, from or to pinned host
+ * memory) measures the device's, on a stream of its own, with 64 MB at both ends. The speed is not
+ * known if these cannot be allocated, or with UNIFIED memory. Spec: E.13 */
 KVX_API kvx_status_t kvx_plan_describe(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
                                        kvx_plan_info_t *info, kvx_plane_info_t *planes,
                                        uint32_t num_planes);
