@@ -1,6 +1,6 @@
 """Copies of blocks by the functions of kvx_blocks.h: contiguous tensors, no conversion. Spec: E.15
 
-What is strided or converts goes by spans: blocks.py.
+blocks.py handles strides and conversions, with spans.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def backend_number(backend: str | None) -> int:
 
 
 def is_contiguous(tensors: Tensors) -> bool:
-    """Whether each of the tensors is."""
+    """Whether each of the tensors is contiguous."""
     pairs = zip(tensors.shape, tensors.stride, row_major(tensors.shape), strict=True)
     return all(extent == 1 or step == usual for extent, step, usual in pairs)
 
@@ -50,7 +50,7 @@ def is_contiguous(tensors: Tensors) -> bool:
 def copy_universal(
     stack: Tensors, whole: Tensors, layout: str, head_start: int, to_universal: bool, stream: Any
 ) -> None:
-    """kvx_universal_from_block or kvx_block_from_universal."""
+    """Calls kvx_universal_from_block or kvx_block_from_universal."""
     nh, nl, no, nt, _ = whole.shape
     held = stack.shape[0 if layout == "HND" else 1]
     sizes = _sizes(stack, whole, (nl, no, nt, held, stack.shape[2]))
@@ -64,7 +64,7 @@ def copy_universal(
 def copy_operational(
     stack: Tensors, whole: Tensors, to_operational: bool, backend: int, stream: Any
 ) -> str:
-    """kvx_operational_copy. Returns the name of the backend that was taken."""
+    """Calls kvx_operational_copy; returns the name of the backend that did the copy."""
     nl, no, *chunk = whole.shape
     sizes = _sizes(stack, whole, (nl, no, *chunk))
     blocks, operationals = _Tables(stack), _Tables(whole)
@@ -187,7 +187,7 @@ def _stream(tensors: Tensors, stream: Any) -> int | None:
 
 
 def _pairs(srcs: Any, dsts: Any) -> tuple[Tensors, Tensors, int] | None:
-    """Both lists, which belong together, and the bytes of each tensor; None for nothing to do."""
+    """Both lists, checked, and the bytes of each tensor; None if there is nothing to do."""
     found = []
     for name, given in (("srcs", srcs), ("dsts", dsts)):
         if not isinstance(given, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Blocks that lie anywhere, as spans: block stacks, operational and universal blocks. Spec: E.15
+"""Blocks at any address, as spans: block stacks, operational and universal blocks. Spec: E.15
 
     stack         nl * no tensors per block: (nt, nh, hd) "NHD" or (nh, nt, hd) "HND"
     operational   one tensor per block: (nl, no, nt * nh * hd)
@@ -117,7 +117,7 @@ class Tensors:
 
     @property
     def least_aligned(self) -> int:
-        """Which tensor has the least aligned address: all are multiples of what it is."""
+        """The index of the tensor with the least aligned address."""
         return int(self.alignment.argmin())
 
     def span(
@@ -292,7 +292,7 @@ def operational_tensors(
 def stack_planes(found: Tensors, planes: int, layout: str) -> list[TensorDesc]:
     """A block of each plane of a stack."""
     order = _layout(layout)
-    # Any block of a plane may describe it, and the least aligned says how all of them are aligned.
+    # Any block of a plane may describe it; the least aligned one gives the alignment of all.
     odd = found.alignment.reshape(-1, planes).argmin(axis=0) * planes + np.arange(planes)
     return [found.desc(int(index), order, range(3)) for index in odd]
 

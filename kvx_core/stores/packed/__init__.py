@@ -1,7 +1,7 @@
-"""A cache that only appends: one layer's keys and values as (batch, seq, dim), and what uses it.
+"""A cache that only appends: one layer's keys and values as (batch, seq, dim).
 
-cache.py holds the tokens, attention.py is what a transformer block does with them, heads.py and
-masks.py are its parts, view.py describes caches as an end of a migration. All of it needs torch.
+cache.py holds the tokens, attention.py attends to them in a transformer block with heads.py and
+masks.py, view.py describes caches as an end of a migration. All of it needs torch.
 """
 
 from kvx_core.append_op import kvcache_append

@@ -1,4 +1,4 @@
-"""Attention of a transformer block: over its cache and the new tokens, or over what it is given."""
+"""Attention of a transformer block: over its cache and the new tokens, or over given tokens."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _GROWTH_OF_DEVICES = 2
 
 
 class Held(NamedTuple):
-    """What a cache holds. It is replaced, never changed."""
+    """The tensors of a cache. The object is replaced, never changed."""
 
     keys: Tensor  # (batch, capacity, dim); from seq_len on there is room
     values: Tensor
@@ -109,7 +109,7 @@ class PackedKVCache:
     def packed_values(self) -> Tensor | None:
         """The values, (batch, seq, dim), as a view of the cache; None if it holds nothing.
 
-        What packed_keys says of the keys holds for them.
+        The same holds for them as for the keys of packed_keys.
         """
         held = self._held
         return None if held is None else held.values[:, : held.seq_len]

@@ -1,6 +1,6 @@
-"""Which keys a query sees, and how far away they are, where queries are the last of the tokens.
+"""Masks and distances of queries, which are the last of the tokens, and keys.
 
-Of q_len queries and kv_len keys, query i stands at position kv_len - q_len + i.
+With q_len queries and kv_len keys, query i is at position kv_len - q_len + i.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 
 
 def alibi_mask(slopes: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """What is added to the scores: minus slope * distance; minus infinity for later keys.
+    """The bias added to the scores: minus slope * distance; minus infinity for later keys.
 
     slopes: (num_heads,), float32
     Returns (num_heads, q_len, kv_len), of the dtype and on the device of slopes.
