@@ -39,7 +39,7 @@ def reordered(
     If only some dims of a head rotate, each layer gets a second layer, behind all others: the other
     dims of its K, without V. The views keep these descriptions for the next call.
     find_scales: whether the migration finds the scales of `dst`
-    Copies nothing. Raises FactsMismatchError if strides cannot say it.
+    Copies nothing. Raises FactsMismatchError if strides cannot describe it.
     """
     head_dims = ([layer.head_dim for layer in end.view.layers] for end in (src, dst))
     if next(head_dims) != next(head_dims):
