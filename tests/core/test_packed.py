@@ -528,6 +528,20 @@ def test_gradients_flow_through_the_cache() -> None:
     assert cache.capacity > cache.seq_len
 
 
+def test_what_backward_needs_is_not_overwritten() -> None:
+    """Not even where truncate has made room in it."""
+    keys, values = (half.requires_grad_() for half in some(4))
+    cache = PackedKVCache()
+    cache.append_packed(keys, values)
+    loss = (known(cache.packed_keys()) * known(cache.packed_values())).sum()
+    cache.truncate(2)
+    with torch.no_grad():
+        cache.append_packed(*some(2, 1))
+    loss.backward()
+    assert torch.equal(known(keys.grad), values)
+    assert torch.equal(known(values.grad), keys)
+
+
 # ---- threads ----
 
 
