@@ -85,6 +85,12 @@ SAMPLES: dict[str, Any] = {
         ),
         {"zero_fill": True},
     ),
+    "append": lambda: ("kvcache_append", (tokens(5), tokens(2, 1)), {"axis": 0}),
+    "append with gradients": lambda: (
+        "kvcache_append",
+        tuple(torch.randn(2, n, 3, requires_grad=True) for n in (4, 1)),
+        {},
+    ),
     "migrate": lambda: (
         "migrate_kv",
         (
