@@ -19,11 +19,12 @@ _MOST_ALIGNED = 16  # bytes: spec E.12
 
 
 def narrowed(
-    view: CacheView, table: BlockTable | None, chosen: Sequence[tuple[int, str]]
+    view: CacheView, table: BlockTable | None, chosen: Sequence[tuple[int, str]], **fields: Any
 ) -> tuple[CacheView, BlockTable | None]:
     """K, V or both of some layers of a view, without scales and planes, and their table.
 
     chosen: index of a layer, and which of its tensors: "k", "v" or "kv"; V alone becomes K
+    fields: of the new view: its scales, zero points and planes, if it has any
     The table is the given one; of POINTERS with an address per plane, a copy with those of these
     tensors.
     """
@@ -48,7 +49,7 @@ def narrowed(
     if pointers and table is not None:
         table = _of_planes(table, kept)
     none: dict[str, Any] = dict.fromkeys(("k_scales", "v_scales", "k_zeros", "v_zeros"))
-    return replace(view, layers=tuple(layers), planes=(), **none), table
+    return replace(view, layers=tuple(layers), **(none | {"planes": ()} | fields)), table
 
 
 def _of_planes(table: BlockTable, planes: Sequence[int]) -> BlockTable:

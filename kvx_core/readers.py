@@ -188,20 +188,18 @@ class _HalfReader(Reader):
         cache, table = self.cache, self.end.table
         scale, zero = (self.scale if scaled else None,), (self.zero,)
         beside = self.kv == "v" and table is not None and _is_offsets(table)
-        view, table = narrowed(
-            self.end.span.view, table, [(self.layer, "kv" if beside else self.kv)]
-        )
+        fields: dict[str, Any] = {"k_scales": scale, "k_zeros": zero}
+        target = CacheDesc.from_kv(_dense(out, dtype))
         if beside:  # such a table finds V only beside K
             k_dtype = _by_number(cache.k.dtype)
             k_out = np.zeros((*out.shape[:2], cache.head_dim), f"u{k_dtype.itemsize}")
             target = CacheDesc.from_kv(_dense(k_out, k_dtype), _dense(out, dtype))
-            view = replace(view, v_scales=scale, v_zeros=zero)
+            fields = {"v_scales": scale, "v_zeros": zero}
             if cache.k.dtype.format.affine:
                 k = self.end.reader(self.layer, "k")
-                view = replace(view, k_scales=(k.scale,), k_zeros=(k.zero,))
-        else:
-            target = CacheDesc.from_kv(_dense(out, dtype))
-            view = replace(view, k_scales=scale, k_zeros=zero)
+                fields |= {"k_scales": (k.scale,), "k_zeros": (k.zero,)}
+        chosen = [(self.layer, "kv" if beside else self.kv)]
+        view, table = narrowed(self.end.span.view, table, chosen, **fields)
         span = replace(self.end.span, view=view, block_table=table)
         begins, lens = self.cut(lo, lo + len(out))
         if span.slots is None:

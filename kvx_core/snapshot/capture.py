@@ -87,18 +87,19 @@ def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, 
             yield scale_name(name_of(plane)), DType.F32, scale_shape(scale, num_tokens)
 
 
-def head_dims(section: Section) -> dict[str, int]:
-    """The head_dim of K and V of its layers, by their names in a snapshot; 0 where there is none.
+def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:
+    """The head_dim of K and V of these layers, by their names in a snapshot; 0 if there is none.
 
     Of a layer that has planes alone there is neither.
     """
-    dims: dict[str, int] = {}
+    wanted = set(layers)
+    dims = {f"layers.{layer}.{kind}": 0 for layer in layers for kind in ("k", "v")}
     for layer, cache in zip(section.layers, section.view.layers, strict=False):
-        dims |= {f"layers.{layer}.k": cache.head_dim, f"layers.{layer}.v": cache.v_head_dim}
-    if not section.view.layers:
-        dims = {f"layers.{layer}.{kind}": 0 for layer in section.layers for kind in ("k", "v")}
-        of_planes = {name_of(p): p for p in section.view.planes if is_kv(p)}
-        dims |= {n: p.extent(Axis.DIM) * p.dtype.numbers for n, p in of_planes.items()}
+        if layer in wanted:
+            dims |= {f"layers.{layer}.k": cache.head_dim, f"layers.{layer}.v": cache.v_head_dim}
+    for plane in section.view.planes:
+        if is_kv(plane) and plane.layer in wanted:
+            dims[name_of(plane)] = plane.extent(Axis.DIM) * plane.dtype.numbers
     return dims
 
 

@@ -121,8 +121,8 @@ class Section:
                 for name in ("k_scales", "v_scales", "k_zeros", "v_zeros")
                 for given in (getattr(view, name),)
             }
-            view, table = narrowed(view, table, [(i, "kv") for i in at])
-            view = replace(view, planes=planes, **beside)
+            chosen = [(i, "kv") for i in at]
+            view, table = narrowed(view, table, chosen, planes=planes, **beside)
         return replace(self, layers=tuple(layers), view=view, block_table=table)
 
     def has_null(self, start: int, stop: int) -> bool:

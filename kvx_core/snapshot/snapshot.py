@@ -313,7 +313,7 @@ class Snapshot:
                 first_kv_head=facts.first_kv_head,
             )
             reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
-            reasons += self._unlike(section.of(shared))
+            reasons += self._unlike(section, shared)
             reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
         return [reason[:_MAX_REASON] for reason in reasons]
 
@@ -420,10 +420,10 @@ class Snapshot:
         """The planes of a view of which the snapshot has an entry."""
         return [plane for plane in view.planes if name_of(plane) in self.tensors]
 
-    def _unlike(self, section: Section) -> list[str]:
-        """Why keys and values of its layers do not fit into the section."""
+    def _unlike(self, section: Section, layers: Sequence[int]) -> list[str]:
+        """Why keys and values of these layers do not fit into the section."""
         reasons = []
-        for name, head_dim in head_dims(section).items():
+        for name, head_dim in head_dims(section, layers).items():
             tensor = self.tensors.get(name)
             stored = 0 if tensor is None else tensor.shape[2] * tensor.dtype.numbers
             if stored != head_dim:

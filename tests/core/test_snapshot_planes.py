@@ -362,6 +362,15 @@ def test_packed_formats_keep_their_bytes(name: str, size: int, seed: int, tmp_pa
     assert text["formats"] == {"layers.3.k": name}
 
 
+def test_files_without_planes_are_as_they_were(tmp_path: Path) -> None:
+    """Nothing that versions before planes do not know: they refuse unknown fields."""
+    plain = CacheView((Engine(16, 3, 1).cache(),), FACTS)
+    reopened(Snapshot.capture(range(9), [section(plain, [2])]), tmp_path / "file")
+    text = json.loads(json.loads(header_of(tmp_path / "file"))["__metadata__"]["header"])
+    assert text.keys() == {"header", "checksums"}
+    assert text["header"]["parts"][0].keys() == {"layers", "facts", "encoding", "precision"}
+
+
 def header_of(path: Path) -> bytes:
     data = path.read_bytes()
     return data[8 : 8 + int.from_bytes(data[:8], "little")]
