@@ -497,8 +497,8 @@ struct Oracle {
     }
     for (const Block *block : pointed[1]) {
       if (!pointed[0].count(block)) continue;
-      // Of some heads a block may interleave with itself.
-      c.migrate.num_heads ? allow() : refuse("a block that is read is written");
+      // Of some heads a block may interleave with itself. A device does not look.
+      c.migrate.num_heads && !on_device() ? allow() : refuse("a block that is read is written");
     }
     if (by_planes || c.src.span.num_planes) planes(rows, beams, zero_fill);
     // What is within a pool, and what is not.
