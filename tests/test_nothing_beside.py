@@ -22,7 +22,6 @@ from kvx_core import (
     Plane,
     SeqLens,
     SlotMapping,
-    UnsupportedError,
     _abi,
     describe,
     migrate,
@@ -138,13 +137,14 @@ def test_pointer_tables_keep_their_blocks() -> None:
     assert block() is None
 
 
-def test_a_snapshot_takes_no_pointer_table() -> None:
-    """A NULL is null in one plane only, which a snapshot cannot say."""
+def test_a_snapshot_takes_no_tokens_that_one_layer_lacks() -> None:
+    """A NULL of a table of pointers is null in one plane only."""
     pools = [torch.zeros(4, 4, 2, 8) for _ in range(2)]
     facts = CacheFacts(first_kv_head=0, total_kv_heads=2)
     view = CacheView(tuple(nhd(pool[:1]) for pool in pools), facts)
-    with pytest.raises(UnsupportedError, match=r"section\.block_table is POINTERS"):
-        Snapshot.capture(range(4), [Section((0, 1), view, pointers(pools, [[0]]))])
+    table = BlockTable.pointers([[[pools[0][2], None]]])
+    assert Snapshot.capture(range(4), [Section((0, 1), view, pointers(pools, [[2]]))]) is not None
+    assert Snapshot.capture(range(4), [Section((0, 1), view, table)]) is None
 
 
 def test_v_is_not_found_among_keys() -> None:

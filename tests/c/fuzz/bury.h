@@ -28,7 +28,8 @@ inline std::vector<Array> arrays_of(Case *c) {
   };
   const auto add_table = [&](kvx_block_table_t *table) {
     add(&table->indices, table->index_dtype, table->indices_count);
-    add(&table->indptr, table->indptr_dtype, table->indptr_count);
+    if (table->format == KVX_BLOCK_TABLE_RAGGED)
+      add(&table->indptr, table->indptr_dtype, table->indptr_count);
   };
   if (c->op == kWrite) add(&c->dst.slots.slots, c->dst.slots.dtype, c->dst.slots.token_count);
   if (c->op == kGather) add_table(&c->src.table);

@@ -30,6 +30,7 @@ struct End {
   kvx_slot_mapping_t slots{};
   kvx_seq_lens_t starts{};
   std::vector<kvx_scale_desc_t> scales[2];  // K, V: per layer, or empty
+  std::vector<kvx_scale_desc_t> zeros[2];   // zero points, as scales
   std::vector<PlaneCase> planes;
   std::vector<std::vector<uint8_t *>> blocks;  // POINTERS: of K and V of each layer, by id
   kvx_span_t span{};                           // its pointers say only whether they are given
@@ -86,6 +87,10 @@ struct Placed {
     if (v.starts) v.starts = put(end.starts);
     if (v.k_scales) v.k_scales = list(end.scales[0], end.scales[0].size());
     if (v.v_scales) v.v_scales = list(end.scales[1], end.scales[1].size());
+    if (v.size >= sizeof v) {
+      if (v.k_zeros) v.k_zeros = list(end.zeros[0], end.zeros[0].size());
+      if (v.v_zeros) v.v_zeros = list(end.zeros[1], end.zeros[1].size());
+    }
     if (v.planes && v.size >= sizeof v) {
       std::vector<kvx_plane_t> planes;
       for (const PlaneCase &plane : end.planes) {

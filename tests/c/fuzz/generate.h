@@ -225,6 +225,19 @@ class Generator {
   void make_stacks(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
     Geometry one = of;
     one.blocks = 1;
+    if (!of.no_v && of.power_of_two() && random.one_in(2)) {  // each of all planes, as a pool's is
+      make_pool(one, types, num_layers, end);
+      auto *const first = static_cast<uint8_t *>(end->layers[0].k.data);
+      const auto bytes = static_cast<int64_t>(memory.find(first)->size);
+      end->blocks.push_back({first});
+      while (end->blocks[0].size() < of.blocks) end->blocks[0].push_back(allocate(bytes));
+      end->table.flags = KVX_BLOCK_TABLE_FLAG_WHOLE;
+      end->table.indptr = first;
+      end->from_pool = false;
+      end->span.secondary_num_blocks = 0;
+      for (kvx_cache_desc_t &cache : end->layers) cache.pool = {};
+      return;
+    }
     make_layers(one, types, num_layers, end);
     for (const kvx_cache_desc_t &cache : end->layers) {
       for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v}) {
@@ -292,6 +305,37 @@ class Generator {
           scale.data = nullptr;
         }
         end->scales[kv].push_back(scale);
+      }
+    }
+  }
+
+  // Scales or zero points of numbers that have both, of any value.
+  kvx_scale_desc_t make_affine(const Geometry &of, int64_t groups, kvx_dtype_t dtype) {
+    kvx_scale_desc_t made{};
+    made.size = sizeof made;
+    made.dtype = random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16});
+    if (dtype == KVX_DTYPE_U8_ZERO) made.dtype = KVX_DTYPE_F32;
+    made.granularity = groups ? KVX_SCALE_PER_GROUP : KVX_SCALE_PER_TOKEN_HEAD;
+    made.ndim = groups ? 4 : 3;
+    const int64_t shape[] = {of.blocks, of.block_size, of.heads, groups};
+    std::copy(shape, shape + made.ndim, made.shape);
+    random_strides(made.ndim, made.shape, made.stride);
+    made.data = allocate(span_of(made.ndim, made.shape, made.stride) * size_of(made.dtype));
+    return made;
+  }
+
+  void make_affine(const Geometry &of, End *end) {
+    for (int kv = 0; kv < 2; ++kv) {
+      const kvx_tensor_desc_t &first = kv ? end->layers[0].v : end->layers[0].k;
+      if (is_absent(first) || !is_affine(first.dtype)) continue;
+      int64_t groups = random.one_in(2) ? 0 : 1 + below(of.dim[kv]);
+      while (groups && of.dim[kv] % groups) --groups;
+      for (const kvx_cache_desc_t &cache : end->layers) {
+        const bool absent = is_absent(kv ? cache.v : cache.k);
+        for (auto *list : {&end->scales[kv], &end->zeros[kv]})
+          list->push_back(absent ? kvx_scale_desc_t{} : make_affine(of, groups, first.dtype));
+        for (auto *list : {&end->scales[kv], &end->zeros[kv]})
+          list->back().size = sizeof(kvx_scale_desc_t);
       }
     }
   }
@@ -369,7 +413,8 @@ class Generator {
       table.format = KVX_BLOCK_TABLE_POINTERS;
       table.beam_width = random.below(2);
     } else {
-      table.format = random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED});
+      table.format =
+          random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED, KVX_BLOCK_TABLE_RING});
       table.beam_width = random.below(2);
     }
     if (random.one_in(3)) end->span.null_block_plus_1 = KVX_NULL_BLOCK(random.below(of.blocks));
@@ -405,6 +450,8 @@ class Generator {
         columns = std::max(columns, (need + of.block_size - 1) / of.block_size);
       }
       columns += below(2);
+      const bool ring = table.format == KVX_BLOCK_TABLE_RING;
+      if (ring && random.one_in(2)) columns -= below(columns);  // so that it goes round
       table.max_blocks_per_seq = static_cast<uint32_t>(columns);
       const bool offsets = table.format == KVX_BLOCK_TABLE_KV_OFFSETS;
       const int64_t sub_blocks = static_cast<int64_t>(end->layers.size()) * (of.has_v ? 2 : 1);
@@ -418,7 +465,7 @@ class Generator {
       for (const int64_t need : needs) {
         std::vector<int64_t> row;
         for (int64_t i = 0; i < columns; ++i)
-          row.push_back(i * of.block_size < need ? block() : 998);
+          row.push_back(ring || i * of.block_size < need ? block() : 998);
         if (!offsets && !pointers) indices.insert(indices.end(), row.begin(), row.end());
         for (const int64_t id : row) {
           for (size_t plane = 0; pointers && plane < end->blocks.size(); ++plane) {
@@ -549,7 +596,14 @@ class Generator {
     const bool other_pool = other.power_of_two() && random.one_in(4);
     if (!pool && !other_pool && random.one_in(6)) g.no_v = other.no_v = random.below(8);
     const uint32_t layers = 1 + random.below(3);
-    const bool stacks[2] = {!pool && random.one_in(5), !other_pool && random.one_in(5)};
+    const bool affine =
+        !device && !opaque && !in_units && !pool && !other_pool && !g.no_v && random.one_in(5);
+    const auto make_dtypes_affine = [&](Dtypes *made) {
+      for (kvx_dtype_t &dtype : *made) dtype = random.pick({KVX_DTYPE_U8_ZERO, KVX_DTYPE_U8_BIAS});
+    };
+    if (affine && (same_pool || random.one_in(2))) make_dtypes_affine(&dtypes);
+    const bool stacks[2] = {!pool && !affine && random.one_in(5),
+                            !other_pool && !affine && random.one_in(5)};
     if (stacks[0]) {
       make_stacks(g, dtypes, layers, &c.src);
     } else {
@@ -560,6 +614,7 @@ class Generator {
     } else {
       Dtypes types;
       random_dtypes(types);
+      if (affine && random.one_in(2)) make_dtypes_affine(&types);
       if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
       if (stacks[1]) {
         make_stacks(other, types, layers, &c.dst);
@@ -633,6 +688,9 @@ class Generator {
         give(&span.starts);
       }
       make_scales(*geometry[e], &end);
+      make_affine(*geometry[e], &end);
+      if (!end.zeros[0].empty()) give(&span.k_zeros);
+      if (!end.zeros[1].empty()) give(&span.v_zeros);
       if (!end.scales[0].empty()) give(&span.k_scales);
       if (!end.scales[1].empty()) give(&span.v_scales);
     }
@@ -737,7 +795,7 @@ class Generator {
       own = End{};
       make_table(in_tokens, static_cast<uint32_t>(needs.size()), 1, needs, low, high, hostile,
                  &own);
-    } while (tokens > 1 && own.table.format != KVX_BLOCK_TABLE_PACKED);
+    } while (tokens > 1 && own.table.format == KVX_BLOCK_TABLE_RAGGED);
     plane->table = own.table;
     give(&plane->desc.block_table);
   }
@@ -813,7 +871,10 @@ class Generator {
     for (End *end : {&c.src, &c.dst}) {
       end->span.num_planes = count;
       give(&end->span.planes);
-      if (alone) end->span.num_layers = 0, end->span.k_scales = end->span.v_scales = nullptr;
+      if (!alone) continue;
+      end->span.num_layers = 0;
+      end->span.k_scales = end->span.v_scales = nullptr;
+      end->span.k_zeros = end->span.v_zeros = nullptr;
     }
   }
 

@@ -118,6 +118,11 @@ inline bool is_fp8(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2 || dtype == KVX_DTYPE_F8_E4M3FNUZ;
 }
 
+// Bytes with a scale and a zero point for each group of them. Spec: E.14
+inline bool is_affine(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_U8_ZERO || dtype == KVX_DTYPE_U8_BIAS;
+}
+
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
 
 inline int64_t read_int(const void *data, kvx_dtype_t dtype, uint64_t i) {

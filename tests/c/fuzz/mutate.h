@@ -126,6 +126,8 @@ struct Fields {
     add(Field::kExtent, name + ".null_block_plus_1", &v.null_block_plus_1);
     add(Field::kPointer, name + ".k_scales", &v.k_scales);
     add(Field::kPointer, name + ".v_scales", &v.v_scales);
+    add(Field::kPointer, name + ".k_zeros", &v.k_zeros);
+    add(Field::kPointer, name + ".v_zeros", &v.v_zeros);
     add(Field::kCount, name + ".num_planes", &v.num_planes);
     add(Field::kPointer, name + ".planes", &v.planes);
     add(Field::kCount, name + ".reserved_1", &v.reserved_1);
@@ -148,6 +150,8 @@ inline Fields fields_of(Case *c) {
     for (int kv = 0; kv < 2; ++kv) {
       for (kvx_scale_desc_t &scale : end->scales[kv])
         f.scale(name + (kv ? ".v_scale" : ".k_scale"), &scale);
+      for (kvx_scale_desc_t &zero : end->zeros[kv])
+        f.scale(name + (kv ? ".v_zero" : ".k_zero"), &zero);
     }
   }
   if (c->op == kWrite || c->op == kGather) {
@@ -294,8 +298,14 @@ inline bool pointers_fit(Memory &memory, const End &end) {
   for (uint32_t i = 0; i < table.indices_count; ++i) {
     const int64_t block = read_int(table.indices, KVX_DTYPE_U64, i);
     if (block <= 0) continue;
-    const kvx_tensor_desc_t &plane = planes[i % planes.size()];
-    if (!tensor_fits(memory, plane, reinterpret_cast<const uint8_t *>(block))) return false;
+    const auto *const at = reinterpret_cast<const uint8_t *>(block);
+    const bool whole = table.flags & KVX_BLOCK_TABLE_FLAG_WHOLE;
+    for (size_t p = 0; p < planes.size(); ++p) {
+      if (!whole && p != i % planes.size()) continue;
+      const auto apart =
+          static_cast<const uint8_t *>(planes[p].data) - static_cast<const uint8_t *>(table.indptr);
+      if (!tensor_fits(memory, planes[p], whole ? at + apart : at)) return false;
+    }
   }
   return true;
 }
@@ -315,9 +325,11 @@ inline bool scales_fit(Memory &memory, const End &end) {
     std::copy(scale.stride, scale.stride + KVX_MAX_TENSOR_DIMS, tensor.stride);
     return tensor_fits(memory, tensor, static_cast<const uint8_t *>(scale.data));
   };
-  for (const auto &scales : end.scales)
-    for (const kvx_scale_desc_t &scale : scales)
-      if (!fits(scale)) return false;
+  for (const int kv : {0, 1}) {
+    for (const auto *list : {&end.scales[kv], &end.zeros[kv]})
+      for (const kvx_scale_desc_t &scale : *list)
+        if (!fits(scale)) return false;
+  }
   for (const PlaneCase &plane : end.planes)
     if (plane.desc.scale && !fits(plane.scale)) return false;
   return true;

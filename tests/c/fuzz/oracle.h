@@ -53,7 +53,9 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
   const int64_t null_block = null_block_of(end.span);
   int64_t id;
   if (t.format == KVX_BLOCK_TABLE_POINTERS) {
+    const bool whole = t.flags & KVX_BLOCK_TABLE_FLAG_WHOLE;
     const uint64_t planes = t.indices_count / t.seq_count / t.max_blocks_per_seq;
+    if (whole) plane = 0;
     const Wide entry = row * Wide{t.max_blocks_per_seq} + token / block_size;
     id = read_int(t.indices, t.index_dtype, static_cast<uint64_t>(entry * planes + plane));
     if (id == 0) return true;
@@ -64,14 +66,20 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
         bits |= reinterpret_cast<uintptr_t>(data);
     place->block = 0;
     place->at = reinterpret_cast<uint8_t *>(id);
+    if (whole) {
+      place->at += static_cast<const uint8_t *>((kv ? cache.v : cache.k).data) -
+                   static_cast<const uint8_t *>(t.indptr);
+    }
     return id > 0 && (id & ((bits & -bits) - 1)) == 0;
   }
   if (t.format == KVX_BLOCK_TABLE_RAGGED) {
     id = read_int(t.indices, t.index_dtype,
                   static_cast<uint64_t>(read_int(t.indptr, t.indptr_dtype, row) + token));
-  } else if (t.format == KVX_BLOCK_TABLE_PACKED) {
+  } else if (t.format == KVX_BLOCK_TABLE_PACKED || t.format == KVX_BLOCK_TABLE_RING) {
+    Wide column = token / block_size;
+    if (t.format == KVX_BLOCK_TABLE_RING) column %= t.max_blocks_per_seq;
     id = read_int(t.indices, t.index_dtype,
-                  static_cast<uint64_t>(row * Wide{t.max_blocks_per_seq} + token / block_size));
+                  static_cast<uint64_t>(row * Wide{t.max_blocks_per_seq} + column));
   } else {
     const uint64_t at =
         static_cast<uint64_t>((row * Wide{2} + kv) * t.max_blocks_per_seq + token / block_size);
@@ -201,7 +209,7 @@ struct Oracle {
 
   // The scale of an element must be usable.
   void use_scale(const End &end, int kv, size_t layer, const Place &place, int64_t head) {
-    if (!scaled(end, kv, layer) || place.block < 0) return;
+    if (!scaled(end, kv, layer) || place.block < 0 || is_affine(dtype_of(end, kv, layer))) return;
     use_scale(end.scales[kv][layer], place, head);
   }
   void use_scale(const kvx_scale_desc_t &s, const Place &place, int64_t head) {
@@ -227,6 +235,41 @@ struct Oracle {
     if (!(value > 0 && std::isfinite(value))) scales_good = false;
   }
 
+  static kvx_dtype_t dtype_of(const End &end, int kv, size_t layer) {
+    return (kv ? end.layers[layer].v : end.layers[layer].k).dtype;
+  }
+
+  // Whether bytes with scales and zero points are copied as they are. Spec: E.14
+  bool copies_affine(int kv, size_t l) const {
+    const kvx_scale_desc_t &a = c.src.scales[kv][l], &b = c.dst.scales[kv][l];
+    const auto groups = [](const kvx_scale_desc_t &s) { return s.ndim == 4 ? s.shape[3] : 1; };
+    return dtype_of(c.src, kv, l) == dtype_of(c.dst, kv, l) && groups(a) == groups(b) &&
+           a.dtype == b.dtype && c.src.zeros[kv][l].dtype == c.dst.zeros[kv][l].dtype;
+  }
+
+  static uint8_t *group_at(const kvx_scale_desc_t &s, const Place &place, int64_t head, int64_t g) {
+    const int64_t at = place.block * s.stride[0] + place.offset * s.stride[1] + head * s.stride[2] +
+                       (s.ndim == 4 ? g * s.stride[3] : 0);
+    return const_cast<uint8_t *>(static_cast<const uint8_t *>(s.data)) + at * size_of(s.dtype);
+  }
+
+  // The scales and zero points of a token and head, which a migration stores.
+  void mark_affine(int kv, size_t l, const Place (&place)[2], int64_t src_head, int64_t dst_head,
+                   const uint8_t *any_source) {
+    const bool copies = is_affine(dtype_of(c.src, kv, l)) && copies_affine(kv, l);
+    for (const bool zero : {false, true}) {
+      const kvx_scale_desc_t &to = zero ? c.dst.zeros[kv][l] : c.dst.scales[kv][l];
+      const int64_t groups = to.ndim == 4 ? to.shape[3] : 1;
+      for (int64_t g = 0; g < groups; ++g) {
+        const uint8_t *src = any_source;
+        if (src && copies)
+          src = group_at((zero ? c.src.zeros : c.src.scales)[kv][l], place[0], src_head, g);
+        mark(group_at(to, place[1], dst_head, g), size_of(to.dtype), src, copies);
+        if (!copies) written -= static_cast<uint64_t>(size_of(to.dtype));
+      }
+    }
+  }
+
   bool scaled(const End &end, int kv, size_t layer) const {
     if (c.op == kMigrate && !(kv ? end.span.v_scales : end.span.k_scales)) return false;
     return !end.scales[kv].empty() && end.scales[kv][layer].data;
@@ -234,8 +277,9 @@ struct Oracle {
 
   // Every scale, used or not.
   void look_at_scales(const End &end) {
-    for (const auto &scales : end.scales)
-      for (const kvx_scale_desc_t &s : scales) look_at_scale(s);
+    for (const int kv : {0, 1})
+      for (size_t l = 0; l < end.scales[kv].size(); ++l)
+        if (!is_affine(dtype_of(end, kv, l))) look_at_scale(end.scales[kv][l]);
     for (const PlaneCase &plane : end.planes)
       if (plane.desc.scale) look_at_scale(plane.scale);
   }
@@ -256,6 +300,13 @@ struct Oracle {
     if (t.format != KVX_BLOCK_TABLE_RAGGED) return Wide{t.max_blocks_per_seq} * cache.block_size;
     return Wide{read_int(t.indptr, t.indptr_dtype, row + 1)} -
            read_int(t.indptr, t.indptr_dtype, row);
+  }
+
+  // Kernels count in 32 bits.
+  bool on_device() const {
+    const End &end = c.dst;
+    return (end.layers.empty() ? end.planes[0].desc.memory : end.layers[0].k.memory) ==
+           KVX_MEMORY_DEVICE;
   }
 
   bool exact(const End &end) const {
@@ -362,8 +413,10 @@ struct Oracle {
         if (end->span.slots || !c.src.span.num_layers) continue;
         const int64_t start =
             end->span.starts ? read_int(end->starts.lengths, end->starts.dtype, row) : 0;
-        const Wide beyond =
-            Wide{start} + length - held(*end, end->layers[0], end->span.block_table, row);
+        const bool ring = end->span.block_table && end->table.format == KVX_BLOCK_TABLE_RING;
+        const Wide most = held(*end, end->layers[0], end->span.block_table, row);
+        const Wide beyond = (ring ? 0 : Wide{start}) + length - most;
+        if (ring && on_device() && start > UINT32_MAX) allow();
         if (end->span.block_table && exact(*end) && beyond != 0) refuse("an inexact row");
         if (start < 0 || beyond > 0)
           length == 0 && start >= 0 ? allow() : refuse("a start or a length");
@@ -377,7 +430,8 @@ struct Oracle {
     std::set<std::tuple<int, bool, int64_t>> used[2], touched[2];
     std::set<const Block *> pointed[2];  // buffers of blocks that lie anywhere, and of others
     uint64_t flat = 0;
-    for (uint64_t row = 0; !bad_index && row < rows; ++row) {
+    const uint64_t rows_of_layers = c.src.span.num_layers ? rows : 0;
+    for (uint64_t row = 0; !bad_index && row < rows_of_layers; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
       for (int64_t t = 0; !bad_index && t < length; ++t, ++flat) {
         size_t plane = 0;
@@ -406,8 +460,10 @@ struct Oracle {
             if (place[1].block < 0 || (place[0].block < 0 && !zero_fill)) continue;
             const kvx_tensor_desc_t &from = kv ? caches[0]->v : caches[0]->k,
                                     &to = kv ? caches[1]->v : caches[1]->k;
-            const bool same =
-                from.dtype == to.dtype && !scaled(c.src, kv, l) && !scaled(c.dst, kv, l);
+            const bool both_affine = is_affine(from.dtype) && is_affine(to.dtype);
+            const bool same = both_affine ? copies_affine(kv, l)
+                                          : from.dtype == to.dtype && !scaled(c.src, kv, l) &&
+                                                !scaled(c.dst, kv, l);
             const int64_t heads =
                 c.migrate.num_heads ? c.migrate.num_heads : caches[0]->num_kv_heads;
             for (int64_t h = 0; h < heads; ++h) {
@@ -416,6 +472,12 @@ struct Oracle {
               if (place[0].block >= 0) {
                 use_scale(c.src, kv, l, place[0], src_head);
                 use_scale(c.dst, kv, l, place[1], dst_head);
+              }
+              if (is_affine(to.dtype)) {
+                const uint8_t *const any = place[0].block < 0
+                                               ? nullptr
+                                               : element_of(*caches[0], kv, place[0], src_head, 0);
+                mark_affine(kv, l, place, src_head, dst_head, any);
               }
               for (int64_t d = 0; d < dim_of(to); ++d) {
                 const int64_t at = counterpart(d, to.dtype, from.dtype);
@@ -435,8 +497,8 @@ struct Oracle {
     }
     for (const Block *block : pointed[1]) {
       if (!pointed[0].count(block)) continue;
-      // Of some heads a block may interleave with itself.
-      c.migrate.num_heads ? allow() : refuse("a block that is read is written");
+      // Of some heads a block may interleave with itself. A device does not look.
+      c.migrate.num_heads && !on_device() ? allow() : refuse("a block that is read is written");
     }
     if (by_planes || c.src.span.num_planes) planes(rows, beams, zero_fill);
     // What is within a pool, and what is not.
@@ -499,7 +561,10 @@ struct Oracle {
         const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
         const bool wrong = start < 0 || (tokens > 1 && start % tokens != 0);
         const Wide at = tokens > 1 ? start / tokens : start;
-        const Wide beyond = at + entries_of(length) - fuzz::held(finders[e], both[e]->desc, row);
+        const bool ring = finders[e].table && finders[e].table->format == KVX_BLOCK_TABLE_RING;
+        if (ring && on_device() && start > UINT32_MAX) allow();
+        const Wide beyond =
+            (ring ? 0 : at) + entries_of(length) - fuzz::held(finders[e], both[e]->desc, row);
         const bool exact = finders[e].table && tokens == 1 &&
                            finders[e].table->format == KVX_BLOCK_TABLE_RAGGED &&
                            (finders[e].table->flags & KVX_BLOCK_TABLE_FLAG_EXACT);
@@ -570,6 +635,13 @@ struct Oracle {
     if (!c.mutated) look_at_scales(c.src), look_at_scales(c.dst);
     inside = array_meets_destination(c);
     if (inside) return refuse("an array inside the destination");
+    if (c.op == kMigrate && c.dst.span.block_table &&
+        (c.dst.table.flags & KVX_BLOCK_TABLE_FLAG_WHOLE)) {
+      // Between planes of a block that tokens may move to. Spec: E.15
+      const Block *const block = c.memory.find(c.dst.table.indptr);
+      for (const Array &array : arrays_of(&c))
+        if (block && c.memory.find(*array.pointer) == block) allow();
+    }
     if (c.op == kWrite) write();
     if (c.op == kGather) gather();
     if (c.op == kMigrate) migrate();

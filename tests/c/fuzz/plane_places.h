@@ -90,9 +90,11 @@ inline bool find_entry(const Finder &finder, const kvx_plane_t &plane, int64_t n
     return *block < blocks && entry < entries;
   }
   const kvx_block_table_t &t = *finder.table;
+  Wide column = entry / entries;
+  if (t.format == KVX_BLOCK_TABLE_RING) column %= t.max_blocks_per_seq;
   const Wide at = t.format == KVX_BLOCK_TABLE_RAGGED
                       ? read_int(t.indptr, t.indptr_dtype, row) + entry
-                      : row * Wide{t.max_blocks_per_seq} + entry / entries;
+                      : row * Wide{t.max_blocks_per_seq} + column;
   const int64_t id = read_int(t.indices, t.index_dtype, static_cast<uint64_t>(at));
   if (id < 0 || id == null_block) return true;
   *block = id;
