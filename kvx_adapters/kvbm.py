@@ -164,8 +164,8 @@ def _universal(
     first = 0 if head_start is None else integer("head_start", head_start)
     if first + num_heads > nh:
         raise InvalidArgumentError(
-            f"head_start is {first}: with the {num_heads} heads of blocks[0][0] it reaches past "
-            f"the {nh} of universals[0] (spec E.15)"
+            f"head_start is {first}, expected at most {nh - num_heads}: the {num_heads} heads of "
+            f"blocks[0][0] reach past the {nh} of universals[0] (spec E.15)"
         )
     if ends.are_alike:
         copy_universal(stack, whole, layout, first, to_universal, stream)
@@ -236,7 +236,7 @@ class _Ends:
                 f"blocks[0] has {self.planes} tensors, expected nl * no = {planes} as "
                 f"{self.name}[0] has (spec E.15)"
             )
-        if stack.label != whole.label and not flag("convert", convert):
+        if not flag("convert", convert) and stack.label != whole.label:
             raise MixedDtypesError(
                 f"{self.name}[0].dtype is {whole.label}, expected {stack.label} as blocks[0][0] "
                 "has. Give convert=True to convert numbers on the way (spec E.15)"

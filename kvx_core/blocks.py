@@ -270,6 +270,8 @@ def operational_tensors(
     dtype: DType | str | None = None,
 ) -> Tensors:
     """The tensors of operational blocks, with the axes of a chunk in place of `inner`."""
+    if not isinstance(shape, (list, tuple)):
+        raise wrong("shape", shape, "the three extents of a chunk")
     chunk = tuple(integer(f"shape[{i}]", extent) for i, extent in enumerate(shape))
     tensors = _list("operationals", operationals)
     found = Tensors.of(tensors, "operationals[{}]".format, 3, "(nl, no, inner)", dtype)

@@ -36,6 +36,9 @@ PRINTED = {
         r"4 ranks -> 8: 17\.0 MB in 8 calls, \d+\.\d ms, exact",
         r"8 ranks -> 4: 17\.0 MB in 8 calls, \d+\.\d ms, exact",
     ],
+    "save_blocks_tp4_load_tp8": [
+        r"3\.1 MB saved by 4 ranks, loaded by 8 and by 4 again in \d+\.\d ms: exact"
+    ],
     "torch_caches": [
         f"{21 * 2 * 2 * 64 * 4} bytes migrated",
         "equal: 21 tokens, 5376 values",

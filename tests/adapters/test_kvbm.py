@@ -291,8 +291,8 @@ def test_other_refusals() -> None:
         "layout is 'NDH', expected 'NHD' or 'HND'"
     )
     assert refusal(lambda: kvbm.block_to_universal(blocks, universals, head_start=1)) == (
-        "head_start is 1: with the 3 heads of blocks[0][0] it reaches past the 3 of universals[0] "
-        "(spec E.15)"
+        "head_start is 1, expected at most 0: the 3 heads of blocks[0][0] reach past the 3 of "
+        "universals[0] (spec E.15)"
     )
     wrong_inner = [torch.zeros(2, 2, 59, dtype=torch.float16) for _ in range(3)]
     assert refusal(lambda: kvbm.block_to_operational(blocks, wrong_inner)) == (

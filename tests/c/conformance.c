@@ -201,6 +201,10 @@ OFFSET_IS(kvx_plane_info_t, kernel, 40);
 OFFSET_IS(kvx_plane_info_t, num_vectors, 48);
 OFFSET_IS(kvx_plane_info_t, run_bytes, 72);
 
+SIZE_IS(kvx_blocks_t, 56);
+OFFSET_IS(kvx_blocks_t, nb, 8);
+OFFSET_IS(kvx_blocks_t, itemsize, 32);
+OFFSET_IS(kvx_blocks_t, alignment, 48);
 SIZE_IS(kvx_plan_info_t, 96);
 OFFSET_IS(kvx_plan_info_t, is_exact, 20);
 OFFSET_IS(kvx_plan_info_t, num_sequences, 24);

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvx_core as kvx
+from kvx_adapters import kvbm
 from kvx_core import (
     BlockTable,
     BlockTableFormat,
@@ -34,6 +35,7 @@ from kvx_core import (
     SlotMapping,
     TensorDesc,
     WritePlan,
+    blocks,
     describe,
 )
 from kvx_core import layouts as layouts_module
@@ -136,6 +138,61 @@ def _packed() -> kvx.PackedKVCache:
     cache = kvx.PackedKVCache()
     cache.append_packed(PACKED, PACKED)
     return cache
+
+
+STACK = [[torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]]
+UNIVERSALS, OPERATIONALS = [torch.zeros(2, 1, 2, 4, 8)], [torch.zeros(1, 2, 64)]
+
+
+def block_calls() -> dict[str, Case]:
+    """Those of kvx_core.blocks and kvx_adapters.kvbm."""
+    stream: dict[str, set[str]] = {"stream": INTS | OPTIONAL}
+    end = {"dtype": None, "blocks_per_seq": None, "head_start": 0, "facts": None}
+    end_also = {
+        "dtype": OPTIONAL,
+        "blocks_per_seq": OPTIONAL | {"list"},
+        "head_start": INTS,
+        "facts": OPTIONAL,
+    }
+    move, move_also = {"convert": False, "stream": None}, {"convert": {"bool"}, **stream}
+    universal = {"blocks": STACK, "universals": UNIVERSALS, "layout": "NHD", "head_start": None}
+    flat = {"blocks": STACK, "operationals": OPERATIONALS, "backend": "auto"}
+    universal_also = {"blocks": set[str](), "universals": set[str](), "layout": {"str"}}
+    flat_also = {"blocks": set[str](), "operationals": set[str](), "backend": OPTIONAL}
+    pairs = {"srcs": [torch.zeros(3)], "dsts": [torch.zeros(3)]}
+    pairs_also = {"srcs": set[str](), "dsts": set[str]()}
+    hd = universal | {"layout": "HND", "blocks": [[t.transpose(0, 1).clone() for t in STACK[0]]]}
+    calls = {
+        "block_stack": case(
+            blocks.block_stack,
+            {"blocks": STACK, "layout": "NHD", "no": 2} | end,
+            {"blocks": set(), "layout": {"str"}, "no": {"numpy int", "layout"}} | end_also,
+        ),
+        "universal_blocks": case(
+            blocks.universal_blocks,
+            {"universals": UNIVERSALS} | end,
+            {"universals": set[str]()} | end_also,
+        ),
+        "operational_blocks": case(
+            blocks.operational_blocks,
+            {"operationals": OPERATIONALS, "shape": (4, 2, 8), "layout": "NHD"} | end,
+            {"operationals": set(), "shape": set(), "layout": {"str"}} | end_also,
+        ),
+        "vectorized_copy": case(
+            kvbm.vectorized_copy, pairs | {"stream": None}, pairs_also | stream
+        ),
+        "memcpy_batch": case(
+            kvbm.memcpy_batch,
+            pairs | {"mode": "auto", "stream": None},
+            pairs_also | {"mode": set[str]()} | stream,
+        ),
+    }
+    for name in ("block_to_universal", "universal_to_block"):
+        also = universal_also | {"head_start": OPTIONAL, "layout": set[str]()} | move_also
+        calls[name] = case(getattr(kvbm, name), hd | move, also | {"layout": {"str"}})
+    for name in ("block_to_operational", "operational_to_block"):
+        calls[name] = case(getattr(kvbm, name), flat | move, flat_also | move_also)
+    return calls
 
 
 LENGTH = torch.tensor([1])
@@ -542,6 +599,7 @@ def calls() -> dict[str, Case]:
             },
             {"num_kv_heads": ""},
         ),
+        **block_calls(),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
     }
