@@ -28,7 +28,7 @@ from tests.calls import Backend
 DIMS = Dims(nh=3, nl=2, no=2, nt=4, hd=5, nb=3)
 OPERATIONAL = Dims(nh=2, nl=3, no=2, nt=4, hd=3, nb=2)
 AUTO, VECTORIZED, KERNEL, ASYNC, BATCH = range(5)
-STREAM = 8  # of hostgrid: any but the legacy one
+LEGACY, STREAM = 1, 8  # streams: the legacy default one, and of hostgrid any other
 
 
 def universal(blocks: Blocks, to_universal: bool, **sizes: int) -> None:
@@ -110,10 +110,10 @@ def test_a_batch_needs_a_stream_of_its_own(backend: Backend) -> None:
         pytest.skip("the legacy default stream of the kernels on the CPU")
     blocks = Blocks.of(backend, OPERATIONAL, 6, universal=False, from_stack=True)
     with pytest.raises(UnsupportedError, match="takes CUDA 13, a stream that is not the legacy"):
-        operational(blocks, BATCH, True, None)
+        operational(blocks, BATCH, True, LEGACY)
     odd = replace(OPERATIONAL, nt=3, nh=1)
     blocks = Blocks.of(backend, odd, 6, universal=False, from_stack=True)
-    assert operational(blocks, AUTO, True, None) == ASYNC
+    assert operational(blocks, AUTO, True, LEGACY) == ASYNC
 
 
 def test_the_alignment_of_every_pair_counts(backend: Backend) -> None:
