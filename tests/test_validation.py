@@ -987,6 +987,8 @@ def test_every_sentence_has_a_rule() -> None:
         # tests/test_affine.py: it takes ranges.
         "%c of layer %zu has scales that cover all tokens of a block (PER_CHANNEL), but ranges are "
         "copies of tokens: run the plan (spec E.13)",
+        # tests/test_plans_of_tokens.py: it takes the plan of a write.
+        "lookups.max_seq_len is %u, expected 0: %s (spec E.13)",
         # It takes tables in the memory of a device.
         "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
         "info is NULL",

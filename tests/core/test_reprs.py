@@ -90,7 +90,8 @@ VIEW_WORDS = (
         (
             Section((0, 1, 2), VIEW, BlockTable.packed([[1]])),
             f"Section(layers=(0, 1, 2), view={VIEW_WORDS}, "
-            "block_table=BlockTable(1 sequence x 1 block, PACKED, int64), encoding='values')",
+            "block_table=BlockTable(1 sequence x 1 block, PACKED, int64), encoding='values', "
+            "state_tokens=None)",
         ),
     ],
 )
