@@ -611,7 +611,7 @@ ELSEWHERE = {
     "BackendInfo BlobStore Borrowed CacheFacts CacheGeometry Difference Directory Match PrefixStore"
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
     " Comparison ModelRecord Precision ReorderRotary compare content_digest"
-    " model_files_digest read_key MigratePlan Plan PlanInfo PlaneInfo Plane Axis Role"
+    " model_files_digest read_key MigratePlan Plan PlanInfo PlaneKind PlaneInfo Plane Axis Role"
 }
 
 
