@@ -194,9 +194,12 @@ KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t toke
   *offset = static_cast<uint32_t>(position);
   if (a.mode == LookupMode::kDense) return true;
   const Division in = divide(position, a.block_size);
-  uint64_t block = in.quotient;
-  if (a.mode == LookupMode::kRing && block >= a.max_blocks_per_seq) block -= a.max_blocks_per_seq;
-  *entry += a.mode == LookupMode::kRagged ? position : block;
+  if (a.mode == LookupMode::kRagged) {
+    *entry += position;
+  } else {
+    *entry += in.quotient;
+    if (in.quotient >= a.max_blocks_per_seq) *entry -= a.max_blocks_per_seq;  // RING's second round
+  }
   *offset = in.remainder;
   return true;
 }
