@@ -79,20 +79,19 @@ __device__ __forceinline__ bool is_whole(const AffineParams &p, const Pair &pair
 // Calls visit(at, x) with the numbers of one channel and where their bytes go: of tokens that stay
 // in the block, if they are kept, and of those that move. Whole warps come here; `d` may be past
 // the last channel, then visit is not called.
-template <class Visit>
+template <bool kReports, class Visit>
 __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &pair,
                                             const Block &block, uint32_t head, uint32_t d,
-                                            bool reports, Visit visit) {
+                                            Visit visit) {
   const PlanePair &shape = p.shape;
   const UnitsAt src = src_units(p, blockIdx.y), dst = dst_units(p, blockIdx.y);
-  const bool has_channel = d < shape.head_dim;
   const auto at = [&](uint32_t offset) {
     return block.base + offset * shape.dst.token_stride + head * shape.dst.head_stride +
            offset_of(shape.dst, d);
   };
   // Its scale and zero point are stored behind the last visit.
   const auto old = [&](const uint8_t *q) { return dst.decode(*q, dst.load(block.place, head, d)); };
-  if (p.affine.requantizes && has_channel) {
+  if (p.affine.requantizes && d < shape.head_dim) {
     KVX_LOOP
     for (uint32_t offset = 0; offset < block.place.offset; ++offset)
       visit(at(offset), old(at(offset)));
@@ -102,16 +101,16 @@ __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &p
   for (uint32_t begin = block.begin; begin < block.end; begin += kWarp) {
     const Chunk chunk = chunk_of_row(p, pair, block.row);
     Token own{};
-    if (begin + lane < block.end) own = token_at(p, pair, chunk, begin + lane, reports);
+    if (begin + lane < block.end) own = token_at(p, pair, chunk, begin + lane, false);
     KVX_LOOP
     for (uint32_t i = 0; i < kWarp && begin + i < block.end; ++i) {
       const Token token = token_of_lane<true>(own, i);
-      if (!has_channel) continue;
+      if (d >= shape.head_dim) continue;
       uint8_t *const to = at(block.place.offset + (begin - block.begin) + i);
       if (token.src) {
         const float scale = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);
         if (!is_usable(scale)) {
-          if (reports && d == 0) report_scale(p, pair, token, head, scale, 1.0f);
+          if (kReports && d == 0) report_scale(p, pair, token, head, scale, 1.0f);
           continue;
         }
         visit(to, number_from(shape.src, src, token.src + head * shape.src.head_stride, token.from,
@@ -125,16 +124,17 @@ __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &p
   }
 }
 
-// Whether any token of the block has numbers for it: the others leave it alone.
+// Whether any token of the block has numbers for it: other blocks are left alone. One warp of a
+// block `reports` what is wrong with its tokens.
 __device__ __forceinline__ bool any_moves(const AffineParams &p, const Pair &pair,
-                                          const Block &block) {
+                                          const Block &block, bool reports) {
   const Chunk chunk = chunk_of_row(p, pair, block.row);
   const uint32_t lane = threadIdx.x % kWarp;
   bool any = false;
   KVX_LOOP
   for (uint32_t begin = block.begin; begin < block.end; begin += kWarp)
     if (begin + lane < block.end)
-      any |= token_at(p, pair, chunk, begin + lane, false).dst != nullptr;
+      any |= token_at(p, pair, chunk, begin + lane, reports).dst != nullptr;
   return __ballot_sync(~0u, any) != 0;
 }
 
@@ -180,16 +180,13 @@ __global__ void __launch_bounds__(kThreads, 4)
       continue;
     }
     // One warp of those of the block tells what is wrong with tokens.
-    const bool any = any_moves(p, pair, block);
-    if (!any && part != 0) continue;
+    if (!any_moves(p, pair, block, pair.reports && part == 0)) continue;
     const UnitsAt dst = dst_units(p, blockIdx.y);
     Bounds bounds;
-    each_number(p, pair, block, head, d, pair.reports && part == 0,
-                [&](uint8_t *, float x) { bounds.add(x); });
-    if (!any) continue;
+    each_number<true>(p, pair, block, head, d, [&](uint8_t *, float x) { bounds.add(x); });
     const ScaleZero found = dst.find(bounds);
-    each_number(p, pair, block, head, d, false,
-                [&](uint8_t *at, float x) { *at = dst.encode(x, found); });
+    each_number<false>(p, pair, block, head, d,
+                       [&](uint8_t *at, float x) { *at = dst.encode(x, found); });
     if (d < p.shape.head_dim) dst.store(block.place, head, d, found);
   }
 }
