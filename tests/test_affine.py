@@ -407,6 +407,85 @@ def test_a_source_of_slots(backend: Backend) -> None:
     check(backend, src, dst, expected, ends, [3, 3])
 
 
+# --- units beside other memory --------------------------------------------------------------------
+
+
+def two_planes(
+    q: Tensor, units: Sequence[Tensor], granularity: str = "PER_GROUP", table: Any = None
+) -> CacheSpan:
+    """K and V of U8_BIAS, [2, blocks, tokens, heads, dim]; K's scales and zero points, and V's."""
+    k, v = (describe(half, Layout.BLOCK_NHD, dtype=DType.U8_BIAS) for half in q)
+    beside = [(ScaleDesc.of(unit, granularity),) for unit in units]
+    view = CacheView(
+        (CacheDesc.from_kv(k, v),),
+        CacheFacts(),
+        k_scales=beside[0],
+        k_zeros=beside[1],
+        v_scales=beside[2],
+        v_zeros=beside[3],
+    )
+    return view.at(block_table=table)
+
+
+SHARED_UNITS = {  # which share memory with which, and the second one's place in floats
+    "K's scales are V's": (2, 0, 0),
+    "zero points one token behind the scales": (1, 0, 2),
+    "zero points one block before the scales": (1, 0, -6),
+    "V's zero points one block on, one token back": (3, 1, 6 - 2),
+    "bytes of two numbers": (3, 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("which", SHARED_UNITS)
+def test_units_share_no_memory(backend: Backend, which: str) -> None:
+    """Scales and zero points that would be written over each other are refused, nothing written."""
+    second, first, offset = SHARED_UNITS[which]
+    names = "k_scales", "k_zeros", "v_scales", "v_zeros"
+    x = torch.ones(2, 4, 3, 2, 64)
+    src = CacheView(
+        (CacheDesc.from_kv(*(describe(half, Layout.BLOCK_NHD) for half in x)),), CacheFacts()
+    )
+    q = torch.full((2, 4, 3, 2, 64), 7, dtype=torch.uint8)
+    at = [96 + 384 * i for i in range(4)]  # bytes
+    flat = torch.full((4 * 384 + 192,), 7, dtype=torch.uint8)
+    at[second] = at[first] + int(offset * 4)
+    dtypes = [torch.float32] * 4
+    if at[second] % 4:
+        dtypes[second] = torch.float16
+    units = [
+        flat.view(dtype)[a // dtype.itemsize :][:24].view(4, 3, 2, 1)
+        for a, dtype in zip(at, dtypes, strict=True)
+    ]
+    dst = two_planes(q, units, table=[[0, 1]])
+    sentence = r"dst.\w+\[0\].data is .*: it shares memory with dst.\w+\[0\], and the call writes"
+    with pytest.raises(InvalidArgumentError, match=sentence) as refusal:
+        backend.migrate_spans(src.at(block_table=[[1, 0]]), dst, [6], [x, q, flat])
+    assert {first, second} <= {i for i, name in enumerate(names) if name in str(refusal.value)}
+    for memory in (q, flat):
+        assert bool((memory == 7).all())
+
+
+def test_units_of_one_pool(backend: Backend) -> None:
+    """In one pool both ends may have the same units, and no others that share memory with them."""
+    cache = mlx(5, 4, 2, 64, 1)
+    fill(cache, [4, 1], 4, values((8, 2, 64), 2))
+    expected = cache.clone()
+    for t in range(8):
+        to, at = ([0, 2][t // 4], t % 4), ([4, 1][t // 4], t % 4)
+        expected.q[to], expected.scales[to] = cache.q[at], cache.scales[at]
+        expected.zeros[to] = cache.zeros[at]
+    ends = cache.span([[4, 1]]), cache.span([[0, 2]])
+    check(backend, cache, cache, expected, ends, [8])
+    scales, zeros = (torch.zeros(6, 4, 2, 1) for _ in range(2))
+    src, dst = (
+        replace(cache, scales=scales[i : i + 5], zeros=zeros[:5], raw=[cache.raw[0], scales, zeros])
+        for i in (0, 1)
+    )
+    with pytest.raises(InvalidArgumentError, match=r"dst.k_scales\[0\].*shares.*src.k_scales\[0\]"):
+        check(backend, src, dst, dst.clone(), (src.span([[4, 1]]), dst.span([[0, 2]])), [8])
+    assert torch.equal(cache.raw[0], expected.raw[0])
+
+
 # --- numbers that are no usual ones ---------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@
 #include "desc/extents.h"
 #include "desc/plane.h"
 #include "rules/apart_arrays.h"
+#include "rules/apart_units.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 
@@ -137,6 +138,14 @@ bool has_affine(const kvx_span_t &span) {
   return false;
 }
 
+// Checks the arrays of a call against scales or zero points.
+kvx_status_t check_units_and_arrays(const kvx_migrate_desc_t &migrate, const Path &path,
+                                    const kvx_scale_desc_t &units) {
+  const Extent written = extent_of(units);
+  return each_array(migrate,
+                    [&](const Array &array) { return check_array_apart(array, path, written); });
+}
+
 // Adds all memory of the source's numbers, scales and zero points.
 void add_source(const kvx_span_t &src, Extents *read) {
   for (uint32_t l = 0; l < src.num_layers; ++l) {
@@ -191,7 +200,7 @@ kvx_status_t check_zeros_written(const kvx_migrate_desc_t &migrate) {
   Extents read;
   if (!are_same_pool(src, dst)) add_source(src, &read);
   read.sort();
-  return each_affine(
+  KVX_TRY(each_affine(
       {nullptr, "dst"}, dst,
       [&](const Written &w, const Path &lookup, const kvx_slot_mapping_t *slots,
           const kvx_block_table_t *table) {
@@ -206,11 +215,20 @@ kvx_status_t check_zeros_written(const kvx_migrate_desc_t &migrate) {
                 "apart (spec E.14)",
                 KVX_AT(path), static_cast<const void *>(written.begin));
           }
-          KVX_TRY(each_array(migrate, [&](const Array &array) {
-            return check_array_apart(array, path, written);
-          }));
+          KVX_TRY(check_units_and_arrays(migrate, path, is_zero ? w.zeros : w.scales));
         }
         return KVX_STATUS_OK;
+      }));
+  return check_units_apart(migrate);
+}
+
+kvx_status_t check_zeros_and_arrays(const kvx_migrate_desc_t &migrate) {
+  if (!has_affine(*migrate.dst)) return KVX_STATUS_OK;
+  return each_affine(
+      {nullptr, "dst"}, *migrate.dst,
+      [&](const Written &w, const Path &, const kvx_slot_mapping_t *, const kvx_block_table_t *) {
+        KVX_TRY(check_units_and_arrays(migrate, w.scale_path, w.scales));
+        return check_units_and_arrays(migrate, w.zero_path, w.zeros);
       });
 }
 

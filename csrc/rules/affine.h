@@ -24,4 +24,7 @@ inline kvx_status_t check_no_zeros(const Path &path, kvx_dtype_t dtype) {
 // points are written, and units that cover tokens are filled in order.
 kvx_status_t check_zeros_written(const kvx_migrate_desc_t &migrate);
 
+// The part of it that other arrays of indices need.
+kvx_status_t check_zeros_and_arrays(const kvx_migrate_desc_t &migrate);
+
 }  // namespace kvx

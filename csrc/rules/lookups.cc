@@ -2,6 +2,7 @@
 
 #include "desc/span.h"
 #include "error.h"
+#include "rules/affine.h"
 #include "rules/apart.h"
 #include "rules/struct.h"
 #include "rules/table.h"
@@ -97,7 +98,8 @@ kvx_status_t replace_lookups(const kvx_migrate_desc_t &kept, const kvx_plan_look
   // One layer shows all rules that lookups can break, since all layers share them; but their arrays
   // must overlap no layer's memory.
   KVX_TRY(validate_migrate(&other->first));
-  return check_arrays_apart(other->all);
+  KVX_TRY(check_arrays_apart(other->all));
+  return check_zeros_and_arrays(other->all);
 }
 
 kvx_status_t replace_lookups(const kvx_cache_desc_t &cache, const kvx_write_desc_t &kept,
