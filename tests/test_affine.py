@@ -41,7 +41,7 @@ from kvx_core import (
 from kvx_core.view import CacheSpan
 from tests import reference
 from tests.affine import Affine, mlx, openvino_k, openvino_v
-from tests.calls import Backend
+from tests.calls import CPU, Backend
 
 SEEDS = (1, 2, 3)
 TORCH = {
@@ -405,6 +405,50 @@ def test_a_source_of_slots(backend: Backend) -> None:
     expected.store_tokens(1, [0, 2], torch.stack([src.numbers(s // 4, s % 4) for s in (3, 5)]))
     ends = src.span(slots=slots), dst.span()
     check(backend, src, dst, expected, ends, [3, 3])
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [0, 4], [4, 6]])
+@pytest.mark.parametrize("table", [[[2, 1], [3, 2]], [[2, 1], [2, 3]], [[2, 2], [0, 1]]])
+def test_a_block_is_filled_once(table: list[list[int]], starts: list[int]) -> None:
+    """Two units in one block would overwrite each other's scale: refused, nothing written."""
+    src, dst = ENDS["F16"](4, 4, 2, 64, 1), openvino_k(4, 4, 2, 64, 2)
+    for block in range(4):
+        fill(src, [block], 4, values((4, 2, 64), block))
+    lens = [8 - start for start in starts]
+    filled = [table[r][t // 4] for r in (0, 1) for t in {max(starts[r], 4 * c) for c in (0, 1)}]
+    ends = src.span([[0, 1], [2, 3]]), dst.span(table, starts=starts)
+    expected = dst.clone()
+    if len(set(filled)) == len(filled):
+        CPU.migrate_spans(*ends, lens, [*src.raw, *dst.raw], requantize=True)
+        return
+    with pytest.raises(InvalidArgumentError, match="block 2 is a destination of row"):
+        check(CPU, src, dst, expected, ends, lens, requantize=True)
+    for got, wanted in zip(dst.raw, expected.raw, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_other_tables_lie_beside_units() -> None:
+    """A plan refuses a table in memory of the scales of its second layer, which a run writes."""
+    caches = [mlx(4, 4, 2, 64, seed) for seed in (1, 2, 3, 4)]
+    spans = []
+    for pair in (caches[:2], caches[2:]):
+        single = [cache.span([[0, 1]]).view for cache in pair]
+        view = CacheView(
+            tuple(view.layers[0] for view in single),
+            CacheFacts(),
+            k_scales=tuple(view.k_scales[0] for view in single),
+            k_zeros=tuple(view.k_zeros[0] for view in single),
+        )
+        spans.append(view)
+    table = caches[3].raw[1].view(torch.int32).flatten()[-2:].view(1, 2)
+    table[0] = torch.tensor([2, 3])
+    ends = [view.at(block_table=[[0, 1]]) for view in spans]
+    plan = Plan.migrate(*ends, [8], same_model=True)
+    before = [raw.clone() for raw in caches[3].raw]
+    with pytest.raises(InvalidArgumentError, match=r"indices is .* meet dst.k_scales\[1\]"):
+        plan.run(dst_block_table=table)
+    for got, wanted in zip(caches[3].raw, before, strict=True):
+        assert torch.equal(got, wanted)
 
 
 # --- units beside other memory --------------------------------------------------------------------

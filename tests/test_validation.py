@@ -984,6 +984,9 @@ def test_every_sentence_has_a_rule() -> None:
         # tests/test_planes.py: only devices say it.
         "%s.axes splits TOKEN into parts of %lld, which calls on DEVICE memory do not move; "
         "migrate in HOST memory (spec E.11)",
+        # tests/test_affine.py: it takes two rows with one block.
+        "block %lld is a destination of row %llu and, again, of row %llu, but a scale covers all "
+        "its tokens (PER_CHANNEL): expected blocks of its own for each row (spec E.14)",
         # tests/test_affine.py: it takes ranges.
         "%c of layer %zu has scales that cover all tokens of a block (PER_CHANNEL), but ranges are "
         "copies of tokens: run the plan (spec E.13)",

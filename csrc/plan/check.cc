@@ -193,7 +193,10 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     *tokens = std::min(*tokens, most_tokens(rows, plan.lookups[0].dst));
   }
   KVX_TRY(check_blocks_apart(plan, *tokens));
-  if (plan.affine.size()) KVX_TRY(check_unit_starts(plan));
+  if (plan.affine.size()) {
+    KVX_TRY(check_unit_starts(plan));
+    KVX_TRY(check_unit_blocks(plan, *tokens));
+  }
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

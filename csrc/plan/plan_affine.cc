@@ -1,8 +1,12 @@
 #include "plan/plan_affine.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "desc/affine.h"
 #include "error.h"
 #include "plan/violation.h"
+#include "plan/walk.h"
 
 namespace kvx {
 namespace {
@@ -113,6 +117,42 @@ kvx_status_t check_unit_starts(const Plan &plan) {
       if (!is_within_unit(plan.rows, dst, row, &found)) continue;
       return fail_with(found, field_names(plan, plan.lookups[pair.lookup]));
     }
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t check_unit_blocks(const Plan &plan, uint64_t tokens) {
+  struct Unit {
+    int64_t block;
+    uint64_t row;
+  };
+  uint32_t checked = UINT32_MAX;  // lookups of pairs that follow each other are mostly one
+  for (const PlanePair &pair : plan.pairs) {
+    if (!pair.affine || !plan.affine[pair.affine - 1].dst.covers_tokens) continue;
+    if (pair.lookup == checked) continue;
+    checked = pair.lookup;
+    std::vector<Unit> units;
+    uint32_t last = 0;  // offset of the token before
+    walk(plan, pair, 0, tokens, [&](uint64_t row, const Place &from, const Place &to, uint64_t) {
+      if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
+      const bool goes_on = !units.empty() && units.back().row == row &&
+                           units.back().block == to.block && to.offset > last;
+      if (!goes_on) units.push_back({to.block, row});
+      last = to.offset;
+      return KVX_STATUS_OK;
+    });
+    std::sort(units.begin(), units.end(), [](const Unit &a, const Unit &b) {
+      return a.block != b.block ? a.block < b.block : a.row < b.row;
+    });
+    const auto twice =
+        std::adjacent_find(units.begin(), units.end(),
+                           [](const Unit &a, const Unit &b) { return a.block == b.block; });
+    if (twice == units.end()) continue;
+    return KVX_INVALID(
+        "block %lld is a destination of row %llu and, again, of row %llu, but a scale covers all "
+        "its tokens (PER_CHANNEL): expected blocks of its own for each row (spec E.14)",
+        static_cast<ll>(twice->block), static_cast<ull>(twice->row),
+        static_cast<ull>(std::next(twice)->row));
   }
   return KVX_STATUS_OK;
 }

@@ -21,5 +21,7 @@ void add_affine(Plan *plan, size_t index, const AffineDescs &src, const AffineDe
 
 // Where tokens begin in a destination whose units cover those of a block.
 kvx_status_t check_unit_starts(const Plan &plan);
+// That no block of it is filled twice.
+kvx_status_t check_unit_blocks(const Plan &plan, uint64_t tokens);
 
 }  // namespace kvx
