@@ -46,7 +46,7 @@ def move(tensor: Tensor, how: str) -> None:
     if how == "freed":
         tensor.untyped_storage().resize_(0)
     else:
-        tensor.set_(torch.zeros(1000, dtype=tensor.dtype))
+        tensor.set_(torch.zeros(1000, dtype=tensor.dtype).untyped_storage())
 
 
 def both() -> tuple[Any, Any]:
