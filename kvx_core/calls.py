@@ -280,6 +280,9 @@ def token_desc(name: str, tensor: TensorLike | TensorDesc) -> TensorDesc: ...
 def token_desc(name: str, tensor: TensorLike | TensorDesc | None) -> TensorDesc | None: ...
 def token_desc(name: str, tensor: TensorLike | TensorDesc | None) -> TensorDesc | None:
     """A key or value tensor of a call."""
-    if isinstance(tensor, TensorDesc) or (tensor is None and name.startswith("value")):
+    if isinstance(tensor, TensorDesc):
+        tensor.require_in_place(name)
         return tensor
+    if tensor is None and name.startswith("value"):
+        return None
     return describe(tensor, Layout.BLOCK_CUSTOM, name=name)  # type: ignore[arg-type]

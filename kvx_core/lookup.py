@@ -33,6 +33,7 @@ def find_tokens(
     OutOfRangeError, with the messages of migrate about its source.
     Spec: E.12
     """
+    span.held("src")  # refuses arrays that have moved
     view = span.view.without_scales()
     if any(one.memory is Memory.DEVICE for one in view.planes):
         view = replace(view, planes=tuple(map(_with_indices_on_host, view.planes)))

@@ -54,7 +54,9 @@ def describe_lookups(
         if index is None:
             found[name] = None
         elif name.endswith("block_table"):
-            found[name] = span.view.table_of(index)
+            found[name] = table = span.view.table_of(index)
+            if table is index:
+                table.require_in_place(name)
         elif name.endswith("slots"):
             found[name] = SlotMapping.of(index, invalid_slot=invalid_slot(span))
         else:

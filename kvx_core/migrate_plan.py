@@ -24,6 +24,7 @@ from kvx_core.plan_info import PlanInfo
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
+from kvx_core.tensors import torch_owners
 from kvx_core.types import Memory, Transfer
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import flag
@@ -57,7 +58,7 @@ def plan_migrate(
 class MigratePlan(Plan):
     """A kept migration: see Plan.migrate."""
 
-    __slots__ = ("_dst", "_handle", "_held", "_layers", "_src", "_stream", "_transfer")
+    __slots__ = ("_dst", "_handle", "_held", "_layers", "_lens", "_src", "_stream", "_transfer")
 
     _handle: _abi_plan.Handle | None
 
@@ -85,7 +86,7 @@ class MigratePlan(Plan):
         parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
         self._layers = [*range(len(src.view.layers)), *parted]
         self._held = src.held("src"), dst.held("dst")
-        lens = None if seq_lens is None else SeqLens.of(seq_lens)
+        self._lens = lens = None if seq_lens is None else SeqLens.of(seq_lens)
         places = {
             f"{end}.{name}": getattr(span, name)
             for end, span in (("src", src), ("dst", dst))
@@ -102,8 +103,13 @@ class MigratePlan(Plan):
         self._handle = handle = _abi_plan.Handle("kvx_plan_create", struct)
         memory = self._memory()
         self._stream = current_stream(*(tensor.owner for tensor in self._tensors().values()))
+        # C looks at the lengths as well, with the destination.
+        of_lens = [] if lens is None else torch_owners(lens.owner)
+        of_dst = self._held[1]
+        if of_lens:
+            of_dst = _bound.Held([*of_dst.tensors, *of_lens])
         binding = _bound.Binding(
-            held=self._held,
+            held=(self._held[0], of_dst),
             memory=memory,
             index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else memory,
             stream=self._stream,
@@ -171,7 +177,7 @@ class MigratePlan(Plan):
         The first call in a process measures this machine's copy speed, for some milliseconds.
         Raises what run would raise. Spec: E.13
         """
-        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        indices = self._lookups(seq_lens, lookups)
         self._check_memory(indices)
         return self._describe(lookups_to_c(indices))
 
@@ -183,7 +189,7 @@ class MigratePlan(Plan):
         are one. Tables and lengths must be in memory that the host can read, on a device too.
         Raises UnsupportedError for a plan that converts, else what run would raise. Spec: E.13
         """
-        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        indices = self._lookups(seq_lens, lookups)
         check_host_memory(indices)
         return self._ranges(lookups_to_c(indices))
 
@@ -193,12 +199,17 @@ class MigratePlan(Plan):
         self._handle = None
 
     def _run_described(self, seq_lens: Any, lookups: Any, stream: int | None) -> None:
-        indices = describe_lookups(self._src, self._dst, seq_lens, lookups)
+        indices = self._lookups(seq_lens, lookups)
         self._check_memory(indices)
         handle, struct = self._open_handle(), lookups_to_c(indices)
         if stream is None:
             stream = _abi.stream_now(self._stream)
         _abi.check(handle.library.kvx_plan_run(handle.value, struct, stream))
+
+    def _lookups(self, seq_lens: Any, lookups: Any) -> Indices:
+        if seq_lens is None and self._lens is not None:
+            self._lens.require_in_place("seq_lens")
+        return describe_lookups(self._src, self._dst, seq_lens, lookups)
 
     def _open_handle(self) -> _abi_plan.Handle:
         handle = self._handle

@@ -25,7 +25,10 @@ from kvx_core.words import many
 RANGE = np.dtype(
     [("plane", "u4"), ("reserved", "u4"), ("src", "u8"), ("dst", "u8"), ("bytes", "u8")]
 )
-_ROLES = ("K", "V", "latent", "latent rope", "index K", "index K scale", "compressed", "conv")
+_ROLES = (
+    *("K", "V", "latent", "latent rope", "index K", "index K scale", "compressed"),
+    *("conv state", "state"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,9 @@ class End:
         self.num_heads = num_heads
         self.transforms = transforms
         self._stored: dict[tuple[bool, int, int | None], npt.NDArray[np.bool_]] = {}
+        with self.named():
+            span.view.require_current("src")
+            span.held("src")
         if span.slots is not None and span.slots.token_count != self.num_tokens:
             raise InvalidArgumentError(
                 f"{name}.slots.token_count is {span.slots.token_count}, expected the sum of "

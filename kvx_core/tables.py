@@ -256,8 +256,14 @@ class BlockTable:
 
     @classmethod
     def of(cls, table: BlockTable | TensorLike | Sequence[Sequence[int]]) -> BlockTable:
-        """`table` itself if it is a BlockTable, else `packed`."""
-        return table if isinstance(table, BlockTable) else cls.packed(table)
+        """`table` itself if it is a BlockTable, else `packed`.
+
+        Raises InvalidArgumentError, UnsupportedError; for a BlockTable if its arrays have moved.
+        """
+        if isinstance(table, BlockTable):
+            table._require_arrays_in_place("block_table")
+            return table
+        return cls.packed(table)
 
     @property
     def has_planes(self) -> bool:
@@ -271,10 +277,15 @@ class BlockTable:
 
     def require_in_place(self, name: str) -> None:
         """Refuses a table whose memory, or that of blocks, belongs to others by now."""
-        itemsize = self.index_dtype.itemsize
         owner = self.owner
         if isinstance(owner, tuple) and isinstance(owner[-1], PointedTo):
             owner[-1].require_in_place(f"{name}.indices")
+        self._require_arrays_in_place(name)
+
+    def _require_arrays_in_place(self, name: str) -> None:
+        itemsize = self.index_dtype.itemsize
+        owner = self.owner
+        if isinstance(owner, tuple) and isinstance(owner[-1], PointedTo):
             owner = owner[0]
         arrays = [("indices", self.indices, self.indices_count * itemsize)]
         if self.indptr:
@@ -358,6 +369,7 @@ class SlotMapping:
         Raises InvalidArgumentError, UnsupportedError.
         """
         if isinstance(slots, SlotMapping):
+            slots.require_in_place("slots")
             return slots
         found = index_list("slots", slots)
         return cls(
@@ -429,6 +441,7 @@ class SeqLens:
         Raises InvalidArgumentError, UnsupportedError.
         """
         if isinstance(lengths, SeqLens):
+            lengths.require_in_place(name)
             return lengths
         found = index_list(name, lengths)
         return cls(

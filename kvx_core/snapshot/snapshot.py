@@ -341,8 +341,11 @@ class Snapshot:
         device = device_of([section])
         section = section.of(layers)
         view, planes = section.view, self._held(section.view)
-        if planes:
-            section.check_tables(start, stop)  # before any of several calls writes
+        if planes:  # before any of several calls writes
+            view.require_in_place("section.view")
+            for name, tensor in view.read_only.items():
+                tensor.require_writable(f"section.view.{name}")
+            section.check_tables(start, stop)
         copy = Copy(
             lens=ints_on([stop - start], device),
             src_starts=ints_on([start - self.header.start], device),

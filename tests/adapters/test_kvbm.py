@@ -328,3 +328,30 @@ def test_tensors_that_overlap_are_refused() -> None:
     )
     own = [blocks[0][0].view(1, 1, size)]
     assert sentence in refusal(lambda: kvbm.block_to_operational(blocks, own))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("at", [0, 1, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_every_tensor_is_looked_at(dtype: torch.dtype, at: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    dst = [torch.full((5,), -1, dtype=dtype) for _ in range(7)]
+    src = [torch.randn(5).to(dtype) for _ in range(7)]
+    good = src[at]
+    bits = {"neg": torch._neg_view(good)} | ({"conj": good.conj()} if dtype.is_complex else {})
+    for bit, odd in bits.items():
+        src[at] = odd
+        text = refusal(lambda: kvbm.vectorized_copy(src, dst), UnsupportedError)
+        assert text.startswith(f"srcs[{at}].is_{bit}() is True, expected False")
+    src[at] = good.clone()
+    src[at].untyped_storage().resize_(good.itemsize * 4)
+    for name, call in (
+        ("srcs", lambda: kvbm.vectorized_copy(src, dst)),
+        ("dsts", lambda: kvbm.memcpy_batch(dst, src)),
+    ):
+        text = refusal(call)
+        assert text.startswith(f"{name}[{at}] has a storage of {good.itemsize * 4} bytes, expected")
+    assert all(same(one, torch.full((5,), -1, dtype=dtype)) for one in dst)
+    src[at] = torch.cat([good, good])[5:]
+    kvbm.vectorized_copy(src, dst)
+    assert all(same(*pair) for pair in zip(dst, src, strict=True))

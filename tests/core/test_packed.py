@@ -542,6 +542,28 @@ def test_what_backward_needs_is_not_overwritten() -> None:
     assert torch.equal(known(values.grad), keys)
 
 
+def test_appends_leave_graphs_that_read_earlier_views_alone() -> None:
+    """Queries learn while keys do not, as where an adapter trains them alone."""
+    query = torch.randn(BATCH, 1, DIM, requires_grad=True)
+    parts = [(torch.randn(BATCH, n, DIM), torch.randn(BATCH, n, DIM)) for n in (3, 1, 2)]
+    cache, total = PackedKVCache(), torch.zeros(())
+    for part in parts:
+        cache.append_packed(*part)
+        total = total + (query @ known(cache.packed_keys()).mT).tanh().sum()
+    at = known(cache.packed_keys()).data_ptr()
+    cache.append_packed(*some(1, 9))
+    assert known(cache.packed_keys()).data_ptr() == at
+    (found,) = torch.autograd.grad(total, [query], retain_graph=True)
+    wanted = torch.zeros(())
+    for n in (1, 2, 3):
+        wanted = wanted + (query @ torch.cat([part[0] for part in parts[:n]], 1).mT).tanh().sum()
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, [query])[0])
+    cache.truncate(5)
+    cache.append_packed(*some(1, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(total, [query])
+
+
 # ---- threads ----
 
 

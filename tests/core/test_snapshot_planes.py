@@ -510,6 +510,28 @@ def test_tables_of_planes_are_checked_before_anything_is_written(tmp_path: Path)
     assert_same(dst, Engine(16, 3, None))
 
 
+@pytest.mark.parametrize("what", ["layers[0].k", "planes[2]", "out of date"])
+def test_memory_is_checked_before_anything_is_written(tmp_path: Path, what: str) -> None:
+    read = reopened(
+        Snapshot.capture(range(40), [Engine(16, 3, 1).section(state_tokens=40)]), tmp_path / "file"
+    )
+    dst = Engine(16, 3, None)
+    view = dst.section().view
+    error = f"{what} is read-only memory"
+    if what == "layers[0].k":
+        k = replace(view.layers[0].k, writable=False)
+        view = replace(view, layers=(replace(view.layers[0], k=k),))
+    elif what == "planes[2]":
+        *first, compressed, state = view.planes
+        view = replace(view, planes=(*first, replace(compressed, writable=False), state))
+    else:
+        view = replace(view, outdated=lambda: "its engine sleeps")
+        error = "section.view is out of date: its engine sleeps"
+    to = section(view, dst.blocks, [3])
+    refuses(InvalidArgumentError, error, lambda: read.restore(to, 0, 40))
+    assert_same(dst, Engine(16, 3, None))
+
+
 def test_planes_that_differ(tmp_path: Path) -> None:
     engine = Engine(16, 3, 1)
     captured = Snapshot.capture(range(40), [engine.section(state=False)])

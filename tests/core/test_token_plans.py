@@ -27,8 +27,8 @@ from kvx_core import (
     write_kv,
 )
 from kvx_core.lookups import NAMES
-from kvx_core.plan_info import RANGE
-from kvx_core.types import Layout
+from kvx_core.plan_info import _ROLES, RANGE
+from kvx_core.types import Layout, Role
 
 SEEDS = (1, 2, 3)
 
@@ -183,3 +183,8 @@ def test_a_keyword_that_there_is_not() -> None:
     for call in (plan.describe, plan.ranges):
         with pytest.raises(TypeError, match=re.escape("unexpected keyword 'src_table', expected")):
             call(src_table=[[1]])
+
+
+def test_every_role_has_a_name_in_a_description() -> None:
+    names = [role.name.lower().replace("_", " ") for role in Role]
+    assert [name.lower() for name in _ROLES] == names

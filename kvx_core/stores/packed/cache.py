@@ -151,8 +151,11 @@ class PackedKVCache:
             has_dropped = False
         elif has_dropped:  # the new tokens may lie where they are written to
             new_keys, new_values = (_apart(new, (keys, values)) for new in (new_keys, new_values))
-        keys[:, seq_len:end] = new_keys
-        values[:, seq_len:end] = new_values
+        # What a graph has saved of views that were handed out stays as it was, unless truncate has
+        # dropped some: torch is told only then that this memory changes.
+        at_keys, at_values = (keys, values) if has_dropped else (keys.data, values.data)
+        at_keys[:, seq_len:end] = new_keys
+        at_values[:, seq_len:end] = new_values
         self._held = Held(keys, values, end, True, has_dropped)
 
     def set_packed(self, keys: Tensor, values: Tensor) -> None:

@@ -1,0 +1,170 @@
+"""Descriptions that a caller keeps and gives to calls after their tensors have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    GatherPlan,
+    InvalidArgumentError,
+    Plan,
+    SeqLens,
+    SlotMapping,
+    WritePlan,
+    describe,
+    gather_kv,
+    migrate,
+    verify,
+    write_kv,
+)
+from kvx_core.lookup import find_tokens
+from kvx_core.stores import Section
+
+ROWS = [[0, 1], [3, 2]]
+
+
+def cache(seed: int) -> tuple[CacheDesc, Tensor]:
+    torch.manual_seed(seed)
+    k, v = torch.randn(4, 4, 2, 8), torch.randn(4, 4, 2, 8)
+    return CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")), k
+
+
+def view(seed: int) -> CacheView:
+    return CacheView((cache(seed)[0],), CacheFacts(first_kv_head=0))
+
+
+def move(tensor: Tensor, how: str) -> None:
+    if how == "freed":
+        tensor.untyped_storage().resize_(0)
+    else:
+        tensor.set_(torch.zeros(1000, dtype=tensor.dtype).untyped_storage())
+
+
+def both() -> tuple[Any, Any]:
+    return view(1).at(ROWS), view(2).at(ROWS)
+
+
+def lens_of_a_plan(lens: Tensor) -> list[Callable[[], Any]]:
+    plan = Plan.migrate(*both(), lens, same_model=True)
+    plan.run()
+    return [plan.run, plan.describe, plan.ranges]
+
+
+def lens_of_a_run(lens: Tensor) -> list[Callable[[], Any]]:
+    plan, kept = Plan.migrate(*both(), [8, 8], same_model=True), SeqLens.of(lens)
+    plan.run(kept)
+    return [lambda: plan.run(kept), lambda: plan.describe(kept), lambda: plan.ranges(kept)]
+
+
+def lens_of_calls(lens: Tensor) -> list[Callable[[], Any]]:
+    kept, ends = SeqLens.of(lens), both()
+    return [
+        lambda: migrate(*ends, kept, same_model=True),
+        lambda: verify(*ends, kept),
+        lambda: gather_kv(view(1).layers[0], ROWS, kept),
+    ]
+
+
+def starts_of_verify(starts: Tensor) -> list[Callable[[], Any]]:
+    src, dst = view(1).at(ROWS, starts=starts - 8), view(1).at(ROWS)
+    kept = view(1).at(ROWS, starts=starts)
+    assert verify(src, dst, [8, 8])
+    return [lambda: verify(kept, dst, [0, 0]), lambda: verify(dst, kept, [0, 0])]
+
+
+def table_of_a_run(table: Tensor) -> list[Callable[[], Any]]:
+    plan, kept = Plan.migrate(*both(), [8, 8], same_model=True), BlockTable.packed(table)
+    plan.run(src_block_table=kept)
+    return [
+        lambda: plan.run(src_block_table=kept),
+        lambda: plan.ranges(dst_block_table=kept),
+    ]
+
+
+def table_of_calls(table: Tensor) -> list[Callable[[], Any]]:
+    kept, one = BlockTable.packed(table), cache(1)[0]
+    out = torch.empty(16, 2, 8), torch.empty(16, 2, 8)
+    plan = GatherPlan(one, *out)
+    plan(*out, kept, [8, 8])
+    span = view(1).at(kept)
+    return [
+        lambda: plan(*out, kept, [8, 8]),
+        lambda: plan.ranges(*out, kept, [8, 8]),
+        lambda: gather_kv(one, kept, [8, 8]),
+        lambda: verify(span, view(1).at(ROWS), [8, 8]),
+        lambda: find_tokens(span, SeqLens.of([8, 8])),
+    ]
+
+
+def table_of_a_section(table: Tensor) -> list[Callable[[], Any]]:
+    section = Section((0,), view(1), BlockTable.packed(table))
+    assert not section.has_null(0, 8)
+    return [lambda: section.has_null(0, 8), lambda: section.is_null(0, 8)]
+
+
+def slots(found: Tensor) -> list[Callable[[], Any]]:
+    kept, (one, _) = SlotMapping.of(found), cache(1)
+    key, value = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    plan = WritePlan(one, key, value)
+    plan(key, value, kept)
+    return [
+        lambda: plan(key, value, kept),
+        lambda: plan.describe(key, value, kept),
+        lambda: write_kv(one, key, value, kept),
+    ]
+
+
+def key_of_a_write(key: Tensor) -> list[Callable[[], Any]]:
+    one, value = cache(1)[0], torch.randn(4, 2, 8)
+    kept, plan = describe(key, "BLOCK_CUSTOM"), WritePlan(one, key, value)
+    plan(kept, value, [0, 1, 2, 3])
+    return [
+        lambda: plan(kept, value, [0, 1, 2, 3]),
+        lambda: plan.ranges(kept, value, [0, 1, 2, 3]),
+        lambda: write_kv(one, kept, value, [0, 1, 2, 3]),
+    ]
+
+
+KEPT = [
+    (lens_of_a_plan, lambda: torch.tensor([8, 7])),
+    (lens_of_a_run, lambda: torch.tensor([8, 7])),
+    (lens_of_calls, lambda: torch.tensor([8, 7], dtype=torch.int32)),
+    (starts_of_verify, lambda: torch.tensor([8, 8])),
+    (table_of_a_run, lambda: torch.tensor(ROWS)),
+    (table_of_calls, lambda: torch.tensor(ROWS, dtype=torch.int32)),
+    (table_of_a_section, lambda: torch.tensor(ROWS[:1])),
+    (slots, lambda: torch.tensor([0, 5, 9, 2])),
+    (key_of_a_write, lambda: torch.randn(4, 2, 8)),
+]
+
+
+@pytest.mark.parametrize("how", ["freed", "replaced"])
+@pytest.mark.parametrize(("make", "tensor"), KEPT, ids=[make.__name__ for make, _ in KEPT])
+def test_a_description_of_memory_that_has_moved_is_refused(
+    make: Callable[[Tensor], list[Callable[[], Any]]], tensor: Callable[[], Tensor], how: str
+) -> None:
+    given = tensor()
+    calls = make(given)
+    move(given, how)
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match=r"describes memory that its tensor no long"):
+            call()
+
+
+def test_a_plan_whose_lengths_have_moved_takes_others() -> None:
+    lens = torch.tensor([8, 7])
+    src, dst = both()
+    plan = Plan.migrate(src, dst, lens, same_model=True)
+    move(lens, "freed")
+    plan.run([8, 7])
+    assert verify(src, dst, [8, 7])
+    assert plan.describe([8, 7]).num_tokens == 15
