@@ -126,6 +126,7 @@ void visit_name(const Used &of, Visit visit) {
 class AllUsed {
  public:
   void add_dst(const kvx_span_t &dst) {
+    all_.reserve(size_t{6} * dst.num_layers + size_t{3} * dst.num_planes);
     for (uint32_t l = 0; l < dst.num_layers; ++l) {
       for (const bool is_v : {false, true}) {
         const kvx_tensor_desc_t &tensor = tensor_of(dst, l, is_v);
@@ -166,13 +167,17 @@ class AllUsed {
     }
   }
 
-  kvx_status_t check() {
-    std::sort(all_.begin(), all_.end(),
-              [](const Used &a, const Used &b) { return a.extent.begin < b.extent.begin; });
-    for (size_t i = 0; i < all_.size(); ++i) {
-      const Used &a = all_[i];
-      for (size_t j = i + 1; j < all_.size() && all_[j].extent.begin < a.extent.end; ++j) {
-        const Used &b = all_[j];
+  kvx_status_t check() const {
+    std::vector<const Used *> order;  // by address, then as they were added
+    order.reserve(all_.size());
+    for (const Used &used : all_) order.push_back(&used);
+    std::sort(order.begin(), order.end(), [](const Used *a, const Used *b) {
+      return a->extent.begin != b->extent.begin ? a->extent.begin < b->extent.begin : a < b;
+    });
+    for (size_t i = 0; i < order.size(); ++i) {
+      const Used &a = *order[i];
+      for (size_t j = i + 1; j < order.size() && order[j]->extent.begin < a.extent.end; ++j) {
+        const Used &b = *order[j];
         if ((a.written || b.written) && a.grid.meets(b.grid))
           return b.written ? fail_units(b, a) : fail_units(a, b);
       }
