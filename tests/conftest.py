@@ -88,14 +88,14 @@ def backend(built_backend: Backend) -> Iterator[Backend]:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """The wheel of this tree, built once, by the first process that needs it: with --slow as for a
-    release, else for the architectures whose machine code is read."""
+    release, else without CUDA."""
     base = tmp_path_factory.getbasetemp()
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
     with alone("wheel"):
         if not list(out.glob("*.whl")):
             build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
             if not pytestconfig.getoption("--slow"):
-                build.append("-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=80-real;90-real")
+                build.append("-Ccmake.define.KVX_CUDA=OFF")
             run([*build, "--outdir", out, ROOT])
     (made,) = out.glob("*.whl")
     return made

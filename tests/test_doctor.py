@@ -80,6 +80,7 @@ def test_all_is_well() -> None:
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_an_engine_that_does_not_start() -> None:
     result = kvx_doctor("--dtype", "float3")
     assert result.returncode == 1

@@ -21,9 +21,10 @@ FROM_OTHERS = [prompt(n, seed=20 + n) for n in (33, 101, 257)]
 FOR_OTHERS = [prompt(n, seed=21 + n) for n in (33, 101, 257)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiprocessing", "ranks"),
-    [("1", 1), pytest.param("0", 2, marks=pytest.mark.slow)],
+    [("1", 1), ("0", 2)],
     ids=["core-and-worker", "two-ranks"],
 )
 def test_both_ways(
