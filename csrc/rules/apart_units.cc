@@ -18,10 +18,11 @@ class Grid {
  public:
   Grid(const void *data, kvx_dtype_t dtype)
       : data_(static_cast<const uint8_t *>(data)), size_(size_of(dtype)) {}
-  template <class Desc>  // of a tensor, or of scales
-  explicit Grid(const Desc &desc) : Grid(desc.data, desc.dtype) {
-    for (uint32_t axis = 0; axis < desc.ndim; ++axis)
-      add(desc.shape[axis], desc.stride[axis] * size_);
+  explicit Grid(const kvx_tensor_desc_t &tensor) : Grid(tensor.data, tensor.dtype) {
+    add_axes(tensor);
+  }
+  explicit Grid(const kvx_scale_desc_t &scales) : Grid(scales.data, scales.dtype) {
+    if (scales.granularity != KVX_SCALE_PER_TENSOR) add_axes(scales);  // which has no axes
   }
   explicit Grid(const kvx_plane_t &plane) : Grid(plane.data, plane.dtype) {
     for (uint32_t axis = 0; axis < plane.num_axes; ++axis)
@@ -54,6 +55,12 @@ class Grid {
       return stride == other.stride && extent == other.extent;
     }
   };
+
+  template <class Desc>
+  void add_axes(const Desc &desc) {
+    for (uint32_t axis = 0; axis < desc.ndim; ++axis)
+      add(desc.shape[axis], desc.stride[axis] * size_);
+  }
 
   // Keeps the largest stride first. Indices of an axis without a stride name one element.
   void add(int64_t extent, int64_t stride) {
