@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import _abi, _abi_plan
+from kvx_core import _abi, _abi_plan, use_openmp
 from kvx_core._abi_plan import (
     kvx_plan_info_t,
     kvx_plane_info_t,
