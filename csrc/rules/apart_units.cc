@@ -58,8 +58,8 @@ class Grid {
 
   template <class Desc>
   void add_axes(const Desc &desc) {
-    for (uint32_t axis = 0; axis < desc.ndim; ++axis)
-      add(desc.shape[axis], desc.stride[axis] * size_);
+    for (uint32_t axis = 0; axis < desc.ndim; ++axis)  // one element may have any stride
+      if (desc.shape[axis] > 1) add(desc.shape[axis], desc.stride[axis] * size_);
   }
 
   // Keeps the largest stride first. Indices of an axis without a stride name one element.
