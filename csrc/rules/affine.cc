@@ -17,13 +17,13 @@ namespace {
 kvx_status_t check_one(const Path &path, const kvx_scale_desc_t *numbers,
                        const kvx_cache_desc_t &cache, const kvx_tensor_desc_t &tensor,
                        const Path &tensor_path) {
+  if (numbers) KVX_TRY(check_struct(path, numbers));
   if (!numbers || !numbers->data) {
     return KVX_INVALID(
         "%s is NULL, but %s.dtype is %s: a number is a byte with a scale and a zero point (spec "
         "E.14)",
         KVX_AT(path), KVX_AT(tensor_path), name_of(tensor.dtype));
   }
-  KVX_TRY(check_struct(path, numbers));
   if (!is_scale_type(numbers->dtype)) {
     return KVX_INVALID("%s.dtype is %d (%s), expected %s (spec 6.6)", KVX_AT(path), numbers->dtype,
                        name_of(numbers->dtype), kScaleTypes);
