@@ -298,13 +298,13 @@ inline bool pointers_fit(Memory &memory, const End &end) {
   for (uint32_t i = 0; i < table.indices_count; ++i) {
     const int64_t block = read_int(table.indices, KVX_DTYPE_U64, i);
     if (block <= 0) continue;
-    const auto *const at = reinterpret_cast<const uint8_t *>(block);
     const bool whole = table.flags & KVX_BLOCK_TABLE_FLAG_WHOLE;
     for (size_t p = 0; p < planes.size(); ++p) {
       if (!whole && p != i % planes.size()) continue;
-      const auto apart =
-          static_cast<const uint8_t *>(planes[p].data) - static_cast<const uint8_t *>(table.indptr);
-      if (!tensor_fits(memory, planes[p], whole ? at + apart : at)) return false;
+      const uint64_t apart =
+          reinterpret_cast<uintptr_t>(planes[p].data) - reinterpret_cast<uintptr_t>(table.indptr);
+      const uint64_t at = static_cast<uint64_t>(block) + (whole ? apart : 0);
+      if (!tensor_fits(memory, planes[p], reinterpret_cast<const uint8_t *>(at))) return false;
     }
   }
   return true;
