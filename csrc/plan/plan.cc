@@ -148,11 +148,12 @@ void set_flags(Plan *plan, uint32_t flags) {
 // Whether a token's V vector follows its K vector in memory.
 bool v_follows(const Plane &k, const Plane &v, uint32_t k_dim, uint32_t v_dim) {
   const int64_t size = size_of(k.dtype);
+  const uintptr_t k_base = reinterpret_cast<uintptr_t>(k.base);  // of POINTERS no pointer
   return k.dtype == v.dtype && !k.token_pack && !v.token_pack && k.pack == k_dim &&
          v.pack == v_dim && k.inner_stride == size && v.inner_stride == size &&
-         v.base == k.base + k_dim * size && !k.secondary && !v.secondary &&
-         k.block_stride == v.block_stride && k.token_stride == v.token_stride &&
-         k.head_stride == v.head_stride;
+         reinterpret_cast<uintptr_t>(v.base) == k_base + static_cast<uint64_t>(k_dim * size) &&
+         !k.secondary && !v.secondary && k.block_stride == v.block_stride &&
+         k.token_stride == v.token_stride && k.head_stride == v.head_stride;
 }
 
 // Ends a layer. If V's vectors follow K's at both ends, as in vLLM's [.., 2 * head_dim] caches, K's
