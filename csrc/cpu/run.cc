@@ -196,6 +196,10 @@ class Job {
     if (!bytes_) return;
     // Allocates the caller's stages before the first write: if memory runs out, nothing is written.
     callers_stages_.emplace(plan_, tokens_);
+    if (items_ == 1) {  // the usual decode step: nothing to share
+      move_item(0, &*callers_stages_);
+      return finish();
+    }
     run_with_helpers(static_cast<uint32_t>(helpers), help, this);
   }
 
@@ -234,15 +238,22 @@ class Job {
   }
 
   void work(Stages *stages) {
-    for (uint64_t item; (item = next_++) < items_;) {
-      const uint64_t layer = item / items_per_layer_;
-      const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
-      const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
-      move_layer(layer, begin, end, stages);
-    }
+    for (uint64_t item; (item = next_++) < items_;) move_item(item, stages);
+    finish();
+  }
+
+  // Orders a thread's streaming stores before what its caller does next.
+  void finish() const {
 #if defined(__x86_64__)
     if (streaming_) _mm_sfence();
 #endif
+  }
+
+  void move_item(uint64_t item, Stages *stages) {
+    if (items_per_layer_ == 1) return move_layer(item, 0, tokens_, stages);
+    const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
+    const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
+    move_layer(item / items_per_layer_, begin, end, stages);
   }
 
   void move_layer(size_t layer, uint64_t begin, uint64_t end, Stages *stages) {

@@ -114,6 +114,7 @@ void make_loops(const Plane &src, const Plane &dst, int64_t tokens, int64_t head
   };
   // The parts of an axis at both ends, of which the wider is a multiple of the narrower.
   const auto add_parts = [&](int64_t count, const Parts &from, const Parts &to) {
+    if (std::min(from.extent, to.extent) >= count) return add(count, from.inner, to.inner);
     const int64_t wide = std::min(std::max(from.extent, to.extent), count);
     const int64_t narrow = std::min(std::min(from.extent, to.extent), count);
     add(count / wide, from.offset(wide), to.offset(wide));

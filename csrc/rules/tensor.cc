@@ -4,16 +4,20 @@ namespace kvx {
 
 kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
                            const int64_t *stride, kvx_dtype_t dtype, int64_t *extent) {
-  const int64_t most = (int64_t{1} << 62) / size_of(dtype);
   int64_t reached = 1;
+  const auto is_too_far = [dtype](int64_t elements) {
+    int64_t bytes;
+    return __builtin_mul_overflow(elements, size_of(dtype), &bytes) || bytes > int64_t{1} << 62;
+  };
   for (uint32_t axis = 0; axis < ndim; ++axis) {
     if (stride[axis] < 0) {
       return KVX_INVALID("%s.stride[%u] is %lld, expected at least 0 (spec 4.2)", KVX_AT(path),
                          axis, static_cast<ll>(stride[axis]));
     }
     int64_t reach;
-    if (shape[axis] > 0 && (__builtin_mul_overflow(shape[axis] - 1, stride[axis], &reach) ||
-                            __builtin_add_overflow(reached, reach, &reached) || reached > most)) {
+    if (shape[axis] > 0 &&
+        (__builtin_mul_overflow(shape[axis] - 1, stride[axis], &reach) ||
+         __builtin_add_overflow(reached, reach, &reached) || is_too_far(reached))) {
       return KVX_INVALID(
           "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec "
           "4.2)",
