@@ -56,7 +56,7 @@ def facts(*packages: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD"),
+        "git_commit": commit(_ROOT),
         "git_modified": _git("status", "--porcelain", "--", *_SOURCES) != "",
         "machine": {
             "cpu": _cpu_model(),
@@ -70,6 +70,11 @@ def facts(*packages: str) -> dict[str, Any]:
         },
         "versions": versions,
     }
+
+
+def commit(checkout: Path) -> str | None:
+    """The commit that is checked out there; None: it is not a git checkout."""
+    return _git("rev-parse", "HEAD", checkout=checkout)
 
 
 class Disturbance:
@@ -123,6 +128,6 @@ def _cpu_model() -> str:
     return f"{name} (family {', model '.join(numbers[:2])}, stepping {numbers[2]})"
 
 
-def _git(*arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True)
+def _git(*arguments: str, checkout: Path = _ROOT) -> str | None:
+    done = subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None

@@ -193,7 +193,8 @@ def run(
         }
         timing = compete(contestants, rounds, before=before)
         for name, words in (("kvx_offsets", "KV_OFFSETS"), ("kvx_plain", "HND view")):
-            samples = {"kvx": timing.samples[name]} | {c: timing.samples[c] for c in columns}
+            peers = {c: timing.samples[c] for c in columns if c in timing.samples}
+            samples = {"kvx": timing.samples[name], **peers}
             case = f"vLLM to TRT-LLM, {words}"
             rows.append(row(case, count, model.trtllm.nbytes, Timing(samples), _GOALS))
             report.print_row(rows[-1], columns)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import IO, Any
 
-from benchmarks import rounds
+from benchmarks import machine, rounds
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
@@ -115,6 +115,7 @@ def main() -> None:
     if not any(name in rest for name in (*_DEFAULT, "migrate_vs_lmcache")):
         rest = [*_DEFAULT, *rest]
     rows: list[dict[str, Any]] = []
+    disturbance = machine.Disturbance()
     with tempfile.TemporaryDirectory() as results:
         cases = run(options.old.resolve(), _ROOT, [*rest, "--results", results])
     print(f"\n{'':58} {'old us':>11} {'new us':>11} {'old/new':>7}")
@@ -129,6 +130,10 @@ def main() -> None:
     print(f"\n{len(rows)} cases, geometric mean {mean:.3f}, below {_LEAST_MEDIAN}: {len(slow)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     summary = {
+        **machine.facts(),
+        "command": " ".join(["python -m benchmarks.paired OLD", *rest]),
+        "old_commit": machine.commit(options.old),
+        "disturbance": disturbance.so_far(),
         "geometric_mean": round(mean, 4),
         "goals": {"each": _LEAST_MEDIAN, "mean": _LEAST_MEAN},
     }

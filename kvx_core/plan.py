@@ -5,6 +5,7 @@ Spec: E.13
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Self, Unpack
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Ranges = npt.NDArray[np.void]
 
 
-class Plan:
+class Plan(ABC):
     """A kept call; Plan.write, Plan.gather and Plan.migrate make one.
 
     A plan has `run`, `describe` and `ranges`, which take the arguments that change from call to
@@ -105,9 +106,9 @@ class Plan:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def _open_handle(self) -> _abi_plan.Handle:
         """The kvx_plan_t. Raises if the plan is closed or memory has moved."""
-        raise NotImplementedError
 
     def _layer_of(self, layer: int) -> int:
         """The caller's layer of a layer that libkvx sees."""

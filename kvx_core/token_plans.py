@@ -5,6 +5,7 @@ Spec: 6.8 to 6.10, 7, E.13
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -34,7 +35,40 @@ from kvx_core.tensors import TensorLike
 from kvx_core.words import instance
 
 
-class WritePlan(Plan):
+_Tokens = tuple[TensorDesc, TensorDesc | None]
+
+
+class _TokenPlan(Plan):
+    """What plans of a write and of a gather share: a cache, and tensors of tokens."""
+
+    __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
+
+    _cache: CacheDesc
+    _handle: _abi_plan.Handle | None
+    _like: _Tokens
+    _options: WriteOptions | GatherOptions
+
+    def _describe_tokens(
+        self, tokens: _Tokens, indices: Indices, lookups: _abi_plan.kvx_plan_lookups_t
+    ) -> PlanInfo:
+        tensors = {"cache.k": self._cache.k, "key": tokens[0]}
+        check_index_memory(indices, tensors, self._options.transfer)
+        return self._describe(lookups)
+
+    def _open_handle(self) -> _abi_plan.Handle:
+        if self._call is closed_call:
+            closed_call()
+        require_cache(self._cache, self._options)
+        if self._handle is None:
+            self._handle = self._new_handle()
+        return self._handle
+
+    @abstractmethod
+    def _new_handle(self) -> _abi_plan.Handle:
+        """A kvx_plan_t of tokens like those that the plan was made with."""
+
+
+class WritePlan(_TokenPlan):
     """write_kv, bound to all but its tensors: less than a microsecond per call.
 
     That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
@@ -42,9 +76,9 @@ class WritePlan(Plan):
     refuses a cache or scale whose storage was resized or replaced since.
     """
 
-    __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
+    __slots__ = ()
 
-    _handle: _abi_plan.Handle | None
+    _options: WriteOptions
 
     def __init__(
         self,
@@ -89,9 +123,7 @@ class WritePlan(Plan):
         Raises what a call would raise. Spec: E.13
         """
         tokens, found = self._tokens(key, value), SlotMapping.of(slots)
-        tensors = {"cache.k": self._cache.k, "key": tokens[0]}
-        check_index_memory({"slots": found}, tensors, self._options.transfer)
-        return self._describe(self._lookups(tokens, found))
+        return self._describe_tokens(tokens, {"slots": found}, self._lookups(tokens, found))
 
     def ranges(self, key: Any, value: Any, slots: Any) -> Ranges:
         """Lists the copies that a call with the same tensors would make: an array of RANGE.
@@ -116,19 +148,14 @@ class WritePlan(Plan):
         lookups.kept = tokens, slots
         return lookups
 
-    def _open_handle(self) -> _abi_plan.Handle:
-        if self._call is closed_call:
-            closed_call()
-        require_cache(self._cache, self._options)
-        if self._handle is None:
-            like = write_like(self._cache, self._options)
-            like.io = _io_of(like.io, self._like, 0)
-            structs = self._cache.to_c(), like, self._options.to_c()
-            self._handle = _abi_plan.Handle("kvx_plan_create_write", *structs)
-        return self._handle
+    def _new_handle(self) -> _abi_plan.Handle:
+        like = write_like(self._cache, self._options)
+        like.io = _io_of(like.io, self._like, 0)
+        structs = self._cache.to_c(), like, self._options.to_c()
+        return _abi_plan.Handle("kvx_plan_create_write", *structs)
 
 
-class GatherPlan(Plan):
+class GatherPlan(_TokenPlan):
     """gather_kv, bound to all but its tensors: less than a microsecond per call.
 
     That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
@@ -136,9 +163,9 @@ class GatherPlan(Plan):
     refuses a cache or scale whose storage was resized or replaced since.
     """
 
-    __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
+    __slots__ = ()
 
-    _handle: _abi_plan.Handle | None
+    _options: GatherOptions
 
     def __init__(
         self,
@@ -192,10 +219,8 @@ class GatherPlan(Plan):
         """
         tokens = self._tokens(key, value)
         table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-        tensors = {"cache.k": self._cache.k, "key": tokens[0]}
         indices: Indices = {"block_table": table, "seq_lens": lens}
-        check_index_memory(indices, tensors, self._options.transfer)
-        return self._describe(self._lookups(tokens, table, lens))
+        return self._describe_tokens(tokens, indices, self._lookups(tokens, table, lens))
 
     def ranges(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> Ranges:
         """Lists the copies that a call with the same tensors would make: an array of RANGE.
@@ -231,20 +256,14 @@ class GatherPlan(Plan):
         lookups.kept = tokens, table, lens
         return lookups
 
-    def _open_handle(self) -> _abi_plan.Handle:
-        if self._call is closed_call:
-            closed_call()
-        require_cache(self._cache, self._options)
-        if self._handle is None:
-            like = gather_like(self._cache)
-            num_tokens, like.max_seq_len = gather_sizes(self._like[0], BlockTable.packed([]))
-            like.io = _io_of(like.io, self._like, num_tokens)
-            structs = self._cache.to_c(), like, self._options.to_c()
-            self._handle = _abi_plan.Handle("kvx_plan_create_gather", *structs)
-        return self._handle
+    def _new_handle(self) -> _abi_plan.Handle:
+        like = gather_like(self._cache)
+        num_tokens, like.max_seq_len = gather_sizes(self._like[0], BlockTable.packed([]))
+        like.io = _io_of(like.io, self._like, num_tokens)
+        structs = self._cache.to_c(), like, self._options.to_c()
+        return _abi_plan.Handle("kvx_plan_create_gather", *structs)
 
 
-_Tokens = tuple[TensorDesc, TensorDesc | None]
 _ALL_LEFT = -(_bound.KEY | _bound.VALUE | _bound.INDICES | _bound.LENS)
 
 
