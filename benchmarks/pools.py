@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -57,7 +61,7 @@ class Pool:
             "packed": (heads, dim // PACK, size, PACK),
             "transposed": (heads, dim, size),
         }[layout]
-        k, v = (torch.empty(shape.num_blocks, *block, dtype=dtype) for _ in range(2))
+        k, v = (empty(shape.num_blocks, *block, dtype=dtype) for _ in range(2))
         return cls(shape, layout, k, v)
 
     @property
@@ -114,4 +118,28 @@ def random_table(num_blocks: int, seed: int) -> Tensor:
 
 def random_numbers(count: int) -> Tensor:
     """(count,), bfloat16, normal: finite, and within what E4M3 can hold."""
-    return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    return empty(count, dtype=torch.bfloat16).copy_(numbers)
+
+
+_MOST_SHARED = 16 << 20  # bytes: larger tensors are past the caches, wherever they lie
+_shared: Iterator[Path] | None = None
+
+
+def share(folder: Path) -> None:
+    """From now on, small tensors of `empty` lie in files of `folder`, the n-th in the n-th file.
+
+    Processes that make the same tensors then use the same memory. Where pages lie decides what
+    they drive out of a cache: two processes with pages of their own differ by 20 percent.
+    """
+    global _shared
+    _shared = (folder / str(n) for n in itertools.count())
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A new tensor whose numbers are not set."""
+    count = math.prod(shape)
+    if _shared is None or count * dtype.itemsize > _MOST_SHARED:
+        return torch.empty(shape, dtype=dtype)
+    file = str(next(_shared))
+    return torch.from_file(file, shared=True, size=count, dtype=dtype).view(shape)

@@ -34,7 +34,6 @@ from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike
 from kvx_core.words import instance
 
-
 _Tokens = tuple[TensorDesc, TensorDesc | None]
 
 
