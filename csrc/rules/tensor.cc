@@ -1,29 +1,49 @@
 #include "rules/tensor.h"
 
+#include <algorithm>
+
 namespace kvx {
 
-kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
-                           const int64_t *stride, kvx_dtype_t dtype, int64_t *extent) {
-  int64_t reached = 1;
-  const auto is_too_far = [dtype](int64_t elements) {
-    int64_t bytes;
-    return __builtin_mul_overflow(elements, size_of(dtype), &bytes) || bytes > int64_t{1} << 62;
-  };
+namespace {
+
+bool is_too_far(int64_t elements, kvx_dtype_t dtype) {
+  int64_t bytes;
+  return __builtin_mul_overflow(elements, size_of(dtype), &bytes) || bytes > int64_t{1} << 62;
+}
+
+// The error of the first axis that breaks a rule of check_strides.
+[[gnu::cold]] kvx_status_t explain_strides(const Path &path, uint32_t ndim, const int64_t *shape,
+                                           const int64_t *stride, kvx_dtype_t dtype) {
+  int64_t reached = 1, reach;
   for (uint32_t axis = 0; axis < ndim; ++axis) {
     if (stride[axis] < 0) {
       return KVX_INVALID("%s.stride[%u] is %lld, expected at least 0 (spec 4.2)", KVX_AT(path),
                          axis, static_cast<ll>(stride[axis]));
     }
-    int64_t reach;
-    if (shape[axis] > 0 &&
-        (__builtin_mul_overflow(shape[axis] - 1, stride[axis], &reach) ||
-         __builtin_add_overflow(reached, reach, &reached) || is_too_far(reached))) {
+    if (__builtin_mul_overflow(std::max<int64_t>(shape[axis], 1) - 1, stride[axis], &reach) ||
+        __builtin_add_overflow(reached, reach, &reached) || is_too_far(reached, dtype)) {
       return KVX_INVALID(
           "%s.stride[%u] is %lld: with shape[%u] %lld the tensor reaches past 2^62 bytes (spec "
           "4.2)",
           KVX_AT(path), axis, static_cast<ll>(stride[axis]), axis, static_cast<ll>(shape[axis]));
     }
   }
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t check_strides(const Path &path, uint32_t ndim, const int64_t *shape,
+                           const int64_t *stride, kvx_dtype_t dtype, int64_t *extent) {
+  int64_t reached = 1, reach;
+  bool broken = false;
+  for (uint32_t axis = 0; axis < ndim; ++axis) {
+    broken |= stride[axis] < 0;
+    broken |= __builtin_mul_overflow(std::max<int64_t>(shape[axis], 1) - 1, stride[axis], &reach);
+    broken |= __builtin_add_overflow(reached, reach, &reached);
+  }
+  if (__builtin_expect(broken || is_too_far(reached, dtype), false))
+    return explain_strides(path, ndim, shape, stride, dtype);
   *extent = reached;
   return KVX_STATUS_OK;
 }
