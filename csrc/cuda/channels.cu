@@ -31,7 +31,7 @@ __device__ __forceinline__ Chunk chunk_of_row(const AffineParams &p, const Pair 
 // Block `ordinal` of those of a row; false: nothing goes there. A warp of each block `reports`.
 __device__ __forceinline__ bool find_block(const AffineParams &p, const Pair &pair, uint32_t row,
                                            uint32_t ordinal, bool reports, Block *block) {
-  const Lookup &dst = p.lookups[pair.lookup].dst;
+  const KernelLookup &dst = p.lookups[pair.lookup].dst;
   const uint32_t lane = threadIdx.x % kWarp;
   const bool reports_row = reports && lane == 0 && ordinal == 0;
   if (reports_row && pair.reports) report(p, pair.lookup, row, false, 0, 0, 0);
@@ -169,11 +169,12 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const uint32_t row = index / p.chunks_per_row;
+    const uint32_t row = p.chunks_per_row.quotient(index);
     const uint32_t head = p.units.per_head.quotient(part);
     const uint32_t d = (part - head * p.units.per_head.divisor) * kWarp + lane;
     Block block;
-    if (!find_block(p, pair, row, index - row * p.chunks_per_row, part == 0, &block)) continue;
+    if (!find_block(p, pair, row, index - row * p.chunks_per_row.divisor, part == 0, &block))
+      continue;
     Place from;
     if (is_whole(p, pair, block, &from)) {
       copy_units(p, pair, block, from, head, d);

@@ -247,8 +247,9 @@ void cut(const Choice &choice, Common *common) {
     common->tokens_per_chunk = choice.run_tokens;
     common->units_per_part = 1;
     common->parts = FastDiv(units.per_token);
-    common->chunks_per_row = static_cast<uint32_t>(most_blocks(*common, choice.run_tokens));
-    common->chunks = static_cast<uint32_t>(common->rows.count) * common->chunks_per_row;
+    common->chunks_per_row =
+        FastDiv(static_cast<uint32_t>(most_blocks(*common, choice.run_tokens)));
+    common->chunks = static_cast<uint32_t>(common->rows.count) * common->chunks_per_row.divisor;
     return;
   }
   const uint64_t rows = common->rows.count, pairs = common->num_pairs;
@@ -311,8 +312,8 @@ void cut(const Choice &choice, Common *common) {
   while ((common->row_bound - 1) / common->tokens_per_chunk + 1 > most_chunks)
     common->tokens_per_chunk *= 2;
   common->chunks_per_row =
-      static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_chunk + 1);
-  common->chunks = static_cast<uint32_t>(rows) * common->chunks_per_row;
+      FastDiv(static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_chunk + 1));
+  common->chunks = static_cast<uint32_t>(rows) * common->chunks_per_row.divisor;
 }
 
 }  // namespace kvx::cuda

@@ -20,12 +20,14 @@ __device__ __forceinline__ void store_as(uint8_t *at, float value) {
   *reinterpret_cast<typename Format::Bits *>(at) = Format::encode(value);
 }
 
-// A number of a scalar format; the others have kernels of their own (units.cu).
-__device__ __forceinline__ float load_element(const uint8_t *at, kvx_dtype_t dtype) {
+// Calls visit with the codec of a format of numbers; kScalar: of one whose units are one number.
+template <bool kScalar, class Visit>
+__device__ __forceinline__ auto with_numbers(kvx_dtype_t dtype, Visit visit) {
   switch (dtype) {
-#define KVX_ROW(name, codec, ...)                              \
-  case KVX_DTYPE_##name:                                       \
-    if constexpr (kIsScalar<codec>) return load_as<codec>(at); \
+#define KVX_ROW(name, codec, ...)                                                   \
+  case KVX_DTYPE_##name:                                                            \
+    if constexpr (!std::is_same_v<codec, Opaque> && (!kScalar || kIsScalar<codec>)) \
+      return visit(codec{});                                                        \
     break;
     KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
@@ -35,18 +37,13 @@ __device__ __forceinline__ float load_element(const uint8_t *at, kvx_dtype_t dty
   __builtin_unreachable();
 }
 
+// A number of a scalar format; the others have kernels of their own (units.cu).
+__device__ __forceinline__ float load_element(const uint8_t *at, kvx_dtype_t dtype) {
+  return with_numbers<true>(dtype, [&](auto codec) { return load_as<decltype(codec)>(at); });
+}
+
 __device__ __forceinline__ void store_element(uint8_t *at, float value, kvx_dtype_t dtype) {
-  switch (dtype) {
-#define KVX_ROW(name, codec, ...)                                      \
-  case KVX_DTYPE_##name:                                               \
-    if constexpr (kIsScalar<codec>) return store_as<codec>(at, value); \
-    break;
-    KVX_FORMATS(KVX_ROW)
-#undef KVX_ROW
-    default:
-      break;
-  }
-  __builtin_unreachable();
+  with_numbers<true>(dtype, [&](auto codec) { store_as<decltype(codec)>(at, value); });
 }
 
 // Copies an element unchanged; NULL reads as zero.

@@ -46,7 +46,7 @@ struct Chunk {
 };
 
 // The fault of a token's entry, if its row holds one.
-__device__ __forceinline__ Fault token_fault(const Lookup &a, uint64_t row, uint64_t token,
+__device__ __forceinline__ Fault token_fault(const KernelLookup &a, uint64_t row, uint64_t token,
                                              uint64_t flat, uint32_t plane, Violation *found) {
   RowLookup<uint32_t> at;
   uint32_t offset;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void report(const Common &p, uint8_t lookup, uint64_t
                                        uint64_t token, uint64_t flat, uint32_t plane) {
 #pragma unroll 1
   for (uint32_t i = 0; i < 2; ++i) {
-    const Lookup &a = i ? p.lookups[lookup].dst : p.lookups[lookup].src;
+    const KernelLookup &a = i ? p.lookups[lookup].dst : p.lookups[lookup].src;
     Violation found{};
     if (!of_token) {
       RowLookup<uint64_t> at{};
@@ -106,8 +106,8 @@ __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint3
                                           uint32_t skipped, bool reports) {
   const auto &[src, dst] = p.lookups[lookup];
   Chunk s{};
-  s.row = index / p.chunks_per_row;
-  const uint32_t chunk = index - s.row * p.chunks_per_row;
+  s.row = p.chunks_per_row.quotient(index);
+  const uint32_t chunk = index - s.row * p.chunks_per_row.divisor;
   if (reports && chunk == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither

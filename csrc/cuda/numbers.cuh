@@ -13,47 +13,25 @@ __device__ __forceinline__ int64_t offset_of(const Plane &plane, uint32_t unit) 
 
 // Number d of the head that begins at `head`.
 __device__ __forceinline__ float number_at(const Plane &plane, const uint8_t *head, uint32_t d) {
-  switch (plane.dtype) {
-#define KVX_ROW(name, codec, kind, numbers, ...)                                       \
-  case KVX_DTYPE_##name:                                                               \
-    if constexpr (!std::is_same_v<codec, Opaque>) {                                    \
-      return Unit<codec>::decode(head + offset_of(plane, d / numbers), d % (numbers)); \
-    }                                                                                  \
-    break;
-    KVX_FORMATS(KVX_ROW)
-#undef KVX_ROW
-    default:
-      break;
-  }
-  __builtin_unreachable();
+  return with_numbers<false>(plane.dtype, [&](auto codec) {
+    using U = Unit<decltype(codec)>;
+    constexpr uint32_t kNumbers = U::kNumbers;
+    return U::decode(head + offset_of(plane, d / kNumbers), static_cast<int>(d % kNumbers));
+  });
 }
 
-// Numbers [first, first + count) of a head, whole units, as value_at gives them.
-template <class Codec, class ValueAt>
-__device__ __forceinline__ void store_with(const Plane &plane, uint8_t *head, uint32_t first,
-                                           uint32_t count, ValueAt value_at) {
-  constexpr uint32_t kNumbers = Unit<Codec>::kNumbers;
-  KVX_LOOP
-  for (uint32_t d = first; d < first + count; d += kNumbers)
-    Unit<Codec>::encode(head + offset_of(plane, d / kNumbers),
-                        [&](int i) { return value_at(d + static_cast<uint32_t>(i)); });
-}
-
+// Stores numbers [first, first + count) of a head, whole units, as value_at gives them.
 template <class ValueAt>
 __device__ __forceinline__ void store_numbers(const Plane &plane, uint8_t *head, uint32_t first,
                                               uint32_t count, ValueAt value_at) {
-  switch (plane.dtype) {
-#define KVX_ROW(name, codec, ...)                                    \
-  case KVX_DTYPE_##name:                                             \
-    if constexpr (!std::is_same_v<codec, Opaque>)                    \
-      return store_with<codec>(plane, head, first, count, value_at); \
-    break;
-    KVX_FORMATS(KVX_ROW)
-#undef KVX_ROW
-    default:
-      break;
-  }
-  __builtin_unreachable();
+  with_numbers<false>(plane.dtype, [&](auto codec) {
+    using U = Unit<decltype(codec)>;
+    constexpr uint32_t kNumbers = U::kNumbers;
+    KVX_LOOP
+    for (uint32_t d = first; d < first + count; d += kNumbers)
+      U::encode(head + offset_of(plane, d / kNumbers),
+                [&](int i) { return value_at(d + static_cast<uint32_t>(i)); });
+  });
 }
 
 }  // namespace kvx::cuda

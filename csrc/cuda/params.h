@@ -23,6 +23,7 @@ struct FastDiv {
 
   FastDiv() = default;
   explicit FastDiv(uint32_t by) : divisor(by) {
+    if (by == 0) return;  // of a number that the kernel does not need
     while (shift < 32 && (uint64_t{1} << shift) < by) ++shift;
     multiplier =
         static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - by)) / by + 1);
@@ -32,6 +33,36 @@ struct FastDiv {
     const auto high = static_cast<uint32_t>((uint64_t{n} * multiplier) >> 32);
     return static_cast<uint32_t>((uint64_t{high} + n) >> shift);
   }
+  // Of numbers of 32 bits.
+  KVX_HD Division divide(uint64_t number) const {
+    const auto n = static_cast<uint32_t>(number);
+    const uint32_t found = quotient(n);
+    return {found, n - found * divisor};
+  }
+};
+
+// How kernels look up tokens at one end: they count with 32 bits and divide often.
+struct KernelLookup : Lookup {
+  FastDiv block_tokens, ring_tokens, sub_block_count;
+
+  KernelLookup() = default;
+  explicit KernelLookup(const Lookup &lookup)
+      : Lookup(lookup),
+        block_tokens(lookup.block_size),
+        ring_tokens(lookup.block_size * lookup.max_blocks_per_seq),
+        sub_block_count(lookup.sub_blocks) {}
+
+  KVX_HD Division by_block(uint64_t tokens) const { return block_tokens.divide(tokens); }
+  KVX_HD Division by_sub_block(uint32_t index) const { return sub_block_count.divide(index); }
+  KVX_HD uint64_t in_ring(uint64_t position) const {
+    return ring_tokens.divide(position).remainder;
+  }
+};
+
+struct KernelLookups {
+  KernelLookup src, dst;
+
+  KVX_HD bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };
 
 // A head's vector is `per_head` units, each contiguous at both ends: 1 to 16 bytes of a copy, eight
@@ -53,13 +84,14 @@ struct Bases {
 
 struct Common {
   Rows rows;
-  LookupPair lookups[2];
+  KernelLookups lookups[2];
   PlanePair shape;  // of every pair; pointers are in `bases`
   Units units;
 
   // Work is cut into chunks: `tokens_per_chunk` tokens of a row, and these into parts of a token.
   uint64_t row_bound;  // tokens that a row has at most, not 0; its length is in device memory
-  uint32_t chunks_per_row, chunks;
+  FastDiv chunks_per_row;
+  uint32_t chunks;
   uint32_t tokens_per_chunk;
   uint32_t units_per_part;
   FastDiv parts;  // of a token

@@ -285,7 +285,8 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
   common.units = choice.units;
   const size_t first_lookup = plan.pairs[first].lookup / 2 * 2;
   for (size_t i = 0; i < 2 && first_lookup + i < plan.lookups.size(); ++i)
-    common.lookups[i] = plan.lookups[first_lookup + i];
+    common.lookups[i] = {KernelLookup(plan.lookups[first_lookup + i].src),
+                         KernelLookup(plan.lookups[first_lookup + i].dst)};
   for (uint32_t next = first; next < plan.pairs.size();) {
     const PlanePair *pairs[2 * kMaxLayers];
     common.num_pairs = 0;

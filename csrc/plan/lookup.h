@@ -32,6 +32,20 @@ struct Ints {
 
 enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers, kRing };
 
+// Quotient and remainder. Numbers of 32 bits, the usual case, divide several times faster; kernels
+// take no others (cuda/run.cu refuses them).
+struct Division {
+  uint64_t quotient;
+  uint32_t remainder;
+};
+KVX_HD Division divide(uint64_t number, uint32_t divisor) {
+#if !defined(__CUDA_ARCH__)
+  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
+#endif
+  const auto narrow = static_cast<uint32_t>(number);
+  return {narrow / divisor, narrow % divisor};
+}
+
 // Finds the tokens of each row (a sequence, or one beam of it) at one end, for K or for V.
 struct Lookup {
   LookupMode mode;
@@ -54,6 +68,15 @@ struct Lookup {
   Ints indices;  // slots or table entries
   Ints indptr;   // RAGGED
   Ints starts;   // first token of each row; NULL: 0
+
+  // Kernels have a Lookup whose divisions are multiplications (cuda/params.h), so the functions
+  // that find a token take any type with these.
+  KVX_HD Division by_block(uint64_t tokens) const { return divide(tokens, block_size); }
+  KVX_HD Division by_sub_block(uint32_t index) const { return divide(index, sub_blocks); }
+  // RING: the position in the first round of a position in any.
+  KVX_HD uint64_t in_ring(uint64_t position) const {
+    return position % (uint64_t{max_blocks_per_seq} * block_size);
+  }
 };
 
 // A token's place. `run` tokens from here on stay in the block and follow each other.
@@ -82,20 +105,6 @@ enum class Fault : uint8_t {
   kScale,        // not finite or not positive
   kUnit,         // a row begins within a unit that covers the tokens of a block
 };
-
-// Quotient and remainder. Numbers of 32 bits, the usual case, divide several times faster; kernels
-// take no others (cuda/run.cu refuses them).
-struct Division {
-  uint64_t quotient;
-  uint32_t remainder;
-};
-KVX_HD Division divide(uint64_t number, uint32_t divisor) {
-#if !defined(__CUDA_ARCH__)
-  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
-#endif
-  const auto narrow = static_cast<uint32_t>(number);
-  return {narrow / divisor, narrow % divisor};
-}
 
 // The entries of a row of this many tokens from its start on: complete ones, or the one of the
 // whole row.
@@ -145,8 +154,8 @@ KVX_HD uint64_t wrong_indptr(const Lookup &a, uint64_t row, int64_t begin, int64
 }
 
 // Reads the numbers of a row. At a fault the row has no tokens.
-template <class Count>
-KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
+template <class L, class Count>
+KVX_HD Fault read_row(const L &a, uint64_t row, RowLookup<Count> *found) {
   *found = {};
   if (a.mode == LookupMode::kSlots) return Fault::kNone;  // slots are numbered through all rows
   uint64_t entry = row, capacity = a.block_size;
@@ -169,7 +178,7 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
     found->start = static_cast<Count>(at.quotient);
   }
   if (a.mode == LookupMode::kRing && capacity) {  // positions count from the round of token 0
-    found->start = static_cast<Count>(found->start % static_cast<Count>(capacity));
+    found->start = static_cast<Count>(a.in_ring(found->start));
     capacity += found->start;
     if (capacity > static_cast<Count>(-1)) capacity = static_cast<Count>(-1);
   }
@@ -182,8 +191,8 @@ KVX_HD Fault read_row(const Lookup &a, uint64_t row, RowLookup<Count> *found) {
 
 // Finds the entry or slot of a token, and the token's offset in the entry's block. `flat` numbers
 // the tokens of all rows. False: the row does not have the token.
-template <class Count>
-KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
+template <class L, class Count>
+KVX_HD bool entry_of(const L &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
                      uint64_t *entry, uint32_t *offset) {
   *entry = flat;
   *offset = 0;
@@ -193,7 +202,7 @@ KVX_HD bool entry_of(const Lookup &a, const RowLookup<Count> &row, uint64_t toke
   *entry = row.entry;
   *offset = static_cast<uint32_t>(position);
   if (a.mode == LookupMode::kDense) return true;
-  const Division in = divide(position, a.block_size);
+  const Division in = a.by_block(position);
   if (a.mode == LookupMode::kRagged) {
     *entry += position;
   } else {
@@ -227,7 +236,8 @@ KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
 
 // Decodes a slot, or an entry and `offset` tokens into its block.
-KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *place) {
+template <class L>
+KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) {
   switch (a.mode) {
     case LookupMode::kDense:
       *place = {entry, offset, a.block_size - offset, false};
@@ -236,7 +246,7 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
       *place = {-1, 0, 1, false};
       if (entry < 0 || entry == a.invalid_slot) return Fault::kNone;
       if (static_cast<uint64_t>(entry) >= a.num_blocks * a.block_size) return Fault::kSlot;
-      const Division at = divide(static_cast<uint64_t>(entry), a.block_size);
+      const Division at = a.by_block(static_cast<uint64_t>(entry));
       place->block = static_cast<int64_t>(at.quotient);
       place->offset = at.remainder;
       return Fault::kNone;
@@ -268,7 +278,7 @@ KVX_HD Fault place_of(const Lookup &a, int64_t entry, uint32_t offset, Place *pl
   if (entry == -1) return Fault::kNone;
   const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
   const bool secondary = (index & kSecondaryPool) != 0;
-  const Division at = divide(index & ~kSecondaryPool, a.sub_blocks);
+  const Division at = a.by_sub_block(index & ~kSecondaryPool);
   const auto block = static_cast<int64_t>(at.quotient);
   if (block == a.null_block) return Fault::kNone;
   const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
@@ -295,8 +305,8 @@ KVX_HD uint64_t index_of(const Lookup &a, uint64_t entry, uint32_t plane) {
 
 // Finds a token of a row in plane `plane` of the span. Even if the caller's arrays have changed
 // since they were checked, the place is within the cache or, at a fault, null.
-template <class Count>
-KVX_HD Fault find(const Lookup &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
+template <class L, class Count>
+KVX_HD Fault find(const L &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
                   uint32_t plane, Place *place) {
   uint64_t entry;
   uint32_t offset;

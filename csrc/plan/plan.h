@@ -88,7 +88,7 @@ struct Rows {
 
   KVX_HD int64_t length_of(uint64_t row) const {
     if (!lens.data) return static_cast<int64_t>(uniform_len);
-    return lens[divide(row, rows_per_len).quotient];
+    return lens[rows_per_len == 1 ? row : divide(row, rows_per_len).quotient];
   }
   // The tokens that move of a row with this length.
   KVX_HD uint64_t cut(int64_t length) const {
