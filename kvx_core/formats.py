@@ -63,6 +63,13 @@ class DType(IntEnum):
     Q4_0 = 13
     U8_ZERO = 14
     U8_BIAS = 15
+    Q4_1 = 16
+    IQ4_NL = 17
+    Q5_0 = 18
+    Q5_1 = 19
+    Q4_K = 20
+    Q5_K = 21
+    Q6_K = 22
 
     @property
     def format(self) -> Format:
@@ -148,6 +155,13 @@ _FORMATS = {
     DType.Q4_0: Format(18, numbers=32),
     DType.U8_ZERO: Format(1, affine=True),
     DType.U8_BIAS: Format(1, affine=True),
+    DType.Q4_1: Format(20, numbers=32),
+    DType.IQ4_NL: Format(18, numbers=32),
+    DType.Q5_0: Format(22, numbers=32),
+    DType.Q5_1: Format(24, numbers=32),
+    DType.Q4_K: Format(144, numbers=256),
+    DType.Q5_K: Format(176, numbers=256),
+    DType.Q6_K: Format(210, numbers=256),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {

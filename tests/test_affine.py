@@ -123,6 +123,8 @@ ENDS: dict[str, Make] = {
 }
 AFFINE = [name for name, make in ENDS.items() if "o" in name or "mlx" in name]
 PAIRS = [(a, b) for a in ENDS for b in ENDS if a in AFFINE or b in AFFINE]
+ENDS["mlx 16"] = partial(mlx, group=16)
+PAIRS.append(("Q8_0", "mlx 16"))  # groups of half a unit
 
 
 def values(shape: Sequence[int], seed: int) -> Tensor:

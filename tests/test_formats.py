@@ -1,7 +1,7 @@
 """Formats: every pair at both ends of migrate, and blocks of numbers byte by byte. Spec: E.6, E.10
 
-The oracle of Q8_0 and Q4_0 is gguf-py, that of AMD's FP8 is torch, that of the others is
-tests/reference.py.
+The oracle of ggml's formats is ggml (tests/ggml.py), that of AMD's FP8 is torch, that of the others
+is tests/reference.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from kvx_core import (
@@ -30,7 +28,7 @@ from kvx_core import (
     write_kv,
 )
 from kvx_core.view import CacheSpan
-from tests import reference
+from tests import ggml, reference
 from tests.calls import CPU, Backend
 
 FNUZ = torch.float8_e4m3fnuz
@@ -42,9 +40,9 @@ TORCH = {
     DType.F8_E5M2: torch.float8_e5m2,
     DType.F8_E4M3FNUZ: FNUZ,
 }
-GGUF = {DType.Q8_0: GGMLQuantizationType.Q8_0, DType.Q4_0: GGMLQuantizationType.Q4_0}
-FORMATS = [*TORCH, *GGUF]
-NEW = (DType.F8_E4M3FNUZ, *GGUF)  # the others' pairs are in test_codecs.py
+GGML = tuple(ggml.NAMES)
+FORMATS = [*TORCH, *GGML]
+NEW = (DType.F8_E4M3FNUZ, *GGML)  # the others' pairs are in test_codecs.py
 PAIRS = [pair for pair in itertools.product(FORMATS, repeat=2) if set(pair) & set(NEW)]
 SEEDS = (1, 2, 3)
 
@@ -56,8 +54,8 @@ def bytes_of(values: Tensor) -> np.ndarray:
 def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
     """The bytes of float32 numbers, [..., numbers] to [..., bytes]."""
     values = np.ascontiguousarray(values, np.float32)
-    if dtype in GGUF:
-        return quantize(values, GGUF[dtype])
+    if dtype in GGML:
+        return ggml.quantize(values, dtype)
     numbers = torch.from_numpy(values)
     if dtype is DType.F8_E4M3FNUZ:
         return bytes_of(numbers.clamp(-240, 240).to(FNUZ))
@@ -66,8 +64,8 @@ def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 def decode(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """The float32 numbers of bytes."""
-    if dtype in GGUF:
-        return dequantize(stored, GGUF[dtype])
+    if dtype in GGML:
+        return ggml.dequantize(stored, dtype)
     numbers = torch.from_numpy(stored.copy()).view(TORCH[dtype])
     return (numbers.float() if dtype is DType.F8_E4M3FNUZ else reference.decode(numbers)).numpy()
 
@@ -91,7 +89,7 @@ def memory(dtype: DType, lead: tuple[int, ...], dim: int, seed: int) -> np.ndarr
 def span(raw: np.ndarray, dtype: DType, layout: Layout, table: list[list[int]]) -> CacheSpan:
     """A cache of one layer, whose K is in `raw`: [axes of the layout but dim, bytes]."""
     tensor = torch.from_numpy(raw)
-    k = describe(tensor if dtype in GGUF else tensor.view(TORCH[dtype]), layout, dtype=dtype)
+    k = describe(tensor if dtype in GGML else tensor.view(TORCH[dtype]), layout, dtype=dtype)
     view = CacheView(layers=(CacheDesc.from_kv(k),), facts=CacheFacts())
     return view.at(block_table=table)
 
@@ -107,8 +105,12 @@ def move(
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda dtype: dtype.name)
 def test_every_pair(backend: Backend, a: DType, b: DType) -> None:
-    """NHD blocks of 5 tokens to HND blocks of 4; 3 heads of 96 numbers; nothing else changes."""
-    heads, dim, lens = 3, 96, [13, 2]
+    """NHD blocks of 5 tokens to HND blocks of 4; nothing else changes.
+
+    3 heads of 96 numbers; one head of 256, and fewer tokens, where units hold as many.
+    """
+    is_wide = 256 in (a.numbers, b.numbers)
+    heads, dim, lens = (1, 256, [6, 1]) if is_wide else (3, 96, [13, 2])
     tables = [[4, 0, 2], [1, -1, -1]], [[5, 1, 3, 0], [2, -1, -1, -1]]
     for seed in SEEDS:
         source = encode(values((5, 5, heads, dim), seed), a)
@@ -125,11 +127,11 @@ def test_every_pair(backend: Backend, a: DType, b: DType) -> None:
         np.testing.assert_array_equal(target, expected)
 
 
-@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("dtype", GGML, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("other", [DType.F16, None], ids=["F16", "same"])
 def test_units_may_lie_apart(backend: Backend, dtype: DType, other: DType | None) -> None:
     """Every third unit of wider vectors, at one end; the bytes between stay as they were."""
-    heads, dim, size = 2, 64, dtype.itemsize
+    heads, dim, size = 2, 2 * dtype.numbers, dtype.itemsize
     source = encode(values((2, 4, heads, dim), 1), dtype)
     wide = memory(dtype, (2, 4, heads), 3 * dim, 2)
     wide[..., :size], wide[..., 3 * size : 4 * size] = source[..., :size], source[..., size:]
@@ -177,29 +179,6 @@ def test_fnuz_is_torch_s(backend: Backend) -> None:
     assert got[exact == np.inf].tolist() == [0x7F]  # saturates
     assert got[(exact == 0) & np.signbit(exact)].tolist() == [0]  # there is no negative zero
     assert set(got[np.isnan(exact)].tolist()) == {0x80}
-
-
-@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
-def test_all_scales_of_a_unit(backend: Backend, dtype: DType) -> None:
-    """Every finite float16 as the scale, decoded as gguf-py does."""
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    halves = halves[np.isfinite(halves.view(np.float16))]
-    units = memory(dtype, (len(halves),), 32, 1)
-    units[:, :2] = halves.view(np.uint8).reshape(-1, 2)
-    got = one_vector(backend, units, dtype, DType.F32).view(np.uint32)
-    np.testing.assert_array_equal(got, decode(units, dtype).view(np.uint32))
-
-
-@pytest.mark.parametrize("dtype", GGUF, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_units_are_gguf_s(backend: Backend, dtype: DType, seed: int) -> None:
-    """Ties, both signs, scales down to none: whatever has a finite float16 scale."""
-    random = np.random.default_rng(seed)
-    steps = random.integers(-127, 128, (500, 64)) + random.choice([0, 0.5, -0.5], (500, 64))
-    scaled = steps * 2.0 ** random.integers(-40, 8, (500, 1))
-    numbers = np.concatenate([scaled, values((20, 64), seed)]).astype(np.float32)
-    got = one_vector(backend, numbers.view(np.uint8), DType.F32, dtype)
-    np.testing.assert_array_equal(got, encode(numbers, dtype))
 
 
 def test_what_a_unit_cannot_hold(backend: Backend) -> None:

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "formats/q8_0.h"
+#include "formats/units.h"
 
 namespace kvx {
 
@@ -62,12 +62,6 @@ KVX_HD uint8_t nearest_byte(float x) {
   const int32_t past = positive - kMost, within = kMost + (past & (past >> 31));
   // The last bit of 2^23 is worth 1.
   return static_cast<uint8_t>(bits_of(float_of(static_cast<uint32_t>(within)) + 0x1p23f));
-}
-
-// NaN is encoded as 0 is.
-KVX_HD float zero_for_nan(float x) {
-  const uint32_t is_nan = (bits_of(x) & ~kSign) > kInfinity ? 1u : 0u;
-  return float_of(bits_of(x) & (is_nan - 1u));
 }
 
 // value = (q - zero) * scale

@@ -1,46 +1,46 @@
-// Q4_0: 32 numbers along dim in 18 bytes, a float16 scale d and 32 numbers q of four bits, the
-// first 16 in the low halves of the bytes, the others in the high ones; value = d * (q - 8). Spec:
-// E.10 Source: llama.cpp v0.5.0, ggml/src/ggml-quants.c, quantize_row_q4_0_ref; gguf 0.19.0,
-// quants.py,
-//   Q4_0, whose bytes these are
+// Q4_0 and Q5_0: 32 numbers along dim in 18 or 22 bytes, a float16 scale d and 32 levels q of four
+// or five bits, half of whose range is below zero; value = d * (q - 8) or d * (q - 16). Spec: E.10
+// Source: llama.cpp v0.5.0, ggml/src/ggml-quants.c, quantize_row_q4_0_ref, quantize_row_q5_0_ref;
+//   gguf 0.19.0, quants.py, Q4_0, Q5_0, whose bytes these are
 #pragma once
 
-#include "formats/q8_0.h"
+#include "formats/levels.h"
+#include "formats/units.h"
 
 namespace kvx {
 
-struct Q4_0 {
-  static constexpr int kNumbers = 32, kBytes = 18;
+template <int kBits>
+struct AroundZero {
+  static constexpr int kNumbers = 32, kBytes = 2 + Levels<kBits>::kBytes, kRun = 16;
+  static constexpr int kZero = 1 << (kBits - 1);  // the level of 0
 
+  static KVX_HD float scale(const uint8_t *unit, int) { return UnitScale::load(unit); }
+  static KVX_HD int level(const uint8_t *unit, int run, int i) {
+    return Levels<kBits>::at(unit + 2, run, i);
+  }
+  static KVX_HD float value(float scale, int level) {
+    return scale * static_cast<float>(level - kZero);
+  }
   static KVX_HD float decode(const uint8_t *unit, int i) {
-    const int byte = unit[2 + i % 16];
-    return UnitScale::load(unit) * static_cast<float>((i < 16 ? byte & 15 : byte >> 4) - 8);
+    return decode_in_runs<AroundZero>(unit, i);
   }
 
   template <class ValueAt>
   static KVX_HD void encode(uint8_t *unit, ValueAt value_at) {
-    float most = 0.0f;  // the first number of the largest magnitude
-    KVX_LOOP
-    for (int i = 0; i < kNumbers; ++i) {
-      const float value = value_at(i), magnitude = float_of(bits_of(value) & ~kSign);
-      const bool is_first = i == 0 && magnitude == 0.0f;  // the scale of zeros takes its sign
-      most = is_first || magnitude > float_of(bits_of(most) & ~kSign) ? value : most;
-    }
-    const float scale = UnitScale::saturate(most / -8.0f), inverse = UnitScale::inverse(scale);
+    // The first number of the largest magnitude: the scale of zeros takes the first one's sign.
+    const float amax = largest_magnitude<kNumbers>(value_at);
+    const float most = first_equal<kNumbers, kSign>(value_at, amax);
+    const float scale = UnitScale::saturate(most / static_cast<float>(-kZero));
+    const float inverse = UnitScale::inverse(scale);
     UnitScale::store(unit, scale);
-    KVX_LOOP
-    for (int i = 0; i < 16; ++i) {
-      const int low = nearest(value_at(i) * inverse), high = nearest(value_at(i + 16) * inverse);
-      unit[2 + i] = static_cast<uint8_t>(low | high << 4);
-    }
-  }
-
- private:
-  // Rounds to 0 .. 15: adds half a step, then truncates. NaN becomes 8, whose value is 0.
-  static KVX_HD int nearest(float x) {
-    const float shifted = x + 8.5f;
-    return shifted >= 16.0f ? 15 : shifted >= 0.0f ? static_cast<int>(shifted) : x < 0.0f ? 0 : 8;
+    Levels<kBits>::put(unit + 2, [&](int i) {
+      const float steps = zero_for_nan(value_at(i)) * inverse;
+      return level_of(steps + (static_cast<float>(kZero) + 0.5f), Levels<kBits>::kMost);
+    });
   }
 };
+
+using Q4_0 = AroundZero<4>;
+using Q5_0 = AroundZero<5>;
 
 }  // namespace kvx

@@ -3,7 +3,11 @@
 #pragma once
 
 #include "formats/e4m3fnuz.h"
+#include "formats/iq4_nl.h"
 #include "formats/q4_0.h"
+#include "formats/q4_1.h"
+#include "formats/q4_k.h"
+#include "formats/q6_k.h"
 #include "formats/q8_0.h"
 #include "formats/scalar.h"
 
@@ -32,4 +36,11 @@
   ROW(Q8_0, Q8_0, Number, 32, 34, 2, 0, Nothing)             \
   ROW(Q4_0, Q4_0, Number, 32, 18, 2, 0, Nothing)             \
   ROW(U8_ZERO, Opaque, Number, 1, 1, 1, 0, ScaleZero)        \
-  ROW(U8_BIAS, Opaque, Number, 1, 1, 1, 0, ScaleZero)
+  ROW(U8_BIAS, Opaque, Number, 1, 1, 1, 0, ScaleZero)        \
+  ROW(Q4_1, Q4_1, Number, 32, 20, 2, 0, Nothing)             \
+  ROW(IQ4_NL, Iq4Nl, Number, 32, 18, 2, 0, Nothing)          \
+  ROW(Q5_0, Q5_0, Number, 32, 22, 2, 0, Nothing)             \
+  ROW(Q5_1, Q5_1, Number, 32, 24, 2, 0, Nothing)             \
+  ROW(Q4_K, Q4_K, Number, 256, 144, 2, 0, Nothing)           \
+  ROW(Q5_K, Q5_K, Number, 256, 176, 2, 0, Nothing)           \
+  ROW(Q6_K, Q6_K, Number, 256, 210, 2, 0, Nothing)

@@ -509,7 +509,7 @@ def test_packs_that_no_strides_step_through_are_refused() -> None:
     check_untouched(dst, "packed8")
 
 
-UNITS: dict[str, tuple[int, int]] = {"Q8_0": (32, 34), "Q4_0": (32, 18)}  # numbers, bytes
+UNITS: dict[str, tuple[int, int]] = {"Q8_0": (32, 34), "Q5_1": (32, 24)}  # numbers, bytes
 
 
 def in_units(name: str, head_dim: int, rotary: Order, rotary_dim: int) -> tuple[Tensor, CacheView]:

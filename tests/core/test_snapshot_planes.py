@@ -329,7 +329,7 @@ def test_scales_of_planes_go_with_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "size"), [("Q8_0", 34), ("Q4_0", 18)])
+@pytest.mark.parametrize(("name", "size"), [("Q8_0", 34), ("Q4_0", 18), ("Q6_K", 210)])
 def test_packed_formats_keep_their_bytes(name: str, size: int, seed: int, tmp_path: Path) -> None:
     """K in units, V in float16, NHD to HND; whatever the units hold."""
     k = filled((5, 4, 2, 3 * size), torch.uint8, seed)

@@ -11,6 +11,7 @@
 #endif
 #include "cpu/kernels/affine.inl"
 #include "cpu/kernels/convert.inl"
+#include "cpu/kernels/fits.inl"
 #include "cpu/kernels/vectors.inl"
 
 constexpr Kernels kKernels = {

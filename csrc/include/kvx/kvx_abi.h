@@ -66,7 +66,14 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_Q4_0 = 13,    /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
   KVX_DTYPE_U8_ZERO = 14, /* value = (q - zero) * scale, with a scale and a zero point per group of
                              numbers beside the data: OpenVINO's u8. Spec: E.14; since 1.5 */
-  KVX_DTYPE_U8_BIAS = 15  /* value = q * scale + zero: MLX's 8 bits. Spec: E.14; since 1.5 */
+  KVX_DTYPE_U8_BIAS = 15, /* value = q * scale + zero: MLX's 8 bits. Spec: E.14; since 1.5 */
+  KVX_DTYPE_Q4_1 = 16,    /* a unit of 32 numbers in 20 bytes; this and those below since 1.5 */
+  KVX_DTYPE_IQ4_NL = 17,  /* 32 numbers in 18 bytes */
+  KVX_DTYPE_Q5_0 = 18,    /* 32 numbers in 22 bytes */
+  KVX_DTYPE_Q5_1 = 19,    /* 32 numbers in 24 bytes */
+  KVX_DTYPE_Q4_K = 20,    /* 256 numbers in 144 bytes */
+  KVX_DTYPE_Q5_K = 21,    /* 256 numbers in 176 bytes */
+  KVX_DTYPE_Q6_K = 22     /* 256 numbers in 210 bytes */
 } kvx_dtype_t;
 
 /* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */

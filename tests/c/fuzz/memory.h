@@ -100,7 +100,14 @@ inline int64_t size_of(kvx_dtype_t dtype) {
     case KVX_DTYPE_Q8_0:
       return 34;
     case KVX_DTYPE_Q4_0:
+    case KVX_DTYPE_IQ4_NL:
       return 18;
+    case KVX_DTYPE_Q4_1:
+      return 20;
+    case KVX_DTYPE_Q5_0:
+      return 22;
+    case KVX_DTYPE_Q5_1:
+      return 24;
     case KVX_DTYPE_S64:
     case KVX_DTYPE_U64:
       return 8;
@@ -111,7 +118,9 @@ inline int64_t size_of(kvx_dtype_t dtype) {
 
 // Numbers of one element.
 inline int64_t numbers_of(kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ? 32 : 1;
+  const bool is_unit = dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ||
+                       (dtype >= KVX_DTYPE_Q4_1 && dtype <= KVX_DTYPE_Q5_1);
+  return is_unit ? 32 : 1;
 }
 
 inline bool is_fp8(kvx_dtype_t dtype) {

@@ -1,0 +1,22 @@
+// The searches of fit.inl among floats. Spec: E.10
+#pragma once
+
+#include <cmath>
+
+#include "formats/units.h"
+
+namespace kvx {
+
+template <class Real>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  static KVX_HD int32_t bits(float x) { return static_cast<int32_t>(bits_of(x)); }
+  static KVX_HD float number(int32_t n) { return static_cast<float>(n); }
+  static KVX_HD float magnitude(float x) { return float_of(bits_of(x) & ~kSign); }
+  static KVX_HD float root(float x) { return sqrtf(x); }
+};
+
+#include "formats/fit.inl"
+
+}  // namespace kvx
