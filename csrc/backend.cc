@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include "cpu/hadamard.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/run.h"
 #include "cpu/speed.h"
@@ -142,6 +143,10 @@ void fill(kvx_backend_info_t *info) {
   info->cpu_isa = cpu::kernels().isa;
   info->version = KVX_VERSION;
   info->stream_bytes = cpu::stream_bytes();
+}
+
+void hadamard(float *values, uint64_t rows, uint32_t dim, int64_t row_stride, uint32_t order) {
+  cpu::hadamard(values, rows, dim, row_stride, order);
 }
 
 void set_num_threads(uint32_t count) { cpu::set_num_threads(count); }

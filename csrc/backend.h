@@ -54,6 +54,9 @@ const char *find_unreadable(const Plan &plan, bool on_device);
 // Reports what kernels have found out of range since the last report; waits for `stream`.
 kvx_status_t report_status(void *stream);
 
+// Rotates rows in host memory by Hadamard matrices of this order.
+void hadamard(float *values, uint64_t rows, uint32_t dim, int64_t row_stride, uint32_t order);
+
 // Fills all of `info` but its size.
 void fill(kvx_backend_info_t *info);
 

@@ -54,6 +54,7 @@ CORE = {
     "ctypes": {
         "kvx_core._abi",
         "kvx_core._abi_blocks",
+        "kvx_core._abi_encode",
         "kvx_core._abi_plan",
         "kvx_core._bound",
         "kvx_core._dlpack",

@@ -996,6 +996,17 @@ def test_every_sentence_has_a_rule() -> None:
         "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
+        # tests/test_hadamard.py has the rules of kvx_hadamard.
+        "dim is 0, expected at least 2 (spec E.17)",
+        "dim is %u, whose largest power of two is %u, expected 2 to %u; name an order that divides "
+        "dim, or rotate a part of each row (spec E.17)",
+        "order is %u, expected a power of two from 2 to %u, or 0 (spec E.17)",
+        "order is %u, which does not divide dim %u; expected at most %u (spec E.17)",
+        "values is NULL, expected %u numbers per row (spec E.17)",
+        "values is %p, expected a multiple of 4 bytes (spec E.17)",
+        "row_stride is %lld, expected at least dim %u: rows would share numbers (spec E.17)",
+        "rows is %llu and row_stride %lld: they reach past the end of the address space "
+        "(spec E.17)",
     }
     said = [rule.sentence for rule in RULES]
     missing = []

@@ -5,6 +5,7 @@
 
 #include "formats/affine.h"
 #include "formats/codec.h"
+#include "kvx/kvx_encode.h"
 #include "plan/loops.h"
 
 namespace kvx::cpu {
@@ -61,6 +62,9 @@ struct Kernels {
   AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
   void (*bound)(Bounds *of, const float *from, int64_t numbers);
   void (*bound_each)(float *least, float *largest, const float *from, int64_t numbers);
+  // Multiplies `groups` groups of `order` numbers, which follow each other, by the Hadamard matrix
+  // of that order and by `scale`.
+  void (*hadamard)(float *numbers, int64_t groups, int64_t order, float scale);
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

@@ -12,6 +12,7 @@
 #include "cpu/kernels/affine.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
+#include "cpu/kernels/hadamard.inl"
 #include "cpu/kernels/vectors.inl"
 
 constexpr Kernels kKernels = {
@@ -42,4 +43,5 @@ constexpr Kernels kKernels = {
     affine_kernels<U8Zero>(),
     affine_kernels<U8Bias>(),
     bound_run,
-    bound_each};
+    bound_each,
+    hadamard};

@@ -4,6 +4,7 @@
 
 #include "kvx/kvx_abi.h"     /* v1: descriptors, write and gather */
 #include "kvx/kvx_blocks.h"  /* KVBM's block layouts and copies */
+#include "kvx/kvx_encode.h"  /* rotations before encoding and after decoding */
 #include "kvx/kvx_error.h"   /* why a call has failed */
 #include "kvx/kvx_host.h"    /* version, build and machine, threads, tokens that a device skipped */
 #include "kvx/kvx_lookup.h"  /* where the tokens of a span lie */

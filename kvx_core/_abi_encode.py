@@ -1,0 +1,29 @@
+"""kvx_encode.h for Python: the functions of the loaded libkvx."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+from kvx_core import _abi
+
+HADAMARD_MAX_ORDER = 4096
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "kvx_hadamard": (c_void_p, c_uint64, c_uint32, c_int64, c_uint32),
+}
+
+
+def declare(library: Any) -> Any:
+    """Declares the functions of kvx_encode.h for ctypes; returns the library."""
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = c_int, arguments
+    return library
+
+
+@cache
+def functions() -> Any:
+    """libkvx."""
+    return declare(_abi.library())
