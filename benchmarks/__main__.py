@@ -17,6 +17,7 @@ _ALL = (
     "blocks",
     "formats",
     "packed",
+    "encodings",
     "vllm_cpu_write",
     "vllm_connector",
     "migrate_vs_lmcache",
@@ -24,6 +25,7 @@ _ALL = (
 _PACKAGES = {  # they need
     "formats": ["gguf", "numpy"],
     "packed": ["transformers", "numpy"],
+    "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
     "migrate_vs_lmcache": ["lmcache"],
@@ -77,6 +79,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import packed
 
         return packed.run(threads, rounds, options.only)
+    if name == "encodings":
+        from benchmarks import encodings
+
+        return encodings.run(threads, rounds, options.only)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 

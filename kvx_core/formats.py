@@ -41,7 +41,8 @@ class Format(NamedTuple):
     rounding: Rounding | None = None  # of floats
     numbers: int = 1  # of a unit, along dim
     scaled: bool = False  # FP8: a scale may lie beside it
-    affine: bool = False  # a scale and a zero point for each unit lie beside it [E.14]
+    affine: bool = False  # a scale and a zero point for each unit lie beside it [E.14, E.18]
+    grouped: bool = False  # affine, without zero points: a scale of the tensor, or none [E.18]
 
 
 class DType(IntEnum):
@@ -70,6 +71,9 @@ class DType(IntEnum):
     Q4_K = 20
     Q5_K = 21
     Q6_K = 22
+    F4_E2M1 = 23
+    MXFP4 = 24
+    F8_E8M0 = 25
 
     @property
     def format(self) -> Format:
@@ -162,6 +166,9 @@ _FORMATS = {
     DType.Q4_K: Format(144, numbers=256),
     DType.Q5_K: Format(176, numbers=256),
     DType.Q6_K: Format(210, numbers=256),
+    DType.F4_E2M1: Format(1, numbers=2, affine=True, grouped=True),
+    DType.MXFP4: Format(17, numbers=32),
+    DType.F8_E8M0: Format(1, "float8_e8m0fnu", (14, 8)),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {

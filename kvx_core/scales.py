@@ -1,6 +1,7 @@
 """ScaleDesc: the scales of an FP8 tensor, and what each of them covers. Spec: 6.6
 
-Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs too. Spec: E.14
+Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs too, and scales of F4_E2M1.
+Spec: E.14, E.18
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class ScaleDesc(Borrowed):
                      (num_blocks, num_kv_heads), PER_TOKEN_HEAD
                      (num_blocks, block_size, num_kv_heads). Of U8_ZERO and U8_BIAS:
                      PER_CHANNEL (num_blocks, num_kv_heads, head_dim), PER_GROUP
-                     (num_blocks, block_size, num_kv_heads, groups), PER_TOKEN_HEAD. A ScaleDesc is
-                     returned as it is.
+                     (num_blocks, block_size, num_kv_heads, groups), PER_TOKEN_HEAD. Of F4_E2M1:
+                     F8_E4M3 or F8_E8M0, PER_GROUP or PER_GROUP_4X4; and one F32 for the tensor. A
+                     ScaleDesc is returned as it is.
         granularity: a ScaleGranularity or its name
         name:        what errors call the scale
         Raises InvalidArgumentError, UnsupportedError.

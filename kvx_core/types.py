@@ -108,3 +108,4 @@ class ScaleGranularity(Named):
     PER_TOKEN_HEAD = 16
     PER_CHANNEL = 32
     PER_GROUP = 33
+    PER_GROUP_4X4 = 34

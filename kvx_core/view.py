@@ -46,7 +46,8 @@ class CacheView:
     # Asked before each use: why the engine's cache is no longer the one described; None if it is.
     outdated: Callable[[], str | None] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
-    k_zeros: tuple[ScaleDesc | None, ...] | None = None  # zero points of U8_ZERO and U8_BIAS
+    k_zeros: tuple[ScaleDesc | None, ...] | None = None  # zero points of U8_ZERO and U8_BIAS, or
+    # the scale of a tensor of F4_E2M1 [E.14, E.18]
     v_zeros: tuple[ScaleDesc | None, ...] | None = None
     _layers: Any = field(init=False, compare=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False)
@@ -131,11 +132,14 @@ class CacheView:
             for i, (scale, tensor) in enumerate(
                 zip(getattr(self, name) or (), self._of(name), strict=False)
             ):
-                if scale is not None and tensor is not None and tensor.dtype.format.affine:
+                if scale is None or tensor is None or not tensor.dtype.format.affine:
+                    continue
+                if not (tensor.dtype.format.grouped and name.endswith("zeros")):
                     found[f"{name}[{i}]"] = scale
         for i, plane in enumerate(self.planes):
             if plane.dtype.format.affine:
-                parts = {"scale": plane.scale, "zero": plane.zero}
+                grouped = plane.dtype.format.grouped
+                parts = {"scale": plane.scale, "zero": None if grouped else plane.zero}
                 found |= {f"planes[{i}].{part}": t for part, t in parts.items() if t is not None}
         return found
 

@@ -27,9 +27,10 @@ NAMES = {
     DType.Q4_K: "q4_K",
     DType.Q5_K: "q5_K",
     DType.Q6_K: "q6_K",
+    DType.MXFP4: "mxfp4",
 }
 # Those that gguf-py encodes; the others it only decodes.
-IN_PYTHON = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1)
+IN_PYTHON = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.MXFP4)
 K_QUANTS = (DType.Q4_K, DType.Q5_K, DType.Q6_K)
 
 

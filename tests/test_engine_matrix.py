@@ -59,6 +59,8 @@ from tests.engines import (
     Sizes,
 )
 from tests.engines.vllm import fp8_rows, int8_rows
+from tests.fp4 import Fp4
+from tests.fp4 import page as nvfp4_page
 from tests.native import ROOT
 from tests.test_affine import from_dense
 from tests.test_find_scales import find_scales
@@ -552,8 +554,8 @@ def on_the_grid(
     check_there_and_back(HOSTGRID, a, b, tokens, there, back, transfer=transfer)
 
 
-def move_zero_points(backend: Backend, make: Callable[..., Affine]) -> None:
-    """Keys of a dense cache into OpenVINO's."""
+def move_zero_points(backend: Backend, make: Callable[..., Affine | Fp4]) -> None:
+    """Keys of a dense cache into OpenVINO's, or into NVFP4."""
     cache, src = make(2, 4, 2, 64, 1), from_dense(torch.randn(3, 2, 64), torch.float16)
     raw = src.view.layers[0].k.owner
     backend.migrate_spans(src, cache.span([[1]]), [3], [raw, *cache.raw])
@@ -573,6 +575,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "units": partial(move_units, HOSTGRID, DType.Q8_0),
     "affine": partial(move_zero_points, HOSTGRID, openvino_v),
     "channels": partial(move_zero_points, HOSTGRID, openvino_k),
+    "fp4": partial(move_zero_points, HOSTGRID, nvfp4_page),
 }
 
 

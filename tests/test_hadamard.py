@@ -56,13 +56,15 @@ def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_is_the_matrix_and_undoes_itself(order: int) -> None:
+    by = matrix(order) if order <= 1024 else None  # of larger ones the bits below are enough
     for seed in SEEDS:
         values = numbers((3, 5 * order), seed)
-        expected = (values.reshape(-1, order).astype(np.float64) @ matrix(order)).reshape(3, -1)
         rotated = values.copy()
         hadamard(rotated, order)
         most = np.abs(values).max()
-        np.testing.assert_allclose(rotated, expected, rtol=0, atol=1e-6 * np.sqrt(order) * most)
+        if by is not None:
+            expected = (values.reshape(-1, order).astype(np.float64) @ by).reshape(3, -1)
+            np.testing.assert_allclose(rotated, expected, rtol=0, atol=1e-6 * np.sqrt(order) * most)
         np.testing.assert_array_equal(
             rotated.view(np.uint32), in_float32(values, order).view(np.uint32)
         )
@@ -70,22 +72,25 @@ def test_it_is_the_matrix_and_undoes_itself(order: int) -> None:
         np.testing.assert_allclose(rotated, values, rtol=0, atol=2e-6 * most)
 
 
-def bits_of_all_orders() -> str:
-    """What a process prints whose bits must be those of this one."""
-    found = 0
-    for order in ORDERS:
-        values = numbers((2, order), order)
-        hadamard(values, order)
-        found = (found * 31 + int(values.view(np.uint32).astype(np.uint64).sum())) % (1 << 61)
-    return str(found)
+BITS = """
+import numpy as np
+from kvx_core.encodings import hadamard
+found = []
+for order in [2**bits for bits in range(1, 13)]:
+    values = np.random.default_rng(order).standard_normal((2, order)).astype(np.float32)
+    hadamard(values, order)
+    found.append(values.tobytes().hex())
+"""
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_every_instruction_set_has_the_same_bits(isa: str) -> None:
-    command = "from tests.test_hadamard import bits_of_all_orders; print(bits_of_all_orders())"
-    environment = os.environ | {"KVX_CPU_ISA": isa}
-    got = subprocess.check_output([sys.executable, "-c", command], cwd=ROOT, env=environment)
-    assert got.decode().strip() == bits_of_all_orders()
+    """In a process of its own, which reads KVX_CPU_ISA once; here the best is used."""
+    here: dict[str, list[str]] = {}
+    exec(BITS, here)
+    command = [sys.executable, "-c", f"{BITS}\nprint(*found)"]
+    got = subprocess.check_output(command, cwd=ROOT, env=os.environ | {"KVX_CPU_ISA": isa})
+    assert got.decode().split() == here["found"]
 
 
 @pytest.mark.parametrize(("dim", "order"), [(64, 64), (96, 32), (80, 16), (576, 64), (128, 128)])
@@ -150,7 +155,7 @@ def test_llama_cpp_s_rotated_cache(dtype: DType, head_dim: int) -> None:
                 describe(stored, Layout.BLOCK_NHD, dtype=dtype),
             )
         ]
-        migrate(ends[0].at(), ends[1].at(), [7])
+        migrate(ends[0].at(), ends[1].at(), [7], same_model=True)
         np.testing.assert_array_equal(stored, expected)
 
 
@@ -212,7 +217,7 @@ def test_tensors_that_are_refused() -> None:
     ):
         hadamard(values[:, :2])
     with pytest.raises(InvalidArgumentError, match=r"^values has no axes"):
-        hadamard(np.float32(1).reshape(()))
+        hadamard(np.zeros((), np.float32))
     with pytest.raises(InvalidArgumentError, match=r"^order is 0, expected 1 to"):
         hadamard(values, 0)
     values.setflags(write=False)

@@ -996,6 +996,28 @@ def test_every_sentence_has_a_rule() -> None:
         "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
+        # tests/test_fp4.py has the rules of F4_E2M1.
+        "%s.dtype is %s, a scale for each %lld numbers, but head_dim is %lld, expected a multiple "
+        "(spec E.18)",
+        "%s.ndim is %u, expected 4 for granularity %d (spec E.18)",
+        "%s.shape[%u] is %lld, expected %lld: [num_blocks, block_size, num_kv_heads, groups of "
+        "%lld numbers] (spec E.18)",
+        "%s.granularity is PER_GROUP_4X4 (34) with %lld tokens of a block and %lld groups, "
+        "expected multiples of 4 (spec E.18)",
+        "%s is given, but %s.dtype is %s, expected none: MX has no such scale (spec E.18)",
+        "%s is %s of granularity %d, expected one F32 (PER_TENSOR, 1), the scale of all numbers "
+        "(spec E.18)",
+        "%s is %g, expected a finite scale above 0 (spec E.18)",
+        "%s is NULL, but %s.dtype is F4_E2M1: each group of numbers has a scale (spec E.18)",
+        "%s.dtype is %d (%s), expected F8_E4M3 (NVFP4) or F8_E8M0 (MX) (spec E.18)",
+        "%s.granularity is %d, expected PER_GROUP (33) or PER_GROUP_4X4 (34) for F4_E2M1 "
+        "(spec E.18)",
+        "%s.dtype is %s, whose group scales this call has no fields for; migrate between two "
+        "spans (spec E.18)",
+        "%s is F4_E2M1 at both ends, and scales that are PER_GROUP_4X4 are not copied by calls on "
+        "DEVICE memory; migrate in HOST memory (spec E.18)",
+        "%s is F4_E2M1 at both ends, whose scales of the tensor cannot be compared on a DEVICE; "
+        "pass one array for both, or migrate by way of F16 (spec E.18)",
         # tests/test_hadamard.py has the rules of kvx_hadamard.
         "dim is 0, expected at least 2 (spec E.17)",
         "dim is %u, whose largest power of two is %u, expected 2 to %u; name an order that divides "

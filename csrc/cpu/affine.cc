@@ -86,6 +86,7 @@ class TokenMover {
       return;
     }
     const auto group = static_cast<int64_t>(dst_.group());
+    if (group <= kPiece) return quantize_pieces(to, head, read, values);
     for (int64_t begin = 0; begin < dim; begin += group) {
       Bounds bounds;
       for (int64_t d = 0; d < group; d += kPiece) {
@@ -97,8 +98,32 @@ class TokenMover {
       dst_.store_unit(to, head, begin / group, unit);
       for (int64_t d = 0; d < group; d += kPiece) {
         const int64_t count = std::min(group - d, kPiece);
-        if (group > kPiece) read(begin + d, count);  // else they are still in the buffer
+        read(begin + d, count);
         dst_.quantize(to, head, begin + d, count, values, unit);
+      }
+    }
+  }
+
+  // Of groups that fit the buffer `values`, which read(first, count) fills: as many at a time as
+  // do.
+  template <class Read>
+  void quantize_pieces(const Place &to, uint32_t head, Read read, const float *values) {
+    const auto dim = static_cast<int64_t>(pair_.head_dim);
+    const auto group = static_cast<int64_t>(dst_.group());
+    const int64_t piece = kPiece / group * group;
+    for (int64_t begin = 0; begin < dim; begin += piece) {
+      const int64_t count = std::min(dim - begin, piece);
+      read(begin, count);
+      if (dst_.has_groups()) {
+        dst_.quantize_groups(to, head, begin, count, values);
+        continue;
+      }
+      for (int64_t d = 0; d < count; d += group) {
+        Bounds bounds;
+        kernels().bound(&bounds, values + d, group);
+        const ScaleZero unit = dst_.find_unit(bounds);
+        dst_.store_unit(to, head, (begin + d) / group, unit);
+        dst_.quantize(to, head, begin + d, group, values + d, unit);
       }
     }
   }

@@ -16,6 +16,8 @@ constexpr int64_t kStageBytes = kPiece * 8;
 KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
 
+constexpr int64_t kLeastGroup = 16;  // numbers of a group of F4_E2M1
+
 // Numbers [first, first + count) of the groups of a place's head.
 void load_groups(const GroupNumbers &all, const Place &place, uint32_t head, int64_t first,
                  int64_t count, float *numbers) {
@@ -27,6 +29,16 @@ void load_groups(const GroupNumbers &all, const Place &place, uint32_t head, int
   }
   for (int64_t i = 0; i < count; ++i, at += all.group_stride)
     numbers[i] = read_scale(at, all.dtype);
+}
+
+uint8_t *group_scale_at(const GroupNumbers &all, const Place &place, uint32_t head, int64_t group) {
+  return all.data +
+         all.offset_of(place.block, place.offset, int64_t{head}, static_cast<uint32_t>(group));
+}
+
+// The scale of a tensor of F4_E2M1.
+float tensor_scale_of(const AffineEnd &end) {
+  return end.group && end.zeros.data ? read_scale(end.zeros.data, end.zeros.dtype) : 1.0f;
 }
 
 void copy_groups(const GroupNumbers &to, uint8_t *dst, const GroupNumbers &from, const uint8_t *src,
@@ -48,7 +60,8 @@ AffineSource::AffineSource(const PlanePair &pair, const AffineEnd &end)
     : plane_(pair.src),
       end_(end),
       scales_(pair.src_scales),
-      is_dense_(is_dense_vector(pair.src, units_of(pair.src.dtype, pair.head_dim))) {}
+      is_dense_(is_dense_vector(pair.src, units_of(pair.src.dtype, pair.head_dim))),
+      tensor_scale_(has_group_scales(pair.src.dtype) ? tensor_scale_of(end) : 1.0f) {}
 
 const uint8_t *AffineSource::gather(const uint8_t *vector, int64_t first, int64_t count,
                                     uint8_t *stage) const {
@@ -85,6 +98,21 @@ void AffineSource::read_scaled(const Place &place, uint32_t head, int64_t first,
 
 void AffineSource::read(const Place &place, uint32_t head, int64_t first, int64_t count,
                         float *values) {
+  const bool has_groups = has_group_scales(plane_.dtype);
+  const int64_t unit = has_groups ? end_.group : numbers_of(plane_.dtype, 1), last = first + count;
+  if (first % unit == 0 && count % unit == 0) return read_units(place, head, first, count, values);
+  // Groups of the destination may end within units of the source.
+  float whole[kPiece];
+  const int64_t end = (last + unit - 1) / unit * unit;
+  for (int64_t at = first / unit * unit; at < last; at += kPiece) {
+    const int64_t begin = std::max(at, first), past = std::min(at + kPiece, last);
+    read_units(place, head, at, std::min(end - at, kPiece), whole);
+    std::copy(whole + (begin - at), whole + (past - at), values + (begin - first));
+  }
+}
+
+void AffineSource::read_units(const Place &place, uint32_t head, int64_t first, int64_t count,
+                              float *values) {
   if (!end_.group) return read_scaled(place, head, first, count, values);
   if (end_.covers_tokens) {
     if (place.block != block_ || head != head_ || first != first_) {
@@ -93,17 +121,33 @@ void AffineSource::read(const Place &place, uint32_t head, int64_t first, int64_
     }
     return decode_each(place, head, first, count, values, unit_scales_, unit_zeros_);
   }
+  if (has_group_scales(plane_.dtype)) return read_groups(place, head, first, count, values);
   uint8_t stage[kPiece];
   const uint8_t *const q = gather(address(place, head), first, count, stage);
+  const auto decode = kernels().affine(plane_.dtype).decode;
   for (int64_t d = 0; d < count;) {
     const int64_t group = (first + d) / end_.group;
     const int64_t run = std::min((group + 1) * end_.group - first, count) - d;
     float scale, zero;
     load_groups(end_.scales, place, head, group, 1, &scale);
     load_groups(end_.zeros, place, head, group, 1, &zero);
-    kernels().affine(plane_.dtype).decode(values + d, q + d, run, {scale, zero});
+    decode(values + d, q + d, run, {scale, zero});
     d += run;
   }
+}
+
+void AffineSource::read_groups(const Place &place, uint32_t head, int64_t first, int64_t count,
+                               float *values) const {
+  uint8_t stage[kPiece];
+  float factors[kPiece / kLeastGroup];
+  const int64_t group = end_.group;
+  const int64_t begin = first / group, end = (first + count) / group;
+  for (int64_t g = begin; g < end; ++g) {
+    const uint8_t *const at = group_scale_at(end_.scales, place, head, g);
+    factors[g - begin] = load_group_scale(at, end_.scales.dtype) * tensor_scale_;
+  }
+  const uint8_t *const q = gather(address(place, head), first, count, stage);
+  kernels().fp4.decode(values, q, end - begin, group, factors);
 }
 
 void AffineSource::decode_each(const Place &place, uint32_t head, int64_t first, int64_t count,
@@ -128,7 +172,8 @@ AffineTarget::AffineTarget(const PlanePair &pair, const AffineEnd &end)
       scales_(pair.dst_scales),
       dim_(pair.head_dim),
       finds_scales_(pair.find_scales),
-      is_dense_(is_dense_vector(pair.dst, units_of(pair.dst.dtype, pair.head_dim))) {}
+      is_dense_(is_dense_vector(pair.dst, units_of(pair.dst.dtype, pair.head_dim))),
+      tensor_scale_(has_group_scales(pair.dst.dtype) ? tensor_scale_of(end) : 1.0f) {}
 
 template <class Encode>
 void AffineTarget::store(const Place &place, uint32_t head, int64_t first, int64_t count,
@@ -182,6 +227,10 @@ ScaleZero AffineTarget::find_unit(const Bounds &bounds) const {
 
 void AffineTarget::store_unit(const Place &place, uint32_t head, int64_t group,
                               const ScaleZero &unit) const {
+  if (has_group_scales(plane_.dtype)) {
+    return store_group_scale(group_scale_at(end_.scales, place, head, group), end_.scales.dtype,
+                             unit.scale);
+  }
   for (const bool is_zero : {false, true}) {
     const GroupNumbers &all = is_zero ? end_.zeros : end_.scales;
     uint8_t *const at =
@@ -194,6 +243,17 @@ void AffineTarget::quantize(const Place &place, uint32_t head, int64_t first, in
                             const float *values, const ScaleZero &unit) const {
   store(place, head, first, count,
         [&](uint8_t *to) { kernels().affine(plane_.dtype).encode(to, values, count, unit); });
+}
+
+void AffineTarget::quantize_groups(const Place &place, uint32_t head, int64_t first, int64_t count,
+                                   const float *values) const {
+  float scales[kPiece / kLeastGroup];
+  const int64_t group = end_.group, groups = count / group;
+  store(place, head, first, count, [&](uint8_t *to) {
+    kernels().fp4.encode(to, scales, values, groups, group, end_.scales.dtype, tensor_scale_);
+  });
+  for (int64_t g = 0; g < groups; ++g)
+    store_unit(place, head, first / group + g, {scales[g], 0.0f});
 }
 
 void AffineTarget::quantize_each(const Place &place, uint32_t head, int64_t first, int64_t count,

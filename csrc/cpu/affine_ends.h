@@ -33,13 +33,19 @@ class AffineSource {
   }
   // The units of these numbers, contiguous: in place or, if they are not contiguous there, a copy.
   const uint8_t *gather(const uint8_t *vector, int64_t first, int64_t count, uint8_t *stage) const;
+  // The same of whole units of the source; of F4_E2M1, of whole groups.
+  void read_units(const Place &place, uint32_t head, int64_t first, int64_t count, float *values);
   void read_scaled(const Place &place, uint32_t head, int64_t first, int64_t count,
+                   float *values) const;
+  // The same of F4_E2M1: whole groups.
+  void read_groups(const Place &place, uint32_t head, int64_t first, int64_t count,
                    float *values) const;
 
   const Plane plane_;
   const AffineEnd end_;
   const Scales scales_;
   const bool is_dense_;
+  const float tensor_scale_;  // of F4_E2M1
   // Of units that cover tokens, those of the last read.
   int64_t block_ = -1, first_ = 0;
   uint32_t head_ = 0;
@@ -71,6 +77,10 @@ class AffineTarget {
   void store_unit(const Place &place, uint32_t head, int64_t group, const ScaleZero &unit) const;
   void quantize(const Place &place, uint32_t head, int64_t first, int64_t count,
                 const float *values, const ScaleZero &unit) const;
+  // Finds the scales of whole groups of F4_E2M1, at most kPiece numbers, and stores both.
+  void quantize_groups(const Place &place, uint32_t head, int64_t first, int64_t count,
+                       const float *values) const;
+  bool has_groups() const { return has_group_scales(plane_.dtype); }
   void quantize_each(const Place &place, uint32_t head, int64_t first, int64_t count,
                      const float *values, const float *scales, const float *zeros) const;
 
@@ -94,6 +104,7 @@ class AffineTarget {
   const Scales scales_;
   const uint32_t dim_;
   const bool finds_scales_, is_dense_;
+  const float tensor_scale_;  // of F4_E2M1
   float divisor_ = 1.0f;
 };
 

@@ -1,8 +1,8 @@
-// Scales and zero points on the device. Spec: E.14
+// Scales and zero points, and scales of groups, on the device. Spec: E.14, E.18
 #pragma once
 
 #include "cuda/numbers.cuh"
-#include "formats/affine.h"
+#include "formats/e2m1.h"
 
 namespace kvx::cuda {
 
@@ -38,6 +38,14 @@ struct UnitsAt {
     store_number(number_of(end.scales, scales, place, head, group), end.scales.dtype, unit.scale);
     store_number(number_of(end.zeros, zeros, place, head, group), end.zeros.dtype, unit.zero);
   }
+  // Of F4_E2M1: where the scale of a group lies, and the scale of the tensor.
+  __device__ __forceinline__ uint8_t *group_scale(const Place &place, uint32_t head,
+                                                  uint32_t group) const {
+    return scales + end.scales.offset_of(place.block, place.offset, int64_t{head}, group);
+  }
+  __device__ __forceinline__ float tensor_scale() const {
+    return zeros ? load_as<F32>(zeros) : 1.0f;
+  }
   __device__ __forceinline__ ScaleZero find(const Bounds &bounds) const {
     const ScaleZero unit = dtype == KVX_DTYPE_U8_ZERO ? U8Zero::find(bounds, end.covers_tokens)
                                                       : U8Bias::find(bounds, end.covers_tokens);
@@ -63,6 +71,12 @@ __device__ __forceinline__ float number_from(const Plane &plane, const UnitsAt &
                                              const uint8_t *from, const Place &place, uint32_t head,
                                              uint32_t d, float scale) {
   if (!units.end.group) return number_at(plane, from, d) * scale;
+  if (units.dtype == KVX_DTYPE_F4_E2M1) {
+    const uint32_t byte = from[offset_of(plane, d / 2)];
+    const uint8_t *const at = units.group_scale(place, head, d / units.end.group);
+    const float factor = load_group_scale(at, units.end.scales.dtype) * units.tensor_scale();
+    return E2m1::decode(d % 2 ? byte >> 4 : byte & 15u) * factor;
+  }
   return units.decode(from[offset_of(plane, d)], units.load(place, head, d / units.end.group));
 }
 

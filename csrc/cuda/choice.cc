@@ -199,6 +199,7 @@ Choice choose_affine(const PlanePair &shape, const AffinePair &affine) {
   Units &units = choice.units;
   units.elements = affine.dst.group ? affine.dst.group : numbers;
   units.dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
+  if (has_group_scales(shape.dst.dtype)) choice.kernel = Kernel::kFp4;
   if (affine.dst.covers_tokens) {
     choice.kernel = Kernel::kChannels;
     choice.run_tokens = affine.block_size;
@@ -231,6 +232,8 @@ const char *name_of(Kernel kernel) {
       return "affine";
     case Kernel::kChannels:
       return "channels";
+    case Kernel::kFp4:
+      return "fp4";
     case Kernel::kGeneric:
       break;
   }

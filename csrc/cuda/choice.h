@@ -18,6 +18,7 @@ enum class Kernel : uint8_t {
   kQuantize,  // to FP8, with a new scale per token and head
   kUnits,     // formats with several numbers in a unit, a unit at a time
   kAffine,    // formats with zero points, whose units are within a token
+  kFp4,       // to F4_E2M1
   kChannels,  // to formats whose units cover the tokens of a block
   kGeneric,   // an element at a time
 };

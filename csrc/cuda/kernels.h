@@ -26,6 +26,7 @@ template <class P>
 void launch_generic(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 
 void launch_affine(const AffineParams &params, dim3 grid, cudaStream_t stream);
+void launch_fp4(const AffineParams &params, dim3 grid, cudaStream_t stream);
 void launch_channels(const AffineParams &params, dim3 grid, cudaStream_t stream);
 
 }  // namespace kvx::cuda

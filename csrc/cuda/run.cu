@@ -37,7 +37,7 @@ bool is_same(const Scales &a, const Scales &b) {
 bool is_same(const GroupNumbers &a, const GroupNumbers &b) {
   return a.dtype == b.dtype && a.block_stride == b.block_stride &&
          a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
-         a.group_stride == b.group_stride;
+         a.group_stride == b.group_stride && a.quarter == b.quarter;
 }
 
 bool is_same(const AffineEnd &a, const AffineEnd &b) {
@@ -123,6 +123,34 @@ kvx_status_t check_found_scales(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
+// Kernels that copy know tokens whose steps are all the same.
+kvx_status_t check_split_tokens(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (!pair.src.token_pack && !pair.dst.token_pack) continue;
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s is F4_E2M1 at both ends, and scales that are PER_GROUP_4X4 are not copied by "
+                "calls on DEVICE memory; migrate in HOST memory (spec E.18)",
+                pair.is_v ? "V" : "K");
+  }
+  return KVX_STATUS_OK;
+}
+
+// The host does not read scales on a device, and numbers that are encoded again may become others.
+kvx_status_t check_tensor_scales(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    const AffinePair *const affine = affine_of(plan, pair);
+    if (!affine || !has_group_scales(pair.src.dtype) || pair.src.dtype != pair.dst.dtype ||
+        affine->src.scales.dtype != affine->dst.scales.dtype) {
+      continue;
+    }
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s is F4_E2M1 at both ends, whose scales of the tensor cannot be compared on a "
+                "DEVICE; pass one array for both, or migrate by way of F16 (spec E.18)",
+                pair.is_v ? "V" : "K");
+  }
+  return KVX_STATUS_OK;
+}
+
 // Kernels count the parts of blocks with 32 bits, too.
 kvx_status_t check_narrow_blocks(const Plan &plan, const PlanePair &pair, uint64_t bound) {
   const AffinePair &affine = plan.affine[pair.affine - 1];
@@ -164,8 +192,9 @@ kvx_status_t check_indices(const Plan &plan) {
 }
 
 void run_kernel(const AffineParams &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
-  choice.kernel == Kernel::kChannels ? launch_channels(params, grid, stream)
-                                     : launch_affine(params, grid, stream);
+  if (choice.kernel == Kernel::kChannels) return launch_channels(params, grid, stream);
+  if (choice.kernel == Kernel::kFp4) return launch_fp4(params, grid, stream);
+  launch_affine(params, grid, stream);
 }
 
 template <uint32_t kPairs>
@@ -319,6 +348,8 @@ kvx_status_t run(const Plan &plan, void *stream) {
   for (const PlanePair &pair : plan.pairs)
     if (pair.affine) KVX_TRY(check_narrow_blocks(plan, pair, row_bound(plan, pair.lookup)));
   KVX_TRY(check_found_scales(plan));
+  KVX_TRY(check_split_tokens(plan));
+  KVX_TRY(check_tensor_scales(plan));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;

@@ -14,8 +14,9 @@ enum class Kind : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
 // Data that a format keeps beside its units.
 enum class Beside : uint8_t {
   kNothing,
-  kScale,      // scales, or none: value = stored * scale
-  kScaleZero,  // a scale and a zero point for each unit [E.14]
+  kScale,       // scales, or none: value = stored * scale
+  kScaleZero,   // a scale and a zero point for each unit [E.14]
+  kGroupScale,  // a scale for each group of numbers, and one for the tensor or none [E.18]
 };
 
 struct Format {
@@ -91,14 +92,20 @@ constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_lo
 // Whether it is FP8: a byte per number, with a scale or without.
 constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
 
-// Whether numbers are bytes with a scale and a zero point beside the data.
+// Whether scales of groups lie beside the data, but no zero points: F4_E2M1.
+constexpr bool has_group_scales(kvx_dtype_t dtype) {
+  return format_of(dtype).beside == Beside::kGroupScale;
+}
+
+// Whether numbers mean nothing without what lies beside the data: a scale and a zero point, or the
+// scale of a group.
 constexpr bool is_affine(kvx_dtype_t dtype) {
-  return format_of(dtype).beside == Beside::kScaleZero;
+  return format_of(dtype).beside == Beside::kScaleZero || has_group_scales(dtype);
 }
 
 // "F16, BF16 or F32": the names of the formats for which `is_one` holds.
 struct Names {
-  char text[256];
+  char text[512];
   int size;
 
   constexpr explicit Names(bool (*is_one)(kvx_dtype_t)) : text(), size() {

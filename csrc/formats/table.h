@@ -2,6 +2,7 @@
 // conversions of every backend come from them. Spec: 4.3, E.10
 #pragma once
 
+#include "formats/e2m1.h"
 #include "formats/e4m3fnuz.h"
 #include "formats/iq4_nl.h"
 #include "formats/q4_0.h"
@@ -20,7 +21,8 @@
 //   alignment  of one unit
 //   largest    finite number; 0: no such bound
 //   beside     Nothing, or what lies beside the data: see Beside
-// Numbers with a zero point have their codec in affine.h: a byte alone says no number.
+// Numbers with a zero point have their codec in affine.h, those with scales of groups in e2m1.h: a
+// byte alone says no number.
 #define KVX_FORMATS(ROW)                                     \
   ROW(F16, F16, Number, 1, 2, 2, 65504.0f, Nothing)          \
   ROW(BF16, Bf16, Number, 1, 2, 2, 0x1.fep127f, Nothing)     \
@@ -43,4 +45,7 @@
   ROW(Q5_1, Q5_1, Number, 32, 24, 2, 0, Nothing)             \
   ROW(Q4_K, Q4_K, Number, 256, 144, 2, 0, Nothing)           \
   ROW(Q5_K, Q5_K, Number, 256, 176, 2, 0, Nothing)           \
-  ROW(Q6_K, Q6_K, Number, 256, 210, 2, 0, Nothing)
+  ROW(Q6_K, Q6_K, Number, 256, 210, 2, 0, Nothing)           \
+  ROW(F4_E2M1, Opaque, Number, 2, 1, 1, 0, GroupScale)       \
+  ROW(MXFP4, MxFp4, Number, 32, 17, 1, 0, Nothing)           \
+  ROW(F8_E8M0, Opaque, Unused, 1, 1, 1, 0, Nothing)

@@ -211,9 +211,10 @@ void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
     set_scales(&pair.src_scales, from.scale, from.dtype, src_start);
     set_scales(&pair.dst_scales, to.scale, to.dtype, dst_start);
     finish(&pair, is_readable(from.memory) && is_readable(to.memory));
-    if (from.zero || to.zero) {
+    if (is_affine(from.dtype) || is_affine(to.dtype)) {
       add_affine(plan, plan->pairs.size() - 1, {from.scale, from.zero, src_start},
-                 {to.scale, to.zero, dst_start}, migrate.flags);
+                 {to.scale, to.zero, dst_start}, migrate.flags,
+                 is_readable(from.memory) && is_readable(to.memory));
     }
     if (i + 1 == src.num_planes || src.planes[i + 1]->layer != from.layer) end_layer(plan);
   }
@@ -336,12 +337,11 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
         lie_anywhere(&pair.dst, dst_tensor, *dst.block_table, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
-      const kvx_scale_desc_t *const src_zero = zeros_of(src, l, is_v);
-      const kvx_scale_desc_t *const dst_zero = zeros_of(dst, l, is_v);
-      if (src_zero || dst_zero) {
+      if (is_affine(src_tensor.dtype) || is_affine(dst_tensor.dtype)) {
         add_affine(plan, plan->pairs.size() - 1,
-                   {src_scale ? src_scale[l] : nullptr, src_zero, src.head_start},
-                   {dst_scale ? dst_scale[l] : nullptr, dst_zero, dst.head_start}, migrate.flags);
+                   {src_scale ? src_scale[l] : nullptr, zeros_of(src, l, is_v), src.head_start},
+                   {dst_scale ? dst_scale[l] : nullptr, zeros_of(dst, l, is_v), dst.head_start},
+                   migrate.flags, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
       }
     }
     end_layer(plan);

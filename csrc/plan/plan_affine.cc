@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "desc/affine.h"
+#include "desc/scale.h"
 #include "error.h"
 #include "plan/violation.h"
 #include "plan/walk.h"
@@ -25,7 +26,8 @@ GroupNumbers numbers_of(const kvx_scale_desc_t &desc, uint32_t head_start) {
   } else {
     all.token_stride = step_bytes(desc, 1);
     all.head_stride = step_bytes(desc, 2);
-    if (desc.granularity == KVX_SCALE_PER_GROUP) all.group_stride = step_bytes(desc, 3);
+    if (has_groups(desc)) all.group_stride = step_bytes(desc, 3);
+    if (swaps_fours(desc)) all.quarter = static_cast<uint32_t>(desc.shape[3] / 4);
   }
   all.data = static_cast<uint8_t *>(const_cast<void *>(desc.data)) + head_start * all.head_stride;
   return all;
@@ -36,10 +38,14 @@ AffineEnd end_of(kvx_dtype_t dtype, const AffineDescs &descs, uint32_t head_dim)
   if (!is_affine(dtype)) return end;
   const kvx_scale_desc_t &scales = *descs.scales;
   end.scales = numbers_of(scales, descs.head_start);
-  end.zeros = numbers_of(*descs.zeros, descs.head_start);
+  if (!has_group_scales(dtype)) {
+    end.zeros = numbers_of(*descs.zeros, descs.head_start);
+  } else if (descs.zeros) {
+    end.zeros.data = static_cast<uint8_t *>(const_cast<void *>(descs.zeros->data));
+    end.zeros.dtype = descs.zeros->dtype;
+  }
   end.covers_tokens = covers_tokens(scales);
-  const bool has_groups = scales.granularity == KVX_SCALE_PER_GROUP;
-  const auto groups = has_groups ? static_cast<uint32_t>(scales.shape[3]) : 1;
+  const auto groups = has_groups(scales) ? static_cast<uint32_t>(scales.shape[3]) : 1;
   end.group = end.covers_tokens ? 1 : head_dim / groups;
   return end;
 }
@@ -53,6 +59,22 @@ void set_plane(Plane *plane, const GroupNumbers &all, uint32_t groups) {
   plane->head_stride = all.head_stride;
   plane->inner_stride = plane->outer_stride = groups > 1 ? all.group_stride : size_of(all.dtype);
   plane->pack = groups;
+  if (!all.quarter) return;
+  plane->token_pack = 4;
+  plane->token_outer_stride = 4 * all.token_stride;
+  plane->token_stride = all.group_stride;
+  plane->pack = all.quarter;
+  plane->outer_stride = all.token_stride;
+  plane->inner_stride = 4 * all.group_stride;
+}
+
+// Whether both tensors have one scale of the same value, or none. `readable`: by the host.
+bool have_same_scale(const GroupNumbers &src, const GroupNumbers &dst, bool readable) {
+  if (src.data == dst.data) return true;
+  const auto value = [](const GroupNumbers &of) {
+    return of.data ? read_scale(of.data, of.dtype) : 1.0f;
+  };
+  return readable && value(src) == value(dst);
 }
 
 // A pair that copies what lies beside the data of pair `index`.
@@ -74,29 +96,39 @@ void add_copy(Plan *plan, size_t index, const GroupNumbers &src, const GroupNumb
 
 void reserve_pairs(Plan *plan, const kvx_span_t &src, const kvx_span_t &dst) {
   const size_t most = size_t{2} * src.num_layers + src.num_planes;
-  bool has_zeros = src.k_zeros || src.v_zeros || dst.k_zeros || dst.v_zeros;
-  for (uint32_t i = 0; i < src.num_planes && !has_zeros; ++i)
-    has_zeros = src.planes[i]->zero || dst.planes[i]->zero;
-  plan->pairs.reserve(has_zeros ? 3 * most : most);  // scales and zero points may be pairs, too
-  if (has_zeros) plan->affine.reserve(most);
+  bool has_affine = src.k_zeros || src.v_zeros || dst.k_zeros || dst.v_zeros;
+  const bool has_scales = src.k_scales || src.v_scales || dst.k_scales || dst.v_scales;
+  for (uint32_t l = 0; has_scales && l < src.num_layers && !has_affine; ++l)
+    for (const kvx_cache_desc_t *cache : {src.layers[l], dst.layers[l]})
+      has_affine |= is_affine(cache->k.dtype) || is_affine(cache->v.dtype);
+  for (uint32_t i = 0; i < src.num_planes && !has_affine; ++i)
+    has_affine = is_affine(src.planes[i]->dtype) || is_affine(dst.planes[i]->dtype);
+  plan->pairs.reserve(has_affine ? 3 * most : most);  // scales and zero points may be pairs, too
+  if (has_affine) plan->affine.reserve(most);
 }
 
 void add_affine(Plan *plan, size_t index, const AffineDescs &src_descs,
-                const AffineDescs &dst_descs, uint32_t flags) {
+                const AffineDescs &dst_descs, uint32_t flags, bool readable) {
   PlanePair &pair = plan->pairs[index];
-  const uint32_t dim = pair.head_dim;
+  const uint32_t dim = pair.convert  // else it counts units
+                           ? pair.head_dim
+                           : static_cast<uint32_t>(numbers_of(pair.src.dtype, pair.head_dim));
   const AffineEnd src = end_of(pair.src.dtype, src_descs, dim);
   const AffineEnd dst = end_of(pair.dst.dtype, dst_descs, dim);
   const LookupPair &lookup = plan->lookups[pair.lookup];
+  const bool has_zeros = !has_group_scales(pair.src.dtype);
   const bool is_same = pair.src.dtype == pair.dst.dtype && src.group == dst.group &&
-                       src.scales.dtype == dst.scales.dtype && src.zeros.dtype == dst.zeros.dtype &&
+                       src.scales.dtype == dst.scales.dtype &&
+                       (has_zeros ? src.zeros.dtype == dst.zeros.dtype
+                                  : have_same_scale(src.zeros, dst.zeros, readable)) &&
                        src.covers_tokens == dst.covers_tokens;
   if (is_same && !src.covers_tokens) {
     add_copy(plan, index, src.scales, dst.scales, dim / src.group, BesideData::kScales);
-    add_copy(plan, index, src.zeros, dst.zeros, dim / src.group, BesideData::kZeros);
+    if (has_zeros) add_copy(plan, index, src.zeros, dst.zeros, dim / src.group, BesideData::kZeros);
     return;
   }
   pair.convert = true;
+  pair.head_dim = dim;
   AffinePair &affine = plan->affine.add();
   pair.affine = static_cast<uint32_t>(plan->affine.size());
   affine.src = src;

@@ -7,6 +7,7 @@
 #include "desc/plane.h"
 #include "rules/apart_arrays.h"
 #include "rules/apart_units.h"
+#include "rules/fp4.h"
 #include "rules/struct.h"
 #include "rules/tensor.h"
 
@@ -82,25 +83,35 @@ kvx_status_t check_in_order(const Path &scale_path, const Path &path,
 // Scales and zero points of one plane at the destination.
 struct Written {
   const Path &scale_path, &zero_path;
-  const kvx_scale_desc_t &scales, &zeros;
+  const kvx_scale_desc_t &scales, *zeros;  // NULL: none that the call writes
   kvx_dtype_t dtype;
+
+  // Calls visit(path, numbers) with each.
+  template <class Visit>
+  kvx_status_t each(Visit visit) const {
+    KVX_TRY(visit(scale_path, scales));
+    return zeros ? visit(zero_path, *zeros) : KVX_STATUS_OK;
+  }
 };
 
+// Zero points, but not the scale of a tensor, which is in their place.
+const kvx_scale_desc_t *written_zeros(kvx_dtype_t dtype, const kvx_scale_desc_t *zeros) {
+  return has_group_scales(dtype) ? nullptr : zeros;
+}
+
 kvx_status_t check_written(const Written &w) {
-  for (const bool is_zero : {false, true}) {
-    const Path &path = is_zero ? w.zero_path : w.scale_path;
-    const kvx_scale_desc_t &numbers = is_zero ? w.zeros : w.scales;
+  KVX_TRY(w.each([&](const Path &path, const kvx_scale_desc_t &numbers) {
     if (w.dtype == KVX_DTYPE_U8_ZERO && numbers.dtype != KVX_DTYPE_F32) {
       return KVX_INVALID(
           "%s.dtype is %s, expected F32 at a destination of U8_ZERO, whose zero points count steps "
           "(spec E.14)",
           KVX_AT(path), name_of(numbers.dtype));
     }
-    KVX_TRY(check_disjoint(path, numbers.ndim, numbers.shape, numbers.stride));
-  }
-  if (w.scales.data != w.zeros.data) return KVX_STATUS_OK;
+    return check_disjoint(path, numbers.ndim, numbers.shape, numbers.stride);
+  }));
+  if (!w.zeros || w.scales.data != w.zeros->data) return KVX_STATUS_OK;
   return KVX_INVALID("%s.data is %p, that of %s, expected memory of its own (spec E.14)",
-                     KVX_AT(w.zero_path), w.zeros.data, KVX_AT(w.scale_path));
+                     KVX_AT(w.zero_path), w.zeros->data, KVX_AT(w.scale_path));
 }
 
 // Calls visit with the scales and zero points of each affine plane of a span.
@@ -112,9 +123,9 @@ kvx_status_t each_affine(const Path &path, const kvx_span_t &span, Visit visit) 
       if (is_absent(tensor) || !is_affine(tensor.dtype)) continue;
       const Path scale{&path, is_v ? "v_scales" : "k_scales", l};
       const Path zero{&path, is_v ? "v_zeros" : "k_zeros", l};
-      KVX_TRY(visit(
-          Written{scale, zero, *scales_of(span, l, is_v), *zeros_of(span, l, is_v), tensor.dtype},
-          path, span.slots, span.block_table));
+      KVX_TRY(visit(Written{scale, zero, *scales_of(span, l, is_v),
+                            written_zeros(tensor.dtype, zeros_of(span, l, is_v)), tensor.dtype},
+                    path, span.slots, span.block_table));
     }
   }
   for (uint32_t i = 0; i < span.num_planes; ++i) {
@@ -122,15 +133,16 @@ kvx_status_t each_affine(const Path &path, const kvx_span_t &span, Visit visit) 
     if (!is_affine(plane.dtype)) continue;
     const Path at{&path, "planes", i}, scale{&at, "scale"}, zero{&at, "zero"};
     const bool is_own = !uses_lookup_of_span(plane);
-    KVX_TRY(visit(Written{scale, zero, *plane.scale, *plane.zero, plane.dtype}, is_own ? at : path,
-                  is_own ? plane.slots : span.slots,
-                  is_own ? plane.block_table : span.block_table));
+    KVX_TRY(visit(
+        Written{scale, zero, *plane.scale, written_zeros(plane.dtype, plane.zero), plane.dtype},
+        is_own ? at : path, is_own ? plane.slots : span.slots,
+        is_own ? plane.block_table : span.block_table));
   }
   return KVX_STATUS_OK;
 }
 
 bool has_affine(const kvx_span_t &span) {
-  if (!span.k_zeros && !span.v_zeros && !span.num_planes) return false;
+  if (!span.k_scales && !span.v_scales && !span.num_planes) return false;
   for (uint32_t l = 0; l < span.num_layers; ++l)
     if (is_affine(span.layers[l]->k.dtype) || is_affine(span.layers[l]->v.dtype)) return true;
   for (uint32_t i = 0; i < span.num_planes; ++i)
@@ -165,6 +177,12 @@ void add_source(const kvx_span_t &src, Extents *read) {
 }  // namespace
 
 kvx_status_t fail_zeros(const Path &path, kvx_dtype_t dtype) {
+  if (has_group_scales(dtype)) {
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s.dtype is %s, whose group scales this call has no fields for; migrate between "
+                "two spans (spec E.18)",
+                KVX_AT(path), name_of(dtype));
+  }
   return fail(KVX_STATUS_UNSUPPORTED,
               "%s.dtype is %s, whose zero points this call has no fields for; migrate between two "
               "spans (spec E.14)",
@@ -180,6 +198,8 @@ kvx_status_t check_zeros(const Path &scale_path, const kvx_scale_desc_t *scales,
     return KVX_INVALID("%s is given, but %s.dtype is %s, which has no zero points (spec E.14)",
                        KVX_AT(zero_path), KVX_AT(tensor_path), name_of(tensor.dtype));
   }
+  if (has_group_scales(tensor.dtype))
+    return check_group_scales(scale_path, scales, zero_path, zeros, cache, tensor, tensor_path);
   KVX_TRY(check_one(scale_path, scales, cache, tensor, tensor_path));
   KVX_TRY(check_one(zero_path, zeros, cache, tensor, tensor_path));
   if (zeros->granularity != scales->granularity) {
@@ -206,18 +226,14 @@ kvx_status_t check_zeros_written(const kvx_migrate_desc_t &migrate) {
           const kvx_block_table_t *table) {
         KVX_TRY(check_written(w));
         if (covers_tokens(w.scales)) KVX_TRY(check_in_order(w.scale_path, lookup, slots, table));
-        for (const bool is_zero : {false, true}) {
-          const Path &path = is_zero ? w.zero_path : w.scale_path;
-          const Extent written = extent_of(is_zero ? w.zeros : w.scales);
-          if (read.meet(written)) {
-            return KVX_INVALID(
-                "%s.data is %p: it meets memory of src, and the call writes it; expected them "
-                "apart (spec E.14)",
-                KVX_AT(path), static_cast<const void *>(written.begin));
-          }
-          KVX_TRY(check_units_and_arrays(migrate, path, is_zero ? w.zeros : w.scales));
-        }
-        return KVX_STATUS_OK;
+        return w.each([&](const Path &path, const kvx_scale_desc_t &numbers) {
+          const Extent written = extent_of(numbers);
+          if (!read.meet(written)) return check_units_and_arrays(migrate, path, numbers);
+          return KVX_INVALID(
+              "%s.data is %p: it meets memory of src, and the call writes it; expected them apart "
+              "(spec E.14)",
+              KVX_AT(path), static_cast<const void *>(written.begin));
+        });
       }));
   return check_units_apart(migrate);
 }
@@ -227,8 +243,9 @@ kvx_status_t check_zeros_and_arrays(const kvx_migrate_desc_t &migrate) {
   return each_affine(
       {nullptr, "dst"}, *migrate.dst,
       [&](const Written &w, const Path &, const kvx_slot_mapping_t *, const kvx_block_table_t *) {
-        KVX_TRY(check_units_and_arrays(migrate, w.scale_path, w.scales));
-        return check_units_and_arrays(migrate, w.zero_path, w.zeros);
+        return w.each([&](const Path &path, const kvx_scale_desc_t &numbers) {
+          return check_units_and_arrays(migrate, path, numbers);
+        });
       });
 }
 

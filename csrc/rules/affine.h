@@ -1,4 +1,4 @@
-// Rules of scales and zero points of U8_ZERO and U8_BIAS. Spec: E.14
+// Rules of what lies beside U8_ZERO, U8_BIAS and F4_E2M1. Spec: E.14, E.18
 #pragma once
 
 #include "kvx/kvx_migrate.h"
@@ -16,8 +16,9 @@ kvx_status_t check_zeros(const Path &scale_path, const kvx_scale_desc_t *scales,
 // Calls that have no fields for zero points take no format with them.
 [[gnu::cold]] kvx_status_t fail_zeros(const Path &path, kvx_dtype_t dtype);
 inline kvx_status_t check_no_zeros(const Path &path, kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_U8_ZERO || dtype == KVX_DTYPE_U8_BIAS ? fail_zeros(path, dtype)
-                                                                  : KVX_STATUS_OK;
+  return dtype == KVX_DTYPE_U8_ZERO || dtype == KVX_DTYPE_U8_BIAS || dtype == KVX_DTYPE_F4_E2M1
+             ? fail_zeros(path, dtype)
+             : KVX_STATUS_OK;
 }
 
 // What a destination obeys besides, of spans that have passed check_span(): its scales and zero

@@ -141,7 +141,8 @@ class AllUsed {
         const bool written = is_affine(tensor.dtype);
         add(Grid(tensor), {Kind::kData, true, false, is_v, false, l});
         add(scales_of(dst, l, is_v), {Kind::kScales, true, false, is_v, written, l});
-        add(zeros_of(dst, l, is_v), {Kind::kZeros, true, false, is_v, written, l});
+        const bool writes_zeros = written && !has_group_scales(tensor.dtype);
+        add(zeros_of(dst, l, is_v), {Kind::kZeros, true, false, is_v, writes_zeros, l});
       }
     }
     for (uint32_t i = 0; i < dst.num_planes; ++i) {
@@ -149,7 +150,8 @@ class AllUsed {
       const bool written = is_affine(plane.dtype);
       add(Grid(plane), {Kind::kData, true, true, false, false, i});
       add(plane.scale, {Kind::kScales, true, true, false, written, i});
-      add(plane.zero, {Kind::kZeros, true, true, false, written, i});
+      const bool writes_zeros = written && !has_group_scales(plane.dtype);
+      add(plane.zero, {Kind::kZeros, true, true, false, writes_zeros, i});
     }
   }
 

@@ -8,7 +8,8 @@ derived from what vLLM says (LayerSpec), then checked against the tensor's sizes
 storage. A tensor that disagrees, or an unknown cache, is refused. `self_test` proves a description.
 
 `cache_desc` describes one layer of vLLM 0.20 to 0.33, `layer_groups` and `group_view` all layers
-of a worker since 0.26; `live_*` do that for an engine that runs in this process.
+of a worker since 0.26; `live_*` do that for an engine that runs in this process. `nvfp4_view`
+describes pages of NVFP4 data and scales.
 """
 
 from kvx_adapters.vllm.amx import amx_planes
@@ -17,6 +18,7 @@ from kvx_adapters.vllm.facts import cache_facts
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.live import live_block_table, live_view
 from kvx_adapters.vllm.model_record import loads_files, model_record
+from kvx_adapters.vllm.nvfp4 import nvfp4_view
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
@@ -39,6 +41,7 @@ __all__ = [
     "live_view",
     "loads_files",
     "model_record",
+    "nvfp4_view",
     "self_test",
     "self_test_group",
     "seq_lens",

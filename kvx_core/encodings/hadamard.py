@@ -47,6 +47,8 @@ def _rows(found: Borrowed) -> tuple[int, int]:
     """The number of rows, and the step from one to the next."""
     *shape, dim = found.shape
     *stride, inner = found.stride
+    if 0 in shape:
+        return 0, dim
     if inner != 1 and dim > 1:
         raise InvalidArgumentError(
             f"values.stride[{found.ndim - 1}] is {inner}, expected 1: pass a contiguous copy "
@@ -63,7 +65,7 @@ def _joined(shape: Sequence[int], stride: Sequence[int], dim: int) -> tuple[int,
             continue
         if rows == 1:
             step = stride[axis]
-        elif stride[axis] != rows * step and extent:
+        elif stride[axis] != rows * step:
             raise InvalidArgumentError(
                 f"values.stride[{axis}] is {stride[axis]}, expected {rows * step} after "
                 f"{rows} rows {step} apart: pass a contiguous copy (spec E.17)"

@@ -20,7 +20,7 @@ from kvx_core.types import DType, Role
 
 SCALE_KINDS = ("k_scale", "v_scale")
 FP8 = tuple(dtype for dtype in DType if dtype.format.scaled)
-IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1)
+IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1 and not dtype.format.affine)
 FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # those that safetensors has
 KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes may be
 _MAX_INDEX = 1 << 24  # of layers and heads

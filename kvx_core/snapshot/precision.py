@@ -23,7 +23,9 @@ Accept = Literal["same", "lossy"]
 # Names of number formats. FP8 numbers with a scale per token and head differ from those with one
 # for all tokens. A format with several numbers in a unit has a scale in each.
 _NUMBERS = {
-    dtype.name.lower(): dtype for dtype in DType if dtype.format.rounding or dtype.numbers > 1
+    dtype.name.lower(): dtype
+    for dtype in DType
+    if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
 }
 _FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
 _FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}

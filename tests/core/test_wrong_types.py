@@ -39,6 +39,7 @@ from kvx_core import (
     describe,
 )
 from kvx_core import layouts as layouts_module
+from kvx_core.encodings import hadamard
 from tests.facts import SAME_MODEL
 
 NHD = Layout.BLOCK_NHD
@@ -553,6 +554,11 @@ def calls() -> dict[str, Case]:
             {"cache": PACKED, "new": PACKED, "axis": 1},
             {"cache": set(), "new": set(), "axis": {"negative", "numpy int", "layout"}},
             {"cache": ""},  # of other axes: "axis is ..."
+        ),
+        "encodings.hadamard()": case(
+            hadamard,
+            {"values": torch.zeros(3, 64), "order": 32},
+            {"values": {"torch floats"}, "order": {"None"}},
         ),
         "PackedKVCache": case(kvx.PackedKVCache, {"capacity": 0}, {"capacity": INTS}),
         "PackedKVCache.append_packed": case(

@@ -44,6 +44,14 @@ struct AffineKernels {
                       const float *zeros);
 };
 
+// Groups of F4_E2M1 that follow each other from and to float32. `group` is 16 or 32 numbers.
+struct Fp4Kernels {
+  void (*decode)(float *to, const uint8_t *q, int64_t groups, int64_t group, const float *factors);
+  // Finds the scales, and stores them as float32.
+  void (*encode)(uint8_t *to, float *scales, const float *from, int64_t groups, int64_t group,
+                 kvx_dtype_t scale_dtype, float tensor_scale);
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -60,6 +68,7 @@ struct Kernels {
   DecodeVector decode[kNumFormats];  // by row_of; NULL for formats that are not numbers
   EncodeVector encode[kNumFormats];
   AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
+  Fp4Kernels fp4;
   void (*bound)(Bounds *of, const float *from, int64_t numbers);
   void (*bound_each)(float *least, float *largest, const float *from, int64_t numbers);
   // Multiplies `groups` groups of `order` numbers, which follow each other, by the Hadamard matrix

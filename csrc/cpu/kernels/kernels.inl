@@ -14,6 +14,7 @@
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/hadamard.inl"
 #include "cpu/kernels/vectors.inl"
+#include "cpu/kernels/vectors_fp4.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,
@@ -42,6 +43,7 @@ constexpr Kernels kKernels = {
     },
     affine_kernels<U8Zero>(),
     affine_kernels<U8Bias>(),
+    {fp4_decode, fp4_encode},
     bound_run,
     bound_each,
     hadamard};

@@ -73,7 +73,11 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_Q5_1 = 19,    /* 32 numbers in 24 bytes */
   KVX_DTYPE_Q4_K = 20,    /* 256 numbers in 144 bytes */
   KVX_DTYPE_Q5_K = 21,    /* 256 numbers in 176 bytes */
-  KVX_DTYPE_Q6_K = 22     /* 256 numbers in 210 bytes */
+  KVX_DTYPE_Q6_K = 22,    /* 256 numbers in 210 bytes */
+  KVX_DTYPE_F4_E2M1 = 23, /* an element is a byte of two numbers along dim, with a scale per group
+                             of numbers beside the data: NVFP4, MX. Spec: E.18 */
+  KVX_DTYPE_MXFP4 = 24,   /* 32 numbers in 17 bytes */
+  KVX_DTYPE_F8_E8M0 = 25  /* 2^(bits - 127), NaN is 0xff: scales of F4_E2M1 alone */
 } kvx_dtype_t;
 
 /* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */
@@ -127,8 +131,10 @@ typedef enum kvx_scale_granularity_t {
   KVX_SCALE_PER_TOKEN_HEAD = 16, /* [num_blocks, block_size, num_kv_heads]; since 1.2 */
   KVX_SCALE_PER_CHANNEL = 32,    /* [num_blocks, num_kv_heads, head_dim]: one for all tokens of a
                                     block; of U8_ZERO and U8_BIAS. Spec: E.14; since 1.5 */
-  KVX_SCALE_PER_GROUP = 33 /* [num_blocks, block_size, num_kv_heads, groups]: head_dim / groups
-                              numbers share one; of U8_ZERO and U8_BIAS. Since 1.5 */
+  KVX_SCALE_PER_GROUP = 33,    /* [num_blocks, block_size, num_kv_heads, groups]: head_dim / groups
+                                  numbers share one; of U8_ZERO, U8_BIAS and F4_E2M1. Since 1.5 */
+  KVX_SCALE_PER_GROUP_4X4 = 34 /* the same, and tokens and groups swap places in fours; of F4_E2M1.
+                                  Spec: E.18; since 1.5 */
 } kvx_scale_granularity_t;
 
 /* ABI version of a library or of a caller. 16 bytes. Spec: 3 */

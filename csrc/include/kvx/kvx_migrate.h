@@ -46,7 +46,8 @@ typedef struct kvx_span_t {
   const kvx_scale_desc_t *const *v_scales;
   uint64_t null_block_plus_1;             /* as in kvx_gather_options_t */
   const kvx_scale_desc_t *const *k_zeros; /* zero points of U8_ZERO and U8_BIAS, as k_scales and of
-                                             the same granularity. Spec: E.14; since 1.5 */
+                                             the same granularity; one scale of all of F4_E2M1, or
+                                             none. Spec: E.14, E.18; since 1.5 */
   const kvx_scale_desc_t *const *v_zeros;
   const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
   uint32_t num_planes;
