@@ -4,7 +4,7 @@
 // and their difference. Every instruction set does the steps in this order, so that all round the
 // same; several steps are done while the numbers are in registers.
 
-constexpr int kLanes = KVX_VECTOR_BYTES / 4;
+constexpr int kFloats = KVX_VECTOR_BYTES / 4;
 using FloatVector = float __attribute__((vector_size(KVX_VECTOR_BYTES)));
 using FloatsAt = float __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(4), may_alias));
 
@@ -12,16 +12,16 @@ using FloatsAt = float __attribute__((vector_size(KVX_VECTOR_BYTES), aligned(4),
 template <int kBit, int... kLane>
 KVX_INLINE FloatVector add_lanes(FloatVector v, std::integer_sequence<int, kLane...>) {
   const FloatVector other = __builtin_shufflevector(v, v, (kLane ^ kBit)...);
-  return __builtin_shufflevector(other + v, other - v, (kLane & kBit ? kLane + kLanes : kLane)...);
+  return __builtin_shufflevector(other + v, other - v, (kLane & kBit ? kLane + kFloats : kLane)...);
 }
 
 // All steps between the lanes of a vector.
 template <int kBit = 1>
 KVX_INLINE FloatVector add_all_lanes(FloatVector v) {
-  if constexpr (kBit == kLanes)
+  if constexpr (kBit == kFloats)
     return v;
   else
-    return add_all_lanes<2 * kBit>(add_lanes<kBit>(v, std::make_integer_sequence<int, kLanes>()));
+    return add_all_lanes<2 * kBit>(add_lanes<kBit>(v, std::make_integer_sequence<int, kFloats>()));
 }
 
 // The steps between kVectors vectors that lie `step` numbers apart, those between their lanes
@@ -71,19 +71,19 @@ inline void rotate_few(float *group, int64_t order, float scale) {
 inline void hadamard(float *numbers, int64_t groups, int64_t order, float scale) {
   constexpr int64_t kMost = 8;  // vectors that fit into registers
   for (float *group = numbers; groups-- > 0; group += order) {
-    if (order < kLanes) {
+    if (order < kFloats) {
       rotate_few(group, order, scale);
       continue;
     }
-    const int64_t first = std::min(order / kLanes, kMost);
-    int64_t done = first * kLanes;  // numbers between which all steps have been done
+    const int64_t first = std::min(order / kFloats, kMost);
+    int64_t done = first * kFloats;  // numbers between which all steps have been done
     for (int64_t i = 0; i < order; i += done)
-      add_some<true>(first, group + i, kLanes, done == order ? scale : 1.0f);
+      add_some<true>(first, group + i, kFloats, done == order ? scale : 1.0f);
     for (int64_t step; step = done, done < order;) {
       const int64_t vectors = std::min(order / done, kMost);
       done *= vectors;
       for (int64_t i = 0; i < order; i += done)
-        for (int64_t lane = 0; lane < step; lane += kLanes)
+        for (int64_t lane = 0; lane < step; lane += kFloats)
           add_some<false>(vectors, group + i + lane, step, done == order ? scale : 1.0f);
     }
   }
