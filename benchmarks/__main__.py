@@ -18,6 +18,7 @@ _ALL = (
     "formats",
     "packed",
     "encodings",
+    "compression",
     "vllm_cpu_write",
     "vllm_connector",
     "migrate_vs_lmcache",
@@ -83,6 +84,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import encodings
 
         return encodings.run(threads, rounds, options.only)
+    if name == "compression":
+        from benchmarks import compression
+
+        return compression.run(rounds, options.only, quick=options.quick)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 

@@ -29,8 +29,9 @@ ROOMS = {
     "plan": {"desc", "formats", "hd", "error"},
     "cpu": {"plan", "desc", "formats", "hd", "error"},
     "cuda": {"plan", "desc", "formats", "hd", "error"},
+    "encodings": {"cpu", "formats", "error"},
     "backend": {"cpu", "cuda", "plan", "desc", "formats", "error"},
-    "abi": {"rules", "plan", "backend", "desc", "error"},
+    "abi": {"rules", "plan", "backend", "encodings", "desc", "error"},
     "python": set(),  # a library of its own, on the headers that callers see
 }
 
@@ -55,6 +56,7 @@ CORE = {
         "kvx_core._abi",
         "kvx_core._abi_blocks",
         "kvx_core._abi_encode",
+        "kvx_core._abi_lossless",
         "kvx_core._abi_plan",
         "kvx_core._bound",
         "kvx_core._dlpack",

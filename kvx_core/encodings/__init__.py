@@ -1,4 +1,7 @@
-"""What is done to numbers before they are encoded and after they are decoded."""
+"""Numbers as fewer bytes: what no dtype says, and what is done to numbers before they are encoded.
+
+lossless.py keeps every bit of bfloat16; import it by name. hadamard.py rotates vectors.
+"""
 
 from kvx_core.encodings.hadamard import hadamard
 

@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu/kernels/byte_orders.h"
 #include "formats/codec.h"
 
 #define KVX_MEMBER __attribute__((always_inline))

@@ -5,6 +5,7 @@
 
 #include "formats/affine.h"
 #include "formats/codec.h"
+#include "formats/lossless.h"
 #include "kvx/kvx_encode.h"
 #include "plan/loops.h"
 
@@ -52,6 +53,21 @@ struct Fp4Kernels {
                  kvx_dtype_t scale_dtype, float tensor_scale);
 };
 
+// The lossless encoding of bfloat16. Buffers of symbols hold whole groups and `kSlack` bytes more;
+// `others` are the symbols that a level does not have. Spec: E.19
+struct LosslessKernels {
+  // Numbers to exponents and to `rest`, sign and mantissa; and back.
+  void (*split)(uint8_t *exponents, uint8_t *rest, const uint16_t *numbers, int64_t count);
+  void (*join)(uint16_t *numbers, const uint8_t *exponents, const uint8_t *rest, int64_t count);
+  // Symbols to the planes of a level; returns how many others there are.
+  int64_t (*pack)(uint8_t *planes, uint8_t *others, const uint8_t *symbols, int64_t groups,
+                  lossless::Level level);
+  void (*unpack)(uint8_t *symbols, const uint8_t *planes, const uint8_t *others, int64_t groups,
+                 lossless::Level level);
+  // How many others planes have.
+  int64_t (*count)(const uint8_t *planes, int64_t groups, int width);
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -74,6 +90,7 @@ struct Kernels {
   // Multiplies `groups` groups of `order` numbers, which follow each other, by the Hadamard matrix
   // of that order and by `scale`.
   void (*hadamard)(float *numbers, int64_t groups, int64_t order, float scale);
+  LosslessKernels lossless;
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

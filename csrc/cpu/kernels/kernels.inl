@@ -13,6 +13,7 @@
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/hadamard.inl"
+#include "cpu/kernels/lossless.inl"
 #include "cpu/kernels/vectors.inl"
 #include "cpu/kernels/vectors_fp4.inl"
 
@@ -46,4 +47,5 @@ constexpr Kernels kKernels = {
     {fp4_decode, fp4_encode},
     bound_run,
     bound_each,
-    hadamard};
+    hadamard,
+    {lossless_split, lossless_join, lossless_pack, lossless_unpack, lossless_count}};
