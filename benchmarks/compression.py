@@ -1,7 +1,8 @@
 """What compression costs: GB/s of the numbers that go in or come out, beside a plain copy of them.
 
 The plain copy copies the numbers, memory to memory, on one core as the encodings run. Lossless
-bfloat16 is to be at least 2 GB/s in both directions. Run with `python -m benchmarks compression`.
+bfloat16 is to be at least 2 GB/s in both directions. TurboQuant takes and gives float32. Run
+with `python -m benchmarks compression`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.cases import row
 from benchmarks.rounds import Contestant, Goal, compete, once
-from kvx_core import _abi_lossless
-from kvx_core.encodings import lossless
+from kvx_core import _abi, _abi_lossless, _abi_turboquant
+from kvx_core.encodings import lossless, turboquant
 
 _VERSUS = ("memcpy", "2 GB/s")
 
@@ -28,6 +29,11 @@ def run(rounds: int, only: str, *, quick: bool = False) -> list[dict[str, Any]]:
     results = []
     for name, numbers in (("gaussian", _gaussian(count)), ("channels", _channels(count))):
         results += _lossless(f"lossless {name}", numbers, rounds, only)
+    vectors = _gaussian(count // 4).float().view(-1, 128)
+    for bits in (2, 3, 4):
+        results += _units(bits, vectors, rounds, only)
+    for preset in turboquant.SLOTS:
+        results += _slots(preset, vectors.view(2, -1, 128), rounds, only)
     return results
 
 
@@ -56,6 +62,43 @@ def _lossless(name: str, numbers: Tensor, rounds: int, only: str) -> list[dict[s
     if rows:
         print(f"{'':30} {ratio:.3f} x smaller")
     return rows
+
+
+def _units(bits: int, vectors: Tensor, rounds: int, only: str) -> list[dict[str, Any]]:
+    """The C functions, without what Python allocates."""
+    units = turboquant.encode(vectors, bits)
+    decoded = turboquant.decode(units, 128, bits)
+    assert float(((decoded - vectors) ** 2).sum() / (vectors**2).sum()) < 0.13
+    lib = _abi_turboquant.functions()
+    coded, plain = (units.data_ptr(), units.shape[1]), (vectors.data_ptr(), 128)
+    unit = len(vectors), 128, bits, 0
+    ways = {
+        "encode": lambda: _abi.check(lib.kvx_turboquant_encode(*coded, *plain, *unit)),
+        "decode": lambda: _abi.check(
+            lib.kvx_turboquant_decode(decoded.data_ptr(), 128, *coded, *unit)
+        ),
+    }
+    cases = {f"TurboQuant {bits} bits, {way}": call for way, call in ways.items()}
+    return [_timed(c, call, vectors, rounds, []) for c, call in cases.items() if only in c]
+
+
+def _slots(preset: str, pairs: Tensor, rounds: int, only: str) -> list[dict[str, Any]]:
+    keys, values = pairs
+    slots = turboquant.encode_slots(keys, values, preset)
+    read = torch.empty_like(pairs)
+    lib = _abi_turboquant.functions()
+    coded, plain = (slots.data_ptr(), slots.shape[1]), (keys.data_ptr(), values.data_ptr(), 128)
+    slot = len(keys), 128, turboquant.SLOTS.index(preset)
+    ways = {
+        "encode": lambda: _abi.check(lib.kvx_turboquant_encode_slots(*coded, *plain, *slot)),
+        "decode": lambda: _abi.check(
+            lib.kvx_turboquant_decode_slots(
+                read[0].data_ptr(), read[1].data_ptr(), 128, *coded, *slot
+            )
+        ),
+    }
+    cases = {f"{preset}, {way}": call for way, call in ways.items()}
+    return [_timed(c, call, pairs, rounds, []) for c, call in cases.items() if only in c]
 
 
 def _timed(

@@ -58,6 +58,7 @@ CORE = {
         "kvx_core._abi_encode",
         "kvx_core._abi_lossless",
         "kvx_core._abi_plan",
+        "kvx_core._abi_turboquant",
         "kvx_core._bound",
         "kvx_core._dlpack",
         "kvx_core.stores.beneath",

@@ -6,6 +6,7 @@
 #include "formats/affine.h"
 #include "formats/codec.h"
 #include "formats/lossless.h"
+#include "formats/turboquant.h"
 #include "kvx/kvx_encode.h"
 #include "plan/loops.h"
 
@@ -68,6 +69,22 @@ struct LosslessKernels {
   int64_t (*count)(const uint8_t *planes, int64_t groups, int width);
 };
 
+// TurboQuant's rows of float32 numbers, whose codes have any alignment. Spec: E.20
+struct TurboQuantKernels {
+  // Returns the norm. Fills `rest`, unless NULL, with what the codes leave of the rotated vector.
+  float (*encode)(uint8_t *codes, float *rest, const float *from, const turboquant::Book &book);
+  // Adds `rest`, unless NULL, to the rotated vector.
+  void (*decode)(float *to, const uint8_t *codes, const float *rest, float norm,
+                 const turboquant::Book &book);
+  // What is left: the signs of its second rotation. Returns its norm.
+  float (*encode_signs)(uint8_t *to, const float *from, int64_t dim);
+  void (*decode_signs)(float *to, const uint8_t *from, float factor, int64_t dim);
+  // Even steps from the least number: value = code * scale + zero.
+  ScaleZero (*encode_steps)(uint8_t *to, const float *from, int64_t dim, int bits);
+  void (*decode_steps)(float *to, const uint8_t *from, int64_t dim, int bits,
+                       const ScaleZero &with);
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -91,6 +108,7 @@ struct Kernels {
   // of that order and by `scale`.
   void (*hadamard)(float *numbers, int64_t groups, int64_t order, float scale);
   LosslessKernels lossless;
+  TurboQuantKernels turboquant;
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

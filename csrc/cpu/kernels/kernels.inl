@@ -14,6 +14,7 @@
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/hadamard.inl"
 #include "cpu/kernels/lossless.inl"
+#include "cpu/kernels/turboquant.inl"
 #include "cpu/kernels/vectors.inl"
 #include "cpu/kernels/vectors_fp4.inl"
 
@@ -48,4 +49,6 @@ constexpr Kernels kKernels = {
     bound_run,
     bound_each,
     hadamard,
-    {lossless_split, lossless_join, lossless_pack, lossless_unpack, lossless_count}};
+    {lossless_split, lossless_join, lossless_pack, lossless_unpack, lossless_count},
+    {turboquant_encode, turboquant_decode, turboquant_encode_signs, turboquant_decode_signs,
+     turboquant_encode_steps, turboquant_decode_steps}};

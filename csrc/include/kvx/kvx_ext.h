@@ -13,5 +13,6 @@
 #include "kvx/kvx_ops.h"        /* flags; options of write and gather */
 #include "kvx/kvx_plan.h"       /* migrations that are kept, described, listed */
 #include "kvx/kvx_plane.h"      /* tensors of a layer besides K and V */
+#include "kvx/kvx_turboquant.h" /* head vectors in 2 to 4 bits per number; vLLM's slots of them */
 
 #endif /* KVX_EXT_H_ */
