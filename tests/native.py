@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -119,3 +120,11 @@ def sanitized_program(source: str, sanitize: str, *, hostgrid: bool = False) -> 
             include=ROOT / "csrc/include",
             library=library,
         )
+
+
+def sentences_in(source: Path) -> list[str]:
+    """The printf formats of every failure in a source file."""
+    literals = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
+    calls = rf"(?:KVX_INVALID|KVX_OUT_OF_RANGE|fail)\(\s*(?:KVX_STATUS_\w+,\s*)?{literals}"
+    found = re.findall(calls, source.read_text())
+    return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal)) for literal in found]

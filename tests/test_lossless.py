@@ -13,9 +13,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError, _abi_lossless
+from kvx_core import (
+    InvalidArgumentError,
+    KvxError,
+    OutOfRangeError,
+    UnsupportedError,
+    _abi,
+    _abi_lossless,
+)
 from kvx_core.encodings import lossless
-from tests.native import run, sanitized_program
+from tests.native import ROOT, run, sanitized_program, sentences_in
 from tests.trained import trained
 
 Bits = npt.NDArray[np.uint16]
@@ -257,34 +264,34 @@ def cut(encoded: Bytes, num_bytes: int) -> Bytes:
     return header(encoded, 16, len(encoded) - num_bytes)[:-num_bytes].copy()
 
 
-@pytest.mark.parametrize(
-    ("encoded", "sentence"),
-    [
-        (ONE[:0], "encoded has 0 bytes, expected at least the 24 of a header"),
-        (ONE[:23], "encoded has 23 bytes, expected at least the 24"),
-        (header(ONE, 0, 1, 1), "encoded begins with 01 56 58 4c, expected 'KVXL'"),
-        (header(ONE, 5, 1, 1), "encoded has dtype 1 and reserved bytes 00 00, expected BF16 (2)"),
-        (header(ONE, 6, 1, 1), "encoded has dtype 2 and reserved bytes 01 00, expected BF16"),
-        (header(ONE, 8, 2**63), "encoded says that it has 9223372036854775808 numbers"),
-        (header(ONE, 8, 10**9), "encoded says that it has 1000000000 numbers, which do not fit"),
-        (ONE[:-1], f"encoded has {len(ONE) - 1} bytes, expected the {len(ONE)} that its header"),
-        (header(ONE, 24, 2**64 - 1), "encoded block 0 is at bytes 40 to 18446744073709551615"),
-        (header(ONE, 24, 39), "encoded block 0 is at bytes 40 to 39, expected ascending"),
-        (header(ONE, 32, END - 1), f"encoded block 1 is at bytes {END} to {END - 1}"),
-        (header(ONE, 32, len(ONE) - 1), f"encoded block 1 is at bytes {END} to {len(ONE) - 1}"),
-        (header(ONE, 24, 47), "encoded block 0 of 7 bytes is damaged: its length is not one"),
-        (header(ONE, FIRST, 5, 1), "is damaged: a width is not 1 to 4"),
-        (header(ONE, FIRST + 2, 0, 1), "is damaged: a width is not 1 to 4"),
-        (header(ONE, FIRST + 1, 254, 1), "is damaged: a level has symbols past 255"),
-        (header(ONE, FIRST + 4, 4097, 2), "is damaged: a level has more other symbols than"),
-        (header(ONE, FIRST + 6, 4000, 2), "is damaged: a level has more other symbols than"),
-        (header(ONE, FIRST, 0, 1), "is damaged: bytes 1 to 7 of a block of stored numbers"),
-        (header(ONE, FIRST, 0, 8), "is damaged: its numbers are cut short"),
-        (header(ONE, FIRST + 6, 1, 2), "is damaged: its parts do not add up to its length"),
-        (header(ONE, END + PLANES, 2**32 - 1, 4), "damaged: its planes have another number of"),
-        (header(ONE, END + PLANES + 4 * 3 * int(ONE[END]) + 3, 128, 1), "ones behind the last"),
-    ],
-)
+REFUSED = [
+    (ONE[:0], "encoded has 0 bytes, expected at least the 24 of a header"),
+    (ONE[:23], "encoded has 23 bytes, expected at least the 24"),
+    (header(ONE, 0, 1, 1), "encoded begins with 01 56 58 4c, expected 'KVXL'"),
+    (header(ONE, 5, 1, 1), "encoded has dtype 1 and reserved bytes 00 00, expected BF16 (2)"),
+    (header(ONE, 6, 1, 1), "encoded has dtype 2 and reserved bytes 01 00, expected BF16"),
+    (header(ONE, 8, 2**63), "encoded says that it has 9223372036854775808 numbers"),
+    (header(ONE, 8, 10**9), "encoded says that it has 1000000000 numbers, which do not fit"),
+    (ONE[:-1], f"encoded has {len(ONE) - 1} bytes, expected the {len(ONE)} that its header"),
+    (header(ONE, 24, 2**64 - 1), "encoded block 0 is at bytes 40 to 18446744073709551615"),
+    (header(ONE, 24, 39), "encoded block 0 is at bytes 40 to 39, expected ascending"),
+    (header(ONE, 32, END - 1), f"encoded block 1 is at bytes {END} to {END - 1}"),
+    (header(ONE, 32, len(ONE) - 1), f"encoded block 1 is at bytes {END} to {len(ONE) - 1}"),
+    (header(ONE, 24, 47), "encoded block 0 of 7 bytes is damaged: its length is not one"),
+    (header(ONE, FIRST, 5, 1), "is damaged: a width is not 1 to 4"),
+    (header(ONE, FIRST + 2, 0, 1), "is damaged: a width is not 1 to 4"),
+    (header(ONE, FIRST + 1, 254, 1), "is damaged: a level has symbols past 255"),
+    (header(ONE, FIRST + 4, 4097, 2), "is damaged: a level has more other symbols than"),
+    (header(ONE, FIRST + 6, 4000, 2), "is damaged: a level has more other symbols than"),
+    (header(ONE, FIRST, 0, 1), "is damaged: bytes 1 to 7 of a block of stored numbers"),
+    (header(ONE, FIRST, 0, 8), "is damaged: its numbers are cut short"),
+    (header(ONE, FIRST + 6, 1, 2), "is damaged: its parts do not add up to its length"),
+    (header(ONE, END + PLANES, 2**32 - 1, 4), "damaged: its planes have another number of"),
+    (header(ONE, END + PLANES + 4 * 3 * int(ONE[END]) + 3, 128, 1), "ones behind the last"),
+]
+
+
+@pytest.mark.parametrize(("encoded", "sentence"), REFUSED)
 def test_what_does_not_fit_is_refused(encoded: Bytes, sentence: str) -> None:
     into = np.full(4200, 7, np.uint16)
     with pytest.raises(InvalidArgumentError, match=re.escape(sentence)) as raised:
@@ -331,31 +338,58 @@ def test_tensors_that_do_not_fit() -> None:
             lossless.decode(ONE, **{name: True})
 
 
-def test_the_functions_of_c_refuse_addresses() -> None:
-    numbers, room = gaussian(100, 1), np.zeros(1000, np.uint8)
-    data, to = numbers.ctypes.data, room.ctypes.data
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: _abi_lossless.encode(to, 1000, 0, 100, 2), "data is NULL"),
-        (lambda: _abi_lossless.encode(0, 1000, data, 100, 2), "encoded is NULL"),
-        (lambda: _abi_lossless.encode(to, 239, data, 100, 2), "capacity is 239, expected at least"),
-        (lambda: _abi_lossless.encode(to, 1000, data + 1, 99, 2), "aligned to 2 bytes"),
-        (lambda: _abi_lossless.encode(to, 1000, to + 998, 100, 2), "overlaps encoded"),
-        (lambda: _abi_lossless.encode(to, 1000, data, 2**61, 2), "there are 2305843009213693952"),
-        (lambda: _abi_lossless.encode(to, 1000, 2**64 - 4, 100, 2), "past the end of memory"),
-        (lambda: _abi_lossless.encode(to, 1000, data, 100, 1), "dtype is 1, expected BF16 (2)"),
+def wrong_calls(room: Bytes) -> list[tuple[Callable[[], object], str]]:
+    """Calls of the C functions that are refused; `room` has 1000 bytes."""
+    numbers = gaussian(100, 1)
+    data, to, one = numbers.ctypes.data, room.ctypes.data, (ONE.ctypes.data, len(ONE))
+    encode, decode = _abi_lossless.encode, _abi_lossless.decode
+    raw = _abi_lossless.functions().kvx_lossless_encode
+    return [
+        (lambda: encode(to, 1000, 0, 100, 2), "data is NULL"),
+        (lambda: encode(0, 1000, data, 100, 2), "encoded is NULL"),
+        (lambda: encode(to, 239, data, 100, 2), "capacity is 239, expected at least"),
+        (lambda: encode(to, 1000, data + 1, 99, 2), "aligned to 2 bytes"),
+        (lambda: encode(to, 1000, to + 998, 100, 2), "overlaps encoded"),
+        (lambda: encode(to, 1000, data, 2**61, 2), "there are 2305843009213693952"),
+        (lambda: encode(to, 1000, 2**64 - 4, 100, 2), "past the end of memory"),
+        (lambda: encode(to, 1000, data, 100, 1), "dtype is 1, expected BF16 (2)"),
+        (lambda: _abi.check(raw(to, 1000, None, numbers.ctypes.data, 100, 2)), "bytes is NULL"),
         (lambda: _abi_lossless.num_numbers(0, 24), "encoded is NULL"),
-        (
-            lambda: _abi_lossless.decode(ONE.ctypes.data, 0, 2, ONE.ctypes.data, len(ONE)),
-            "overlaps encoded",
-        ),
+        (lambda: decode(one[0], 0, 2, *one), "overlaps encoded"),
+        (lambda: decode(data, 4200, 1, *one), "numbers 4200 to 4201 are asked for"),
+        (lambda: lossless.decode(header(ONE, 4, 2, 1)), "encoded has version 2, expected 1"),
     ]
-    for call, sentence in calls:
-        with pytest.raises((InvalidArgumentError, UnsupportedError), match=re.escape(sentence)):
+
+
+def test_the_functions_of_c_refuse_addresses() -> None:
+    room = np.zeros(1000, np.uint8)
+    for call, sentence in wrong_calls(room):
+        with pytest.raises(KvxError, match=re.escape(sentence)):
             call()
-    call = _abi_lossless.functions().kvx_lossless_encode
-    assert call(to, 1000, None, data, 100, 2) == 1
     assert _abi_lossless.bound(2**61) == 2**64 - 1
     assert not room.any()
+
+
+def test_every_sentence_is_said() -> None:
+    """A new rule in the sources without a call here that breaks it fails."""
+    said = []
+    calls = [call for call, _ in wrong_calls(np.zeros(1000, np.uint8))]
+    calls += [lambda e=encoded: lossless.decode(e) for encoded, _ in REFUSED]  # type: ignore[misc]
+    for call in calls:
+        with pytest.raises(KvxError) as raised:
+            call()
+        said.append(str(raised.value))
+    sources = sorted((ROOT / "csrc/encodings").glob("lossless*.cc"))
+    sentences = [sentence for source in sources for sentence in sentences_in(source)]
+    reasons = re.findall(
+        r'"(its [^"]+|a (?:width|level) [^"]+|bytes 1 to 7[^"]+)"', sources[1].read_text()
+    )
+    assert (len(sentences), len(reasons)) == (17, 9)
+    for sentence in sentences:
+        pattern = re.sub(r"%(?:ll|0?2)?[a-z]", ".*", re.escape(sentence))
+        assert any(re.fullmatch(pattern, text) for text in said), sentence
+    for reason in reasons:
+        assert any(reason in text for text in said), reason
 
 
 # --- other instruction sets, and hostile bytes --------------------------------------------------

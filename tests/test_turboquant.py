@@ -18,7 +18,7 @@ import torch
 from kvx_core import InvalidArgumentError, UnsupportedError, _abi, _abi_turboquant
 from kvx_core.encodings import turboquant
 from tests import lloyd_max
-from tests.native import ROOT, run
+from tests.native import ROOT, run, sentences_in
 from tests.vllm_turboquant import inputs
 
 Floats = npt.NDArray[np.float64]
@@ -302,12 +302,10 @@ def test_what_does_not_fit_is_refused(call: Callable[[], object], sentence: str)
         call()
 
 
-def test_the_functions_of_c_refuse_addresses() -> None:
-    lib = _abi_turboquant.functions()
-    values = np.ones((2, 64), np.float32)
-    units = np.full((4, 100), 7, np.uint8)
+def wrong_calls(values: npt.NDArray[np.float32], units: Bytes) -> list[tuple[str, Any, str]]:
+    """Functions of C, arguments that are refused, and what is said."""
     v, u = values.ctypes.data, units.ctypes.data
-    cases: list[tuple[str, tuple[Any, ...], str]] = [
+    return [
         ("encode", (u, 26, v, 64, 2, 65, 3, 0), "dim is 65, expected 64, 128 or 256"),
         ("encode", (u, 26, v, 64, 2, 64, 1, 0), "bits is 1, expected 2, 3 or 4"),
         ("encode", (u, 26, v, 64, 2, 64, 3, 2), "flags is 0x2, expected no bits but RESIDUAL"),
@@ -327,13 +325,27 @@ def test_the_functions_of_c_refuse_addresses() -> None:
         ("encode_slots", (u, 100, v, None, 64, 2, 64, 0), "values is NULL"),
         ("decode_slots", (v, v, 64, u, 100, 1, 64, 0), "keys at"),
     ]
-    for name, arguments, sentence in cases:
+
+
+def test_the_functions_of_c_refuse_addresses() -> None:
+    """And what they say is all that they can say."""
+    lib = _abi_turboquant.functions()
+    values = np.ones((2, 64), np.float32)
+    units = np.full((4, 100), 7, np.uint8)
+    said = []
+    for name, arguments, sentence in wrong_calls(values, units):
         with pytest.raises(InvalidArgumentError, match=re.escape(sentence)) as raised:
             _abi.check(getattr(lib, f"kvx_turboquant_{name}")(*arguments))
-        assert "(spec E.20)" in str(raised.value)
+        said.append(str(raised.value))
     assert (units == 7).all()
     assert (values == 1).all()
     assert lib.kvx_turboquant_encode(None, 0, None, 0, 0, 64, 3, 0) == 0
+    sentences = sentences_in(ROOT / "csrc/encodings/turboquant.cc")
+    assert len(sentences) == 10
+    for text in sentences:
+        pattern = re.sub(r"%#?(?:ll)?[a-z]", ".*", re.escape(text).replace(r"\#", "#"))
+        assert text.endswith("(spec E.20)")
+        assert any(re.fullmatch(pattern, found) for found in said), text
 
 
 def test_bytes_between_units_and_rows_stay() -> None:

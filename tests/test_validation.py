@@ -29,6 +29,7 @@ from tests.block_calls import run as run_blocks
 from tests.block_layouts import Dims
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import Backend, View
+from tests.native import sentences_in
 from tests.planes import Paged, filled, table
 from tests.plans import Migration, Plan, planned
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots
@@ -951,14 +952,6 @@ def test_rule(backend: Backend, rule: Rule) -> None:
         assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (now, then))), (
             "something was written"
         )
-
-
-def sentences_in(source: Path) -> list[str]:
-    """The printf formats of every failure in a source file."""
-    literals = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
-    calls = rf"(?:KVX_INVALID|KVX_OUT_OF_RANGE|fail)\(\s*(?:KVX_STATUS_\w+,\s*)?{literals}"
-    found = re.findall(calls, source.read_text())
-    return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literal)) for literal in found]
 
 
 def test_every_sentence_has_a_rule() -> None:

@@ -782,6 +782,36 @@ static void test_gather_rules(void) {
   CHECK(all_sentinel(f.key_out + (size_t)kMaxLen * kRow, sizeof(f.key_out) / 2));
 }
 
+static void test_encodings(void) {
+  static uint16_t numbers[5000], back[5000];
+  static uint8_t encoded[16000];
+  float vectors[3][64], decoded[3][64];
+  uint8_t units[3][34];
+  uint64_t bytes = 0, count = 0;
+  kvx_dtype_t dtype = KVX_DTYPE_INVALID;
+  reset(KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_NHD);
+  for (unsigned i = 0; i < 5000; ++i) numbers[i] = (uint16_t)(0x3f00 + i % 300);
+  CHECK(kvx_lossless_bound(5000) <= sizeof encoded);
+  CHECK(kvx_lossless_encode(encoded, sizeof encoded, &bytes, numbers, 5000, KVX_DTYPE_BF16) ==
+        KVX_STATUS_OK);
+  CHECK(bytes < sizeof numbers);
+  CHECK(kvx_lossless_info(encoded, bytes, &count, &dtype) == KVX_STATUS_OK);
+  CHECK(count == 5000 && dtype == KVX_DTYPE_BF16);
+  CHECK(kvx_lossless_decode(back, 17, 4983, encoded, bytes) == KVX_STATUS_OK);
+  CHECK(memcmp(back, numbers + 17, 2 * 4983) == 0);
+  INVALID(kvx_lossless_decode(back, 0, 5000, encoded, bytes - 1), "encoded has");
+
+  for (unsigned i = 0; i < 3 * 64; ++i) vectors[i / 64][i % 64] = (float)(i * 37 % 101) - 50.0f;
+  CHECK(kvx_turboquant_bytes(64, 4, 0) == sizeof units[0]);
+  CHECK(kvx_turboquant_slot_bytes(128, KVX_TURBOQUANT_4BIT_NC) == 134);
+  CHECK(kvx_turboquant_encode(units, sizeof units[0], vectors[0], 64, 3, 64, 4, 0) ==
+        KVX_STATUS_OK);
+  CHECK(kvx_turboquant_decode(decoded[0], 64, units, sizeof units[0], 3, 64, 4, 0) ==
+        KVX_STATUS_OK);
+  CHECK(decoded[1][5] - vectors[1][5] < 15.0f && vectors[1][5] - decoded[1][5] < 15.0f);
+  INVALID(kvx_turboquant_decode(decoded[0], 64, units, sizeof units[0], 3, 65, 4, 0), "dim");
+}
+
 int main(void) {
   test_version();
   test_backend();
@@ -792,6 +822,7 @@ int main(void) {
   test_cache_rules();
   test_write_rules();
   test_gather_rules();
+  test_encodings();
   printf("%d checks, %d failures\n", checks, failures);
   return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -39,7 +39,7 @@ from kvx_core import (
     describe,
 )
 from kvx_core import layouts as layouts_module
-from kvx_core.encodings import hadamard
+from kvx_core.encodings import hadamard, lossless, turboquant
 from tests.facts import SAME_MODEL
 
 NHD = Layout.BLOCK_NHD
@@ -194,6 +194,58 @@ def block_calls() -> dict[str, Case]:
     for name in ("block_to_operational", "operational_to_block"):
         calls[name] = case(getattr(kvbm, name), flat | move, flat_also | move_also)
     return calls
+
+
+def encoding_calls() -> dict[str, Case]:
+    """Those of kvx_core.encodings."""
+    numbers, preset = torch.ones(2, 64), turboquant.SLOTS[1]
+    encoded, units = lossless.encode(numbers.bfloat16()), turboquant.encode(numbers, 3)
+    return {
+        "lossless.encode": case(
+            lossless.encode, {"numbers": numbers.bfloat16()}, {"numbers": set()}
+        ),
+        "lossless.num_numbers": case(
+            lossless.num_numbers, {"encoded": encoded}, {"encoded": set[str]()}
+        ),
+        "lossless.decode": case(
+            lossless.decode,
+            {"encoded": encoded, "into": None, "first": 0, "count": None},
+            {"encoded": set(), "into": OPTIONAL, "first": INTS, "count": INTS | OPTIONAL},
+        ),
+        "turboquant.unit_bytes": case(
+            turboquant.unit_bytes,
+            {"dim": 64, "bits": 3, "residual": False},
+            {"dim": set[str](), "bits": {"int"}, "residual": {"bool"}},
+        ),
+        "turboquant.encode": case(
+            turboquant.encode,
+            {"values": numbers, "bits": 3, "residual": False},
+            {"values": set[str](), "bits": {"int"}, "residual": {"bool"}},
+            {"values": ""},
+        ),
+        "turboquant.decode": case(
+            turboquant.decode,
+            {"units": units, "dim": 64, "bits": 3, "residual": False},
+            {"units": set[str](), "dim": set[str](), "bits": {"int"}, "residual": set[str]()},
+            {"residual": ""},
+        ),
+        "turboquant.slot_bytes": case(
+            turboquant.slot_bytes,
+            {"dim": 64, "cache_dtype": preset},
+            {"dim": set[str](), "cache_dtype": set[str]()},
+        ),
+        "turboquant.encode_slots": case(
+            turboquant.encode_slots,
+            {"keys": numbers, "values": numbers, "cache_dtype": preset},
+            {"keys": set[str](), "values": set[str](), "cache_dtype": set[str]()},
+            {"keys": ""},
+        ),
+        "turboquant.decode_slots": case(
+            turboquant.decode_slots,
+            {"slots": torch.zeros(2, 70, dtype=torch.uint8), "dim": 64, "cache_dtype": preset},
+            {"slots": set[str](), "dim": set[str](), "cache_dtype": set[str]()},
+        ),
+    }
 
 
 LENGTH = torch.tensor([1])
@@ -606,6 +658,7 @@ def calls() -> dict[str, Case]:
             {"num_kv_heads": ""},
         ),
         **block_calls(),
+        **encoding_calls(),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
     }
