@@ -17,33 +17,36 @@ __device__ __forceinline__ Bounds warp_bounds(Bounds of) {
   return of;
 }
 
-// Into another format: a lane per unit of that.
+// Into another format: a lane encodes a unit of that.
 __global__ void __launch_bounds__(kThreads, 4)
     from_affine_kernel(const __grid_constant__ AffineParams p) {
+  __shared__ Staged staged[kWarps];
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
   const UnitsAt src = src_units(p, blockIdx.y);
   each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    if (token.src) {
+      const auto divisor_of = [&](const Token &t, uint32_t head) {
+        return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
+      };
+      return convert_units(
+          p, staged[threadIdx.x / kWarp], token, first, last,
+          [&](const Token &t, uint32_t head) { return is_usable(divisor_of(t, head)); },
+          [&](const Token &t, uint32_t head, uint32_t d) {
+            const uint8_t *const from = t.src + head * shape.src.head_stride;
+            return number_from(shape.src, src, from, t.from, head, d, 1.0f) / divisor_of(t, head);
+          },
+          [&](const Token &t, uint32_t head) {
+            report_scale(p, pair, t, head, 1.0f, divisor_of(t, head));
+          });
+    }
     for (uint32_t unit = first + lane; unit < last; unit += kWarp) {
       const uint32_t head = p.units.per_head.quotient(unit);
-      const uint32_t d = (unit - head * p.units.per_head.divisor) * p.units.elements;
-      uint8_t *const to = token.dst + head * shape.dst.head_stride;
-      if (!token.src) {
-        uint8_t *const at = to + offset_of(shape.dst, d / p.units.elements);
-        KVX_LOOP
-        for (uint32_t byte = 0; byte < p.units.dst_bytes; ++byte) at[byte] = 0;
-        continue;
-      }
-      const uint8_t *const from = token.src + head * shape.src.head_stride;
-      const float divisor = scale_at(shape.dst_scales, pair.bases.dst_scales, token.to, head);
-      if (is_usable(divisor)) {
-        store_numbers(shape.dst, to, d, p.units.elements, [&](uint32_t i) {
-          return number_from(shape.src, src, from, token.from, head, i, 1.0f) / divisor;
-        });
-      } else if (d == 0) {
-        report_scale(p, pair, token, head, 1.0f, divisor);
-      }
+      const uint32_t in_head = unit - head * p.units.per_head.divisor;
+      uint8_t *const at = token.dst + head * shape.dst.head_stride + offset_of(shape.dst, in_head);
+      KVX_LOOP
+      for (uint32_t byte = 0; byte < p.units.dst_bytes; ++byte) at[byte] = 0;
     }
   });
 }

@@ -12,6 +12,7 @@
 #include "cpu/kernels/affine.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
+#include "cpu/kernels/units32.inl"
 #include "cpu/kernels/vectors.inl"
 
 constexpr Kernels kKernels = {
