@@ -52,6 +52,7 @@ __device__ __forceinline__ void store_unit(const Plane &plane, uint8_t *head, ui
 constexpr uint32_t kStaged = 1024;  // a multiple of every unit's
 struct Staged {
   Token token;
+  uint32_t usable;  // units of a tile, a bit each
   float numbers[kStaged + kStaged / kWarp];
 
   __device__ __forceinline__ float &operator[](uint32_t i) { return numbers[i + i / kWarp]; }
@@ -80,6 +81,7 @@ __device__ __forceinline__ void convert_units(const P &p, Staged &staged, const 
       if (!is_usable && first_of(unit, head) == 0) report_head(staged.token, head);
     }
     const uint32_t all_usable = __ballot_sync(~0u, is_usable);
+    if (lane == 0) staged.usable = all_usable;
     KVX_LOOP
     for (uint32_t i = lane; i < units * elements; i += kWarp) {
       const uint32_t unit = tile + i / elements, head = p.units.per_head.quotient(unit);
@@ -91,7 +93,7 @@ __device__ __forceinline__ void convert_units(const P &p, Staged &staged, const 
     KVX_LOOP
     for (uint32_t i = lane; i < units * per_unit; i += kWarp) {
       const uint32_t unit = tile + i / per_unit, head = p.units.per_head.quotient(unit);
-      if (!(all_usable >> (unit - tile) & 1)) continue;
+      if (!(staged.usable >> (unit - tile) & 1)) continue;
       store_unit(p.shape.dst, staged.token.dst + head * p.shape.dst.head_stride,
                  first_of(unit, head) + i % per_unit * numbers,
                  [&](int n) { return staged[i * numbers + static_cast<uint32_t>(n)]; });

@@ -30,8 +30,9 @@ struct LineFit {
   }
 };
 
-// Fits a line with a least number of at most 0 to 32 numbers. Levels are of kBits bits; candidates
-// have `first`, `first` + 0.1 ... levels more than the largest one.
+// Fits a line with a least number of at most 0 to 32 numbers. If they are all the same, inverses
+// are infinite and levels are those of NaN, 0. Levels are of kBits bits; candidates have `first`,
+// `first` + 0.1 ... levels more than the largest one.
 template <class Real, int kBits, bool kKeepsLevels, class XAt>
 KVX_HD LineFit<Real> fit_line(XAt x_at) {
   constexpr int kNumbers = 32, kMost = (1 << kBits) - 1;
@@ -101,11 +102,7 @@ KVX_HD LineFit<Real> fit_line(XAt x_at) {
     best_error = is_better ? error : best_error;
     from = is_better ? low : from;
   }
-  const auto is_flat = largest == least;
-  best.least = is_flat ? -least : -from;
-  best.scale = is_flat ? zero : best.scale;
-  best.from = is_flat ? zero : best.from;
-  best.inverse = is_flat ? zero : best.inverse;
+  best.least = -from;
   return best;
 }
 
