@@ -12,8 +12,7 @@ from importlib.metadata import files
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf import quants
+from gguf import GGMLQuantizationType, quants
 
 from kvx_core import DType
 
@@ -29,16 +28,23 @@ NAMES = {
     DType.Q6_K: "q6_K",
     DType.MXFP4: "mxfp4",
 }
-# Those that gguf-py encodes; the others it only decodes.
+# Those that gguf-py encodes; the others it only decodes. Of zeros of both signs it takes the first
+# as the largest, and any as the least: there the C library says what is right.
 IN_PYTHON = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.MXFP4)
+_ANY_ZERO = (DType.Q4_1, DType.Q5_1)
 K_QUANTS = (DType.Q4_K, DType.Q5_K, DType.Q6_K)
 
 
 def quantize(values: np.ndarray, dtype: DType) -> np.ndarray:
     """The bytes of float32 numbers, [..., numbers] to [..., bytes]."""
-    if dtype in IN_PYTHON:
-        return quants.quantize(values, GGMLQuantizationType[dtype.name])
+    if dtype in IN_PYTHON and dtype not in _ANY_ZERO:
+        return quantize_in_python(values, dtype)
     return quantize_in_c(values, dtype)
+
+
+def quantize_in_python(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """The same as `quantize`, by gguf-py."""
+    return quants.quantize(values, GGMLQuantizationType[dtype.name])
 
 
 def dequantize(stored: np.ndarray, dtype: DType) -> np.ndarray:

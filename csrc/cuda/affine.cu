@@ -17,33 +17,36 @@ __device__ __forceinline__ Bounds warp_bounds(Bounds of) {
   return of;
 }
 
-// Into another format: a lane per unit of that.
+// Into another format: a lane encodes a unit of that.
 __global__ void __launch_bounds__(kThreads, 4)
     from_affine_kernel(const __grid_constant__ AffineParams p) {
+  __shared__ Staged staged[kWarps];
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
   const UnitsAt src = src_units(p, blockIdx.y);
   each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+    if (token.src) {
+      const auto divisor_of = [&](const Token &t, uint32_t head) {
+        return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
+      };
+      return convert_units(
+          p, staged[threadIdx.x / kWarp], token, first, last,
+          [&](const Token &t, uint32_t head) { return is_usable(divisor_of(t, head)); },
+          [&](const Token &t, uint32_t head, uint32_t d) {
+            const uint8_t *const from = t.src + head * shape.src.head_stride;
+            return number_from(shape.src, src, from, t.from, head, d, 1.0f) / divisor_of(t, head);
+          },
+          [&](const Token &t, uint32_t head) {
+            report_scale(p, pair, t, head, 1.0f, divisor_of(t, head));
+          });
+    }
     for (uint32_t unit = first + lane; unit < last; unit += kWarp) {
       const uint32_t head = p.units.per_head.quotient(unit);
-      const uint32_t d = (unit - head * p.units.per_head.divisor) * p.units.elements;
-      uint8_t *const to = token.dst + head * shape.dst.head_stride;
-      if (!token.src) {
-        uint8_t *const at = to + offset_of(shape.dst, d / p.units.elements);
-        KVX_LOOP
-        for (uint32_t byte = 0; byte < p.units.dst_bytes; ++byte) at[byte] = 0;
-        continue;
-      }
-      const uint8_t *const from = token.src + head * shape.src.head_stride;
-      const float divisor = scale_at(shape.dst_scales, pair.bases.dst_scales, token.to, head);
-      if (is_usable(divisor)) {
-        store_numbers(shape.dst, to, d, p.units.elements, [&](uint32_t i) {
-          return number_from(shape.src, src, from, token.from, head, i, 1.0f) / divisor;
-        });
-      } else if (d == 0) {
-        report_scale(p, pair, token, head, 1.0f, divisor);
-      }
+      const uint32_t in_head = unit - head * p.units.per_head.divisor;
+      uint8_t *const at = token.dst + head * shape.dst.head_stride + offset_of(shape.dst, in_head);
+      KVX_LOOP
+      for (uint32_t byte = 0; byte < p.units.dst_bytes; ++byte) at[byte] = 0;
     }
   });
 }
@@ -51,20 +54,23 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Into a format with zero points: a warp per unit, whose numbers are read twice.
 __global__ void __launch_bounds__(kThreads, 4)
     to_affine_kernel(const __grid_constant__ AffineParams p) {
+  __shared__ Token tokens[kWarps];  // reading any format takes all registers
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
   const UnitsAt src = src_units(p, blockIdx.y), dst = dst_units(p, blockIdx.y);
   const uint32_t size = p.affine.dst.group;
-  each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
+  each_token_of_warp<true>(p, pair, [&](const Token &of, uint32_t first, uint32_t last) {
+    Token &token = tokens[threadIdx.x / kWarp];
+    __syncwarp();
+    if (lane == 0) token = of;
+    __syncwarp();
     KVX_LOOP
     for (uint32_t unit = first; unit < last; ++unit) {
       const uint32_t head = p.units.per_head.quotient(unit);
       const uint32_t group = unit - head * p.units.per_head.divisor;
-      uint8_t *const to = token.dst + head * shape.dst.head_stride;
-      const uint8_t *const from = token.src ? token.src + head * shape.src.head_stride : nullptr;
       const float scale =
-          from ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;
+          token.src ? scale_at(shape.src_scales, pair.bases.src_scales, token.from, head) : 1.0f;
       if (!is_usable(scale)) {
         if (lane == 0 && group == 0) report_scale(p, pair, token, head, scale, 1.0f);
         continue;
@@ -72,15 +78,26 @@ __global__ void __launch_bounds__(kThreads, 4)
       // Asked for again in each loop, rather than kept in registers.
       const auto value_at = [&](uint32_t i) {
         const float by = scale_at(shape.src_scales, pair.bases.src_scales, token.from, head);
+        const uint8_t *const from = token.src + head * shape.src.head_stride;
         return number_from(shape.src, src, from, token.from, head, group * size + i, by);
       };
       Bounds bounds;
+      ScaleZero found{0.0f, 0.0f};
+      // First the bounds, then the bytes: one loop, since reading any format is much code.
       KVX_LOOP
-      for (uint32_t i = lane; i < size && from; i += kWarp) bounds.add(value_at(i));
-      const ScaleZero found = from ? dst.find(warp_bounds(bounds)) : ScaleZero{0.0f, 0.0f};
-      KVX_LOOP
-      for (uint32_t i = lane; i < size; i += kWarp)
-        to[offset_of(shape.dst, group * size + i)] = from ? dst.encode(value_at(i), found) : 0;
+      for (uint32_t is_second = token.src ? 0 : 1; is_second < 2; ++is_second) {
+        KVX_LOOP
+        for (uint32_t i = lane; i < size; i += kWarp) {
+          const float x = token.src ? value_at(i) : 0.0f;
+          if (is_second) {
+            uint8_t *const to = token.dst + head * shape.dst.head_stride;
+            to[offset_of(shape.dst, group * size + i)] = token.src ? dst.encode(x, found) : 0;
+          } else {
+            bounds.add(x);
+          }
+        }
+        if (!is_second) found = dst.find(warp_bounds(bounds));
+      }
       if (lane == 0) dst.store(token.to, head, group, found);
     }
   });

@@ -198,6 +198,7 @@ Choice choose_affine(const PlanePair &shape, const AffinePair &affine) {
   Choice choice{Kernel::kAffine, 1, 0, shape, {}};
   Units &units = choice.units;
   units.elements = affine.dst.group ? affine.dst.group : numbers;
+  units.dst_units = 1;
   units.dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
   if (has_group_scales(shape.dst.dtype)) choice.kernel = Kernel::kFp4;
   if (affine.dst.covers_tokens) {

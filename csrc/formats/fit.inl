@@ -5,8 +5,8 @@
 // Source: llama.cpp v0.5.0, ggml/src/ggml-quants.c, make_qkx2_quants, make_qx_quants,
 //   quantize_row_iq4_nl_impl
 
-// Rounds to the nearest integer, ties to even. Past 2^22 the result is what its bits say: candidates
-// of the search come there.
+// Rounds to the nearest integer, ties to even. Past 2^22 the result is what its bits say:
+// candidates of the search come there.
 template <class Real>
 KVX_HD auto whole_of(Real x) {
   return (Lanes<Real>::bits(x + 12582912.0f) & 0x7fffff) - 0x400000;
@@ -25,11 +25,14 @@ template <class Real>
 struct LineFit {
   Real scale, least, from, inverse;
 
-  KVX_HD auto level(Real x, int most) const { return cut_whole<Real>((x - from) * inverse, 0, most); }
+  KVX_HD auto level(Real x, int most) const {
+    return cut_whole<Real>((x - from) * inverse, 0, most);
+  }
 };
 
-// Fits a line with a least number of at most 0 to 32 numbers. Levels are of kBits bits; candidates
-// have `first`, `first` + 0.1 ... levels more than the largest one.
+// Fits a line with a least number of at most 0 to 32 numbers. If they are all the same, inverses
+// are infinite and levels are those of NaN, 0. Levels are of kBits bits; candidates have `first`,
+// `first` + 0.1 ... levels more than the largest one.
 template <class Real, int kBits, bool kKeepsLevels, class XAt>
 KVX_HD LineFit<Real> fit_line(XAt x_at) {
   constexpr int kNumbers = 32, kMost = (1 << kBits) - 1;
@@ -50,14 +53,15 @@ KVX_HD LineFit<Real> fit_line(XAt x_at) {
     weights += weight;
     sum += weight * x;
   }
-  const Real zero = least - least;
+  const Real zero = {};
   least = least > zero ? zero : least;
   const Real first_inverse = static_cast<float>(kMost) / (largest - least);
   LineFit<Real> best = {1.0f / first_inverse, least, least, first_inverse};
   Real best_error = zero;
   KVX_LOOP
   for (int i = 0; i < kNumbers; ++i) {
-    const Real x = x_at(i), rest = best.scale * Lanes<Real>::number(best.level(x, kMost)) + least - x;
+    const Real x = x_at(i),
+               rest = best.scale * Lanes<Real>::number(best.level(x, kMost)) + least - x;
     best_error += weight_of(x) * (rest * rest);
   }
   Real kept[kKeepsLevels ? kNumbers : 1];
@@ -98,11 +102,7 @@ KVX_HD LineFit<Real> fit_line(XAt x_at) {
     best_error = is_better ? error : best_error;
     from = is_better ? low : from;
   }
-  const auto is_flat = largest == least;
-  best.least = is_flat ? -least : -from;
-  best.scale = is_flat ? zero : best.scale;
-  best.from = is_flat ? zero : best.from;
-  best.inverse = is_flat ? zero : best.inverse;
+  best.least = -from;
   return best;
 }
 
@@ -118,7 +118,7 @@ constexpr float kLeastMagnitude = 1e-15f;
 // The first number of the largest magnitude.
 template <class Real, int kNumbers, class XAt>
 KVX_HD Real first_largest(XAt x_at) {
-  Real most = x_at(0) - x_at(0);
+  Real most = {};
   KVX_LOOP
   for (int i = 0; i < kNumbers; ++i) {
     const Real x = x_at(i);
@@ -131,7 +131,7 @@ KVX_HD Real first_largest(XAt x_at) {
 template <class Real, class XAt>
 KVX_HD RatioFit<Real> fit_ratio(XAt x_at) {
   constexpr int kNumbers = 16, kZero = 32;
-  const Real most = first_largest<Real, kNumbers>(x_at), zero = most - most;
+  const Real most = first_largest<Real, kNumbers>(x_at), zero = {};
   RatioFit<Real> best = {zero, zero};
   Real best_sum = zero;
   KVX_LOOP
@@ -147,8 +147,8 @@ KVX_HD RatioFit<Real> fit_ratio(XAt x_at) {
       squared += x * x * level * level;
     }
     const Real scale = products / squared;
-    const auto is_better = n == 0 ? squared == squared
-                                  : (squared > zero) & (products * products > best_sum * squared);
+    const auto is_better =
+        n == 0 ? squared == squared : (squared > zero) & (products * products > best_sum * squared);
     const Real found = squared != zero ? scale : zero;
     best.scale = is_better ? found : best.scale;
     best.inverse = is_better ? inverse : best.inverse;
@@ -171,7 +171,6 @@ KVX_HD Step<Real> nearest_step(Real x) {
                               1,    13,   25,  38,  53,  69,  89,  113};
   const Real twice = x + x, zero = {};
   Step<Real> found = {zero + kSteps[0], zero};
-#pragma GCC unroll 16
   for (int i = 1; i < 16; ++i) {
     const auto is_up = twice >= kSteps[i - 1] + kSteps[i];
     found.value += is_up ? zero + (kSteps[i] - kSteps[i - 1]) : zero;
@@ -189,7 +188,7 @@ struct StepFit {
 template <class Real, class XAt>
 KVX_HD StepFit<Real> fit_steps(XAt x_at) {
   constexpr int kNumbers = 32;
-  const Real most = first_largest<Real, kNumbers>(x_at), zero = most - most;
+  const Real most = first_largest<Real, kNumbers>(x_at), zero = {};
   const Real inverse = 1.0f / (most / -127.0f);
   Real products = zero, squared = zero;
   KVX_LOOP

@@ -37,8 +37,8 @@ struct Iq4Nl {
     });
   }
 
- private:
-  // The steps, a byte each: -127, -104, -83, -65, -49, -35, -22, -10; 1, 13, 25, 38, 53, 69, 89, 113.
+  // The steps, a byte each: -127, -104, -83, -65, -49, -35, -22, -10; 1, 13, 25, 38, 53, 69, 89,
+  // 113.
   static KVX_HD int8_t step_of(int level) {
     constexpr uint64_t kBelow = 0xf6eaddcfbfad9881u, kAbove = 0x7159453526190d01u;
     return static_cast<int8_t>((level < 8 ? kBelow : kAbove) >> (8 * (level & 7)));

@@ -3,9 +3,9 @@
 // five, the fifth bits of all numbers as a 32-bit integer, number 0's in its lowest bit. Spec: E.10
 #pragma once
 
-#include "hd.h"
-
 #include <cstdint>
+
+#include "hd.h"
 
 namespace kvx {
 

@@ -29,17 +29,22 @@ struct FromLeast {
     return decode_in_runs<FromLeast>(unit, i);
   }
 
+  // As it is before it is stored in float16.
+  static KVX_HD Scale scale_of(const Range &range) {
+    const float least = UnitScale::saturate(range.least);
+    const float width = range.largest > least ? range.largest - least : 0.0f;
+    return {UnitScale::saturate(width / static_cast<float>(Levels<kBits>::kMost)), least};
+  }
+
   template <class ValueAt>
   static KVX_HD void encode(uint8_t *unit, ValueAt value_at) {
     const Range range = Range::of<kNumbers>(value_at);
     // Of zeros of both signs the first one is stored.
     const float first =
         range.least == 0.0f ? first_equal<kNumbers, 0>(value_at, 0.0f) : range.least;
-    const float least = UnitScale::saturate(first);
-    const float width = range.largest > least ? range.largest - least : 0.0f;
-    const float step = UnitScale::saturate(width / static_cast<float>(Levels<kBits>::kMost));
-    const float inverse = UnitScale::inverse(step);
-    UnitScale::store(unit, step);
+    const Scale scale = scale_of({first, range.largest});
+    const float least = scale.least, inverse = UnitScale::inverse(scale.step);
+    UnitScale::store(unit, scale.step);
     UnitScale::store(unit + 2, least);
     Levels<kBits>::put(unit + 4, [&](int i) {
       const float steps = (zero_for_nan(value_at(i)) - least) * inverse;

@@ -31,11 +31,12 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
       const bool holds_all =
           dim_of(src.k) * src.num_kv_heads == dim_of(dst.k) * int64_t{dst.num_kv_heads};
       return KVX_INVALID(
-          "%s.num_kv_heads is %u, expected that of %s, %u; %s",
-          KVX_AT(dst_layer), dst.num_kv_heads, KVX_AT(src_layer), src.num_kv_heads,
-          holds_all ? "where the heads of a token follow each other, describe heads and dim of both "
-                      "as one axis (spec E.10)"
-                    : "give num_heads to move a range (spec E.3)");
+          "%s.num_kv_heads is %u, expected that of %s, %u; %s", KVX_AT(dst_layer), dst.num_kv_heads,
+          KVX_AT(src_layer), src.num_kv_heads,
+          holds_all
+              ? "where the heads of a token follow each other, describe heads and dim of both "
+                "as one axis (spec E.10)"
+              : "give num_heads to move a range (spec E.3)");
     }
   } else {
     KVX_TRY(check_heads(src_path, *migrate.src, l, migrate.num_heads));

@@ -15,6 +15,7 @@
 #include "cpu/kernels/hadamard.inl"
 #include "cpu/kernels/lossless.inl"
 #include "cpu/kernels/turboquant.inl"
+#include "cpu/kernels/units32.inl"
 #include "cpu/kernels/vectors.inl"
 #include "cpu/kernels/vectors_fp4.inl"
 
