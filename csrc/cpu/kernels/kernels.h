@@ -43,6 +43,16 @@ struct AffineKernels {
                       const float *zeros);
 };
 
+// Attention of queries to decoded vectors: rows of a multiple of kLanes numbers. See attend.inl
+constexpr int kLanes = 16;
+struct AttendKernels {
+  void (*dot)(float *scores, int64_t stride, const float *query, const float *keys, int64_t row,
+              int64_t queries, int64_t tokens);
+  void (*softmax)(float *scores, int64_t tokens, float *largest, float *weight);
+  void (*add)(float *sums, const float *weights, int64_t stride, const float *values, int64_t row,
+              int64_t queries, int64_t tokens);
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -61,6 +71,7 @@ struct Kernels {
   AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
   void (*bound)(Bounds *of, const float *from, int64_t numbers);
   void (*bound_each)(float *least, float *largest, const float *from, int64_t numbers);
+  AttendKernels attend;
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

@@ -10,6 +10,7 @@
 #include "cpu/kernels/fp8.inl"
 #endif
 #include "cpu/kernels/affine.inl"
+#include "cpu/kernels/attend.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/vectors.inl"
@@ -42,4 +43,5 @@ constexpr Kernels kKernels = {
     affine_kernels<U8Zero>(),
     affine_kernels<U8Bias>(),
     bound_run,
-    bound_each};
+    bound_each,
+    {dot_keys, softmax_run, add_values}};
