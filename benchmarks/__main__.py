@@ -17,6 +17,7 @@ _ALL = (
     "blocks",
     "formats",
     "packed",
+    "kv_store",
     "vllm_cpu_write",
     "vllm_connector",
     "migrate_vs_lmcache",
@@ -77,6 +78,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import packed
 
         return packed.run(threads, rounds, options.only)
+    if name == "kv_store":
+        from benchmarks import kv_store
+
+        return kv_store.run(threads, rounds, options.only)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 
