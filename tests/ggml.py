@@ -12,8 +12,7 @@ from importlib.metadata import files
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf import quants
+from gguf import GGMLQuantizationType, quants
 
 from kvx_core import DType
 

@@ -17,9 +17,15 @@ FORMATS = [
     for dtype in DType
     if (dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine
 ]
-DIM = max(64, *(dtype.numbers for dtype in FORMATS))
+DIM = 64
 SEEDS = (1, 2, 3)
+OTHERS = (DType.Q8_0, DType.F8_E4M3, DType.BF16)  # the other half of a store, by seed
 TOKEN = torch.zeros(HEADS, DIM)  # keys or values of one
+
+
+def dim_of(*formats: DType) -> int:
+    """The head_dim of a store: DIM, or the numbers of a unit if these are more."""
+    return max(DIM, *(dtype.numbers for dtype in formats))
 
 
 def some(
@@ -34,7 +40,11 @@ def some(
 def store_of(
     key: DType | str = "Q8_0", value: DType | str = "Q4_0", max_seq_len: int = 41
 ) -> KvCacheStore:
-    return KvCacheStore(LAYERS, HEADS, DIM, max_seq_len, key_encoding=key, value_encoding=value)
+    formats = DType.of(key), DType.of(value)
+    head_dim = dim_of(*formats)
+    return KvCacheStore(
+        LAYERS, HEADS, head_dim, max_seq_len, key_encoding=formats[0], value_encoding=formats[1]
+    )
 
 
 def fill(store: KvCacheStore, tokens: Tensor, counts: Iterable[int] | None = None) -> KvCacheStore:

@@ -27,9 +27,11 @@ from tests.kv_stores import (
     FORMATS,
     HEADS,
     LAYERS,
+    OTHERS,
     SEEDS,
     TOKEN,
     contents,
+    dim_of,
     fill,
     same,
     some,
@@ -58,8 +60,8 @@ def raw(store: KvCacheStore) -> list[Tensor]:
 @of_formats
 def test_appends_store_the_bytes_of_a_bulk_append(dtype: DType) -> None:
     """One by one, in odd steps and at once; nothing behind the last token is written."""
-    for seed, other in zip(SEEDS, FORMATS[::-1], strict=False):
-        tokens, held = some(37, seed), []
+    for seed, other in zip(SEEDS, OTHERS, strict=True):
+        tokens, held = some(37, seed, dim=dim_of(dtype, other)), []
         for counts in ([1] * 37, [5, 1, 13, 18], [37]):
             store = store_of(dtype, other)
             for buffer in raw(store):
@@ -77,7 +79,7 @@ def test_appends_store_the_bytes_of_a_bulk_append(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", WITH_ORACLE, ids=lambda dtype: dtype.name)
 def test_bytes_are_those_of_the_oracle(dtype: DType) -> None:
     for seed in SEEDS:
-        tokens = some(19, seed)
+        tokens = some(19, seed, dim=dim_of(dtype))
         store = fill(store_of(dtype, dtype), tokens, [1, 11, 7])
         for layer, (keys, values) in enumerate(tokens):
             for numbers, found, read in (
@@ -98,10 +100,10 @@ def test_bytes_are_those_of_the_oracle(dtype: DType) -> None:
 
 @of_formats
 def test_ranges_and_heads(dtype: DType) -> None:
-    store = fill(store_of(dtype, dtype), some(37, 4))
+    store = fill(store_of(dtype, dtype), some(37, 4, dim=dim_of(dtype)))
     for read in (store.read_keys, store.read_values):
         everything = read(1)
-        assert everything.shape == (HEADS, 37, DIM)
+        assert everything.shape == (HEADS, 37, dim_of(dtype))
         assert everything.dtype == torch.float32
         for start, end in ((0, 1), (36, 37), (5, 23), (9, 9), (37, 37)):
             wanted = everything[:, start:end]
@@ -215,7 +217,8 @@ def test_evict_drops_the_tail() -> None:
 @of_formats
 def test_zeros_are_zeros(dtype: DType) -> None:
     """Also where other tokens were."""
-    store = fill(store_of(dtype, dtype), some(20, 3))
+    tokens = some(20, 3, dim=dim_of(dtype))
+    store = fill(store_of(dtype, dtype), tokens)
     before = contents(store)
     store.evict(5)
     store.append_zeros(9)
@@ -224,7 +227,7 @@ def test_zeros_are_zeros(dtype: DType) -> None:
         for read in (store.read_keys, store.read_values):
             assert not read(layer, 5).any()
     store.evict(5)
-    fill(store, some(20, 3)[:, :, 5:])
+    fill(store, tokens[:, :, 5:])
     assert same(contents(store), before)
 
 
@@ -237,7 +240,7 @@ def test_presets() -> None:
     for preset, names in PRESETS.items():
         known = [name in DType.__members__ for name in names]
         if all(known):
-            made = KvCacheStore.from_preset(preset, 2, 3, DIM, 8)
+            made = KvCacheStore.from_preset(preset, 2, 3, 256, 8)
             assert (made.key_encoding.name, made.value_encoding.name) == names
             continue
         absent = names[known.index(False)]
@@ -270,10 +273,10 @@ def test_formats_that_do_not_fit() -> None:
 
 @of_formats
 def test_memory_is_the_arithmetic_of_the_format(dtype: DType) -> None:
-    other, tokens = DType.Q8_0, 15
-    store = fill(store_of(dtype, other), some(tokens, 1))
+    other, tokens, dim = DType.Q8_0, 15, dim_of(dtype)
+    store = fill(store_of(dtype, other), some(tokens, 1, dim=dim))
     per_token = [
-        HEADS * (DIM // d.numbers * d.itemsize + 4 * d.format.scaled) for d in (dtype, other)
+        HEADS * (dim // d.numbers * d.itemsize + 4 * d.format.scaled) for d in (dtype, other)
     ]
     report = store.memory_report()
     assert [report.key_bytes_per_token, report.value_bytes_per_token] == per_token
@@ -281,10 +284,10 @@ def test_memory_is_the_arithmetic_of_the_format(dtype: DType) -> None:
     assert report.allocated_bytes == sum(map(len, raw(store)))
     assert report.used_bytes == LAYERS * tokens * sum(per_token)
     assert report.key_used_bytes == sum(store.read_key_storage(i).nbytes for i in range(LAYERS))
-    assert report.logical_bytes == 2 * LAYERS * tokens * HEADS * DIM * 4
+    assert report.logical_bytes == 2 * LAYERS * tokens * HEADS * dim * 4
     assert report.compression_ratio == pytest.approx(report.logical_bytes / report.used_bytes)
     assert report.utilization_ratio == tokens / 41
-    store.append_token(0, TOKEN, TOKEN)
+    store.append_token(0, torch.zeros(HEADS, dim), torch.zeros(HEADS, dim))
     assert store.memory_report().used_bytes == report.used_bytes + sum(per_token)
     store.clear()
     empty = store.memory_report()

@@ -17,8 +17,10 @@ from tests.kv_stores import (
     FORMATS,
     HEADS,
     LAYERS,
+    OTHERS,
     SEEDS,
     contents,
+    dim_of,
     fill,
     same,
     some,
@@ -41,9 +43,10 @@ def dynamic_cache(tokens: Tensor) -> Any:
 @of_formats
 def test_from_a_store(dtype: DType) -> None:
     """What HF's cache then holds is what the store reads."""
-    for seed, other in zip(SEEDS, FORMATS[::-1], strict=False):
-        store = fill(store_of(dtype, other), some(37, seed))
-        theirs = dynamic_cache(torch.full((LAYERS, 2, 37, HEADS, DIM), 7.0))
+    for seed, other in zip(SEEDS, OTHERS, strict=True):
+        dim = dim_of(dtype, other)
+        store = fill(store_of(dtype, other), some(37, seed, dim=dim))
+        theirs = dynamic_cache(torch.full((LAYERS, 2, 37, HEADS, dim), 7.0))
         src, dst = store.cache_view(SAME_MODEL), hf.cache_view(theirs, SAME_MODEL)
         migrate(src, dst, [29])
         for i, layer in enumerate(theirs.layers):
@@ -57,7 +60,7 @@ def test_from_a_store(dtype: DType) -> None:
 def test_into_a_store(dtype: DType) -> None:
     """It then holds what appends would have stored, behind the tokens that it had."""
     for seed in SEEDS:
-        tokens = some(30, seed)
+        tokens = some(30, seed, dim=dim_of(dtype))
         store = fill(store_of(dtype, dtype), tokens[:, :, :11])
         store.append_zeros(19)
         src = hf.cache_view(dynamic_cache(tokens), SAME_MODEL).at([[0]], starts=[11])
