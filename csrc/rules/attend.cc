@@ -123,9 +123,9 @@ kvx_status_t validate_attend(const kvx_cache_desc_t *cache, const kvx_attend_des
   }
   KVX_TRY(check_vectors(query, attend->query, cache->head_dim));
   const int64_t num_q_heads = attend->query.shape[0];
-  if (num_q_heads < 1 || num_q_heads % cache->num_kv_heads) {
+  if (num_q_heads < 1 || num_q_heads > UINT32_MAX || num_q_heads % cache->num_kv_heads) {
     return KVX_INVALID(
-        "%s.shape[0] is %lld, expected a multiple of cache.num_kv_heads %u (spec E.17)",
+        "%s.shape[0] is %lld, expected a multiple of cache.num_kv_heads %u, below 2^32 (spec E.17)",
         KVX_AT(query), static_cast<ll>(num_q_heads), cache->num_kv_heads);
   }
   KVX_TRY(check_vectors(out, attend->out, dim_of(cache->v)));

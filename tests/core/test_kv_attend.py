@@ -69,7 +69,7 @@ def test_every_format(dtype: DType) -> None:
             query = torch.randn(repeats * HEADS, dim, generator=random) / 8
             found = store.attend(1, query)
             close(found, oracle(store, 1, query), store.read_values(1))
-            pieces = store._attention.in_pieces(1, 0, 147, query, dim**-0.5)
+            pieces = store._attention.in_pieces(1, 0, 147, query.T.contiguous().T, dim**-0.5)
             close(pieces, found, store.read_values(1))
 
 

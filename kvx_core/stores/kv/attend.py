@@ -56,7 +56,7 @@ class Attention:
     def in_pieces(self, layer: int, start: int, end: int, query: Tensor, scale: float) -> Tensor:
         """By torch, on any device."""
         heads, head_dim = self._keys.sizes.num_heads, self._keys.sizes.head_dim
-        query = (query * scale).view(heads, -1, head_dim)
+        query = (query * scale).reshape(heads, -1, head_dim)
         most = max(_PIECE_BYTES // (heads * head_dim * query.itemsize), 1)
         pieces = [(at, min(at + most, end)) for at in range(start, end, most)]
         buffer = query.new_empty((heads, min(most, end - start), head_dim))
