@@ -19,6 +19,7 @@ _ALL = (
     "packed",
     "encodings",
     "compression",
+    "kv_store",
     "vllm_cpu_write",
     "vllm_connector",
     "migrate_vs_lmcache",
@@ -88,6 +89,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import compression
 
         return compression.run(rounds, options.only, quick=options.quick)
+    if name == "kv_store":
+        from benchmarks import kv_store
+
+        return kv_store.run(threads, rounds, options.only)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 

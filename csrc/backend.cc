@@ -1,5 +1,6 @@
 #include "backend.h"
 
+#include "cpu/attend.h"
 #include "cpu/hadamard.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/run.h"
@@ -84,6 +85,8 @@ kvx_status_t copy_pairs([[maybe_unused]] const void *const *srcs,
   return KVX_STATUS_OK;  // place() has refused DEVICE memory
 #endif
 }
+
+void attend(const Attention &plan) { cpu::attend(plan); }
 
 bool has_batches() {
 #if KVX_WITH_CUDA

@@ -6,6 +6,7 @@
 #include "kvx/kvx_blocks.h"
 #include "kvx/kvx_host.h"
 #include "kvx/kvx_plan.h"
+#include "plan/attend.h"
 #include "plan/plan.h"
 
 namespace kvx {
@@ -32,6 +33,9 @@ kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, boo
 // before it returns. `*batched`: as one batch.
 kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
                         kvx_memcpy_mode_t mode, bool *batched, void *stream);
+
+// Fills the output of an attention to HOST memory.
+void attend(const Attention &plan);
 
 // Whether copies can be given as a batch, and whether there are kernels.
 bool has_batches();

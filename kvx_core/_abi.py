@@ -1,6 +1,7 @@
 """libkvx through ctypes: the structs and calls of the headers in csrc/include/kvx.
 
-Besides this file, only _abi_plan.py, _bound.py, _dlpack.py and stores/beneath.py import ctypes.
+Besides this file, only _abi_attend.py, _abi_blocks.py, _abi_plan.py, _bound.py, _dlpack.py and
+stores/beneath.py import ctypes.
 Structs carry the names, field order and sizes of the headers; what a field means is written there.
 Spec: 3, 6
 """

@@ -54,6 +54,7 @@ CORE = {
     "kvx_core.snapshot": {"kvx_core.connector", "kvx_core.stores", "kvx_core.snapshot"},
     "ctypes": {
         "kvx_core._abi",
+        "kvx_core._abi_attend",
         "kvx_core._abi_blocks",
         "kvx_core._abi_encode",
         "kvx_core._abi_lossless",

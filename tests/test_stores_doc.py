@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import PackedKVCache
+from kvx_core import KvCacheStore, PackedKVCache
 from tests.native import ROOT
 
 pytest.importorskip("transformers")
@@ -19,19 +19,20 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 8
     names: dict[str, Any] = {}
     for snippet in SNIPPETS:
         exec(compile(snippet, "docs/stores.md", "exec"), names)
-    said = re.findall(r"print\(cache\)  # (.+)", TEXT)
+    said = re.findall(r"print\(\w+\)  # (.+)", TEXT)
     assert capsys.readouterr().out.splitlines() == said
 
 
-def test_the_table_lists_every_public_name() -> None:
-    public = {name for name in dir(PackedKVCache) if not name.startswith("_")}
-    table = TEXT.partition("| call | does |")[2].partition("\n- ")[0]
+@pytest.mark.parametrize(("kind", "at"), [(PackedKVCache, 1), (KvCacheStore, 2)])
+def test_the_table_lists_every_public_name(kind: type, at: int) -> None:
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    table = TEXT.split("| call | does |")[at].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    listed = set(re.findall(r"`(\w+)[`(]", " ".join(cells)))
+    listed = set(re.findall(r"`(?:KvCacheStore\.)?(\w+)[`(]", " ".join(cells))) - {kind.__name__}
     assert listed == public
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi, _abi_plan
+from kvx_core import _abi, _abi_attend, _abi_plan
 from kvx_core._abi_plan import kvx_take_ranges_t
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
@@ -28,7 +28,7 @@ from tests.block_calls import Blocks
 from tests.block_calls import run as run_blocks
 from tests.block_layouts import Dims
 from tests.caches import LAYOUTS, Cache, Geometry
-from tests.calls import Backend, View
+from tests.calls import CPU, Backend, View
 from tests.native import sentences_in
 from tests.planes import Paged, filled, table
 from tests.plans import Migration, Plan, planned
@@ -38,6 +38,9 @@ from tests.tables import POISON
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+WITHOUT_STREAM = ("kvx_validate_cache_desc", "kvx_find_tokens", "kvx_attend_kv")
 
 
 # --- valid calls ------------------------------------------------------------------------------
@@ -56,8 +59,9 @@ class Call:
 
     def run(self) -> None:
         structs = [self.roots[name] for name in self.arguments]
-        if self.function in ("kvx_validate_cache_desc", "kvx_find_tokens"):  # without a stream
+        if self.function in WITHOUT_STREAM:
             library = self.on.library()
+            _abi_attend.declare(library)
             _abi.check(getattr(library, self.function)(*structs), library)
         else:
             self.on.call(self.function, *structs)
@@ -335,6 +339,44 @@ def find(on: Backend) -> Call:
         places=call.roots["places"].data_ptr(),
     )
     return replace(call, function="kvx_find_tokens", arguments=("find",))
+
+
+def attend(on: Backend, dtype: torch.dtype = BF16, layout: str = "nhd") -> Call:
+    """4 query heads to tokens 1 and 2 of block 3; a host computes, whatever moves bytes."""
+    on = CPU
+    cache = scaled(
+        LAYOUTS[layout](Geometry(num_layers=1), dtype, 1), ScaleGranularity.PER_TOKEN_HEAD
+    )
+    layer = cache.layers[0]
+    query, out = torch.ones(4, 16), torch.zeros(4, 16)
+    roots: dict[str, Any] = {"cache": on.layer(layer), "query": query, "out": out}
+    roots["attend"] = _abi_attend.kvx_attend_desc_t(
+        block=3, start=1, end=3, query=on.tensor(query), out=on.tensor(out), scale=0.25
+    )
+    scales = []
+    if layer.k.scale is not None:
+        scales = [on.scale(half) for half in layer.halves()]
+        roots["attend"].k_scale, roots["attend"].v_scale = map(ctypes.pointer, scales)
+        roots |= {"k_scale": layer.k.scale}
+    return Call(on, "kvx_attend_kv", ("cache", "attend"), roots, scales, (cache,))
+
+
+def attend_fp8(on: Backend) -> Call:
+    return attend(on, E4M3)
+
+
+def attend_mla(on: Backend) -> Call:
+    return attend(on, layout="mla")
+
+
+def attend_packed(on: Backend) -> Call:
+    return attend(on, layout="packed8")
+
+
+def attend_affine(on: Backend) -> Call:
+    call = attend(on, torch.uint8)
+    call.roots["cache"].k.dtype = call.roots["cache"].v.dtype = 15
+    return call
 
 
 def migrate_pointers(on: Backend, dtype: torch.dtype = BF16, layout: str = "nhd") -> Call:
@@ -810,6 +852,8 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
         gather_offsets_fp8,
         migrate,
         find,
+        attend,
+        attend_fp8,
         find_entries,
         migrate_pointers,
         migrate_whole_blocks,
@@ -844,6 +888,9 @@ CALLS: dict[str, Callable[[Backend], Call]] = {
 NEVER_VALID: dict[str, Callable[[Backend], Call]] = {
     make.__name__: make
     for make in (
+        attend_mla,
+        attend_packed,
+        attend_affine,
         migrate_pointers_planes,
         migrate_affine_to_slots,
         migrate_pointers_fp8,

@@ -2,6 +2,7 @@
 // reading indices, once, with its sentence. Each struct has a file in this folder.
 #pragma once
 
+#include "kvx/kvx_attend.h"
 #include "kvx/kvx_lookup.h"
 
 namespace kvx {
@@ -13,5 +14,6 @@ kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_des
                              const kvx_gather_options_t *options);
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate);
 kvx_status_t validate_find(const kvx_find_desc_t *find);
+kvx_status_t validate_attend(const kvx_cache_desc_t *cache, const kvx_attend_desc_t *attend);
 
 }  // namespace kvx

@@ -204,6 +204,11 @@ OFFSET_IS(kvx_plane_info_t, kernel, 40);
 OFFSET_IS(kvx_plane_info_t, num_vectors, 48);
 OFFSET_IS(kvx_plane_info_t, run_bytes, 72);
 
+SIZE_IS(kvx_attend_desc_t, 264);
+OFFSET_IS(kvx_attend_desc_t, query, 16);
+OFFSET_IS(kvx_attend_desc_t, out, 128);
+OFFSET_IS(kvx_attend_desc_t, k_scale, 240);
+OFFSET_IS(kvx_attend_desc_t, scale, 256);
 SIZE_IS(kvx_blocks_t, 56);
 OFFSET_IS(kvx_blocks_t, nb, 8);
 OFFSET_IS(kvx_blocks_t, itemsize, 32);

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvx_core import InternalError, InvalidArgumentError, Status, _abi, _abi_plan
+from kvx_core import InternalError, InvalidArgumentError, Status, _abi, _abi_attend, _abi_plan
 from kvx_core.errors import BY_STATUS
 from kvx_core.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
@@ -21,7 +21,7 @@ CXX = os.environ.get("CXX", "g++")
 
 STRUCTS = {
     name: struct
-    for name, struct in (vars(_abi) | vars(_abi_plan)).items()
+    for name, struct in (vars(_abi) | vars(_abi_attend) | vars(_abi_plan)).items()
     if name.startswith("kvx_") and name.endswith("_t") and issubclass(struct, ctypes.Structure)
 }
 
@@ -74,7 +74,7 @@ def test_structs_are_those_of_the_headers(tmp_path: Path) -> None:
         tmp_path, f'#include <cstdio>\n#include "kvx/kvx_ext.h"\nint main() {{\n{body}\n}}\n'
     )
     assert found.splitlines() == expected
-    assert len(STRUCTS) == 25
+    assert len(STRUCTS) == 26
 
 
 def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheView,
+    KvCacheStore,
     Memory,
     PoolDesc,
     ScaleDesc,
@@ -38,6 +39,13 @@ VIEW = CacheView(
 VIEW_WORDS = (
     f"CacheView(3 layers, {SIZES}, V: 32 float32 HND, paged, k_scales, null block 0, vllm 0.32.0)"
 )
+
+
+def _store() -> KvCacheStore:
+    store = KvCacheStore(2, 3, 64, 9, key_encoding="Q8_0")
+    store.append_zeros(1)
+    store.append(0, *torch.zeros(2, 2, 3, 64))
+    return store
 
 
 @pytest.mark.parametrize(
@@ -86,6 +94,21 @@ VIEW_WORDS = (
             VIEW.at([[1]], starts=[3], head_start=1),
             f"CacheSpan({VIEW_WORDS}, block_table=BlockTable(1 sequence x 1 block, PACKED, int64), "
             "starts=SeqLens(1 sequence, int64), head_start=1)",
+        ),
+        (
+            _store(),
+            "KvCacheStore(2 layers x 3 heads x 64, 1 of 9 tokens, 2 more in 1 layer, K Q8_0, "
+            "V BF16)",
+        ),
+        (
+            _store().memory_report(),
+            "KvMemoryReport(2352 of 10584 bytes, 1 of 9 tokens, K Q8_0, V BF16, 2.61 times smaller "
+            "than float32)",
+        ),
+        (_store().read_key_storage(0), "KvStorage(3 x 1 x 68, Q8_0)"),
+        (
+            KvCacheStore(1, 1, 8, 2, value_encoding="F8_E5M2").read_value_storage(0),
+            "KvStorage(1 x 0 x 8, F8_E5M2, with scales)",
         ),
         (
             Section((0, 1, 2), VIEW, BlockTable.packed([[1]])),

@@ -88,6 +88,7 @@ WRONG: dict[str, Any] = {
     "function": lambda: None,
 }
 
+UP_TO_1 = {"numpy int", "layout"}  # 1
 INTS = {"int", "numpy int", "layout"}  # an IntEnum is an int
 ANY_INTS = INTS | {"negative"}
 LISTS = {"empty list", "list", "pair", "torch list"}
@@ -139,6 +140,80 @@ def _packed() -> kvx.PackedKVCache:
     cache = kvx.PackedKVCache()
     cache.append_packed(PACKED, PACKED)
     return cache
+
+
+SIZES = {"num_layers": 1, "num_heads": 2, "head_dim": 16, "max_seq_len": 8}
+ONE = torch.ones(2, 16)
+
+
+def _store() -> kvx.KvCacheStore:
+    store = kvx.KvCacheStore(**SIZES)
+    store.append(0, ONE[None], ONE[None])
+    return store
+
+
+def store_calls() -> dict[str, Case]:
+    """Those of KvCacheStore. Whether sizes of wrong arguments are right is another test's."""
+    sizes_also = dict.fromkeys(SIZES, INTS)
+    formats = {"torch dtype", "layout"}  # BLOCK_NHD is an int of no format
+    encodings = {"key_encoding": "Q8_0", "value_encoding": "Q8_0"}
+    place = {"placement": "cpu"}
+    ends = {"layer": 0, "start": 0, "end": 1}
+    none = set[str]()
+    ends_also = {"layer": none, "start": UP_TO_1, "end": {"None", *UP_TO_1}}
+    one = {"layer": none}
+    return {
+        "KvCacheStore": case(
+            kvx.KvCacheStore,
+            SIZES | {"head_dim": 32} | encodings | place,
+            sizes_also | {"head_dim": none, "placement": none} | dict.fromkeys(encodings, formats),
+        ),
+        "KvCacheStore.from_preset": case(
+            kvx.KvCacheStore.from_preset,
+            SIZES | {"head_dim": 32, "preset": "safe-lowbit"} | place,
+            {"preset": none},
+        ),
+        "KvCacheStore.append_token": case(
+            lambda **given: _store().append_token(**given),
+            {"layer": 0, "key": ONE, "value": ONE},
+            one | {"key": none, "value": none},
+        ),
+        "KvCacheStore.append": case(
+            lambda **given: _store().append(**given),
+            {"layer": 0, "keys": ONE[None], "values": ONE[None]},
+            one | {"keys": none, "values": none},
+        ),
+        "KvCacheStore.append_zeros": case(
+            lambda num_tokens: _store().append_zeros(num_tokens),
+            {"num_tokens": 1},
+            {"num_tokens": INTS},
+        ),
+        "KvCacheStore.read_keys": case(
+            lambda **given: _store().read_keys(**given),
+            ends | {"head": None, "out": None},
+            ends_also | {"head": {"None", *UP_TO_1}, "out": OPTIONAL},
+        ),
+        "KvCacheStore.read_key_storage": case(
+            lambda **given: _store().read_key_storage(**given), ends, ends_also
+        ),
+        "KvCacheStore.attend": case(
+            lambda **given: _store().attend(**given),
+            ends | {"query": ONE, "scale": None},
+            ends_also
+            | {"query": none, "scale": {"int", "negative", "big", "float", "layout", "None"}},
+        ),
+        "KvCacheStore.layer_seq_len": case(
+            lambda layer: _store().layer_seq_len(layer), {"layer": 0}, one
+        ),
+        "KvCacheStore.evict": case(
+            lambda from_pos: _store().evict(from_pos), {"from_pos": 0}, {"from_pos": UP_TO_1}
+        ),
+        "KvCacheStore.cache_view": case(
+            lambda **given: _store().cache_view(**given),
+            {"facts": SAME_MODEL, "block_size": None},
+            {"facts": none, "block_size": {"None", *UP_TO_1}},
+        ),
+    }
 
 
 STACK = [[torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]]
@@ -659,6 +734,7 @@ def calls() -> dict[str, Case]:
         ),
         **block_calls(),
         **encoding_calls(),
+        **store_calls(),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
     }
@@ -671,6 +747,7 @@ ELSEWHERE = {
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
     " Comparison ModelRecord Precision ReorderRotary compare content_digest"
     " model_files_digest read_key MigratePlan Plan PlanInfo PlaneKind PlaneInfo Plane Axis Role"
+    " KvMemoryReport KvStorage"
 }
 
 

@@ -6,7 +6,7 @@ of REFUSED says which of its caches cannot be described, and why.
 
 from functools import partial
 
-from tests.engines import packed, tensorrt_llm, tgi, torch_caches, transformers, vllm
+from tests.engines import kv_store, packed, tensorrt_llm, tgi, torch_caches, transformers, vllm
 from tests.engines.engine import (
     E4M3,
     E5M2,
@@ -50,6 +50,7 @@ ENGINES: dict[str, Engine] = {
     "hf DynamicCache": Engine(transformers.dynamic_cache, 41, FLOATS, whole=True),
     "hf StaticCache": Engine(transformers.static_cache, 53, FLOATS, whole=True),
     "kvx packed": Engine(packed.PackedCaches, 47, FLOATS),
+    "kvx store": Engine(kv_store.Store, 9, FLOATS),
     "dense": Engine(torch_caches.dense, 43, ALL, in_order=True),
     "torch NHD": Engine(torch_caches.nhd, 5, ALL),
     "torch HND": Engine(torch_caches.hnd, 7, ALL),

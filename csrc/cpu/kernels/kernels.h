@@ -85,6 +85,16 @@ struct TurboQuantKernels {
                        const ScaleZero &with);
 };
 
+// Attention of queries to decoded vectors: rows of a multiple of kAttendLanes numbers. See attend.inl
+constexpr int kAttendLanes = 16;
+struct AttendKernels {
+  void (*dot)(float *scores, int64_t stride, const float *query, const float *keys, int64_t row,
+              int64_t queries, int64_t tokens);
+  void (*softmax)(float *scores, int64_t tokens, float *largest, float *weight);
+  void (*add)(float *sums, const float *weights, int64_t stride, const float *values, int64_t row,
+              int64_t queries, int64_t tokens);
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -109,6 +119,7 @@ struct Kernels {
   void (*hadamard)(float *numbers, int64_t groups, int64_t order, float scale);
   LosslessKernels lossless;
   TurboQuantKernels turboquant;
+  AttendKernels attend;
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

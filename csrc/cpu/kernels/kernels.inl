@@ -10,6 +10,7 @@
 #include "cpu/kernels/fp8.inl"
 #endif
 #include "cpu/kernels/affine.inl"
+#include "cpu/kernels/attend.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/hadamard.inl"
@@ -52,4 +53,5 @@ constexpr Kernels kKernels = {
     hadamard,
     {lossless_split, lossless_join, lossless_pack, lossless_unpack, lossless_count},
     {turboquant_encode, turboquant_decode, turboquant_encode_signs, turboquant_decode_signs,
-     turboquant_encode_steps, turboquant_decode_steps}};
+     turboquant_encode_steps, turboquant_decode_steps},
+    {dot_keys, softmax_run, add_values}};

@@ -3,6 +3,7 @@
 #define KVX_EXT_H_
 
 #include "kvx/kvx_abi.h"        /* v1: descriptors, write and gather */
+#include "kvx/kvx_attend.h"     /* attention of a query to a cache */
 #include "kvx/kvx_blocks.h"     /* KVBM's block layouts and copies */
 #include "kvx/kvx_encode.h"     /* rotations before encoding and after decoding */
 #include "kvx/kvx_error.h"      /* why a call has failed */

@@ -1,0 +1,149 @@
+"""Attention of one query to tokens of a store, which are decoded a few at a time.
+
+On a host libkvx does it (kvx_attend_kv). On a device scores of all tokens come first, then their
+softmax, then the sum of the values, so that pieces of keys and values are decoded into one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvx_core import _abi, _abi_attend
+from kvx_core.cache import CacheDesc
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.scales import ScaleDesc
+from kvx_core.stores.kv.half import Half
+from kvx_core.stores.kv.tokens import array_of
+from kvx_core.types import DType, Memory
+from kvx_core.words import many, wrong
+
+_PIECE_BYTES = 8 << 20  # of float32 keys or values that are decoded at once on a device
+
+
+class Attention:
+    """KvCacheStore.attend, for the keys and values of a store."""
+
+    __slots__ = ("_keys", "_layers", "_values")
+
+    def __init__(self, keys: Half, values: Half) -> None:
+        self._keys, self._values = keys, values
+        self._layers: dict[int, _Layer] = {}  # each made at its first use
+
+    def __call__(self, layer: int, start: int, end: int, query: Any, scale: float | None) -> Any:
+        if start == end:
+            raise InvalidArgumentError(
+                f"positions {start} to {end} are no tokens, expected at least one to attend to"
+            )
+        given = _query(query, self._keys)
+        if scale is None:
+            scale = 1 / math.sqrt(self._keys.sizes.head_dim)
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise wrong("scale", scale, "a number or None")
+        with torch.no_grad():
+            found = given.float().resolve_neg()
+            if given.device.type == "cpu":
+                mixed = self._by_libkvx(layer, start, end, found, scale)
+            else:
+                mixed = self.in_pieces(layer, start, end, found, scale)
+            mixed = mixed.to(given.dtype)
+        return mixed.numpy() if isinstance(query, np.ndarray) else mixed
+
+    def in_pieces(self, layer: int, start: int, end: int, query: Tensor, scale: float) -> Tensor:
+        """By torch, on any device."""
+        heads, head_dim = self._keys.sizes.num_heads, self._keys.sizes.head_dim
+        query = (query * scale).reshape(heads, -1, head_dim)
+        most = max(_PIECE_BYTES // (heads * head_dim * query.itemsize), 1)
+        pieces = [(at, min(at + most, end)) for at in range(start, end, most)]
+        buffer = query.new_empty((heads, min(most, end - start), head_dim))
+        scores = query.new_empty((heads, query.shape[1], end - start))
+        for begin, stop in pieces:
+            piece = buffer[:, : stop - begin]
+            self._keys.read(layer, begin, stop, None, piece.transpose(0, 1))
+            torch.bmm(query, piece.transpose(1, 2), out=scores[..., begin - start : stop - start])
+        weights = torch.softmax(scores, -1)
+        mixed = torch.zeros_like(query)
+        for begin, stop in pieces:
+            piece = buffer[:, : stop - begin]
+            self._values.read(layer, begin, stop, None, piece.transpose(0, 1))
+            mixed.baddbmm_(weights[..., begin - start : stop - start], piece)
+        return mixed.view(-1, head_dim)
+
+    def _by_libkvx(self, layer: int, start: int, end: int, query: Tensor, scale: float) -> Tensor:
+        found = self._layers.get(layer)
+        if found is None:
+            found = self._layers[layer] = _layer(layer, self._keys, self._values)
+        found.require_in_place()
+        mixed = torch.empty(query.shape)
+        desc = _abi_attend.kvx_attend_desc_t(
+            start=start,
+            end=end,
+            query=_vectors(query),
+            out=_vectors(mixed),
+            k_scale=_abi.pointer_to(found.k_scale),
+            v_scale=_abi.pointer_to(found.v_scale),
+            scale=scale,
+        )
+        _abi.check(_abi_attend.function()(found.cache.to_c(), desc))
+        return mixed
+
+
+class _Layer(NamedTuple):
+    """A layer as one block of max_seq_len tokens."""
+
+    cache: CacheDesc
+    k_scale: ScaleDesc | None
+    v_scale: ScaleDesc | None
+
+    def require_in_place(self) -> None:
+        self.cache.held("the store")
+        for name, scale in (("key", self.k_scale), ("value", self.v_scale)):
+            if scale is not None:
+                scale.require_in_place(f"scales of {name}s")
+
+
+def _layer(layer: int, keys: Half, values: Half) -> _Layer:
+    length = keys.sizes.max_seq_len
+    (k, k_scale), (v, v_scale) = (half.blocks(layer, length, length) for half in (keys, values))
+    return _Layer(CacheDesc.from_kv(k, v), k_scale, v_scale)
+
+
+def _vectors(tensor: Tensor) -> _abi.kvx_tensor_desc_t:
+    return _abi.kvx_tensor_desc_t(
+        dtype=DType.F32,
+        memory=Memory.HOST,
+        ndim=2,
+        shape=_abi.dims(tensor.shape),
+        stride=_abi.dims(tensor.stride()),
+        data=tensor.data_ptr(),
+    )
+
+
+def _query(query: Any, keys: Half) -> Tensor:
+    """The query as a tensor. Raises InvalidArgumentError."""
+    given = array_of("query", query)
+    try:
+        found: Tensor = (
+            torch.from_numpy(np.require(given, requirements="W"))
+            if isinstance(given, np.ndarray)
+            else given
+        )
+    except TypeError:
+        raise wrong("query.dtype", str(given.dtype), "float32, float16 or float64") from None
+    sizes, shape = keys.sizes, tuple(found.shape)
+    if len(shape) != 2 or shape[1] != sizes.head_dim or not shape[0] or shape[0] % sizes.num_heads:
+        raise InvalidArgumentError(
+            f"query.shape is {shape}, expected (num_q_heads, head_dim {sizes.head_dim}), "
+            f"num_q_heads a multiple of {many(sizes.num_heads, 'KV head')}"
+        )
+    if not found.is_floating_point():
+        raise InvalidArgumentError(f"query.dtype is {found.dtype}, expected a float dtype")
+    if found.device != keys.device:
+        raise InvalidArgumentError(
+            f"query.device is {found.device}, expected {keys.device}, where the store is"
+        )
+    return found

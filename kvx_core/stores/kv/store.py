@@ -1,0 +1,428 @@
+"""KvCacheStore: the keys and values of one sequence, all layers, in formats of one's choice.
+
+Buffers for max_seq_len tokens are allocated at once, so that an append writes its own rows and
+nothing else, a range of tokens is one piece of memory, and views stay where they are.
+
+Threads: stores share nothing. append, append_token, append_zeros, evict and clear of one store take
+one caller at a time; there are no locks. Reads and attend may run meanwhile on tokens that were
+there when they began, unless these are evicted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvx_core.cache import CacheDesc
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError
+from kvx_core.facts import CacheFacts
+from kvx_core.stores.kv.attend import Attention
+from kvx_core.stores.kv.encodings import encoding_of, of_preset
+from kvx_core.stores.kv.half import Half, KvStorage, Sizes
+from kvx_core.stores.kv.report import KvMemoryReport
+from kvx_core.stores.kv.tokens import one_token, some_tokens, token_major
+from kvx_core.types import DType
+from kvx_core.view import CacheView
+from kvx_core.words import instance, integer, listed, many, product, wrong
+
+
+class KvCacheStore:
+    """Keys and values of one sequence in all layers, which grow at their end.
+
+    num_layers, num_heads (KV heads of a layer), head_dim, max_seq_len: sizes
+    key_encoding, value_encoding: a DType or its name: any format that write_kv writes and whose
+                   unit fits head_dim, such as bfloat16, float8_e4m3fn (with a scale per token and
+                   head), Q8_0 or Q4_0; each its own
+    placement:     torch device of the buffers
+    One thread at a time may change it, see the top of this file. No call records gradients.
+    Raises InvalidArgumentError, UnsupportedError. Spec: 4.3, E.10
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_attention",
+        "_keys",
+        "_next_layer",
+        "_seq_len",
+        "_step",
+        "_values",
+    )
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        key_encoding: DType | str = DType.BF16,
+        value_encoding: DType | str = DType.BF16,
+        placement: torch.device | str = "cpu",
+    ) -> None:
+        sizes = Sizes(
+            integer("num_layers", num_layers, 1),
+            integer("max_seq_len", max_seq_len, 1),
+            integer("num_heads", num_heads, 1),
+            integer("head_dim", head_dim, 1),
+        )
+        of_keys = encoding_of("key_encoding", key_encoding, sizes.head_dim)
+        of_values = encoding_of("value_encoding", value_encoding, sizes.head_dim)
+        self._keys = Half("key", sizes, of_keys, _placement(placement))
+        self._values = Half("value", sizes, of_values, _placement(placement))
+        self._attention = Attention(self._keys, self._values)
+        self._seq_len = 0  # tokens that all layers hold
+        self._step = 0  # tokens that layers before _next_layer hold beyond those
+        self._next_layer = 0
+
+    @classmethod
+    def from_preset(
+        cls,
+        preset: str,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        placement: torch.device | str = "cpu",
+    ) -> KvCacheStore:
+        """A store with the formats of a preset: "safe-lowbit", "balanced" or "experimental-max".
+
+        kvx_core.stores.kv.PRESETS has their formats.
+        Raises InvalidArgumentError, and UnsupportedError for a preset with a format that this
+        version does not have.
+        """
+        of_keys, of_values = of_preset(preset)
+        return cls(
+            num_layers,
+            num_heads,
+            head_dim,
+            max_seq_len,
+            key_encoding=of_keys,
+            value_encoding=of_values,
+            placement=placement,
+        )
+
+    def __repr__(self) -> str:
+        begun = None
+        if self._next_layer:
+            begun = f"{self._step} more in {many(self._next_layer, 'layer')}"
+        return listed(
+            "KvCacheStore",
+            product((many(self.num_layers, "layer"), many(self.num_heads, "head"), self.head_dim)),
+            f"{self._seq_len} of {self.max_seq_len} tokens",
+            begun,
+            f"K {self.key_encoding.name}",
+            f"V {self.value_encoding.name}",
+            None if self.placement.type == "cpu" else str(self.placement),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self._keys.sizes.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of a layer."""
+        return self._keys.sizes.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._keys.sizes.head_dim
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that it has room for."""
+        return self._keys.sizes.max_seq_len
+
+    @property
+    def current_seq_len(self) -> int:
+        """Tokens that all layers hold."""
+        return self._seq_len
+
+    @property
+    def key_encoding(self) -> DType:
+        return self._keys.encoding
+
+    @property
+    def value_encoding(self) -> DType:
+        return self._values.encoding
+
+    @property
+    def placement(self) -> torch.device:
+        """Where the buffers are."""
+        return self._keys.device
+
+    def layer_seq_len(self, layer: int) -> int:
+        """Tokens that a layer holds: current_seq_len, and in the midst of a step also its tokens.
+
+        Raises InvalidArgumentError.
+        """
+        layer = integer("layer", layer, 0, self.num_layers - 1)
+        return self._seq_len + (self._step if layer < self._next_layer else 0)
+
+    # ---- tokens in ----
+
+    def append_token(self, layer: int, key: Any, value: Any) -> None:
+        """Appends one token's keys and values to a layer.
+
+        key, value: (num_heads * head_dim,) or (num_heads, head_dim), of torch or numpy, any strides
+                    and any float dtype
+        A token goes into the layers one after the other, from 0 on; current_seq_len counts it when
+        the last layer has it, and `attend` of a layer sees it at once.
+        Mutates the store. Raises InvalidArgumentError for a layer out of turn or a wrong size,
+        OutOfRangeError for a full store, UnsupportedError; the store then holds what it held.
+        """
+        sizes = self.num_heads, self.head_dim
+        self._append(layer, one_token("key", key, *sizes), one_token("value", value, *sizes))
+
+    def append(self, layer: int, keys: Any, values: Any) -> None:
+        """Appends tokens to a layer, such as a prompt: the same bytes as one by one.
+
+        keys, values: (num_tokens, num_heads, head_dim), at least one token and in all layers as
+                      many; of torch or numpy, any strides and any float dtype
+        Layers take turns, as in append_token.
+        Mutates the store. Raises as append_token; the store then holds what it held.
+        """
+        sizes = self.num_heads, self.head_dim
+        found = some_tokens("keys", keys, *sizes), some_tokens("values", values, *sizes)
+        if len(found[0]) != len(found[1]):
+            raise InvalidArgumentError(
+                f"values.shape[0] is {len(found[1])}, expected {len(found[0])} tokens as keys has"
+            )
+        self._append(layer, *found)
+
+    def _append(self, layer: int, keys: Any, values: Any) -> None:
+        layer = integer("layer", layer, 0, self.num_layers - 1)
+        count = len(keys)
+        self._require_turn(layer)
+        if self._next_layer and count != self._step:
+            raise InvalidArgumentError(
+                f"layer {layer} is given {many(count, 'token')}, expected {self._step} as the "
+                "layers before it were given in this step"
+            )
+        self._require_room(count)
+        self._keys.write(layer, self._seq_len, keys)
+        # If this fails, keys lie behind the last token, where nobody reads them.
+        self._values.write(layer, self._seq_len, values)
+        if layer == self.num_layers - 1:
+            self._seq_len, self._step, self._next_layer = self._seq_len + count, 0, 0
+        else:
+            self._step, self._next_layer = count, layer + 1
+
+    def append_zeros(self, num_tokens: int) -> None:
+        """Appends tokens of zeros to all layers: room for tokens that a migration brings.
+
+        Mutates the store. Raises InvalidArgumentError in the midst of a step, OutOfRangeError for
+        a full store; the store then holds what it held.
+        """
+        count = integer("num_tokens", num_tokens)
+        if self._next_layer:
+            raise InvalidArgumentError(
+                f"layer {self._next_layer} is missing in this step, expected all layers or none: "
+                f"append to the others first, or drop the step with evict({self._seq_len})"
+            )
+        self._require_room(count)
+        for half in (self._keys, self._values):
+            half.fill_zeros(self._seq_len, self._seq_len + count)
+        self._seq_len += count
+
+    def _require_turn(self, layer: int) -> None:
+        at = f"position {self._seq_len}"
+        drop = f"drop the step with evict({self._seq_len})"
+        if layer < self._next_layer:
+            raise InvalidArgumentError(
+                f"layer {layer} has been appended already at {at}, expected layer "
+                f"{self._next_layer}: a layer takes its tokens once per step. Or {drop}"
+            )
+        if layer > self._next_layer:
+            raise InvalidArgumentError(
+                f"layer is {layer} at {at}, expected {self._next_layer}, which is missing: layers "
+                "take their tokens one after the other"
+                + (f". Or {drop}" if self._next_layer else "")
+            )
+
+    def _require_room(self, count: int) -> None:
+        if count > self.max_seq_len - self._seq_len:
+            raise OutOfRangeError(
+                f"the store holds {self._seq_len} of max_seq_len {self.max_seq_len} tokens, "
+                f"expected room for {many(count, 'token')} more. Evict tokens, or make a larger "
+                "store"
+            )
+
+    def evict(self, from_pos: int) -> None:
+        """Drops all tokens from position `from_pos` on in all layers, and a step that has begun.
+
+        evict(current_seq_len) drops only the step. The bytes stay until they are overwritten.
+        Mutates the store. Raises InvalidArgumentError.
+        """
+        self._seq_len = integer("from_pos", from_pos, 0, self._seq_len)
+        self._step = self._next_layer = 0
+
+    def clear(self) -> None:
+        """Drops all tokens. Mutates the store, which keeps its memory."""
+        self.evict(0)
+
+    # ---- tokens out ----
+
+    def read_keys(
+        self,
+        layer: int,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        head: int | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Decodes the keys of positions `start` to `end` of a layer, and no others.
+
+        end:  None: current_seq_len; at most layer_seq_len(layer)
+        head: a KV head; None: all
+        out:  a tensor of torch or numpy to fill, of the shape that is returned, any strides and
+              any float dtype; None: a new torch tensor of float32
+        Returns (num_heads, end - start, head_dim), or (1, end - start, head_dim) of one head.
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        return self._read(self._keys, layer, start, end, head, out)
+
+    def read_values(
+        self,
+        layer: int,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        head: int | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Decodes the values of positions `start` to `end` of a layer: read_keys of values."""
+        return self._read(self._values, layer, start, end, head, out)
+
+    def _read(
+        self, half: Half, layer: int, start: int, end: int | None, head: int | None, out: Any
+    ) -> Any:
+        layer, start, end = self._range(layer, start, end, self._seq_len)
+        if head is not None:
+            head = integer("head", head, 0, self.num_heads - 1)
+        shape = self.num_heads if head is None else 1, end - start, self.head_dim
+        if out is None:
+            out = torch.empty(shape, device=self.placement)
+        half.read(layer, start, end, head, token_major("out", out, shape))
+        return out
+
+    def read_key_storage(self, layer: int, start: int = 0, end: int | None = None) -> KvStorage:
+        """The keys of positions `start` to `end` as they are stored, without a copy.
+
+        end: as for read_keys
+        The views show what appends write into these positions after evict.
+        Raises InvalidArgumentError.
+        """
+        return self._keys.storage(*self._range(layer, start, end, self._seq_len))
+
+    def read_value_storage(self, layer: int, start: int = 0, end: int | None = None) -> KvStorage:
+        """The stored values of positions `start` to `end`: read_key_storage of values."""
+        return self._values.storage(*self._range(layer, start, end, self._seq_len))
+
+    def _range(self, layer: int, start: int, end: int | None, default: int) -> tuple[int, int, int]:
+        held = self.layer_seq_len(layer)
+        end = default if end is None else integer("end", end, 0, held)
+        return integer("layer", layer), integer("start", start, 0, end), end
+
+    def attend(
+        self,
+        layer: int,
+        query: Any,
+        *,
+        scale: float | None = None,
+        start: int = 0,
+        end: int | None = None,
+    ) -> Any:
+        """Attention of one query to positions `start` to `end` of a layer: softmax(q k scale) v.
+
+        query: (num_q_heads, head_dim), of torch or numpy, any float dtype; num_q_heads is a
+               multiple of num_heads, and query head h uses KV head h // (num_q_heads / num_heads)
+        scale: of the scores; None: 1 / sqrt(head_dim)
+        end:   None: layer_seq_len(layer), with a token that this step has appended; a query at
+               position p sees end = p + 1
+        Decodes a few tokens at a time, never the whole range. Computes in float32.
+        Returns (num_q_heads, head_dim), of the query's library and dtype.
+        Raises InvalidArgumentError, also for no tokens; UnsupportedError.
+        """
+        where = self._range(layer, start, end, self.layer_seq_len(layer))
+        return self._attention(*where, query, scale)
+
+    # ---- the whole ----
+
+    def memory_report(self) -> KvMemoryReport:
+        """What the buffers take, and what of it tokens use, to the byte."""
+        keys, values = self._keys, self._values
+        rows = self.num_layers * self._seq_len + self._next_layer * self._step
+        return KvMemoryReport(
+            **keys.sizes._asdict(),
+            current_seq_len=self._seq_len,
+            key_encoding=keys.encoding,
+            value_encoding=values.encoding,
+            placement=self.placement,
+            key_allocated_bytes=keys.allocated_bytes,
+            value_allocated_bytes=values.allocated_bytes,
+            key_used_bytes=rows * keys.bytes_per_token,
+            value_used_bytes=rows * values.bytes_per_token,
+            key_bytes_per_token=keys.bytes_per_token,
+            value_bytes_per_token=values.bytes_per_token,
+        )
+
+    def cache_view(self, facts: CacheFacts, *, block_size: int | None = None) -> CacheView:
+        """The tokens that it holds now as an end of a migration, zero-copy.
+
+        facts:      what the numbers mean
+        block_size: None: a dense view of one sequence; otherwise a paged one, in which block b has
+                    the positions from b * block_size on, and current_seq_len is whole blocks
+        To migrate into a store, make room first: append_zeros(n). Where keys and values are both
+        FP8, migrate with find_scales. The view is out of date when the store holds fewer tokens,
+        as after evict: migrate and verify then refuse it.
+        Raises InvalidArgumentError.
+        """
+        instance("facts", facts, CacheFacts, "a CacheFacts: what the bytes mean")
+        count = self._seq_len
+        if count == 0:
+            raise InvalidArgumentError(
+                "the store holds no tokens, expected at least one. To migrate into it, make room "
+                "with append_zeros(num_tokens)"
+            )
+        size = count if block_size is None else integer("block_size", block_size, 1)
+        if count % size:
+            raise InvalidArgumentError(
+                f"block_size is {size}, expected a divisor of the {many(count, 'token')} that the "
+                "store holds"
+            )
+        halves = self._keys, self._values
+        layers = [
+            [h.blocks(layer, count, size) for h in halves] for layer in range(self.num_layers)
+        ]
+        k_scales, v_scales = (tuple(layer[i][1] for layer in layers) for i in range(2))
+        return CacheView(
+            tuple(CacheDesc.from_kv(k, v) for (k, _), (v, _) in layers),
+            facts,
+            dense=block_size is None,
+            k_scales=k_scales if any(k_scales) else None,
+            v_scales=v_scales if any(v_scales) else None,
+            outdated=lambda: self._fewer_than(count),
+        )
+
+    def _fewer_than(self, described: int) -> str | None:
+        """Why a view of `described` tokens is out of date."""
+        if self._seq_len >= described:
+            return None
+        return (
+            f"the store holds {many(self._seq_len, 'token')}, expected the {described} described. "
+            "Call cache_view again"
+        )
+
+
+def _placement(placement: Any) -> torch.device:
+    expected = "a torch device, such as 'cpu' or 'cuda:0'"
+    if not isinstance(placement, (str, torch.device)):
+        raise wrong("placement", placement, expected)
+    try:
+        return torch.device(placement)
+    except RuntimeError:
+        raise wrong("placement", placement, expected) from None
