@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ _NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 class Dense:
     """The tensors of a snapshot, and the memory that they lie in."""
 
-    tensors: Mapping[str, Stored]
+    tensors: dict[str, Stored]
     memory: Bytes
 
     def bytes_of(self, name: str) -> Bytes:

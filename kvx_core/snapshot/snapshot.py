@@ -410,8 +410,8 @@ class Snapshot:
         of these are equal. So a lossy snapshot is compared with the cache that it came from by
         capturing that again: `verify` compares numbers, which a lossy format has changed.
         """
-        found = hashlib.sha256()
-        for name in sorted(self.tensors):
+        found = hashlib.sha256(self.tokens.tobytes())
+        for name in sorted(self.tensors.keys() - {"tokens"}):
             stored = self.tensors[name]
             found.update(f"{name} {stored.dtype.name} {stored.shape}\n".encode())
             found.update(self._bytes(name).data)

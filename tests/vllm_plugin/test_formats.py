@@ -38,6 +38,7 @@ def _start(path: Path) -> int:
 
 
 @needs_cpu_op
+@pytest.mark.slow  # starts two engines
 def test_a_prompt_in_q8_0(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     store, loads, one = tmp_path / "store", tmp_path / "loads", prompt(150, seed=1)
     loads.mkdir()
