@@ -24,6 +24,7 @@ PLOT = _ROOT / "docs" / "format_error.svg"
 
 _TOKENS, _HEADS, _DIM = 1024, 4, 128  # of rows that are drawn
 _QUERIES = 64
+_LEAST = 1e-12  # error that is drawn
 _COLOURS = {"gaussian": "#1f5f8b", "outliers": "#f2a541", "keys": "#3a7d44", "values": "#a8324f"}
 
 # What each format is for. Formats that are not here have an empty cell.
@@ -171,6 +172,11 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_drawn(row: dict[str, Any]) -> bool:
+    """Whether a format rounds Gaussian numbers so much that the plot has room for it."""
+    return bool(row["rows"]["gaussian"]["relative_mse"] > _LEAST)
+
+
 def draw(found: list[dict[str, Any]], path: Path) -> None:
     """Draws size against error."""
     import matplotlib
@@ -178,13 +184,13 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "kvx"  # the same file every time
+    matplotlib.rcParams |= {"svg.hashsalt": "kvx", "svg.fonttype": "none"}  # the same file each time
     figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, key, title in (
         (panels[0], "relative_mse", "relative mean squared error"),
         (panels[1], "inner_product", "error of inner products, relative"),
     ):
-        lossy = [row for row in found if row["rows"]["gaussian"][key] > 0]
+        lossy = [row for row in found if is_drawn(row)]
         for name, colour in _COLOURS.items():
             points = [row["rows"][name] for row in lossy]
             x, y = ([point[k] for point in points] for k in ("bits", key))
@@ -202,8 +208,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         panel.set_xlabel("bits per number, scales included")
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
-    bits = [row["rows"]["gaussian"]["bits"] for row in found]
-    line = [min(bits), max(b for b in bits if b <= 16)]
+    bits = [row["rows"]["gaussian"]["bits"] for row in found if is_drawn(row)]
+    line = [min(bits), max(bits)]
     bound = [4.0**-b for b in line]
     panels[0].plot(line, bound, "--", color="grey", lw=1, label="least for Gaussian numbers")
     panels[0].legend(fontsize=8)
@@ -221,6 +227,7 @@ def write_page(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # the model is so small that more threads only wait for each other
     found = results()
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     draw(found, PLOT)
