@@ -12,10 +12,12 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, ScaleDesc, describe, migrate
+from kvx_core.snapshot.coding import CODINGS
 
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "benchmarks" / "results" / "format_error.json"
@@ -46,6 +48,7 @@ _USED_BY = {
     "Q6_K": "GGUF files: rows of 256 numbers",
     "MXFP4": "OCP microscaling",
     "NVFP4": "vLLM, TensorRT-LLM on Blackwell",
+    "lossless_bf16": "stores and snapshots of KVX",
     "U8_ZERO": "OpenVINO: `u8`",
     "U8_BIAS": "MLX: 8-bit cache",
 }
@@ -58,9 +61,22 @@ class Stored(NamedTuple):
     num_bytes: int  # with scales and zero points
 
 
-def formats() -> list[DType]:
-    """The formats of the table whose elements are numbers that K and V can be."""
-    return [d for d in DType if d.format.rounding or d.numbers > 1 or d.format.affine]
+def formats() -> list[DType | str]:
+    """The formats of the table whose elements are numbers that K and V can be, then codings."""
+    numbers = [d for d in DType if d.format.rounding or d.numbers > 1 or d.format.affine]
+    return [*numbers, *CODINGS]
+
+
+def name_of(format: DType | str) -> str:
+    """The name of a format in results."""
+    return format if isinstance(format, str) else format.name
+
+
+def unit_of(format: DType | str) -> str:
+    """The unit of a format in words."""
+    if isinstance(format, str):
+        return "varies"
+    return "1" if format.numbers == 1 else f"{format.numbers} in {format.itemsize} B"
 
 
 def rows() -> dict[str, Tensor]:
@@ -83,13 +99,20 @@ def rows() -> dict[str, Tensor]:
     }
 
 
-def stored(values: Tensor, dtype: DType) -> Stored:
+def stored(values: Tensor, dtype: DType | str) -> Stored:
     """Encodes and decodes rows.
 
     values: (tokens, heads, dim) bfloat16. Where dim is no multiple of a unit, units run on over
             heads and tokens; numbers behind the last whole unit are left out
     FP8 and formats with zero points have a scale for each token and head.
     """
+    if isinstance(dtype, str):
+        data = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+        encoded, again = CODINGS[dtype].encode(data), np.empty_like(data)
+        assert CODINGS[dtype].decode(again, encoded)
+        return Stored(
+            torch.from_numpy(again).view(values.dtype).view(values.shape).float(), len(encoded)
+        )
     if values.shape[2] % dtype.numbers:
         flat = values.reshape(-1)
         values = flat[: len(flat) // dtype.numbers * dtype.numbers].view(-1, 1, dtype.numbers)
@@ -105,10 +128,10 @@ def stored(values: Tensor, dtype: DType) -> Stored:
             scale = torch.ones(1, tokens, heads)
             num_bytes += scale.nbytes
             beside[kind] = (ScaleDesc.of(scale, "PER_TOKEN_HEAD"),)
-    encoded = _view(raw, dtype, **beside)
-    migrate(_view(values[None].clone()), encoded, [tokens], find_scales=dtype.format.scaled)
+    cache = _view(raw, dtype, **beside)
+    migrate(_view(values[None].clone()), cache, [tokens], find_scales=dtype.format.scaled)
     decoded = torch.zeros(1, tokens, heads, dim)
-    migrate(encoded, _view(decoded), [tokens])
+    migrate(cache, _view(decoded), [tokens])
     return Stored(decoded[0], num_bytes)
 
 
@@ -141,14 +164,13 @@ def results() -> list[dict[str, Any]]:
     chosen = rows()
     return [
         {
-            "format": dtype.name,
-            "numbers": dtype.numbers,
-            "bytes": dtype.itemsize,
+            "format": name_of(format),
+            "unit": unit_of(format),
             "rows": {
-                name: measured(values, stored(values, dtype)) for name, values in chosen.items()
+                name: measured(values, stored(values, format)) for name, values in chosen.items()
             },
         }
-        for dtype in formats()
+        for format in formats()
     ]
 
 
@@ -158,18 +180,23 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = [head, "| --- | --- | --: | --- " + "| --: " * 5 + "|"]
     for row in found:
         of = row["rows"]
-        unit = f"{row['numbers']} in {row['bytes']} B" if row["numbers"] > 1 else "1"
         errors = [_error(of[name]["relative_mse"]) for name in _COLOURS]
         errors.append(_error(of["keys"]["inner_product"]))
         cells = [
             f"`{row['format'].lower()}`",
-            unit,
-            f"{of['gaussian']['bits']:.4g}",
+            row["unit"],
+            " to ".join(f"{bits:.4g}" for bits in _bits(row)),
             _USED_BY.get(row["format"], ""),
             *errors,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _bits(row: dict[str, Any]) -> list[float]:
+    """Bits per number on Gaussian rows; the least and the most if they depend on the numbers."""
+    found = [row["rows"][name]["bits"] for name in _COLOURS]
+    return [min(found), max(found)] if row["unit"] == "varies" else found[:1]
 
 
 def is_drawn(row: dict[str, Any]) -> bool:
@@ -184,7 +211,10 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    matplotlib.rcParams |= {"svg.hashsalt": "kvx", "svg.fonttype": "none"}  # the same file each time
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "kvx",
+        "svg.fonttype": "none",
+    }  # the same file each time
     figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, key, title in (
         (panels[0], "relative_mse", "relative mean squared error"),

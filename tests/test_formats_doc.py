@@ -24,10 +24,11 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_format_of_the_table_is_measured() -> None:
-    assert [row["format"] for row in FOUND] == [d.name for d in format_error.formats()], AGAIN
-    assert [(row["numbers"], row["bytes"]) for row in FOUND] == [
-        (d.numbers, d.itemsize) for d in format_error.formats()
-    ], AGAIN
+    expected = [
+        (format_error.name_of(found), format_error.unit_of(found))
+        for found in format_error.formats()
+    ]
+    assert [(row["format"], row["unit"]) for row in FOUND] == expected, AGAIN
 
 
 def test_table_and_plot_are_those_of_the_data(tmp_path: Path) -> None:
@@ -43,14 +44,14 @@ def rows(seed: int) -> torch.Tensor:
     return torch.randn(64, 2, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("dtype", format_error.formats(), ids=lambda dtype: dtype.name)
-def test_the_figures_can_be_measured_again(dtype: DType) -> None:
+@pytest.mark.parametrize("format", format_error.formats(), ids=format_error.name_of)
+def test_the_figures_can_be_measured_again(format: DType | str) -> None:
     """On other Gaussian rows: within a fifth."""
-    (row,) = (row for row in FOUND if row["format"] == dtype.name)
+    (row,) = (row for row in FOUND if row["format"] == format_error.name_of(format))
     committed = row["rows"]["gaussian"]
     values = torch.cat([rows(seed) for seed in range(16)])
-    found = format_error.measured(values, format_error.stored(values, dtype))
-    assert found["bits"] == pytest.approx(committed["bits"])
+    found = format_error.measured(values, format_error.stored(values, format))
+    assert found["bits"] == pytest.approx(committed["bits"], rel=0.01)
     for name in ("relative_mse", "inner_product"):
         assert found[name] == pytest.approx(committed[name], rel=0.2)
 
@@ -58,7 +59,7 @@ def test_the_figures_can_be_measured_again(dtype: DType) -> None:
 def test_exact_formats_are_those_that_hold_every_bfloat16() -> None:
     """Of Gaussian numbers: F16 does not hold the smallest of them."""
     exact = {row["format"] for row in FOUND if not row["rows"]["keys"]["relative_mse"]}
-    assert {"BF16", "F32"} <= exact <= {"BF16", "F32", "F16"}
+    assert {"BF16", "F32", "lossless_bf16"} <= exact <= {"BF16", "F32", "F16", "lossless_bf16"}
 
 
 def test_measuring_is_right_on_numbers_that_are_known() -> None:

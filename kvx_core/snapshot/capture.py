@@ -93,7 +93,8 @@ def to_capture(
     def kv(dtype: DType, num_heads: int, head_dim: int) -> Stored:
         stored = into or dtype
         shape = num_tokens, num_heads, head_dim // stored.numbers
-        return Stored(stored, shape, original=None if into is None else dtype)
+        original = None if into is None else dtype
+        return Stored(stored, shape, original=original, coding=format.coding)
 
     for layer, cache in zip(section.layers, section.view.layers, strict=False):
         dims = {"k": cache.head_dim, "v": cache.v_head_dim}
@@ -106,18 +107,19 @@ def to_capture(
         for kind in SCALE_KINDS:
             for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=False):
                 if scale is not None:
-                    shape_ = scale_shape(scale, num_tokens)
-                    yield f"layers.{layer}.{kind}", Stored(DType.F32, shape_)
+                    name = f"layers.{layer}.{kind}"
+                    yield name, Stored(DType.F32, scale_shape(scale, num_tokens))
     for plane in section.view.planes:
         found, scale = shape_of(plane, num_tokens), scale_of(plane)
-        if is_kv(plane) and into is not None:
+        if not found[0]:
+            continue
+        if is_kv(plane):
             head_dim = plane.extent(Axis.DIM) * plane.dtype.numbers
             yield name_of(plane), kv(plane.dtype, plane.extent(Axis.HEAD), head_dim)
-        elif found[0]:
+        else:
             yield name_of(plane), Stored(plane.dtype, found)
-            if scale is not None:
-                shape_ = scale_shape(scale, num_tokens)
-                yield scale_name(name_of(plane)), Stored(DType.F32, shape_)
+        if scale is not None and not (is_kv(plane) and into is not None):
+            yield scale_name(name_of(plane)), Stored(DType.F32, scale_shape(scale, num_tokens))
 
 
 def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:

@@ -97,10 +97,17 @@ class Stored:
     offset: int = 0
     checksum: str = ""  # in a file
     original: DType | None = None  # of the cache, if the numbers were converted when captured
+    coding: str = ""  # of its bytes in a file: see coding.py
+    coded_bytes: int = 0  # their number, in a file
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in a file."""
+        return self.coded_bytes if self.coding else self.num_bytes
 
     @property
     def type(self) -> tuple[DType, tuple[int, ...]]:

@@ -5,7 +5,8 @@ the other tensors, those with larger elements first. Its metadata are a seal (se
 a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, or keyed BLAKE2b if
 the file is signed. Formats that safetensors does not have are bytes, U8: "formats" says of which
 tensors, and what they are. "originals" are the dtypes of tensors in the cache that they were
-captured from, where they were converted. A field that is not needed is not there, so that versions
+captured from, where they were converted. "coded" are tensors whose bytes are encoded (coding.py),
+U8 of one axis. A field that is not needed is not there, so that versions
 of KVX that do not know it can read the file; they refuse a file that has it.
 Source: safetensors, README.md, "Format"
 """
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     FILE_DTYPES,
     IN_UNITS,
@@ -39,8 +41,17 @@ _DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _FORMATS = {dtype.name: dtype for dtype in IN_UNITS}
 _FORMAT = re.compile("[A-Z][A-Z0-9_]{0,31}")
+_CODING = re.compile("[a-z][a-z0-9_]{0,31}")
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
 _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A tensor in fewer bytes."""
+
+    coding: str
+    shape: list[int]  # of its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class _FileHeader:
     checksums: dict[str, str]
     formats: dict[str, str] = field(default_factory=dict)  # by the names of tensors that are U8
     originals: dict[str, str] = field(default_factory=dict)  # by the names of converted tensors
+    coded: dict[str, _Coded] = field(default_factory=dict)
 
 
 _FILE_HEADER = TypeAdapter(_FileHeader)
@@ -65,6 +77,8 @@ def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
 
 def _in_file(tensor: Stored) -> tuple[DType, tuple[int, ...]]:
     """Dtype and shape of a tensor as a file has it."""
+    if tensor.coding:
+        return DType.U8, (tensor.coded_bytes,)
     if tensor.dtype in IN_UNITS:
         return DType.U8, (*tensor.shape[:-1], tensor.shape[-1] * tensor.dtype.itemsize)
     return tensor.type
@@ -84,9 +98,10 @@ def header_bytes(
     """
     formats = {name: t.dtype.name for name, t in tensors.items() if t.dtype in IN_UNITS}
     originals = {name: t.original.name for name, t in tensors.items() if t.original is not None}
-    content = _FileHeader(header, checksums, formats, originals)
+    coded = {name: _Coded(t.coding, list(t.shape)) for name, t in tensors.items() if t.coding}
+    content = _FileHeader(header, checksums, formats, originals, coded)
     left_out: dict[str, Any] = {
-        n: True for n in ("formats", "originals") if not getattr(content, n)
+        n: True for n in ("formats", "originals", "coded") if not getattr(content, n)
     }
     of_parts: dict[str, Any] = {}
     if not any(part.planes for part in header.parts):
@@ -104,9 +119,9 @@ def header_bytes(
         entries[name] = {
             "dtype": _CODES[dtype],
             "shape": shape,
-            "data_offsets": [offset, offset + tensor.num_bytes],
+            "data_offsets": [offset, offset + tensor.file_bytes],
         }
-        offset += tensor.num_bytes
+        offset += tensor.file_bytes
     rest = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:]
     body = f'"header":{json.dumps(text, ensure_ascii=False)}}}{"," if entries else ""}{rest}'
     return sealed(body.encode(), tokens, offset, key)
@@ -129,6 +144,7 @@ def parse_header(
     content = _file_header(text, name)
     header, checksums = content.header, content.checksums
     reason = _unpacked(tensors, content.formats, name)
+    reason = reason or _decodable(tensors, content.coded, name)
     reason = reason or _converted(tensors, content.originals, name)
     reason = reason or inconsistency(header, tensors)
     if reason is None and checksums.keys() != tensors.keys():
@@ -200,6 +216,41 @@ def _unpacked(tensors: dict[str, Stored], formats: dict[str, str], name: str) ->
         if num_bytes % dtype.itemsize:
             return f"{tensor[:100]} has rows of {num_bytes} bytes, expected units of {word}"
         tensors[tensor] = Stored(dtype, (*shape, num_bytes // dtype.itemsize), stored.offset)
+    return None
+
+
+def _decodable(tensors: dict[str, Stored], coded: dict[str, _Coded], name: str) -> str | None:
+    """Makes tensors of bytes what they are when decoded; why that cannot be right, or None.
+
+    Raises StoreError for a coding that only a newer version of KVX knows.
+    """
+    for tensor, found in coded.items():
+        stored, coding = tensors.get(tensor), CODINGS.get(found.coding)
+        if coding is None and _CODING.fullmatch(found.coding):
+            raise StoreError(
+                f"{name} has {tensor[:100]} in {found.coding}, which this version of KVX does not "
+                "know. Use the version that wrote it, or a newer one"
+            )
+        if (
+            coding is None
+            or stored is None
+            or stored.dtype is not DType.U8
+            or len(stored.shape) != 1
+            or not _KV.fullmatch(tensor)
+            or not _are_counts(found.shape, 1)
+            or prod(found.shape) * coding.dtype.itemsize > stored.num_bytes * coding.most
+        ):
+            return (
+                f"{tensor[:100]} is said to be {str(found)[:200]}, expected K or V of which every "
+                "number takes a part of its bytes"
+            )
+        tensors[tensor] = Stored(
+            coding.dtype,
+            tuple(found.shape),
+            stored.offset,
+            coding=found.coding,
+            coded_bytes=stored.num_bytes,
+        )
     return None
 
 

@@ -49,7 +49,7 @@ def laid_out(
     tensors: dict[str, Stored] = {}
     offset = 0
     for name, stored in entries:
-        tensors[name] = replace(stored, offset=offset, checksum="")
+        tensors[name] = replace(stored, offset=offset, checksum="", coded_bytes=0)
         offset += -(-tensors[name].num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.planes import is_kv
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.types import Axis, DType
@@ -27,10 +28,12 @@ _DTYPES = tuple(
 class StorageFormat:
     """What K and V are converted to before they are stored. Other planes stay as they are.
 
-    dtype: None: K and V are stored as the cache has them
+    dtype:  None: K and V are stored as the cache has them
+    coding: how their bytes are encoded in a file, without a loss; "": they are not
     """
 
     dtype: DType | None = None
+    coding: str = ""
 
     @classmethod
     def of(cls, format: object) -> Self:
@@ -40,12 +43,14 @@ class StorageFormat:
         """
         if format is None or isinstance(format, cls):
             return format or cls()
+        if isinstance(format, str) and format in CODINGS:
+            return cls(coding=format)
         try:
             dtype = DType.of(format)
         except InvalidArgumentError:
             dtype = DType.INVALID
         if dtype not in _DTYPES:
-            names = ", ".join(dtype.name.lower() for dtype in _DTYPES)
+            names = ", ".join([*(dtype.name.lower() for dtype in _DTYPES), *CODINGS])
             raise InvalidArgumentError(
                 f"format is {str(format)[:100]!r}, expected None or one of {names}"
             )
@@ -54,7 +59,7 @@ class StorageFormat:
     @property
     def name(self) -> str:
         """As `of` takes it; "": K and V are stored as the cache has them."""
-        return "" if self.dtype is None else self.dtype.name.lower()
+        return self.coding if self.dtype is None else self.dtype.name.lower()
 
     @property
     def precision(self) -> Precision:
@@ -82,6 +87,13 @@ class StorageFormat:
         Raises InvalidArgumentError, UnsupportedError.
         """
         dtype = self.dtype
+        for name, found, _ in _tensors(section) if self.coding else ():
+            expected = CODINGS[self.coding].dtype
+            if found is not expected:
+                raise UnsupportedError(
+                    f"format is {self.coding!r} and {name} is {found.name}, expected "
+                    f"{expected.name}. Choose another format, or none"
+                )
         if dtype is None or not self.converts(section):
             return
         if section.encoding != VALUES:
