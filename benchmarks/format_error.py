@@ -225,16 +225,10 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             points = [row["rows"][name] for row in lossy]
             x, y = ([point[k] for point in points] for k in ("bits", key))
             panel.scatter(x, y, s=16, color=colour, label=name, zorder=2)
-        for row in lossy:
-            at = row["rows"]["gaussian"]
-            panel.annotate(
-                row["format"],
-                (at["bits"], at[key]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+        for text, x_, y_ in _labels(lossy, key):
+            panel.annotate(text, (x_, y_), xytext=(5, -2), textcoords="offset points", fontsize=7)
         panel.set_yscale("log")
+        panel.margins(x=0.25)  # for texts
         panel.set_xlabel("bits per number, scales included")
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
@@ -242,9 +236,30 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     line = [min(bits), max(bits)]
     bound = [4.0**-b for b in line]
     panels[0].plot(line, bound, "--", color="grey", lw=1, label="least for Gaussian numbers")
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower left")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def _labels(found: list[dict[str, Any]], key: str) -> list[tuple[str, float, float]]:
+    """Texts beside the points of Gaussian rows; one for points that lie so close that texts would
+    lie over each other.
+    """
+    points = sorted(
+        (
+            (row["rows"]["gaussian"]["bits"], row["rows"]["gaussian"][key], row["format"])
+            for row in found
+        ),
+        key=lambda point: (round(point[0] * 2), point[1]),
+    )
+    labels: list[tuple[str, float, float]] = []
+    for x, y, name in points:
+        if labels and abs(labels[-1][1] - x) < 0.3 and 0.8 < y / labels[-1][2] < 1.25:
+            text, x_, y_ = labels.pop()
+            labels.append((f"{text}, {name}", x_, y_))
+        else:
+            labels.append((name, x, y))
+    return labels
 
 
 def write_page(found: list[dict[str, Any]]) -> None:
