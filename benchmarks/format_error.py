@@ -27,6 +27,8 @@ PLOT = _ROOT / "docs" / "format_error.svg"
 _TOKENS, _HEADS, _DIM = 1024, 4, 128  # of rows that are drawn
 _QUERIES = 64
 _LEAST = 1e-12  # error that is drawn
+# Formats whose scales lie beside them, one for a group of numbers: the group, the scales' dtype.
+_GROUPS = {"F4_E2M1": (16, torch.float8_e4m3fn)}  # as NVFP4 has them
 _COLOURS = {"gaussian": "#1f5f8b", "outliers": "#f2a541", "keys": "#3a7d44", "values": "#a8324f"}
 
 # What each format is for. Formats that are not here have an empty cell.
@@ -47,7 +49,7 @@ _USED_BY = {
     "Q5_K": "GGUF files: rows of 256 numbers",
     "Q6_K": "GGUF files: rows of 256 numbers",
     "MXFP4": "OCP microscaling",
-    "NVFP4": "vLLM, TensorRT-LLM on Blackwell",
+    "F4_E2M1": "NVFP4 of vLLM, on Blackwell",
     "lossless_bf16": "stores and snapshots of KVX",
     "U8_ZERO": "OpenVINO: `u8`",
     "U8_BIAS": "MLX: 8-bit cache",
@@ -76,6 +78,9 @@ def unit_of(format: DType | str) -> str:
     """The unit of a format in words."""
     if isinstance(format, str):
         return "varies"
+    if format.name in _GROUPS:
+        group, scale = _GROUPS[format.name]
+        return f"{group} in {group // format.numbers * format.itemsize + scale.itemsize} B"
     return "1" if format.numbers == 1 else f"{format.numbers} in {format.itemsize} B"
 
 
@@ -104,7 +109,7 @@ def stored(values: Tensor, dtype: DType | str) -> Stored:
 
     values: (tokens, heads, dim) bfloat16. Where dim is no multiple of a unit, units run on over
             heads and tokens; numbers behind the last whole unit are left out
-    FP8 and formats with zero points have a scale for each token and head.
+    FP8 and formats with zero points have a scale for each token and head, F4_E2M1 for each group.
     """
     if isinstance(dtype, str):
         data = values.contiguous().view(torch.uint8).numpy().reshape(-1)
@@ -123,7 +128,12 @@ def stored(values: Tensor, dtype: DType | str) -> Stored:
         raw = raw.view(getattr(torch, name))
     beside: dict[str, Any] = {}
     num_bytes = raw.nbytes
-    if dtype.format.scaled or dtype.format.affine:
+    if dtype.name in _GROUPS:
+        group, of = _GROUPS[dtype.name]
+        scale = torch.zeros(1, tokens, heads, dim // group, dtype=of)
+        num_bytes += scale.nbytes
+        beside["k_scales"] = (ScaleDesc.of(scale, "PER_GROUP"),)
+    elif dtype.format.scaled or dtype.format.affine:
         for kind in ("k_scales", "k_zeros")[: 1 + dtype.format.affine]:
             scale = torch.ones(1, tokens, heads)
             num_bytes += scale.nbytes
