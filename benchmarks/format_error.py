@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +55,9 @@ _USED_BY = {
     "MXFP4": "OCP microscaling",
     "F4_E2M1": "NVFP4 of vLLM, on Blackwell",
     "lossless_bf16": "stores and snapshots of KVX",
+    "turboquant_2bit": "`kvx_core.encodings.turboquant`",
+    "turboquant_3bit": "`kvx_core.encodings.turboquant`; vLLM's presets",
+    "turboquant_4bit": "`kvx_core.encodings.turboquant`; vLLM's presets",
     "U8_ZERO": "OpenVINO: `u8`",
     "U8_BIAS": "MLX: 8-bit cache",
 }
@@ -63,10 +70,39 @@ class Stored(NamedTuple):
     num_bytes: int  # with scales and zero points
 
 
+class Encoding(NamedTuple):
+    """A way to keep numbers that is no format of tensors."""
+
+    unit: str  # in words
+    stored: Callable[[Tensor], Stored]
+
+
+def _coded(name: str, values: Tensor) -> Stored:
+    data = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+    encoded, again = CODINGS[name].encode(data), np.empty_like(data)
+    assert CODINGS[name].decode(again, encoded)
+    decoded = torch.from_numpy(again).view(values.dtype).view(values.shape)
+    return Stored(decoded.float(), len(encoded))
+
+
+def _turboquant(bits: int, values: Tensor) -> Stored:
+    turboquant = import_module("kvx_core.encodings.turboquant")
+    units = turboquant.encode(values.contiguous(), bits)
+    return Stored(turboquant.decode(units, values.shape[-1], bits), units.nbytes)
+
+
+_ENCODINGS = {name: Encoding("varies", partial(_coded, name)) for name in CODINGS}
+if find_spec("kvx_core.encodings.turboquant") is not None:
+    _ENCODINGS |= {
+        f"turboquant_{bits}bit": Encoding("a head", partial(_turboquant, bits))
+        for bits in (2, 3, 4)
+    }
+
+
 def formats() -> list[DType | str]:
-    """The formats of the table whose elements are numbers that K and V can be, then codings."""
+    """The formats of the table whose elements are numbers that K and V can be, then encodings."""
     numbers = [d for d in DType if d.format.rounding or d.numbers > 1 or d.format.affine]
-    return [*numbers, *CODINGS]
+    return [*numbers, *_ENCODINGS]
 
 
 def name_of(format: DType | str) -> str:
@@ -77,7 +113,7 @@ def name_of(format: DType | str) -> str:
 def unit_of(format: DType | str) -> str:
     """The unit of a format in words."""
     if isinstance(format, str):
-        return "varies"
+        return _ENCODINGS[format].unit
     if format.name in _GROUPS:
         group, scale = _GROUPS[format.name]
         return f"{group} in {group // format.numbers * format.itemsize + scale.itemsize} B"
@@ -112,12 +148,7 @@ def stored(values: Tensor, dtype: DType | str) -> Stored:
     FP8 and formats with zero points have a scale for each token and head, F4_E2M1 for each group.
     """
     if isinstance(dtype, str):
-        data = values.contiguous().view(torch.uint8).numpy().reshape(-1)
-        encoded, again = CODINGS[dtype].encode(data), np.empty_like(data)
-        assert CODINGS[dtype].decode(again, encoded)
-        return Stored(
-            torch.from_numpy(again).view(values.dtype).view(values.shape).float(), len(encoded)
-        )
+        return _ENCODINGS[dtype].stored(values)
     if values.shape[2] % dtype.numbers:
         flat = values.reshape(-1)
         values = flat[: len(flat) // dtype.numbers * dtype.numbers].view(-1, 1, dtype.numbers)
