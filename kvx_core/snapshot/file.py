@@ -176,12 +176,12 @@ def write(
     """
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     given = list(tensors)
-    coded = in_threads(lambda name: _coded(tensors[name], data_of(name)), given, num_bytes)
-    tensors = {name: stored for name, (stored, _) in zip(given, coded, strict=True)}
-    data = {name: found for name, (_, found) in zip(given, coded, strict=True)}
-    names = in_file_order(tensors)
-    sums = in_threads(lambda name: checksum(data[name], key), names, num_bytes)
     try:
+        coded = in_threads(lambda name: _coded(tensors[name], data_of(name)), given, num_bytes)
+        tensors = {name: stored for name, (stored, _) in zip(given, coded, strict=True)}
+        data = {name: found for name, (_, found) in zip(given, coded, strict=True)}
+        names = in_file_order(tensors)
+        sums = in_threads(lambda name: checksum(data[name], key), names, num_bytes)
         tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
         first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), tokens, key)
         if len(first) > MAX_HEADER_BYTES:
@@ -193,7 +193,7 @@ def write(
                 _write_all(file, parts)
         else:
             _write_all(target, parts)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         what = target if isinstance(target, Path) else "the snapshot"
         raise StoreError(f"{what} cannot be written: {error}") from None
 

@@ -6,8 +6,8 @@ a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, 
 the file is signed. Formats that safetensors does not have are bytes, U8: "formats" says of which
 tensors, and what they are. "originals" are the dtypes of tensors in the cache that they were
 captured from, where they were converted. "coded" are tensors whose bytes are encoded (coding.py),
-U8 of one axis. A field that is not needed is not there, so that versions
-of KVX that do not know it can read the file; they refuse a file that has it.
+U8 of one axis. A field that is not needed is not there, so that versions of KVX that do not know it
+can read the file; they refuse a file that has it.
 Source: safetensors, README.md, "Format"
 """
 
