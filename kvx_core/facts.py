@@ -19,7 +19,8 @@ from kvx_core.types import DType
 class CacheFacts:
     """The meaning of one engine's cache; None where unknown.
 
-    `engine`, `compute_dtype` and `negative_slots` inform the reader; all other fields are compared.
+    `engine`, `compute_dtype`, `negative_slots` and `lossy` inform the reader; all other fields are
+    compared.
     """
 
     engine: str | None = None  # name and version, such as "vllm 0.32.0"
@@ -39,6 +40,9 @@ class CacheFacts:
     first_kv_head: int | None = None  # index in the model of the first head held here
     compute_dtype: DType | None = None  # what the model computes keys and values in
     negative_slots: Literal["skip", "wrap", "undefined"] | None = None  # in the engine's own write
+    # Formats that values were rounded to when they were stored, see Precision.name: "q8_0". None:
+    # they are as an engine computed them, as far as is known.
+    lossy: str | None = None
 
 
 _EQUAL = (

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import kvx_core
 from kvx_core import CacheDesc, CacheFacts, CacheView, describe
 from tests.block_layouts import (
     Dims,
@@ -18,9 +17,10 @@ from tests.block_layouts import (
     filled,
     stack,
 )
-from tests.native import CC, ROOT, compile_program, run
+from tests.documents import Document
+from tests.native import ROOT
 
-PAGE = (ROOT / "docs/blocks.md").read_text()
+PAGE = Document("blocks.md")
 DIMS = Dims(nh=4, nl=2, no=2, nt=8, hd=16, nb=3)
 
 C_PROGRAM = r"""
@@ -37,10 +37,6 @@ int main(void) {
   return kvx_has_memcpy_batch_async() && kvx_is_stub_build();
 }
 """
-
-
-def examples(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def paged(facts: CacheFacts) -> CacheView:
@@ -70,41 +66,30 @@ def test_python_examples() -> None:
         "facts": facts,
         "paged": paged(facts),
     }
-    copies, a_rank, lists, other_end, plan = examples("python")
-    exec(copies, names)
+    copies, a_rank, lists, other_end, plan = PAGE.snippets()
+    PAGE.run(names, copies)
     expected = [as_universal(block, DIMS, "NHD") for block in blocks]
     assert all_same(names["universals"], expected)
     assert all_same(names["operationals"], [as_operational(block, DIMS) for block in blocks])
-    exec(a_rank, names)
+    PAGE.run(names, a_rank)
     for right, block in zip(expected, names["rank_blocks"], strict=True):
         right[2:] = as_universal(block, rank, "NHD")
     assert all_same(names["universals"], expected)
-    exec(lists, names)
+    PAGE.run(names, lists)
     assert all_same(names["dsts"], names["srcs"])
-    exec(other_end, names)
+    PAGE.run(names, other_end)
     layers = [layer.k.owner for layer in names["paged"].layers]
     for token in range(24):
         block, offset = (7, 2)[token // 16], token % 16
         found = names["universals"][token // 8][:, :, 0, token % 8]
         right = torch.stack([k[block, offset] for k in layers], dim=1).to(dtype)
         assert torch.equal(found, right)
-    exec(plan, names)
+    PAGE.run(names, plan)
     assert all_same(names["universals"], [as_universal(b, DIMS, "NHD") for b in blocks])
 
 
 def test_c_example(tmp_path: Path) -> None:
-    (block,) = examples("c")
-    source = tmp_path / "blocks.c"
-    source.write_text(C_PROGRAM % block)
-    library = Path(kvx_core._abi.library_path())
-    program = compile_program(
-        [CC, "-std=c11", "-Wall", "-Werror"],
-        source,
-        tmp_path / "blocks",
-        include=ROOT / "csrc/include",
-        library=library,
-    )
-    printed = run([program], env={"LD_LIBRARY_PATH": str(library.parent)})
+    printed = PAGE.run_c(C_PROGRAM, tmp_path)
     assert printed.split() == ["0", "2", "4", "6", "1", "3", "5", "7"]
 
 
@@ -112,4 +97,4 @@ def test_every_function_of_the_header_is_there() -> None:
     header = (ROOT / "csrc/include/kvx/kvx_blocks.h").read_text()
     functions = set(re.findall(r"KVX_API \w+ (\w+)\(", header))
     assert len(functions) == 7
-    assert functions == set(re.findall(r"`(kvx_\w+)\(", PAGE))
+    assert functions == set(re.findall(r"`(kvx_\w+)\(", PAGE.text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +13,9 @@ import kvx_core
 from kvx_core import CacheDesc, CacheFacts, CacheView, Plan, describe
 from kvx_core.one_end import cut, cut_of, one_end
 from kvx_core.types import Layout
-from tests.native import CC, ROOT, compile_program, run
+from tests.documents import Document
 
-PAGE = (ROOT / "docs/plans.md").read_text()
+PAGE = Document("plans.md")
 
 C_PROGRAM = r"""
 #include <stdio.h>
@@ -57,10 +58,6 @@ int main(void) {
 """
 
 
-def examples(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def views() -> tuple[CacheView, CacheView]:
     generator = torch.Generator().manual_seed(1)
 
@@ -77,22 +74,22 @@ def views() -> tuple[CacheView, CacheView]:
 
 def test_python_examples(capsys: object) -> None:
     src, dst = views()
-    names = {"src": src, "dst": dst, "kvx_core": kvx_core, "math": math}
+    names: dict[str, Any] = {"src": src, "dst": dst, "kvx_core": kvx_core, "math": math}
     names |= {"one_end": one_end, "cut": cut, "cut_of": cut_of, "Plan": Plan}
     stored = [torch.zeros(3, 4, 2, 8) for _ in range(2)]
     key, value = torch.randn(2, 6, 2, 8)
     names |= {"cache": CacheDesc.from_kv(*(describe(t, Layout.BLOCK_NHD) for t in stored))}
     names |= {"key": key, "value": value, "slots": torch.arange(3, 9)}
     names |= {"block_table": torch.tensor([[0, 1, 2]]), "seq_lens": torch.tensor([6])}
-    blocks = examples("python")
+    blocks = PAGE.snippets()
     assert len(blocks) == 3
     for block in blocks:
-        exec(block, names)
+        PAGE.run(names, block)
         if "Plan.write" not in block:
             continue
         copies = names["copies"]
         assert copies["bytes"].sum() == 6 * 2 * 2 * 8 * 4
-    shown = re.search(r"^    PlanInfo.*?\n\n", PAGE, re.DOTALL | re.MULTILINE)
+    shown = re.search(r"^    PlanInfo.*?\n\n", PAGE.text, re.DOTALL | re.MULTILINE)
     printed = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
     assert shown is not None
     expected = [line[4:] for line in shown[0].rstrip().splitlines()]
@@ -113,18 +110,7 @@ def test_python_examples(capsys: object) -> None:
 
 
 def test_c_example(tmp_path: Path) -> None:
-    (block,) = examples("c")
-    source = tmp_path / "plan.c"
-    source.write_text(C_PROGRAM % block)
-    library = Path(kvx_core._abi.library_path())
-    program = compile_program(
-        [CC, "-std=c11", "-Wall", "-Werror"],
-        source,
-        tmp_path / "plan",
-        include=ROOT / "csrc/include",
-        library=library,
-    )
-    first, *numbers = run([program], env={"LD_LIBRARY_PATH": str(library.parent)}).splitlines()
+    first, *numbers = PAGE.run_c(C_PROGRAM, tmp_path).splitlines()
     assert re.fullmatch(r"0 bytes in about 0 us", first)
     # Block 1 of [token, head, dim] in block 2 of [head, token, dim].
     assert numbers[0].split() == ["0"] * 16 + ["8", "9", "12", "13", "10", "11", "14", "15"]

@@ -1,19 +1,14 @@
-"""docs/snapshots.md: its snippet runs, and prints what it says."""
+"""docs/snapshots.md: its snippets run, and print what it says."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.native import ROOT
-
-TEXT = (ROOT / "docs/snapshots.md").read_text()
+from tests.documents import Document
 
 
-def test_the_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    exec(compile(snippet, "docs/snapshots.md", "exec"), {"__name__": "snippet"})
-    assert capsys.readouterr().out.splitlines() == re.findall(
-        r"^print\(.*\)  # (.*)$", snippet, re.M
-    )
+def test_the_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Document("snapshots.md")
+    assert len(page.snippets()) == 2
+    page.run({"__name__": "snippet"})
+    assert capsys.readouterr().out.splitlines() == page.prints()

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from kvx_core import KvCacheStore, PackedKVCache
-from tests.native import ROOT
+from tests.documents import Document
 
 pytest.importorskip("transformers")
 
-TEXT = (ROOT / "docs/stores.md").read_text()
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+PAGE = Document("stores.md")
+TEXT = PAGE.text
 
 
 def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    assert len(SNIPPETS) == 8
-    names: dict[str, Any] = {}
-    for snippet in SNIPPETS:
-        exec(compile(snippet, "docs/stores.md", "exec"), names)
-    said = re.findall(r"print\(\w+\)  # (.+)", TEXT)
-    assert capsys.readouterr().out.splitlines() == said
+    assert len(PAGE.snippets()) == 8
+    PAGE.run({})
+    assert capsys.readouterr().out.splitlines() == PAGE.prints()
 
 
 @pytest.mark.parametrize(("kind", "at"), [(PackedKVCache, 1), (KvCacheStore, 2)])

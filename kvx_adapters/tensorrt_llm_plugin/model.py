@@ -161,6 +161,7 @@ class Model:
             chunk_tokens=settings.chunk_tokens,
             precision=Precision.of(self.compute_dtype, self.spec(1, (0, 1)).torch_dtype),
             accept=settings.accept,
+            format=settings.format,
             key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvx_core import InvalidArgumentError
-from kvx_core.snapshot import Accept
+from kvx_core.snapshot import Accept, StorageFormat
 from kvx_core.stores.root import Group
 
 # KvCacheConnectorConfig has no fields for a connector's own settings: they are in the environment.
@@ -35,6 +35,7 @@ class Settings(BaseModel):
     )  # of the directory; then the least recently used files are deleted
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's pool too
+    format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
     key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
     # Loaded in one step at most; TensorRT-LLM computes the rest. With several ranks it is one MPI
     # message, which must be less than 2 GiB.
@@ -48,6 +49,12 @@ class Settings(BaseModel):
     kv_scaling_factor: float = Field(default=1.0, gt=0)
     is_neox: bool | None = None  # PositionalEmbeddingParams.is_neox, if model.py does not know it
     rotary_dim: int | None = Field(default=None, ge=0)  # RopeParams.dim, likewise
+
+    @field_validator("format")
+    @classmethod
+    def _is_a_format(cls, name: str | None) -> str | None:
+        StorageFormat.of(name)
+        return name
 
     @classmethod
     def read(cls) -> Self:

@@ -27,7 +27,7 @@ from kvx_core import (
 )
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.threads import started_threads
-from kvx_core.snapshot import Section, Snapshot
+from kvx_core.snapshot import Section, Snapshot, StorageFormat
 from kvx_core.stores.prefix import PrefixStore
 
 
@@ -57,7 +57,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
 
         kv_cache_tensor: (num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block *
                          head_dim)
-        Raises InvalidArgumentError if it does not agree with the model and the arguments.
+        Raises InvalidArgumentError if it does not agree with the model and the arguments, or
+        cannot be stored in the format of the settings.
         """
         expected = self._model.spec(1, self._heads).torch_dtype
         if kv_cache_tensor.dtype != expected:
@@ -67,6 +68,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
                 "kv_cache_config.dtype to what it says"
             )
         self._view: CacheView = self._model.view(kv_cache_tensor, self._heads)
+        StorageFormat.of(self._settings.format).check(self._section(None))
         self._blocks = kv_cache_tensor.view(torch.uint8)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
@@ -159,7 +161,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     def _save(self, save: Save, store: PrefixStore) -> None:
         """Copies the chunks of a save that are not stored yet."""
         table = BlockTable.packed([save.block_ids])
-        section = Section(tuple(range(self._model.num_layers)), self._view, table)
+        section = self._section(table)
         nodes = store.nodes(save.tokens)
         for start, stop in store.spans(len(save.tokens), save.start):
             node = nodes[start // store.chunk_tokens]
@@ -178,6 +180,10 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             snapshot = store.capture(save.tokens, start, stop, [section], node=node)
             if snapshot is not None:
                 self._hand_over(store, snapshot)
+
+    def _section(self, table: BlockTable | None) -> Section:
+        """This rank's heads of all layers of a request."""
+        return Section(tuple(range(self._model.num_layers)), self._view, table)
 
     def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
         """Passes a chunk to the thread that writes."""

@@ -36,7 +36,7 @@ from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary, Guard
-from kvx_core.snapshot import StoreError
+from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger("vllm.kvx")
@@ -110,10 +110,12 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check_layers(groups, config)
         facts = _facts(config, self._stores.fingerprint)
         held = []
+        stored = StorageFormat.of(self._settings.format)
         for index, group in enumerate(groups):
             _self_test(group, kv_caches, layers)
             for part in _by_window(group, layers):
                 view, kernel_blocks = vllm.group_view(part, kv_caches, facts, layers)
+                stored.check(Section(part.layers, view, None, part.encoding))
                 held.append(Held(index, part, view, kernel_blocks))
         device = next(iter(kv_caches.values())).device
         self._worker = WorkerHalf(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import model_record
 from kvx_core import DType, InvalidArgumentError, UnsupportedError
-from kvx_core.snapshot import Accept, Precision, read_key
+from kvx_core.snapshot import Accept, Precision, StorageFormat, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
@@ -37,11 +37,18 @@ class Settings(BaseModel):
     )  # of the directory; then the least recently used files are deleted
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
+    format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
     key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
     writer_threads: int = Field(default=1, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
     )  # copied, not yet written: beyond it saves are dropped
+
+    @field_validator("format")
+    @classmethod
+    def _is_a_format(cls, name: str | None) -> str | None:
+        StorageFormat.of(name)
+        return name
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
@@ -109,6 +116,7 @@ class Stores:
             new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
             precision=precision(model.dtype, vllm_config.cache_config),
             accept=settings.accept,
+            format=settings.format,
             key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
         self._salted: dict[str, PrefixStore] = {}

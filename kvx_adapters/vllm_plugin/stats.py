@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 COUNTERS = {
     "saved_tokens": "Tokens copied out of the KV cache to be stored, per worker",
     "saved_bytes": "Bytes written to the KVX store",
+    "spared_bytes": "Bytes that the store's format saved, against K and V as the cache has them",
     "save_seconds": "Seconds that steps spent copying tokens to be stored",
     "write_seconds": "Seconds that threads spent writing to the KVX store",
     "dropped_saves": "Saves dropped: too many bytes were waiting to be written, or an error",

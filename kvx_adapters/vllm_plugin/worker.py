@@ -211,6 +211,8 @@ class WorkerHalf:
         with self._boundary.guard("could not write to its store", count="dropped_saves"):
             written = span.store.commit(span.snapshot)
             self._count(saved_bytes=written, write_seconds=time.perf_counter() - begin)
+            if written and self._settings.format is not None:
+                self._count(spared_bytes=max(0, span.snapshot.cache_bytes - written))
         self._wait_to_be_written(-num_bytes)
 
     def _wait_to_be_written(self, num_bytes: int) -> None:

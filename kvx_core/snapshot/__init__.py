@@ -6,7 +6,8 @@ contents   what a snapshot contains             header    the header of a file
 precision  of stored values                     seal      proof that header and tokens are unchanged
 signing    keys                                 text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
-planes     planes of a section
+planes     planes of a section                   dense     tensors in memory, as caches
+storage_format  what K and V are converted to
 """
 
 from kvx_core.snapshot.capture import token_ids
@@ -19,6 +20,7 @@ from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
 from kvx_core.snapshot.signing import Key, read_key
 from kvx_core.snapshot.snapshot import Snapshot, read_tokens
+from kvx_core.snapshot.storage_format import StorageFormat
 
 __all__ = [
     "FORMAT",
@@ -33,6 +35,7 @@ __all__ = [
     "Precision",
     "Section",
     "Snapshot",
+    "StorageFormat",
     "StoreError",
     "Stored",
     "UnsignedError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.contents import SCALE_KINDS, scale_name
+from kvx_core.snapshot.contents import SCALE_KINDS, Part, Stored, scale_name
 from kvx_core.snapshot.planes import is_kv, kinds_of, name_of, scale_of, shape_of
+from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.scales import scale_shape, scales_of
-from kvx_core.snapshot.section import Section
+from kvx_core.snapshot.section import Section, lossy_of
+from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import int64_array
 from kvx_core.types import Axis, DType
@@ -68,23 +70,56 @@ def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section], start
                 )
 
 
-def to_capture(section: Section, num_tokens: int) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor that a section needs."""
+def part_of(section: Section, format: StorageFormat, carried: Precision) -> Part:
+    """What the header says of a section.
+
+    carried: the coarsest precision that its values had before
+    """
+    facts, precision = section.view.facts, section.precision
+    kinds = kinds_of(section.view)
+    if format.converts(section):
+        if format.is_lossy_for(precision):
+            facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
+        precision = precision.meet(format.precision)
+    return Part(section.layers, facts, section.encoding, precision.meet(carried).name, kinds)
+
+
+def to_capture(
+    section: Section, num_tokens: int, format: StorageFormat
+) -> Iterator[tuple[str, Stored]]:
+    """The tensors that a section needs, by name."""
+    into = format.dtype if format.converts(section) else None
+
+    def kv(dtype: DType, num_heads: int, head_dim: int) -> Stored:
+        stored = into or dtype
+        shape = num_tokens, num_heads, head_dim // stored.numbers
+        original = None if into is None else dtype
+        return Stored(stored, shape, original=original, coding=format.coding)
+
     for layer, cache in zip(section.layers, section.view.layers, strict=False):
         dims = {"k": cache.head_dim, "v": cache.v_head_dim}
         for kind, tensor in cache.tensors.items():
-            shape = num_tokens, cache.num_kv_heads, dims[kind] // tensor.dtype.numbers
-            yield f"layers.{layer}.{kind}", tensor.dtype, shape
-    for kind in SCALE_KINDS:
-        for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=False):
-            if scale is not None:
-                yield f"layers.{layer}.{kind}", DType.F32, scale_shape(scale, num_tokens)
+            yield f"layers.{layer}.{kind}", kv(tensor.dtype, cache.num_kv_heads, dims[kind])
+            if into is not None and into.format.scaled:
+                shape = num_tokens, cache.num_kv_heads
+                yield f"layers.{layer}.{kind}_scale", Stored(DType.F32, shape)
+    if into is None:
+        for kind in SCALE_KINDS:
+            for layer, scale in zip(section.layers, scales_of(section.view, kind), strict=False):
+                if scale is not None:
+                    name = f"layers.{layer}.{kind}"
+                    yield name, Stored(DType.F32, scale_shape(scale, num_tokens))
     for plane in section.view.planes:
         found, scale = shape_of(plane, num_tokens), scale_of(plane)
-        if found[0]:
-            yield name_of(plane), plane.dtype, found
-        if found[0] and scale is not None:
-            yield scale_name(name_of(plane)), DType.F32, scale_shape(scale, num_tokens)
+        if not found[0]:
+            continue
+        if is_kv(plane):
+            head_dim = plane.extent(Axis.DIM) * plane.dtype.numbers
+            yield name_of(plane), kv(plane.dtype, plane.extent(Axis.HEAD), head_dim)
+        else:
+            yield name_of(plane), Stored(plane.dtype, found)
+        if scale is not None and not (is_kv(plane) and into is not None):
+            yield scale_name(name_of(plane)), Stored(DType.F32, scale_shape(scale, num_tokens))
 
 
 def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:

@@ -94,19 +94,33 @@ class Stored:
 
     dtype: DType
     shape: tuple[int, ...]
-    offset: int
+    offset: int = 0
     checksum: str = ""  # in a file
+    original: DType | None = None  # of the cache, if the numbers were converted when captured
+    coding: str = ""  # of its bytes in a file: see coding.py
+    coded_bytes: int = 0  # their number, in a file
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes in a file."""
+        return self.coded_bytes if self.coding else self.num_bytes
+
+    @property
     def type(self) -> tuple[DType, tuple[int, ...]]:
         return self.dtype, self.shape
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of these numbers in the cache that they were captured from."""
+        dtype = self.original or self.dtype
+        return prod(self.shape) * self.dtype.numbers // dtype.numbers * dtype.itemsize
 
-NOTHING = Stored(DType.U8, (), 0)
+
+NOTHING = Stored(DType.U8, ())
 
 
 def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
@@ -128,6 +142,8 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
     for part in header.parts:
         try:
             Precision.parse(part.precision)
+            if part.facts.lossy is not None:
+                Precision.parse(part.facts.lossy)
         except ValueError as error:
             return str(error)
     known = {"tokens"}
@@ -144,6 +160,9 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
                 if name in tensors or (kind == "k" and layer not in with_planes):
                     known |= {name, scale_name(name)}
                     reason = next(_wrong_tensor(name, tensors, counts, part.encoding), None)
+                    reason = reason or _wrong_precision(
+                        name, tensors.get(name, NOTHING), part.precision
+                    )
                     if reason:
                         return reason
                 elif kind == "k":
@@ -190,6 +209,16 @@ def _wrong_planes(
             stored = tensors.get(kind.name, NOTHING)
             heads = stored.shape[1:2] if kind.replicated else counts[1:]
             yield from _wrong_tensor(kind.name, tensors, (entries, *heads), part.encoding)
+
+
+def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
+    """Why numbers of this format cannot be so precise, or None."""
+    if stored.dtype not in IN_UNITS:
+        return None
+    most = Precision.of(stored.dtype)
+    if Precision.parse(precision).meet(most) == Precision.parse(precision):
+        return None
+    return f"{name} is {stored.dtype.name}, and precision is {precision!r}, expected {most.name}"
 
 
 def _wrong_tensor(

@@ -7,13 +7,14 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.header import header_bytes, in_file_order, parse_header
@@ -124,8 +125,13 @@ class SnapshotFile:
         """
 
         def read(name: str) -> bool:
-            self._read_at(parts[name].data, tensors[name].offset)
-            return checksum(parts[name], self._key) == tensors[name].checksum
+            stored, data = tensors[name], parts[name]
+            if stored.coding:
+                data = np.empty(stored.coded_bytes, np.uint8)
+            self._read_at(data.data, stored.offset)
+            if checksum(data, self._key) != stored.checksum:
+                return False
+            return not stored.coding or CODINGS[stored.coding].decode(parts[name], data)
 
         names = list(parts)
         try:
@@ -168,24 +174,37 @@ def write(
 
     target: a path, overwritten if it is there, or a new file that is open for writing
     """
-    names = in_file_order(tensors)
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-    sums = in_threads(lambda name: checksum(data_of(name), key), names, num_bytes)
+    given = list(tensors)
     try:
-        tokens = data_of("tokens").tobytes() if "tokens" in tensors else b""
+        coded = in_threads(lambda name: _coded(tensors[name], data_of(name)), given, num_bytes)
+        tensors = {name: stored for name, (stored, _) in zip(given, coded, strict=True)}
+        data = {name: found for name, (_, found) in zip(given, coded, strict=True)}
+        names = in_file_order(tensors)
+        sums = in_threads(lambda name: checksum(data[name], key), names, num_bytes)
+        tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
         first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), tokens, key)
         if len(first) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
-        parts = [memoryview(first), *(data_of(name).data for name in names)]
+        parts = [memoryview(first), *(data[name].data for name in names)]
         if isinstance(target, Path):
             with _opened(target, os.O_WRONLY | os.O_CREAT, "w") as file:
                 file.truncate(0)
                 _write_all(file, parts)
         else:
             _write_all(target, parts)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         what = target if isinstance(target, Path) else "the snapshot"
         raise StoreError(f"{what} cannot be written: {error}") from None
+
+
+def _coded(stored: Stored, data: Bytes) -> tuple[Stored, Bytes]:
+    """A tensor as the file has it: encoded, unless that saves nothing."""
+    if stored.coding:
+        encoded = CODINGS[stored.coding].encode(data)
+        if len(encoded) < len(data):
+            return replace(stored, coded_bytes=len(encoded)), encoded
+    return replace(stored, coding=""), data
 
 
 def _opened(path: Path, flags: int, mode: str) -> _OwnFile:

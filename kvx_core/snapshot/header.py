@@ -4,7 +4,10 @@ The file is a safetensors file whose data begins at a multiple of 64 bytes: firs
 the other tensors, those with larger elements first. Its metadata are a seal (seal.py) and "header",
 a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, or keyed BLAKE2b if
 the file is signed. Formats that safetensors does not have are bytes, U8: "formats" says of which
-tensors, and what they are.
+tensors, and what they are. "originals" are the dtypes of tensors in the cache that they were
+captured from, where they were converted. "coded" are tensors whose bytes are encoded (coding.py),
+U8 of one axis. A field that is not needed is not there, so that versions of KVX that do not know it
+can read the file; they refuse a file that has it.
 Source: safetensors, README.md, "Format"
 """
 
@@ -13,13 +16,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvx_core.snapshot.contents import FILE_DTYPES, IN_UNITS, Header, Stored, inconsistency
+from kvx_core.snapshot.coding import CODINGS
+from kvx_core.snapshot.contents import (
+    FILE_DTYPES,
+    IN_UNITS,
+    KV_DTYPES,
+    Header,
+    Stored,
+    inconsistency,
+)
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.seal import sealed
 from kvx_core.snapshot.signing import Key
@@ -30,7 +41,17 @@ _DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _FORMATS = {dtype.name: dtype for dtype in IN_UNITS}
 _FORMAT = re.compile("[A-Z][A-Z0-9_]{0,31}")
+_CODING = re.compile("[a-z][a-z0-9_]{0,31}")
+_KV = re.compile(r"layers\.[0-9]+\.[kv]")
 _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A tensor in fewer bytes."""
+
+    coding: str
+    shape: list[int]  # of its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +63,8 @@ class _FileHeader:
     header: Header
     checksums: dict[str, str]
     formats: dict[str, str] = field(default_factory=dict)  # by the names of tensors that are U8
+    originals: dict[str, str] = field(default_factory=dict)  # by the names of converted tensors
+    coded: dict[str, _Coded] = field(default_factory=dict)
 
 
 _FILE_HEADER = TypeAdapter(_FileHeader)
@@ -54,6 +77,8 @@ def in_file_order(tensors: Mapping[str, Stored]) -> list[str]:
 
 def _in_file(tensor: Stored) -> tuple[DType, tuple[int, ...]]:
     """Dtype and shape of a tensor as a file has it."""
+    if tensor.coding:
+        return DType.U8, (tensor.coded_bytes,)
     if tensor.dtype in IN_UNITS:
         return DType.U8, (*tensor.shape[:-1], tensor.shape[-1] * tensor.dtype.itemsize)
     return tensor.type
@@ -72,10 +97,19 @@ def header_bytes(
     Raises ValueError for text that is not valid Unicode.
     """
     formats = {name: t.dtype.name for name, t in tensors.items() if t.dtype in IN_UNITS}
-    left_out: dict[str, Any] = {} if formats else {"formats": True}
-    if not any(part.planes for part in header.parts):  # as files had it before there were planes
-        left_out["header"] = {"parts": {"__all__": {"planes"}}}
-    content = _FileHeader(header, checksums, formats)
+    originals = {name: t.original.name for name, t in tensors.items() if t.original is not None}
+    coded = {name: _Coded(t.coding, list(t.shape)) for name, t in tensors.items() if t.coding}
+    content = _FileHeader(header, checksums, formats, originals, coded)
+    left_out: dict[str, Any] = {
+        n: True for n in ("formats", "originals", "coded") if not getattr(content, n)
+    }
+    of_parts: dict[str, Any] = {}
+    if not any(part.planes for part in header.parts):
+        of_parts["planes"] = True
+    if all(part.facts.lossy is None for part in header.parts):
+        of_parts["facts"] = {"lossy"}
+    if of_parts:
+        left_out["header"] = {"parts": {"__all__": of_parts}}
     text = _FILE_HEADER.dump_json(content, exclude=left_out).decode()
     entries: dict[str, Any] = {}
     offset = 0
@@ -85,9 +119,9 @@ def header_bytes(
         entries[name] = {
             "dtype": _CODES[dtype],
             "shape": shape,
-            "data_offsets": [offset, offset + tensor.num_bytes],
+            "data_offsets": [offset, offset + tensor.file_bytes],
         }
-        offset += tensor.num_bytes
+        offset += tensor.file_bytes
     rest = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:]
     body = f'"header":{json.dumps(text, ensure_ascii=False)}}}{"," if entries else ""}{rest}'
     return sealed(body.encode(), tokens, offset, key)
@@ -109,18 +143,17 @@ def parse_header(
         raise CorruptError(f"{name} is not a safetensors file of KVX: {error}") from None
     content = _file_header(text, name)
     header, checksums = content.header, content.checksums
-    reason = _unpacked(tensors, content.formats, name) or inconsistency(header, tensors)
+    reason = _unpacked(tensors, content.formats, name)
+    reason = reason or _decodable(tensors, content.coded, name)
+    reason = reason or _converted(tensors, content.originals, name)
+    reason = reason or inconsistency(header, tensors)
     if reason is None and checksums.keys() != tensors.keys():
         reason = f"it has checksums of {sorted(checksums)}, expected {sorted(tensors)}"
     if reason is None and tensors["tokens"] != Stored(DType.S64, (num_tokens,), 8 + len(raw)):
         reason = f"its tokens are not its first {8 * num_tokens} bytes, expected them there"
     if reason is not None:
         raise CorruptError(f"{name}: {reason[:500]}")
-    tensors = {
-        tensor: Stored(stored.dtype, stored.shape, stored.offset, checksums[tensor])
-        for tensor, stored in tensors.items()
-    }
-    return header, tensors
+    return header, {n: replace(stored, checksum=checksums[n]) for n, stored in tensors.items()}
 
 
 def _text(found: Any, is_signed: bool) -> str:
@@ -176,11 +209,7 @@ def _unpacked(tensors: dict[str, Stored], formats: dict[str, str], name: str) ->
     for tensor, word in formats.items():
         stored = tensors.get(tensor)
         dtype = _FORMATS.get(word)
-        if dtype is None and _FORMAT.fullmatch(word) and word not in DType.__members__:
-            raise StoreError(
-                f"{name} has {tensor[:100]} in {word}, which this version of KVX does not know. "
-                "Use the version that wrote it, or a newer one"
-            )
+        _check_known(word, tensor, name)
         if dtype is None or stored is None or stored.dtype is not DType.U8:
             return f"{tensor[:100]} is said to be in {word[:100]!r}, expected U8 of a known format"
         *shape, num_bytes = stored.shape
@@ -188,6 +217,64 @@ def _unpacked(tensors: dict[str, Stored], formats: dict[str, str], name: str) ->
             return f"{tensor[:100]} has rows of {num_bytes} bytes, expected units of {word}"
         tensors[tensor] = Stored(dtype, (*shape, num_bytes // dtype.itemsize), stored.offset)
     return None
+
+
+def _decodable(tensors: dict[str, Stored], coded: dict[str, _Coded], name: str) -> str | None:
+    """Makes tensors of bytes what they are when decoded; why that cannot be right, or None.
+
+    Raises StoreError for a coding that only a newer version of KVX knows.
+    """
+    for tensor, found in coded.items():
+        stored, coding = tensors.get(tensor), CODINGS.get(found.coding)
+        if coding is None and _CODING.fullmatch(found.coding):
+            raise StoreError(
+                f"{name} has {tensor[:100]} in {found.coding}, which this version of KVX does not "
+                "know. Use the version that wrote it, or a newer one"
+            )
+        if (
+            coding is None
+            or stored is None
+            or stored.dtype is not DType.U8
+            or len(stored.shape) != 1
+            or not _KV.fullmatch(tensor)
+            or not _are_counts(found.shape, 1)
+            or prod(found.shape) * coding.dtype.itemsize > stored.num_bytes * coding.most
+        ):
+            return (
+                f"{tensor[:100]} is said to be {str(found)[:200]}, expected K or V of which every "
+                "number takes a part of its bytes"
+            )
+        tensors[tensor] = Stored(
+            coding.dtype,
+            tuple(found.shape),
+            stored.offset,
+            coding=found.coding,
+            coded_bytes=stored.num_bytes,
+        )
+    return None
+
+
+def _converted(tensors: dict[str, Stored], originals: dict[str, str], name: str) -> str | None:
+    """Notes what tensors were converted from; why that cannot be right, or None.
+
+    Raises StoreError for a format that only a newer version of KVX knows.
+    """
+    for tensor, word in originals.items():
+        _check_known(word, tensor, name)
+        stored, dtype = tensors.get(tensor), DType.__members__.get(word)
+        if stored is None or dtype not in KV_DTYPES or not _KV.fullmatch(tensor):
+            return f"{tensor[:100]} is said to have been {word[:100]!r}, expected K or V of numbers"
+        tensors[tensor] = replace(stored, original=dtype)
+    return None
+
+
+def _check_known(word: str, tensor: str, name: str) -> None:
+    """Raises StoreError for a format that only a newer version of KVX knows."""
+    if _FORMAT.fullmatch(word) and word not in DType.__members__:
+        raise StoreError(
+            f"{name} has {tensor[:100]} in {word}, which this version of KVX does not know. Use "
+            "the version that wrote it, or a newer one"
+        )
 
 
 def _file_header(text: str, name: str) -> _FileHeader:

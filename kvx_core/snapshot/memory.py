@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy.typing as npt
 
 from kvx_core.snapshot.contents import Stored
 from kvx_core.snapshot.errors import StoreError
-from kvx_core.types import DType
 
 PAGE = 4096
 _ALIGN = 64  # bytes, of each tensor
@@ -43,13 +43,13 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
 
 
 def laid_out(
-    entries: Iterable[tuple[str, DType, tuple[int, ...]]],
+    entries: Iterable[tuple[str, Stored]],
 ) -> tuple[dict[str, Stored], int]:
     """Offsets for tensors that follow one another in memory, and the bytes they take in all."""
     tensors: dict[str, Stored] = {}
     offset = 0
-    for name, dtype, shape in entries:
-        tensors[name] = Stored(dtype, shape, offset)
+    for name, stored in entries:
+        tensors[name] = replace(stored, offset=offset, checksum="", coded_bytes=0)
         offset += -(-tensors[name].num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core.facts import CacheFacts
 from kvx_core.lookup import find_tokens
 from kvx_core.narrow import narrowed
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
@@ -87,7 +88,7 @@ class Section:
 
     @property
     def precision(self) -> Precision:
-        """Of K and V here, as far as facts.compute_dtype and their dtypes show it.
+        """Of K and V here, as far as facts.compute_dtype, facts.lossy and their dtypes show it.
 
         Planes beside them are stored as they are: they count where there is no K.
         """
@@ -99,7 +100,8 @@ class Section:
         dtypes = dtypes or {plane.dtype for plane in view.planes}
         if view.facts.compute_dtype is not None:
             dtypes.add(view.facts.compute_dtype)
-        return Precision.of(*dtypes, vector_scales=has_vector_scales(view))
+        found = Precision.of(*dtypes, vector_scales=has_vector_scales(view))
+        return found.meet(lossy_of(view.facts))
 
     @property
     def first_tensor(self) -> Borrowed:
@@ -173,6 +175,19 @@ class Section:
             raise OutOfRangeError(
                 f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
             )
+
+
+def lossy_of(facts: CacheFacts) -> Precision:
+    """The formats that facts.lossy names. Raises InvalidArgumentError."""
+    if facts.lossy is None:
+        return Precision()
+    try:
+        return Precision.parse(facts.lossy)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidArgumentError(
+            f"facts.lossy is {facts.lossy!r}, expected None or Precision.name of formats, such as "
+            "'q8_0'"
+        ) from None
 
 
 def device_of(sections: Sequence[Section]) -> Any:

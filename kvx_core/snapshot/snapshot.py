@@ -1,14 +1,16 @@
 """Snapshot: tokens of one sequence at rest, between the caches of any engines and a file.
 
 A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
-per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from;
-and planes beside them: (num_entries, num_heads, dim), or (1, num_heads, dim) of a state. It does
-not depend on block size, layout or block ids; facts, scales and precision are part of it. The file
-is safetensors. kvx_core.stores decides which file belongs to which prompt.
+per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from
+or in the format that the capture asks for; and planes beside them: (num_entries, num_heads, dim),
+or (1, num_heads, dim) of a state. It does not depend on block size, layout or block ids; facts,
+scales and precision are part of it. The file is safetensors. kvx_core.stores decides which file
+belongs to which prompt.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,30 +19,32 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.cache import CacheDesc
-from kvx_core.facts import CacheFacts, compare
+from kvx_core.facts import compare
 from kvx_core.ops import device_status
 from kvx_core.planes import Plane
-from kvx_core.scales import ScaleDesc
-from kvx_core.snapshot.capture import Copy, check_capture, head_dims, to_capture, token_ids
+from kvx_core.snapshot.capture import (
+    Copy,
+    check_capture,
+    head_dims,
+    part_of,
+    to_capture,
+    token_ids,
+)
 from kvx_core.snapshot.contents import (
-    NOTHING,
     SCALE_KINDS,
     Header,
-    Part,
     PlaneKind,
     Stored,
     is_scale,
     scale_name,
 )
+from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, write
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
-    dense_view,
-    kinds_of,
     name_of,
     scale_of,
     unlike_planes,
@@ -57,13 +61,11 @@ from kvx_core.snapshot.scales import (
 )
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.snapshot.signing import Key
-from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import row_major
-from kvx_core.types import DType, Layout, Memory, ScaleGranularity
+from kvx_core.snapshot.storage_format import StorageFormat
+from kvx_core.types import DType
 from kvx_core.view import CacheView
 
 _MAX_REASON = 500  # characters: strings in a file may be long
-_NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 
 
 def read_tokens(
@@ -116,6 +118,7 @@ class Snapshot:
         start: int = 0,
         prefix: str = "",
         precision: Precision | None = None,
+        format: StorageFormat | DType | str | None = None,
     ) -> Self | None:
         """Copies tokens of a sequence out of caches, into new memory of the host.
 
@@ -123,10 +126,15 @@ class Snapshot:
         sections:  all hold the same heads, none a layer of another
         precision: the coarsest precision that the values had before they came into these caches;
                    None: not coarser than Section.precision
+        format:    what K and V are converted to, such as "q8_0", see StorageFormat; None: they stay
+                   as they are. `restore` converts them to what the cache has. If they are rounded,
+                   CacheFacts.lossy in the header names the format. Planes stay as they are
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        snapshot = cls.reserve(tokens, sections, start=start, prefix=prefix, precision=precision)
+        snapshot = cls.reserve(
+            tokens, sections, start=start, prefix=prefix, precision=precision, format=format
+        )
         if snapshot is not None:
             for section in sections:
                 snapshot.fill(section)
@@ -142,6 +150,7 @@ class Snapshot:
         start: int = 0,
         prefix: str = "",
         precision: Precision | None = None,
+        format: StorageFormat | DType | str | None = None,
     ) -> Self | None:
         """Allocates the memory for `capture`, so that layers can be copied one by one.
 
@@ -149,7 +158,10 @@ class Snapshot:
         and errors are those of `capture`.
         """
         ids = token_ids(tokens)
+        format = StorageFormat.of(format)
         check_capture(ids, sections, start)
+        for section in sections:
+            format.check(section)
         stop = start + len(ids)
         if any(section.has_null(start, stop) for section in sections):
             return None
@@ -158,19 +170,10 @@ class Snapshot:
             start=start,
             prefix=prefix,
             heads=sections[0].heads,
-            parts=tuple(
-                Part(
-                    s.layers,
-                    s.view.facts,
-                    s.encoding,
-                    s.precision.meet(carried).name,
-                    kinds_of(s.view),
-                )
-                for s in sections
-            ),
+            parts=tuple(part_of(section, format, carried) for section in sections),
         )
         tensors, num_bytes = laid_out(
-            entry for section in sections for entry in to_capture(section, len(ids))
+            entry for section in sections for entry in to_capture(section, len(ids), format)
         )
         tensors["tokens"] = Stored(DType.S64, ids.shape, num_bytes)
         num_bytes += tensors["tokens"].num_bytes
@@ -191,18 +194,29 @@ class Snapshot:
             src_starts=ints_on([self.header.start], device),
             table=table_on(section.block_table, device),
         )
+        converted = {name for name, stored in self.tensors.items() if stored.original is not None}
         for planes in by_entry(self._held(section.view)):
-            cache = view_of_planes(section.view, [replace(plane, scale=None) for plane in planes])
-            copy.run(cache, self._planes_view(planes, scales=False), into_table=False)
+            as_they_are = [
+                plane if name_of(plane) in converted else replace(plane, scale=None)
+                for plane in planes
+            ]
+            cache = view_of_planes(section.view, as_they_are)
+            copy.run(cache, self._dense.planes(planes, scales=False), into_table=False)
             for plane in planes:
-                scale = scale_of(plane)
-                if scale is not None:
-                    self.array(scale_name(name_of(plane)))[:] = scale_values(scale)
+                scale, name = scale_of(plane), scale_name(name_of(plane))
+                if scale is not None and name in self.tensors:
+                    self.array(name)[:] = scale_values(scale)
         if not section.view.layers:
             return
-        copy.run(bare(section.view), self._view(section.layers, scales=False), into_table=False)
+        if f"layers.{section.layers[0]}.k" in converted:
+            view, dense = replace(section.view, planes=()), self._dense.view(section.layers)
+            copy.run(view, dense, into_table=False, find_scales=has_vector_scales(dense))
+            return
+        copy.run(
+            bare(section.view), self._dense.view(section.layers, scales=False), into_table=False
+        )
         if has_vector_scales(section.view):
-            scales = scales_as_cache(self._view(section.layers))
+            scales = scales_as_cache(self._dense.view(section.layers))
             copy.run(scales_as_cache(section.view), scales, into_table=False)
             return
         for kind in SCALE_KINDS:
@@ -267,6 +281,11 @@ class Snapshot:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def cache_bytes(self) -> int:
+        """What num_bytes would be without a format: K and V as the cache had them."""
+        return sum(tensor.cache_bytes for tensor in self.tensors.values())
+
     def names_of(self, layers: Iterable[int]) -> list[str]:
         """The tensors of these layers."""
         wanted = list(layers)
@@ -277,7 +296,7 @@ class Snapshot:
 
     def memory_for(self, layers: Iterable[int]) -> int:
         """Bytes of memory that `read` needs for these layers: a multiple of PAGE."""
-        num_bytes = laid_out((n, *self.tensors[n].type) for n in self.names_of(layers))[1]
+        num_bytes = laid_out((n, self.tensors[n]) for n in self.names_of(layers))[1]
         return -(-num_bytes // PAGE) * PAGE
 
     def read(self, layers: Iterable[int], memory: Bytes | None = None) -> Snapshot:
@@ -357,7 +376,7 @@ class Snapshot:
             stream=stream,
         )
         for group in by_entry(planes):
-            copy.run(self._planes_view(group), view_of_planes(view, group))
+            copy.run(self._dense.planes(group), view_of_planes(view, group))
         num_bytes = (stop - start) * view.bytes_per_token(num_heads)
         num_bytes += sum(
             PlaneKind.of(plane).num_entries(stop - start) * plane.entry_bytes(num_heads)
@@ -368,32 +387,46 @@ class Snapshot:
         per_vector = has_vector_scales(view)
         if not view.layers:
             pass
-        elif per_vector and self._has_vector_scales(layers, view):
-            copy.run(self._view(layers, scales=False), bare(view))
-            copy.run(scales_as_cache(self._view(layers)), scales_as_cache(view))
+        elif per_vector and self._dense.has_vector_scales(layers, view):
+            copy.run(self._dense.view(layers, scales=False), bare(view))
+            copy.run(scales_as_cache(self._dense.view(layers)), scales_as_cache(view))
         else:
-            copy.run(self._view(layers), view, find_scales=per_vector)
+            copy.run(self._dense.view(layers), view, find_scales=per_vector)
         if device is not None:
             device_status(stream)  # waits: tables and memory that the device reads are freed now
         return num_bytes
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size."""
-        tensor = self.tensors[name]
-        return self._bytes(name).view(_NUMPY[tensor.dtype.itemsize]).reshape(tensor.shape)
+        """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size.
+
+        Units of several numbers are bytes, along the last axis.
+        """
+        return self._dense.array(name)
+
+    def digest(self) -> str:
+        """SHA-256 of tokens and tensors in memory: their names, formats, shapes and stored bytes.
+
+        Two captures of the same tokens in the same format have the same digest if and only if all
+        of these are equal. So a lossy snapshot is compared with the cache that it came from by
+        capturing that again: `verify` compares numbers, which a lossy format has changed.
+        """
+        found = hashlib.sha256(self.tokens.tobytes())
+        for name in sorted(self.tensors.keys() - {"tokens"}):
+            stored = self.tensors[name]
+            found.update(f"{name} {stored.dtype.name} {stored.shape}\n".encode())
+            found.update(self._bytes(name).data)
+        return found.hexdigest()
+
+    @property
+    def _dense(self) -> Dense:
+        assert self.memory is not None, "the snapshot is still in its file: read it"
+        return Dense(self.tensors, self.memory)
 
     def _bytes(self, name: str) -> Bytes:
-        assert self.memory is not None, "the snapshot is still in its file: read it"
-        tensor = self.tensors[name]
-        return self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
-
-    def _address(self, name: str) -> int:
-        assert self.memory is not None, "the snapshot is still in its file: read it"
-        address: int = self.memory.ctypes.data
-        return address + self.tensors[name].offset
+        return self._dense.bytes_of(name)
 
     def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
-        tensors, num_bytes = laid_out((name, *self.tensors[name].type) for name in names)
+        tensors, num_bytes = laid_out((name, self.tensors[name]) for name in names)
         assert self.file is not None, "the snapshot is in memory already"
         memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None)
@@ -434,67 +467,3 @@ class Snapshot:
                     f"{name} has head_dim {stored}, expected {head_dim} as the cache has"
                 )
         return reasons
-
-    def _planes_view(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
-        """What the snapshot has of planes in memory, as a dense cache of one block."""
-
-        def scale(name: str) -> ScaleDesc | None:
-            return self._scale(scale_name(name)) if scales else None
-
-        return dense_view(planes, self.tensors, self._address, self.memory, scale)
-
-    def _view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
-        """Layers in memory as a dense cache of one block."""
-
-        def cache(layer: int) -> CacheDesc:
-            v = f"layers.{layer}.v"
-            k = self._tensor(f"layers.{layer}.k")
-            return CacheDesc.from_kv(k, self._tensor(v) if v in self.tensors else None)
-
-        def scales_of(kind: str) -> tuple[ScaleDesc | None, ...] | None:
-            return tuple(self._scale(f"layers.{i}.{kind}") for i in layers) if scales else None
-
-        return CacheView(
-            layers=tuple(map(cache, layers)),
-            facts=CacheFacts(),
-            k_scales=scales_of("k_scale"),
-            v_scales=scales_of("v_scale"),
-            dense=True,
-        )
-
-    def _tensor(self, name: str) -> TensorDesc:
-        tensor = self.tensors[name]
-        shape = (1, *tensor.shape)
-        return TensorDesc(
-            dtype=tensor.dtype,
-            layout=Layout.BLOCK_NHD,
-            memory=Memory.HOST,
-            shape=shape,
-            stride=row_major(shape),
-            data=self._address(name),
-            owner=self.memory,
-        )
-
-    def _scale(self, name: str) -> ScaleDesc | None:
-        if name not in self.tensors:
-            return None
-        scale = self.array(name)
-        if scale.ndim == 2:
-            return ScaleDesc.of(scale[None], ScaleGranularity.PER_TOKEN_HEAD)
-        per_head = len(scale) > 1
-        return ScaleDesc.of(
-            scale, ScaleGranularity.PER_HEAD if per_head else ScaleGranularity.PER_TENSOR
-        )
-
-    def _has_vector_scales(self, layers: Sequence[int], view: CacheView) -> bool:
-        """Whether `view` can take vectors and scales of these layers byte for byte."""
-        return all(
-            self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
-            and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2
-            for layer, cache in zip(layers, view.layers, strict=True)
-            for kind, tensor in cache.tensors.items()
-        ) and all(
-            scale is None or scale.dtype is DType.F32
-            for kind in SCALE_KINDS
-            for scale in scales_of(view, kind)
-        )

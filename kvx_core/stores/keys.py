@@ -2,9 +2,10 @@
 
     <space>/<node>/<opening>/<num_tokens>-<entry>.l<layers>.h<heads>.p<precision>.safetensors
 
-space: model, salt, key and format; node: all chunks before this one; opening: two digits for each
-of the first 8 tokens, so that entries which differ early are in different folders; layers and KV
-heads: ranges without their end, several joined by "+"; precision: see Precision.name.
+space: model, salt, key, and the format if it is lossy; node: all chunks before this one; opening:
+two digits for each of the first 8 tokens, so that entries which differ early are in different
+folders; layers and KV heads: ranges without their end, several joined by "+"; precision: see
+Precision.name.
 """
 
 from __future__ import annotations
@@ -57,11 +58,17 @@ def space_of(
     salt: str,
     key: Key | None,
     planes: Iterable[PlaneKind] = (),
+    lossy: str = "",
 ) -> str:
-    """The folder of one model, salt and key."""
+    """The folder of one model, salt and key.
+
+    lossy: the format that rounds what is stored; "": none does
+    """
     signed = [] if key is None else [key.name]
     kinds = [[k.layer, k.role, k.tokens_per_entry, k.replicated] for k in sorted(planes)]
-    beside = [{"planes": kinds}] if kinds else []  # nothing: as before there were planes
+    # Without planes and formats nothing, as before there were any.
+    beside: list[object] = [{"planes": kinds}] if kinds else []
+    beside += [{"lossy": lossy}] if lossy else []
     text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed, *beside])
     return hashlib.sha256(text.encode()).hexdigest()
 

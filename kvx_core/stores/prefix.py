@@ -26,6 +26,7 @@ from kvx_core.snapshot import (
     Precision,
     Section,
     Snapshot,
+    StorageFormat,
     StoreError,
     host_memory,
     token_ids,
@@ -43,7 +44,8 @@ from kvx_core.stores.keys import (
     space_of,
 )
 from kvx_core.stores.model_planes import ModelPlanes
-from kvx_core.types import Memory
+from kvx_core.stores.source import Source
+from kvx_core.types import DType, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +66,6 @@ class Match:
     spans: tuple[StoredSpan, ...]  # one after the other, from token 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A file of a span, and the sections that take layers from it."""
-
-    name: str
-    snapshot: Snapshot
-    takers: list[Section]
-
-    @property
-    def layers(self) -> list[int]:
-        wanted = {layer for section in self.takers for layer in section.layers}
-        return [layer for layer in self.snapshot.header.layers if layer in wanted]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.snapshot.memory_for(self.layers)
-
-
 class PrefixStore:
     """Keys and values of token prefixes of one model. Threads and processes may share a store.
 
@@ -89,6 +73,9 @@ class PrefixStore:
     of the reader's own cache. With "lossy", every entry is. Once a coarser entry was loaded,
     everything that this object (and those it was `salted` from) captures counts as that coarse, and
     readers that ask for more precision do not find it.
+
+    With a lossy format, everything is stored and found apart from what is exact and from what other
+    formats have rounded: its entries have other keys.
     """
 
     def __init__(
@@ -105,6 +92,7 @@ class PrefixStore:
         accept: Accept = "same",
         key: bytes | None = None,
         planes: Iterable[Plane | PlaneKind] = (),
+        format: StorageFormat | DType | str | None = None,
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
@@ -120,6 +108,8 @@ class PrefixStore:
                       nothing is signed
         planes:       beside K and V, of all layers of the model; entries with other planes, or
                       with none, are not found
+        format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
+                      cache has them
         Raises InvalidArgumentError if the store has another chunk_tokens, StoreError if it is no
         store.
         """
@@ -140,14 +130,16 @@ class PrefixStore:
         self._blobs = blobs
         self._fingerprint = fingerprint
         self._shape = (num_layers, total_kv_heads)
-        self._precision, self._accept = precision, accept
+        self.format = StorageFormat.of(format)
+        self._lossy = self.format.name if self.format.is_lossy_for(precision) else ""
+        self._precision, self._accept = precision.meet(self.format.precision), accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
         # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
         limit += self._planes.header_bytes
         self._entries = Entries(blobs, key, limit)
-        self._space = space_of(fingerprint, self._shape, salt, self._signer, self._planes.kinds)
+        self._space = self._space_of(salt)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._chunk_tokens = stored_chunk_tokens(blobs, chunk_tokens, new_chunk_tokens)
         self._planes.check_chunks(self.chunk_tokens)
@@ -155,10 +147,18 @@ class PrefixStore:
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
         other = copy.copy(self)
-        other._space = space_of(
-            self._fingerprint, self._shape, salt, self._signer, self._planes.kinds
-        )
+        other._space = self._space_of(salt)
         return other
+
+    def _space_of(self, salt: str) -> str:
+        return space_of(
+            self._fingerprint, self._shape, salt, self._signer, self._planes.kinds, self._lossy
+        )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether values are rounded when they are stored here."""
+        return bool(self._lossy)
 
     @property
     def chunk_tokens(self) -> int:
@@ -298,12 +298,15 @@ class PrefixStore:
         precision = self.carried
         if not all(_says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
-        return Snapshot.reserve(ids, sections, start=start, prefix=node, precision=precision)
+        return Snapshot.reserve(
+            ids, sections, start=start, prefix=node, precision=precision, format=self.format
+        )
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.
 
-        Returns the bytes of its file; 0 if the file existed already.
+        Returns the bytes of its file; 0 if the file existed already. snapshot.cache_bytes is what K
+        and V take without a format.
         Raises StoreError if nothing was stored.
         """
         header, num_bytes = snapshot.header, 0
@@ -379,7 +382,7 @@ class PrefixStore:
 
     def _sources(
         self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
-    ) -> list[_Source]:
+    ) -> list[Source]:
         """The files that the sections need, opened; everything except their data is checked."""
         files = []
         sources = []
@@ -403,7 +406,7 @@ class PrefixStore:
                 if reasons:
                     raise StoreError(f"{file.name}: {'; '.join(reasons)}")
             files.append(file)
-            sources.append(_Source(file.name, snapshot, takers))
+            sources.append(Source(file.name, snapshot, takers))
         held, _ = self._finder.cover(files)
         for section in sections:
             if not held[list(section.layers), slice(*section.heads)].all():
@@ -417,7 +420,7 @@ class PrefixStore:
         """Why values of this precision may not be loaded into the section: a sentence each."""
         if self._accept == "lossy":
             return []
-        own = section.precision
+        own = section.precision.meet(self.format.precision)
         if not _says_precision(section):
             own = own.meet(self._precision)
         return [

@@ -13,10 +13,12 @@ import torch
 
 from kvx_adapters import tgi
 from kvx_core import CacheView, SlotMapping
+from tests.documents import Document
 from tests.fakes.tgi import FLAVOURS, Batch, Cache, SimpleAllocator
 
 ROOT = Path(__file__).parent.parent.parent
-TEXT = (ROOT / "docs" / "tgi.md").read_text()
+PAGE = Document("tgi.md")
+TEXT = PAGE.text
 NUM_LAYERS, LENGTHS = 3, [300, 7]
 
 
@@ -52,8 +54,7 @@ def test_the_snippets() -> None:
         "prefix_lens": torch.tensor([256, 0]),
         "window": 40,
     }
-    snippets = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-    assert len(snippets) == 4
+    assert len(PAGE.snippets()) == 4
     facts = tgi.cache_facts(
         theirs_spec,
         fingerprint="a model",
@@ -63,8 +64,7 @@ def test_the_snippets() -> None:
         window=0,
     )
     names["theirs"] = tgi.cache_view([(c.key, c.value) for c in other], theirs_spec, facts)
-    for snippet in snippets:
-        exec(compile(snippet, "docs/tgi.md", "exec"), names)
+    PAGE.run(names)
 
     assert isinstance(names["view"], CacheView)
     first = requests[0][1]

@@ -52,12 +52,18 @@ def test_equal_facts_agree() -> None:
 
 
 def test_every_fact_is_compared_or_known_not_to_be() -> None:
-    not_compared = {"compute_dtype", "engine", "negative_slots", "scale_convention"}
+    not_compared = {"compute_dtype", "engine", "lossy", "negative_slots", "scale_convention"}
     assert {field.name for field in fields(CacheFacts)} == set(OTHER) | not_compared
 
 
 def test_facts_that_only_inform_do_not_keep_apart() -> None:
-    there = replace(THERE, negative_slots="wrap", scale_convention=None, compute_dtype=DType.BF16)
+    there = replace(
+        THERE,
+        negative_slots="wrap",
+        scale_convention=None,
+        compute_dtype=DType.BF16,
+        lossy="q8_0",
+    )
     assert compare(FACTS, there) == ALIKE
 
 

@@ -1,4 +1,4 @@
-"""accept and key_file: which entries an engine loads, and the precision of what it then stores."""
+"""accept, format and key_file: which entries an engine loads, and how precise what it stores is."""
 
 from __future__ import annotations
 
@@ -66,4 +66,40 @@ def test_engines_with_the_same_key_share(serve: Factory, tmp_path: Path) -> None
     keys[0].chmod(0o644)
     serve.set(key_file=str(keys[0]))
     with pytest.raises(InvalidArgumentError, match=r"key_file .* has mode 0644, expected 0600"):
+        serve()
+
+
+def test_a_lossy_format_is_a_store_of_its_own(serve: Factory) -> None:
+    tokens = prompt(150, 1)
+    serve.set(format="f16")
+    first = serve()
+    first.ask(tokens)
+    first.close()
+    assert precisions(serve.store) == {"pf16"}
+    for format in (None, "f8_e4m3"):
+        serve.set(format=format, accept="lossy")
+        assert serve(8).ask(tokens).computed == 150
+
+
+def test_an_exact_format_shares_with_all(serve: Factory) -> None:
+    tokens = prompt(150, 1)
+    serve.set(format="f32")
+    first = serve(**BF16)
+    first.ask(tokens)
+    first.close()
+    assert precisions(serve.store) == {"pbf16"}
+    serve.set()
+    assert serve(8, **BF16).ask(tokens).computed == 150 - 144
+
+
+def test_formats_that_are_refused_at_start(serve: Factory) -> None:
+    serve.set(format="q9")
+    with pytest.raises(
+        InvalidArgumentError, match=r"TRTLLM_KVX\.format: .*format is 'q9', expected"
+    ):
+        serve()
+    serve.set(format="q8_0")
+    with pytest.raises(
+        InvalidArgumentError, match="format is 'q8_0' and k of layer 0 has head_dim 10, expected a"
+    ):
         serve()

@@ -288,6 +288,26 @@ class Server:
 
         connector.update_state_after_alloc = delete_and_update
 
+    def keep_loads(self, folder: str) -> None:
+        """Saves what each load has left in the KV cache, byte for byte, as a file of `folder`."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvx_core import Snapshot
+
+        worker = get_kv_transfer_group()._worker
+        load = worker._load
+
+        def load_and_keep(plan: Any, stream: Any = None) -> bool:
+            good: bool = load(plan, stream)
+            sections = worker._sections(plan.block_ids, plan.stop)
+            num_tokens = plan.stop - plan.start
+            found = Snapshot.capture(range(num_tokens), sections, start=plan.start)
+            assert found is not None
+            found.save(Path(folder) / f"{plan.start}-{plan.stop}")
+            return good
+
+        worker._load = load_and_keep
+
     @property
     def _core(self) -> Any:
         """The EngineCore, if it is in this process."""

@@ -1,0 +1,116 @@
+"""Dense: the tensors of a snapshot in memory, as caches of one block that copies take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.cache import CacheDesc
+from kvx_core.facts import CacheFacts
+from kvx_core.planes import Plane
+from kvx_core.scales import ScaleDesc
+from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Stored, scale_name
+from kvx_core.snapshot.memory import Bytes
+from kvx_core.snapshot.planes import dense_view
+from kvx_core.snapshot.scales import scales_of
+from kvx_core.tensor_desc import TensorDesc
+from kvx_core.tensors import row_major
+from kvx_core.types import DType, Layout, Memory, ScaleGranularity
+from kvx_core.view import CacheView
+
+_NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """The tensors of a snapshot, and the memory that they lie in."""
+
+    tensors: dict[str, Stored]
+    memory: Bytes
+
+    def bytes_of(self, name: str) -> Bytes:
+        """The bytes of a tensor."""
+        tensor = self.tensors[name]
+        return self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A tensor. numpy has no BF16 and FP8: these have another dtype of their size.
+
+        Units of several numbers are bytes, along the last axis.
+        """
+        tensor = self.tensors[name]
+        if tensor.dtype.numbers > 1:
+            return self.bytes_of(name).reshape(*tensor.shape[:-1], -1)
+        return self.bytes_of(name).view(_NUMPY[tensor.dtype.itemsize]).reshape(tensor.shape)
+
+    def view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
+        """K and V of layers."""
+
+        def cache(layer: int) -> CacheDesc:
+            v = f"layers.{layer}.v"
+            k = self._tensor(f"layers.{layer}.k")
+            return CacheDesc.from_kv(k, self._tensor(v) if v in self.tensors else None)
+
+        def beside(kind: str) -> tuple[ScaleDesc | None, ...] | None:
+            return tuple(self._scale(f"layers.{i}.{kind}") for i in layers) if scales else None
+
+        return CacheView(
+            layers=tuple(map(cache, layers)),
+            facts=CacheFacts(),
+            k_scales=beside("k_scale"),
+            v_scales=beside("v_scale"),
+            dense=True,
+        )
+
+    def planes(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
+        """What there is of these planes of a cache."""
+
+        def scale(name: str) -> ScaleDesc | None:
+            return self._scale(scale_name(name)) if scales else None
+
+        return dense_view(planes, self.tensors, self._address, self.memory, scale)
+
+    def has_vector_scales(self, layers: Sequence[int], view: CacheView) -> bool:
+        """Whether `view` can take vectors and scales of these layers byte for byte."""
+        return all(
+            self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
+            and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2
+            for layer, cache in zip(layers, view.layers, strict=True)
+            for kind, tensor in cache.tensors.items()
+        ) and all(
+            scale is None or scale.dtype is DType.F32
+            for kind in SCALE_KINDS
+            for scale in scales_of(view, kind)
+        )
+
+    def _address(self, name: str) -> int:
+        address: int = self.memory.ctypes.data
+        return address + self.tensors[name].offset
+
+    def _tensor(self, name: str) -> TensorDesc:
+        tensor = self.tensors[name]
+        shape = (1, *tensor.shape)
+        return TensorDesc(
+            dtype=tensor.dtype,
+            layout=Layout.BLOCK_NHD,
+            memory=Memory.HOST,
+            shape=shape,
+            stride=row_major(shape),
+            data=self._address(name),
+            owner=self.memory,
+        )
+
+    def _scale(self, name: str) -> ScaleDesc | None:
+        if name not in self.tensors:
+            return None
+        scale: npt.NDArray[np.float32] = self.array(name)
+        if scale.ndim == 2:
+            return ScaleDesc.of(scale[None], ScaleGranularity.PER_TOKEN_HEAD)
+        per_head = len(scale) > 1
+        return ScaleDesc.of(
+            scale, ScaleGranularity.PER_HEAD if per_head else ScaleGranularity.PER_TENSOR
+        )

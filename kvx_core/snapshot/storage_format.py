@@ -1,0 +1,132 @@
+"""StorageFormat: the format in which snapshots and stores keep K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.snapshot.coding import CODINGS
+from kvx_core.snapshot.planes import is_kv
+from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.types import Axis, DType
+
+if TYPE_CHECKING:
+    from kvx_core.snapshot.section import Section
+
+# Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
+# gets a scale for each token and head.
+_DTYPES = tuple(
+    dtype
+    for dtype in DType
+    if (dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFormat:
+    """What K and V are converted to before they are stored. Other planes stay as they are.
+
+    dtype:  None: K and V are stored as the cache has them
+    coding: how their bytes are encoded in a file, without a loss; "": they are not
+    """
+
+    dtype: DType | None = None
+    coding: str = ""
+
+    @classmethod
+    def of(cls, format: object) -> Self:
+        """The format of this name, such as "q8_0", or of a DType; None: as the cache has them.
+
+        Raises InvalidArgumentError for what is no format of numbers.
+        """
+        if format is None or isinstance(format, cls):
+            return format or cls()
+        if isinstance(format, str) and format in CODINGS:
+            return cls(coding=format)
+        try:
+            dtype = DType.of(format)
+        except InvalidArgumentError:
+            dtype = DType.INVALID
+        if dtype not in _DTYPES:
+            names = ", ".join([*(dtype.name.lower() for dtype in _DTYPES), *CODINGS])
+            raise InvalidArgumentError(
+                f"format is {str(format)[:100]!r}, expected None or one of {names}"
+            )
+        return cls(dtype)
+
+    @property
+    def name(self) -> str:
+        """As `of` takes it; "": K and V are stored as the cache has them."""
+        return self.coding if self.dtype is None else self.dtype.name.lower()
+
+    @property
+    def precision(self) -> Precision:
+        """The numbers that stored values can be; all numbers, if they are stored as they are."""
+        if self.dtype is None:
+            return Precision()
+        return Precision.of(self.dtype, vector_scales=self.dtype.format.scaled)
+
+    def is_lossy_for(self, precision: Precision) -> bool:
+        """Whether values of this precision are rounded when they are stored.
+
+        FP8 counts as rounded in every other format: it is multiplied by its scale.
+        """
+        is_fp8 = any(dtype.format.scaled for dtype in map(_dtype_of, precision.formats))
+        as_is = self.dtype is None
+        return not as_is and (is_fp8 or precision.meet(self.precision) != precision)
+
+    def converts(self, section: Section) -> bool:
+        """Whether K or V of a section has another dtype than they are stored in."""
+        return self.dtype is not None and any(d is not self.dtype for _, d, _ in _tensors(section))
+
+    def check(self, section: Section) -> None:
+        """Raises if K and V of a section cannot be stored in this format.
+
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        dtype = self.dtype
+        for name, found, _ in _tensors(section) if self.coding else ():
+            expected = CODINGS[self.coding].dtype
+            if found is not expected:
+                raise UnsupportedError(
+                    f"format is {self.coding!r} and {name} is {found.name}, expected "
+                    f"{expected.name}. Choose another format, or none"
+                )
+        if dtype is None or not self.converts(section):
+            return
+        if section.encoding != VALUES:
+            raise UnsupportedError(
+                f"format is {self.name!r} and the cache has opaque bytes, {section.encoding!r}, "
+                "expected numbers. Leave the format out: these bytes are stored as they are"
+            )
+        for name, _, head_dim in _tensors(section):
+            if head_dim % dtype.numbers:
+                raise InvalidArgumentError(
+                    f"format is {self.name!r} and {name} has head_dim {head_dim}, expected a "
+                    f"multiple of {dtype.numbers}, the numbers of a unit (spec E.10). Choose a "
+                    "format with smaller units, or none"
+                )
+        if dtype.format.scaled and any(map(is_kv, section.view.planes)):
+            raise UnsupportedError(
+                f"format is {self.name!r} and K and V are planes, which cannot have a scale for "
+                "each token and head. Choose a format that is not FP8"
+            )
+
+
+def _dtype_of(word: str) -> DType:
+    """The dtype of one of Precision.formats; INVALID for opaque bytes."""
+    return DType.__members__.get(word.removesuffix("_row").upper(), DType.INVALID)
+
+
+def _tensors(section: Section) -> Iterator[tuple[str, DType, int]]:
+    """Name, dtype and head_dim of each K and V."""
+    view = section.view
+    for layer, cache in zip(section.layers, view.layers, strict=False):
+        dims = {"k": cache.head_dim, "v": cache.v_head_dim}
+        for kind, tensor in cache.tensors.items():
+            yield f"{kind} of layer {layer}", tensor.dtype, dims[kind]
+    for plane in filter(is_kv, view.planes):
+        head_dim = plane.extent(Axis.DIM) * plane.dtype.numbers
+        yield f"{plane.role_name} of layer {plane.layer}", plane.dtype, head_dim

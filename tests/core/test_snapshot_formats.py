@@ -1,0 +1,394 @@
+"""Snapshots in a format of their own: stored bytes, restored numbers, headers, and refusals.
+
+gguf-py and torch say what a conversion gives.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from kvx_adapters.vllm import amx_planes
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    ScaleDesc,
+    ScaleGranularity,
+    Section,
+    Snapshot,
+    StoreError,
+    UnsupportedError,
+    describe,
+)
+from kvx_core.snapshot import CorruptError, StorageFormat
+from tests.core.sections import FACTS
+from tests.core.test_snapshot_planes import SENTINEL, filled, header_of, reopened, section
+
+SEEDS = [1, 2, 3]
+GGUF = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
+K_DIM, V_DIM, HEADS = 64, 96, 3
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Numbers of several magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 2.0 ** torch.randint(-6, 6, (*shape[:-1], 1), generator=generator)
+    return torch.randn(shape, generator=generator) * scale
+
+
+class Engine:
+    """Two layers of K and V, (blocks, tokens, heads, dim), and the blocks of a sequence."""
+
+    def __init__(self, dtype: torch.dtype, block_size: int, seed: int | None, **facts: Any) -> None:
+        self.block_size, self.order = block_size, [6, 2, 9, 4, 0, 7]
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for layer in range(2):
+            shapes = [(10, block_size, HEADS, dim) for dim in (K_DIM, V_DIM)]
+            kv = [
+                filled(shape, dtype, None)
+                if seed is None
+                else numbers(shape, 10 * seed + 2 * layer + i).to(dtype)
+                for i, shape in enumerate(shapes)
+            ]
+            self.layers.append((kv[0], kv[1]))
+        caches = [CacheDesc.from_kv(*(describe(t, "BLOCK_NHD") for t in kv)) for kv in self.layers]
+        self.view = CacheView(tuple(caches), FACTS if not facts else replace(FACTS, **facts))
+        if facts:
+            known = replace(self.view.facts, first_kv_head=0, total_kv_heads=HEADS)
+            self.view = replace(self.view, facts=known)
+
+    @property
+    def section(self) -> Section:
+        return section(self.view, self.order, [0, 1])
+
+    def tokens(self, layer: int, kv: int, start: int, stop: int) -> Tensor:
+        """[token, head, dim]"""
+        tensor, n = self.layers[layer][kv], self.block_size
+        places = [(self.order[t // n], t % n) for t in range(start, stop)]
+        return torch.stack([tensor[place] for place in places])
+
+
+def expect(dst: Engine, layer: int, kv: int, start: int, values: Tensor) -> None:
+    """The tokens from `start` on are these, and all others are as they were."""
+    tensor, n = dst.layers[layer][kv], dst.block_size
+    expected = filled(tuple(tensor.shape), tensor.dtype, None)
+    for i, value in enumerate(values):
+        t = start + i
+        expected[dst.order[t // n], t % n] = value
+    assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+
+
+# --- units of several numbers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_units_are_those_of_gguf(dtype: torch.dtype, name: str, seed: int, tmp_path: Path) -> None:
+    src, dst = Engine(dtype, 5, seed), Engine(torch.bfloat16, 7, None)
+    captured = Snapshot.capture(range(19), [src.section], start=3, format=name)
+    read = reopened(captured, tmp_path / "file")
+    num_bytes = read.restore(dst.section, 4, 22)
+    assert num_bytes == 18 * 2 * HEADS * (K_DIM + V_DIM) * 2
+    for layer in (0, 1):
+        for kv, kind in enumerate("kv"):
+            stored = f"layers.{layer}.{kind}"
+            units = quantize(src.tokens(layer, kv, 3, 22).float().numpy(), GGUF[name])
+            assert read.tensors[stored].dtype.name.lower() == name
+            assert read.tensors[stored].original is DType.of(dtype)
+            np.testing.assert_array_equal(read.array(stored), units)
+            values = torch.from_numpy(dequantize(units[1:], GGUF[name])).to(torch.bfloat16)
+            expect(dst, layer, kv, 4, values)
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_layer_by_layer(name: str, tmp_path: Path) -> None:
+    """As connectors capture: the same bytes as in one call."""
+    src = Engine(torch.bfloat16, 5, 1)
+    whole = Snapshot.capture(range(19), [src.section], format=name)
+    parts = Snapshot.reserve(range(19), [src.section], format=name)
+    assert whole is not None
+    assert parts is not None
+    for layer in (1, 0):
+        parts.fill(src.section.of([layer]))
+    assert parts.digest() == whole.digest()
+    one = reopened(whole, tmp_path / "file", [1])
+    dst = Engine(torch.bfloat16, 7, None)
+    one.restore(dst.section, 0, 19)
+    assert (dst.layers[0][0].view(torch.uint8) == SENTINEL).all()
+    assert not (dst.layers[1][0].view(torch.uint8) == SENTINEL).all()
+
+
+def test_a_cache_that_has_the_format_is_stored_as_it_is(tmp_path: Path) -> None:
+    """Whatever its units hold."""
+    k = filled((5, 4, 2, 3 * 34), torch.uint8, 1)
+    view = CacheView((CacheDesc.from_kv(describe(k, "BLOCK_NHD", dtype="Q8_0")),), FACTS)
+    held = section(view, [4, 0, 2])
+    plain = Snapshot.capture(range(11), [held])
+    asked = Snapshot.capture(range(11), [held], format=DType.Q8_0)
+    assert plain is not None
+    assert asked is not None
+    assert plain.digest() == asked.digest()
+    assert plain.header == asked.header
+    assert asked.header.parts[0].facts.lossy is None
+
+
+def test_k_and_v_in_tiles_are_converted() -> None:
+    page = numbers((4, 2, 32, 128), 1).to(torch.bfloat16)
+    tiles = CacheView((), FACTS, planes=amx_planes(page, 0))
+    back = torch.zeros_like(page)
+    there = CacheView((), FACTS, planes=amx_planes(back, 0))
+    captured = Snapshot.capture(range(75), [section(tiles, [3, 0, 2], [0])], format="q8_0")
+    plain = Snapshot.capture(range(75), [section(tiles, [3, 0, 2], [0])])
+    assert captured is not None
+    assert plain is not None
+    assert plain.tensors["layers.0.k"].dtype is DType.BF16
+    captured.restore(section(there, [1, 2, 0], [0]), 0, 75)
+    again = Snapshot.capture(range(75), [section(there, [1, 2, 0], [0])])
+    assert again is not None
+    for name in ("layers.0.k", "layers.0.v"):
+        exact = torch.from_numpy(plain.array(name).view(np.int16)).view(torch.bfloat16)
+        units = quantize(exact.float().numpy(), GGUF["q8_0"])
+        np.testing.assert_array_equal(captured.array(name), units)
+        decoded = torch.from_numpy(dequantize(units, GGUF["q8_0"])).to(torch.bfloat16)
+        found = torch.from_numpy(again.array(name).view(np.int16)).view(torch.bfloat16)
+        assert torch.equal(found, decoded)
+
+
+# --- floats ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wider_float_is_exact(seed: int, tmp_path: Path) -> None:
+    src, dst = Engine(torch.bfloat16, 5, seed), Engine(torch.bfloat16, 7, None)
+    read = reopened(
+        Snapshot.capture(range(19), [src.section], format=torch.float32), tmp_path / "file"
+    )
+    assert read.header.precision.name == "bf16"
+    assert read.header.parts[0].facts.lossy is None
+    assert read.cache_bytes * 2 == read.num_bytes
+    read.restore(dst.section, 0, 19)
+    for layer in (0, 1):
+        for kv in (0, 1):
+            expect(dst, layer, kv, 0, src.tokens(layer, kv, 0, 19))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "largest"), [("f8_e4m3", 448.0), ("f8_e5m2", 57344.0)])
+def test_fp8_gets_a_scale_for_each_token_and_head(
+    name: str, largest: float, seed: int, tmp_path: Path
+) -> None:
+    src, dst = Engine(torch.bfloat16, 5, seed), Engine(torch.bfloat16, 7, None)
+    read = reopened(Snapshot.capture(range(19), [src.section], format=name), tmp_path / "file")
+    read.restore(dst.section, 0, 19)
+    fp8 = {"f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}[name]
+    assert read.header.precision.name == f"{name}_row"
+    assert read.header.parts[0].facts.lossy == f"{name}_row"
+    for layer in (0, 1):
+        for kv, kind in enumerate("kv"):
+            values = src.tokens(layer, kv, 0, 19).float()
+            scale = values.abs().amax(-1, keepdim=True) / largest
+            stored = (values / scale).to(fp8)
+            assert torch.equal(
+                torch.from_numpy(read.array(f"layers.{layer}.{kind}_scale")), scale[..., 0]
+            )
+            found = torch.from_numpy(read.array(f"layers.{layer}.{kind}"))
+            assert torch.equal(found, stored.view(torch.uint8))
+            expect(dst, layer, kv, 0, (stored.float() * scale).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("granularity", ["PER_TENSOR", "PER_BLOCK", "PER_TOKEN_HEAD"])
+def test_scales_of_the_cache_are_applied(granularity: str, tmp_path: Path) -> None:
+    """Scales per block have no place in a snapshot, unless its format needs none."""
+    k = numbers((5, 4, 2, 64), 1).clamp(-400, 400).to(torch.float8_e4m3fn)
+    shapes = {"PER_TENSOR": (1,), "PER_BLOCK": (5,), "PER_TOKEN_HEAD": (5, 4, 2)}
+    scale = torch.rand(shapes[granularity], generator=torch.Generator().manual_seed(2)) + 0.5
+    descs = (ScaleDesc.of(scale, ScaleGranularity[granularity]),)
+    view = CacheView((CacheDesc.from_kv(describe(k, "BLOCK_NHD")),), FACTS, k_scales=descs)
+    held = section(view, [4, 0, 2])
+    read = reopened(Snapshot.capture(range(11), [held], format="q8_0"), tmp_path / "file")
+    full = {"PER_TENSOR": (1, 1, 1, 1), "PER_BLOCK": (5, 1, 1, 1), "PER_TOKEN_HEAD": (5, 4, 2, 1)}
+    values = (k.float() * scale.view(full[granularity]))[[4, 0, 2]].flatten(0, 1)[:11]
+    units = quantize(values.numpy(), GGUF["q8_0"])
+    np.testing.assert_array_equal(read.array("layers.3.k"), units)
+    assert read.header.parts[0].facts.lossy == "q8_0"
+
+
+# --- what the header says -------------------------------------------------------------------------
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.loads(header_of(path))["__metadata__"]["header"])
+    return found
+
+
+def test_the_header_names_format_and_dtype_of_the_cache(tmp_path: Path) -> None:
+    src = Engine(torch.bfloat16, 5, 1)
+    captured = Snapshot.capture(range(19), [src.section], format="q4_0")
+    read = reopened(captured, tmp_path / "file")
+    names = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in "kv"]
+    text = json_of(tmp_path / "file")
+    assert text["formats"] == dict.fromkeys(names, "Q4_0")
+    assert text["originals"] == dict.fromkeys(names, "BF16")
+    assert text["header"]["parts"][0]["facts"]["lossy"] == "q4_0"
+    assert read.header.precision.name == "bf16+q4_0"
+    numbers_of_a_token = 2 * HEADS * (K_DIM + V_DIM)
+    assert read.cache_bytes == 19 * numbers_of_a_token * 2
+    assert read.num_bytes == 19 * numbers_of_a_token // 32 * 18
+
+
+def test_files_without_a_format_are_as_they_were(tmp_path: Path) -> None:
+    """Earlier versions of KVX refuse fields that they do not know."""
+    src = Engine(torch.bfloat16, 5, 1)
+    reopened(Snapshot.capture(range(19), [src.section]), tmp_path / "file")
+    text = json_of(tmp_path / "file")
+    assert text.keys() == {"header", "checksums"}
+    facts = text["header"]["parts"][0]["facts"]
+    assert facts.keys() == {field.name for field in fields(CacheFacts)} - {"lossy"}
+
+
+def test_what_was_rounded_stays_so_in_later_snapshots() -> None:
+    src = Engine(torch.bfloat16, 5, 1, lossy="q4_0")
+    plain = Snapshot.capture(range(19), [src.section])
+    assert plain is not None
+    assert plain.header.precision.name == "bf16+q4_0"
+    assert plain.header.parts[0].facts.lossy == "q4_0"
+    twice = Snapshot.capture(range(19), [src.section], format="q8_0")
+    assert twice is not None
+    assert twice.header.precision.name == "bf16+q4_0+q8_0"
+    assert twice.header.parts[0].facts.lossy == "q4_0+q8_0"
+    wrong: Any
+    for wrong in ("", "Q4_0", 3):
+        with pytest.raises(InvalidArgumentError, match=r"facts\.lossy is .*, expected None or"):
+            Snapshot.capture(range(19), [Engine(torch.bfloat16, 5, 1, lossy=wrong).section])
+
+
+def rewritten(path: Path, **fields: Any) -> Path:
+    """The file again, with other fields in its header, sealed anew."""
+    from kvx_core.snapshot.seal import sealed
+
+    data = path.read_bytes()
+    raw, at = header_of(path), 8 + len(header_of(path))
+    found = json.loads(raw)
+    num_tokens = int(found["__metadata__"]["tokens"])
+    text = json.loads(found["__metadata__"]["header"]) | fields
+    rest = {name: entry for name, entry in found.items() if name != "__metadata__"}
+    body = f'"header":{json.dumps(json.dumps(text))}}},{json.dumps(rest)[1:]}'
+    tokens = data[at : at + 8 * num_tokens]
+    path.write_bytes(sealed(body.encode(), tokens, len(data) - at, None) + data[at:])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("originals", "error", "message"),
+    [
+        ({"layers.0.k": "Q9_9"}, StoreError, "in Q9_9, which this version of KVX does not know"),
+        ({"layers.0.k": "S64"}, CorruptError, "said to have been 'S64', expected K or V"),
+        ({"layers.0.k": "no word"}, CorruptError, "said to have been 'no word', expected K or V"),
+        ({"layers.7.k": "BF16"}, CorruptError, "layers.7.k is said to have been"),
+        ({"tokens": "BF16"}, CorruptError, "tokens is said to have been"),
+        ({"layers.0.k": 3}, CorruptError, "no header of a KVX snapshot"),
+    ],
+)
+def test_originals_that_cannot_be(
+    originals: dict[str, Any], error: type[StoreError], message: str, tmp_path: Path
+) -> None:
+    src = Engine(torch.bfloat16, 5, 1)
+    reopened(Snapshot.capture(range(19), [src.section], format="q8_0"), tmp_path / "file")
+    with Snapshot.open(rewritten(tmp_path / "file")) as same:
+        assert same.read([0, 1]).num_bytes == same.num_bytes - 19 * 8
+    with pytest.raises(error, match=message) as caught:
+        Snapshot.open(rewritten(tmp_path / "file", originals=originals))
+    assert type(caught.value) is error
+
+
+def test_a_format_that_is_said_to_be_exact_is_refused(tmp_path: Path) -> None:
+    src = Engine(torch.bfloat16, 5, 1)
+    reopened(Snapshot.capture(range(19), [src.section], format="q8_0"), tmp_path / "file")
+    header = json_of(tmp_path / "file")["header"]
+    header["parts"][0]["precision"] = "bf16"
+    with pytest.raises(CorruptError, match=r"layers\.0\.k is Q8_0, and precision is 'bf16'"):
+        Snapshot.open(rewritten(tmp_path / "file", header=header))
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def test_a_digest_is_that_of_the_stored_bytes(tmp_path: Path) -> None:
+    src = Engine(torch.bfloat16, 5, 1)
+
+    def digest(format: str | None, stop: int = 19) -> str:
+        found = Snapshot.capture(range(stop), [src.section], format=format)
+        assert found is not None
+        return found.digest()
+
+    first = {name: digest(name) for name in (None, "q8_0", "q4_0", "f32")}
+    assert len({*first.values(), digest("q8_0", 18)}) == 5
+    assert digest("q8_0") == first["q8_0"]
+    captured = Snapshot.capture(range(19), [src.section], format="q8_0")
+    read = reopened(captured, tmp_path / "file")
+    assert read.digest() == first["q8_0"]
+    assert read.digest() != reopened(captured, tmp_path / "file", [1]).digest()
+    src.layers[1][1][src.order[0], 0, 0, 0] += 8
+    assert digest(None) != first[None]
+    assert digest("q8_0") != first["q8_0"]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["q9", "", "uint8", DType.S32, DType.U8_ZERO, 3, 2.5, ["q8_0"]])
+def test_what_is_no_format(wrong: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"format is .*, expected None or one of f16, .*"
+    ):
+        StorageFormat.of(wrong)
+    with pytest.raises(InvalidArgumentError, match=r"format is"):
+        Snapshot.capture(range(4), [Engine(torch.bfloat16, 5, 1).section], format=wrong)
+
+
+def test_names_of_formats() -> None:
+    for format in (None, DType.Q8_0, "Q8_0", "q8_0", "bfloat16", torch.bfloat16):
+        found = StorageFormat.of(format)
+        assert StorageFormat.of(found.name or None) == found
+    assert StorageFormat.of("bfloat16").name == "bf16"
+    assert StorageFormat().name == ""
+
+
+def test_units_that_do_not_fit_are_refused_before_anything_is_allocated() -> None:
+    k = filled((5, 4, 2, 48), torch.bfloat16, 1)
+    v = filled((5, 4, 2, 64), torch.bfloat16, 1)
+    view = CacheView(
+        (CacheDesc.from_kv(describe(v, "BLOCK_NHD"), describe(k, "BLOCK_NHD")),), FACTS
+    )
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"format is 'q8_0' and v of layer 3 has head_dim 48, expected a multiple of 32",
+    ):
+        Snapshot.capture(range(11), [section(view, [4, 0, 2])], format="q8_0")
+
+
+def test_opaque_bytes_are_refused() -> None:
+    rows = filled((5, 4, 1, 64), torch.uint8, 1)
+    view = CacheView((CacheDesc.from_kv(describe(rows, "BLOCK_NHD")),), FACTS)
+    held = section(view, [4, 0, 2], encoding="an engine's rows")
+    with pytest.raises(UnsupportedError, match=r"format is 'q8_0' and the cache has opaque bytes"):
+        Snapshot.capture(range(11), [held], format="q8_0")
+
+
+def test_tiles_have_no_scale_for_each_token() -> None:
+    tiles = CacheView((), FACTS, planes=amx_planes(filled((4, 2, 32, 128), torch.bfloat16, 1), 0))
+    with pytest.raises(UnsupportedError, match=r"format is 'f8_e4m3' and K and V are planes"):
+        Snapshot.capture(range(9), [section(tiles, [3, 0, 2], [0])], format="f8_e4m3")
