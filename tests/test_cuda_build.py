@@ -12,15 +12,13 @@ import sys
 import sysconfig
 import zipfile
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.native import run
+from tests.sass.listing import cuobjdump, demangled, usages
 
 pytestmark = pytest.mark.slow  # it builds for minutes
 
@@ -38,48 +36,6 @@ WIDE = (
     "tile_kernel",
     "convert_kernel",
 )
-
-
-class Usage(NamedTuple):
-    registers: int
-    stack: int  # bytes of a thread, which only spills need
-    local: int
-
-
-def cuobjdump(*arguments: str | Path) -> str:
-    """Runs NVIDIA's cuobjdump from the PyPI packages that kvx[test] brings."""
-    spec = find_spec("nvidia.cu13")
-    assert spec is not None, "nvidia-cuda-cuobjdump is not installed: pip install 'kvx[test]'"
-    for folder in spec.submodule_search_locations or ():
-        tool = Path(folder) / "bin" / "cuobjdump"
-        if tool.exists():
-            return run([tool, *arguments], env={"PATH": f"{tool.parent}:{os.environ['PATH']}"})
-    raise AssertionError("nvidia-cuda-cuobjdump is not installed: pip install 'kvx[test]'")
-
-
-def demangled(names: Iterable[str]) -> list[str]:
-    found = run(["c++filt", *names]).splitlines()
-    return [re.sub(r"kvx::cuda::|\(anonymous namespace\)::", "", name) for name in found]
-
-
-@cache
-def usages(library: Path) -> dict[str, dict[str, Usage]]:
-    """What every kernel uses, by architecture and name."""
-    found: dict[str, dict[str, Usage]] = {name: {} for name in ARCHITECTURES}
-    part = re.compile(
-        r"^arch = (sm_\d+)$|Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M
-    )
-    for architecture, mangled, *numbers in part.findall(
-        cuobjdump("--dump-resource-usage", library)
-    ):
-        if architecture:
-            current = found[architecture]
-        else:
-            current[mangled] = Usage(*map(int, numbers))
-    return {
-        name: dict(zip(demangled(kernels), kernels.values(), strict=True))
-        for name, kernels in found.items()
-    }
 
 
 @cache

@@ -4,6 +4,7 @@
 //   HOSTGRID_PAGEABLE=1    memory is not registered, and the device cannot reach such memory
 //   HOSTGRID_CAPTURES=1    streams are being captured
 //   HOSTGRID_FULL=1        there is no memory left on the device
+//   HOSTGRID_MULTIPROCESSORS=132   as many as an H100 has
 #pragma once
 
 #include <algorithm>
@@ -75,6 +76,12 @@ inline bool is_set(const char *variable) {
 }
 inline bool is_pageable() { return is_set("HOSTGRID_PAGEABLE"); }
 
+// Few, so that grids of a few waves are smaller than the work of small tests.
+inline int multiprocessors() {
+  const char *const text = std::getenv("HOSTGRID_MULTIPROCESSORS");
+  return text ? std::atoi(text) : 3;
+}
+
 }  // namespace hostgrid
 
 inline const char *cudaGetErrorName(cudaError_t error) { return hostgrid::text_of(error).name; }
@@ -115,7 +122,6 @@ inline cudaError_t cudaSetDevice(int device) {
   return hostgrid::returned(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
 
-// Few multiprocessors, so that grids of a few waves are smaller than the work of small tests.
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return hostgrid::returned(cudaErrorInvalidDevice);
   switch (attribute) {
@@ -129,7 +135,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, 
       *value = hostgrid::kWarp;
       break;
     case cudaDevAttrMultiProcessorCount:
-      *value = 3;
+      *value = hostgrid::multiprocessors();
       break;
     case cudaDevAttrMaxThreadsPerMultiProcessor:
       *value = 2048;

@@ -441,6 +441,8 @@ cudaError_t check(dim3 grid, dim3 block, size_t shared_bytes, const void *kernel
 
 }  // namespace
 
+void (*runner)(const Launched *) = nullptr;
+
 void allow_shared(const void *kernel, size_t bytes) {
   const std::lock_guard<std::mutex> lock(launching);
   allowed_shared[kernel] = bytes;
@@ -507,3 +509,8 @@ const Position *position() {
 }
 
 }  // namespace hostgrid
+
+extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_run_with(
+    void (*runner)(const hostgrid::Launched *)) {
+  hostgrid::runner = runner;
+}

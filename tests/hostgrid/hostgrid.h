@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -59,6 +60,39 @@ void run(Grid grid, dim3 block, size_t shared_bytes, const void *kernel, void (*
 // cudaFuncSetAttribute's part.
 void allow_shared(const void *kernel, size_t bytes);
 
+// A launch as a device gets it: parameters one after the other, each aligned.
+struct Launched {
+  const void *kernel;
+  uint32_t grid_x, grid_y, threads, shared_bytes;
+  const unsigned char *parameters;
+  uint32_t parameter_bytes;
+};
+
+// Runs launches in place of `run`: tests/sass, on the kernel's machine code. NULL: nobody does.
+extern void (*runner)(const Launched *) HOSTGRID_HIDDEN;
+
+template <class... P>
+void run_elsewhere(Grid grid, dim3 block, size_t shared_bytes, void (*kernel)(P...),
+                   const P &...parameters) {
+  alignas(128) unsigned char bytes[kMaxParameterBytes + (alignof(P) + ... + 0)] = {};
+  size_t end = 0;
+  const auto append = [&](const auto &parameter) {
+    end = (end + alignof(decltype(parameter)) - 1) / alignof(decltype(parameter)) *
+          alignof(decltype(parameter));
+    std::memcpy(bytes + end, &parameter, sizeof parameter);
+    end += sizeof parameter;
+  };
+  (append(parameters), ...);
+  const Launched launched{reinterpret_cast<const void *>(kernel),
+                          grid.x,
+                          grid.y,
+                          block.x,
+                          static_cast<uint32_t>(shared_bytes),
+                          bytes,
+                          static_cast<uint32_t>(end)};
+  runner(&launched);
+}
+
 template <class... P>
 struct Call {
   void (*kernel)(P...);
@@ -77,6 +111,7 @@ template <class... P, class... A>
 void launch(Grid grid, dim3 block, size_t shared_bytes, void (*kernel)(P...), A &&...arguments) {
   static_assert((sizeof(P) + ... + 0) <= kMaxParameterBytes, "too many bytes of kernel parameters");
   static_assert(!(std::is_reference_v<P> || ...), "a kernel takes its parameters by value");
+  if (runner) return run_elsewhere<P...>(grid, block, shared_bytes, kernel, arguments...);
   Call<P...> call{kernel, {std::forward<A>(arguments)...}};
   run(grid, block, shared_bytes, reinterpret_cast<const void *>(kernel), &Call<P...>::thread,
       &call);

@@ -1,0 +1,60 @@
+"""The machine code of the kernels, executed on the CPU: what it copies, and how much it executes.
+
+The budget is the code of commit 60ba435: benchmarks/results/sass.json, which `python -m tests.sass`
+makes. A count is exact: the same code executes the same instructions everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.native import hostgrid_library, run
+from tests.sass import budget
+
+slow = pytest.mark.slow  # it builds for minutes
+
+# Cases, by a part of their names: one or more of every kernel.
+COPIED = ("gather: split, fp8", "5 tokens, LBNHC", "packed-x", "transposed V", "LBNHC to LBHNC")
+COUNTED = (
+    "write: 1 tokens, split",
+    "LBNHC, fp8, scales found",
+    "gather: packed-x",
+    "migrate: LBNHC to LBHNC",
+    "migrate: split to transposed V",
+)
+
+
+@pytest.fixture(scope="module")
+def libraries(installed: Path) -> list[str | Path]:
+    return ["--library", installed / "kvx_core/libkvx.so", "--hostgrid", hostgrid_library()]
+
+
+@slow
+@pytest.mark.parametrize("case", COPIED)
+def test_the_machine_code_copies_what_torch_copies(case: str, libraries: list[str | Path]) -> None:
+    said = run([sys.executable, "-m", "tests.sass", *libraries, "--check", "--only", case])
+    assert "launches  " in said
+
+
+@slow
+@pytest.mark.parametrize("case", COUNTED)
+def test_instructions_per_512_bytes(case: str, libraries: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    run([sys.executable, "-m", "tests.sass", *libraries, "--only", case, "--out", out])
+    found = json.loads(out.read_text())["now"]["cases"]
+    compared = budget.ratios(found, budget.read_results()["before"]["cases"])
+    assert compared
+    over = {name: ratio for name, ratio in compared.items() if ratio > budget.MOST}
+    assert not over
+
+
+def test_the_committed_figures_are_within_the_budget() -> None:
+    results = budget.read_results()
+    compared = budget.ratios(results["now"]["cases"], results["before"]["cases"])
+    assert len(compared) > 40
+    assert max(compared.values()) <= budget.MOST
+    assert budget.mean(compared) <= budget.MOST_MEAN
