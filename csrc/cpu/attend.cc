@@ -20,7 +20,9 @@ constexpr int64_t kMostChunks = 64;  // each has a sum of values for every query
 constexpr uint64_t kNumbersPerHelper = 256 << 10;  // decoding fewer is quicker than waking a thread
 constexpr uint64_t kNumbersPerHostThread = 32 << 10;  // the same for a thread that is awake
 
-constexpr int64_t round_up(int64_t count) { return (count + kAttendLanes - 1) / kAttendLanes * kAttendLanes; }
+constexpr int64_t round_up(int64_t count) {
+  return (count + kAttendLanes - 1) / kAttendLanes * kAttendLanes;
+}
 
 // Decodes vectors of one format.
 class Decoder {

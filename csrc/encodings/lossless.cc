@@ -194,7 +194,8 @@ kvx_status_t decode(void *data, uint64_t first, uint64_t count, const void *enco
   if (!count) return KVX_STATUS_OK;
   const uint64_t begin = first / kBlock, end = blocks_of(first + count);
   Block block;
-  for (uint64_t index = begin; index < end; ++index) KVX_TRY(open_block(array, index, true, &block));
+  for (uint64_t index = begin; index < end; ++index)
+    KVX_TRY(open_block(array, index, true, &block));
   auto *const to = static_cast<uint16_t *>(data);
   for (uint64_t index = begin; index < end; ++index) {
     KVX_TRY(open_block(array, index, false, &block));  // its bytes may have changed meanwhile

@@ -85,7 +85,8 @@ struct TurboQuantKernels {
                        const ScaleZero &with);
 };
 
-// Attention of queries to decoded vectors: rows of a multiple of kAttendLanes numbers. See attend.inl
+// Attention of queries to decoded vectors: rows of a multiple of kAttendLanes numbers. See
+// attend.inl
 constexpr int kAttendLanes = 16;
 struct AttendKernels {
   void (*dot)(float *scores, int64_t stride, const float *query, const float *keys, int64_t row,
