@@ -11,8 +11,6 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, ScaleDesc, describe, migrate
+from kvx_core.encodings import turboquant
 from kvx_core.snapshot.coding import CODINGS
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -86,17 +85,13 @@ def _coded(name: str, values: Tensor) -> Stored:
 
 
 def _turboquant(bits: int, values: Tensor) -> Stored:
-    turboquant = import_module("kvx_core.encodings.turboquant")
     units = turboquant.encode(values.contiguous(), bits)
     return Stored(turboquant.decode(units, values.shape[-1], bits), units.nbytes)
 
 
-_ENCODINGS = {name: Encoding("varies", partial(_coded, name)) for name in CODINGS}
-if find_spec("kvx_core.encodings.turboquant") is not None:
-    _ENCODINGS |= {
-        f"turboquant_{bits}bit": Encoding("a head", partial(_turboquant, bits))
-        for bits in (2, 3, 4)
-    }
+_ENCODINGS = {name: Encoding("varies", partial(_coded, name)) for name in CODINGS} | {
+    f"turboquant_{bits}bit": Encoding("a head", partial(_turboquant, bits)) for bits in (2, 3, 4)
+}
 
 
 def formats() -> list[DType | str]:
