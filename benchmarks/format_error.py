@@ -251,7 +251,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         "svg.hashsalt": "kvx",
         "svg.fonttype": "none",
     }  # the same file each time
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(12, 8), layout="constrained")
     for panel, key, title in (
         (panels[0], "relative_mse", "relative mean squared error"),
         (panels[1], "inner_product", "error of inner products, relative"),
