@@ -396,6 +396,24 @@ def put_back(moved: Tensor, before: Tensor, half: Half, place: Place) -> None:
     moved[bad] = before[bad]
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf])
+def test_one_scale_of_both_ends_that_is_no_scale_is_refused(bad: float) -> None:
+    """Also where it would be left out because it is the same: of each head, but there is one."""
+    of = Geometry(num_kv_heads=1)
+    src, dst = (scaled(LAYOUTS["nhd"](of, E4M3, i), ScaleGranularity.PER_HEAD, i) for i in (1, 2))
+    for cache in (src, dst):
+        for layer in cache.layers:
+            for half in (layer.k, layer.v):
+                assert half is not None
+                assert half.scale is not None
+                half.scale.fill_(bad)
+    before = dst.clone()
+    ends = (reference.Packed(torch.tensor([blocks]), 4) for blocks in ([0, 4], [1, 3]))
+    with pytest.raises(InvalidArgumentError, match="expected a finite scale above 0"):
+        CPU.migrate(src, next(ends), dst, next(ends), torch.tensor([8]))
+    assert_same_bytes(dst, before)
+
+
 @pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", SCALE_SHAPES, ids=lambda g: g.name)
 def test_a_scale_that_is_no_scale_is_refused(

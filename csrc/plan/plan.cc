@@ -121,16 +121,21 @@ bool is_unit(const Scales &scales) {
   return !scales.data || (is_one_scale(scales) && read_scale(scales.data, scales.dtype) == 1.0f);
 }
 
+// Whether both ends have one and the same scale. One that is not usable is for the checks to find.
+bool is_same_scale(const Scales &a, const Scales &b) {
+  if (!a.data || !b.data || !is_one_scale(a) || !is_one_scale(b)) return false;
+  const float scale = read_scale(a.data, a.dtype);
+  return is_usable_scale(scale) && scale == read_scale(b.data, b.dtype);
+}
+
 void finish(PlanePair *pair, bool scales_readable) {
   if (scales_readable) {
     if (is_unit(pair->src_scales)) pair->src_scales = {};
     if (!pair->find_scales && is_unit(pair->dst_scales)) pair->dst_scales = {};
   }
   const Scales &src = pair->src_scales, &dst = pair->dst_scales;
-  const bool same_scale =
-      (!src.data && !dst.data) ||
-      (src.data && dst.data && is_one_scale(src) && is_one_scale(dst) && scales_readable &&
-       !pair->find_scales && read_scale(src.data, src.dtype) == read_scale(dst.data, dst.dtype));
+  const bool same_scale = (!src.data && !dst.data) ||
+                          (scales_readable && !pair->find_scales && is_same_scale(src, dst));
   pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
   if (pair->convert) return;
   pair->src_scales = pair->dst_scales = {};

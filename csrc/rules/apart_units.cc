@@ -29,9 +29,10 @@ class Grid {
       add(plane.axes[axis].extent, plane.axes[axis].stride_bytes);
   }
 
-  Extent extent() const {
+  // Of the elements of index 0 of the first `behind` axes.
+  Extent extent(uint32_t behind = 0) const {
     int64_t last = 0;
-    for (uint32_t i = 0; i < num_axes_; ++i) last += axes_[i].reach();
+    for (uint32_t i = behind; i < num_axes_; ++i) last += axes_[i].reach();
     return {data_, data_ + last + size_};
   }
 
@@ -43,8 +44,10 @@ class Grid {
   // Whether an element at a corner of either holds a byte of the other. Of two arrays with the same
   // strides, these meet if any do.
   bool meets(const Grid &other) const {
-    return intersect(extent(), other.extent()) &&
-           (holds_corner(other) || other.holds_corner(*this));
+    if (!intersect(extent(), other.extent())) return false;
+    const uint32_t outer = same_axes(other);
+    const Grid a = behind(outer), b = other.behind(outer);
+    return intersect(a.extent(), b.extent()) && (a.holds_corner(b) || b.holds_corner(a));
   }
 
  private:
@@ -79,6 +82,26 @@ class Grid {
     return left < size_;
   }
 
+  // The first axes, of both, along which only elements of one index can meet: what has an index
+  // lies within a step. Units beside their data usually have all of these in common.
+  uint32_t same_axes(const Grid &other) const {
+    uint32_t count = 0;
+    for (; count < num_axes_ && count < other.num_axes_; ++count) {
+      const Extent a = extent(count + 1), b = other.extent(count + 1);
+      const int64_t bytes = std::max(a.end, b.end) - std::min(a.begin, b.begin);
+      if (!(axes_[count] == other.axes_[count]) || bytes > axes_[count].stride) break;
+    }
+    return count;
+  }
+
+  // The elements of index 0 of the first `count` axes.
+  Grid behind(uint32_t count) const {
+    Grid rest = *this;
+    rest.num_axes_ = num_axes_ - count;
+    std::copy(axes_.begin() + count, axes_.begin() + num_axes_, rest.axes_.begin());
+    return rest;
+  }
+
   bool holds_corner(const Grid &other) const {
     for (uint32_t corner = 0; corner >> other.num_axes_ == 0; ++corner) {
       const uint8_t *at = other.data_;
@@ -99,11 +122,19 @@ enum class Kind : uint8_t { kData, kScales, kZeros };
 
 // An array that the call accesses, and its name.
 struct Used {
-  Grid grid;
   Extent extent;
+  const void *array;  // as Kind and is_plane say: a tensor, a plane, or scales
   Kind kind;
   bool is_dst, is_plane, is_v, written;
-  uint32_t index;  // of the layer or plane
+  uint32_t index;     // of the layer or plane
+  uint32_t order;     // in which they were added
+  uint32_t grid = 0;  // 1 + index of its grid; 0: not needed so far
+
+  Grid make_grid() const {
+    if (kind != Kind::kData) return Grid(*static_cast<const kvx_scale_desc_t *>(array));
+    if (is_plane) return Grid(*static_cast<const kvx_plane_t *>(array));
+    return Grid(*static_cast<const kvx_tensor_desc_t *>(array));
+  }
 };
 
 template <class Visit>
@@ -130,6 +161,10 @@ void visit_name(const Used &of, Visit visit) {
   return status;
 }
 
+bool is_same(const kvx_scale_desc_t *a, const kvx_scale_desc_t *b) {
+  return a && a->data && b && a->data == b->data && (a == b || Grid(*a) == Grid(*b));
+}
+
 class AllUsed {
  public:
   void add_dst(const kvx_span_t &dst) {
@@ -139,7 +174,7 @@ class AllUsed {
         const kvx_tensor_desc_t &tensor = tensor_of(dst, l, is_v);
         if (is_absent(tensor)) continue;
         const bool written = is_affine(tensor.dtype);
-        add(Grid(tensor), {Kind::kData, true, false, is_v, false, l});
+        add(tensor, {Kind::kData, true, false, is_v, false, l});
         add(scales_of(dst, l, is_v), {Kind::kScales, true, false, is_v, written, l});
         const bool writes_zeros = written && !has_group_scales(tensor.dtype);
         add(zeros_of(dst, l, is_v), {Kind::kZeros, true, false, is_v, writes_zeros, l});
@@ -148,7 +183,7 @@ class AllUsed {
     for (uint32_t i = 0; i < dst.num_planes; ++i) {
       const kvx_plane_t &plane = *dst.planes[i];
       const bool written = is_affine(plane.dtype);
-      add(Grid(plane), {Kind::kData, true, true, false, false, i});
+      add(plane, {Kind::kData, true, true, false, false, i});
       add(plane.scale, {Kind::kScales, true, true, false, written, i});
       const bool writes_zeros = written && !has_group_scales(plane.dtype);
       add(plane.zero, {Kind::kZeros, true, true, false, writes_zeros, i});
@@ -158,8 +193,7 @@ class AllUsed {
   // Adds what the source has beside its data in one pool with `dst`, unless `dst` has the same.
   void add_src(const kvx_span_t &src, const kvx_span_t &dst) {
     const auto add_new = [&](const kvx_scale_desc_t *from, const kvx_scale_desc_t *to, Name name) {
-      if (from && from->data && to && to->data && Grid(*from) == Grid(*to)) return;
-      add(from, name);
+      if (!is_same(from, to)) add(from, name);
     };
     for (uint32_t l = 0; l < src.num_layers; ++l) {
       for (const bool is_v : {false, true}) {
@@ -176,19 +210,15 @@ class AllUsed {
     }
   }
 
-  kvx_status_t check() const {
-    std::vector<const Used *> order;  // by address, then as they were added
-    order.reserve(all_.size());
-    for (const Used &used : all_) order.push_back(&used);
-    std::sort(order.begin(), order.end(), [](const Used *a, const Used *b) {
-      return a->extent.begin != b->extent.begin ? a->extent.begin < b->extent.begin : a < b;
+  // Compares elements only of arrays whose extents overlap: those of most caches do not.
+  kvx_status_t check() {
+    std::sort(all_.begin(), all_.end(), [](const Used &a, const Used &b) {
+      return a.extent.begin != b.extent.begin ? a.extent.begin < b.extent.begin : a.order < b.order;
     });
-    for (size_t i = 0; i < order.size(); ++i) {
-      const Used &a = *order[i];
-      for (size_t j = i + 1; j < order.size() && order[j]->extent.begin < a.extent.end; ++j) {
-        const Used &b = *order[j];
-        if ((a.written || b.written) && a.grid.meets(b.grid))
-          return b.written ? fail_units(b, a) : fail_units(a, b);
+    for (auto a = all_.begin(); a != all_.end(); ++a) {
+      for (auto b = a + 1; b != all_.end() && b->extent.begin < a->extent.end; ++b) {
+        if ((a->written || b->written) && meet(&*a, &*b))
+          return b->written ? fail_units(*b, *a) : fail_units(*a, *b);
       }
     }
     return KVX_STATUS_OK;
@@ -201,15 +231,26 @@ class AllUsed {
     uint32_t index;
   };
 
-  void add(const Grid &grid, const Name &name) {
-    all_.push_back({grid, grid.extent(), name.kind, name.is_dst, name.is_plane, name.is_v,
-                    name.written, name.index});
+  template <class Desc>
+  void add(const Desc &desc, const Name &name) {
+    all_.push_back({extent_of(desc), &desc, name.kind, name.is_dst, name.is_plane, name.is_v,
+                    name.written, name.index, static_cast<uint32_t>(all_.size())});
   }
   void add(const kvx_scale_desc_t *numbers, const Name &name) {
-    if (numbers && numbers->data) add(Grid(*numbers), name);
+    if (numbers && numbers->data) add(*numbers, name);
+  }
+
+  bool meet(Used *a, Used *b) {
+    for (Used *used : {a, b}) {
+      if (used->grid) continue;
+      grids_.push_back(used->make_grid());
+      used->grid = static_cast<uint32_t>(grids_.size());
+    }
+    return grids_[a->grid - 1].meets(grids_[b->grid - 1]);
   }
 
   std::vector<Used> all_;
+  std::vector<Grid> grids_;
 };
 
 }  // namespace

@@ -75,8 +75,7 @@ inline std::vector<ByteRange> written_by(const Case &c) {
       const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
       if (is_absent(tensor)) continue;
       all.push_back(extent_of(tensor, tensor.ndim, tensor.data));
-      const bool finds_scales = migrates && (c.migrate.flags & KVX_FLAG_FIND_SCALES);
-      if (finds_scales && c.dst.scales[kv].size() > l) {
+      if ((c.finds_scales() || is_affine(tensor.dtype)) && c.dst.scales[kv].size() > l) {
         const kvx_scale_desc_t &scale = c.dst.scales[kv][l];
         all.push_back(extent_of(scale, scale.ndim, scale.data));
       }

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "bury.h"
+#include "call.h"
 #include "generate.h"
 #include "mutate.h"
 #include "oracle.h"

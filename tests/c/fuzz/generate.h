@@ -223,12 +223,46 @@ class Generator {
     as_pool ? make_pool(of, types, num_layers, end) : make_layers(of, types, num_layers, end);
   }
 
+  // One block of all layers, [head, layer, K or V, the rest]: planes lie between each other's
+  // heads. Spec: E.15
+  void make_universal(const Geometry &one, const Dtypes &types, uint32_t num_layers, End *end) {
+    const uint32_t kv_factor = one.has_v ? 2 : 1, planes = num_layers * kv_factor;
+    kvx_tensor_desc_t tensors[2]{};
+    uint32_t head_axis[2];
+    int64_t chunk = 0;
+    for (uint32_t kv = 0; kv < kv_factor; ++kv) {
+      kvx_tensor_desc_t &tensor = tensors[kv] = tensor_of(types[kv]);
+      set_shape(one, static_cast<int>(kv), &tensor);
+      head_axis[kv] = tensor.layout == KVX_LAYOUT_BLOCK_NHD ? 2 : 1;
+      tensor.shape[head_axis[kv]] = 1;
+      random_strides(tensor.ndim, tensor.shape, tensor.stride);
+      const int64_t span = span_of(tensor.ndim, tensor.shape, tensor.stride);
+      chunk = std::max(chunk, span * size_of(tensor.dtype));
+    }
+    const int64_t step_of_sizes = in_units ? 612 : 4;  // as in a pool
+    chunk = ((chunk + step_of_sizes - 1) / step_of_sizes + below(2)) * step_of_sizes;
+    uint8_t *const first = allocate(one.heads * planes * chunk);
+    for (uint32_t l = 0; l < num_layers; ++l) {
+      kvx_cache_desc_t cache = cache_of(one);
+      for (uint32_t kv = 0; kv < kv_factor; ++kv) {
+        kvx_tensor_desc_t tensor = tensors[kv];
+        tensor.shape[head_axis[kv]] = one.heads;
+        tensor.stride[head_axis[kv]] = planes * chunk / size_of(tensor.dtype);
+        tensor.data = first + (l * kv_factor + kv) * chunk;
+        (kv ? cache.v : cache.k) = tensor;
+      }
+      end->layers.push_back(cache);
+    }
+  }
+
   // Layers whose blocks lie anywhere: each in a buffer of its own. Spec: E.12
   void make_stacks(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
     Geometry one = of;
     one.blocks = 1;
-    if (!of.no_v && of.power_of_two() && random.one_in(2)) {  // each of all planes, as a pool's is
-      make_pool(one, types, num_layers, end);
+    if (!of.no_v && random.one_in(2)) {  // each of all planes, as a pool's is or interleaved
+      const bool as_pool = of.power_of_two() && random.one_in(2);
+      as_pool ? make_pool(one, types, num_layers, end)
+              : make_universal(one, types, num_layers, end);
       auto *const first = static_cast<uint8_t *>(end->layers[0].k.data);
       const auto bytes = static_cast<int64_t>(memory.find(first)->size);
       end->blocks.push_back({first});
@@ -269,11 +303,15 @@ class Generator {
   }
 
   kvx_scale_desc_t make_scale(const Geometry &of) {
+    return make_scale(of,
+                      random.pick({KVX_SCALE_PER_TENSOR, KVX_SCALE_PER_BLOCK, KVX_SCALE_PER_HEAD,
+                                   KVX_SCALE_PER_BLOCK_HEAD, KVX_SCALE_PER_TOKEN_HEAD}));
+  }
+  kvx_scale_desc_t make_scale(const Geometry &of, kvx_scale_granularity_t granularity) {
     kvx_scale_desc_t scale{};
     scale.size = sizeof scale;
     scale.dtype = random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16});
-    scale.granularity = random.pick({KVX_SCALE_PER_TENSOR, KVX_SCALE_PER_BLOCK, KVX_SCALE_PER_HEAD,
-                                     KVX_SCALE_PER_BLOCK_HEAD, KVX_SCALE_PER_TOKEN_HEAD});
+    scale.granularity = granularity;
     const auto set = [&](std::initializer_list<int64_t> shape) {
       scale.ndim = static_cast<uint32_t>(shape.size());
       std::copy(shape.begin(), shape.end(), scale.shape);
@@ -311,33 +349,57 @@ class Generator {
     }
   }
 
-  // Scales or zero points of numbers that have both, of any value.
-  kvx_scale_desc_t make_affine(const Geometry &of, int64_t groups, kvx_dtype_t dtype) {
+  // Of a destination whose scales the call finds: they may hold anything. Spec: E.9
+  void make_room_for_scales(const Geometry &of, End *end) {
+    for (int kv = 0; kv < (of.has_v ? 2 : 1); ++kv)
+      for (size_t l = 0; l < end->layers.size(); ++l)
+        end->scales[kv].push_back(make_scale(of, KVX_SCALE_PER_TOKEN_HEAD));
+  }
+
+  kvx_dtype_t fp8_dtype() {
+    return random.pick({KVX_DTYPE_F8_E4M3, KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ});
+  }
+
+  // What numbers with a zero point share a scale: those of a token and head, of `groups` of each,
+  // or a channel's of all tokens of a block. Spec: E.14
+  struct Unit {
+    kvx_scale_granularity_t granularity;
+    int64_t groups;
+  };
+  Unit random_unit(int64_t dim, bool may_cover_tokens) {
+    if (may_cover_tokens && random.one_in(2)) return {KVX_SCALE_PER_CHANNEL, 1};
+    if (random.one_in(2)) return {KVX_SCALE_PER_TOKEN_HEAD, 1};
+    int64_t groups = 1 + below(dim);
+    while (dim % groups) --groups;
+    return {KVX_SCALE_PER_GROUP, groups};
+  }
+
+  // Scales or zero points of any value.
+  kvx_scale_desc_t make_affine(const Geometry &of, int64_t dim, const Unit &unit,
+                               kvx_dtype_t dtype) {
     kvx_scale_desc_t made{};
     made.size = sizeof made;
     made.dtype = random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16});
     if (dtype == KVX_DTYPE_U8_ZERO) made.dtype = KVX_DTYPE_F32;
-    made.granularity = groups ? KVX_SCALE_PER_GROUP : KVX_SCALE_PER_TOKEN_HEAD;
-    made.ndim = groups ? 4 : 3;
-    const int64_t shape[] = {of.blocks, of.block_size, of.heads, groups};
-    std::copy(shape, shape + made.ndim, made.shape);
+    made.granularity = unit.granularity;
+    const int64_t of_token[] = {of.blocks, of.block_size, of.heads, unit.groups};
+    const int64_t of_channel[] = {of.blocks, of.heads, dim};
+    const bool covers = unit.granularity == KVX_SCALE_PER_CHANNEL;
+    made.ndim = unit.granularity == KVX_SCALE_PER_GROUP ? 4 : 3;
+    std::copy_n(covers ? of_channel : of_token, made.ndim, made.shape);
     random_strides(made.ndim, made.shape, made.stride);
     made.data = allocate(span_of(made.ndim, made.shape, made.stride) * size_of(made.dtype));
     return made;
   }
 
-  void make_affine(const Geometry &of, End *end) {
+  void make_affine(const Geometry &of, bool may_cover_tokens, End *end) {
     for (int kv = 0; kv < 2; ++kv) {
       const kvx_tensor_desc_t &first = kv ? end->layers[0].v : end->layers[0].k;
       if (is_absent(first) || !is_affine(first.dtype)) continue;
-      int64_t groups = random.one_in(2) ? 0 : 1 + below(of.dim[kv]);
-      while (groups && of.dim[kv] % groups) --groups;
-      for (const kvx_cache_desc_t &cache : end->layers) {
-        const bool absent = is_absent(kv ? cache.v : cache.k);
-        for (auto *list : {&end->scales[kv], &end->zeros[kv]})
-          list->push_back(absent ? kvx_scale_desc_t{} : make_affine(of, groups, first.dtype));
-        for (auto *list : {&end->scales[kv], &end->zeros[kv]})
-          list->back().size = sizeof(kvx_scale_desc_t);
+      const Unit unit = random_unit(of.dim[kv], may_cover_tokens);
+      for (size_t l = 0; l < end->layers.size(); ++l) {
+        end->scales[kv].push_back(make_affine(of, of.dim[kv], unit, first.dtype));
+        end->zeros[kv].push_back(make_affine(of, of.dim[kv], unit, first.dtype));
       }
     }
   }
@@ -517,7 +579,8 @@ class Generator {
   }
 
   // For a write rows is 0: key and value are 3-D. For a gather they may be 4-D.
-  void make_io(const kvx_cache_desc_t &cache, int64_t num_tokens, uint32_t rows, uint32_t max_len) {
+  void make_io(const kvx_cache_desc_t &cache, int64_t num_tokens, uint32_t rows, uint32_t max_len,
+               bool scalars = false) {
     kvx_kv_io_desc_t &io = c.io;
     io.size = sizeof io;
     io.num_tokens = static_cast<uint32_t>(num_tokens);
@@ -525,7 +588,7 @@ class Generator {
     io.head_dim = g.dim[0];
     io.value.size = sizeof io.value;
     Dtypes types;
-    random_dtypes(types);
+    for (kvx_dtype_t &dtype : types) dtype = random_dtype(in_units && !scalars);
     const bool same = random.one_in(2);  // so that bytes are copied
     for (int kv = 0; kv < (g.has_v ? 2 : 1); ++kv) {
       const kvx_dtype_t dtype = same ? (kv ? cache.v : cache.k).dtype : types[kv];
@@ -542,13 +605,24 @@ class Generator {
     }
   }
 
+  void random_way() {
+    if (random.one_in(3)) c.way = random.pick({kPlan, kPlanOfOthers, device ? kPlan : kPlanRanges});
+  }
+
   void make_write() {
+    const bool finds = !opaque && !pool && random.one_in(5);
+    if (finds)
+      for (kvx_dtype_t &dtype : dtypes) dtype = fp8_dtype();
     make_end(g, dtypes, 1, pool, &c.dst);
     const int64_t tokens = big ? g.room() : below(g.room() + 1);
     c.dst.slots = make_slots(g, tokens, 0, g.blocks, bad_indices);
-    make_scales(g, &c.dst);
-    make_io(c.dst.layers[0], tokens, 0, 0);
+    finds ? make_room_for_scales(g, &c.dst) : make_scales(g, &c.dst);
+    make_io(c.dst.layers[0], tokens, 0, 0, /*scalars=*/device && finds);
     c.write.size = sizeof c.write;
+    c.write_options.size = sizeof c.write_options;
+    c.write_options.flags = finds ? KVX_FLAG_FIND_SCALES : 0;
+    c.with_write_options = finds || random.one_in(3);
+    random_way();
   }
 
   void make_gather() {
@@ -583,6 +657,7 @@ class Generator {
       c.src.span.secondary_num_blocks = 0;
       for (auto &scales : c.src.scales) scales.clear();
     }
+    random_way();
   }
 
   enum Lookup { kDense, kSlots, kTable };
@@ -604,8 +679,12 @@ class Generator {
       for (kvx_dtype_t &dtype : *made) dtype = random.pick({KVX_DTYPE_U8_ZERO, KVX_DTYPE_U8_BIAS});
     };
     if (affine && (same_pool || random.one_in(2))) make_dtypes_affine(&dtypes);
-    const bool stacks[2] = {!pool && !affine && random.one_in(5),
-                            !other_pool && !affine && random.one_in(5)};
+    const bool finds = !affine && !opaque && !(device && in_units) && !pool && !other_pool &&
+                       !g.no_v && random.one_in(6);
+    if (finds && same_pool)
+      for (kvx_dtype_t &dtype : dtypes) dtype = fp8_dtype();
+    const bool stacks[2] = {!pool && !affine && !(finds && same_pool) && random.one_in(5),
+                            !other_pool && !affine && !finds && random.one_in(5)};
     if (stacks[0]) {
       make_stacks(g, dtypes, layers, &c.src);
     } else {
@@ -618,6 +697,8 @@ class Generator {
       random_dtypes(types);
       if (affine && random.one_in(2)) make_dtypes_affine(&types);
       if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
+      if (finds)
+        for (kvx_dtype_t &dtype : types) dtype = fp8_dtype();
       if (stacks[1]) {
         make_stacks(other, types, layers, &c.dst);
       } else {
@@ -626,6 +707,11 @@ class Generator {
     }
     c.migrate.size = sizeof c.migrate;
     c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
+    if (finds) c.migrate.flags |= KVX_FLAG_FIND_SCALES;
+    // Units over tokens at the destination: rows have blocks of their own, in order.
+    const bool covers = affine && random.one_in(2);
+    const bool requantizes = covers && random.one_in(2);
+    if (requantizes || random.one_in(10)) c.migrate.flags |= KVX_FLAG_REQUANTIZE;
     if (g.heads != other.heads || random.one_in(3)) {
       c.migrate.num_heads = 1 + random.below(std::min(g.heads, other.heads));
       c.src.span.head_start = random.below(g.heads - c.migrate.num_heads + 1);
@@ -639,6 +725,7 @@ class Generator {
     uint32_t seqs = random.below(4), beams = 1 + random.below(2);
     for (int e = 0; e < 2; ++e) {
       way[e] = same_pool ? random.pick({kSlots, kTable}) : random.pick({kDense, kSlots, kTable});
+      if (covers && e == 1) way[e] = same_pool ? kTable : random.pick({kDense, kTable});
       if (!ends[e]->blocks.empty()) way[e] = kTable;
       if (way[e] == kDense) seqs = std::min(seqs, geometry[e]->blocks);
     }
@@ -654,6 +741,9 @@ class Generator {
     for (int e = 0; e < 2; ++e) {
       const int64_t held = way[e] == kDense ? geometry[e]->block_size : geometry[e]->room();
       most = std::min(most, same_pool ? held / 2 : held);
+      if (covers && e == 1 && way[e] == kTable && seqs && random.one_in(2))
+        most =
+            std::min(most, held / (same_pool ? 2 : 1) / seqs / other.block_size * other.block_size);
     }
     for (uint32_t s = 0; s < seqs; ++s) {
       const int64_t length = big ? most : below(most + 1);
@@ -662,7 +752,10 @@ class Generator {
       for (uint32_t row = 0; row < 2 * beams; ++row) {
         const int e = row % 2;
         const int64_t last_start = way[e] == kDense ? geometry[e]->block_size - length : 3;
-        starts[e].push_back(with_starts[e] ? below(last_start + 1) : 0);
+        int64_t start = with_starts[e] ? below(last_start + 1) : 0;
+        if (covers && e == 1 && !requantizes && !random.one_in(8))
+          start -= start % other.block_size;
+        starts[e].push_back(start);
         needs[e].push_back(starts[e].back() + length);
       }
     }
@@ -678,7 +771,11 @@ class Generator {
       span.num_layers = layers;
       give(&span.layers);
       if (way[e] == kTable) {
-        make_table(*geometry[e], seqs, beams, needs[e], low, high, hostile == e, &end);
+        const kvx_block_table_t made = end.table;  // what blocks anywhere ask for
+        do {
+          end.table = made;
+          make_table(*geometry[e], seqs, beams, needs[e], low, high, hostile == e, &end);
+        } while (covers && e == 1 && end.table.format != KVX_BLOCK_TABLE_PACKED);
         give(&span.block_table);
       } else if (way[e] == kSlots) {
         end.slots = make_slots(*geometry[e], moved, low, high, hostile == e);
@@ -689,15 +786,15 @@ class Generator {
         end.starts = make_lens(starts[e]);
         give(&span.starts);
       }
-      make_scales(*geometry[e], &end);
-      make_affine(*geometry[e], &end);
+      finds &&e == 1 ? make_room_for_scales(*geometry[e], &end) : make_scales(*geometry[e], &end);
+      make_affine(*geometry[e], e == 0 || covers, &end);
       if (!end.zeros[0].empty()) give(&span.k_zeros);
       if (!end.zeros[1].empty()) give(&span.v_zeros);
       if (!end.scales[0].empty()) give(&span.k_scales);
       if (!end.scales[1].empty()) give(&span.v_scales);
     }
     const bool any_stacks = !c.src.blocks.empty() || !c.dst.blocks.empty();
-    if (!any_stacks && !big && random.one_in(3)) {
+    if (!any_stacks && !finds && !big && random.one_in(3)) {
       make_planes(geometry, way, same_pool, beams, lengths, needs);
     }
     bool own = false;  // a table that stays with the plan
@@ -718,7 +815,7 @@ class Generator {
   // What the planes of a pair share.
   struct PairShape {
     uint32_t tokens_per_entry, flags, heads;
-    bool units;
+    bool units, affine;
     int64_t dim;  // numbers
   };
 
@@ -728,6 +825,7 @@ class Generator {
     pair.flags = random.one_in(4) ? KVX_PLANE_REPLICATED : 0;
     pair.heads = 1 + random.below(3);
     pair.units = in_units && random.one_in(2);
+    pair.affine = !device && !opaque && !pair.units && random.one_in(4);
     pair.dim = pair.units ? 32 * (1 + below(2)) : random.pick<int64_t>({1, 2, 6, 16, 33});
     return pair;
   }
@@ -834,6 +932,8 @@ class Generator {
       of.block_size = 1;
     }
     plane.dtype = random_dtype(pair.units);
+    if (pair.affine && random.one_in(2))
+      plane.dtype = random.pick({KVX_DTYPE_U8_ZERO, KVX_DTYPE_U8_BIAS});
     if (e == 1 && random.one_in(2)) plane.dtype = c.src.planes.back().desc.dtype;
     if (alias && !(same_pool && e == 1)) share(end.planes.back().desc, &of, &plane);
     if (same_pool && e == 1) share(c.src.planes.back().desc, &of, &plane);
@@ -843,6 +943,18 @@ class Generator {
     if (is_fp8(plane.dtype) && random.one_in(2)) {
       made.scale = make_scale(of);
       give(&plane.scale);
+    }
+    if (is_affine(plane.dtype)) {
+      Unit unit = random_unit(pair.dim, e == 0 && pair.tokens_per_entry == 1);
+      const kvx_scale_desc_t &other = c.src.planes.empty() ? made.scale : c.src.planes.back().scale;
+      if (e == 1 && other.data && other.granularity != KVX_SCALE_PER_CHANNEL &&
+          is_affine(c.src.planes.back().desc.dtype) && random.one_in(2)) {
+        unit = {other.granularity, other.ndim == 4 ? other.shape[3] : 1};
+      }
+      made.scale = make_affine(of, pair.dim, unit, plane.dtype);
+      made.zero = make_affine(of, pair.dim, unit, plane.dtype);
+      give(&plane.scale);
+      give(&plane.zero);
     }
     const uint32_t half = of.blocks / 2;
     if (own) {

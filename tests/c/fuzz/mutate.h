@@ -105,10 +105,12 @@ struct Fields {
     }
     add(Field::kPointer, name + ".data", &d.data);
     add(Field::kPointer, name + ".scale", &d.scale);
+    add(Field::kPointer, name + ".zero", &d.zero);
     add(Field::kPointer, name + ".block_table", &d.block_table);
     add(Field::kPointer, name + ".slots", &d.slots);
     add(Field::kExtent, name + ".reserved[3]", &d.reserved[3]);
     if (d.scale) scale(name + ".scale", &p->scale);
+    if (d.zero) scale(name + ".zero", &p->zero);
     if (d.block_table) table(name + ".block_table", &p->table);
     if (d.slots) slots(name + ".slots", &p->slots);
   }
@@ -164,6 +166,10 @@ inline Fields fields_of(Case *c) {
   }
   if (c->op == kWrite) {
     f.add(Field::kSize, "write.size", &c->write.size);
+    if (c->with_write_options) {
+      f.add(Field::kSize, "options.size", &c->write_options.size);
+      f.add(Field::kCount, "options.flags", &c->write_options.flags);
+    }
     f.slots("slots", &c->dst.slots);
   } else if (c->op == kGather) {
     f.add(Field::kSize, "gather.size", &c->gather.size);
@@ -330,8 +336,10 @@ inline bool scales_fit(Memory &memory, const End &end) {
       for (const kvx_scale_desc_t &scale : *list)
         if (!fits(scale)) return false;
   }
-  for (const PlaneCase &plane : end.planes)
+  for (const PlaneCase &plane : end.planes) {
     if (plane.desc.scale && !fits(plane.scale)) return false;
+    if (plane.desc.zero && !fits(plane.zero)) return false;
+  }
   return true;
 }
 

@@ -239,34 +239,151 @@ struct Oracle {
     return (kv ? end.layers[layer].v : end.layers[layer].k).dtype;
   }
 
-  // Whether bytes with scales and zero points are copied as they are. Spec: E.14
-  bool copies_affine(int kv, size_t l) const {
-    const kvx_scale_desc_t &a = c.src.scales[kv][l], &b = c.dst.scales[kv][l];
-    const auto groups = [](const kvx_scale_desc_t &s) { return s.ndim == 4 ? s.shape[3] : 1; };
-    return dtype_of(c.src, kv, l) == dtype_of(c.dst, kv, l) && groups(a) == groups(b) &&
-           a.dtype == b.dtype && c.src.zeros[kv][l].dtype == c.dst.zeros[kv][l].dtype;
+  // Bytes at one end, and what they have beside them. Spec: E.14
+  struct Affine {
+    kvx_dtype_t dtype;
+    const kvx_scale_desc_t &scales, &zeros;
+    bool covers_tokens() const { return scales.granularity == KVX_SCALE_PER_CHANNEL; }
+    int64_t groups() const { return scales.ndim == 4 ? scales.shape[3] : 1; }
+  };
+  static Affine affine_of(const End &end, int kv, size_t l) {
+    return {dtype_of(end, kv, l), end.scales[kv][l], end.zeros[kv][l]};
+  }
+
+  // Scales and zero points of a token and head.
+  static uint64_t bytes_beside(const Affine &a) {
+    return static_cast<uint64_t>(a.groups() * (size_of(a.scales.dtype) + size_of(a.zeros.dtype)));
+  }
+
+  static bool is_like(const Affine &a, const Affine &b) {
+    return a.dtype == b.dtype && a.covers_tokens() == b.covers_tokens() &&
+           a.groups() == b.groups() && a.scales.dtype == b.scales.dtype &&
+           a.zeros.dtype == b.zeros.dtype;
+  }
+  // Whether tokens are copied with their scales and zero points.
+  static bool copies(const Affine &from, const Affine &to) {
+    return is_like(from, to) && !to.covers_tokens();
   }
 
   static uint8_t *group_at(const kvx_scale_desc_t &s, const Place &place, int64_t head, int64_t g) {
-    const int64_t at = place.block * s.stride[0] + place.offset * s.stride[1] + head * s.stride[2] +
-                       (s.ndim == 4 ? g * s.stride[3] : 0);
+    const int64_t at = s.granularity == KVX_SCALE_PER_CHANNEL
+                           ? place.block * s.stride[0] + head * s.stride[1] + g * s.stride[2]
+                           : place.block * s.stride[0] + place.offset * s.stride[1] +
+                                 head * s.stride[2] + (s.ndim == 4 ? g * s.stride[3] : 0);
     return const_cast<uint8_t *>(static_cast<const uint8_t *>(s.data)) + at * size_of(s.dtype);
   }
 
-  // The scales and zero points of a token and head, which a migration stores.
-  void mark_affine(int kv, size_t l, const Place (&place)[2], int64_t src_head, int64_t dst_head,
-                   const uint8_t *any_source) {
-    const bool copies = is_affine(dtype_of(c.src, kv, l)) && copies_affine(kv, l);
-    for (const bool zero : {false, true}) {
-      const kvx_scale_desc_t &to = zero ? c.dst.zeros[kv][l] : c.dst.scales[kv][l];
-      const int64_t groups = to.ndim == 4 ? to.shape[3] : 1;
+  // `groups` scales and zero points of a token and head, or of a block and head, which a migration
+  // stores. from: NULL if they are not copied. is_zero: all are 0.
+  void mark_affine(const Affine *from, const Affine &to, const Place (&place)[2], int64_t src_head,
+                   int64_t dst_head, int64_t groups, bool is_zero) {
+    for (const bool zeros : {false, true}) {
+      const kvx_scale_desc_t &stored = zeros ? to.zeros : to.scales;
       for (int64_t g = 0; g < groups; ++g) {
-        const uint8_t *src = any_source;
-        if (src && copies)
-          src = group_at((zero ? c.src.zeros : c.src.scales)[kv][l], place[0], src_head, g);
-        mark(group_at(to, place[1], dst_head, g), size_of(to.dtype), src, copies);
-        if (!copies) written -= static_cast<uint64_t>(size_of(to.dtype));
+        uint8_t *const at = group_at(stored, place[1], dst_head, g);
+        const uint8_t *src = is_zero ? nullptr : at;  // of a value that is not known
+        if (from) src = group_at(zeros ? from->zeros : from->scales, place[0], src_head, g);
+        mark(at, size_of(stored.dtype), src, from != nullptr);
+        if (!from) written -= static_cast<uint64_t>(size_of(stored.dtype));
       }
+    }
+  }
+
+  // The scale of a token and head that the call finds. Spec: E.9
+  void mark_found_scale(const kvx_scale_desc_t &s, const Place &place, int64_t head, bool is_zero) {
+    uint8_t *const at = group_at(s, place, head, 0);
+    mark(at, size_of(s.dtype), at, false);
+    written -= static_cast<uint64_t>(size_of(s.dtype));
+    Block *const block = c.memory.find(at);
+    if (!is_zero || !block) return;
+    const float one = 1;  // whose upper half is BF16's
+    const uint16_t half = 0x3c00;
+    uint8_t bytes[4];
+    std::memcpy(bytes, &one, 4);
+    if (s.dtype == KVX_DTYPE_BF16) std::memcpy(bytes, bytes + 2, 2);
+    if (s.dtype == KVX_DTYPE_F16) std::memcpy(bytes, &half, 2);
+    for (int64_t i = 0; i < size_of(s.dtype); ++i) {
+      const auto of_block = static_cast<size_t>(at - block->data.get() + i);
+      block->known[of_block] = 1;
+      block->expected[of_block] = bytes[i];
+    }
+  }
+
+  // Tokens that go into one unit over tokens: by their offset in the block, where they come from.
+  struct CoveredUnit {
+    std::map<int64_t, Place> tokens;
+  };
+  using CoveredKey = std::tuple<size_t, int, int64_t, uint64_t, int64_t>;  // layer, K or V, block,
+  std::map<CoveredKey, CoveredUnit> covered{};                             // row, column
+
+  bool covers(const End &end, int kv, size_t l) const {
+    return is_affine(dtype_of(end, kv, l)) && affine_of(end, kv, l).covers_tokens();
+  }
+
+  // What units over tokens hold afterwards. Spec: E.14
+  void mark_covered(const CoveredKey &key, const CoveredUnit &unit, bool zero_fill) {
+    const auto &[l, kv, block, row, column] = key;
+    const bool requantizes = c.migrate.flags & KVX_FLAG_REQUANTIZE;
+    const Affine to = affine_of(c.dst, kv, l);
+    const kvx_cache_desc_t &source = c.src.layers[l], &target = c.dst.layers[l];
+    const Place &first = unit.tokens.begin()->second;
+    bool any = zero_fill, all_of_one_block = first.block >= 0;
+    for (const auto &[offset, from] : unit.tokens) {
+      any |= from.block >= 0;
+      all_of_one_block &=
+          from.block == first.block && from.offset == offset && from.secondary == first.secondary;
+    }
+    if (!any) return;
+    const bool one_by_one = c.src.span.slots || (c.src.span.block_table &&
+                                                 c.src.table.format == KVX_BLOCK_TABLE_RAGGED);
+    const bool same = all_of_one_block && unit.tokens.begin()->first == 0 &&
+                      (!one_by_one || unit.tokens.size() == 1) &&
+                      is_affine(dtype_of(c.src, kv, l)) && source.block_size == target.block_size &&
+                      is_like(affine_of(c.src, kv, l), to);
+    const int64_t heads = c.migrate.num_heads ? c.migrate.num_heads : source.num_kv_heads;
+    const int64_t dim = dim_of(kv ? target.v : target.k);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t src_head = c.src.span.head_start + h, dst_head = c.dst.span.head_start + h;
+      Place place[2] = {first, {}};
+      place[1].block = block;
+      if (same) {
+        const Affine from = affine_of(c.src, kv, l);
+        mark_affine(&from, to, place, src_head, dst_head, dim, false);
+        written -= static_cast<uint64_t>(dim) * bytes_beside(to);  // a plan does not count them
+      } else {
+        mark_affine(nullptr, to, place, src_head, dst_head, dim, false);
+      }
+      const auto mark_token = [&](int64_t offset, const Place *from, bool moves) {
+        place[1].offset = offset;
+        for (int64_t d = 0; d < dim; ++d) {
+          uint8_t *const at = element_of(target, kv, place[1], dst_head, d);
+          mark(at, 1, same ? element_of(source, kv, *from, src_head, d) : at, same);
+          if (!moves) --written;
+        }
+      };
+      const int64_t begin = unit.tokens.begin()->first;
+      for (int64_t before = 0; requantizes && before < begin; ++before)
+        mark_token(before, nullptr, false);
+      for (const auto &[offset, from] : unit.tokens) {
+        if (from.block >= 0) use_scale(c.src, kv, l, from, src_head);
+        mark_token(offset, &from, from.block >= 0 || zero_fill);
+      }
+    }
+  }
+
+  void mark_covered(bool zero_fill) {
+    const CoveredKey *last = nullptr;  // keys of a block follow each other
+    for (const auto &[key, unit] : covered) {
+      bool moves = zero_fill;
+      for (const auto &[offset, from] : unit.tokens) moves |= from.block >= 0;
+      if (!moves) continue;
+      const auto block_of = [](const CoveredKey &k) {
+        return std::tuple(std::get<0>(k), std::get<1>(k), std::get<2>(k));
+      };
+      if (last && block_of(*last) == block_of(key))
+        return refuse("a block of two rows, or twice of one");
+      last = &key;
+      mark_covered(key, unit, zero_fill);
     }
   }
 
@@ -279,9 +396,10 @@ struct Oracle {
   void look_at_scales(const End &end) {
     for (const int kv : {0, 1})
       for (size_t l = 0; l < end.scales[kv].size(); ++l)
-        if (!is_affine(dtype_of(end, kv, l))) look_at_scale(end.scales[kv][l]);
+        if (!is_affine(dtype_of(end, kv, l)) && !(c.finds_scales() && &end == &c.dst))
+          look_at_scale(end.scales[kv][l]);
     for (const PlaneCase &plane : end.planes)
-      if (plane.desc.scale) look_at_scale(plane.scale);
+      if (plane.desc.scale && !is_affine(plane.desc.dtype)) look_at_scale(plane.scale);
   }
   void look_at_scale(const kvx_scale_desc_t &s) {
     Block *block = s.data ? c.memory.find(s.data) : nullptr;
@@ -329,14 +447,18 @@ struct Oracle {
     const kvx_cache_desc_t &cache = c.dst.layers[0];
     for (int kv = 0; kv < (is_absent(cache.v) ? 1 : 2); ++kv) {
       const kvx_tensor_desc_t &io = kv ? c.io.value : c.io.key, &to = kv ? cache.v : cache.k;
-      const bool same = io.dtype == to.dtype && !scaled(c.dst, kv, 0);
+      const bool same = io.dtype == to.dtype && !scaled(c.dst, kv, 0) && !c.finds_scales();
       for (uint64_t t = 0; t < c.io.num_tokens; ++t) {
         Place place;
         if (!find_place(c.dst, cache, true, false, kv, 0, 0, t, &place)) refuse("a slot");
         if (bad_index) return;
         if (place.block < 0) continue;
         for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
-          use_scale(c.dst, kv, 0, place, h);
+          if (c.finds_scales()) {
+            mark_found_scale(c.dst.scales[kv][0], place, h, false);
+          } else {
+            use_scale(c.dst, kv, 0, place, h);
+          }
           for (int64_t d = 0; d < dim_of(to); ++d) {
             mark(element_of(cache, kv, place, h, d), size_of(to.dtype),
                  io_element(io, 0, t, 0, h, counterpart(d, to.dtype, io.dtype)), same);
@@ -420,6 +542,12 @@ struct Oracle {
         if (end->span.block_table && exact(*end) && beyond != 0) refuse("an inexact row");
         if (start < 0 || beyond > 0)
           length == 0 && start >= 0 ? allow() : refuse("a start or a length");
+        if (end == &c.dst && length > 0 && start % end->layers[0].block_size != 0 &&
+            !(c.migrate.flags & KVX_FLAG_REQUANTIZE)) {
+          for (size_t l = 0; l < c.dst.span.num_layers; ++l)
+            for (int kv = 0; kv < (is_absent(end->layers[l].v) ? 1 : 2); ++kv)
+              if (covers(c.dst, kv, l)) refuse("a start within a unit");
+        }
       }
     }
     for (const End *end : ends) {
@@ -457,11 +585,19 @@ struct Oracle {
               if (place[e].block >= 0 && !place[e].at)
                 (moves ? used : touched)[e].insert({kv, place[e].secondary, place[e].block});
             }
+            if (place[1].block >= 0 && covers(c.dst, kv, l)) {
+              const auto token = static_cast<int64_t>(
+                  t + (c.dst.span.starts ? read_int(c.dst.starts.lengths, c.dst.starts.dtype, row)
+                                         : 0));
+              covered[{l, kv, place[1].block, row, token / caches[1]->block_size}]
+                  .tokens[place[1].offset] = place[0];
+              continue;
+            }
             if (place[1].block < 0 || (place[0].block < 0 && !zero_fill)) continue;
             const kvx_tensor_desc_t &from = kv ? caches[0]->v : caches[0]->k,
                                     &to = kv ? caches[1]->v : caches[1]->k;
             const bool both_affine = is_affine(from.dtype) && is_affine(to.dtype);
-            const bool same = both_affine ? copies_affine(kv, l)
+            const bool same = both_affine ? copies(affine_of(c.src, kv, l), affine_of(c.dst, kv, l))
                                           : from.dtype == to.dtype && !scaled(c.src, kv, l) &&
                                                 !scaled(c.dst, kv, l);
             const int64_t heads =
@@ -471,13 +607,20 @@ struct Oracle {
                             dst_head = c.dst.span.head_start + h;
               if (place[0].block >= 0) {
                 use_scale(c.src, kv, l, place[0], src_head);
-                use_scale(c.dst, kv, l, place[1], dst_head);
+                if (!c.finds_scales()) use_scale(c.dst, kv, l, place[1], dst_head);
               }
+              const bool is_zero = place[0].block < 0;
+              if (c.finds_scales())
+                mark_found_scale(c.dst.scales[kv][l], place[1], dst_head, is_zero);
               if (is_affine(to.dtype)) {
-                const uint8_t *const any = place[0].block < 0
-                                               ? nullptr
-                                               : element_of(*caches[0], kv, place[0], src_head, 0);
-                mark_affine(kv, l, place, src_head, dst_head, any);
+                const Affine target = affine_of(c.dst, kv, l);
+                if (both_affine && same && !is_zero) {
+                  const Affine source = affine_of(c.src, kv, l);
+                  mark_affine(&source, target, place, src_head, dst_head, target.groups(), false);
+                } else {
+                  mark_affine(nullptr, target, place, src_head, dst_head, target.groups(), is_zero);
+                  if (both_affine && same) written += bytes_beside(target);
+                }
               }
               for (int64_t d = 0; d < dim_of(to); ++d) {
                 const int64_t at = counterpart(d, to.dtype, from.dtype);
@@ -495,6 +638,7 @@ struct Oracle {
         }
       }
     }
+    mark_covered(zero_fill);
     for (const Block *block : pointed[1]) {
       if (!pointed[0].count(block)) continue;
       // Of some heads a block may interleave with itself. A device does not look.
@@ -580,8 +724,12 @@ struct Oracle {
       return reinterpret_cast<const void *>(extent_of(both[e]->desc, KVX_AXIS_BLOCK));
     };
     const Finders name = own ? Finders{name_of(0), name_of(1)} : Finders{};
-    const bool scaled[2] = {from.desc.scale && from.scale.data, to.desc.scale && to.scale.data};
-    const bool same = src.dtype == dst.dtype && !scaled[0] && !scaled[1];
+    const bool scaled[2] = {from.desc.scale && from.scale.data && !is_affine(src.dtype),
+                            to.desc.scale && to.scale.data && !is_affine(dst.dtype)};
+    const Affine beside[2] = {{src.dtype, from.scale, from.zero}, {dst.dtype, to.scale, to.zero}};
+    const bool both_affine = is_affine(src.dtype) && is_affine(dst.dtype);
+    const bool same = both_affine ? copies(beside[0], beside[1])
+                                  : src.dtype == dst.dtype && !scaled[0] && !scaled[1];
     const bool cuts = c.migrate.num_heads && !(src.flags & KVX_PLANE_REPLICATED);
     const int64_t heads = cuts ? c.migrate.num_heads : extent_of(src, KVX_AXIS_HEAD);
     std::set<int64_t> used[2], zeroed;
@@ -607,6 +755,12 @@ struct Oracle {
           const int64_t dst_head = h + (cuts ? c.dst.span.head_start : 0);
           if (reads && scaled[0]) use_scale(from.scale, place[0], src_head);
           if (reads && scaled[1]) use_scale(to.scale, place[1], dst_head);
+          if (is_affine(dst.dtype)) {
+            const bool copied = both_affine && same;
+            mark_affine(copied && reads ? &beside[0] : nullptr, beside[1], place, src_head,
+                        dst_head, beside[1].groups(), !reads);
+            if (copied && !reads) written += bytes_beside(beside[1]);
+          }
           for (int64_t d = 0; d < extent_of(dst, KVX_AXIS_DIM); ++d) {
             const int64_t at = counterpart(d, dst.dtype, src.dtype);
             const uint8_t *const read =
