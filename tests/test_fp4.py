@@ -33,7 +33,7 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from tests.affine import mlx
+from tests.affine import mlx, openvino_k
 from tests.calls import Backend
 from tests.fp4 import Fp4, decode, encode, page, swap_fours, swapped
 from tests.test_affine import plain, values
@@ -114,6 +114,20 @@ def test_every_pair(backend: Backend, a: str, b: str) -> None:
                 move(backend, src, dst, dst.clone(), ends, lens)
             continue
         move(backend, src, dst, expected, ends, lens)
+
+
+def test_to_units_that_cover_tokens(backend: Backend) -> None:
+    """Into OpenVINO's K; devices refuse."""
+    src, dst = page(2, 4, 2, 64, 1), openvino_k(3, 4, 2, 64, 2)
+    x, expected = values((4, 2, 64), 1), dst.clone()
+    for t in range(4):
+        src.store(1, t, x[t])
+    ends = src.span([[1]]), dst.span([[2]])
+    if backend.looks_first:
+        expected.store_tokens(2, range(4), torch.stack([src.numbers(1, t) for t in range(4)]))
+        return move(backend, src, dst, expected, ends, [4])
+    with pytest.raises(UnsupportedError, match=r"goes from F4_E2M1 to U8_ZERO with scales that ar"):
+        move(backend, src, dst, expected, ends, [4])
 
 
 def test_another_scale_of_the_tensor(backend: Backend) -> None:

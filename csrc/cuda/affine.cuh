@@ -66,12 +66,14 @@ __device__ __forceinline__ UnitsAt dst_units(const AffineParams &p, uint32_t pai
   return {p.affine.dst, p.shape.dst.dtype, p.beside[pair].dst_scales, p.beside[pair].dst_zeros};
 }
 
-// Number d of a head at the source, whose first one lies at `from`. `scale` is that of FP8.
+// Number d of a head at the source, whose first one lies at `from`. `scale` is that of FP8. Without
+// kGroups not from F4_E2M1, for a kernel that has no registers left.
+template <bool kGroups = true>
 __device__ __forceinline__ float number_from(const Plane &plane, const UnitsAt &units,
                                              const uint8_t *from, const Place &place, uint32_t head,
                                              uint32_t d, float scale) {
   if (!units.end.group) return number_at(plane, from, d) * scale;
-  if (units.dtype == KVX_DTYPE_F4_E2M1) {
+  if (kGroups && units.dtype == KVX_DTYPE_F4_E2M1) {
     const uint32_t byte = from[offset_of(plane, d / 2)];
     const uint8_t *const at = units.group_scale(place, head, d / units.end.group);
     const float factor = load_group_scale(at, units.end.scales.dtype) * units.tensor_scale();

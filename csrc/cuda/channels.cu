@@ -113,8 +113,8 @@ __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &p
           if (kReports && d == 0) report_scale(p, pair, token, head, scale, 1.0f);
           continue;
         }
-        visit(to, number_from(shape.src, src, token.src + head * shape.src.head_stride, token.from,
-                              head, d, scale));
+        visit(to, number_from<false>(shape.src, src, token.src + head * shape.src.head_stride,
+                                     token.from, head, d, scale));
       } else if (token.dst) {  // filled with zeros
         visit(to, 0.0f);
       } else if (p.affine.requantizes) {

@@ -135,6 +135,20 @@ kvx_status_t check_split_tokens(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
+// The kernel that fills units over tokens does not read F4_E2M1.
+kvx_status_t check_groups_to_channels(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    const AffinePair *const affine = affine_of(plan, pair);
+    if (!affine || !affine->dst.covers_tokens || !has_group_scales(pair.src.dtype)) continue;
+    return fail(
+        KVX_STATUS_UNSUPPORTED,
+        "%s goes from F4_E2M1 to %s with scales that are PER_CHANNEL, which calls on DEVICE "
+        "memory do not convert; migrate by way of F16 (spec E.18)",
+        pair.is_v ? "V" : "K", kvx::name_of(pair.dst.dtype));
+  }
+  return KVX_STATUS_OK;
+}
+
 // The host does not read scales on a device, and numbers that are encoded again may become others.
 kvx_status_t check_tensor_scales(const Plan &plan) {
   for (const PlanePair &pair : plan.pairs) {
@@ -349,6 +363,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
     if (pair.affine) KVX_TRY(check_narrow_blocks(plan, pair, row_bound(plan, pair.lookup)));
   KVX_TRY(check_found_scales(plan));
   KVX_TRY(check_split_tokens(plan));
+  KVX_TRY(check_groups_to_channels(plan));
   KVX_TRY(check_tensor_scales(plan));
   KVX_TRY(check_indices(plan));
   common.zero_fill = plan.zero_fill;
