@@ -64,7 +64,7 @@ from tests.fp4 import page as nvfp4_page
 from tests.native import ROOT
 from tests.test_affine import from_dense
 from tests.test_find_scales import find_scales
-from tests.test_formats import test_all_scales_of_a_unit as move_units
+from tests.test_ggml import test_units_are_ggml_s as move_units
 
 NUM_LAYERS, HEADS, DIM = 2, 3, 48
 LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
@@ -572,7 +572,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "generic": partial(on_the_grid, "torch NHD", "torch HND", E4M3, E5M2),
     "bulk": partial(on_the_grid, "torch NHD", "tgi flashinfer", transfer=Transfer.BACKGROUND),
     "quantize": partial(test_scales_that_are_found, HOSTGRID, "torch NHD"),
-    "units": partial(move_units, HOSTGRID, DType.Q8_0),
+    "units": partial(move_units, HOSTGRID, DType.Q8_0, 1),
     "affine": partial(move_zero_points, HOSTGRID, openvino_v),
     "channels": partial(move_zero_points, HOSTGRID, openvino_k),
     "fp4": partial(move_zero_points, HOSTGRID, nvfp4_page),
