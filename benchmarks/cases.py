@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import machine, native
-from benchmarks.rounds import SPIN_SECONDS, Goal, Timing
+import kvx_core
+from benchmarks import machine, native, report
+from benchmarks.rounds import SPIN_SECONDS, Contestant, Goal, Timing, compete
 
 SENTINEL = 0x5A
 
@@ -104,3 +105,25 @@ def row(
         ],
         "samples_us": {n: [round(1e6 * s, 3) for s in v] for n, v in timing.samples.items()},
     }
+
+
+def on_threads(
+    name: str,
+    contestants: dict[str, Contestant],
+    threads: Sequence[int],
+    rounds: int,
+    num_bytes: int,
+    goals: Sequence[Goal],
+    versus: Sequence[str],
+) -> list[dict[str, Any]]:
+    """One case with each number of threads; prints and returns the rows."""
+    rows = []
+    for num_threads in threads:
+        kvx_core.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)
+        with torch.inference_mode():
+            timing = compete(contestants, rounds, case=name)
+        rows.append(row(name, num_threads, num_bytes, timing, goals))
+        report.print_row(rows[-1], versus)
+    kvx_core.set_num_threads(0)
+    return rows

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import kvx_core
 from benchmarks import report
-from benchmarks.cases import row
+from benchmarks.cases import on_threads
 from benchmarks.pools import random_numbers
-from benchmarks.rounds import Contestant, Goal, compete, once
+from benchmarks.rounds import Contestant, Goal, once
 from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, DType, Layout, ScaleDesc, describe
 from kvx_core.encodings import hadamard
 
@@ -62,7 +62,8 @@ def _rotation(
         "memcpy": once(lambda: copy.copy_(numbers)),
         "torch": once(lambda: torch.mm(numbers.view(-1, order), matrix, out=out.view(-1, order))),
     }
-    return _on_threads(name, contestants, threads, rounds, numbers.nbytes, [Goal("memcpy", 0.5)])
+    goals = [Goal("memcpy", 0.5)]
+    return on_threads(name, contestants, threads, rounds, numbers.nbytes, goals, _VERSUS)
 
 
 def _matrix(order: int) -> np.ndarray:
@@ -97,7 +98,7 @@ def _format(
             (lambda: quantize(few, kind)) if is_encoding else (lambda: dequantize(coded, kind))
         )
     goals = [Goal("gguf", 10.0)] if "gguf" in contestants else []
-    return _on_threads(name, contestants, threads, rounds, numbers.nbytes, goals)
+    return on_threads(name, contestants, threads, rounds, numbers.nbytes, goals, _VERSUS)
 
 
 def _stored(dtype: DType) -> CacheSpan:
@@ -135,22 +136,3 @@ def _scaled(call: Callable[[], object]) -> Contestant:
         return (time.perf_counter() - begin) * (_TOKENS / _FEW)
 
     return work
-
-
-def _on_threads(
-    name: str,
-    contestants: dict[str, Contestant],
-    threads: Sequence[int],
-    rounds: int,
-    num_bytes: int,
-    goals: Sequence[Goal],
-) -> list[dict[str, Any]]:
-    rows = []
-    for num_threads in threads:
-        kvx_core.set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)
-        timing = compete(contestants, rounds, case=name)
-        rows.append(row(name, num_threads, num_bytes, timing, goals))
-        report.print_row(rows[-1], _VERSUS)
-    kvx_core.set_num_threads(0)
-    return rows

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvx_core
 from benchmarks import report
-from benchmarks.cases import row
+from benchmarks.cases import on_threads
 from benchmarks.pools import random_numbers
-from benchmarks.rounds import Contestant, Goal, compete, repeated
+from benchmarks.rounds import Goal, repeated
 from kvx_core import KvCacheStore
 
 _HEADS, _REPEATS, _DIM = 8, 4, 128
@@ -49,8 +48,8 @@ def run(threads: Sequence[int], rounds: int, only: str) -> list[dict[str, Any]]:
             for what, (calls, num_bytes, goals) in cases.items():
                 if only in f"{what} {name}":
                     work = {n: repeated(call) for n, call in calls.items()}
-                    results += _on_threads(
-                        f"{what} {name}", work, threads, rounds, num_bytes, goals
+                    results += on_threads(
+                        f"{what} {name}", work, threads, rounds, num_bytes, goals, _VERSUS
                     )
     return results
 
@@ -133,26 +132,6 @@ def _verify(store: KvCacheStore, query: Tensor, keys: Tensor, values: Tensor) ->
     wanted = _attend(query.double(), keys.double(), values.double()).float()
     error = float((store.attend(0, query) - wanted).abs().max())
     assert error < _BOUND, f"attend is wrong by {error}"
-
-
-def _on_threads(
-    name: str,
-    contestants: dict[str, Contestant],
-    threads: Sequence[int],
-    rounds: int,
-    num_bytes: int,
-    goals: Sequence[Goal],
-) -> list[dict[str, Any]]:
-    rows = []
-    for num_threads in threads:
-        kvx_core.set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)
-        with torch.inference_mode():
-            timing = compete(contestants, rounds, case=name)
-        rows.append(row(name, num_threads, num_bytes, timing, goals))
-        report.print_row(rows[-1], _VERSUS)
-    kvx_core.set_num_threads(0)
-    return rows
 
 
 def _short(encoding: str) -> str:

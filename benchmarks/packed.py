@@ -17,18 +17,17 @@ import torch
 import transformers
 from torch import Tensor
 
-import kvx_core
 from benchmarks import report
-from benchmarks.cases import row
+from benchmarks.cases import on_threads
 from benchmarks.pools import random_numbers
-from benchmarks.rounds import Contestant, Goal, compete
+from benchmarks.rounds import Contestant, Goal
 from kvx_core import PackedKVCache
 
 _HEADS, _DIM = 8, 128
 _HELD = {1: (64, 256, 1024, 4096), 8: (64, 256, 1024)}  # tokens of each sequence, by batch
 _STEPS = 16  # timed together
 _ALL = 4096  # tokens appended one by one
-_VERSUS = ("torch", "hf", "numpy")
+_COLUMNS = ("torch", "hf", "numpy", "bulk")
 _FROM = 256  # tokens from which on the goals hold
 _GOALS = (Goal("torch", 1.0), Goal("hf", 1.0))
 
@@ -41,7 +40,7 @@ Way = Callable[[Tensor, Tensor], Append]
 def run(threads: Sequence[int], rounds: int, only: str) -> list[dict[str, Any]]:
     """Measures every case whose name contains `only`; prints and returns the results."""
     results = []
-    report.print_head((*_VERSUS, "bulk"))
+    report.print_head(_COLUMNS)
     for batch, lengths in _HELD.items():
         for held in lengths:
             name = f"{batch} x 1 token behind {held}"
@@ -73,7 +72,7 @@ def _steps(
         return work
 
     contestants = {name_of_way: timed(way) for name_of_way, way in _WAYS.items()}
-    return _on_threads(name, contestants, threads, rounds, num_bytes, goals)
+    return on_threads(name, contestants, threads, rounds, num_bytes, goals, _COLUMNS)
 
 
 def _from_nothing(
@@ -107,27 +106,8 @@ def _from_nothing(
 
     contestants = {"kvx": timed(one_by_one), "bulk": timed(bulk)}
     num_bytes = keys.nbytes + values.nbytes
-    return _on_threads(name, contestants, threads, rounds, num_bytes, [Goal("bulk", 0.5)])
-
-
-def _on_threads(
-    name: str,
-    contestants: dict[str, Contestant],
-    threads: Sequence[int],
-    rounds: int,
-    num_bytes: int,
-    goals: Sequence[Goal],
-) -> list[dict[str, Any]]:
-    rows = []
-    for num_threads in threads:
-        kvx_core.set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)
-        with torch.inference_mode():
-            timing = compete(contestants, rounds, case=name)
-        rows.append(row(name, num_threads, num_bytes, timing, goals))
-        report.print_row(rows[-1], (*_VERSUS, "bulk"))
-    kvx_core.set_num_threads(0)
-    return rows
+    goals = [Goal("bulk", 0.5)]
+    return on_threads(name, contestants, threads, rounds, num_bytes, goals, _COLUMNS)
 
 
 # ---- the ways ----

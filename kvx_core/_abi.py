@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
 from functools import cache
 from pathlib import Path
@@ -346,12 +346,8 @@ def load(path: Path) -> Any:
             "repository, or set KVX_LIBRARY to its path"
         ) from None
     try:
-        lib.kvx_last_error.restype = c_char_p
-        lib.kvx_last_error.argtypes = ()
-        for name, argtypes in _FUNCTIONS.items():
-            function = getattr(lib, name)
-            function.restype = c_int
-            function.argtypes = argtypes
+        declare(lib, {"kvx_last_error": (c_char_p, ())})
+        declare(lib, {name: (c_int, arguments) for name, arguments in _FUNCTIONS.items()})
     except AttributeError as error:
         raise IncompatibleError(
             f"{path} is not the libkvx that this kvx_core was made for: {error}. Rebuild it"
@@ -362,6 +358,14 @@ def load(path: Path) -> Any:
             "Install both from the same release"
         )
     return lib
+
+
+def declare(library: Any, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> Any:
+    """Tells ctypes each function's result and arguments; returns the library."""
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def openmp() -> tuple[int, int] | None:

@@ -51,10 +51,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def declare(library: Any) -> Any:
     """Declares the functions of kvx_blocks.h for ctypes; returns the library."""
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return _abi.declare(library, _FUNCTIONS)
 
 
 @cache

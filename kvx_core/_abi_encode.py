@@ -11,16 +11,13 @@ from kvx_core import _abi
 HADAMARD_MAX_ORDER = 4096
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "kvx_hadamard": (c_void_p, c_uint64, c_uint32, c_int64, c_uint32),
+    "kvx_hadamard": (c_int, (c_void_p, c_uint64, c_uint32, c_int64, c_uint32)),
 }
 
 
 def declare(library: Any) -> Any:
     """Declares the functions of kvx_encode.h for ctypes; returns the library."""
-    for name, arguments in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = c_int, arguments
-    return library
+    return _abi.declare(library, _FUNCTIONS)
 
 
 @cache
