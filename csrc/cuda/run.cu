@@ -132,8 +132,8 @@ kvx_status_t check_turboquant(const Plan &plan) {
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%s goes from %s to %s, and calls on DEVICE memory copy %s but do not convert "
                   "it; migrate in HOST memory (spec E.20)",
-                  pair.is_v ? "V" : "K", kvx::name_of(pair.src.dtype),
-                  kvx::name_of(pair.dst.dtype), kvx::name_of(dtype));
+                  pair.is_v ? "V" : "K", kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype),
+                  kvx::name_of(dtype));
     }
   }
   return KVX_STATUS_OK;
