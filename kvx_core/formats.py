@@ -74,6 +74,9 @@ class DType(IntEnum):
     F4_E2M1 = 23
     MXFP4 = 24
     F8_E8M0 = 25
+    TQ2 = 26
+    TQ3 = 27
+    TQ4 = 28
 
     @property
     def format(self) -> Format:
@@ -169,6 +172,9 @@ _FORMATS = {
     DType.F4_E2M1: Format(1, numbers=2, affine=True, grouped=True),
     DType.MXFP4: Format(17, numbers=32),
     DType.F8_E8M0: Format(1, "float8_e8m0fnu", (14, 8)),
+    DType.TQ2: Format(34, numbers=128),
+    DType.TQ3: Format(50, numbers=128),
+    DType.TQ4: Format(66, numbers=128),
 }
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {

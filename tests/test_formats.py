@@ -89,7 +89,7 @@ def memory(dtype: DType, lead: tuple[int, ...], dim: int, seed: int) -> np.ndarr
 def span(raw: np.ndarray, dtype: DType, layout: Layout, table: list[list[int]]) -> CacheSpan:
     """A cache of one layer, whose K is in `raw`: [axes of the layout but dim, bytes]."""
     tensor = torch.from_numpy(raw)
-    k = describe(tensor if dtype in GGML else tensor.view(TORCH[dtype]), layout, dtype=dtype)
+    k = describe(tensor.view(TORCH.get(dtype, torch.uint8)), layout, dtype=dtype)
     view = CacheView(layers=(CacheDesc.from_kv(k),), facts=CacheFacts())
     return view.at(block_table=table)
 

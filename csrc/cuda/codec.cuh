@@ -24,10 +24,9 @@ __device__ __forceinline__ void store_as(uint8_t *at, float value) {
 template <bool kScalar, class Visit>
 __device__ __forceinline__ auto with_numbers(kvx_dtype_t dtype, Visit visit) {
   switch (dtype) {
-#define KVX_ROW(name, codec, ...)                                                   \
-  case KVX_DTYPE_##name:                                                            \
-    if constexpr (!std::is_same_v<codec, Opaque> && (!kScalar || kIsScalar<codec>)) \
-      return visit(codec{});                                                        \
+#define KVX_ROW(name, codec, ...)                                                            \
+  case KVX_DTYPE_##name:                                                                     \
+    if constexpr (kOnDevice<codec> && (!kScalar || kIsScalar<codec>)) return visit(codec{}); \
     break;
     KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW

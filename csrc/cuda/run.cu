@@ -123,6 +123,22 @@ kvx_status_t check_found_scales(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
+// Kernels decode numbers one by one, and one of TurboQuant's takes all of its unit.
+kvx_status_t check_turboquant(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (pair.src.dtype == pair.dst.dtype) continue;
+    for (const kvx_dtype_t dtype : {pair.src.dtype, pair.dst.dtype}) {
+      if (!is_turboquant(dtype)) continue;
+      return fail(KVX_STATUS_UNSUPPORTED,
+                  "%s goes from %s to %s, and calls on DEVICE memory copy %s but do not convert "
+                  "it; migrate in HOST memory (spec E.20)",
+                  pair.is_v ? "V" : "K", kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype),
+                  kvx::name_of(dtype));
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
 // Kernels that copy know tokens whose steps are all the same.
 kvx_status_t check_split_tokens(const Plan &plan) {
   for (const PlanePair &pair : plan.pairs) {
@@ -362,6 +378,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
   for (const PlanePair &pair : plan.pairs)
     if (pair.affine) KVX_TRY(check_narrow_blocks(plan, pair, row_bound(plan, pair.lookup)));
   KVX_TRY(check_found_scales(plan));
+  KVX_TRY(check_turboquant(plan));
   KVX_TRY(check_split_tokens(plan));
   KVX_TRY(check_groups_to_channels(plan));
   KVX_TRY(check_tensor_scales(plan));

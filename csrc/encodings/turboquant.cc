@@ -5,7 +5,7 @@
 
 #include "cpu/kernels/kernels.h"
 #include "error.h"
-#include "formats/q8_0.h"
+#include "formats/units.h"
 
 namespace kvx::turboquant {
 namespace {
@@ -77,16 +77,6 @@ kvx_status_t check_slot(uint32_t dim, kvx_turboquant_slot_t kind) {
     return KVX_INVALID("kind is %d, expected K8V4 (0) to 3BIT_NC (3) (spec E.20)", kind);
   }
   return KVX_STATUS_OK;
-}
-
-// ---- a float16 at any address ----
-
-void put_half(uint8_t *to, float value) {
-  const uint16_t bits = F16::encode(value);
-  to[0] = static_cast<uint8_t>(bits), to[1] = static_cast<uint8_t>(bits >> 8);
-}
-float get_half(const uint8_t *from) {
-  return F16::decode(static_cast<uint16_t>(from[0] | from[1] << 8));
 }
 
 // ---- units ----

@@ -16,6 +16,13 @@ struct Codecs {};
 // Formats whose pairs have kernels of their own; all other pairs go through float32.
 using FastCodecs = Codecs<F16, Bf16, F32, E4m3, E5m2>;
 
+// Whether kernels on a device convert the format: they decode numbers one by one, which takes a
+// whole unit of TurboQuant's each time.
+template <class Codec>
+constexpr bool kOnDevice = !std::is_same_v<Codec, Opaque>;
+template <int kBits>
+constexpr bool kOnDevice<TurboQuant<kBits>> = false;
+
 // Index of a codec in a list; -1: it is not in it.
 template <class Codec, class... All>
 constexpr int place_of(Codecs<All...>) {

@@ -97,6 +97,11 @@ constexpr bool has_group_scales(kvx_dtype_t dtype) {
   return format_of(dtype).beside == Beside::kGroupScale;
 }
 
+// Whether only a host converts it: a number depends on all of its unit [E.20].
+constexpr bool is_turboquant(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_TQ2 || dtype == KVX_DTYPE_TQ3 || dtype == KVX_DTYPE_TQ4;
+}
+
 // Whether numbers mean nothing without what lies beside the data: a scale and a zero point, or the
 // scale of a group.
 constexpr bool is_affine(kvx_dtype_t dtype) {

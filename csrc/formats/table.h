@@ -11,6 +11,7 @@
 #include "formats/q6_k.h"
 #include "formats/q8_0.h"
 #include "formats/scalar.h"
+#include "formats/turboquant.h"
 
 // ROW(name, codec, kind, numbers, bytes, alignment, largest, beside)
 //   name       KVX_DTYPE_<name>
@@ -48,4 +49,7 @@
   ROW(Q6_K, Q6_K, Number, 256, 210, 2, 0, Nothing)           \
   ROW(F4_E2M1, Opaque, Number, 2, 1, 1, 0, GroupScale)       \
   ROW(MXFP4, MxFp4, Number, 32, 17, 1, 0, Nothing)           \
-  ROW(F8_E8M0, Opaque, Unused, 1, 1, 1, 0, Nothing)
+  ROW(F8_E8M0, Opaque, Unused, 1, 1, 1, 0, Nothing)          \
+  ROW(TQ2, TurboQuant<2>, Number, 128, 34, 1, 0, Nothing)    \
+  ROW(TQ3, TurboQuant<3>, Number, 128, 50, 1, 0, Nothing)    \
+  ROW(TQ4, TurboQuant<4>, Number, 128, 66, 1, 0, Nothing)

@@ -97,3 +97,15 @@ constexpr Book slot_book(int dim, int bits) {
 constexpr int code_bytes(int dim, int bits) { return dim * bits / 8; }
 
 }  // namespace kvx::turboquant
+
+namespace kvx {
+
+// TQ2, TQ3 and TQ4: 128 numbers along dim, without a residual. A number depends on all codes of its
+// unit, so that only whole units are decoded: see cpu/kernels/turboquant.inl.
+template <int kBits>
+struct TurboQuant {
+  static constexpr int kNumbers = 128, kNorm = turboquant::code_bytes(kNumbers, kBits);
+  static constexpr int kBytes = kNorm + 2;  // codes, a float16
+};
+
+}  // namespace kvx

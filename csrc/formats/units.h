@@ -27,6 +27,15 @@ struct UnitScale {
   }
 };
 
+// A float16 at any address.
+KVX_HD void put_half(uint8_t *to, float value) {
+  const uint16_t bits = F16::encode(value);
+  to[0] = static_cast<uint8_t>(bits), to[1] = static_cast<uint8_t>(bits >> 8);
+}
+KVX_HD float get_half(const uint8_t *from) {
+  return F16::decode(static_cast<uint16_t>(from[0] | from[1] << 8));
+}
+
 // NaN is encoded as 0 is.
 KVX_HD float zero_for_nan(float x) {
   const uint32_t is_nan = (bits_of(x) & ~kSign) > kInfinity ? 1u : 0u;

@@ -235,17 +235,28 @@ def test_zeros_are_zeros(dtype: DType) -> None:
 
 
 def test_presets() -> None:
-    store = KvCacheStore.from_preset("safe-lowbit", 2, 3, 64, 8)
-    assert (store.key_encoding, store.value_encoding) == (DType.Q8_0, DType.Q4_0)
-    for preset, names in PRESETS.items():
-        known = [name in DType.__members__ for name in names]
-        if all(known):
-            made = KvCacheStore.from_preset(preset, 2, 3, 256, 8)
-            assert (made.key_encoding.name, made.value_encoding.name) == names
-            continue
-        absent = names[known.index(False)]
-        with pytest.raises(UnsupportedError, match=rf"^preset '{preset}' stores \w+s as {absent},"):
-            KvCacheStore.from_preset(preset, 2, 3, DIM, 8)
+    formats = {
+        "safe-lowbit": (DType.Q8_0, DType.TQ4),
+        "balanced": (DType.TQ4, DType.TQ4),
+        "experimental-max": (DType.TQ3, DType.TQ3),
+    }
+    assert formats == PRESETS
+    for preset, (of_keys, of_values) in formats.items():
+        for dim in (128, 256):
+            store = KvCacheStore.from_preset(preset, LAYERS, HEADS, dim, 8)
+            assert (store.key_encoding, store.value_encoding) == (of_keys, of_values)
+            fill(store, some(5, 1, dim=dim))
+            report = store.memory_report()
+            assert [report.key_bytes_per_token, report.value_bytes_per_token] == [
+                HEADS * dim // dtype.numbers * dtype.itemsize for dtype in (of_keys, of_values)
+            ]
+        half, name = ("value", "TQ4") if preset == "safe-lowbit" else ("key", of_keys.name)
+        for dim in (64, 96, 192):
+            with pytest.raises(
+                InvalidArgumentError,
+                match=rf"^head_dim is {dim}, expected a .* of 128: {half}_encoding is {name},",
+            ):
+                KvCacheStore.from_preset(preset, LAYERS, HEADS, dim, 8)
     with pytest.raises(InvalidArgumentError, match=r"^preset is 'best', expected 'safe-lowbit' or"):
         KvCacheStore.from_preset("best", 2, 3, DIM, 8)
 

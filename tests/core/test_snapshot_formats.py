@@ -32,6 +32,7 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
+from kvx_core.encodings import turboquant
 from kvx_core.snapshot import CorruptError, StorageFormat
 from tests.core.sections import FACTS
 from tests.core.test_snapshot_planes import SENTINEL, filled, header_of, reopened, section
@@ -143,6 +144,30 @@ def test_a_cache_that_has_the_format_is_stored_as_it_is(tmp_path: Path) -> None:
     assert plain.digest() == asked.digest()
     assert plain.header == asked.header
     assert asked.header.parts[0].facts.lossy is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_turboquant_s_units(bits: int, seed: int, tmp_path: Path) -> None:
+    """Heads of 256 are two units; a head of 64 is refused by name."""
+    heads = 2
+    k = numbers((5, 4, heads, 256), seed).bfloat16()
+    back = torch.zeros_like(k)
+    src, dst = (CacheView((CacheDesc.from_kv(describe(t, "BLOCK_NHD")),), FACTS) for t in (k, back))
+    name = f"tq{bits}"
+    captured = Snapshot.capture(range(11), [section(src, [4, 0, 2])], format=name)
+    read = reopened(captured, tmp_path / "file")
+    assert read.header.parts[0].facts.lossy == name
+    units = turboquant.encode(k[[4, 0, 2]].float().view(12, heads, 2, 128)[:11], bits)
+    np.testing.assert_array_equal(read.array("layers.3.k"), units.reshape(11, heads, -1).numpy())
+    read.restore(section(dst, [1, 3, 0]), 0, 11)
+    expected = torch.zeros_like(k[:3]).view(12, heads, 256)
+    expected[:11] = turboquant.decode(units, 128, bits).reshape(11, heads, 256).bfloat16()
+    assert torch.equal(back[[1, 3, 0]].view(12, heads, 256), expected)
+    assert not back[[2, 4]].any()
+    small = Engine(torch.bfloat16, 5, 1)
+    with pytest.raises((InvalidArgumentError, UnsupportedError), match=f"(?i){name}"):
+        Snapshot.capture(range(11), [small.section], format=name)
 
 
 def test_k_and_v_in_tiles_are_converted() -> None:

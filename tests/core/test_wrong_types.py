@@ -170,7 +170,7 @@ def store_calls() -> dict[str, Case]:
         ),
         "KvCacheStore.from_preset": case(
             kvx.KvCacheStore.from_preset,
-            SIZES | {"head_dim": 32, "preset": "safe-lowbit"} | place,
+            SIZES | {"head_dim": 128, "preset": "safe-lowbit"} | place,
             {"preset": none},
         ),
         "KvCacheStore.append_token": case(

@@ -19,6 +19,7 @@
 #include "cpu/kernels/units32.inl"
 #include "cpu/kernels/vectors.inl"
 #include "cpu/kernels/vectors_fp4.inl"
+#include "cpu/kernels/vectors_turboquant.inl"
 
 constexpr Kernels kKernels = {
     KVX_ISA,
@@ -36,12 +37,12 @@ constexpr Kernels kKernels = {
          convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
     },
     {nullptr,
-#define KVX_ROW(name, codec, ...) decoder_of<codec>(),
+#define KVX_ROW(name, codec, ...) VectorsOf<codec>::decode,
      KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
     },
     {nullptr,
-#define KVX_ROW(name, codec, ...) encoder_of<codec>(),
+#define KVX_ROW(name, codec, ...) VectorsOf<codec>::encode,
      KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
     },

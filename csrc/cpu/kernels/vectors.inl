@@ -55,18 +55,14 @@ void encode_vector(uint8_t *__restrict to, const float *__restrict from, int64_t
   }
 }
 
+// The functions of a format, for the table of kernels.
 template <class Codec>
-constexpr DecodeVector decoder_of() {
-  if constexpr (std::is_same_v<Codec, Opaque>)
-    return nullptr;
-  else
-    return decode_vector<Codec>;
-}
-
-template <class Codec>
-constexpr EncodeVector encoder_of() {
-  if constexpr (std::is_same_v<Codec, Opaque>)
-    return nullptr;
-  else
-    return encode_vector<Codec>;
-}
+struct VectorsOf {
+  static constexpr DecodeVector decode = decode_vector<Codec>;
+  static constexpr EncodeVector encode = encode_vector<Codec>;
+};
+template <>
+struct VectorsOf<Opaque> {
+  static constexpr DecodeVector decode = nullptr;
+  static constexpr EncodeVector encode = nullptr;
+};

@@ -78,7 +78,10 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_F4_E2M1 = 23, /* an element is a byte of two numbers along dim, with a scale per group
                              of numbers beside the data: NVFP4, MX. Spec: E.18 */
   KVX_DTYPE_MXFP4 = 24,   /* 32 numbers in 17 bytes */
-  KVX_DTYPE_F8_E8M0 = 25  /* 2^(bits - 127), NaN is 0xff: scales of F4_E2M1 alone */
+  KVX_DTYPE_F8_E8M0 = 25, /* 2^(bits - 127), NaN is 0xff: scales of F4_E2M1 alone */
+  KVX_DTYPE_TQ2 = 26,     /* TurboQuant: 128 numbers in 34 bytes. Spec: E.20 */
+  KVX_DTYPE_TQ3 = 27,     /* 128 numbers in 50 bytes */
+  KVX_DTYPE_TQ4 = 28      /* 128 numbers in 66 bytes */
 } kvx_dtype_t;
 
 /* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */

@@ -4,47 +4,33 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
 from kvx_core.words import wrong
 
 
 class Preset(NamedTuple):
-    """The names of two formats."""
+    """Two formats."""
 
-    key: str
-    value: str
+    key: DType
+    value: DType
 
 
-# The one place that says what a preset is. A format is looked up in the table by its name, and
-# never replaced by another. "balanced" and "experimental-max" are TurboQuant.
-# Source: SKaiNET, KvCacheStore.kt, fromPreset; its "safe-lowbit" has values of TurboQuant's 4 bits
+# The one place that says what a preset is. TurboQuant's units hold 128 numbers: other sizes of
+# heads than multiples of 128 are refused.
+# Source: SKaiNET, KvCacheStore.kt, fromPreset
 PRESETS = {
-    "safe-lowbit": Preset("Q8_0", "Q4_0"),
-    "balanced": Preset("TQ4", "TQ4"),
-    "experimental-max": Preset("TQ3", "TQ3"),
+    "safe-lowbit": Preset(DType.Q8_0, DType.TQ4),
+    "balanced": Preset(DType.TQ4, DType.TQ4),
+    "experimental-max": Preset(DType.TQ3, DType.TQ3),
 }
 
 
-def of_preset(preset: object) -> tuple[DType, DType]:
-    """The formats of keys and values of a preset.
-
-    Raises InvalidArgumentError for an unknown name, UnsupportedError for a format that the table
-    does not have.
-    """
+def of_preset(preset: object) -> Preset:
+    """The formats of keys and values of a preset. Raises InvalidArgumentError for another name."""
     if not isinstance(preset, str) or preset not in PRESETS:
         raise wrong("preset", preset, " or ".join(map(repr, PRESETS)))
-    found = []
-    for half, name in PRESETS[preset]._asdict().items():
-        try:
-            found.append(DType.from_name(name))
-        except InvalidArgumentError:
-            raise UnsupportedError(
-                f"preset {preset!r} stores {half}s as {name}, which is not in this version's table "
-                f"of formats (spec 4.3, E.10). Pass key_encoding and value_encoding instead, such "
-                "as Q4_0"
-            ) from None
-    return found[0], found[1]
+    return PRESETS[preset]
 
 
 def encoding_of(name: str, given: object, head_dim: int) -> DType:

@@ -88,9 +88,9 @@ class KvCacheStore:
     ) -> KvCacheStore:
         """A store with the formats of a preset: "safe-lowbit", "balanced" or "experimental-max".
 
-        kvx_core.stores.kv.PRESETS has their formats.
-        Raises InvalidArgumentError, and UnsupportedError for a preset with a format that this
-        version does not have.
+        kvx_core.stores.kv.PRESETS has their formats. All have TurboQuant's, whose units hold 128
+        numbers: head_dim is a multiple of 128.
+        Raises InvalidArgumentError.
         """
         of_keys, of_values = of_preset(preset)
         return cls(
