@@ -22,7 +22,7 @@ from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.types import DType
 from kvx_core.view import CacheView
 
-_BUFFER_BYTES = 1 << 20  # fits a core's own cache
+_BUFFER_BYTES = 4 << 20  # enough that calls cost little beside what they copy
 
 
 class _Buffer:

@@ -351,6 +351,23 @@ def test_reads_into_what_the_caller_has(make: Callable[..., Any]) -> None:
     assert torch.equal(torch.as_tensor(out), wanted.half())
 
 
+def test_outputs_that_cannot_be_written() -> None:
+    store = kv_store(4, 64, DType.Q4_K, "bfloat16")
+    for layer in range(2):
+        store.append(layer, *numbers((2, 8, 4, 64), layer))
+    fixed = np.zeros((4, 8, 64), np.float32)
+    fixed.flags.writeable = False
+    for out, message in (
+        (fixed, "out is read-only memory, expected writable"),
+        (torch.zeros(1, 8, 64).expand(4, 8, 64), r"out\.stride\[1\] is 0, expected at least 1"),
+        (np.zeros((4, 8, 64), np.int32), "out.dtype is"),
+        (torch.zeros((4, 8, 64), dtype=torch.uint8), "out.dtype is U8"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            store.read_keys(0, out=out)
+        assert not np.asarray(out).any()
+
+
 def test_more_rows_than_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, tokens = kv_store(4, 64, DType.Q6_K, DType.Q4_K), numbers((2, 2, 37, 4, 64), 1)
     for layer in range(2):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvx_core.cache import CacheDesc
-from kvx_core.errors import KvxError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError, KvxError, UnsupportedError
 from kvx_core.scales import ScaleDesc
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.token_plans import GatherPlan, WritePlan
@@ -141,10 +141,10 @@ class Half:
         chosen = slice(None) if head is None else slice(head, head + 1)
         most = min(max(_ROWS_BYTES // (4 * heads * head_dim), 1), end - start)
         shape = most, 1, heads * head_dim
-        of_torch = isinstance(out, Tensor)
+        _require_writable(out)
         rows: Any = (
             torch.empty(shape, dtype=out.dtype, device=out.device)
-            if of_torch
+            if isinstance(out, Tensor)
             else np.empty(shape, out.dtype)
         )
         for at in range(start, end, most):
@@ -225,6 +225,17 @@ class Half:
     def _scale(self, scales: Tensor) -> ScaleDesc:
         name = f"scales of {self.name}s"
         return ScaleDesc.of(scales, ScaleGranularity.PER_TOKEN_HEAD, name=name)
+
+
+def _require_writable(out: Any) -> None:
+    """What libkvx requires of an output, where torch and numpy write it."""
+    found = describe(out[None], Layout.BLOCK_NHD, name="out")
+    found.require_writable("out")
+    for axis, (size, stride) in enumerate(zip(out.shape, found.stride[1:], strict=True)):
+        if size > 1 and stride == 0:
+            raise InvalidArgumentError(
+                f"out.stride[{axis}] is 0, expected at least 1: elements overlap (spec 4.2)"
+            )
 
 
 @contextmanager
