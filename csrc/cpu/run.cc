@@ -29,7 +29,7 @@ constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source an
 struct TokenRun {
   uint8_t *src = nullptr, *dst = nullptr;
   int64_t tokens = 0;
-  Place src_place{}, dst_place{};
+  Place src_place, dst_place;  // where the pair asks for them
 };
 
 // Moves runs of tokens of one pair: joins runs that continue, then copies or converts.
@@ -41,26 +41,21 @@ class Mover {
         splits_tokens_(pair.src.token_pack || pair.dst.token_pack),
         joins_blocks_(!splits_tokens_ && !pair.src_scales.block_stride &&
                       !pair.src_scales.token_stride && !pair.dst_scales.block_stride &&
-                      !pair.dst_scales.token_stride) {
+                      !pair.dst_scales.token_stride),
+        needs_places_(splits_tokens_ || !joins_blocks_ || pair.convert) {
     if (pair.convert) convert_.emplace(pair, stages, tokens, streaming);
   }
   ~Mover() { flush({pending_.dst, pending_.src}); }
 
   void add(const Place &from, const Place &to, int64_t tokens) {
     uint8_t *src = address_of(pair_.src, from), *dst = address_of(pair_.dst, to);
-    const bool same_blocks =
-        from.block == pending_.src_place.block && to.block == pending_.dst_place.block;
-    const bool continues = __builtin_expect(splits_tokens_, false)
-                               ? from.offset == pending_.src_place.offset + pending_.tokens &&
-                                     to.offset == pending_.dst_place.offset + pending_.tokens
-                               : src == pending_.src + pending_.tokens * pair_.src.token_stride &&
-                                     dst == pending_.dst + pending_.tokens * pair_.dst.token_stride;
-    if (pending_.tokens && continues && (joins_blocks_ || same_blocks)) {
+    if (pending_.tokens && continues(src, dst, from, to)) {
       pending_.tokens += tokens;
       return;
     }
     flush({dst, src});
-    pending_ = {src, dst, tokens, from, to};
+    pending_.src = src, pending_.dst = dst, pending_.tokens = tokens;
+    if (__builtin_expect(needs_places_, false)) pending_.src_place = from, pending_.dst_place = to;
   }
 
   [[gnu::noinline]] void clear(const Place &to, int64_t tokens) {
@@ -81,6 +76,19 @@ class Mover {
   }
 
  private:
+  // Whether tokens that begin there follow the pending ones.
+  bool continues(const uint8_t *src, const uint8_t *dst, const Place &from, const Place &to) const {
+    const TokenRun &run = pending_;
+    if (!joins_blocks_ && (from.block != run.src_place.block || to.block != run.dst_place.block))
+      return false;
+    if (__builtin_expect(splits_tokens_, false)) {
+      return from.offset == run.src_place.offset + run.tokens &&
+             to.offset == run.dst_place.offset + run.tokens;
+    }
+    return src == run.src + run.tokens * pair_.src.token_stride &&
+           dst == run.dst + run.tokens * pair_.dst.token_stride;
+  }
+
   [[gnu::always_inline]] void flush(const Next &next) {
     if (!pending_.tokens) return;
     if (__builtin_expect(splits_tokens_, false)) {
@@ -125,7 +133,7 @@ class Mover {
   const PlanePair &pair_;
   Copier copy_;
   std::optional<Converter> convert_;
-  const bool splits_tokens_, joins_blocks_;
+  const bool splits_tokens_, joins_blocks_, needs_places_;
   TokenRun pending_;
 };
 

@@ -7,7 +7,7 @@ precision  of stored values                     seal      proof that header and 
 signing    keys                                 text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
 planes     planes of a section                   dense     tensors in memory, as caches
-storage_format  what K and V are converted to
+storage_format  what K and V are converted to    rows     units that span heads
 """
 
 from kvx_core.snapshot.capture import token_ids

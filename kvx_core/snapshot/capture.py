@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.contents import SCALE_KINDS, Part, Stored, scale_name
+from kvx_core.snapshot.contents import SCALE_KINDS, Part, Stored, scale_name, shape_of_kv
 from kvx_core.snapshot.planes import is_kv, kinds_of, name_of, scale_of, shape_of
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.scales import scale_shape, scales_of
@@ -92,7 +92,7 @@ def to_capture(
 
     def kv(dtype: DType, num_heads: int, head_dim: int) -> Stored:
         stored = into or dtype
-        shape = num_tokens, num_heads, head_dim // stored.numbers
+        shape = shape_of_kv(stored, num_tokens, num_heads, head_dim)
         original = None if into is None else dtype
         return Stored(stored, shape, original=original, coding=format.coding)
 

@@ -1,6 +1,7 @@
 """Contents: the description of what a snapshot holds, and the check that its parts agree.
 
-K and V of layer 3 are layers.3.k and layers.3.v, (tokens, heads, head_dim), their scales
+K and V of layer 3 are layers.3.k and layers.3.v, (tokens, heads, head_dim), or (tokens, 1, heads *
+head_dim) where the units of a format span heads, their scales
 layers.3.k_scale and layers.3.v_scale. A plane of it is planes.3.<role>, (entries, heads, dim), and
 its scale planes.3.<role>.scale. Where a unit of a format has several numbers, the last axis counts
 units.
@@ -123,6 +124,26 @@ class Stored:
 NOTHING = Stored(DType.U8, ())
 
 
+def shape_of_kv(
+    dtype: DType, num_tokens: int, num_heads: int, head_dim: int
+) -> tuple[int, int, int]:
+    """The shape of K or V in a format. Where units span heads, a token is a row without heads."""
+    if head_dim % dtype.numbers:
+        return num_tokens, 1, num_heads * head_dim // dtype.numbers
+    return num_tokens, num_heads, head_dim // dtype.numbers
+
+
+def is_row(stored: Stored, num_heads: int) -> bool:
+    """Whether the units of K or V span heads."""
+    return stored.dtype in IN_UNITS and stored.shape[1:2] == (1,) and num_heads > 1
+
+
+def head_dim_of(stored: Stored, num_heads: int) -> int:
+    """Numbers of a head of K or V."""
+    numbers = stored.shape[2] * stored.dtype.numbers
+    return numbers // num_heads if is_row(stored, num_heads) else numbers
+
+
 def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
     """Why a header's content cannot be right, or None."""
     layers = [layer for part in header.parts for layer in part.layers]
@@ -231,6 +252,15 @@ def _wrong_tensor(
     stored, scale = tensors.get(name, NOTHING), tensors.get(scale_name(name))
     is_plane = name.startswith("planes.")
     opaque = stored.dtype is DType.U8
+    row = not is_plane and len(stored.shape) == 3 and is_row(stored, counts[1])
+    if row and stored.shape[0] == counts[0]:
+        numbers = stored.shape[2] * stored.dtype.numbers
+        if numbers % counts[1] or numbers // counts[1] % stored.dtype.numbers == 0:
+            yield (
+                f"{name} has rows of {numbers} numbers for {counts[1]} heads, expected as many for "
+                f"each, and not whole units of {stored.dtype.numbers}"
+            )
+        counts = stored.shape[:2]
     if (
         stored.shape[:2] != counts
         or len(stored.shape) != 3

@@ -35,6 +35,8 @@ from kvx_core.snapshot.contents import (
     Header,
     PlaneKind,
     Stored,
+    head_dim_of,
+    is_row,
     is_scale,
     scale_name,
 )
@@ -45,12 +47,14 @@ from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
+    is_kv,
     name_of,
     scale_of,
     unlike_planes,
     view_of_planes,
 )
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.rows import capture_rows, restore_rows, unlike_rows
 from kvx_core.snapshot.scales import (
     are_good,
     bare,
@@ -185,9 +189,12 @@ class Snapshot:
     def fill(self, section: Section) -> None:
         """Copies the layers of a section given to `reserve`, or of Section.of some of its layers.
 
-        Mutates this snapshot. Does not wait for a device.
+        Mutates this snapshot. Waits for a device only where the units of the format span heads.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
+        rows = self._rows(section.layers)
+        if rows:
+            capture_rows(section.of(rows), self._dense, self.header.start)
         num_tokens, device = len(self.tokens), device_of([section])
         copy = Copy(
             lens=ints_on([num_tokens], device),
@@ -195,7 +202,7 @@ class Snapshot:
             table=table_on(section.block_table, device),
         )
         converted = {name for name, stored in self.tensors.items() if stored.original is not None}
-        for planes in by_entry(self._held(section.view)):
+        for planes in by_entry(self._held(section.view, rows)):
             as_they_are = [
                 plane if name_of(plane) in converted else replace(plane, scale=None)
                 for plane in planes
@@ -206,8 +213,10 @@ class Snapshot:
                 scale, name = scale_of(plane), scale_name(name_of(plane))
                 if scale is not None and name in self.tensors:
                     self.array(name)[:] = scale_values(scale)
-        if not section.view.layers:
+        others = [layer for layer in section.layers if layer not in rows]
+        if not section.view.layers or not others:
             return
+        section = section.of(others)
         if f"layers.{section.layers[0]}.k" in converted:
             view, dense = replace(section.view, planes=()), self._dense.view(section.layers)
             copy.run(view, dense, into_table=False, find_scales=has_vector_scales(dense))
@@ -333,6 +342,7 @@ class Snapshot:
             )
             reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
             reasons += self._unlike(section, shared)
+            reasons += unlike_rows(section, self._rows(shared), self.tensors)
             reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
         return [reason[:_MAX_REASON] for reason in reasons]
 
@@ -358,9 +368,9 @@ class Snapshot:
         if not layers or num_heads <= 0 or start >= stop:
             return 0
         device = device_of([section])
-        section = section.of(layers)
-        view, planes = section.view, self._held(section.view)
-        if planes:  # before any of several calls writes
+        section, rows = section.of(layers), self._rows(layers)
+        view, planes = section.view, self._held(section.view, rows)
+        if planes or rows:  # before any of several calls writes
             view.require_in_place("section.view")
             for name, tensor in view.read_only.items():
                 tensor.require_writable(f"section.view.{name}")
@@ -383,7 +393,12 @@ class Snapshot:
             for plane in planes
             if plane.tokens_per_entry != 1
         )
-        view = replace(view, planes=()) if planes else view
+        if rows:
+            held, begin = self.header.heads, self.header.start
+            restore_rows(section.of(rows), self._dense, held, (start, stop), begin, stream)
+            layers = [layer for layer in layers if layer not in rows]
+            view = section.of(layers).view if layers else view_of_planes(view, ())
+        view = replace(view, planes=()) if planes or rows else view
         per_vector = has_vector_scales(view)
         if not view.layers:
             pass
@@ -452,16 +467,28 @@ class Snapshot:
         kinds = (kind for part in self.header.parts for kind in part.planes)
         return [kind for kind in kinds if kind.layer in wanted]
 
-    def _held(self, view: CacheView) -> list[Plane]:
-        """The planes of a view of which the snapshot has an entry."""
-        return [plane for plane in view.planes if name_of(plane) in self.tensors]
+    def _rows(self, layers: Iterable[int]) -> list[int]:
+        """Those of these layers of which units of K or V span heads."""
+        first, last = self.header.heads
+        names = {layer: [f"layers.{layer}.{kind}" for kind in "kv"] for layer in layers}
+        return [
+            layer
+            for layer, kv in names.items()
+            if any(is_row(self.tensors[n], last - first) for n in kv if n in self.tensors)
+        ]
+
+    def _held(self, view: CacheView, rows: Sequence[int]) -> list[Plane]:
+        """The planes of a view of which the snapshot has an entry, without K and V of `rows`."""
+        held = [plane for plane in view.planes if name_of(plane) in self.tensors]
+        return [plane for plane in held if not (is_kv(plane) and plane.layer in rows)]
 
     def _unlike(self, section: Section, layers: Sequence[int]) -> list[str]:
         """Why keys and values of these layers do not fit into the section."""
         reasons = []
         for name, head_dim in head_dims(section, layers).items():
             tensor = self.tensors.get(name)
-            stored = 0 if tensor is None else tensor.shape[2] * tensor.dtype.numbers
+            heads = self.header.heads[1] - self.header.heads[0]
+            stored = 0 if tensor is None else head_dim_of(tensor, heads)
             if stored != head_dim:
                 reasons.append(
                     f"{name} has head_dim {stored}, expected {head_dim} as the cache has"

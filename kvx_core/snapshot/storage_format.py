@@ -11,6 +11,7 @@ from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.planes import is_kv
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.types import Axis, DType
+from kvx_core.words import many
 
 if TYPE_CHECKING:
     from kvx_core.snapshot.section import Section
@@ -101,12 +102,19 @@ class StorageFormat:
                 f"format is {self.name!r} and the cache has opaque bytes, {section.encoding!r}, "
                 "expected numbers. Leave the format out: these bytes are stored as they are"
             )
+        num_heads = section.heads[1] - section.heads[0]
         for name, _, head_dim in _tensors(section):
-            if head_dim % dtype.numbers:
+            if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
                 raise InvalidArgumentError(
-                    f"format is {self.name!r} and {name} has head_dim {head_dim}, expected a "
-                    f"multiple of {dtype.numbers}, the numbers of a unit (spec E.10). Choose a "
-                    "format with smaller units, or none"
+                    f"format is {self.name!r} and {name} has head_dim {head_dim}, in "
+                    f"{many(num_heads, 'head')} {num_heads * head_dim} numbers, expected one of "
+                    f"them to be a multiple of {dtype.numbers}, the numbers of a unit (spec E.10). "
+                    "Choose a format with smaller units, or none"
+                )
+            if head_dim % dtype.numbers and any(d is dtype for _, d, _ in _tensors(section)):
+                raise UnsupportedError(
+                    f"format is {self.name!r} and its units span heads in {name}, expected no K or "
+                    "V that has this format in the cache. Choose another format, or none"
                 )
         if dtype.format.scaled and any(map(is_kv, section.view.planes)):
             raise UnsupportedError(

@@ -264,7 +264,8 @@ def test_presets() -> None:
 def test_formats_that_do_not_fit() -> None:
     with pytest.raises(
         InvalidArgumentError,
-        match=r"^head_dim is 80, expected a multiple of 32: value_encoding is Q4_0",
+        match=r"^head_dim is 80 and num_heads \* head_dim 80, expected one of them to be a "
+        r"multiple of 32: value_encoding is Q4_0",
     ):
         KvCacheStore(1, 1, 80, 8, value_encoding="Q4_0")
     for name in ("U8", "S32", "U8_ZERO", "U8_BIAS"):

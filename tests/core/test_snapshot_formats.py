@@ -393,14 +393,15 @@ def test_names_of_formats() -> None:
 
 
 def test_units_that_do_not_fit_are_refused_before_anything_is_allocated() -> None:
-    k = filled((5, 4, 2, 48), torch.bfloat16, 1)
+    k = filled((5, 4, 2, 40), torch.bfloat16, 1)
     v = filled((5, 4, 2, 64), torch.bfloat16, 1)
     view = CacheView(
         (CacheDesc.from_kv(describe(v, "BLOCK_NHD"), describe(k, "BLOCK_NHD")),), FACTS
     )
     with pytest.raises(
         InvalidArgumentError,
-        match=r"format is 'q8_0' and v of layer 3 has head_dim 48, expected a multiple of 32",
+        match=r"format is 'q8_0' and v of layer 3 has head_dim 40, in 2 heads 80 numbers, expected "
+        r"one of them to be a multiple of 32",
     ):
         Snapshot.capture(range(11), [section(view, [4, 0, 2])], format="q8_0")
 

@@ -11,7 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from kvx_core import InvalidArgumentError, Snapshot
+from kvx_core import DType, InvalidArgumentError, Snapshot
+from kvx_core.snapshot import StorageFormat
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.engine import EngineProcess, connector
 from tests.vllm_plugin.models import prompt
@@ -89,3 +90,13 @@ def test_a_format_that_is_none(format: object, message: str) -> None:
     transfer = SimpleNamespace(kv_connector_extra_config={"path": "/store", "format": format})
     with pytest.raises(InvalidArgumentError, match=message):
         Settings.of(SimpleNamespace(kv_transfer_config=transfer))
+
+
+def test_a_format_whose_units_span_heads() -> None:
+    """Whether it fits depends on the heads of a rank, which the cache says later."""
+    pytest.importorskip("vllm")
+    from kvx_adapters.vllm_plugin.settings import Settings
+
+    transfer = SimpleNamespace(kv_connector_extra_config={"path": "/store", "format": "q4_k"})
+    settings = Settings.of(SimpleNamespace(kv_transfer_config=transfer))
+    assert StorageFormat.of(settings.format).dtype is DType.Q4_K

@@ -1,7 +1,8 @@
 """Attention of one query to tokens of a store, which are decoded a few at a time.
 
-On a host libkvx does it (kvx_attend_kv). On a device scores of all tokens come first, then their
-softmax, then the sum of the values, so that pieces of keys and values are decoded into one buffer.
+On a host libkvx does it (kvx_attend_kv). On a device, and where units span heads, scores of all
+tokens come first, then their softmax, then the sum of the values, so that pieces of keys and values
+are decoded into one buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Attention:
             raise wrong("scale", scale, "a number or None")
         with torch.no_grad():
             found = given.float().resolve_neg()
-            if given.device.type == "cpu":
+            # libkvx takes heads, and where units span heads there are none.
+            if given.device.type == "cpu" and not (self._keys.has_rows or self._values.has_rows):
                 mixed = self._by_libkvx(layer, start, end, found, scale)
             else:
                 mixed = self.in_pieces(layer, start, end, found, scale)

@@ -33,8 +33,8 @@ def of_preset(preset: object) -> Preset:
     return PRESETS[preset]
 
 
-def encoding_of(name: str, given: object, head_dim: int) -> DType:
-    """A format whose units fit head_dim.
+def encoding_of(name: str, given: object, num_heads: int, head_dim: int) -> DType:
+    """A format whose units fit head_dim, or else all heads of a token.
 
     name: of the argument
     What libkvx cannot write into a cache, libkvx refuses: see Half.
@@ -43,9 +43,10 @@ def encoding_of(name: str, given: object, head_dim: int) -> DType:
     dtype = DType.called(name, given)
     if dtype is DType.INVALID:
         raise wrong(name, "INVALID", "a format of spec 4.3 or E.10")
-    if head_dim % dtype.numbers:
+    if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
         raise InvalidArgumentError(
-            f"head_dim is {head_dim}, expected a multiple of {dtype.numbers}: {name} is "
-            f"{dtype.name}, whose units hold {dtype.numbers} numbers along dim (spec E.10)"
+            f"head_dim is {head_dim} and num_heads * head_dim {num_heads * head_dim}, expected one "
+            f"of them to be a multiple of {dtype.numbers}: {name} is {dtype.name}, whose units "
+            f"hold {dtype.numbers} numbers (spec E.10). Choose a format with smaller units"
         )
     return dtype

@@ -1,7 +1,8 @@
 """The keys, or the values, of all layers as they are stored: a row per token.
 
 A layer is a cache of blocks of one token, so that write_kv encodes new tokens into it and gather_kv
-decodes any range of it; a row holds a token's heads one after the other. FP8 has a float32 scale
+decodes any range of it; a row holds a token's heads one after the other. Where units span heads, it
+is described as one head of all numbers. FP8 has a float32 scale
 per token and head beside it, which the write finds; other formats have theirs inside.
 """
 
@@ -12,23 +13,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvx_core.cache import CacheDesc
-from kvx_core.errors import KvxError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError, KvxError, UnsupportedError
 from kvx_core.scales import ScaleDesc
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.token_plans import GatherPlan, WritePlan
 from kvx_core.types import DType, Layout, ScaleGranularity
 from kvx_core.words import listed, product
 
+_ROWS_BYTES = 1 << 20  # of float32 numbers that are decoded at once where units span heads
+
 
 class KvStorage(NamedTuple):
     """Tokens of one layer as they are stored, zero-copy: views of the store's buffers.
 
     data:     (num_heads, tokens, head_dim) of the format's torch dtype; where torch has none, such
-              as for Q8_0, (num_heads, tokens, bytes) of uint8. Heads of a token are neighbours
+              as for Q8_0, (num_heads, tokens, bytes) of uint8. Heads of a token are neighbours.
+              Where units span heads, (1, tokens, bytes of all heads)
     encoding: the format
     scale:    of FP8: (num_heads, tokens), float32, value = stored * scale; otherwise None
     """
@@ -63,13 +68,24 @@ class Half:
     Raises UnsupportedError, InvalidArgumentError for formats that libkvx does not write.
     """
 
-    __slots__ = ("_data", "_readers", "_scales", "_writers", "encoding", "name", "sizes")
+    __slots__ = (
+        "_data",
+        "_readers",
+        "_scales",
+        "_writers",
+        "encoding",
+        "has_rows",
+        "name",
+        "sizes",
+    )
 
     def __init__(self, name: str, sizes: Sizes, encoding: DType, placement: torch.device) -> None:
         self.name, self.sizes, self.encoding = name, sizes, encoding
-        rows = sizes.num_layers, sizes.max_seq_len, sizes.num_heads
+        self.has_rows = sizes.head_dim % encoding.numbers != 0  # of units that span heads
+        heads = 1 if self.has_rows else sizes.num_heads
+        rows = sizes.num_layers, sizes.max_seq_len, heads
         stored = getattr(torch, encoding.format.array_name or "", None)
-        units = sizes.head_dim // encoding.numbers
+        units = sizes.num_heads * sizes.head_dim // (heads * encoding.numbers)
         last = units * encoding.itemsize if stored is None else units
         self._data = _zeros((*rows, last), torch.uint8 if stored is None else stored, placement)
         self._scales = None
@@ -102,6 +118,8 @@ class Half:
         Raises what write_kv raises, and then nothing was written.
         """
         slots = torch.arange(begin, begin + len(tokens), device=self.device)
+        if self.has_rows:
+            tokens = tokens.reshape(len(tokens), 1, -1)
         with _called(f"{self.name}s"):
             self._writer(layer)(tokens, None, slots)
 
@@ -109,10 +127,43 @@ class Half:
         """Decodes tokens into `out`, (tokens, heads, head_dim), any strides."""
         if start == end:
             return
+        if self.has_rows:
+            self._read_rows(layer, start, end, head, out)
+            return
         reader = self._reader(layer) if head is None else self._gather(layer, head)
         ids = torch.arange(start, end, device=self.device).view(1, -1)
         with _called("out"):
             reader(out, None, ids, torch.tensor([end - start], device=self.device))
+
+    def _read_rows(self, layer: int, start: int, end: int, head: int | None, out: Any) -> None:
+        """Decodes whole rows, a few tokens at a time, and copies their heads into `out`."""
+        heads, head_dim = self.sizes.num_heads, self.sizes.head_dim
+        chosen = slice(None) if head is None else slice(head, head + 1)
+        most = min(max(_ROWS_BYTES // (4 * heads * head_dim), 1), end - start)
+        shape = most, 1, heads * head_dim
+        _require_writable(out)
+        rows: Any = (
+            torch.empty(shape, dtype=out.dtype, device=out.device)
+            if isinstance(out, Tensor)
+            else np.empty(shape, out.dtype)
+        )
+        for at in range(start, end, most):
+            count = min(most, end - at)
+            ids = torch.arange(at, at + count, device=self.device).view(1, -1)
+            with _called("out"):
+                lens = torch.tensor([count], device=self.device)
+                self._reader(layer)(rows[:count], None, ids, lens)
+            found = rows[:count].reshape(count, heads, head_dim)
+            out[at - start : at - start + count] = found[:, chosen]
+
+    def require_heads(self) -> None:
+        """Raises UnsupportedError if units span heads."""
+        if self.has_rows:
+            raise UnsupportedError(
+                f"{self.name}_encoding is {self.encoding.name} and head_dim {self.sizes.head_dim}: "
+                f"units of {self.encoding.numbers} numbers span heads, expected a format whose "
+                f"units divide head_dim. Read the numbers with read_{self.name}s"
+            )
 
     def storage(self, layer: int, start: int, end: int) -> KvStorage:
         """The bytes of some tokens, by head."""
@@ -174,6 +225,17 @@ class Half:
     def _scale(self, scales: Tensor) -> ScaleDesc:
         name = f"scales of {self.name}s"
         return ScaleDesc.of(scales, ScaleGranularity.PER_TOKEN_HEAD, name=name)
+
+
+def _require_writable(out: Any) -> None:
+    """What libkvx requires of an output, where torch and numpy write it."""
+    found = describe(out[None], Layout.BLOCK_NHD, name="out")
+    found.require_writable("out")
+    for axis, (size, stride) in enumerate(zip(out.shape, found.stride[1:], strict=True)):
+        if size > 1 and stride == 0:
+            raise InvalidArgumentError(
+                f"out.stride[{axis}] is 0, expected at least 1: elements overlap (spec 4.2)"
+            )
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class KvCacheStore:
 
     num_layers, num_heads (KV heads of a layer), head_dim, max_seq_len: sizes
     key_encoding, value_encoding: a DType or its name: any format that write_kv writes and whose
-                   unit fits head_dim, such as bfloat16, float8_e4m3fn (with a scale per token and
-                   head), Q8_0 or Q4_0; each its own
+                   unit divides head_dim, such as bfloat16, float8_e4m3fn (with a scale per token
+                   and head), Q8_0 or Q4_0, or else num_heads * head_dim, such as Q4_K; each its own
     placement:     torch device of the buffers
     One thread at a time may change it, see the top of this file. No call records gradients.
     Raises InvalidArgumentError, UnsupportedError. Spec: 4.3, E.10
@@ -66,8 +66,8 @@ class KvCacheStore:
             integer("num_heads", num_heads, 1),
             integer("head_dim", head_dim, 1),
         )
-        of_keys = encoding_of("key_encoding", key_encoding, sizes.head_dim)
-        of_values = encoding_of("value_encoding", value_encoding, sizes.head_dim)
+        of_keys = encoding_of("key_encoding", key_encoding, *sizes[2:])
+        of_values = encoding_of("value_encoding", value_encoding, *sizes[2:])
         self._keys = Half("key", sizes, of_keys, _placement(placement))
         self._values = Half("value", sizes, of_values, _placement(placement))
         self._attention = Attention(self._keys, self._values)
@@ -379,7 +379,8 @@ class KvCacheStore:
         To migrate into a store, make room first: append_zeros(n). Where keys and values are both
         FP8, migrate with find_scales. The view is out of date when the store holds fewer tokens,
         as after evict: migrate and verify then refuse it.
-        Raises InvalidArgumentError.
+        Raises InvalidArgumentError; UnsupportedError where units span heads, of which no view has
+        one.
         """
         instance("facts", facts, CacheFacts, "a CacheFacts: what the bytes mean")
         count = self._seq_len
@@ -395,6 +396,8 @@ class KvCacheStore:
                 "store holds"
             )
         halves = self._keys, self._values
+        for half in halves:
+            half.require_heads()
         layers = [
             [h.blocks(layer, count, size) for h in halves] for layer in range(self.num_layers)
         ]
