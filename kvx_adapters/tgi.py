@@ -477,7 +477,7 @@ def _scales(
             f"{spec._flavour.no_scales}"
         )
     if not spec.can_scale(kv_scales):
-        one = ScaleDesc.of(torch.ones(1, device=key_cache.device))
+        one = ScaleDesc.of(torch.ones(1, dtype=torch.float32, device=key_cache.device))
         return one, one
     return ScaleDesc.of(kv_scales.key_scale), ScaleDesc.of(kv_scales.value_scale)
 

@@ -245,3 +245,36 @@ def test_what_is_refused() -> None:
     for infinite in (float("inf"), float("nan"), 1e300):
         with pytest.raises(InvalidArgumentError, match=r"^attend\.scale is"):
             store.attend(0, good, scale=infinite)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_torch_s_defaults_do_not_matter(dtype: torch.dtype) -> None:
+    query = torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
+    found = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            store = KvCacheStore(1, 2, 32, 8, key_encoding="Q8_0", value_encoding="float32")
+            tokens = torch.linspace(-1, 1, 5 * 64, dtype=torch.float32).view(5, 2, 32)
+            store.append(0, tokens, tokens)
+            found.append((store.attend(0, query), store.read_keys(0)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for one, other in zip(*found, strict=True):
+        assert one.dtype is other.dtype is torch.float32
+        assert torch.equal(one, other)
+
+
+def test_queries_of_numpy_in_any_order() -> None:
+    store = KvCacheStore(1, 2, 32, 8, key_encoding="Q8_0", value_encoding="float32")
+    tokens = torch.linspace(-1, 1, 5 * 64).view(5, 2, 32)
+    store.append(0, tokens, tokens)
+    query = np.random.default_rng(7).standard_normal((4, 32), np.float32)
+    right = store.attend(0, query, scale=0.25)
+    assert np.array_equal(store.attend(0, query[::-1][::-1], scale=np.float32(0.25)), right)
+    assert np.array_equal(store.attend(0, query[:, ::-1].copy()[:, ::-1], scale=0.25), right)
+    assert np.array_equal(store.attend(0, query.astype(">f4"), scale=0.25), right)
+    with pytest.raises(InvalidArgumentError, match=r"query\.layout is .*sparse.*to_dense"):
+        store.attend(0, torch.from_numpy(query).to_sparse())
+    with pytest.raises(InvalidArgumentError, match=r"^scale is 1000.*float32"):
+        store.attend(0, query, scale=10**400)

@@ -361,3 +361,24 @@ def test_costs_do_not_grow_with_the_length() -> None:
         taken.append((seconds(append), seconds(read)))
     for short, long in zip(*taken, strict=True):
         assert long < 8 * short
+
+
+def test_views_of_the_store_are_appended_as_they_were() -> None:
+    """Their rows are where the tokens go: without a copy, the first would overwrite the next."""
+    for as_given in (Tensor.clone, lambda t: t, Tensor.numpy):
+        store = KvCacheStore(1, 2, 32, 24, key_encoding="float32", value_encoding="float32")
+        keys, values = torch.randn(2, 10, 2, 32, generator=torch.Generator().manual_seed(3))
+        store.append(0, keys, values)
+        held = store.read_key_storage(0).data, store.read_value_storage(0).data
+        store.evict(5)
+        store.append(0, *(as_given(data.transpose(0, 1)) for data in held))
+        assert torch.equal(store.read_keys(0, 5), keys.transpose(0, 1))
+        assert torch.equal(store.read_values(0, 5), values.transpose(0, 1))
+
+
+@pytest.mark.parametrize("encoding", ["int32", "uint8"])
+def test_formats_that_are_no_numbers(encoding: str) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"^value_encoding is '?\w+'?, expected a format"
+    ):
+        KvCacheStore(1, 2, 64, 8, value_encoding=encoding)

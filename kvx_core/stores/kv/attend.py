@@ -8,6 +8,7 @@ are decoded into one buffer.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +44,8 @@ class Attention:
         given = _query(query, self._keys)
         if scale is None:
             scale = 1 / math.sqrt(self._keys.sizes.head_dim)
-        elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise wrong("scale", scale, "a number or None")
+        else:
+            scale = _number("scale", scale)
         with torch.no_grad():
             found = given.float().resolve_neg()
             # libkvx takes heads, and where units span heads there are none.
@@ -80,7 +81,7 @@ class Attention:
         if found is None:
             found = self._layers[layer] = _layer(layer, self._keys, self._values)
         found.require_in_place()
-        mixed = torch.empty(query.shape)
+        mixed = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         desc = _abi_attend.kvx_attend_desc_t(
             start=start,
             end=end,
@@ -125,17 +126,30 @@ def _vectors(tensor: Tensor) -> _abi.kvx_tensor_desc_t:
     )
 
 
+def _number(name: str, given: object) -> float:
+    """A finite number as a float. Raises InvalidArgumentError."""
+    if isinstance(given, (bool, np.bool_)) or not isinstance(given, (Real, np.number)):
+        raise wrong(name, given, "a number or None")
+    try:
+        return float(given)
+    except OverflowError:
+        raise wrong(name, given, "a number that float32 holds") from None
+
+
+def _tensor_of(query: np.ndarray) -> Tensor:
+    """A copy of the query, which is small: of any strides and byte order."""
+    try:
+        return torch.from_numpy(np.array(query, query.dtype.newbyteorder("="), order="C"))
+    except TypeError:
+        raise wrong("query.dtype", str(query.dtype), "float32, float16 or float64") from None
+
+
 def _query(query: Any, keys: Half) -> Tensor:
     """The query as a tensor. Raises InvalidArgumentError."""
     given = array_of("query", query)
-    try:
-        found: Tensor = (
-            torch.from_numpy(np.require(given, requirements="W"))
-            if isinstance(given, np.ndarray)
-            else given
-        )
-    except TypeError:
-        raise wrong("query.dtype", str(given.dtype), "float32, float16 or float64") from None
+    found = _tensor_of(given) if isinstance(given, np.ndarray) else given
+    if found.layout is not torch.strided:
+        raise wrong("query.layout", str(found.layout), "torch.strided. Pass query.to_dense()")
     sizes, shape = keys.sizes, tuple(found.shape)
     if len(shape) != 2 or shape[1] != sizes.head_dim or not shape[0] or shape[0] % sizes.num_heads:
         raise InvalidArgumentError(

@@ -112,6 +112,19 @@ class Half:
             t.untyped_storage().nbytes() for t in (self._data, self._scales) if t is not None
         )
 
+    def owns(self, tokens: Any) -> bool:
+        """Whether `tokens` are a view of the buffers."""
+        if isinstance(tokens, Tensor):
+            if tokens.layout is not torch.strided or tokens.device != self.device:
+                return False
+            first = tokens.data_ptr()
+        else:
+            first = tokens.ctypes.data
+        return any(
+            t is not None and 0 <= first - t.data_ptr() < t.nbytes
+            for t in (self._data, self._scales)
+        )
+
     def write(self, layer: int, begin: int, tokens: Any) -> None:
         """Encodes `tokens`, (num_tokens, num_heads, head_dim), from token `begin` on.
 
@@ -217,7 +230,8 @@ class Half:
         return cache, scales
 
     def _like(self, cache: CacheDesc) -> Tensor:
-        return torch.empty((1, cache.num_kv_heads, cache.head_dim), device=self.device)
+        shape = 1, cache.num_kv_heads, cache.head_dim
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _described(self, data: Tensor) -> TensorDesc:
         return describe(data, Layout.BLOCK_NHD, dtype=self.encoding, name=f"{self.name}s")

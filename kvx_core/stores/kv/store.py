@@ -21,7 +21,7 @@ from kvx_core.stores.kv.attend import Attention
 from kvx_core.stores.kv.encodings import encoding_of, of_preset
 from kvx_core.stores.kv.half import Half, KvStorage, Sizes
 from kvx_core.stores.kv.report import KvMemoryReport
-from kvx_core.stores.kv.tokens import one_token, some_tokens, token_major
+from kvx_core.stores.kv.tokens import copied, one_token, some_tokens, token_major
 from kvx_core.types import DType
 from kvx_core.view import CacheView
 from kvx_core.words import instance, integer, listed, many, product, wrong
@@ -166,8 +166,8 @@ class KvCacheStore:
     def append_token(self, layer: int, key: Any, value: Any) -> None:
         """Appends one token's keys and values to a layer.
 
-        key, value: (num_heads * head_dim,) or (num_heads, head_dim), of torch or numpy, any strides
-                    and any float dtype
+        key, value: (num_heads * head_dim,) or (num_heads, head_dim), of torch or numpy, float32,
+                    float16 or bfloat16; strides are not negative
         A token goes into the layers one after the other, from 0 on; current_seq_len counts it when
         the last layer has it, and `attend` of a layer sees it at once.
         Mutates the store. Raises InvalidArgumentError for a layer out of turn or a wrong size,
@@ -180,7 +180,8 @@ class KvCacheStore:
         """Appends tokens to a layer, such as a prompt: the same bytes as one by one.
 
         keys, values: (num_tokens, num_heads, head_dim), at least one token and in all layers as
-                      many; of torch or numpy, any strides and any float dtype
+                      many; of torch or numpy, float32, float16 or bfloat16; strides are not
+                      negative
         Layers take turns, as in append_token.
         Mutates the store. Raises as append_token; the store then holds what it held.
         """
@@ -202,6 +203,9 @@ class KvCacheStore:
                 "layers before it were given in this step"
             )
         self._require_room(count)
+        # Views of the store's own memory may lie where the tokens go.
+        if any(self._keys.owns(t) or self._values.owns(t) for t in (keys, values)):
+            keys, values = copied(keys), copied(values)
         self._keys.write(layer, self._seq_len, keys)
         # If this fails, keys lie behind the last token, where nobody reads them.
         self._values.write(layer, self._seq_len, values)
@@ -278,8 +282,8 @@ class KvCacheStore:
 
         end:  None: current_seq_len; at most layer_seq_len(layer)
         head: a KV head; None: all
-        out:  a tensor of torch or numpy to fill, of the shape that is returned, any strides and
-              any float dtype; None: a new torch tensor of float32
+        out:  a tensor of torch or numpy to fill, of the shape that is returned, float32, float16
+              or bfloat16, strides not negative; None: a new torch tensor of float32
         Returns (num_heads, end - start, head_dim), or (1, end - start, head_dim) of one head.
         Raises InvalidArgumentError, UnsupportedError.
         """
@@ -305,7 +309,7 @@ class KvCacheStore:
             head = integer("head", head, 0, self.num_heads - 1)
         shape = self.num_heads if head is None else 1, end - start, self.head_dim
         if out is None:
-            out = torch.empty(shape, device=self.placement)
+            out = torch.empty(shape, dtype=torch.float32, device=self.placement)
         half.read(layer, start, end, head, token_major("out", out, shape))
         return out
 

@@ -28,6 +28,11 @@ def array_of(name: str, tokens: Any) -> Any:
     raise wrong(name, tokens, _A_TENSOR)
 
 
+def copied(tokens: Any) -> Any:
+    """The same tokens in memory of their own."""
+    return tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
+
+
 def one_token(name: str, token: Any, num_heads: int, head_dim: int) -> Any:
     """The keys or values of one token as (1, num_heads, head_dim). Raises InvalidArgumentError."""
     found = array_of(name, token)

@@ -31,7 +31,8 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * (i + 1) / power for i in range(power)]
     exponents += [4 * (2 * i + 1) / power for i in range(num_heads - power)]
-    return torch.tensor([2.0**-exponent for exponent in exponents], device=device)
+    slopes = [2.0**-exponent for exponent in exponents]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
 def alibi_mask(slopes: Tensor, q_len: int, kv_len: int) -> Tensor:
