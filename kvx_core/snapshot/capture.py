@@ -78,7 +78,7 @@ def part_of(section: Section, format: StorageFormat, carried: Precision) -> Part
     facts, precision = section.view.facts, section.precision
     kinds = kinds_of(section.view)
     if format.converts(section):
-        if format.is_lossy_for(precision):
+        if format.rounds(section):
             facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
         precision = precision.meet(format.precision)
     return Part(section.layers, facts, section.encoding, precision.meet(carried).name, kinds)

@@ -121,6 +121,12 @@ class Stored:
         return prod(self.shape) * self.dtype.numbers // dtype.numbers * dtype.itemsize
 
 
+def cache_bytes_of(tensors: Mapping[str, Stored]) -> int:
+    """Bytes of tensors in the cache, which did not have the scales of those that are converted."""
+    found = {scale_name(name) for name, stored in tensors.items() if stored.original is not None}
+    return sum(stored.cache_bytes for name, stored in tensors.items() if name not in found)
+
+
 NOTHING = Stored(DType.U8, ())
 
 

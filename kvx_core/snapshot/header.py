@@ -238,11 +238,17 @@ def _decodable(tensors: dict[str, Stored], coded: dict[str, _Coded], name: str) 
             or len(stored.shape) != 1
             or not _KV.fullmatch(tensor)
             or not _are_counts(found.shape, 1)
-            or prod(found.shape) * coding.dtype.itemsize > stored.num_bytes * coding.most
+            or not (
+                stored.num_bytes
+                < prod(found.shape) * coding.dtype.itemsize
+                <= stored.num_bytes * coding.most
+            )
         ):
             return (
-                f"{tensor[:100]} is said to be {str(found)[:200]}, expected K or V of which every "
-                "number takes a part of its bytes"
+                f"{tensor[:100]} is said to be {found.coding[:100]!r} of shape "
+                f"{str(found.shape)[:100]} in {0 if stored is None else stored.num_bytes} bytes, "
+                "expected K or V in fewer bytes than its numbers have, and no fewer than the "
+                "coding can need"
             )
         tensors[tensor] = Stored(
             coding.dtype,

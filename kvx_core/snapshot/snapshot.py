@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.ops import device_status
 from kvx_core.planes import Plane
@@ -35,6 +36,7 @@ from kvx_core.snapshot.contents import (
     Header,
     PlaneKind,
     Stored,
+    cache_bytes_of,
     head_dim_of,
     is_row,
     is_scale,
@@ -293,7 +295,7 @@ class Snapshot:
     @property
     def cache_bytes(self) -> int:
         """What num_bytes would be without a format: K and V as the cache had them."""
-        return sum(tensor.cache_bytes for tensor in self.tensors.values())
+        return cache_bytes_of(self.tensors)
 
     def names_of(self, layers: Iterable[int]) -> list[str]:
         """The tensors of these layers."""
@@ -434,7 +436,9 @@ class Snapshot:
 
     @property
     def _dense(self) -> Dense:
-        assert self.memory is not None, "the snapshot is still in its file: read it"
+        if self.memory is None:
+            wrong = f"{self.name} has its data in a file, expected it in memory. Use read(layers)"
+            raise InvalidArgumentError(wrong)
         return Dense(self.tensors, self.memory)
 
     def _bytes(self, name: str) -> Bytes:
@@ -442,7 +446,8 @@ class Snapshot:
 
     def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
         tensors, num_bytes = laid_out((name, self.tensors[name]) for name in names)
-        assert self.file is not None, "the snapshot is in memory already"
+        if self.file is None:
+            raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None)
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
@@ -464,8 +469,7 @@ class Snapshot:
     def _kinds(self, layers: Iterable[int]) -> list[PlaneKind]:
         """The planes of these layers beside K and V."""
         wanted = set(layers)
-        kinds = (kind for part in self.header.parts for kind in part.planes)
-        return [kind for kind in kinds if kind.layer in wanted]
+        return [k for part in self.header.parts for k in part.planes if k.layer in wanted]
 
     def _rows(self, layers: Iterable[int]) -> list[int]:
         """Those of these layers of which units of K or V span heads."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.planes import is_kv
 from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.types import Axis, DType
 from kvx_core.words import many
-
-if TYPE_CHECKING:
-    from kvx_core.snapshot.section import Section
 
 # Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
 # gets a scale for each token and head.
@@ -31,10 +29,28 @@ class StorageFormat:
 
     dtype:  None: K and V are stored as the cache has them
     coding: how their bytes are encoded in a file, without a loss; "": they are not
+    Raises InvalidArgumentError for what is no dtype or coding of K and V, and for both at once.
     """
 
     dtype: DType | None = None
     coding: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not _is_format(self.dtype):
+            raise InvalidArgumentError(
+                f"dtype is {_words(self.dtype)}, expected None or one of "
+                f"{', '.join(f'DType.{dtype.name}' for dtype in _DTYPES)}. StorageFormat.of takes "
+                "names"
+            )
+        if not isinstance(self.coding, str) or self.coding not in ("", *CODINGS):
+            raise InvalidArgumentError(
+                f"coding is {_words(self.coding)}, expected '' or one of {', '.join(CODINGS)}"
+            )
+        if self.dtype is not None and self.coding:
+            raise InvalidArgumentError(
+                f"dtype is {_words(self.dtype)} and coding is {self.coding!r}, expected at most "
+                "one of them: a coding keeps the dtype of the cache. Leave one out"
+            )
 
     @classmethod
     def of(cls, format: object) -> Self:
@@ -50,10 +66,10 @@ class StorageFormat:
             dtype = DType.of(format)
         except InvalidArgumentError:
             dtype = DType.INVALID
-        if dtype not in _DTYPES:
+        if not _is_format(dtype):
             names = ", ".join([*(dtype.name.lower() for dtype in _DTYPES), *CODINGS])
             raise InvalidArgumentError(
-                f"format is {str(format)[:100]!r}, expected None or one of {names}"
+                f"format is {_words(format)}, expected None or one of {names}"
             )
         return cls(dtype)
 
@@ -72,11 +88,42 @@ class StorageFormat:
     def is_lossy_for(self, precision: Precision) -> bool:
         """Whether values of this precision are rounded when they are stored.
 
-        FP8 counts as rounded in every other format: it is multiplied by its scale.
+        FP8 and units of several numbers count as rounded in every other format: their numbers are
+        multiplied by scales. Where dtypes of tensors differ, `rounds` says it of each.
         """
-        is_fp8 = any(dtype.format.scaled for dtype in map(_dtype_of, precision.formats))
-        as_is = self.dtype is None
-        return not as_is and (is_fp8 or precision.meet(self.precision) != precision)
+        if self.dtype is None:
+            return False
+        dtypes = [_dtype_of(word) for word in precision.formats]
+        return (
+            any(dtype.format.scaled for dtype in dtypes)
+            or any(dtype.numbers > 1 and dtype is not self.dtype for dtype in dtypes)
+            or precision.meet(self.precision) != precision
+        )
+
+    def rounds(self, section: Section) -> bool:
+        """Whether some K or V of a section is rounded when it is stored.
+
+        Each is asked for itself: the precision of a section is the coarsest of them.
+        Raises InvalidArgumentError if facts.lossy of the section names no formats.
+        """
+        if section.encoding != VALUES or not self.converts(section):
+            return False
+        facts = section.view.facts
+        computed = [] if facts.compute_dtype is None else [facts.compute_dtype]
+        before = lossy_of(facts)
+        found = {dtype for _, dtype, _ in _tensors(section)}
+        return any(self._rounds(d, Precision.of(d, *computed).meet(before)) for d in found)
+
+    def _rounds(self, dtype: DType, precision: Precision) -> bool:
+        """Whether a tensor of this dtype is rounded if it is converted.
+
+        precision: of its values, which may have come from a coarser format
+        """
+        if dtype.numbers > 1 and not dtype.format.scaled:
+            return dtype is not self.dtype
+        if not dtype.format.scaled and self.precision.includes(Precision.of(dtype)):
+            return False
+        return self.is_lossy_for(precision)
 
     def converts(self, section: Section) -> bool:
         """Whether K or V of a section has another dtype than they are stored in."""
@@ -121,6 +168,16 @@ class StorageFormat:
                 f"format is {self.name!r} and K and V are planes, which cannot have a scale for "
                 "each token and head. Choose a format that is not FP8"
             )
+
+
+def _is_format(dtype: object) -> bool:
+    """Whether K and V can be converted to it. A number that equals a DType is none."""
+    return isinstance(dtype, DType) and dtype in _DTYPES
+
+
+def _words(given: object) -> str:
+    """An argument, for a message."""
+    return f"DType.{given.name}" if isinstance(given, DType) else repr(str(given)[:100])
 
 
 def _dtype_of(word: str) -> DType:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy.typing as npt
 
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     VALUES,
@@ -295,6 +295,8 @@ class PrefixStore:
         """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve."""
         node, ids = self._span(tokens, start, stop, node)
         sections = [self._of_model(section) for section in sections]
+        for section in sections:
+            self._check_exact(section)
         precision = self.carried
         if not all(_says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
@@ -415,6 +417,16 @@ class PrefixStore:
                     f"{section.heads}"
                 )
         return sources
+
+    def _check_exact(self, section: Section) -> None:
+        """Raises UnsupportedError if the format rounds a section and the store is an exact one."""
+        if not self._lossy and self.format.rounds(section):
+            raise UnsupportedError(
+                f"format is {self.format.name!r} and rounds K or V of layers {section.layers}, "
+                "expected numbers that it holds: the precision of this store says so, and its "
+                "entries are shared with exact ones. Choose a format that holds them all, or none. "
+                "If they are such numbers in a wider dtype, set facts.compute_dtype of the section"
+            )
 
     def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Why values of this precision may not be loaded into the section: a sentence each."""

@@ -221,6 +221,7 @@ def test_fp8_gets_a_scale_for_each_token_and_head(
     fp8 = {"f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}[name]
     assert read.header.precision.name == f"{name}_row"
     assert read.header.parts[0].facts.lossy == f"{name}_row"
+    assert read.cache_bytes == 19 * 2 * HEADS * (K_DIM + V_DIM) * 2  # which had no scales
     for layer in (0, 1):
         for kv, kind in enumerate("kv"):
             values = src.tokens(layer, kv, 0, 19).float()
@@ -382,6 +383,32 @@ def test_what_is_no_format(wrong: Any) -> None:
         StorageFormat.of(wrong)
     with pytest.raises(InvalidArgumentError, match=r"format is"):
         Snapshot.capture(range(4), [Engine(torch.bfloat16, 5, 1).section], format=wrong)
+
+
+def test_formats_that_are_made_without_of() -> None:
+    make: Any = StorageFormat
+    for wrong in ("q8_0", 3, DType.U8, DType.S32, DType.U8_ZERO, torch.bfloat16):
+        with pytest.raises(InvalidArgumentError, match=r"dtype is .*, expected None or one of DTy"):
+            make(wrong)
+    for wrong in ("nope", None, 3, ["lossless_bf16"]):
+        with pytest.raises(InvalidArgumentError, match=r"coding is .*, expected '' or one of loss"):
+            make(None, wrong)
+    with pytest.raises(InvalidArgumentError, match=r"DType.Q8_0 and coding is 'lossless_bf16'"):
+        make(DType.Q8_0, "lossless_bf16")
+    with pytest.raises(InvalidArgumentError, match=r"format is DType\.U8, expected None or one of"):
+        make.of(DType.U8)
+
+
+def test_data_that_is_not_in_memory(tmp_path: Path) -> None:
+    captured = Snapshot.capture(range(19), [Engine(torch.bfloat16, 5, 1).section])
+    assert captured is not None
+    captured.save(tmp_path / "file")
+    with Snapshot.open(tmp_path / "file") as opened:
+        with pytest.raises(InvalidArgumentError, match=r"file has its data in a file, .*read\("):
+            opened.digest()
+        read = opened.read([0])
+        with pytest.raises(InvalidArgumentError, match=r"file is in memory already, expected it"):
+            read.read([0])
 
 
 def test_names_of_formats() -> None:

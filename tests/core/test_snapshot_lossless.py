@@ -177,6 +177,36 @@ def test_headers_that_lie(
     assert type(caught.value) is error
 
 
+@pytest.mark.parametrize("num_bytes", [19 * 3 * 64 * 2, 1 << 32])
+def test_a_tensor_that_claims_more_bytes_than_it_has_numbers(num_bytes: int, good: Path) -> None:
+    """A sparse file takes no space, and reading it would take `num_bytes` of memory."""
+    from kvx_core.snapshot.seal import sealed
+
+    raw, data = header_of(good), good.read_bytes()
+    found = json.loads(raw)
+    text = found.pop("__metadata__")["header"]
+    lo, hi = found["layers.0.k"]["data_offsets"]
+    found["layers.0.k"]["shape"] = [num_bytes]
+    for name, entry in found.items():
+        first, last = entry["data_offsets"]
+        moved = num_bytes - (hi - lo) if first > lo else 0
+        entry["data_offsets"] = [first + moved, last + moved]
+        if name == "layers.0.k":
+            entry["data_offsets"] = [lo, lo + num_bytes]
+    total = max(entry["data_offsets"][1] for entry in found.values())
+    tokens = data[8 + len(raw) :][: 19 * 8]
+    head = sealed(
+        f'"header":{json.dumps(text)}}},{json.dumps(found)[1:]}'.encode(), tokens, total, None
+    )
+    with good.open("wb") as file:
+        file.write(head + tokens)
+        file.truncate(len(head) + total)
+    with pytest.raises(
+        CorruptError, match=r"'lossless_bf16' of shape .19, 3, 64. in .* fewer bytes"
+    ):
+        Snapshot.open(good)
+
+
 def test_other_tensors_are_not_coded(good: Path) -> None:
     coded = json_of(good)["coded"]
     with pytest.raises(CorruptError, match="tokens is said to be"):

@@ -15,9 +15,23 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from kvx_core import InvalidArgumentError, PrefixStore, Snapshot
+from kvx_core import (
+    CacheDesc,
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    PrefixStore,
+    Section,
+    Snapshot,
+    UnsupportedError,
+    describe,
+    migrate,
+    verify,
+)
 from kvx_core.snapshot import Precision, StorageFormat
 from tests.caches import assert_same_bytes
+from tests.core.sections import FACTS
+from tests.core.test_snapshot_planes import section
 from tests.core.test_stores import Engine, Tokens, files_of, rows_of, save, store_in
 
 GGUF = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
@@ -128,6 +142,102 @@ def test_fp8_in_another_format_counts_as_rounded() -> None:
         assert StorageFormat.of(name).is_lossy_for(fp8)
     assert not StorageFormat().is_lossy_for(fp8)
     assert not StorageFormat.of("f32").is_lossy_for(BF16)
+
+
+def held(*dtypes: Any, compute: DType | None, seed: int = 1, blocks: int = 2) -> Section:
+    """Layers of K and V in these dtypes, in turn: 2 heads of 256 numbers, 16 tokens in block 1."""
+    facts = replace(FACTS, fingerprint="model", first_kv_head=0, total_kv_heads=2)
+    facts = replace(facts, compute_dtype=compute)
+    generator = torch.Generator().manual_seed(seed)
+    descs = []
+    for dtype in dtypes:
+        numbers = torch.randn(blocks, 16, 2, 256, generator=generator)
+        if isinstance(dtype, torch.dtype):
+            descs.append(describe(numbers.to(dtype), "BLOCK_NHD"))
+            continue
+        units = torch.zeros(*numbers.shape[:3], 256 // dtype.numbers * dtype.itemsize).byte()
+        desc = describe(units, "BLOCK_NHD", dtype=dtype)
+        src, dst = (
+            CacheView((CacheDesc.from_kv(d),), facts)
+            for d in (describe(numbers, "BLOCK_NHD"), desc)
+        )
+        table = [list(range(blocks))]
+        migrate(src.at(table), dst.at(table), [16 * blocks])
+        descs.append(desc)
+    caches = [CacheDesc.from_kv(*pair) for pair in zip(descs[::2], descs[1::2], strict=True)]
+    return section(CacheView(tuple(caches), facts), [1], range(len(caches)))
+
+
+UNITS = ("Q8_0", "Q4_0", "IQ4_NL", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(
+    ("compute", "format"), [("BF16", "bf16"), ("F16", "f16"), ("BF16", "f32"), ("F32", "f32")]
+)
+def test_units_in_another_format_count_as_rounded(
+    name: str, compute: str, format: str, tmp_path: Path
+) -> None:
+    """A unit's numbers are multiplied by scales: no reader without the format gets them."""
+    dtype, tokens = DType[name], range(16)
+    where = held(dtype, dtype, compute=DType[compute])
+    of_model = {"num_layers": 1, "total_kv_heads": 2, "precision": Precision.of(compute, dtype)}
+    rounding, exact, same = (
+        store_in(tmp_path, format=f, **of_model) for f in (format, None, name.lower())
+    )
+    assert rounding.is_lossy
+    assert not exact.is_lossy
+    assert not same.is_lossy
+    snapshot = rounding.capture(tokens, 0, 16, [where])
+    assert snapshot is not None
+    assert snapshot.header.parts[0].facts.lossy == format
+    rounding.commit(snapshot)
+    assert rounding.lookup(tokens).num_tokens == 16
+    assert exact.lookup(tokens).num_tokens == 0
+    plain = same.capture(tokens, 0, 16, [where])
+    assert plain is not None
+    assert plain.header.parts[0].facts.lossy is None
+    same.commit(plain)
+    there = held(dtype, dtype, compute=DType[compute], seed=2)
+    exact.load(exact.lookup(tokens), 0, 16, [there])
+    assert verify(where.view.at([[1]]), there.view.at([[1]]), [16])
+
+
+@pytest.mark.parametrize("compute", [None, DType.F32])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_tensor_more_precise_than_the_coarsest_is_not_rounded_in_an_exact_store(
+    compute: DType | None, layers: int, tmp_path: Path
+) -> None:
+    """K float32 beside V, or a layer beside a layer, of bfloat16."""
+    dtypes = sorted((torch.float32, torch.bfloat16) * layers, key=str, reverse=True)
+    where = held(*dtypes, compute=compute)
+    snapshot = Snapshot.capture(range(16), [where], format="bf16")
+    assert snapshot is not None
+    assert snapshot.header.parts[0].facts.lossy == "bf16"
+    coarsest = Precision.of(torch.float32, torch.bfloat16)
+    of_model = {"num_layers": layers, "total_kv_heads": 2, "precision": coarsest}
+    store = store_in(tmp_path, format="bf16", **of_model)
+    with pytest.raises(
+        UnsupportedError, match=r"format is 'bf16' and rounds K or V of layers .*Choose a format"
+    ):
+        store.capture(range(16), 0, 16, [where])
+    for format in ("f32", None):
+        store = store_in(tmp_path, format=format, **of_model)
+        assert not store.is_lossy
+        exact = store.capture(range(16), 0, 16, [where])
+        assert exact is not None
+        assert exact.header.parts[0].facts.lossy is None
+
+
+def test_bfloat16_numbers_in_a_float32_cache_are_stored_as_bfloat16(tmp_path: Path) -> None:
+    of_model = {"num_layers": 1, "total_kv_heads": 2, "precision": BF16, "format": "bf16"}
+    store = store_in(tmp_path, **of_model)
+    floats = (torch.float32, torch.float32)
+    with pytest.raises(UnsupportedError, match=r"set facts\.compute_dtype of the section"):
+        store.capture(range(16), 0, 16, [held(*floats, compute=None)])
+    snapshot = store.capture(range(16), 0, 16, [held(*floats, compute=DType.BF16)])
+    assert snapshot is not None
+    assert snapshot.header.parts[0].facts.lossy is None
 
 
 def test_what_is_computed_from_rounded_values_stays_with_them(tmp_path: Path) -> None:
