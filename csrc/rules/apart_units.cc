@@ -210,14 +210,15 @@ class AllUsed {
     }
   }
 
-  // Compares elements only of arrays whose extents overlap: those of most caches do not.
+  // Compares what lies beside data, with each other and with data. Compares elements only of arrays
+  // whose extents overlap: those of most caches do not.
   kvx_status_t check() {
     std::sort(all_.begin(), all_.end(), [](const Used &a, const Used &b) {
       return a.extent.begin != b.extent.begin ? a.extent.begin < b.extent.begin : a.order < b.order;
     });
     for (auto a = all_.begin(); a != all_.end(); ++a) {
       for (auto b = a + 1; b != all_.end() && b->extent.begin < a->extent.end; ++b) {
-        const bool are_data = a->kind == Kind::kData && b->kind == Kind::kData;  // not what lies beside it
+        const bool are_data = a->kind == Kind::kData && b->kind == Kind::kData;
         if (are_data || !(a->written || b->written) || !meet(&*a, &*b)) continue;
         const bool names_b = b->written && (b->kind != Kind::kData || !a->written);
         return names_b ? fail_units(*b, *a) : fail_units(*a, *b);
