@@ -41,7 +41,9 @@ def encode(x: np.ndarray, kind: Any, tensor_scale: float = 1.0) -> tuple[np.ndar
     groups = x.astype(F32).reshape(*x.shape[:-1], -1, GROUP[kind])
     scales = find_scales(groups, kind, tensor_scale)
     stored = scales.astype(F32) * (F32(1) / (F32(1) / F32(tensor_scale)))
-    inverse = np.divide(F32(1), stored, out=np.zeros_like(stored), where=stored != 0)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = F32(1) / stored
+    inverse = np.where(np.isfinite(inverse), inverse, F32(0))
     with np.errstate(invalid="ignore"):
         scaled = (groups * inverse[..., None]).clip(-6, 6)
     scaled = np.where(np.isnan(groups), 0, scaled).astype(F32)

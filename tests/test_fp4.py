@@ -41,6 +41,7 @@ from tests.test_affine import plain, values
 SEEDS = (1, 2, 3)
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 HND = Layout.BLOCK_HND
+LEAST = 2.0**-128 + 2.0**-149  # the least tensor_scale whose inverse is finite
 Make = Callable[[int, int, int, int, int], Any]
 FP4: dict[str, Make] = {
     "nvfp4": page,
@@ -181,7 +182,7 @@ def test_all_codes_and_scales(backend: Backend, kind: Any) -> None:
     np.testing.assert_array_equal(got[same].view(np.uint32), expected[same].view(np.uint32))
 
 
-@pytest.mark.parametrize("tensor_scale", [None, 1.0, 0.0123, 77.0, 2.0**-40])
+@pytest.mark.parametrize("tensor_scale", [None, 1.0, 0.0123, 77.0, 2.0**-40, LEAST])
 @pytest.mark.parametrize("kind", [E4M3, E8M0], ids=["nvfp4", "mx"])
 def test_ties_signs_and_extremes(backend: Backend, kind: Any, tensor_scale: float | None) -> None:
     """Halfway between numbers, in units of every power of two that a scale has, and past them."""
@@ -436,9 +437,10 @@ def test_every_rule() -> None:
         "numbers (spec E.18)",
         replace(nvfp4.view(), k_zeros=(ScaleDesc.of(torch.ones(2), "PER_HEAD"),)),
     )
-    for bad in (0.0, -1.0, float("inf")):
+    for bad in (0.0, -1.0, float("inf"), 2.0**-149, 2.0**-128):
         refuse(
-            f"{{}}.k_zeros[0] is {bad:g}, expected a finite scale above 0 (spec E.18)",
+            f"{{}}.k_zeros[0] is {bad:g}, expected a finite scale above 0 whose inverse is finite, "
+            "above 2^-128 (spec E.18)",
             replace(nvfp4.view(), k_zeros=(ScaleDesc.of(bad),)),
         )
     half = CacheDesc.from_kv(
@@ -476,6 +478,31 @@ def test_scales_are_written_apart() -> None:
     for t in range(3):
         kept.store(0, t, src.numbers(0, t))
     assert torch.equal(dst.raw[0], kept.raw[0])
+
+
+@pytest.mark.parametrize(("layer", "block"), [("data", 0), ("data", 1), ("scales", 0)])
+def test_the_scale_of_the_tensor_lies_apart(backend: Backend, layer: str, block: int) -> None:
+    """Within a page's data or scales it would be overwritten; behind them it may lie."""
+    source = plain(1, 4, 1, 64, 1, dtype=DType.F32)
+    dst = page(2, 4, 1, 64, 2)
+    flat = dst.raw[0][block]
+    begin = {"data": 8, "scales": 4 * 32}[layer]
+    scale = flat[begin : begin + 4].view(torch.float32)
+    scale.fill_(0.5)
+    kept = dst.raw[0].clone()
+    ends = source.span([[0]]), replace(dst.view(), k_zeros=(ScaleDesc.of(scale),))
+    written = {"data": r"layers\[0\].k", "scales": r"k_scales\[0\]"}[layer]
+    with pytest.raises(
+        InvalidArgumentError,
+        match=rf"^dst.{written}.data is .* it shares memory with dst.k_zeros\[0\], and the call",
+    ):
+        backend.migrate_spans(ends[0], ends[1].at(block_table=[[1]]), [4], [*source.raw, *dst.raw])
+    assert torch.equal(dst.raw[0], kept)
+    behind = flat[-4:].view(torch.float32)  # V's scales, which the view does not name
+    behind.fill_(0.5)
+    view = replace(dst.view(), k_zeros=(ScaleDesc.of(behind),))
+    backend.migrate_spans(ends[0], view.at(block_table=[[1]]), [4], [*source.raw, *dst.raw])
+    assert float(behind[0]) == 0.5
 
 
 def test_write_and_gather_have_no_fields_for_scales() -> None:

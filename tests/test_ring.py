@@ -25,12 +25,18 @@ class Case:
     """Rings of three sequences at the source, blocks of whole sequences at the destination."""
 
     def __init__(
-        self, on: Backend, seed: int, *, ring: bool, lens: list[int] | None = None
+        self,
+        on: Backend,
+        seed: int,
+        *,
+        ring: bool,
+        lens: list[int] | None = None,
+        rounds: int = 0,
     ) -> None:
         self.on, self.ring = on, ring
         generator = torch.Generator().manual_seed(seed)
         pick = lambda high: int(torch.randint(high, (), generator=generator))  # noqa: E731
-        self.starts = [pick(5 * RING), 0, pick(5 * RING) + RING]
+        self.starts = [rounds * RING + pick(5 * RING), 0, rounds * RING + pick(5 * RING) + RING]
         self.lens = lens or [pick(RING - 1) + 1, pick(RING), RING]
         order = torch.randperm(BLOCKS, generator=generator).tolist()
         self.rows = [order[i * COLUMNS : (i + 1) * COLUMNS] for i in range(ROWS)]
@@ -134,6 +140,34 @@ def test_into_a_ring(backend: Backend, seed: int, ring: bool) -> None:
             for i in range(case.lens[row]):
                 right[case.where(row, case.starts[row] + i)] = tokens[row, i]
     for pool, right in zip(case.pools, expected, strict=True):
+        assert torch.equal(pool, right)
+
+
+WIDE = (2**32 // RING + 1, 2**61 // RING)  # rounds, up to positions of more than 32 bits
+
+
+@pytest.mark.parametrize("rounds", WIDE)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_starts_of_more_than_32_bits(backend: Backend, seed: int, rounds: int) -> None:
+    """Of long streams: the ring's tokens come out, and others go in."""
+    case = Case(backend, seed, ring=True, rounds=rounds)
+    assert case.starts[0] > 2**32
+    found, expected = sentinels(), sentinels()
+    case.move(case.paged(), case.dense(*found))
+    into = [pool.clone() for pool in case.pools]
+    for pool, out, right in zip(case.pools, expected, into, strict=True):
+        for row in range(ROWS):
+            for i in range(case.lens[row]):
+                at = case.where(row, case.starts[row] + i)
+                out[row, i] = pool[at]
+                right[at] = 1000 * row + i
+    for one, right in zip(found, expected, strict=True):
+        assert torch.equal(one, right)
+    new = 1000 * torch.arange(ROWS).view(ROWS, 1, 1, 1) + torch.arange(RING).view(1, RING, 1, 1)
+    new = new.short().expand(ROWS, RING, HEADS, DIM)
+    ends = [new.clone(), new.clone()]
+    case.move(case.dense(*ends), case.paged())
+    for pool, right in zip(case.pools, into, strict=True):
         assert torch.equal(pool, right)
 
 

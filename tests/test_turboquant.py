@@ -519,3 +519,22 @@ def test_slots_of_numbers_that_are_none() -> None:
             assert not read[0].any()
         if preset != "turboquant_k8v4":  # E4M3 has a NaN
             assert np.array_equal(slots, turboquant.encode_slots(*without, preset))
+        else:
+            read_keys, read_values = turboquant.decode_slots(slots, 128, preset)
+            assert np.argwhere(np.isnan(read_keys)).tolist() == [[1, 3]]
+            assert not np.isnan(read_values).any()
+
+
+def test_slots_of_large_numbers() -> None:
+    """Keys of K8V4 saturate; of values the scale and the least number are float16, or infinite."""
+    keys, values = vectors(2, 128, 1), vectors(2, 128, 2)
+    keys[0, :3] = 449, -1e30, np.inf
+    values[0, 5], values[1, 7] = 1e30, -70000
+    for preset in turboquant.SLOTS:
+        slots = turboquant.encode_slots(keys, values, preset)
+        scale, least = slots[:, -4:].copy().view(np.float16).T
+        assert np.isinf(scale).tolist() == [True, False]
+        assert np.isinf(least).tolist() == [False, True]
+        if preset == "turboquant_k8v4":
+            read, _ = turboquant.decode_slots(slots, 128, preset)
+            assert read[0, :3].tolist() == [448, -448, 448]

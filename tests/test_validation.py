@@ -1047,7 +1047,8 @@ def test_every_sentence_has_a_rule() -> None:
         "%s is given, but %s.dtype is %s, expected none: MX has no such scale (spec E.18)",
         "%s is %s of granularity %d, expected one F32 (PER_TENSOR, 1), the scale of all numbers "
         "(spec E.18)",
-        "%s is %g, expected a finite scale above 0 (spec E.18)",
+        "%s is %g, expected a finite scale above 0 whose inverse is finite, above 2^-128 (spec "
+        "E.18)",
         "%s is NULL, but %s.dtype is F4_E2M1: each group of numbers has a scale (spec E.18)",
         "%s.dtype is %d (%s), expected F8_E4M3 (NVFP4) or F8_E8M0 (MX) (spec E.18)",
         "%s.granularity is %d, expected PER_GROUP (33) or PER_GROUP_4X4 (34) for F4_E2M1 "

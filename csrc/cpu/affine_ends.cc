@@ -79,18 +79,7 @@ void AffineSource::read_scaled(const Place &place, uint32_t head, int64_t first,
   alignas(8) uint8_t stage[kStageBytes];
   const DecodeVector decode = kernels().decode[row_of(plane_.dtype)];
   const uint8_t *const vector = address(place, head);
-  const int64_t numbers = numbers_of(plane_.dtype, 1);
-  if (first % numbers == 0 && count % numbers == 0) {
-    decode(values, gather(vector, first, count, stage), count);
-  } else {  // groups at the destination need not be whole units
-    float unit[kPiece];
-    for (int64_t d = 0; d < count;) {
-      const int64_t skip = (first + d) % numbers, part = std::min(numbers - skip, count - d);
-      decode(unit, gather(vector, first + d - skip, numbers, stage), numbers);
-      std::copy_n(unit + skip, part, values + d);
-      d += part;
-    }
-  }
+  decode(values, gather(vector, first, count, stage), count);
   const float scale = ScaleCursor(scales_, place).at(0, head);
   if (scale == 1.0f) return;
   for (int64_t i = 0; i < count; ++i) values[i] *= scale;

@@ -16,7 +16,8 @@
 // ROW(name, codec, kind, numbers, bytes, alignment, largest, beside)
 //   name       KVX_DTYPE_<name>
 //   codec      from and to float32; Opaque: never converted
-//   kind       Number, Index (of a table) or Opaque (bytes whose meaning KVX does not know)
+//   kind       Number, Index (of a table), Opaque (bytes whose meaning KVX does not know) or Unused
+//              (of no tensor; it may be the dtype of scales)
 //   numbers    along dim in one unit, a power of two
 //   bytes      of one unit
 //   alignment  of one unit

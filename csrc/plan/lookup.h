@@ -46,6 +46,12 @@ KVX_HD Division divide(uint64_t number, uint32_t divisor) {
   return {narrow / divisor, narrow % divisor};
 }
 
+// The same of any numbers, also in kernels. Slow there.
+KVX_HD Division divide_wide(uint64_t number, uint32_t divisor) {
+  if (number > UINT32_MAX) return {number / divisor, static_cast<uint32_t>(number % divisor)};
+  return divide(number, divisor);
+}
+
 // Finds the tokens of each row (a sequence, or one beam of it) at one end, for K or for V.
 struct Lookup {
   LookupMode mode;
@@ -169,11 +175,17 @@ KVX_HD Fault read_row(const L &a, uint64_t row, RowLookup<Count> *found) {
     entry *= a.max_blocks_per_seq;
     capacity *= a.max_blocks_per_seq;
   }
-  const int64_t start = a.starts.data ? a.starts[row] : 0;
+  int64_t start = a.starts.data ? a.starts[row] : 0;
+  // Whole rounds of a ring change nothing: without them its starts fit kernels' numbers. Rare.
+  if (a.mode == LookupMode::kRing && capacity && start > 0 &&
+      static_cast<uint64_t>(start) > static_cast<Count>(-1)) {
+    const uint64_t round = capacity * (a.tokens_per_entry ? a.tokens_per_entry : 1);
+    start = static_cast<int64_t>(static_cast<uint64_t>(start) % round);
+  }
   if (start < 0 || static_cast<uint64_t>(start) > static_cast<Count>(-1)) return Fault::kStart;
   found->start = static_cast<Count>(start);
   if (a.tokens_per_entry > 1) {
-    const Division at = divide(static_cast<uint64_t>(start), a.tokens_per_entry);
+    const Division at = divide_wide(static_cast<uint64_t>(start), a.tokens_per_entry);
     if (at.remainder) return *found = {}, Fault::kStart;
     found->start = static_cast<Count>(at.quotient);
   }

@@ -71,8 +71,8 @@ KVX_HD void describe(Fault fault, const Rows &rows, const Lookup &a, uint64_t ro
 KVX_HD bool is_within_unit(const Rows &rows, const Lookup &dst, uint64_t row, Violation *found) {
   if (!dst.starts.data || rows.length_of(row) <= 0) return false;
   const int64_t start = dst.starts[row];
-  if (start < 0 || static_cast<uint64_t>(start) > UINT32_MAX) return false;  // another fault
-  if (divide(static_cast<uint64_t>(start), dst.block_size).remainder == 0) return false;
+  if (start < 0) return false;  // another fault
+  if (divide_wide(static_cast<uint64_t>(start), dst.block_size).remainder == 0) return false;
   found->fault = Fault::kUnit;
   found->mode = dst.mode;
   found->is_own = dst.is_own;

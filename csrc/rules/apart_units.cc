@@ -174,7 +174,7 @@ class AllUsed {
         const kvx_tensor_desc_t &tensor = tensor_of(dst, l, is_v);
         if (is_absent(tensor)) continue;
         const bool written = is_affine(tensor.dtype);
-        add(tensor, {Kind::kData, true, false, is_v, false, l});
+        add(tensor, {Kind::kData, true, false, is_v, true, l});
         add(scales_of(dst, l, is_v), {Kind::kScales, true, false, is_v, written, l});
         const bool writes_zeros = written && !has_group_scales(tensor.dtype);
         add(zeros_of(dst, l, is_v), {Kind::kZeros, true, false, is_v, writes_zeros, l});
@@ -183,7 +183,7 @@ class AllUsed {
     for (uint32_t i = 0; i < dst.num_planes; ++i) {
       const kvx_plane_t &plane = *dst.planes[i];
       const bool written = is_affine(plane.dtype);
-      add(plane, {Kind::kData, true, true, false, false, i});
+      add(plane, {Kind::kData, true, true, false, true, i});
       add(plane.scale, {Kind::kScales, true, true, false, written, i});
       const bool writes_zeros = written && !has_group_scales(plane.dtype);
       add(plane.zero, {Kind::kZeros, true, true, false, writes_zeros, i});
@@ -210,15 +210,18 @@ class AllUsed {
     }
   }
 
-  // Compares elements only of arrays whose extents overlap: those of most caches do not.
+  // Compares what lies beside data, with each other and with data. Compares elements only of arrays
+  // whose extents overlap: those of most caches do not.
   kvx_status_t check() {
     std::sort(all_.begin(), all_.end(), [](const Used &a, const Used &b) {
       return a.extent.begin != b.extent.begin ? a.extent.begin < b.extent.begin : a.order < b.order;
     });
     for (auto a = all_.begin(); a != all_.end(); ++a) {
       for (auto b = a + 1; b != all_.end() && b->extent.begin < a->extent.end; ++b) {
-        if ((a->written || b->written) && meet(&*a, &*b))
-          return b->written ? fail_units(*b, *a) : fail_units(*a, *b);
+        const bool are_data = a->kind == Kind::kData && b->kind == Kind::kData;
+        if (are_data || !(a->written || b->written) || !meet(&*a, &*b)) continue;
+        const bool names_b = b->written && (b->kind != Kind::kData || !a->written);
+        return names_b ? fail_units(*b, *a) : fail_units(*a, *b);
       }
     }
     return KVX_STATUS_OK;

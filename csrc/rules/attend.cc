@@ -137,6 +137,9 @@ kvx_status_t validate_attend(const kvx_cache_desc_t *cache, const kvx_attend_des
     return KVX_INVALID("%s.scale is %g, expected a finite number (spec E.21)", KVX_AT(path),
                        static_cast<double>(attend->scale));
   }
+  if (attend->reserved) {
+    return KVX_INVALID("%s.reserved is %u, expected 0 (spec E.21)", KVX_AT(path), attend->reserved);
+  }
   return check_out_apart(out, *cache, *attend);
 }
 

@@ -1,5 +1,7 @@
 #include "rules/fp4.h"
 
+#include <cmath>
+
 #include "desc/affine.h"
 #include "desc/memory.h"
 #include "desc/scale.h"
@@ -62,9 +64,11 @@ kvx_status_t check_tensor_scale(const Path &path, const kvx_scale_desc_t &scale,
   }
   KVX_TRY(check_aligned(path, scale.data, scale.dtype));
   const float value = is_readable(tensor.memory) ? read_scale(scale.data, scale.dtype) : 1.0f;
-  if (is_usable_scale(value)) return KVX_STATUS_OK;
-  return KVX_INVALID("%s is %g, expected a finite scale above 0 (spec E.18)", KVX_AT(path),
-                     static_cast<double>(value));
+  // Encoders multiply by the inverse, which is infinite for some subnormal scales.
+  if (is_usable_scale(value) && std::isfinite(1.0f / value)) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "%s is %g, expected a finite scale above 0 whose inverse is finite, above 2^-128 (spec E.18)",
+      KVX_AT(path), static_cast<double>(value));
 }
 
 }  // namespace

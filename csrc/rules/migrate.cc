@@ -28,8 +28,10 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
   const Path src_layer{&src_path, "layers", l}, dst_layer{&dst_path, "layers", l};
   if (migrate.num_heads == 0) {
     if (src.num_kv_heads != dst.num_kv_heads) {
-      const bool holds_all =
-          dim_of(src.k) * src.num_kv_heads == dim_of(dst.k) * int64_t{dst.num_kv_heads};
+      int64_t from, to;
+      const bool holds_all = !__builtin_mul_overflow(dim_of(src.k), src.num_kv_heads, &from) &&
+                             !__builtin_mul_overflow(dim_of(dst.k), dst.num_kv_heads, &to) &&
+                             from == to;
       return KVX_INVALID(
           "%s.num_kv_heads is %u, expected that of %s, %u; %s", KVX_AT(dst_layer), dst.num_kv_heads,
           KVX_AT(src_layer), src.num_kv_heads,

@@ -20,10 +20,11 @@ extern "C" {
  * values:     [rows, dim] float32 in HOST memory, row r at values + r * row_stride
  * dim:        numbers of a row
  * row_stride: float32 numbers from one row to the next, at least dim
- * order:      a power of two from 2 to KVX_HADAMARD_MAX_ORDER that divides dim: a row is dim /
- * order groups. 0: the largest power of two that divides dim Mutates the rows and nothing between
- * them. Allocates nothing. INVALID_ARGUMENT, before anything is written, if an argument is none of
- * these. Spec: E.17 */
+ * order:      a power of two from 2 to KVX_HADAMARD_MAX_ORDER that divides dim: a row is
+ *             dim / order groups. 0: the largest power of two that divides dim
+ *
+ * Mutates the rows and nothing between them. Allocates nothing. INVALID_ARGUMENT, before anything
+ * is written, if an argument is none of these. Spec: E.17 */
 KVX_API kvx_status_t kvx_hadamard(float *values, uint64_t rows, uint32_t dim, int64_t row_stride,
                                   uint32_t order);
 

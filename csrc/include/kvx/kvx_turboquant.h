@@ -11,7 +11,8 @@
  * between is not touched. dim is 64, 128 or 256. A wrong argument is INVALID_ARGUMENT, before
  * anything is written.
  *
- * NaN counts as 0, and magnitudes above 2^100 as 2^100. Spec: E.20 */
+ * NaN counts as 0, and magnitudes above 2^100 as 2^100; but keys of K8V4 keep NaN, and what is past
+ * 448 becomes 448. Spec: E.20 */
 #ifndef KVX_TURBOQUANT_H_
 #define KVX_TURBOQUANT_H_
 
