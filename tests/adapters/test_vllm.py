@@ -310,9 +310,10 @@ def cpu_write_by_vllm(
     v_scale: float = 1.0,
 ) -> None:
     """vLLM's own op, called as CPUAttentionBackendImpl.do_kv_cache_update calls it."""
-    import vllm._C  # noqa: F401
     from vllm import _custom_ops
+    from vllm.platforms.cpu import CpuPlatform
 
+    CpuPlatform.import_kernels()  # those of this processor
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     halves = kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
     _custom_ops.cpu_attn_reshape_and_cache(
