@@ -61,9 +61,10 @@ def test_threads_with_thread_sanitizer() -> None:
     ("sanitize", "lie", "report"),
     [
         ("ON", "overflow", "heap-buffer-overflow"),
-        pytest.param("THREAD", "race", "data race", marks=pytest.mark.slow),
+        ("THREAD", "race", "data race"),
     ],
 )
+@pytest.mark.slow
 def test_sanitizers_report(sanitize: str, lie: str, report: str) -> None:
     """What the tests above would see if there were something to see."""
     program = sanitized_program("lie.cc", sanitize)

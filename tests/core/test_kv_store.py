@@ -254,7 +254,8 @@ def test_presets() -> None:
         for dim in (64, 96, 192):
             with pytest.raises(
                 InvalidArgumentError,
-                match=rf"^head_dim is {dim}, expected a .* of 128: {half}_encoding is {name},",
+                match=rf"^head_dim is {dim} and num_heads \* head_dim {HEADS * dim}, expected one "
+                rf"of them to be a multiple of 128: {half}_encoding is {name},",
             ):
                 KvCacheStore.from_preset(preset, LAYERS, HEADS, dim, 8)
     with pytest.raises(InvalidArgumentError, match=r"^preset is 'best', expected 'safe-lowbit' or"):

@@ -200,7 +200,7 @@ def store_calls() -> dict[str, Case]:
             lambda **given: _store().attend(**given),
             ends | {"query": ONE, "scale": None},
             ends_also
-            | {"query": none, "scale": {"int", "negative", "big", "float", "layout", "None"}},
+            | {"query": none, "scale": INTS | {"negative", "big", "float", "numpy float", "None"}},
         ),
         "KvCacheStore.layer_seq_len": case(
             lambda layer: _store().layer_seq_len(layer), {"layer": 0}, one

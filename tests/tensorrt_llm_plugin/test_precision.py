@@ -100,6 +100,7 @@ def test_formats_that_are_refused_at_start(serve: Factory) -> None:
         serve()
     serve.set(format="q8_0")
     with pytest.raises(
-        InvalidArgumentError, match="format is 'q8_0' and k of layer 0 has head_dim 10, expected a"
+        InvalidArgumentError,
+        match="format is 'q8_0' and k of layer 0 has head_dim 10, in 2 heads 20 numbers,",
     ):
         serve()

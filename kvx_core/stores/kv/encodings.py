@@ -45,7 +45,7 @@ def encoding_of(name: str, given: object, num_heads: int, head_dim: int) -> DTyp
         raise wrong(name, "INVALID", "a format of spec 4.3 or E.10")
     numbers = dtype.format.rounding or dtype.numbers > 1 or dtype.format.affine
     if not numbers:
-        raise wrong(name, dtype.label, "a format of numbers, such as bfloat16 or Q8_0 (spec E.10)")
+        raise wrong(name, dtype.name, "a format of numbers, such as bfloat16 or Q8_0 (spec E.10)")
     if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
         raise InvalidArgumentError(
             f"head_dim is {head_dim} and num_heads * head_dim {num_heads * head_dim}, expected one "
