@@ -84,13 +84,15 @@ __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &p
                                             const Block &block, uint32_t head, uint32_t d,
                                             Visit visit) {
   const PlanePair &shape = p.shape;
-  const UnitsAt src = src_units(p, blockIdx.y), dst = dst_units(p, blockIdx.y);
   const auto at = [&](uint32_t offset) {
     return block.base + offset * shape.dst.token_stride + head * shape.dst.head_stride +
            offset_of(shape.dst, d);
   };
   // Its scale and zero point are stored behind the last visit.
-  const auto old = [&](const uint8_t *q) { return dst.decode(*q, dst.load(block.place, head, d)); };
+  const auto old = [&](const uint8_t *q) {
+    const UnitsAt dst = dst_units(p, blockIdx.y);
+    return dst.decode(*q, dst.load(block.place, head, d));
+  };
   if (p.affine.requantizes && d < shape.head_dim) {
     KVX_LOOP
     for (uint32_t offset = 0; offset < block.place.offset; ++offset)
@@ -113,8 +115,9 @@ __device__ __forceinline__ void each_number(const AffineParams &p, const Pair &p
           if (kReports && d == 0) report_scale(p, pair, token, head, scale, 1.0f);
           continue;
         }
-        visit(to, number_from<false>(shape.src, src, token.src + head * shape.src.head_stride,
-                                     token.from, head, d, scale));
+        visit(to, number_from<false>(shape.src, src_units(p, blockIdx.y),
+                                     token.src + head * shape.src.head_stride, token.from, head, d,
+                                     scale));
       } else if (token.dst) {  // filled with zeros
         visit(to, 0.0f);
       } else if (p.affine.requantizes) {
