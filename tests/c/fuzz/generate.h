@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "case.h"
@@ -182,16 +183,15 @@ class Generator {
   void make_pool(const Geometry &of, const Dtypes &types, uint32_t num_layers, End *end) {
     const uint32_t kv_factor = of.has_v ? 2 : 1;
     kvx_tensor_desc_t tensors[2]{};
-    int64_t bytes_per_block = 0;
+    int64_t bytes_per_block = 0, step_of_sizes = 4;  // a multiple of both elements' sizes
     for (uint32_t kv = 0; kv < kv_factor; ++kv) {
       kvx_tensor_desc_t &tensor = tensors[kv] = tensor_of(types[kv]);
+      step_of_sizes = std::lcm(step_of_sizes, size_of(tensor.dtype));
       set_shape(of, static_cast<int>(kv), &tensor);
       random_strides(tensor.ndim - 1, tensor.shape + 1, tensor.stride + 1);
       const int64_t span = span_of(tensor.ndim - 1, tensor.shape + 1, tensor.stride + 1);
       bytes_per_block = std::max(bytes_per_block, span * size_of(tensor.dtype));
     }
-    // What all elements of a pool divide; 612 is a multiple of units of 34 and of 18 bytes.
-    const int64_t step_of_sizes = in_units ? 612 : 4;
     bytes_per_block =
         ((bytes_per_block + step_of_sizes - 1) / step_of_sizes + below(3)) * step_of_sizes;
     const int64_t step = bytes_per_block * num_layers * kv_factor;
@@ -229,9 +229,10 @@ class Generator {
     const uint32_t kv_factor = one.has_v ? 2 : 1, planes = num_layers * kv_factor;
     kvx_tensor_desc_t tensors[2]{};
     uint32_t head_axis[2];
-    int64_t chunk = 0;
+    int64_t chunk = 0, step_of_sizes = 4;  // as in a pool
     for (uint32_t kv = 0; kv < kv_factor; ++kv) {
       kvx_tensor_desc_t &tensor = tensors[kv] = tensor_of(types[kv]);
+      step_of_sizes = std::lcm(step_of_sizes, size_of(tensor.dtype));
       set_shape(one, static_cast<int>(kv), &tensor);
       head_axis[kv] = tensor.layout == KVX_LAYOUT_BLOCK_NHD ? 2 : 1;
       tensor.shape[head_axis[kv]] = 1;
@@ -239,7 +240,6 @@ class Generator {
       const int64_t span = span_of(tensor.ndim, tensor.shape, tensor.stride);
       chunk = std::max(chunk, span * size_of(tensor.dtype));
     }
-    const int64_t step_of_sizes = in_units ? 612 : 4;  // as in a pool
     chunk = ((chunk + step_of_sizes - 1) / step_of_sizes + below(2)) * step_of_sizes;
     uint8_t *const first = allocate(one.heads * planes * chunk);
     for (uint32_t l = 0; l < num_layers; ++l) {

@@ -134,10 +134,17 @@ inline bool is_affine(kvx_dtype_t dtype) {
 
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
 
+// Of any alignment: a mutated call is looked at before the library has refused it.
 inline int64_t read_int(const void *data, kvx_dtype_t dtype, uint64_t i) {
-  if (dtype == KVX_DTYPE_S64 || dtype == KVX_DTYPE_U64)
-    return static_cast<const int64_t *>(data)[i];
-  return static_cast<const int32_t *>(data)[i];
+  const auto *bytes = static_cast<const uint8_t *>(data);
+  if (dtype == KVX_DTYPE_S64 || dtype == KVX_DTYPE_U64) {
+    int64_t wide;
+    std::memcpy(&wide, bytes + i * sizeof wide, sizeof wide);
+    return wide;
+  }
+  int32_t value;
+  std::memcpy(&value, bytes + i * sizeof value, sizeof value);
+  return value;
 }
 
 inline float read_scale(const void *data, kvx_dtype_t dtype) {

@@ -580,7 +580,8 @@ struct Oracle {
             for (int e = 0; e < 2; ++e) {
               if (place[e].unsure) allow();
               const bool moves = place[0].block >= 0 && place[1].block >= 0;
-              if (place[e].at && place[1].block >= 0 && (e == 1 || place[0].block >= 0))
+              const bool fills = e == 1 && zero_fill;
+              if (place[e].at && place[1].block >= 0 && (fills || place[0].block >= 0))
                 pointed[e].insert(c.memory.find(place[e].at));
               if (place[e].block >= 0 && !place[e].at)
                 (moves ? used : touched)[e].insert({kv, place[e].secondary, place[e].block});
