@@ -8,9 +8,15 @@
 namespace kvx::cuda {
 namespace {
 
+// Not within the template: there g++ puts a static array into no section (tests/hostgrid).
+__device__ __forceinline__ Staged &staged_of_warp() {
+  __shared__ Staged staged[kWarps];
+  return staged[threadIdx.x / kWarp];
+}
+
 template <class P>
 __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constant__ P p) {
-  __shared__ Staged staged[kWarps];
+  Staged &staged = staged_of_warp();
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
@@ -23,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constan
         return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
       };
       return convert_units(
-          p, staged[threadIdx.x / kWarp], token, first, last,
+          p, staged, token, first, last,
           [&](const Token &t, uint32_t head) {
             return is_usable(scale_of(t, head)) && is_usable(divisor_of(t, head));
           },
