@@ -43,7 +43,8 @@ namespace portable {
 #undef KVX_VECTOR_BYTES
 }  // namespace portable
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(KVX_PORTABLE_KERNELS)
 #define KVX_X86_KERNELS 1
 
 #pragma GCC push_options
