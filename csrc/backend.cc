@@ -12,6 +12,7 @@
 #if KVX_WITH_CUDA
 #include "cuda/copy_engine.h"
 #include "cuda/run.h"
+#include "hybrid/launch.h"
 #endif
 
 namespace kvx {
@@ -50,6 +51,23 @@ kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device) {
   return KVX_STATUS_OK;
 }
 
+kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device) {
+  kvx_tensor_desc_t tensor{};
+  tensor.memory = memory;
+  tensor.ndim = 1;
+  tensor.data = &tensor;  // not absent
+  const NamedTensor named = {name, &tensor};
+  return place(&named, 1, on_device);
+}
+
+kvx_status_t check_reachable([[maybe_unused]] const char *name, [[maybe_unused]] const void *data) {
+#if KVX_WITH_CUDA
+  return cuda::check_reachable(name, "", data);
+#else
+  return KVX_STATUS_OK;  // place() has refused DEVICE memory
+#endif
+}
+
 kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
                  [[maybe_unused]] size_t count, [[maybe_unused]] bool on_device,
                  [[maybe_unused]] void *stream) {
@@ -84,6 +102,40 @@ kvx_status_t copy_pairs([[maybe_unused]] const void *const *srcs,
 #else
   return KVX_STATUS_OK;  // place() has refused DEVICE memory
 #endif
+}
+
+namespace {
+
+template <class Call, class... Direction>
+kvx_status_t run_anywhere([[maybe_unused]] bool on_device, [[maybe_unused]] void *stream,
+                          const Call &call, Direction... direction) {
+#if KVX_WITH_CUDA
+  if (on_device) return hybrid::launch(call, direction..., stream);
+#endif
+  hybrid::run(call, direction...);
+  return KVX_STATUS_OK;
+}
+
+}  // namespace
+
+kvx_status_t run_hybrid(const kvx_hybrid_append_t &call, bool on_device, void *stream) {
+  return run_anywhere(on_device, stream, call);
+}
+kvx_status_t run_hybrid(const kvx_hybrid_tail_t &call, bool on_device, void *stream) {
+  return run_anywhere(on_device, stream, call);
+}
+kvx_status_t run_hybrid(const kvx_hybrid_compress_t &call, bool on_device, void *stream) {
+  return run_anywhere(on_device, stream, call);
+}
+kvx_status_t run_hybrid(const kvx_hybrid_flush_t &call, bool on_device, void *stream) {
+  return run_anywhere(on_device, stream, call);
+}
+kvx_status_t run_hybrid(const kvx_hybrid_state_t &call, bool on_device, void *stream) {
+  return run_anywhere(on_device, stream, call);
+}
+kvx_status_t run_hybrid(const kvx_hybrid_pages_t &call, hybrid::Direction direction, bool on_device,
+                        void *stream) {
+  return run_anywhere(on_device, stream, call, direction);
 }
 
 void attend(const Attention &plan) { cpu::attend(plan); }

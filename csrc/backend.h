@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/float_env.h"
+#include "hybrid/run.h"
 #include "kvx/kvx_blocks.h"
 #include "kvx/kvx_host.h"
 #include "kvx/kvx_plan.h"
@@ -25,6 +26,12 @@ using cpu::StandardFloats;
 // this machine or build has no device.
 kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device);
 
+// The same for a call whose memory is one field of the argument `name`.
+kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device);
+
+// Checks that kernels of the current device can reach an array, which errors call `name`.
+kvx_status_t check_reachable(const char *name, const void *data);
+
 // Checks the plan's data as far as the host can read them, then runs the plan.
 kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, bool on_device,
                  void *stream);
@@ -36,6 +43,15 @@ kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t byt
 
 // Fills the output of an attention to HOST memory.
 void attend(const Attention &plan);
+
+// Runs a call of kvx_hybrid.h.
+kvx_status_t run_hybrid(const kvx_hybrid_append_t &call, bool on_device, void *stream);
+kvx_status_t run_hybrid(const kvx_hybrid_tail_t &call, bool on_device, void *stream);
+kvx_status_t run_hybrid(const kvx_hybrid_compress_t &call, bool on_device, void *stream);
+kvx_status_t run_hybrid(const kvx_hybrid_flush_t &call, bool on_device, void *stream);
+kvx_status_t run_hybrid(const kvx_hybrid_state_t &call, bool on_device, void *stream);
+kvx_status_t run_hybrid(const kvx_hybrid_pages_t &call, hybrid::Direction direction, bool on_device,
+                        void *stream);
 
 // Whether copies can be given as a batch, and whether there are kernels.
 bool has_batches();

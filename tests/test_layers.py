@@ -30,8 +30,9 @@ ROOMS = {
     "cpu": {"plan", "desc", "formats", "hd", "error"},
     "cuda": {"plan", "desc", "formats", "hd", "error"},
     "encodings": {"cpu", "formats", "error"},
-    "backend": {"cpu", "cuda", "plan", "desc", "formats", "error"},
-    "abi": {"rules", "plan", "backend", "encodings", "desc", "error"},
+    "hybrid": {"cpu", "cuda", "formats", "hd", "error"},
+    "backend": {"cpu", "cuda", "hybrid", "plan", "desc", "formats", "error"},
+    "abi": {"rules", "plan", "backend", "encodings", "hybrid", "desc", "error"},
     "python": set(),  # a library of its own, on the headers that callers see
 }
 
@@ -57,6 +58,7 @@ CORE = {
         "kvx_core._abi_attend",
         "kvx_core._abi_blocks",
         "kvx_core._abi_encode",
+        "kvx_core._abi_hybrid",
         "kvx_core._abi_lossless",
         "kvx_core._abi_plan",
         "kvx_core._abi_turboquant",

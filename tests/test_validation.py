@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi, _abi_attend, _abi_plan
+from kvx_core import _abi, _abi_attend, _abi_hybrid, _abi_plan
 from kvx_core._abi_plan import kvx_take_ranges_t
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
@@ -29,6 +29,7 @@ from tests.block_calls import run as run_blocks
 from tests.block_layouts import Dims
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import CPU, Backend, View
+from tests.hybrid_calls import FUNCTIONS as HYBRID
 from tests.native import sentences_in
 from tests.planes import Paged, filled, table
 from tests.plans import Migration, Plan, planned
@@ -833,7 +834,17 @@ def memcpy_batch(on: Backend) -> Call:
     return pairs_call(on, "kvx_memcpy_batch", "srcs dsts bytes num_pairs memory mode", mode=1)
 
 
-CALLS: dict[str, Callable[[Backend], Call]] = {
+def hybrid_call(name: str) -> Callable[[Backend], Call]:
+    function, make, struct = HYBRID[name]
+
+    def made(on: Backend) -> Call:
+        _abi_hybrid.declare(on.library())
+        return Call(on, function, (struct,), make(on), None, ())
+
+    return made
+
+
+CALLS: dict[str, Callable[[Backend], Call]] = {name: hybrid_call(name) for name in HYBRID} | {
     make.__name__: make
     for make in (
         describe,

@@ -50,14 +50,7 @@ kvx_status_t check_present(const char *name, const Addresses &addresses) {
   return KVX_STATUS_OK;
 }
 
-kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device) {
-  kvx_tensor_desc_t tensor{};
-  tensor.memory = memory;
-  tensor.ndim = 1;
-  tensor.data = &tensor;  // not absent
-  const NamedTensor named = {name, &tensor};
-  return backend::place(&named, 1, on_device);
-}
+using backend::place;
 
 // A copy between two tables: the part that the functions share.
 struct Move {

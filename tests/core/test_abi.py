@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvx_core import InternalError, InvalidArgumentError, Status, _abi, _abi_attend, _abi_plan
+from kvx_core import (
+    InternalError,
+    InvalidArgumentError,
+    Status,
+    _abi,
+    _abi_attend,
+    _abi_hybrid,
+    _abi_plan,
+)
 from kvx_core.errors import BY_STATUS
 from kvx_core.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
@@ -21,7 +29,9 @@ CXX = os.environ.get("CXX", "g++")
 
 STRUCTS = {
     name: struct
-    for name, struct in (vars(_abi) | vars(_abi_attend) | vars(_abi_plan)).items()
+    for name, struct in (
+        vars(_abi) | vars(_abi_attend) | vars(_abi_hybrid) | vars(_abi_plan)
+    ).items()
     if name.startswith("kvx_") and name.endswith("_t") and issubclass(struct, ctypes.Structure)
 }
 
@@ -43,6 +53,13 @@ CONSTANTS = {
     "KVX_PLANE_INFO_EXACT": _abi_plan.EXACT,
     "KVX_PLANE_INFO_JOINED": _abi_plan.JOINED,
     "KVX_PLANE_INFO_FINDS_SCALES": _abi_plan.FINDS_SCALES,
+    "KVX_HYBRID_ONE_EACH": _abi_hybrid.ONE_EACH,
+    "KVX_HYBRID_SINGLE_ROW": _abi_hybrid.SINGLE_ROW,
+    "KVX_HYBRID_BULK": _abi_hybrid.BULK,
+    "KVX_HYBRID_NO_OVERLAP": _abi_hybrid.NO_OVERLAP,
+    "KVX_HYBRID_NO_KEYS": _abi_hybrid.NO_KEYS,
+    "KVX_HYBRID_NVFP4": _abi_hybrid.NVFP4,
+    "KVX_HYBRID_MXFP4": _abi_hybrid.MXFP4,
     "KVX_NULL_BLOCK(0)": _abi.null_block_plus_1(0),
     "KVX_NULL_BLOCK(7)": _abi.null_block_plus_1(7),
 }
@@ -74,7 +91,7 @@ def test_structs_are_those_of_the_headers(tmp_path: Path) -> None:
         tmp_path, f'#include <cstdio>\n#include "kvx/kvx_ext.h"\nint main() {{\n{body}\n}}\n'
     )
     assert found.splitlines() == expected
-    assert len(STRUCTS) == 26
+    assert len(STRUCTS) == 32
 
 
 def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:

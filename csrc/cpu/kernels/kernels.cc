@@ -15,6 +15,7 @@
 
 #include "cpu/kernels/byte_orders.h"
 #include "formats/codec.h"
+#include "formats/softmax.h"
 
 #define KVX_MEMBER __attribute__((always_inline))
 #define KVX_INLINE static inline KVX_MEMBER

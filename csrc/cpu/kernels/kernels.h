@@ -96,6 +96,20 @@ struct AttendKernels {
               int64_t queries, int64_t tokens);
 };
 
+// A stream of tokens of a compressed entry: keys, scores, and what is added to these, or NULL. `z`
+// NULL: there is no stream.
+struct Stream {
+  const void *k, *z;
+  const float *ape;
+};
+// out[d] = sum over the tokens of both streams of softmax(z + ape) * k, for each of `dim` numbers
+// alone. Tokens are `stride` numbers apart. Spec: E.22
+struct HybridKernels {
+  using Weigh = void (*)(float *out, const Stream &a, const Stream &b, int64_t stride,
+                         int64_t tokens, int64_t dim);
+  Weigh weigh_f32, weigh_bf16;
+};
+
 // Where the following copy will write and read; where that is not known, this one's own places.
 struct Next {
   uint8_t *dst;
@@ -121,6 +135,7 @@ struct Kernels {
   LosslessKernels lossless;
   TurboQuantKernels turboquant;
   AttendKernels attend;
+  HybridKernels hybrid;
 
   const AffineKernels &affine(kvx_dtype_t dtype) const {
     return dtype == KVX_DTYPE_U8_ZERO ? zero : bias;

@@ -14,6 +14,7 @@
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
 #include "cpu/kernels/hadamard.inl"
+#include "cpu/kernels/hybrid.inl"
 #include "cpu/kernels/lossless.inl"
 #include "cpu/kernels/turboquant.inl"
 #include "cpu/kernels/units32.inl"
@@ -55,4 +56,5 @@ constexpr Kernels kKernels = {
     {lossless_split, lossless_join, lossless_pack, lossless_unpack, lossless_count},
     {turboquant_encode, turboquant_decode, turboquant_encode_signs, turboquant_decode_signs,
      turboquant_encode_steps, turboquant_decode_steps},
-    {dot_keys, softmax_run, add_values}};
+    {dot_keys, softmax_run, add_values},
+    {weigh<F32>, weigh<Bf16>}};
