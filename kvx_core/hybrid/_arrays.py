@@ -1,0 +1,116 @@
+"""Checks of the torch tensors of a call, whose addresses C gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.streams import current_stream
+from kvx_core.tensors import is_torch
+from kvx_core.types import DType, Memory
+from kvx_core.words import wrong
+
+FLOATS = ("float32", "bfloat16")
+CODES = ("uint8", "float8_e4m3fn")
+MASKS = ("bool", "uint8")
+POSITIONS = ("int32", "int64")
+_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16}
+
+
+class Arrays:
+    """The tensors of one call: contiguous, on one device, that of the first."""
+
+    def __init__(self, name: str, tensor: Any) -> None:
+        if not is_torch(tensor):
+            raise wrong(name, tensor, "a torch.Tensor")
+        self._name, self._first = name, tensor
+        self.device = tensor.device
+        if self.device.type not in ("cpu", "cuda"):
+            raise InvalidArgumentError(
+                f"{name}.device is {self.device}, expected cpu or cuda (spec E.22)"
+            )
+        self.memory = memory_of(self.device)
+
+    def take(
+        self,
+        name: str,
+        tensor: Any,
+        dtypes: Sequence[str],
+        *shape: int | None,
+        strided_rows: bool = False,
+    ) -> int:
+        """The address of a tensor of one of these dtypes; None in `shape` is any extent.
+
+        strided_rows: elements of the first axis may lie apart
+        Raises InvalidArgumentError.
+        """
+        if not is_torch(tensor):
+            raise wrong(name, tensor, "a torch.Tensor")
+        if dtype_name(tensor) not in dtypes:
+            raise InvalidArgumentError(
+                f"{name}.dtype is {dtype_name(tensor)}, expected {' or '.join(dtypes)} (spec E.22)"
+            )
+        found = tuple(tensor.shape)
+        if len(found) != len(shape):
+            raise InvalidArgumentError(
+                f"{name}.ndim is {len(found)}, expected {len(shape)} (spec E.22)"
+            )
+        for axis, expected in enumerate(shape):
+            if expected is not None and found[axis] != expected:
+                raise InvalidArgumentError(
+                    f"{name}.shape[{axis}] is {found[axis]}, expected {expected} (spec E.22)"
+                )
+        rows = tensor[0] if strided_rows and found[0] else tensor
+        if not rows.is_contiguous():
+            raise InvalidArgumentError(
+                f"{name}.stride is {tuple(tensor.stride())}, expected contiguous. Pass a "
+                "contiguous tensor (spec E.22)"
+            )
+        if tensor.device != self.device:
+            raise InvalidArgumentError(
+                f"{name}.device is {tensor.device}, expected {self.device}, where {self._name} "
+                "is (spec E.22)"
+            )
+        return int(tensor.data_ptr())
+
+    def take_if_given(
+        self, name: str, tensor: Any, dtypes: Sequence[str], *shape: int | None
+    ) -> int | None:
+        """The same; None for None."""
+        return None if tensor is None else self.take(name, tensor, dtypes, *shape)
+
+    def call(self, function: Any, desc: Any) -> None:
+        """Calls a function of kvx_hybrid.h on torch's current stream."""
+        stream = _abi.stream_now(current_stream(self._first))
+        if self.device.type == "cuda":
+            with sys.modules["torch"].cuda.device(self.device):
+                _abi.check(function(_abi.reference(desc), stream))
+        else:
+            _abi.check(function(_abi.reference(desc), stream))
+
+
+def memory_of(device: Any) -> Memory:
+    """Where tensors of a torch device lie."""
+    return Memory.HOST if device.type == "cpu" else Memory.DEVICE
+
+
+def dtype_name(tensor: Any) -> str:
+    """`bfloat16` of torch.bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_of(tensor: Any) -> DType:
+    """The DType of a tensor that `take` has found to be float32 or bfloat16."""
+    return _DTYPES[dtype_name(tensor)]
+
+
+def extents(name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
+    """The shape of a tensor of `ndim` axes. Raises InvalidArgumentError."""
+    if not is_torch(tensor):
+        raise wrong(name, tensor, "a torch.Tensor")
+    if tensor.ndim != ndim:
+        raise InvalidArgumentError(f"{name}.ndim is {tensor.ndim}, expected {ndim} (spec E.22)")
+    return tuple(tensor.shape)
