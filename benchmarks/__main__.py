@@ -20,6 +20,7 @@ _ALL = (
     "encodings",
     "compression",
     "kv_store",
+    "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
     "migrate_vs_lmcache",
@@ -93,6 +94,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import kv_store
 
         return kv_store.run(threads, rounds, options.only)
+    if name == "hybrid":
+        from benchmarks import hybrid
+
+        return hybrid.run(threads, rounds, options.only)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 
