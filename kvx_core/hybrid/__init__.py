@@ -1,0 +1,41 @@
+"""DeepSeek-V4's cache: compressed entries in blocks, and a window and tails per request.
+
+schema.py says what a layer keeps, allocator.py hands out blocks, paged_cache.py and state_cache.py
+hold the tensors. manager.py owns all of it, prepare_forward.py takes blocks between two captured
+graphs, handle.py is a layer's cache as a forward pass uses it, flush.py turns tails into entries.
+engine_pages.py describes the pages that engines keep such a cache in. All of it needs torch.
+Source: arXiv 2606.19348
+"""
+
+from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError, capturing
+from kvx_core.hybrid.paged_cache import PagedCache
+from kvx_core.hybrid.schema import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    AttentionType,
+    DSV4Config,
+    LayerCacheSchema,
+    LayerSpec,
+    build_schema,
+    compute_block_budget,
+    schedule_of,
+)
+from kvx_core.hybrid.sizes import bytes_per_token, gqa_bytes_per_token
+from kvx_core.hybrid.state_cache import StateCache
+
+__all__ = [
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "AttentionType",
+    "BlockAllocator",
+    "DSV4Config",
+    "LayerCacheSchema",
+    "LayerSpec",
+    "OutOfBlocksError",
+    "PagedCache",
+    "StateCache",
+    "build_schema",
+    "bytes_per_token",
+    "capturing",
+    "compute_block_budget",
+    "gqa_bytes_per_token",
+    "schedule_of",
+]
