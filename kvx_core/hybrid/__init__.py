@@ -8,7 +8,17 @@ Source: arXiv 2606.19348
 """
 
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError, capturing
+from kvx_core.hybrid.flush import (
+    Compressor,
+    compress_csa,
+    compress_hca,
+    maybe_flush_csa,
+    maybe_flush_hca,
+)
+from kvx_core.hybrid.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
+from kvx_core.hybrid.manager import KVCacheManager
 from kvx_core.hybrid.paged_cache import PagedCache
+from kvx_core.hybrid.prepare_forward import PreparedForward, prepare_forward
 from kvx_core.hybrid.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     AttentionType,
@@ -26,16 +36,28 @@ __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
     "AttentionType",
     "BlockAllocator",
+    "ClassicalView",
+    "Compressor",
     "DSV4Config",
+    "IndexerView",
+    "KVCacheManager",
+    "LayerCacheHandle",
     "LayerCacheSchema",
     "LayerSpec",
     "OutOfBlocksError",
     "PagedCache",
+    "PreparedForward",
+    "SWAView",
     "StateCache",
     "build_schema",
     "bytes_per_token",
     "capturing",
+    "compress_csa",
+    "compress_hca",
     "compute_block_budget",
     "gqa_bytes_per_token",
+    "maybe_flush_csa",
+    "maybe_flush_hca",
+    "prepare_forward",
     "schedule_of",
 ]
