@@ -3,11 +3,21 @@
 schema.py says what a layer keeps, allocator.py hands out blocks, paged_cache.py and state_cache.py
 hold the tensors. manager.py owns all of it, prepare_forward.py takes blocks between two captured
 graphs, handle.py is a layer's cache as a forward pass uses it, flush.py turns tails into entries.
-engine_pages.py describes the pages that engines keep such a cache in. All of it needs torch.
+engine_pages.py and pending_rows.py describe
+what engines keep such a cache in. All of it needs torch.
 Source: arXiv 2606.19348
 """
 
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError, capturing
+from kvx_core.hybrid.engine_pages import (
+    IndexerPages,
+    RecordPages,
+    byte_pages,
+    migrate_pages,
+    page_bytes,
+    requantize_entries,
+    requantize_keys,
+)
 from kvx_core.hybrid.flush import (
     Compressor,
     compress_csa,
@@ -18,6 +28,7 @@ from kvx_core.hybrid.flush import (
 from kvx_core.hybrid.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from kvx_core.hybrid.manager import KVCacheManager
 from kvx_core.hybrid.paged_cache import PagedCache
+from kvx_core.hybrid.pending_rows import migrate_pending, pending_tokens
 from kvx_core.hybrid.prepare_forward import PreparedForward, prepare_forward
 from kvx_core.hybrid.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -39,6 +50,7 @@ __all__ = [
     "ClassicalView",
     "Compressor",
     "DSV4Config",
+    "IndexerPages",
     "IndexerView",
     "KVCacheManager",
     "LayerCacheHandle",
@@ -47,9 +59,11 @@ __all__ = [
     "OutOfBlocksError",
     "PagedCache",
     "PreparedForward",
+    "RecordPages",
     "SWAView",
     "StateCache",
     "build_schema",
+    "byte_pages",
     "bytes_per_token",
     "capturing",
     "compress_csa",
@@ -58,6 +72,12 @@ __all__ = [
     "gqa_bytes_per_token",
     "maybe_flush_csa",
     "maybe_flush_hca",
+    "migrate_pages",
+    "migrate_pending",
+    "page_bytes",
+    "pending_tokens",
     "prepare_forward",
+    "requantize_entries",
+    "requantize_keys",
     "schedule_of",
 ]

@@ -172,6 +172,7 @@ def _compress(
         flush.positions,
         flush.mask,
         out,
+        row=state.tail_row_width,
     )
 
 

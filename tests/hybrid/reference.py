@@ -102,15 +102,18 @@ def compress(
     positions: Tensor,
     mask: Tensor,
     out: Tensor,
+    *,
+    row: str = "wide",
 ) -> None:
     dim = out.shape[1]
-    for row in mask.nonzero()[:, 0].tolist():
-        values, scores = ka[row][:, -dim:], za[row][:, -dim:] + ape_a
+    assert ka.shape[2] == (2 * dim if kb is not None and row == "wide" else dim)
+    for i in mask.nonzero()[:, 0].tolist():
+        values, scores = ka[i][:, -dim:], za[i][:, -dim:] + ape_a
         if kb is not None and zb is not None:
-            values = torch.cat((values, kb[row][:, :dim]))
-            scores = torch.cat((scores, zb[row][:, :dim] + ape_b))
+            values = torch.cat((values, kb[i][:, :dim]))
+            scores = torch.cat((scores, zb[i][:, :dim] + ape_b))
         entry = entry_of(values, scores)
-        out[row] = normed_and_rotated(entry, norm_weight, eps, cos_sin, int(positions[row]))
+        out[i] = normed_and_rotated(entry, norm_weight, eps, cos_sin, int(positions[i]))
 
 
 def flush_write_hca(

@@ -223,7 +223,7 @@ def test_the_kernels_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         "csa_rotate_state",
         "hca_reset_state",
     ):
-        monkeypatch.setattr(reference, name, lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(reference, name, lambda *_, name=name, **__: called.append(name))
     maybe_flush_csa(caches.acquire(CSA), MAIN, INDEX)
     assert called == [*["compress"] * 2, "flush_write_csa", *["csa_rotate_state"] * 2]
     called.clear()
