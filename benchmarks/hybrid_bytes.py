@@ -97,8 +97,7 @@ def draw(path: Path) -> None:
         text = f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
         panel.annotate(text, (value, bar.get_y() + bar.get_height() / 2), xytext=(4, 0),
                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-    panel.set_xscale("log")
-    panel.set_xlim(1000, 1_000_000)
+    panel.set_xlim(0, 280_000)
     panel.set_xlabel("bytes per token of context, all layers")
     panel.grid(axis="x", alpha=0.3)
     figure.savefig(path, metadata={"Date": None})

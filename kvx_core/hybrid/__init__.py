@@ -9,6 +9,7 @@ Source: arXiv 2606.19348
 """
 
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError, capturing
+from kvx_core.hybrid.compressor import Compressor
 from kvx_core.hybrid.engine_pages import (
     IndexerPages,
     RecordPages,
@@ -19,7 +20,6 @@ from kvx_core.hybrid.engine_pages import (
     requantize_keys,
 )
 from kvx_core.hybrid.flush import (
-    Compressor,
     compress_csa,
     compress_hca,
     maybe_flush_csa,

@@ -7,6 +7,7 @@ tokens of a step are the beginnings of larger ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,80 +18,51 @@ from kvx_core.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """At most one new entry for each request slot: tokens up to the end of an entry, and the entry.
+    """The entry that each request slot completes in a step, if its tokens are all of one entry.
 
-    token_slots: (tokens,) int32, the request slot of each token; -1: of another flush
-    mask:        (R,) bool, slots whose entry is complete
-    entry_ids:   (R,) int32, the entry of each slot, counted from the first of its sequence; 0 where
-                 the mask is False
-    positions:   (R,) int32, the position that the entry is rotated to: that of its first token
+    mask:      (R,) bool, slots whose entry is complete
+    entry_ids: (R,) int32, the entry of each slot, counted from the first of its sequence; 0 where
+               the mask is False
+    positions: (R,) int32, the position that the entry is rotated to: that of its first token
     """
 
-    token_slots: Tensor
     mask: Tensor
     entry_ids: Tensor
     positions: Tensor
 
 
 class Compression:
-    """What a step does to layers of one compression ratio. All is by request slot, (R,).
+    """What a step does to layers of one compression ratio.
 
-    ratio:      tokens per entry
-    valid_lens: int32, complete entries after the step: tokens // ratio
-    rounds:     flushes that the step takes, one entry of each request at a time; 1 in decoding
+    ratio:        tokens per entry
+    valid_lens:   (R,) int32, complete entries of each slot after the step: tokens // ratio
+    most_entries: of how many entries the tokens of a request are, at most; 1 in decoding
+    flush:        what is complete, if that is 1
     """
 
-    def __init__(self, ratio: int, max_requests: int, token_slots: Tensor) -> None:
-        device = token_slots.device
+    def __init__(self, ratio: int, max_requests: int, device: torch.device) -> None:
+        def by_slot(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_requests, dtype=dtype, device=device)
+
         self.ratio = ratio
-        self.rounds = 0
-        self.valid_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self._before = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self._after = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self._first = Flush(
-            token_slots,
-            torch.zeros(max_requests, dtype=torch.bool, device=device),
-            torch.zeros(max_requests, dtype=torch.int32, device=device),
-            torch.zeros(max_requests, dtype=torch.int32, device=device),
+        self.most_entries = 0
+        self.valid_lens = by_slot(torch.int32)
+        self.flush = Flush(by_slot(torch.bool), by_slot(torch.int32), by_slot(torch.int32))
+
+    def fill(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Sets what the next step does; see ForwardStep.spans."""
+        ratio, slots = self.ratio, len(self.valid_lens)
+        valid, first = torch.zeros(2, slots, dtype=torch.int32)
+        for slot, before, after in spans:
+            valid[slot], first[slot] = after // ratio, before // ratio
+        mask = first < valid
+        self.valid_lens.copy_(valid)
+        self.flush.mask.copy_(mask)
+        self.flush.entry_ids.copy_(first * mask)
+        self.flush.positions.copy_(first * mask * ratio)
+        self.most_entries = max(
+            ((after - 1) // ratio - before // ratio + 1 for _, before, after in spans), default=0
         )
-
-    def fill(self, before: Tensor, after: Tensor, rounds: int, token_slots: Tensor) -> None:
-        """Sets what the next step does.
-
-        before, after: (R,) int32, tokens of every slot
-        """
-        self._before.copy_(before)
-        self._after.copy_(after)
-        self.rounds = rounds
-        torch.div(self._after, self.ratio, rounding_mode="floor", out=self.valid_lens)
-        first = Flush(token_slots, self._first.mask, self._first.entry_ids, self._first.positions)
-        self._set(first, 0)
-        self._first = first
-
-    def flush(self, index: int, positions: Tensor, token_slots: Tensor) -> Flush:
-        """Flush `index` of the step. Allocates nothing if the step has one.
-
-        positions, token_slots: (tokens,), those of the step
-        """
-        if self.rounds <= 1:
-            return self._first
-        first_entry = self._before[token_slots.long()] // self.ratio
-        in_this = positions // self.ratio - first_entry == index
-        found = Flush(
-            torch.where(in_this, token_slots, -1).to(torch.int32),
-            torch.empty_like(self._first.mask),
-            torch.empty_like(self._first.entry_ids),
-            torch.empty_like(self._first.positions),
-        )
-        self._set(found, index)
-        return found
-
-    def _set(self, flush: Flush, index: int) -> None:
-        torch.div(self._before, self.ratio, rounding_mode="floor", out=flush.entry_ids)
-        flush.entry_ids.add_(index)
-        torch.lt(flush.entry_ids, self.valid_lens, out=flush.mask)
-        flush.entry_ids.mul_(flush.mask)
-        torch.mul(flush.entry_ids, self.ratio, out=flush.positions)
 
 
 class ForwardStep:
@@ -101,6 +73,8 @@ class ForwardStep:
     request_ids:   (tokens,) int32, the request of each token, an index into request_slots
     token_slots:   (tokens,) int32, the request slot of each token
     all_slots:     (R,) int32, 0 to R - 1: flushes run over all slots, and masks choose
+    spans:         slot, tokens before and tokens after the step of each request, as the host knows
+                   them
     Raises InvalidArgumentError for a step of more tokens than there is room for.
     """
 
@@ -115,9 +89,8 @@ class ForwardStep:
         self._slots, self._positions = room(max_requests), room(max_tokens)
         self._request_ids, self._token_slots = room(max_tokens), room(max_tokens)
         self.all_slots = torch.arange(max_requests, dtype=torch.int32, device=device)
-        self.compression = {
-            ratio: Compression(ratio, max_requests, self._token_slots[:0]) for ratio in ratios
-        }
+        self.compression = {ratio: Compression(ratio, max_requests, device) for ratio in ratios}
+        self.spans: list[tuple[int, int, int]] = []
         self._show(0, 0)
 
     def _show(self, num_requests: int, num_tokens: int) -> None:
@@ -139,15 +112,9 @@ class ForwardStep:
         self.request_ids.copy_(rows)
         self.positions.copy_(torch.arange(total) - starts[rows] + torch.tensor(before)[rows])
         self.token_slots.copy_(host_slots[rows])
-        for ratio, compression in self.compression.items():
-            first, last = torch.zeros(2, len(self.all_slots), dtype=torch.int32)
-            first[host_slots] = torch.tensor(before, dtype=torch.int32)
-            last[host_slots] = torch.tensor(after, dtype=torch.int32)
-            rounds = max(
-                ((b - 1) // ratio - a // ratio + 1 for a, b in zip(before, after, strict=True)),
-                default=0,
-            )
-            compression.fill(first, last, max(rounds, 0), self.token_slots)
+        self.spans = list(zip(slots, before, after, strict=True))
+        for compression in self.compression.values():
+            compression.fill(self.spans)
 
     def require_room(self, num_tokens: int) -> None:
         """Raises InvalidArgumentError for a step of more tokens than there is room for."""

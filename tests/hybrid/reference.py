@@ -28,7 +28,8 @@ def fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = x.float().reshape(-1, 16)
     scales = (groups.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
     wide = scales.float()[:, None]
-    units = torch.where(wide > 0, groups / wide, torch.zeros_like(groups)).abs().clamp(max=6)
+    inverse = torch.where(wide > 0, 1 / wide, torch.zeros_like(wide))
+    units = (groups * inverse).abs().clamp(max=6)
     step = torch.where(units < 2, 0.5, torch.where(units < 4, 1.0, 2.0))
     nearest = torch.round(units / step) * step
     codes = torch.searchsorted(CODES, nearest).to(torch.uint8)
@@ -116,19 +117,50 @@ def compress(
         out[i] = normed_and_rotated(entry, norm_weight, eps, cos_sin, int(positions[i]))
 
 
+def compress_bulk(
+    k: Tensor,
+    z: Tensor,
+    ape_a: Tensor,
+    ape_b: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    kb: Tensor | None,
+    zb: Tensor | None,
+    overlap: bool,
+    row: str,
+) -> None:
+    """One entry after the other."""
+    ratio = len(k) // len(out)
+    every, always = k.view(-1, ratio, k.shape[1]), torch.ones(1, dtype=torch.bool)
+    scores = z.view(every.shape)
+    for i in range(len(out)):
+        if overlap and i:
+            kb, zb = every[i - 1], scores[i - 1]
+        previous = (None, None) if kb is None or zb is None else (kb[None], zb[None])
+        compress(
+            *(every[i : i + 1], scores[i : i + 1], *previous, ape_a, ape_b, norm_weight, eps),
+            *(cos_sin, positions[i : i + 1], always, out[i : i + 1]),
+            row=row,
+        )
+
+
 def flush_write_hca(
     entry: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     entry_ids: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     block_table: Tensor,
     entries_fp8: Tensor,
     entries_rope: Tensor,
     inv_scale: Tensor,
 ) -> None:
     nope, per_block = entries_fp8.shape[2], entries_fp8.shape[1]
-    for row in mask.nonzero()[:, 0].tolist():
-        assert slots[row] == row, "rows are request slots here"
+    for row in range(len(entry)) if mask is None else mask.nonzero()[:, 0].tolist():
+        assert slots is None or slots[row] == row, "rows are request slots here"
         number = int(entry_ids[row])
         block, at = int(block_table[row, number // per_block]), number % per_block
         assert block >= 0
@@ -139,9 +171,9 @@ def flush_write_hca(
 def flush_write_csa(
     entry: Tensor,
     index_key: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     entry_ids: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     block_table: Tensor,
     entries_fp8: Tensor,
     entries_rope: Tensor,
@@ -152,7 +184,7 @@ def flush_write_csa(
     where = (slots, entry_ids, mask, block_table)
     flush_write_hca(entry, *where, entries_fp8, entries_rope, inv_scale)
     per_block = entries_fp8.shape[1]
-    for row in mask.nonzero()[:, 0].tolist():
+    for row in range(len(entry)) if mask is None else mask.nonzero()[:, 0].tolist():
         number = int(entry_ids[row])
         block, at = int(block_table[row, number // per_block]), number % per_block
         indexer_keys_fp4[block, at], indexer_scales[block, at] = fp4(index_key[row])

@@ -110,8 +110,8 @@ def test_a_step_says_which_tokens_it_brings() -> None:
     assert handle.request_ids.tolist() == [0, 0, 1]
     assert caches.step.token_slots.tolist() == [second, second, first]
     assert handle.read_classical_view().valid_lens.tolist() == [2, 0, 0]
-    assert caches.step.compression[4].rounds == 1
-    flush = caches.step.compression[4].flush(0, handle.positions, caches.step.token_slots)
+    assert caches.step.compression[4].most_entries == 1
+    flush = caches.step.compression[4].flush
     assert flush.mask.tolist() == [True, False, False]
     assert flush.entry_ids.tolist() == [1, 0, 0]
     assert flush.positions.tolist() == [4, 0, 0]
@@ -350,13 +350,13 @@ def test_tensors_of_a_step_stay_where_they_are() -> None:
     for before in range(10):
         prepare_forward(caches, [slot], [before], [before + 1])
         step, handle = caches.step, caches.acquire(CSA)
-        flush = step.compression[4].flush(0, step.positions, step.token_slots)
+        flush = step.compression[4].flush
         found.add(
             tuple(
                 t.data_ptr()
                 for t in (
                     *(step.request_slots, step.positions, step.request_ids, step.token_slots),
-                    *(flush.token_slots, flush.mask, flush.entry_ids, flush.positions),
+                    *(flush.mask, flush.entry_ids, flush.positions),
                     handle.read_classical_view().valid_lens,
                 )
             )
