@@ -3,8 +3,8 @@
 schema.py says what a layer keeps, allocator.py hands out blocks, paged_cache.py and state_cache.py
 hold the tensors. manager.py owns all of it, prepare_forward.py takes blocks between two captured
 graphs, handle.py is a layer's cache as a forward pass uses it, flush.py turns tails into entries.
-engine_pages.py and pending_rows.py describe
-what engines keep such a cache in. All of it needs torch.
+engine_pages.py and pending_rows.py describe what engines keep such a cache in. All of it needs
+torch.
 Source: arXiv 2606.19348
 """
 

@@ -196,6 +196,10 @@ class KVCacheManager:
         """Block ids of a request in a layer, in the order of its entries."""
         return list(self._held[self._with_blocks(layer_idx)][self.slot("slot", request_slot)])
 
+    def num_held(self, layer_idx: int, request_slot: int) -> int:
+        """Blocks that a request has in a layer."""
+        return len(self._held[self._with_blocks(layer_idx)][self.slot("slot", request_slot)])
+
     def allocate_block(self, layer_idx: int, request_slot: int) -> int:
         """Takes one more block for a request in one layer; returns its id.
 

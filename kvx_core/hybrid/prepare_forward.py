@@ -71,7 +71,7 @@ def prepare_forward(
         if not schema.entries_per_block:
             continue
         for i, slot in enumerate(slots):
-            held = len(manager.held_blocks(layer, slot))
+            held = manager.num_held(layer, slot)
             if held < schema.blocks(before[i]):
                 raise InvalidArgumentError(
                     f"num_tokens_before[{i}] is {before[i]}, and slot {slot} has {held} blocks in "

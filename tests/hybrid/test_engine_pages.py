@@ -25,6 +25,7 @@ from kvx_core.hybrid import (
     requantize_keys,
 )
 from kvx_core.hybrid.schema import AttentionType
+from tests.fakes.vllm import needs_vllm
 from tests.hybrid import reference
 from tests.hybrid.test_schema import FLASH, PRO
 
@@ -110,6 +111,7 @@ def vllm_specs(ratio: int) -> dict[str, Any]:
     return specs
 
 
+@needs_vllm
 def test_pages_are_as_large_as_vllm_s() -> None:
     csa, hca = vllm_specs(4), vllm_specs(128)
     for spec, entries, size in (
@@ -125,6 +127,7 @@ def test_pages_are_as_large_as_vllm_s() -> None:
         assert spec.page_size_bytes == page_bytes(entries, size)
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("ratios", "layers", "total", "groups"),
     [

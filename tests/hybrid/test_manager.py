@@ -270,7 +270,7 @@ def test_random_walk(seed: int) -> None:
         for slot, count in counts.items():
             for layer, schema in caches.schemas.items():
                 if schema.entries_per_block:
-                    assert len(caches.held_blocks(layer, slot)) == schema.blocks(count)
+                    assert caches.num_held(layer, slot) == schema.blocks(count)
     assert failed > 5
 
 
