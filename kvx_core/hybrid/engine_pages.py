@@ -54,7 +54,7 @@ def byte_pages(tensor: Tensor, num_bytes: int) -> Tensor:
     num_bytes: of a page, without padding; see page_bytes
     Raises InvalidArgumentError if the pages would overlap or pass the end of the memory.
     """
-    size = tensor.element_size()
+    size = instance("tensor", tensor, Tensor, "a tensor").element_size()
     step, first = tensor.stride(0) * size, tensor.storage_offset() * size
     pages, num_bytes = tensor.shape[0], integer("num_bytes", num_bytes, 1)
     if pages > 1 and step < num_bytes:
@@ -229,6 +229,9 @@ def migrate_pages(
     Raises UnsupportedError for ends that store something else, or keys that are rotated at one end
     only; otherwise what `migrate` raises.
     """
+    for name, end in (("src", src), ("dst", dst)):
+        if not isinstance(end, (list, tuple)):
+            raise wrong(name, end, "a list or tuple of RecordPages and IndexerPages")
     if len(src) != len(dst):
         raise InvalidArgumentError(f"src has {len(src)} pages, expected {len(dst)}, as dst has")
     for i, (a, b) in enumerate(zip(src, dst, strict=True)):
@@ -267,15 +270,18 @@ def requantize_entries(
     src_blocks, dst_blocks: page or block ids of the sequence, in the order of its entries
     Mutates these entries of dst. Raises InvalidArgumentError.
     """
+    num_entries = integer("num_entries", num_entries)
     ends = []
     for name, end, blocks in (("src", src, src_blocks), ("dst", dst, dst_blocks)):
+        kinds = RecordPages | PagedCache
+        instance(name, end, kinds, "RecordPages or a PagedCache")  # type: ignore[arg-type]
         per = end.entries if isinstance(end, RecordPages) else end.schema.entries_per_block
         if len(blocks) * per < num_entries:
             raise InvalidArgumentError(
                 f"{name}_blocks has {len(blocks)} blocks of {per} entries, expected room for "
                 f"{num_entries}"
             )
-        e = torch.arange(integer("num_entries", num_entries))
+        e = torch.arange(num_entries)
         ids = torch.tensor(list(blocks), dtype=torch.int64)
         ends.append(ids[e // per] * per + e % per)
     values = src.read(ends[0]) if isinstance(src, RecordPages) else _read(src, ends[0])
@@ -302,6 +308,9 @@ def requantize_keys(
     would be computed from the keys, and for keys that are rotated at one end only;
     InvalidArgumentError.
     """
+    for name, one in (("src", src), ("dst", dst)):
+        kinds = IndexerPages | PagedCache
+        instance(name, one, kinds, "IndexerPages or a PagedCache")  # type: ignore[arg-type]
     rotated = {end.hadamard for end in (src, dst) if isinstance(end, IndexerPages)}
     if len(rotated) > 1:
         raise UnsupportedError(

@@ -22,9 +22,10 @@ from kvx_core.hybrid.schema import (
     LayerSpec,
     build_schema,
     compute_block_budget,
+    specs,
 )
 from kvx_core.hybrid.state_cache import StateCache, TailRowWidth
-from kvx_core.words import integer
+from kvx_core.words import instance, integer
 
 
 class KVCacheManager:
@@ -60,7 +61,8 @@ class KVCacheManager:
         tail_dtype: torch.dtype = torch.float32,
         max_tokens_per_step: int | None = None,
     ) -> None:
-        self.config = config
+        self.config = instance("config", config, DSV4Config, "a DSV4Config")
+        specs("schedule", schedule)
         self.max_requests = integer("max_concurrent_requests", max_concurrent_requests, 1, 2**20)
         self.max_context_tokens = integer("max_context_tokens", max_context_tokens, 1, 2**30)
         self.device = torch.device(device)

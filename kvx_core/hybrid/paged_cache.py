@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import integer
+from kvx_core.words import instance, integer
 
 FP4_GROUP = 16  # numbers of an indexer key that share a scale
 
@@ -32,6 +32,7 @@ class PagedCache:
     def __init__(
         self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str = "cpu"
     ) -> None:
+        instance("schema", schema, LayerCacheSchema, "a LayerCacheSchema")
         if not schema.entries_per_block:
             raise InvalidArgumentError(
                 f"layer {schema.layer_idx} is of type {schema.attn_type.name}, which has no "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.words import integer
+from kvx_core.words import instance, integer
 
 
 def pending_tokens(num_tokens: int, ratio: int, *, overlap: bool) -> range:
@@ -49,6 +49,7 @@ def migrate_pending(
     a sequence can go on from its last complete block, whose tokens are computed again.
     """
     for name, state in (("src", src), ("dst", dst)):
+        instance(name, state, Tensor, "a tensor")
         if state.dim() != 3 or state.dtype is not torch.float32 or state.shape[2] % 2:
             raise InvalidArgumentError(
                 f"{name} is {tuple(state.shape)} of {state.dtype}, expected (blocks, rows, "

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.manager import KVCacheManager
-from kvx_core.words import wrong
+from kvx_core.words import instance, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ def prepare_forward(
     free blocks, no layer's blocks are taken and the step stays as it was.
     Raises OutOfBlocksError, InvalidArgumentError, and InternalError inside a capture.
     """
+    instance("manager", manager, KVCacheManager, "a KVCacheManager")
     named = {
         "request_slots": request_slots,
         "num_tokens_before": num_tokens_before,

@@ -132,6 +132,8 @@ def build_schema(config: DSV4Config, spec: LayerSpec) -> LayerCacheSchema:
     Raises InvalidArgumentError if the compression ratios do not divide a block of 128 tokens, or if
     a shorter block would hold complete entries of both.
     """
+    instance("config", config, DSV4Config, "a DSV4Config")
+    instance("spec", spec, LayerSpec, "a LayerSpec")
     csa, hca = config.csa_compression_ratio, config.hca_compression_ratio
     for name, ratio in (("csa_compression_ratio", csa), ("hca_compression_ratio", hca)):
         if BLOCK_SIZE_ORIGINAL_TOKENS % ratio:
@@ -173,6 +175,7 @@ def compute_block_budget(
     Complete blocks only: a pool of this size may be too small for requests that end inside a block,
     which KVCacheManager.admit_request checks.
     """
+    schedule = specs("schedule", schedule)
     blocks_per_request = integer("max_context_tokens", max_context_tokens, 0, 2**40) // (
         BLOCK_SIZE_ORIGINAL_TOKENS
     )
@@ -192,7 +195,10 @@ def schedule_of(
     Raises InvalidArgumentError.
     Source: vllm 0.32 models/deepseek_v4/attention.py, max(1, ratio)
     """
-    config = config or DSV4Config()
+    config = instance("config", config or DSV4Config(), DSV4Config, "a DSV4Config")
+    num_layers = integer("num_layers", num_layers)
+    if not isinstance(compress_ratios, (list, tuple)):
+        raise wrong("compress_ratios", compress_ratios, "a list or tuple of integers")
     types = {
         0: AttentionType.SWA,
         1: AttentionType.SWA,
@@ -210,3 +216,12 @@ def schedule_of(
                 f"compress_ratios[{i}]", ratio, f"one of {', '.join(map(str, sorted(types)))}"
             )
     return [LayerSpec(i, types[ratio]) for i, ratio in enumerate(compress_ratios[:num_layers])]
+
+
+def specs(name: str, schedule: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """`schedule` if it is one. Raises InvalidArgumentError."""
+    if not isinstance(schedule, (list, tuple)):
+        raise wrong(name, schedule, "a list or tuple of LayerSpec, one per layer")
+    for i, spec in enumerate(schedule):
+        instance(f"{name}[{i}]", spec, LayerSpec, "a LayerSpec")
+    return schedule

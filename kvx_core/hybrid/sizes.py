@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvx_core.hybrid.schema import AttentionType, DSV4Config, LayerSpec
+from kvx_core.hybrid.schema import AttentionType, DSV4Config, LayerSpec, specs
+from kvx_core.words import instance, integer
 
 
 def bytes_per_token(
@@ -22,7 +23,10 @@ def bytes_per_token(
     entry_bytes:   of a compressed entry; 584: 448 in FP8, 64 in BF16, 7 scales, a byte unused
     indexer_bytes: of an indexer key; 68: 128 numbers in MXFP4; 132: in FP8 with a float32 scale
     """
-    config = config or DSV4Config()
+    config = instance("config", config or DSV4Config(), DSV4Config, "a DSV4Config")
+    schedule = specs("schedule", schedule)
+    entry_bytes = integer("entry_bytes", entry_bytes)
+    indexer_bytes = integer("indexer_bytes", indexer_bytes)
     csa = sum(spec.attn is AttentionType.CSA for spec in schedule)
     hca = sum(spec.attn is AttentionType.HCA for spec in schedule)
     return (
@@ -33,4 +37,5 @@ def bytes_per_token(
 
 def gqa_bytes_per_token(num_layers: int, num_kv_heads: int = 8, head_dim: int = 128) -> int:
     """Bytes per token of K and V of every token in BF16."""
-    return 2 * num_kv_heads * head_dim * 2 * num_layers
+    heads = integer("num_kv_heads", num_kv_heads) * integer("head_dim", head_dim)
+    return 2 * heads * 2 * integer("num_layers", num_layers)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import integer, wrong
+from kvx_core.words import instance, integer, wrong
 
 # The score of a token that is not there. Softmax gives it the weight 0 beside any real score, and,
 # unlike -inf, a row of nothing else gives no NaN.
@@ -55,6 +55,7 @@ class StateCache:
         tail_row_width: TailRowWidth = "wide",
         tail_dtype: torch.dtype = torch.float32,
     ) -> None:
+        instance("schema", schema, LayerCacheSchema, "a LayerCacheSchema")
         self.max_requests = integer("max_requests", max_requests, 1, 2**31 - 1)
         self.schema = schema
         if tail_row_width not in ("wide", "single"):
