@@ -154,6 +154,8 @@ def _group(
         ),
         key=layer_index,
     )
+    for name in names:
+        _check_kind(name, attention_layers[name], group.kv_cache_spec)
     specs = tuple(
         _layer_spec(config, group.kv_cache_spec, name, attention_layers[name], version, layout)
         for name in names
@@ -172,6 +174,24 @@ def _group(
         specs=specs,
         window=windows.pop() if len(windows) == 1 else None,
     )
+
+
+def _check_kind(name: str, layer: Any, group_spec: Any) -> None:
+    """Raises UnsupportedError for a cache that belongs to no Attention layer, such as DeepSeek-V4's
+    windows, compressed entries, indexer keys and compressor states.
+
+    Source: vllm 0.32 models/deepseek_v4/{attention,compressor}.py and v1/attention/backends/mla/
+    {sparse_swa,indexer}.py, whose caches have get_attn_backend and no attn_backend
+    """
+    if not hasattr(layer, "attn_backend"):
+        spec = getattr(group_spec, "kv_cache_specs", {}).get(name, group_spec)
+        entry = getattr(spec, "tokens_per_state", 1)
+        raise UnsupportedError(
+            f"layer {name!r} is a {type(layer).__name__} with a {type(spec).__name__}, {entry:g} "
+            "tokens per entry, expected an attention layer with keys and values of every token: "
+            "vLLM does not say enough of other caches to move them by its block tables. "
+            "kvx_core.hybrid describes pages of DeepSeek-V4"
+        )
 
 
 def _check_one_cache_per_layer(groups: tuple[LayerGroup, ...]) -> None:

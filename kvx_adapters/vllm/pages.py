@@ -203,13 +203,20 @@ PAGES: dict[str, dict[int, Page]] = {
 
 # Backends whose pages strides cannot describe, and why.
 # Source: vllm 0.32 v1/attention/backends/mla/indexer.py; mla/flashmla_sparse.py, the note at its
-# head; turboquant_attn.py and ultraquant_attn.py
+# head; turboquant_attn.py and ultraquant_attn.py; models/deepseek_v4
 _DATA_THEN_SCALES = "its pages hold the data of all tokens and then their scales"
 _NOT_STRIDED = {
     "DEEPSEEK_V32_INDEXER": _DATA_THEN_SCALES,
     "DEEPSEEK_V4_INDEXER": _DATA_THEN_SCALES,
     "DEEPSEEK_V41_INDEXER": _DATA_THEN_SCALES,
     "DEEPSEEK_SPARSE_SWA": _DATA_THEN_SCALES,
+    "FLASHMLA_SPARSE_DSV4": _DATA_THEN_SCALES,
+    "FLASHINFER_MLA_SPARSE_DSV4": _DATA_THEN_SCALES,
+    "ROCM_FLASHMLA_SPARSE_DSV4": _DATA_THEN_SCALES,
+    "XPU_V4_MLA_SPARSE": _DATA_THEN_SCALES,
+    "CPU_V4_MLA_SPARSE": _DATA_THEN_SCALES,
+    "CPU_V4_INDEXER": _DATA_THEN_SCALES,
+    "CompressorBackend": "its rows are tokens that no compressed entry stands for yet",
     "TURBOQUANT": "its vectors are rotated and coded, in an order that depends on the device",
     "ULTRAQUANT": "its vectors are rotated and coded, in an order that depends on the device",
 }

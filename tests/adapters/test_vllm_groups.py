@@ -332,6 +332,38 @@ def test_what_keeps_no_tokens_is_refused() -> None:
             engine([(names(0), spec)]).groups()
 
 
+def test_the_caches_of_deepseek_v4_are_refused() -> None:
+    """vLLM's own classes: none of them is an attention layer, and none says what its pages hold."""
+    from vllm.models.deepseek_v4.compressor import CompressorStateCache
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    shared: dict[str, Any] = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 576}
+    window = SlidingWindowMLASpec(
+        block_size=64,
+        head_size=512,
+        dtype=torch.uint8,
+        sliding_window=128,
+        cache_dtype_str="fp8_ds_mla",
+        state_content_bytes=584,
+        model_version="deepseek_v4",
+        **shared,
+    )
+    keys = MLAAttentionSpec(
+        block_size=256, head_size=132, dtype=torch.uint8, tokens_per_state=4, **shared
+    )
+    for kind, spec, entry in ((DeepseekV4SWACache, window, 1), (CompressorStateCache, keys, 4)):
+        name = "model.layers.3.self_attn.cache"
+        found = engine([([name], spec)])
+        found.layers[name] = kind.__new__(kind)
+        says = (
+            f"layer '{name}' is a {kind.__name__} with a {type(spec).__name__}, {entry} tokens per "
+            "entry, expected an attention layer .* kvx_core.hybrid describes pages of DeepSeek-V4"
+        )
+        with pytest.raises(UnsupportedError, match=says):
+            found.groups()
+
+
 def test_two_caches_of_one_layer_are_refused() -> None:
     twice = engine([(["model.layers.0.attn", "model.layers.0.indexer"], full())])
     with pytest.raises(UnsupportedError, match="both have index 0, expected one cache per layer"):

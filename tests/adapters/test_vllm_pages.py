@@ -576,6 +576,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "backend is 'DEEPSEEK_V32_INDEXER': its pages hold the data of all tokens and then their",
     ),
     ({"backend": "DEEPSEEK_SPARSE_SWA"}, "its pages hold the data of all tokens and then their"),
+    ({"backend": "FLASHMLA_SPARSE_DSV4"}, "its pages hold the data of all tokens and then their"),
+    ({"backend": "CompressorBackend"}, "its rows are tokens that no compressed entry stands for"),
     (
         {"backend": "TURBOQUANT"},
         "its vectors are rotated and coded, in an order that depends",

@@ -1,0 +1,118 @@
+"""`python -m benchmarks.hybrid_bytes`: bytes per token of DeepSeek-V4's cache beside other caches.
+
+Computed from the layers and the layouts; nothing is measured. Draws docs/deepseek_v4.svg and
+rewrites the table of docs/deepseek_v4.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from kvx_core.hybrid import bytes_per_token, gqa_bytes_per_token, schedule_of
+
+_ROOT = Path(__file__).resolve().parent.parent
+PAGE = _ROOT / "docs" / "deepseek_v4.md"
+PLOT = _ROOT / "docs" / "deepseek_v4.svg"
+
+# compress_ratios of the published config.json files, without the layer that predicts a 2nd token.
+PRO = [128, 128, *[4, 128] * 29, 4]
+FLASH = [0, 0, *[4, 128] * 20, 4]
+# DeepSeek-V3.2: a latent of 656 bytes and an indexer key of 132 per token, in 61 layers.
+V32 = 61 * (656 + 132)
+
+
+class Layout(NamedTuple):
+    """How entries and indexer keys are stored."""
+
+    name: str
+    entry_bytes: int
+    indexer_bytes: int
+
+
+LAYOUTS = (
+    Layout("engines, MXFP4 indexer keys", 584, 68),
+    Layout("engines, FP8 indexer keys", 584, 132),
+    Layout("`PagedCache`", 580, 72),
+    Layout("BF16", 1024, 256),
+)
+
+
+def sizes(layout: Layout) -> tuple[float, float]:
+    """Bytes per token of Pro and Flash."""
+    pro, flash = (
+        bytes_per_token(
+            schedule_of(ratios, len(ratios)),
+            entry_bytes=layout.entry_bytes,
+            indexer_bytes=layout.indexer_bytes,
+        )
+        for ratios in (PRO, FLASH)
+    )
+    return pro, flash
+
+
+def table() -> str:
+    """The table of the page."""
+    lines = [
+        "| layout | entry | key | Pro | Flash | smaller than V3.2 | of GQA-8 in BF16 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    whole = gqa_bytes_per_token(len(PRO)), gqa_bytes_per_token(len(FLASH))
+    for layout in LAYOUTS:
+        found = sizes(layout)
+        shares = " / ".join(f"{100 * a / b:.2f}" for a, b in zip(found, whole, strict=True))
+        lines.append(
+            f"| {layout.name} | {layout.entry_bytes} | {layout.indexer_bytes} | {found[0]:.2f} | "
+            f"{found[1]:.2f} | {V32 / found[0]:.2f} x / {V32 / found[1]:.2f} x | {shares} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def bars() -> list[tuple[str, float]]:
+    """What the plot shows: a name and bytes per token."""
+    pro, flash = sizes(LAYOUTS[0])
+    return [
+        ("GQA-8, 61 layers, BF16", gqa_bytes_per_token(len(PRO))),
+        ("GQA-8, 43 layers, BF16", gqa_bytes_per_token(len(FLASH))),
+        ("DeepSeek-V3.2", V32),
+        ("DeepSeek-V4 Pro", pro),
+        ("DeepSeek-V4 Flash", flash),
+    ]
+
+
+def draw(path: Path) -> None:
+    """Draws bytes per token."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams |= {"svg.hashsalt": "kvx", "svg.fonttype": "none"}
+    figure, panel = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    names, values = zip(*bars()[::-1], strict=True)
+    colours = ["#1f5f8b", "#1f5f8b", "#f2a541", "#999999", "#999999"]
+    drawn = panel.barh(names, values, color=colours, zorder=2)
+    for bar, value in zip(drawn, values, strict=True):
+        text = f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
+        panel.annotate(text, (value, bar.get_y() + bar.get_height() / 2), xytext=(4, 0),
+                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    panel.set_xlim(0, 280_000)
+    panel.set_xlabel("bytes per token of context, all layers")
+    panel.grid(axis="x", alpha=0.3)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Draws the plot and rewrites the table."""
+    draw(PLOT)
+    text = PAGE.read_text()
+    found = re.sub(
+        r"(<!-- table -->\n).*?(<!-- end)", lambda m: m[1] + table() + m[2], text, flags=re.S
+    )
+    PAGE.write_text(found)
+
+
+if __name__ == "__main__":
+    main()

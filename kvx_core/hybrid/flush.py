@@ -1,0 +1,158 @@
+"""Tokens to compressed entries: they wait in a tail until an entry is complete.
+
+Every call runs its kernels whether or not an entry is complete: masks on the device say which
+requests they are for, so that a captured graph does the right thing at every replay.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid.compressor import Compressor
+from kvx_core.hybrid.forward_step import Flush
+from kvx_core.hybrid.handle import LayerCacheHandle
+from kvx_core.hybrid.prefill import Stream, prefill
+from kvx_core.hybrid.schema import AttentionType
+
+
+def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: Compressor) -> None:
+    """Writes the entries and indexer keys that are complete, and makes room in their tails.
+
+    handle:     of a CSA layer, whose tails have the step's tokens; at most one entry of each
+                request is complete
+    compressor: of the entries
+    indexer:    of the indexer keys
+    Per request whose entry is complete: compressor, entry and key into the block, tails rotated (b
+    is what a was, a is empty). Mutates the pool, the tails and their lengths; nothing of others.
+    Graph-capture safe: no branch on data, no allocation.
+    Raises InvalidArgumentError.
+    """
+    _require(handle, AttentionType.CSA)
+    state, view, keys = handle.state, handle.read_classical_view(), handle.read_indexer_view()
+    slots, at = handle.step.all_slots, _one_flush(handle)
+    _compress(handle, compressor, "", at, handle.entry)
+    _compress(handle, indexer, "idx_", at, handle.index_key)
+    kernels().flush_write_csa(
+        handle.entry,
+        handle.index_key,
+        slots,
+        at.entry_ids,
+        at.mask,
+        view.block_table,
+        view.entries_fp8,
+        view.entries_rope,
+        view.inv_scale,
+        keys.keys_fp4,
+        keys.scales,
+    )
+    for ka, za, kb, zb, tail_len in (
+        (state.ka, state.za, state.kb, state.zb, state.tail_len),
+        (state.idx_ka, state.idx_za, state.idx_kb, state.idx_zb, state.idx_tail_len),
+    ):
+        kernels().csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
+
+
+def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
+    """The same for an HCA layer, which has no indexer, and whose tails are emptied.
+
+    Raises InvalidArgumentError.
+    """
+    _require(handle, AttentionType.HCA)
+    state, view = handle.state, handle.read_classical_view()
+    slots, at = handle.step.all_slots, _one_flush(handle)
+    _compress(handle, compressor, "", at, handle.entry)
+    kernels().flush_write_hca(
+        handle.entry,
+        slots,
+        at.entry_ids,
+        at.mask,
+        view.block_table,
+        view.entries_fp8,
+        view.entries_rope,
+        view.inv_scale,
+    )
+    kernels().hca_reset_state(slots, at.mask, state.ka, state.za, state.tail_len)
+
+
+def compress_csa(
+    handle: LayerCacheHandle,
+    k: Tensor,
+    z: Tensor,
+    index_k: Tensor,
+    index_z: Tensor,
+    compressor: Compressor,
+    indexer: Compressor,
+) -> None:
+    """Takes the step's tokens into a CSA layer: tails, and every entry that they complete.
+
+    k, z:             (tokens, row) values and scores, contiguous, rows as StateCache has them
+    index_k, index_z: the same of the indexer's compressor
+    A step in which a request's tokens are all of one entry, as in decoding, allocates nothing and
+    may be captured. Others go through prefill.py.
+    Mutates the pool and the tails. Raises InvalidArgumentError.
+    """
+    _require(handle, AttentionType.CSA)
+    if not _is_decode(handle):
+        prefill(handle, [Stream("", k, z, compressor), Stream("idx_", index_k, index_z, indexer)])
+        return
+    state, slots = handle.state, handle.step.token_slots
+    kernels().append_tail(k, z, slots, state.ka, state.za, state.tail_len)
+    kernels().append_tail(index_k, index_z, slots, state.idx_ka, state.idx_za, state.idx_tail_len)
+    maybe_flush_csa(handle, compressor, indexer)
+
+
+def compress_hca(handle: LayerCacheHandle, k: Tensor, z: Tensor, compressor: Compressor) -> None:
+    """The same for an HCA layer."""
+    _require(handle, AttentionType.HCA)
+    if not _is_decode(handle):
+        prefill(handle, [Stream("", k, z, compressor)])
+        return
+    state = handle.state
+    kernels().append_tail(k, z, handle.step.token_slots, state.ka, state.za, state.tail_len)
+    maybe_flush_hca(handle, compressor)
+
+
+def _is_decode(handle: LayerCacheHandle) -> bool:
+    return handle.step.compression[handle.schema.compression_ratio].most_entries <= 1
+
+
+def _one_flush(handle: LayerCacheHandle) -> Flush:
+    """Raises InvalidArgumentError if an entry is complete before the last token of a request: its
+    tail would not hold the tokens after it."""
+    if not _is_decode(handle):
+        raise InvalidArgumentError(
+            f"tokens of a request are of several entries in layer {handle.layer_idx}, expected one "
+            "in a step: use compress_csa or compress_hca"
+        )
+    return handle.step.compression[handle.schema.compression_ratio].flush
+
+
+def _compress(
+    handle: LayerCacheHandle, weights: Compressor, prefix: str, flush: Flush, out: Tensor
+) -> None:
+    state = handle.state
+    kernels().compress(
+        getattr(state, f"{prefix}ka"),
+        getattr(state, f"{prefix}za"),
+        getattr(state, f"{prefix}kb"),
+        getattr(state, f"{prefix}zb"),
+        weights.ape_a,
+        weights.ape_b,
+        weights.norm_weight,
+        weights.eps,
+        weights.cos_sin,
+        flush.positions,
+        flush.mask,
+        out,
+        row=state.tail_row_width,
+    )
+
+
+def _require(handle: LayerCacheHandle, attn: AttentionType) -> None:
+    if handle.schema.attn_type is not attn:
+        raise InvalidArgumentError(
+            f"layer {handle.layer_idx} is of type {handle.schema.attn_type.name}, expected "
+            f"{attn.name}"
+        )
