@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 START_VLLM = {  # and take their time
@@ -23,6 +23,12 @@ START_VLLM = {  # and take their time
 IN_DOCS = {"tgi_kv_cache_store"}  # tests/adapters/test_tgi_docs.py runs it
 # What each prints, a regular expression per line.
 PRINTED = {
+    "deepseek_v4_decode": [
+        "250 tokens: blocks 42308 bytes, GQA-8 3072000: 73 x",
+        "500 tokens: blocks 85196 bytes, GQA-8 6144000: 72 x",
+        "1000 tokens: blocks 170972 bytes, GQA-8 12288000: 72 x",
+        "windows and tails: 830488 bytes, however long the sequence is",
+    ],
     "long_context_in_8_bits": [
         f"300 tokens in {3 * 300 * 2 * (2 * 34 + 33)} bytes: 5.1 times smaller than float32",
         r"logits differ by \d+\.\d %",
@@ -58,7 +64,9 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    torch.set_num_threads(threads)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(PRINTED[name])
     for line, expected in zip(printed, PRINTED[name], strict=True):
