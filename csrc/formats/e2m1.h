@@ -113,6 +113,10 @@ class Fp4 {
  public:
   KVX_HD explicit Fp4(float tensor_scale) : times_(1.0f / tensor_scale), over_(1.0f / times_) {}
 
+  // What magnitudes are multiplied by before their scale is stored, and the inverse of that.
+  KVX_HD float times() const { return times_; }
+  KVX_HD float over() const { return over_; }
+
   // The scale of a group, as it is stored.
   KVX_HD float find(int32_t most, kvx_dtype_t scales) const {
     const float sixth = float_of(finite(most)) * (1.0f / 6.0f);

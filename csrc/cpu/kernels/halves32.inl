@@ -13,12 +13,8 @@ struct Halves {
 KVX_INLINE LaneFloats widen(Bf16, LaneInts bits) { return LaneFloats(bits << 16); }
 // As F16::decode, but that a NaN keeps its quiet bit.
 KVX_INLINE LaneFloats widen(F16, LaneInts bits) {
-  constexpr float kLeastNormal = 0x1p-14f;
-  const LaneInts magnitude = bits & 0x7fff, wide = magnitude << 13;
-  const LaneInts normal = wide + (112 << 23);
-  const LaneInts special = wide | static_cast<int32_t>(kInfinity);
-  const LaneInts subnormal = LaneInts(LaneFloats(wide + (113 << 23)) - kLeastNormal);
-  const LaneInts finite = magnitude < 0x400 ? subnormal : normal;
+  const LaneInts magnitude = bits & 0x7fff, finite = widen_lanes<SmallFloat<10, -14>>(magnitude);
+  const LaneInts special = magnitude << 13 | static_cast<int32_t>(kInfinity);
   return LaneFloats((magnitude < 0x7c00 ? finite : special) | (bits & 0x8000) << 16);
 }
 

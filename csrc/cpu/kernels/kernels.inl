@@ -13,6 +13,7 @@
 #include "cpu/kernels/attend.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
+#include "cpu/kernels/float_lanes.inl"
 #include "cpu/kernels/hadamard.inl"
 #include "cpu/kernels/halves32.inl"
 #include "cpu/kernels/lossless.inl"

@@ -10,10 +10,8 @@ struct Unit32 {
   LaneFloats vectors[kVectors];
 
   explicit KVX_MEMBER Unit32(const float *from) {
-    typedef LaneFloats Unaligned __attribute__((aligned(4), may_alias));
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i)
-      vectors[i] = *reinterpret_cast<const Unaligned *>(from + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) vectors[i] = load_lanes(from + i * kLanes);
     drop_nan();
   }
   template <class Format>
@@ -35,15 +33,7 @@ struct Unit32 {
     LaneInts all = map(vectors[0], 0);
 #pragma GCC unroll 8
     for (int i = 1; i < kVectors; ++i) all = join(all, map(vectors[i], i * kLanes));
-#if KVX_VECTOR_BYTES >= 32
-    all = join(all, __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3));
-    all = join(all, __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5));
-    all = join(all, __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6));
-#else
-    all = join(all, __builtin_shufflevector(all, all, 2, 3, 0, 1));
-    all = join(all, __builtin_shufflevector(all, all, 1, 0, 3, 2));
-#endif
-    return all[0];
+    return fold_lanes(all, join);
   }
 
   KVX_MEMBER float largest_magnitude() const {
@@ -224,13 +214,7 @@ struct UnitScales {
   }
   // Of saturated scales.
   static KVX_MEMBER LaneInts stored(LaneFloats scale) {
-    using Number = SmallFloat<10, -14>;
-    constexpr auto kLeast = static_cast<int32_t>(Number::kMinNormal);
-    const LaneInts own = magnitude(scale) & static_cast<int32_t>(kInfinity);
-    const LaneInts exponent = own < kLeast ? LaneInts{} + kLeast : own;
-    const LaneInts base = exponent + (Number::kDropped << 23);
-    const LaneInts steps = LaneInts(LaneFloats(magnitude(scale)) + LaneFloats(base)) - base;
-    return (steps + ((exponent - kLeast) >> Number::kDropped)) | (sign(scale) >> 16 & 0x8000);
+    return round_lanes<SmallFloat<10, -14>>(magnitude(scale)) | (sign(scale) >> 16 & 0x8000);
   }
 };
 
