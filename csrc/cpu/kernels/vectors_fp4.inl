@@ -82,6 +82,35 @@ KVX_INLINE int32_t most_of(const float *from) {
   return fold_lanes(most, Unit32<false>::Most{});
 }
 
+// As MxFp4 rounds: ties go towards 0, which has one sign.
+KVX_INLINE LaneInts to_mxfp4(LaneFloats x) {
+  const LaneInts bits = LaneInts(x), size = bits & 0x7fffffff;
+  const LaneInts above = (size > 0x3e800000) + (size > 0x3f400000) + (size > 0x3fa00000) +
+                         (size > 0x3fe00000) + (size > 0x40200000) + (size > 0x40600000) +
+                         (size > 0x40a00000);  // 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5
+  const LaneInts sign = bits >> 28 & 8 & (size > 0x3e800000);
+  return (sign - above) & (size <= static_cast<int32_t>(kInfinity));
+}
+
+template <>
+inline void encode_vector<MxFp4>(uint8_t *__restrict to, const float *__restrict from,
+                                 int64_t numbers) {
+  for (int64_t n = 0; n < numbers; n += 32, from += 32, to += MxFp4::kBytes) {
+    const uint32_t e = MxFp4::exponent_of(most_of<32>(from));
+    const float inverse = MxFp4::inverse(e);
+    const auto both = [&](int vector) KVX_MEMBER {
+      const float *const at = from + vector * kLanes;
+      return to_mxfp4(load_lanes(at) * inverse) | to_mxfp4(load_lanes(at + 16) * inverse) << 4;
+    };
+    to[0] = static_cast<uint8_t>(e);
+#if KVX_VECTOR_BYTES >= 32
+    put_bytes<16, false>(to + 1, both(0), both(1), LaneInts{}, LaneInts{});
+#else
+    put_bytes<16, false>(to + 1, both(0), both(1), both(2), both(3));
+#endif
+  }
+}
+
 // Encodes at most eight groups, so that divisions of one do not wait for those of another.
 template <int kGroup>
 KVX_INLINE void encode_groups(uint8_t *__restrict to, float *__restrict scales,
