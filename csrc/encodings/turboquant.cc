@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/kernels/kernels.h"
 #include "error.h"
@@ -174,6 +175,27 @@ Book book_of_slot(const SlotShape &shape) {
   return shape.has_e4m3() ? Book{} : slot_book(shape.dim, shape.key_bits);
 }
 
+// Checks units and rows of numbers, and calls code(unit, row, shape, book) for each. What is not
+// const is written.
+template <class Byte, class Number, class Code>
+kvx_status_t each_unit(Byte *units, int64_t unit_stride, Number *values, int64_t row_stride,
+                       uint64_t rows, uint32_t dim, uint32_t bits, uint32_t flags, Code code) {
+  KVX_TRY(check_unit(dim, bits, flags));
+  const Rows coded = {"units", units, unit_stride, unit_bytes(dim, bits, flags)},
+             plain = numbers_of("values", values, row_stride, dim);
+  KVX_TRY(check_rows(coded, rows, 1, "unit"));
+  KVX_TRY(check_rows(plain, rows, 4, "row"));
+  KVX_TRY(std::is_const_v<Number> ? check_apart(coded, plain, rows)
+                                  : check_apart(plain, coded, rows));
+  const UnitShape shape(dim, bits, flags);
+  const Book with = book(shape.dim, shape.code_bits);
+  for (uint64_t row = 0; row < rows; ++row) {
+    const auto r = static_cast<int64_t>(row);
+    code(units + r * unit_stride, values + r * row_stride, shape, with);
+  }
+  return KVX_STATUS_OK;
+}
+
 }  // namespace
 
 uint32_t unit_bytes(uint32_t dim, uint32_t bits, uint32_t flags) {
@@ -183,38 +205,17 @@ uint32_t unit_bytes(uint32_t dim, uint32_t bits, uint32_t flags) {
 
 kvx_status_t encode(void *units, int64_t unit_stride, const float *values, int64_t row_stride,
                     uint64_t rows, uint32_t dim, uint32_t bits, uint32_t flags) {
-  KVX_TRY(check_unit(dim, bits, flags));
-  const Rows to = {"units", units, unit_stride, unit_bytes(dim, bits, flags)},
-             from = numbers_of("values", values, row_stride, dim);
-  KVX_TRY(check_rows(to, rows, 1, "unit"));
-  KVX_TRY(check_rows(from, rows, 4, "row"));
-  KVX_TRY(check_apart(to, from, rows));
-  const UnitShape shape(dim, bits, flags);
-  const Book with = book(shape.dim, shape.code_bits);
-  auto *const first = static_cast<uint8_t *>(units);
-  for (uint64_t row = 0; row < rows; ++row) {
-    const auto r = static_cast<int64_t>(row);
-    encode_unit(first + r * unit_stride, values + r * row_stride, shape, with);
-  }
-  return KVX_STATUS_OK;
+  return each_unit(static_cast<uint8_t *>(units), unit_stride, values, row_stride, rows, dim, bits,
+                   flags, encode_unit);
 }
 
 kvx_status_t decode(float *values, int64_t row_stride, const void *units, int64_t unit_stride,
                     uint64_t rows, uint32_t dim, uint32_t bits, uint32_t flags) {
-  KVX_TRY(check_unit(dim, bits, flags));
-  const Rows from = {"units", units, unit_stride, unit_bytes(dim, bits, flags)},
-             to = numbers_of("values", values, row_stride, dim);
-  KVX_TRY(check_rows(to, rows, 4, "row"));
-  KVX_TRY(check_rows(from, rows, 1, "unit"));
-  KVX_TRY(check_apart(to, from, rows));
-  const UnitShape shape(dim, bits, flags);
-  const Book with = book(shape.dim, shape.code_bits);
-  const auto *const first = static_cast<const uint8_t *>(units);
-  for (uint64_t row = 0; row < rows; ++row) {
-    const auto r = static_cast<int64_t>(row);
-    decode_unit(values + r * row_stride, first + r * unit_stride, shape, with);
-  }
-  return KVX_STATUS_OK;
+  return each_unit(static_cast<const uint8_t *>(units), unit_stride, values, row_stride, rows, dim,
+                   bits, flags,
+                   [](const uint8_t *unit, float *to, const UnitShape &shape, const Book &with) {
+                     decode_unit(to, unit, shape, with);
+                   });
 }
 
 uint32_t slot_bytes(uint32_t dim, kvx_turboquant_slot_t kind) {

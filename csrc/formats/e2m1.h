@@ -71,14 +71,20 @@ struct MxFp4 {
     return half_scale * (E2m1::decode(code) * 2.0f + 0.0f);
   }
 
+  // Of a unit with this largest magnitude: its e, and what its numbers are multiplied by.
+  static KVX_HD uint32_t exponent_of(int32_t most) {
+    const uint32_t exponent = finite(most) >> 23;
+    return exponent > 2 ? exponent - 2 : 0;
+  }
+  static KVX_HD float inverse(uint32_t e) { return float_of((254u - e) << 23); }
+
   template <class ValueAt>
   static KVX_HD void encode(uint8_t *unit, ValueAt value_at) {
     int32_t most = 0;
     KVX_LOOP
     for (int i = 0; i < kNumbers; ++i) most = largest_magnitude(most, value_at(i));
-    const uint32_t exponent = finite(most) >> 23;
-    const uint32_t e = exponent > 2 ? exponent - 2 : 0;
-    const float inverse = float_of((254u - e) << 23);
+    const uint32_t e = exponent_of(most);
+    const float inverse = MxFp4::inverse(e);
     unit[0] = static_cast<uint8_t>(e);
     KVX_LOOP
     for (int i = 0; i < 16; ++i) {
@@ -112,6 +118,10 @@ struct MxFp4 {
 class Fp4 {
  public:
   KVX_HD explicit Fp4(float tensor_scale) : times_(1.0f / tensor_scale), over_(1.0f / times_) {}
+
+  // What magnitudes are multiplied by before their scale is stored, and the inverse of that.
+  KVX_HD float times() const { return times_; }
+  KVX_HD float over() const { return over_; }
 
   // The scale of a group, as it is stored.
   KVX_HD float find(int32_t most, kvx_dtype_t scales) const {

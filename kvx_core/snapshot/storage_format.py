@@ -89,7 +89,9 @@ class StorageFormat:
         """Whether values of this precision are rounded when they are stored.
 
         FP8 and units of several numbers count as rounded in every other format: their numbers are
-        multiplied by scales. Where dtypes of tensors differ, `rounds` says it of each.
+        multiplied by scales. So do numbers that another format has let grow past the largest of
+        this one: 65504, computed in F16, is 65536 in a BF16 cache and infinity in F16. Where dtypes
+        of tensors differ, `rounds` says it of each.
         """
         if self.dtype is None:
             return False
@@ -97,6 +99,7 @@ class StorageFormat:
         return (
             any(dtype.format.scaled for dtype in dtypes)
             or any(dtype.numbers > 1 and dtype is not self.dtype for dtype in dtypes)
+            or any(self._overflows(dtype) for dtype in dtypes)
             or precision.meet(self.precision) != precision
         )
 
@@ -124,6 +127,11 @@ class StorageFormat:
         if not dtype.format.scaled and self.precision.includes(Precision.of(dtype)):
             return False
         return self.is_lossy_for(precision)
+
+    def _overflows(self, dtype: DType) -> bool:
+        """Whether floats of that dtype may be larger than any of this format."""
+        own, other = (None if d is None else d.format.rounding for d in (self.dtype, dtype))
+        return own is not None and other is not None and other.largest > own.largest
 
     def converts(self, section: Section) -> bool:
         """Whether K or V of a section has another dtype than they are stored in."""

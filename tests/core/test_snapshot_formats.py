@@ -211,6 +211,19 @@ def test_a_wider_float_is_exact(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_what_may_become_infinite_is_lossy(seed: int, tmp_path: Path) -> None:
+    """65504, computed in F16, is 65536 in a BF16 cache, and infinity in F16."""
+    src, dst = (Engine(torch.bfloat16, 5, s, compute_dtype=DType.F16) for s in (seed, None))
+    src.layers[0][0].fill_(torch.tensor(65504.0, dtype=torch.float16).to(torch.bfloat16))
+    read = reopened(Snapshot.capture(range(19), [src.section], format="f16"), tmp_path / "file")
+    assert read.header.parts[0].facts.lossy == "f16"
+    read.restore(dst.section, 0, 19)
+    expect(dst, 0, 0, 0, torch.full((19, HEADS, K_DIM), torch.inf).bfloat16())
+    exact = Snapshot.capture(range(19), [src.section], format="f32")
+    assert exact.header.parts[0].facts.lossy is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "largest"), [("f8_e4m3", 448.0), ("f8_e5m2", 57344.0)])
 def test_fp8_gets_a_scale_for_each_token_and_head(
     name: str, largest: float, seed: int, tmp_path: Path

@@ -144,6 +144,15 @@ def test_fp8_in_another_format_counts_as_rounded() -> None:
     assert not StorageFormat.of("f32").is_lossy_for(BF16)
 
 
+def test_a_format_with_a_smaller_range_counts_as_rounded() -> None:
+    """A number computed in F16 may be 65536 in BF16, which is infinity in F16."""
+    both = Precision.of("float16", "bfloat16")
+    assert StorageFormat.of("f16").is_lossy_for(both)
+    for name in ("bf16", "f32"):
+        assert not StorageFormat.of(name).is_lossy_for(both)
+    assert not StorageFormat.of("f16").is_lossy_for(Precision.of("float16"))
+
+
 def held(*dtypes: Any, compute: DType | None, seed: int = 1, blocks: int = 2) -> Section:
     """Layers of K and V in these dtypes, in turn: 2 heads of 256 numbers, 16 tokens in block 1."""
     facts = replace(FACTS, fingerprint="model", first_kv_head=0, total_kv_heads=2)

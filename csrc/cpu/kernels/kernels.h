@@ -122,7 +122,9 @@ struct Kernels {
   // Prefetches what the same loops need at `next`.
   void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
-  ConvertRun convert[5][5];          // [src][dst], by fast_place
+  ConvertRun convert[5][5];  // [src][dst], by fast_place
+  // [0] F16 and [1] BF16 to units of several numbers, by row_of; NULL where there is none.
+  ConvertRun halves[2][kNumFormats];
   DecodeVector decode[kNumFormats];  // by row_of; NULL for formats that are not numbers
   EncodeVector encode[kNumFormats];
   AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
@@ -143,7 +145,9 @@ struct Kernels {
 
   // The function that converts one format to another without float32 between; NULL: there is none.
   ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {
-    return is_fast(src) && is_fast(dst) ? convert[fast_place(src)][fast_place(dst)] : nullptr;
+    if (is_fast(src) && is_fast(dst)) return convert[fast_place(src)][fast_place(dst)];
+    const bool is_bf16 = src == KVX_DTYPE_BF16;
+    return is_bf16 || src == KVX_DTYPE_F16 ? halves[is_bf16][row_of(dst)] : nullptr;
   }
 };
 

@@ -13,7 +13,9 @@
 #include "cpu/kernels/attend.inl"
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/fits.inl"
+#include "cpu/kernels/float_lanes.inl"
 #include "cpu/kernels/hadamard.inl"
+#include "cpu/kernels/halves32.inl"
 #include "cpu/kernels/hybrid.inl"
 #include "cpu/kernels/lossless.inl"
 #include "cpu/kernels/turboquant.inl"
@@ -37,6 +39,16 @@ constexpr Kernels kKernels = {
         {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
          convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
     },
+    {{nullptr,
+#define KVX_ROW(name, codec, ...) HalvesTo<F16, codec>::run,
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     },
+     {nullptr,
+#define KVX_ROW(name, codec, ...) HalvesTo<Bf16, codec>::run,
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     }},
     {nullptr,
 #define KVX_ROW(name, codec, ...) VectorsOf<codec>::decode,
      KVX_FORMATS(KVX_ROW)

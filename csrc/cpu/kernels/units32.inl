@@ -1,18 +1,24 @@
 // Units of 32 numbers in registers: the arithmetic of their codecs, which compilers do not turn
 // into vectors by themselves. Included by kernels.inl.
 
-// The numbers of a unit; NaN is 0.
+// The numbers of a unit; NaN is 0. Lane l of vector i has number i * kLanes + l or, of pairs, those
+// at even places in one vector and those at odd ones in the next.
+template <bool kPairs>
 struct Unit32 {
   static constexpr int kVectors = 32 / kLanes;
+  static constexpr bool kHasPairs = kPairs;
   LaneFloats vectors[kVectors];
 
   explicit KVX_MEMBER Unit32(const float *from) {
-    typedef LaneFloats Unaligned __attribute__((aligned(4), may_alias));
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
-      const LaneFloats x = *reinterpret_cast<const Unaligned *>(from + i * kLanes);
-      vectors[i] = LaneFloats(LaneInts(x) & (x == x));
-    }
+    for (int i = 0; i < kVectors; ++i) vectors[i] = load_lanes(from + i * kLanes);
+    drop_nan();
+  }
+  template <class Format>
+  explicit KVX_MEMBER Unit32(Halves<Format> from) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i += 2) load_pair(vectors + i, from + i * kLanes);
+    drop_nan();
   }
 
   template <class Map>
@@ -27,15 +33,7 @@ struct Unit32 {
     LaneInts all = map(vectors[0], 0);
 #pragma GCC unroll 8
     for (int i = 1; i < kVectors; ++i) all = join(all, map(vectors[i], i * kLanes));
-#if KVX_VECTOR_BYTES >= 32
-    all = join(all, __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3));
-    all = join(all, __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5));
-    all = join(all, __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6));
-#else
-    all = join(all, __builtin_shufflevector(all, all, 2, 3, 0, 1));
-    all = join(all, __builtin_shufflevector(all, all, 1, 0, 3, 2));
-#endif
-    return all[0];
+    return fold_lanes(all, join);
   }
 
   KVX_MEMBER float largest_magnitude() const {
@@ -57,6 +55,9 @@ struct Unit32 {
   };
 
  private:
+  KVX_MEMBER void drop_nan() {
+    each([](LaneFloats x) KVX_MEMBER { return LaneFloats(LaneInts(x) & (x == x)); });
+  }
   struct Magnitude {
     KVX_MEMBER LaneInts operator()(LaneFloats x, int) const { return LaneInts(x) & 0x7fffffff; }
   };
@@ -70,6 +71,9 @@ struct Unit32 {
     return float_of(static_cast<uint32_t>(ordered ^ (ordered >> 31 & 0x7fffffff)));
   }
 };
+Unit32(const float *) -> Unit32<false>;
+template <class Format>
+Unit32(Halves<Format>) -> Unit32<true>;
 
 // The index of each lane, plus `first`.
 KVX_INLINE LaneInts lane_numbers(int first) {
@@ -83,59 +87,78 @@ KVX_INLINE LaneInts lane_numbers(int first) {
 // The first number, or magnitude, that equals `wanted`, which one does. kMask leaves the sign or
 // not.
 template <int32_t kMask>
-KVX_INLINE float first_of(const Unit32 &numbers, const float *from, float wanted) {
+KVX_INLINE float first_of(const Unit32<false> &numbers, const float *from, float wanted) {
   const int first = numbers.fold(
       [=](LaneFloats x, int at) KVX_MEMBER {
         return LaneFloats(LaneInts(x) & kMask) == wanted ? lane_numbers(at) : LaneInts{} + 31;
       },
-      Unit32::Least{});
+      Unit32<false>::Least{});
   return zero_for_nan(from[first]);
 }
 
-// Stores the lowest bytes of 4 * kLanes integers, or of the first half of them.
-template <int kCount>
+// Stores the lowest bytes of 4 * kLanes integers, or of the first half of them: in the order of
+// vectors or of pairs.
+template <int kCount, bool kPairs>
 KVX_INLINE void put_bytes(uint8_t *to, LaneInts a, LaneInts b, LaneInts c, LaneInts d) {
   typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
-  const auto mixed = Bytes((a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24);
+  auto bytes = Bytes((a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24);
 #if KVX_VECTOR_BYTES >= 32
-  const Bytes bytes =
-      __builtin_shufflevector(mixed, mixed, 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25,
-                              29, 2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+  // Within 16 bytes first: that is one instruction, and so is the second step.
+  if constexpr (kPairs) {
+    bytes =
+        __builtin_shufflevector(bytes, bytes, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,
+                                16, 17, 20, 21, 24, 25, 28, 29, 18, 19, 22, 23, 26, 27, 30, 31);
+    typedef int64_t Eights __attribute__((vector_size(32)));
+    bytes = Bytes(__builtin_shufflevector(Eights(bytes), Eights(bytes), 0, 2, 1, 3));
+  } else {
+    bytes =
+        __builtin_shufflevector(bytes, bytes, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,
+                                16, 20, 24, 28, 17, 21, 25, 29, 18, 22, 26, 30, 19, 23, 27, 31);
+    bytes =
+        Bytes(__builtin_shufflevector(LaneInts(bytes), LaneInts(bytes), 0, 4, 1, 5, 2, 6, 3, 7));
+  }
 #else
-  const Bytes bytes =
-      __builtin_shufflevector(mixed, mixed, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  if constexpr (kPairs)
+    bytes =
+        __builtin_shufflevector(bytes, bytes, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  else
+    bytes =
+        __builtin_shufflevector(bytes, bytes, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 #endif
   memcpy(to, &bytes, kCount);
 }
 
 // Cuts the numbers to levels and packs them.
-template <int kBits>
-KVX_INLINE void put_levels(uint8_t *levels, const Unit32 &numbers) {
+template <int kBits, class Numbers>
+KVX_INLINE void put_levels(uint8_t *levels, const Numbers &numbers) {
   constexpr float kMost = Levels<kBits>::kMost;
-  constexpr int kHalf = Unit32::kVectors / 2;
-  LaneInts level[Unit32::kVectors];
+  constexpr int kVectors = Numbers::kVectors, kHalf = kVectors / 2;
+  constexpr bool kPairs = Numbers::kHasPairs;
+  LaneInts level[kVectors];
 #pragma GCC unroll 8
-  for (int i = 0; i < Unit32::kVectors; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     const LaneFloats x = numbers.vectors[i], positive = x > 0.0f ? x : LaneFloats{};
-    const LaneFloats within = positive < kMost ? positive : LaneFloats{} + kMost;
-    level[i] = __builtin_convertvector(within, LaneInts);
+    // Of positive numbers, as integers: that is one instruction.
+    const LaneInts most = LaneInts(LaneFloats{} + kMost), bits = LaneInts(positive);
+    level[i] = __builtin_convertvector(LaneFloats(bits < most ? bits : most), LaneInts);
   }
   uint8_t *const fours = levels + Levels<kBits>::kFifth;
   const auto both = [&](int i) KVX_MEMBER { return (level[i] & 15) | level[i + kHalf] << 4; };
 #if KVX_VECTOR_BYTES >= 32
-  put_bytes<16>(fours, both(0), both(1), LaneInts{}, LaneInts{});
+  put_bytes<16, kPairs>(fours, both(0), both(1), LaneInts{}, LaneInts{});
 #else
-  put_bytes<16>(fours, both(0), both(1), both(2), both(3));
+  put_bytes<16, kPairs>(fours, both(0), both(1), both(2), both(3));
 #endif
   if constexpr (kBits == 5) {
     const int32_t fifth = numbers.fold(
         [&](LaneFloats, int at) KVX_MEMBER {
+          const int i = at / kLanes, first = kPairs ? i / 2 * 2 * kLanes + i % 2 : at;
           LaneInts bits;
           for (int lane = 0; lane < kLanes; ++lane)
-            bits[lane] = static_cast<int32_t>(1u << (at + lane));
-          return bits & (level[at / kLanes] > 15);
+            bits[lane] = static_cast<int32_t>(1u << (first + (kPairs ? 2 * lane : lane)));
+          return bits & (level[i] > 15);
         },
-        Unit32::Either{});
+        typename Numbers::Either{});
     memcpy(levels, &fifth, sizeof fifth);
   }
 }
@@ -143,84 +166,131 @@ KVX_INLINE void put_levels(uint8_t *levels, const Unit32 &numbers) {
 // ---- encoding: the bounds of some units, then their scales, then their levels, so that divisions
 // of one unit do not wait for those of another ----
 
-KVX_INLINE Range bounds_of(Q8_0, const Unit32 &numbers, const float *) {
-  return {0.0f, numbers.largest_magnitude()};
+KVX_INLINE Range bounds_of(Q8_0, const float *from) {
+  return {0.0f, Unit32(from).largest_magnitude()};
 }
 template <int kBits>
-KVX_INLINE Range bounds_of(AroundZero<kBits>, const Unit32 &numbers, const float *from) {
+KVX_INLINE Range bounds_of(AroundZero<kBits>, const float *from) {
+  const Unit32 numbers(from);
   return {0.0f, first_of<0x7fffffff>(numbers, from, numbers.largest_magnitude())};
 }
 template <int kBits>
-KVX_INLINE Range bounds_of(FromLeast<kBits>, const Unit32 &numbers, const float *from) {
+KVX_INLINE Range bounds_of(FromLeast<kBits>, const float *from) {
+  const Unit32 numbers(from);
   const Range range = numbers.range();
   return {range.least == 0.0f ? first_of<-1>(numbers, from, 0.0f) : range.least, range.largest};
 }
+template <class Format>
+KVX_INLINE Range bounds_of(Q8_0, Halves<Format> from) {
+  const int16_t most = Halves32<Format>(from.at).largest_magnitude();
+  return {0.0f, Format::decode(static_cast<uint16_t>(most))};
+}
+template <int kBits, class Format>
+KVX_INLINE Range bounds_of(AroundZero<kBits>, Halves<Format> from) {
+  const Halves32<Format> numbers(from.at);
+  return {0.0f, zero_for_nan(from[numbers.first_of(numbers.largest_magnitude())])};
+}
+template <int kBits, class Format>
+KVX_INLINE Range bounds_of(FromLeast<kBits>, Halves<Format> from) {
+  const Halves32<Format> numbers(from.at);
+  const Range range = numbers.range();
+  return {range.least == 0.0f ? zero_for_nan(from[numbers.first_of(0)]) : range.least,
+          range.largest};
+}
 
-// Steps as they are before they are stored, their inverses, and the least numbers.
-struct Scale32 {
-  float step, inverse, least;
+// What UnitScale and F16::encode do, of a unit in each lane: compilers do not do so by themselves.
+struct UnitScales {
+  static KVX_MEMBER LaneInts magnitude(LaneFloats x) { return LaneInts(x) & 0x7fffffff; }
+  static KVX_MEMBER LaneInts sign(LaneFloats x) {
+    return LaneInts(x) & static_cast<int32_t>(kSign);
+  }
+  static KVX_MEMBER LaneFloats saturate(LaneFloats scale) {
+    const LaneInts largest = sign(scale) | 0x477fe000;
+    return LaneFloats(magnitude(scale) >= 0x477ff000 ? largest : LaneInts(scale));
+  }
+  static KVX_MEMBER LaneFloats inverse(LaneFloats scale) {
+    const LaneFloats inverse = 1.0f / scale;
+    return magnitude(inverse) < static_cast<int32_t>(kInfinity) ? inverse : LaneFloats{};
+  }
+  // Of saturated scales.
+  static KVX_MEMBER LaneInts stored(LaneFloats scale) {
+    return round_lanes<SmallFloat<10, -14>>(magnitude(scale)) | (sign(scale) >> 16 & 0x8000);
+  }
 };
 
-KVX_INLINE float step_of(Q8_0, const Range &of) { return UnitScale::saturate(of.largest / 127.0f); }
-template <int kBits>
-KVX_INLINE float step_of(AroundZero<kBits>, const Range &of) {
-  return UnitScale::saturate(of.largest / -static_cast<float>(AroundZero<kBits>::kZero));
-}
+// Of as many units as a vector has lanes: steps and least numbers as they are before they are
+// stored.
+struct Scale32 {
+  LaneFloats step, least;
+};
+
 template <class Codec>
-KVX_INLINE Scale32 scale_of(Codec codec, const Range &of) {
-  const float step = step_of(codec, of);
-  return {step, UnitScale::inverse(step), 0.0f};
+KVX_INLINE Scale32 scale_of(Codec, LaneFloats, LaneFloats most) {
+  float last = 127.0f;  // what `most` becomes
+  if constexpr (!std::is_same_v<Codec, Q8_0>) last = -static_cast<float>(Codec::kZero);
+  return {UnitScales::saturate(most / last), LaneFloats{}};
 }
 template <int kBits>
-KVX_INLINE Scale32 scale_of(FromLeast<kBits>, const Range &of) {
-  const auto [step, least] = FromLeast<kBits>::scale_of(of);
-  return {step, UnitScale::inverse(step), least};
+KVX_INLINE Scale32 scale_of(FromLeast<kBits>, LaneFloats least, LaneFloats most) {
+  const LaneFloats from = UnitScales::saturate(least);
+  const LaneFloats width = most > from ? most - from : LaneFloats{};
+  return {UnitScales::saturate(width / Levels<kBits>::kMost), from};
 }
 
-KVX_INLINE void put_unit(Q8_0, uint8_t *unit, const Unit32 &numbers, const Scale32 &scale) {
-  UnitScale::store(unit, scale.step);
-  LaneInts rounded[Unit32::kVectors];
+template <class Numbers>
+KVX_INLINE void put_unit(Q8_0, uint8_t *unit, const Numbers &numbers, float inverse, float) {
+  constexpr int kVectors = Numbers::kVectors;
+  LaneInts rounded[kVectors];
 #pragma GCC unroll 8
-  for (int i = 0; i < Unit32::kVectors; ++i) {
-    const LaneFloats x = numbers.vectors[i] * scale.inverse;
-    const LaneInts sign = LaneInts(x) & static_cast<int32_t>(kSign);
-    const LaneFloats magnitude = LaneFloats(LaneInts(x) & 0x7fffffff);
-    const LaneFloats within = magnitude < 127.0f ? magnitude : LaneFloats{} + 127.0f;
-    const LaneInts shifted = LaneInts(within + 0x1.fffffep-2f) | sign;
+  for (int i = 0; i < kVectors; ++i) {
+    const LaneInts bits = LaneInts(numbers.vectors[i] * inverse), size = bits & 0x7fffffff;
+    const LaneInts most = LaneInts(LaneFloats{} + 127.0f), within = size < most ? size : most;
+    const LaneInts sign = bits & static_cast<int32_t>(kSign);
+    const LaneInts shifted = LaneInts(LaneFloats(within) + 0x1.fffffep-2f) | sign;
     rounded[i] = __builtin_convertvector(LaneFloats(shifted), LaneInts);
   }
 #pragma GCC unroll 2
-  for (int i = 0; i < Unit32::kVectors; i += 4)
-    put_bytes<4 * kLanes>(unit + 2 + i * kLanes, rounded[i], rounded[i + 1], rounded[i + 2],
-                          rounded[i + 3]);
+  for (int i = 0; i < kVectors; i += 4)
+    put_bytes<4 * kLanes, Numbers::kHasPairs>(unit + 2 + i * kLanes, rounded[i], rounded[i + 1],
+                                              rounded[i + 2], rounded[i + 3]);
 }
-template <int kBits>
-KVX_INLINE void put_unit(AroundZero<kBits>, uint8_t *unit, Unit32 numbers, const Scale32 &scale) {
+template <int kBits, class Numbers>
+KVX_INLINE void put_unit(AroundZero<kBits>, uint8_t *unit, Numbers numbers, float inverse, float) {
   constexpr float kMiddle = AroundZero<kBits>::kZero + 0.5f;
-  const float inverse = scale.inverse;
-  UnitScale::store(unit, scale.step);
   numbers.each([=](LaneFloats x) KVX_MEMBER { return x * inverse + kMiddle; });
   put_levels<kBits>(unit + 2, numbers);
 }
-template <int kBits>
-KVX_INLINE void put_unit(FromLeast<kBits>, uint8_t *unit, Unit32 numbers, const Scale32 &scale) {
-  const float least = scale.least, inverse = scale.inverse;
-  UnitScale::store(unit, scale.step);
+template <int kBits, class Numbers>
+KVX_INLINE void put_unit(FromLeast<kBits>, uint8_t *unit, Numbers numbers, float inverse,
+                         float least) {
   UnitScale::store(unit + 2, least);
   numbers.each([=](LaneFloats x) KVX_MEMBER { return (x - least) * inverse + 0.5f; });
   put_levels<kBits>(unit + 4, numbers);
 }
 
 // Encodes at most eight units.
-template <class Codec>
-KVX_INLINE void encode_units(Codec codec, uint8_t *to, const float *from, int count) {
-  Range bounds[8];
-  Scale32 scales[8];
-  for (int i = 0; i < count; ++i)
-    bounds[i] = bounds_of(codec, Unit32(from + 32 * i), from + 32 * i);
-  for (int i = 0; i < count; ++i) scales[i] = scale_of(codec, bounds[i]);
-  for (int i = 0; i < count; ++i)
-    put_unit(codec, to + i * Codec::kBytes, Unit32(from + 32 * i), scales[i]);
+template <class Codec, class From>
+KVX_INLINE void encode_units(Codec codec, uint8_t *to, From from, int count) {
+  constexpr int kVectors = 8 / kLanes;
+  LaneFloats least[kVectors] = {}, most[kVectors] = {}, inverse[kVectors];
+  LaneInts stored[kVectors];
+  for (int i = 0; i < count; ++i) {
+    const Range bounds = bounds_of(codec, from + 32 * i);
+    least[i / kLanes][i % kLanes] = bounds.least, most[i / kLanes][i % kLanes] = bounds.largest;
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < kVectors; ++i) {
+    const Scale32 scale = scale_of(codec, least[i], most[i]);
+    inverse[i] = UnitScales::inverse(scale.step), least[i] = scale.least;
+    stored[i] = UnitScales::stored(scale.step);
+  }
+  for (int i = 0; i < count; ++i) {
+    const int vector = i / kLanes, lane = i % kLanes;
+    uint8_t *const unit = to + i * Codec::kBytes;
+    const auto step = static_cast<uint16_t>(stored[vector][lane]);
+    memcpy(unit, &step, sizeof step);
+    put_unit(codec, unit, Unit32(from + 32 * i), inverse[vector][lane], least[vector][lane]);
+  }
 }
 
 // ---- levels of a unit as bytes, where that is faster than taking them from it one by one ----
@@ -292,3 +362,26 @@ template <int kBits>
 constexpr bool kInRegisters<AroundZero<kBits>> = true;
 template <int kBits>
 constexpr bool kInRegisters<FromLeast<kBits>> = true;
+
+// Encodes F16 and BF16 without a pass that widens them.
+template <class Format, class Codec>
+void encode_halves(void *dst, const void *src, int64_t count, const Conversion &how) {
+  constexpr int64_t kGroup = 8 * 32;
+  Halves<Format> from = {static_cast<const uint16_t *>(src)};
+  auto *to = static_cast<uint8_t *>(dst);
+  for (; count > 0; count -= kGroup, from = from + kGroup, to += 8 * Codec::kBytes) {
+    const auto units = static_cast<int>((count < kGroup ? count : kGroup) / 32);
+    if (how.ahead)
+      for (int unit = 0; unit < units; ++unit)
+        prefetch(reinterpret_cast<const uint8_t *>(from.at + 32 * unit) + how.ahead);
+    encode_units(Codec{}, to, from, units);
+  }
+}
+template <class Format, class Codec, bool = kInRegisters<Codec>>
+struct HalvesTo {
+  static constexpr ConvertRun run = encode_halves<Format, Codec>;
+};
+template <class Format, class Codec>
+struct HalvesTo<Format, Codec, false> {
+  static constexpr ConvertRun run = nullptr;
+};

@@ -92,7 +92,7 @@ class Generator {
     if (opaque) return KVX_DTYPE_U8;
     if (units && random.one_in(2))
       return random.pick({KVX_DTYPE_Q8_0, KVX_DTYPE_Q4_0, KVX_DTYPE_Q4_1, KVX_DTYPE_IQ4_NL,
-                          KVX_DTYPE_Q5_0, KVX_DTYPE_Q5_1});
+                          KVX_DTYPE_Q5_0, KVX_DTYPE_Q5_1, KVX_DTYPE_MXFP4});
     return random.pick({KVX_DTYPE_F16, KVX_DTYPE_BF16, KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3,
                         KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ});
   }

@@ -102,6 +102,8 @@ inline int64_t size_of(kvx_dtype_t dtype) {
     case KVX_DTYPE_Q4_0:
     case KVX_DTYPE_IQ4_NL:
       return 18;
+    case KVX_DTYPE_MXFP4:
+      return 17;
     case KVX_DTYPE_Q4_1:
       return 20;
     case KVX_DTYPE_Q5_0:
@@ -119,6 +121,7 @@ inline int64_t size_of(kvx_dtype_t dtype) {
 // Numbers of one element.
 inline int64_t numbers_of(kvx_dtype_t dtype) {
   const bool is_unit = dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ||
+                       dtype == KVX_DTYPE_MXFP4 ||
                        (dtype >= KVX_DTYPE_Q4_1 && dtype <= KVX_DTYPE_Q5_1);
   return is_unit ? 32 : 1;
 }
