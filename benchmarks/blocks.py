@@ -97,6 +97,8 @@ def _copies(
             _OPERATIONAL,
         ),
     ]
+    _to_whole(stack, of_universal)
+    _to_whole(stack, of_operational)
     results = []
     src, dst = torch.zeros(2, nb * per_block, dtype=torch.uint8).fill_(1)
     for name, (src_end, dst_end, as_lists, by_torch, goal) in zip(
