@@ -234,6 +234,12 @@ kvx_status_t check_hybrid(const kvx_hybrid_compress_t *compress, HybridArrays *a
   KVX_TRY(check_pair(path, "kb", c.kb, "zb", c.zb));
   if (!c.num_rows) return KVX_STATUS_OK;
   const bool is_bulk = c.flags & KVX_HYBRID_BULK;
+  if (!is_bulk && !c.slots && c.num_rows > c.num_slots) {
+    return KVX_INVALID(
+        "%s.num_rows is %u, expected at most num_slots %u: without slots row i is tail i (spec "
+        "E.22)",
+        KVX_AT(path), c.num_rows, c.num_slots);
+  }
   const bool has_previous = is_bulk ? !(c.flags & KVX_HYBRID_NO_OVERLAP) : c.kb != nullptr;
   const uint64_t row =
       has_previous && !(c.flags & KVX_HYBRID_SINGLE_ROW) ? 2 * uint64_t{c.head_dim} : c.head_dim;
