@@ -22,16 +22,16 @@ kvx_status_t prepare(const kvx_migrate_desc_t &migrate, Prepared *prepared) {
   planes.reserve(size_t{2} * migrate.src->num_planes);  // `tensors` points into it
   for (uint32_t l = 0; l < migrate.src->num_layers; ++l) {
     const kvx_cache_desc_t &src = *migrate.src->layers[l], &dst = *migrate.dst->layers[l];
-    tensors.add() = {"src.layers[].k", &src.k};
-    tensors.add() = {"src.layers[].v", &src.v};
-    tensors.add() = {"dst.layers[].k", &dst.k};
-    tensors.add() = {"dst.layers[].v", &dst.v};
+    tensors.push({"src.layers[].k", &src.k});
+    tensors.push({"src.layers[].v", &src.v});
+    tensors.push({"dst.layers[].k", &dst.k});
+    tensors.push({"dst.layers[].v", &dst.v});
   }
   for (uint32_t i = 0; i < migrate.src->num_planes; ++i) {
     planes.push_back(bytes_of(*migrate.src->planes[i]));
-    tensors.add() = {"src.planes[]", &planes.back()};
+    tensors.push({"src.planes[]", &planes.back()});
     planes.push_back(bytes_of(*migrate.dst->planes[i]));
-    tensors.add() = {"dst.planes[]", &planes.back()};
+    tensors.push({"dst.planes[]", &planes.back()});
   }
   KVX_TRY(backend::place(tensors.begin(), tensors.size(), &prepared->on_device));
   if (prepared->on_device) KVX_TRY(check_planes_for_device(migrate));

@@ -19,6 +19,18 @@ inline bool is_absent(const kvx_tensor_desc_t &tensor) {
   return tensor.data == nullptr && tensor.ndim == 0;
 }
 
+// Whether only `data` may differ: every rule about the rest that holds for one holds for the other.
+inline bool have_same_form(const kvx_tensor_desc_t &a, const kvx_tensor_desc_t &b) {
+  if (a.size != b.size || a.dtype != b.dtype || a.layout != b.layout || a.memory != b.memory ||
+      a.ndim != b.ndim) {
+    return false;
+  }
+  int64_t differing = 0;
+  for (uint32_t axis = 0; axis < a.ndim; ++axis)
+    differing |= (a.shape[axis] ^ b.shape[axis]) | (a.stride[axis] ^ b.stride[axis]);
+  return !differing;
+}
+
 // Elements of dim per token and head: units of the format.
 inline int64_t units_of(const kvx_tensor_desc_t &tensor) {
   const Axes axes = axes_of(tensor);
@@ -39,11 +51,14 @@ inline int64_t stride_bytes(const kvx_tensor_desc_t &tensor, int axis) {
 struct Extent {
   const uint8_t *begin, *end;
 };
-inline int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
+inline int64_t extent_elements(const kvx_tensor_desc_t &tensor) {
   int64_t last = 0;
   for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
     last += (tensor.shape[axis] - 1) * tensor.stride[axis];
-  return (last + 1) * size_of(tensor.dtype);
+  return last + 1;
+}
+inline int64_t extent_bytes(const kvx_tensor_desc_t &tensor) {
+  return extent_elements(tensor) * size_of(tensor.dtype);
 }
 inline Extent extent_of(const kvx_tensor_desc_t &tensor) {
   const auto *data = static_cast<const uint8_t *>(tensor.data);

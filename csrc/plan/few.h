@@ -29,6 +29,7 @@ class Few {
     asm("" : "+r"(bytes));  // hides the size from GCC, whose `rep stos` takes longer
     return *static_cast<T *>(std::memset(static_cast<void *>(&items_[size_++]), 0, bytes));
   }
+  void push(const T &item) { items_[size_++] = item; }
   void drop_last() { --size_; }
   // Shows the items of another list, which outlives this one.
   void borrow(const Few &other) {

@@ -175,7 +175,7 @@ void end_layer(Plan *plan) {
       plan->pairs.drop_last();
     }
   }
-  plan->layers.add() = static_cast<uint32_t>(plan->pairs.size());
+  plan->layers.push(static_cast<uint32_t>(plan->pairs.size()));
 }
 
 // A plane whose blocks lie anywhere: block ids are addresses without the bits that are 0. Its base

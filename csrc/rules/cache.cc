@@ -97,6 +97,11 @@ kvx_status_t check_tensor(const Path &path, const kvx_cache_desc_t &cache,
   return check_data_pointer(path, tensor, extent);
 }
 
+// The rules of check_tensor that a tensor's form does not settle.
+kvx_status_t check_place(const Path &path, const kvx_tensor_desc_t &tensor) {
+  return check_data_pointer(path, tensor, extent_elements(tensor));
+}
+
 }  // namespace
 
 kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache) {
@@ -107,7 +112,21 @@ kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache) {
   KVX_TRY(check_nonzero(path, "head_dim", cache->head_dim));
   KVX_TRY(check_tensor({&path, "k"}, *cache, cache->k, cache->head_dim));
   if (is_absent(cache->v)) return KVX_STATUS_OK;
+  // The usual V is a K elsewhere in memory.
+  if (have_same_form(cache->k, cache->v)) return check_place({&path, "v"}, cache->v);
   return check_tensor({&path, "v"}, *cache, cache->v, 0);
+}
+
+kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache,
+                         const kvx_cache_desc_t &valid) {
+  if (!cache || cache->size != valid.size || cache->num_blocks != valid.num_blocks ||
+      cache->block_size != valid.block_size || cache->num_kv_heads != valid.num_kv_heads ||
+      cache->head_dim != valid.head_dim || !have_same_form(cache->k, valid.k) ||
+      !have_same_form(cache->v, valid.v) || is_absent(cache->v) != is_absent(valid.v)) {
+    return check_cache(path, cache);
+  }
+  KVX_TRY(check_place({&path, "k"}, cache->k));
+  return is_absent(cache->v) ? KVX_STATUS_OK : check_place({&path, "v"}, cache->v);
 }
 
 kvx_status_t validate_cache(const kvx_cache_desc_t *cache) {

@@ -65,7 +65,12 @@ kvx_status_t check_io(const Path &path, const kvx_cache_desc_t &cache, const kvx
     if (is_absent(io.value)) return KVX_STATUS_OK;
     return KVX_INVALID("%s is given, but cache.v is absent (spec E.1)", KVX_AT(value));
   }
-  KVX_TRY(check_tensor(value, io, io.value, dim_of(cache.v), output));
+  const int64_t v_dim = dim_of(cache.v);
+  if (io.num_tokens && v_dim == cache.head_dim && have_same_form(io.key, io.value)) {
+    KVX_TRY(check_data_pointer(value, io.value, extent_elements(io.value)));
+  } else {
+    KVX_TRY(check_tensor(value, io, io.value, v_dim, output));
+  }
   return check_convertible(value, io.value.dtype, v, cache.v.dtype);
 }
 

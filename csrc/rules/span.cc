@@ -19,7 +19,7 @@ kvx_status_t check_layer(const Path &path, const kvx_span_t &span, uint32_t l) {
   const Path layer{&path, "layers", l}, k{&layer, "k"}, v{&layer, "v"};
   const kvx_cache_desc_t *const cache = span.layers[l], *const first = span.layers[0];
   const bool offsets = is_kv_offsets(span);
-  KVX_TRY(check_cache(layer, cache));
+  KVX_TRY(l ? check_cache(layer, cache, *first) : check_cache(layer, cache));
   if (cache->num_blocks != first->num_blocks || cache->block_size != first->block_size) {
     return KVX_INVALID(
         "%s holds %u blocks of %u tokens, expected %u of %u as layers[0]: one table serves all "
