@@ -1,0 +1,164 @@
+"""llama.cpp's cache tensors -> descriptors, zero-copy.
+
+There are no blocks. A layer has one tensor for K and one for V, each with room for `cells` tokens
+in each of `streams` streams; a stream is one block here. A batch takes the first free cells, so
+those of a sequence are neither in order nor adjacent: attn_inp_k_idxs says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_adapters.llama_cpp.ggml_types import dtype_of, is_quantized, row_bytes
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    Layout,
+    SlotMapping,
+    TensorDesc,
+    UnsupportedError,
+    describe,
+)
+from kvx_core.tensors import TensorLike
+from kvx_core.words import flag, integer
+
+# numpy has no bfloat16: its bytes are borrowed as another type of two bytes.
+_ARRAY = {DType.F32: np.float32, DType.F16: np.float16, DType.BF16: np.float16}
+
+
+def cache_desc(
+    k: Any, v: Any, *, num_kv_heads: int, v_transposed: bool, owner: object = None
+) -> CacheDesc:
+    """One layer of llama.cpp's cache in host memory, zero-copy: a stream is a block.
+
+    k, v:         the ggml_tensor of cache_k_l{i} and cache_v_l{i} as a ctypes structure, or any
+                  object with its fields `type`, `ne`, `nb` and `data`. `ne` is
+                  [num_kv_heads * head_dim, cells, streams]
+    num_kv_heads: of this layer, llama_model_n_head_kv
+    v_transposed: whether the context was made without flash attention: V then is [num_kv_heads *
+                  head_dim, cells] in memory, though its `ne` does not change. See `v_transposed`
+    owner:        what must live as long as the descriptor, since the context owns the memory
+    Raises InvalidArgumentError, UnsupportedError.
+    Source: llama.cpp v0.5.0 src/llama-kv-cache.cpp, llama_kv_cache, cpy_k, cpy_v
+    """
+    heads = integer("num_kv_heads", num_kv_heads, 1)
+    transposed = flag("v_transposed", v_transposed)
+    key = _described("k", k, heads, False, owner)
+    value = _described("v", v, heads, transposed, owner)
+    return CacheDesc.from_kv(key, value)
+
+
+def cache_view(
+    tensors: Sequence[tuple[Any, Any]],
+    facts: CacheFacts,
+    *,
+    num_kv_heads: int,
+    v_transposed: bool,
+    owner: object = None,
+    outdated: Callable[[], str | None] | None = None,
+) -> CacheView:
+    """All layers of one cache of a context, zero-copy.
+
+    tensors:  (k, v) of each layer, as `cache_desc` takes them. A model with sliding windows has two
+              caches with cells of their own: one view for each
+    facts:    see `cache_facts`
+    outdated: called before the view is used; returns why its memory is gone, or None. Memory of a
+              context stays where it is until llama_free
+    The other arguments: as in `cache_desc`. Raises InvalidArgumentError, UnsupportedError.
+    """
+    layers = tuple(
+        cache_desc(k, v, num_kv_heads=num_kv_heads, v_transposed=v_transposed, owner=owner)
+        for k, v in tensors
+    )
+    return CacheView(layers, facts, outdated=outdated)
+
+
+def slot_mapping(cells: TensorLike | Sequence[int]) -> SlotMapping:
+    """The cells of tokens, the sequences one after the other.
+
+    cells: (num_tokens,), the entries of attn_inp_k_idxs for each batch that stored the tokens, in
+           the order of positions: stream * cells + cell
+    """
+    return SlotMapping.of(cells)
+
+
+def v_transposed(num_k_indices: int, num_v_indices: int) -> bool:
+    """Whether V is transposed, from the inputs of a graph that writes it.
+
+    num_k_indices, num_v_indices: entries of attn_inp_k_idxs and attn_inp_v_idxs of one graph. A
+    transposed V has an index for every number, otherwise one for every token
+    Raises InvalidArgumentError.
+    Source: llama.cpp v0.5.0 src/llama-kv-cache.cpp, build_input_v_idxs
+    """
+    keys = integer("num_k_indices", num_k_indices, 1)
+    values = integer("num_v_indices", num_v_indices, 1)
+    if values % keys:
+        raise InvalidArgumentError(
+            f"num_v_indices is {values}, expected a multiple of num_k_indices, {keys}. Take both "
+            "from the same graph"
+        )
+    return values != keys
+
+
+def _described(name: str, tensor: Any, heads: int, transposed: bool, owner: object) -> TensorDesc:
+    """K or V of one layer: [stream, cell, head, dim]."""
+    dtype = dtype_of(tensor.type, f"{name}.type")
+    numbers, cells, streams = (integer(f"{name}.ne[{i}]", tensor.ne[i], 1) for i in range(3))
+    size = row_bytes(dtype, numbers)
+    for axis, expected in ((1, size), (2, size * cells)):
+        if tensor.nb[axis] != expected:
+            raise InvalidArgumentError(
+                f"{name}.nb[{axis}] is {tensor.nb[axis]} bytes, expected {expected} as "
+                f"{name}.ne gives them: pass the cache's own tensor, not a view of it (view_src)"
+            )
+    if not tensor.data:
+        raise InvalidArgumentError(
+            f"{name}.data is null, expected the address of the cache. Take the tensor from a "
+            "context that allocates: llama_model_params.no_alloc is false"
+        )
+    memory = (ctypes.c_uint8 * (streams * cells * size)).from_address(tensor.data)
+    memory.owner = owner  # type: ignore[attr-defined]  # ctypes arrays take attributes
+    flat = np.ctypeslib.as_array(memory)
+    return shaped(name, flat, dtype, (streams, cells, heads, numbers), transposed)
+
+
+def shaped(
+    name: str,
+    flat: npt.NDArray[np.uint8],
+    dtype: DType,
+    shape: tuple[int, int, int, int],
+    transposed: bool,
+) -> TensorDesc:
+    """Bytes of K or V as [stream, cell, head, dim].
+
+    shape: (streams, cells, heads, numbers of all heads)
+    Raises InvalidArgumentError, UnsupportedError.
+    """
+    streams, cells, heads, numbers = shape
+    if numbers % (heads * dtype.numbers):
+        raise InvalidArgumentError(
+            f"{name}.ne[0] is {numbers}, expected num_kv_heads, {heads}, times a head_dim"
+            + (f" of whole units of {dtype.numbers} numbers" if dtype.numbers > 1 else "")
+        )
+    if transposed and is_quantized(dtype):
+        raise UnsupportedError(
+            f"v_transposed is True and {name}.type is {dtype.name.lower()}, expected f32, f16 or "
+            "bf16: make the context with flash attention, which a quantized V needs"
+        )
+    if is_quantized(dtype):
+        units = flat.reshape(streams, cells, heads, row_bytes(dtype, numbers // heads))
+        return describe(units, Layout.BLOCK_NHD, dtype=dtype, name=name)
+    array = flat.view(_ARRAY[dtype])
+    if transposed:
+        array = array.reshape(streams, heads, numbers // heads, cells).transpose(0, 3, 1, 2)
+    else:
+        array = array.reshape(streams, cells, heads, numbers // heads)
+    return describe(array, Layout.BLOCK_NHD, dtype=dtype, name=name)
