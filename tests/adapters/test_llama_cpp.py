@@ -1,0 +1,300 @@
+"""kvx_adapters.llama_cpp against llama.cpp v0.5.0 itself, whose cache is read and written in place.
+
+The tiny model runs in float32 beside transformers: the keys and values that one computes go on in
+the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import llama_cpp
+from kvx_core import (
+    DType,
+    FactsMismatchError,
+    InvalidArgumentError,
+    UnsupportedError,
+    migrate,
+    verify,
+)
+from tests.engines import tiny_model
+from tests.engines.live import hop, live
+from tests.engines.live_llama_cpp import Context
+from tests.engines.live_transformers import Live as HF
+
+COUNT = 12
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q5_0", "Q5_1")
+# Largest error of a value of layer 0 that was stored and taken out, of values up to 6.
+ERROR = {"Q8_0": 0.05, "Q5_0": 0.4, "Q5_1": 0.4, "Q4_0": 0.8, "Q4_1": 0.8, "IQ4_NL": 0.8}
+
+
+def prefilled(num_tokens: int) -> HF:
+    """All but the last token of a prompt, in transformers."""
+    found = HF()
+    found.prefill(tiny_model.prompt(num_tokens)[:-1])
+    return found
+
+
+def interleaved(keys: Tensor) -> Tensor:
+    """Half order to interleaved order, along the last axis."""
+    return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def rows(context: Context, kv: str, layer: int = 0) -> np.ndarray:
+    """The bytes of the cells of sequence 0, [token, bytes], V not transposed."""
+    owner = getattr(context.cache().layers[layer], kv).owner
+    stored = np.ascontiguousarray(owner[0]).view(np.uint8)
+    return stored[context.cells[0]].reshape(len(context.cells[0]), -1)
+
+
+# ---- prefill here, continue there ----
+
+
+@pytest.mark.parametrize("num_tokens", [7, 40, 150])
+def test_a_prompt_goes_on_in_the_other_engine(num_tokens: int) -> None:
+    """Both ways, with llama.cpp alone and zero keys and values beside."""
+    prompt = tiny_model.prompt(num_tokens)
+    wanted = list(tiny_model.greedy(num_tokens, COUNT))
+    alone, control = live("llama_cpp"), live("llama_cpp")
+    alone.prefill(prompt[:-1])
+    there = live("llama_cpp")
+    hop(prefilled(num_tokens), there)
+    back = live("transformers")
+    hop(alone, back)
+    control.reserve(num_tokens - 1)
+    after = prompt[-1]
+    assert alone.decode(COUNT, after=after) == wanted
+    assert there.decode(COUNT, after=after) == wanted
+    assert back.decode(COUNT, after=after) == wanted
+    assert control.decode(COUNT, after=after) != wanted
+    assert there.lengths == back.lengths == [num_tokens - 1 + COUNT]
+
+
+def test_there_and_back_changes_no_bit() -> None:
+    """Into interleaved dims and a transposed V, and home."""
+    home = prefilled(30)
+    there, back = live("llama_cpp"), live("transformers")
+    hop(home, there)
+    hop(there, back)
+    assert verify(home.view(), back.view(), home.lengths).ok
+    assert isinstance(back, HF)
+    for held, wanted in zip(back.cache.layers, home.cache.layers, strict=True):
+        assert torch.equal(held.keys, wanted.keys)
+        assert torch.equal(held.values, wanted.values)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("flash_attention", [False, True])
+def test_each_layout(architecture: Any, dtype: str, flash_attention: bool) -> None:
+    """Every number that arrives is what its type rounds it to, in llama.cpp's own memory."""
+    home = prefilled(20)
+    there = Context(
+        architecture=architecture, k_dtype=dtype, v_dtype=dtype, flash_attention=flash_attention
+    )
+    there.run([0] * 19)
+    assert there.v_transposed is not flash_attention
+    assert there.facts().rotary == ("interleaved" if architecture == "llama" else "half")
+    migrate(home.view(), there.span(), [19])
+    kind = getattr(torch, DType[dtype].array_name)
+    for i, layer in enumerate(home.cache.layers):
+        keys = interleaved(layer.keys) if architecture == "llama" else layer.keys
+        for kv, wanted in (("k", keys), ("v", layer.values)):
+            tokens = wanted[0].transpose(0, 1).to(kind).contiguous()
+            assert rows(there, kv, i).tobytes() == tokens.view(torch.uint8).numpy().tobytes()
+    wanted = there.decode(4, after=tiny_model.prompt(20)[-1])
+    if dtype != "BF16":  # whose rounding of a random model's keys changes tokens
+        assert wanted == list(tiny_model.greedy(20, 4))
+
+
+# ---- several sequences ----
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_scattered_cells_and_streams(unified: bool) -> None:
+    """The cells of a sequence are neither in order nor adjacent, or in another stream."""
+    context = Context(num_sequences=3, unified=unified)
+    for sequence, tokens in ((0, [1] * 5), (1, [2] * 4), (0, [3]), (1, [4]), (0, [5])):
+        context.run(tokens, sequence)
+    context.remove(0)
+    prompt = tiny_model.prompt(13)
+    context.run(prompt[:-1], 2)
+    cells = context.cells[2]
+    assert cells != list(range(cells[0], cells[0] + 12)) if unified else cells[0] >= 2 * 256
+    assert context.cache().layers[0].num_blocks == (1 if unified else 3)
+    home = HF()
+    home.reserve(12)
+    migrate(context.span(2), home.view(), [12])
+    assert home.decode(COUNT, after=prompt[-1]) == list(tiny_model.greedy(13, COUNT))
+    # And into scattered cells, beside a sequence that must stay as it is.
+    before = context.state(1)
+    migrate(prefilled(13).view(), context.span(2), [12])
+    assert context.decode(COUNT, after=prompt[-1], sequence=2) == list(tiny_model.greedy(13, COUNT))
+    assert context.state(1) == before
+
+
+# ---- quantized caches ----
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_quantized_caches(dtype: str) -> None:
+    """From a float32 context into a quantized one: the bytes that llama.cpp itself stores there."""
+    prompt = tiny_model.prompt(25)[:-1]
+    plain = Context(flash_attention=True)
+    own, there = (Context(k_dtype=dtype, v_dtype=dtype, flash_attention=True) for _ in range(2))
+    plain.run(prompt)
+    own.run(prompt)
+    there.run([0] * 24)
+    facts = there.facts()
+    assert (facts.hadamard, facts.lossy) == (True, dtype.lower())
+    assert there.rotation == llama_cpp.Rotation(64, 64)
+    moved = llama_cpp.migrate_rotated(plain.span(), there.span(), [24], there.rotation)
+    unit = DType[dtype]
+    assert moved == 24 * 4 * 2 * 128 // unit.numbers * unit.itemsize
+    for kv in "kv":  # layer 0 depends on nothing that was quantized before
+        # ggml multiplies by the matrix, KVX adds and subtracts: a tie may fall on either side.
+        assert (rows(own, kv) != rows(there, kv)).mean() < 0.002
+    found = llama_cpp.unrotated(there.span(), [24], there.rotation)
+    assert (found.facts.hadamard, found.facts.lossy) == (False, dtype.lower())
+    wanted = plain.cache().layers[0].k.owner[0, plain.cells[0]].swapaxes(0, 1)
+    error = np.abs(found.layers[0].k.owner[0] - wanted).max()
+    assert error < ERROR[dtype]
+    # Into transformers: dequantized, no rotation, K in half order.
+    home = HF()
+    home.reserve(24)
+    migrate(found, home.view(), [24])
+    keys = interleaved(home.cache.layers[0].keys[0]).numpy()
+    assert np.array_equal(keys, found.layers[0].k.owner[0])
+
+
+def test_a_rotation_is_never_copied_as_if_there_were_none() -> None:
+    context = Context(k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
+    context.run([0] * 6)
+    before = context.state()
+    with pytest.raises(FactsMismatchError, match="hadamard is False at the source"):
+        migrate(prefilled(7).view(), context.span(), [6])
+    assert context.state() == before
+
+
+def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
+    context = Context()
+    context.run([0] * 6)
+    span, rotated = context.span(), llama_cpp.Rotation(64, 64)
+    error = r"\.view\.facts\.hadamard is False and rotation is Rotation\(k=64"
+    with pytest.raises(InvalidArgumentError, match="src" + error):
+        llama_cpp.unrotated(span, [6], rotated)
+    with pytest.raises(InvalidArgumentError, match="dst" + error):
+        llama_cpp.migrate_rotated(span, span, [6], rotated)
+    view = replace(context.cache(), facts=context.facts(hadamard=None))
+    with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard is None and rotation is"):
+        llama_cpp.unrotated(view.at(slots=[0]), [1], context.rotation)
+
+
+def test_which_caches_are_rotated() -> None:
+    def of(k: str, v: str, k_dim: int, v_dim: int, **disabled: bool) -> tuple[int, int]:
+        return llama_cpp.rotation(k, v, k_head_dim=k_dim, v_head_dim=v_dim, **disabled)
+
+    assert of("Q8_0", "Q8_0", 128, 128) == (128, 64)
+    assert of("Q8_0", "Q8_0", 192, 128) == (64, 64)
+    assert of("Q8_0", "F16", 64, 64) == (64, 0)
+    assert of("F16", "Q4_0", 64, 64) == (0, 64)
+    assert of("Q8_0", "Q8_0", 96, 80) == (0, 0)
+    assert of("Q8_0", "Q8_0", 64, 64, disabled=True) == (0, 0)
+
+
+# ---- facts ----
+
+
+def facts(**changes: Any) -> Any:
+    given = {
+        "rope_type": 2,
+        "rotary_dim": 64,
+        "num_layers": 4,
+        "num_kv_heads": 2,
+        "k_dtype": "F16",
+        "v_dtype": "F16",
+        "rotation": llama_cpp.Rotation(0, 0),
+    }
+    return llama_cpp.cache_facts(**given | changes)
+
+
+def test_facts() -> None:
+    found = facts()
+    assert found.engine == "llama.cpp 0.5.0"
+    assert (found.rotary, found.rotary_dim, found.rope_applied) == ("half", 64, True)
+    assert (found.hadamard, found.lossy, found.window) == (False, None, 0)
+    assert (facts(rope_type=-1).rotary, facts(rope_type=-1).rotary_dim) == ("none", 0)
+    several = facts(rope_type=8)
+    assert (several.rotary, several.rotary_dim, several.rope_applied) == (None, None, None)
+    mixed = facts(k_dtype="Q8_0", v_dtype="Q4_0", rotation=llama_cpp.Rotation(64, 64))
+    assert (mixed.hadamard, mixed.lossy) == (True, "q4_0 and q8_0")
+
+
+def test_types() -> None:
+    for number, name in ((0, "F32"), (30, "BF16"), (8, "Q8_0"), (20, "IQ4_NL")):
+        assert llama_cpp.dtype_of(number) is DType[name]
+        assert llama_cpp.ggml_type(name) == number
+    with pytest.raises(UnsupportedError, match=r"type is ggml_type 12 \(q4_K\), expected one of f"):
+        llama_cpp.dtype_of(12)
+    with pytest.raises(UnsupportedError, match="type is ggml_type 99, expected one of f32"):
+        llama_cpp.dtype_of(99)
+    with pytest.raises(UnsupportedError, match="dtype is q4_k, expected one of f32"):
+        llama_cpp.ggml_type("Q4_K")
+
+
+def test_v_transposed() -> None:
+    assert llama_cpp.v_transposed(5, 5 * 128)
+    assert not llama_cpp.v_transposed(5, 5)
+    with pytest.raises(InvalidArgumentError, match="num_v_indices is 7, expected a multiple of"):
+        llama_cpp.v_transposed(5, 7)
+
+
+# ---- what cannot be described ----
+
+
+def tensor(dtype: int, numbers: int, cells: int = 4, **changes: Any) -> Any:
+    """A ggml_tensor with memory of its own."""
+    unit = llama_cpp.dtype_of(dtype) if dtype in (0, 8) else DType.F32
+    row = numbers // unit.numbers * unit.itemsize
+    memory = np.zeros(row * cells, np.uint8)
+    fields = {"type": dtype, "ne": [numbers, cells, 1, 1], "data": memory.ctypes.data}
+    nb = [unit.itemsize, row, row * cells, row * cells]
+    return SimpleNamespace(**fields | {"nb": nb, "memory": memory} | changes)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "options", "error"),
+    [
+        (tensor(12, 128), tensor(0, 128), {}, r"k\.type is ggml_type 12 \(q4_K\)"),
+        (tensor(0, 130), tensor(0, 128), {}, r"k\.ne\[0\] is 130, expected num_kv_heads, 4, times"),
+        (tensor(8, 96), tensor(8, 96), {}, r"k\.ne\[0\] is 96, .* of whole units of 32 numbers"),
+        (tensor(0, 128), tensor(0, 128, data=None), {}, r"v\.data is null, expected the address"),
+        (tensor(0, 128, nb=[4, 516, 0, 0]), tensor(0, 128), {}, r"k\.nb\[1\] is 516 bytes, expec"),
+        (tensor(0, 128, ne=[128, 0, 1]), tensor(0, 128), {}, r"k\.ne\[1\] is 0"),
+        (tensor(8, 128), tensor(8, 128), {"v_transposed": True}, "with flash attention, which a q"),
+        (tensor(0, 128), tensor(0, 128), {"num_kv_heads": 0}, "num_kv_heads is 0, expected 1"),
+        (tensor(0, 128), tensor(0, 128), {"v_transposed": 1}, "v_transposed is 1, expected True"),
+    ],
+)
+def test_refusals(k: Any, v: Any, options: dict[str, Any], error: str) -> None:
+    given = {"num_kv_heads": 4, "v_transposed": False} | options
+    with pytest.raises((InvalidArgumentError, UnsupportedError), match=error):
+        llama_cpp.cache_desc(k, v, **given)
+
+
+def test_a_context_that_is_gone_is_refused() -> None:
+    context = Context()
+    context.run([0] * 6)
+    span = context.span()
+    home = HF()
+    home.reserve(6)
+    context.close()
+    with pytest.raises(InvalidArgumentError, match="src is out of date: llama_free has freed the"):
+        migrate(span, home.view(), [6])
