@@ -1,9 +1,10 @@
-"""HF transformers 5: DynamicCache and StaticCache as KVX views. Imports no transformers.
+"""DynamicCache and StaticCache as KVX views, their facts, and the record of their model.
 
 A layer's keys and values are two tensors (batch, num_kv_heads, num_tokens, head_dim), K stored
 after the rotation. That is a paged cache with one block per sequence: num_blocks is the batch,
 block_size the number of tokens, and a batch padded on the left starts each sequence inside its
-block. Sliding-window, quantised and linear-attention layers hold other data and are refused.
+block. Sliding-window layers hold other tokens: see groups.py. Quantised and linear-attention layers
+hold other data and are refused.
 
 DynamicCache makes new tensors in every forward pass, so a view is valid until the next one: after
 that migrate and verify refuse it.
@@ -25,6 +26,7 @@ from kvx_core import (
     CacheDesc,
     CacheFacts,
     CacheGeometry,
+    CacheSpan,
     CacheView,
     DType,
     InvalidArgumentError,
@@ -43,6 +45,8 @@ from kvx_core.rope import Rope, as_applied, standard_rope
 # Layers that hold the keys and values of every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
 _LAYERS = ("DynamicLayer", "StaticLayer")
+# Layers that hold the last tokens only.
+SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 # Fields of a loaded config that change how the model is called, not what it computes.
 _CALLING = (
     "architectures",
@@ -70,9 +74,25 @@ def cache_desc(layer: Any) -> CacheDesc:
     kind = type(layer).__name__
     if kind not in _LAYERS:
         raise UnsupportedError(
-            f"layer is a {kind}, expected {' or '.join(_LAYERS)}: others do not hold each token's "
-            "keys and values at its own place"
+            f"layer is a {kind}, expected {' or '.join(_LAYERS)}: {_way_out(layer)}"
         )
+    return layer_desc(layer)
+
+
+def _way_out(layer: Any) -> str:
+    kinds = {found.__name__ for found in type(layer).__mro__}
+    if "QuantizedLayer" in kinds:
+        return (
+            "its tokens are quantized by a library of their own (quanto, HQQ), and the last ones "
+            "are not yet. Run the prompt with a DynamicCache, and quantize after the migration"
+        )
+    if type(layer).__name__ in SLIDING_LAYERS:
+        return "it holds the last tokens of a sequence only. Call layer_groups"
+    return "others do not hold each token's keys and values at its own place"
+
+
+def layer_desc(layer: Any) -> CacheDesc:
+    """The tensors of a layer, whatever tokens they hold. Raises InvalidArgumentError."""
     if layer.keys is None or layer.keys.ndim != 4:
         raise InvalidArgumentError(
             "layer.keys is empty, expected (batch, num_kv_heads, num_tokens, head_dim). Call "
@@ -114,6 +134,26 @@ def starts(attention_mask: Tensor) -> SeqLens:
     return SeqLens.of(_run_of_ones(attention_mask)[0])
 
 
+def padded_span(view: CacheView, attention_mask: Tensor) -> tuple[CacheSpan, SeqLens]:
+    """The real tokens of a padded batch: one end of a migration, and the lengths to move.
+
+    view:           of a DynamicCache or StaticCache, see `cache_view`. It cannot tell padding from
+                    tokens: a view without a mask has rows that begin at their padding
+    attention_mask: (batch, num_tokens) as in the last forward pass, so of all tokens in the cache;
+                    1 for tokens and 0 for padding on one side or both
+    Raises InvalidArgumentError for a mask of another batch or length, and for a sequence whose
+    tokens are not in one piece.
+    """
+    layer = view.layers[0]
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != layer.num_blocks or shape[1] > layer.block_size:
+        raise InvalidArgumentError(
+            f"attention_mask has the shape {shape}, expected ({layer.num_blocks}, at most "
+            f"{layer.block_size}): a row for each sequence of the cache, a column for each token"
+        )
+    return view.at(starts=starts(attention_mask)), seq_lens(attention_mask)
+
+
 def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     """All layers of a DynamicCache or StaticCache, zero-copy.
 
@@ -123,12 +163,14 @@ def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     Raises UnsupportedError, InvalidArgumentError.
     """
     described = tuple(map(cache_desc, cache.layers))
-    return CacheView(described, facts, dense=True, outdated=partial(_outdated, cache, described))
+    return CacheView(
+        described, facts, dense=True, outdated=partial(outdated, cache.layers, described)
+    )
 
 
-def _outdated(cache: Any, described: Sequence[CacheDesc]) -> str | None:
-    """Why the tensors of a cache are no longer the described ones; None if they are."""
-    for i, (layer, desc) in enumerate(zip(cache.layers, described, strict=False)):
+def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | None:
+    """Why the tensors of layers are no longer the described ones; None if they are."""
+    for i, (layer, desc) in enumerate(zip(layers, described, strict=False)):
         if layer.keys is not desc.k.owner or desc.v is None or layer.values is not desc.v.owner:
             return (
                 f"cache.layers[{i}] has new tensors, expected those described. A DynamicCache "
