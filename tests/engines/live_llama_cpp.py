@@ -36,7 +36,8 @@ def _model(architecture: gguf_model.Architecture) -> int:
 class Context:
     """A llama_context with the tiny model, and what its eval callback sees.
 
-    cells: of each token of each sequence, in order of positions
+    cells:   of each token of each sequence, in order of positions
+    indices: that the last batch has written to, of each cache tensor
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Context:
         self.v_transposed: bool | None = None  # as seen in the graph
         self.cells: dict[int, list[int]] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._indices: dict[str, np.ndarray] = {}
+        self.indices: dict[str, np.ndarray] = {}
         llama = self._llama = library()
         params = llama.llama_context_default_params()
         room = -(-num_tokens // 256) * 256
@@ -65,7 +66,7 @@ class Context:
         params.n_seq_max, params.kv_unified = num_sequences, unified
         params.flash_attn_type = int(flash_attention)
         params.type_k, params.type_v = adapter.ggml_type(k_dtype), adapter.ggml_type(v_dtype)
-        indices, tensors = self._indices, self._tensors
+        indices, tensors = self.indices, self._tensors
         self._callback = params.cb_eval = EvalCallback(
             lambda node, ask, _: _see(node.contents, tensors, indices) and not ask
         )
@@ -81,11 +82,11 @@ class Context:
         for i, token in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, len(held) + i, 1
             batch.seq_id[i][0], batch.logits[i] = sequence, i == len(tokens) - 1
-        self._indices.clear()
+        self.indices.clear()
         status = llama.llama_decode(self.context, batch)
         llama.llama_batch_free(batch)
         assert status == 0, status
-        k, v = (self._indices[f"cache_{kv}_l0"] for kv in "kv")
+        k, v = (self.indices[f"cache_{kv}_l0"] for kv in "kv")
         self.v_transposed = adapter.v_transposed(len(k), len(v))
         held += k.tolist()
         logits = llama.llama_get_logits_ith(self.context, len(tokens) - 1)
@@ -126,15 +127,16 @@ class Context:
         )
         return replace(facts, **changes)
 
+    def tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer, as the graph of the last batch has them."""
+        layers = range(self._llama.llama_model_n_layer(self.model))
+        return [(self._tensors[f"cache_k_l{i}"], self._tensors[f"cache_v_l{i}"]) for i in layers]
+
     def cache(self) -> CacheView:
         """All cells of all layers. A batch must have run."""
         assert self.v_transposed is not None
-        tensors = [
-            (self._tensors[f"cache_k_l{i}"], self._tensors[f"cache_v_l{i}"])
-            for i in range(self._llama.llama_model_n_layer(self.model))
-        ]
         return adapter.cache_view(
-            tensors,
+            self.tensors(),
             self.facts(),
             num_kv_heads=self._llama.llama_model_n_head_kv(self.model),
             v_transposed=self.v_transposed,

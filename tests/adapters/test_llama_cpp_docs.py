@@ -1,0 +1,42 @@
+"""docs/llama_cpp.md: its snippets run one after the other, against llama.cpp itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.documents import Document
+from tests.engines import tiny_model
+from tests.engines.live_llama_cpp import Context
+from tests.engines.live_transformers import Live
+
+PAGE = Document("llama_cpp.md")
+NUM_TOKENS = 9
+
+
+def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = tiny_model.prompt(NUM_TOKENS + 1)
+    wanted = list(tiny_model.greedy(NUM_TOKENS + 1, 6))
+    home = Live()
+    home.prefill(prompt[:-1])
+    context = Context()
+    quantized = Context(k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
+    for one in (context, quantized):
+        one.run([0] * NUM_TOKENS)
+    names: dict[str, Any] = {
+        "tensors": context.tensors(),
+        "k_indices": context.indices["cache_k_l0"],
+        "v_indices": context.indices["cache_v_l0"],
+        "theirs": home.view(),
+        "num_tokens": NUM_TOKENS,
+        "quantized": quantized.span(),
+    }
+    assert len(PAGE.snippets()) == 3
+    PAGE.run(names)
+    assert capsys.readouterr().out.splitlines() == PAGE.prints()
+    assert context.decode(6, after=prompt[-1]) == wanted
+    other = Context()
+    assert other.set_state(names["data"]) == len(names["data"])
+    other.cells[0] = list(range(NUM_TOKENS))
+    assert other.decode(6, after=prompt[-1]) == wanted
