@@ -14,10 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from kvx_adapters import llama_cpp
+from kvx_adapters import transformers as hf
 from kvx_core import (
+    CacheFacts,
+    CacheSpan,
     DType,
     FactsMismatchError,
     InvalidArgumentError,
@@ -26,6 +30,7 @@ from kvx_core import (
     verify,
 )
 from tests.engines import tiny_model
+from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
 from tests.engines.live_llama_cpp import Context
 from tests.engines.live_transformers import Live as HF
@@ -125,6 +130,21 @@ def test_each_layout(architecture: Any, dtype: str, flash_attention: bool) -> No
         assert wanted == list(tiny_model.greedy(20, 4))
 
 
+def test_dims_that_do_not_rotate_stay_where_they_are() -> None:
+    """As in a model whose rope.dimension_count is less than head_dim."""
+    home, there = prefilled(7), Context()
+    there.run([0] * 6)
+    src, dst = home.view(), there.span()
+    ends = [
+        replace(end, view=replace(end.view, facts=replace(end.view.facts, rotary_dim=32)))
+        for end in (src, dst)
+    ]
+    migrate(*ends, [6])
+    keys = home.cache.layers[0].keys[0].transpose(0, 1)
+    wanted = torch.cat([interleaved(keys[..., :32]), keys[..., 32:]], dim=-1).contiguous()
+    assert rows(there, "k").tobytes() == wanted.numpy().tobytes()
+
+
 # ---- several sequences ----
 
 
@@ -149,6 +169,73 @@ def test_scattered_cells_and_streams(unified: bool) -> None:
     migrate(prefilled(13).view(), context.span(2), [12])
     assert context.decode(COUNT, after=prompt[-1], sequence=2) == list(tiny_model.greedy(13, COUNT))
     assert context.state(1) == before
+
+
+# ---- sliding windows ----
+
+
+def groups(cache: Any, context: Context, num_tokens: int) -> list[tuple[CacheSpan, CacheSpan, int]]:
+    """The layers with windows, then the others: their last tokens in transformers and in llama.cpp,
+    and how many."""
+    facts = CacheFacts(
+        fingerprint=FINGERPRINT, rotary="half", rotary_dim=64, rope_applied=True, hadamard=False
+    )
+    facts = replace(facts, scale_convention="multiply", total_kv_heads=2, first_kv_head=0)
+    found = []
+    for group in hf.layer_groups(cache, facts):
+        first, last = group.layers[0], group.layers[-1]
+        window = {"num_layers": len(group.layers), "first_layer": first, "window": group.window}
+        view = context.cache(slice(first, last + 1), **window)
+        cells = (context.cells if group.window else context.full_cells)[0]
+        there = view.at(slots=cells[group.first_token :])
+        found.append((group.span(), there, group.num_tokens))
+        assert group.end == num_tokens == len(cells)
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [9, 40])
+def test_sliding_windows(num_tokens: int) -> None:
+    """A context has a cache for windows and one for full attention: each is a view of its own."""
+    like = tiny_model.windows_model()
+    prompt = tiny_model.prompt(num_tokens + 1)
+    home, back = (transformers.DynamicCache(config=like.config) for _ in range(2))
+    with torch.inference_mode():
+        like(input_ids=torch.tensor([prompt[:-1]]), past_key_values=home)
+        ids = torch.tensor([prompt])
+        wanted = like.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, num_tokens + 1 :]
+    there, zeros, alone = (Context(architecture="olmo2") for _ in range(3))
+    for context in (there, zeros):
+        context.run([0] * num_tokens)
+    alone.run(prompt[:-1])
+    for src, dst, count in groups(home, there, num_tokens):
+        migrate(src, dst, [count])
+        assert verify(src, dst, [count]).ok
+    hf.reserve(back, like, batch_size=1, num_tokens=num_tokens)
+    for dst, src, count in groups(back, alone, num_tokens):
+        migrate(src, dst, [count])
+    after = prompt[-1]
+    assert there.decode(COUNT, after=after) == wanted.tolist()
+    assert alone.decode(COUNT, after=after) == wanted.tolist()
+    assert zeros.decode(COUNT, after=after) != wanted.tolist()
+    with torch.inference_mode():
+        got = like.generate(ids, past_key_values=back, max_new_tokens=COUNT, do_sample=False)
+    assert torch.equal(got[0, num_tokens + 1 :], wanted)
+
+
+def test_the_state_of_two_caches() -> None:
+    """Full attention first, with all tokens; of the windows only what they still see."""
+    context = Context(architecture="olmo2")
+    context.run(tiny_model.prompt(40))
+    state = llama_cpp.State.read(context.state(), num_kv_heads=2, num_caches=2)
+    full, windows = state.caches
+    assert (len(full.layers), len(windows.layers)) == (1, 3)
+    assert full.positions.tolist() == list(range(40))
+    assert windows.positions.tolist() == list(range(40 - tiny_model.WINDOW, 40))
+    own = {"num_layers": 3, "first_layer": 0}
+    span = context.cache(slice(0, 3), **own).at(slots=context.cells[0][-tiny_model.WINDOW :])
+    assert verify(span, windows.span(context.facts(**own)), [tiny_model.WINDOW]).ok
+    with pytest.raises(InvalidArgumentError, match=r"behind the state's end .*num_caches=2"):
+        llama_cpp.State.read(context.state(), num_kv_heads=2)
 
 
 # ---- quantized caches ----

@@ -6,7 +6,16 @@ of REFUSED says which of its caches cannot be described, and why.
 
 from functools import partial
 
-from tests.engines import kv_store, packed, tensorrt_llm, tgi, torch_caches, transformers, vllm
+from tests.engines import (
+    kv_store,
+    llama_cpp,
+    packed,
+    tensorrt_llm,
+    tgi,
+    torch_caches,
+    transformers,
+    vllm,
+)
 from tests.engines.engine import (
     E4M3,
     E5M2,
@@ -49,6 +58,7 @@ ENGINES: dict[str, Engine] = {
     "tgi gaudi": Engine(tgi.gaudi, 128, FLOATS),
     "hf DynamicCache": Engine(transformers.dynamic_cache, 41, FLOATS, whole=True),
     "hf StaticCache": Engine(transformers.static_cache, 53, FLOATS, whole=True),
+    "llama.cpp": Engine(llama_cpp.Cells, 59, FLOATS, whole=True),
     "kvx packed": Engine(packed.PackedCaches, 47, FLOATS),
     "kvx store": Engine(kv_store.Store, 9, FLOATS),
     "dense": Engine(torch_caches.dense, 43, ALL, in_order=True),
@@ -78,7 +88,7 @@ REFUSED: dict[str, Refused] = {
     "tgi paged rocm FP8": Refused(tgi.paged_rocm, "for paged on rocm", E4M3),
     "tgi gaudi FP8": Refused(tgi.gaudi, "the gaudi server stores value * scale", E4M3),
     "hf sliding window": Refused(
-        transformers.sliding_window_cache, "others do not hold each token's keys and values"
+        transformers.sliding_window_cache, "it holds the last tokens of a sequence only"
     ),
 }
 

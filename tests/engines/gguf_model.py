@@ -1,4 +1,4 @@
-"""The tiny model as a GGUF file, by gguf-py."""
+"""The tiny models as GGUF files, by gguf-py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gguf import GGUFWriter
 
 from tests.engines import tiny_model
 
-Architecture = Literal["llama", "qwen2"]
+Architecture = Literal["llama", "qwen2", "olmo2"]
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -21,6 +21,12 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_OLMO2 = _LAYER | {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -33,7 +39,8 @@ def write(path: Path, architecture: Architecture) -> None:
     """Writes the file.
 
     architecture: "llama" rotates neighbouring dims, so that the rows of its query and key weights
-                  are reordered, as conversion does; "qwen2" rotates halves, as transformers does
+                  are reordered, as conversion does; "qwen2" rotates halves, as transformers does;
+                  "olmo2" has the weights of windows_model
     """
     model = tiny_model
     writer = GGUFWriter(path, architecture)
@@ -49,12 +56,18 @@ def write(path: Path, architecture: Architecture) -> None:
     writer.add_vocab_size(model.VOCAB_SIZE)
     writer.add_tokenizer_model("none")
     heads = {"attn_q": model.NUM_HEADS, "attn_k": model.NUM_KV_HEADS, "attn_v": model.NUM_KV_HEADS}
-    for name, tensor in model.model().state_dict().items():
+    windows = architecture == "olmo2"
+    if windows:
+        writer.add_sliding_window(model.WINDOW)
+        writer.add_sliding_window_pattern([True] * (model.NUM_LAYERS - 1) + [False])
+    names = _OLMO2 if windows else _LAYER
+    source = model.windows_model() if windows else model.model()
+    for name, tensor in source.state_dict().items():
         weights = tensor.numpy()
         stored = _TOP.get(name)
         if stored is None:
             _, _, layer, rest = name.split(".", 3)
-            kind = _LAYER[rest.removesuffix(".weight")]
+            kind = names[rest.removesuffix(".weight")]
             stored = f"blk.{layer}.{kind}.weight"
             if architecture == "llama" and kind in ("attn_q", "attn_k"):
                 halves = weights.reshape(heads[kind], 2, model.HEAD_DIM // 2, -1)

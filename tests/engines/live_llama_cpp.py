@@ -36,7 +36,8 @@ def _model(architecture: gguf_model.Architecture) -> int:
 class Context:
     """A llama_context with the tiny model, and what its eval callback sees.
 
-    cells:   of each token of each sequence, in order of positions
+    cells:   of each token of each sequence in layer 0, in order of positions
+    full_cells: the same in the last layer, which differ in a model with sliding windows
     indices: that the last batch has written to, of each cache tensor
     """
 
@@ -55,6 +56,7 @@ class Context:
         self.k_dtype, self.v_dtype = k_dtype, v_dtype
         self.v_transposed: bool | None = None  # as seen in the graph
         self.cells: dict[int, list[int]] = {}
+        self.full_cells: dict[int, list[int]] = {}
         self._tensors: dict[str, Tensor] = {}
         self.indices: dict[str, np.ndarray] = {}
         llama = self._llama = library()
@@ -89,6 +91,8 @@ class Context:
         k, v = (self.indices[f"cache_{kv}_l0"] for kv in "kv")
         self.v_transposed = adapter.v_transposed(len(k), len(v))
         held += k.tolist()
+        last = self.indices[f"cache_k_l{tiny_model.NUM_LAYERS - 1}"]
+        self.full_cells.setdefault(sequence, []).extend(last.tolist())
         logits = llama.llama_get_logits_ith(self.context, len(tokens) - 1)
         return int(np.ctypeslib.as_array(logits, (tiny_model.VOCAB_SIZE,)).argmax())
 
@@ -103,7 +107,7 @@ class Context:
         """Forgets a sequence, whose cells are then free."""
         memory = self._llama.llama_get_memory(self.context)
         assert self._llama.llama_memory_seq_rm(memory, sequence, -1, -1)
-        del self.cells[sequence]
+        del self.cells[sequence], self.full_cells[sequence]
 
     @property
     def rotation(self) -> adapter.Rotation:
@@ -132,12 +136,12 @@ class Context:
         layers = range(self._llama.llama_model_n_layer(self.model))
         return [(self._tensors[f"cache_k_l{i}"], self._tensors[f"cache_v_l{i}"]) for i in layers]
 
-    def cache(self) -> CacheView:
-        """All cells of all layers. A batch must have run."""
+    def cache(self, layers: slice = slice(None), **facts: Any) -> CacheView:
+        """All cells of all layers, or of some, whose facts differ. A batch must have run."""
         assert self.v_transposed is not None
         return adapter.cache_view(
-            self.tensors(),
-            self.facts(),
+            self.tensors()[layers],
+            self.facts(**facts),
             num_kv_heads=self._llama.llama_model_n_head_kv(self.model),
             v_transposed=self.v_transposed,
             owner=self,
