@@ -157,7 +157,8 @@ class State:
         if tokens is None:
             parts = [struct.pack("<Ii", _DATA, seq_id)]
         else:
-            ids = np.asarray(tokens, "<i4")
+            numbers = [integer(f"tokens[{i}]", one, 0, 2**31 - 1) for i, one in enumerate(tokens)]
+            ids = np.asarray(numbers, "<i4")
             parts = [struct.pack("<III", _FILE, _FILE_VERSION, len(ids)), ids.tobytes()]
         parts.append(struct.pack("<I", streams) + bytes(4 * chosen) + struct.pack("<I", count))
         cells = np.empty((count, 3), "<i4")

@@ -29,7 +29,7 @@ from kvx_core import (
     migrate,
     verify,
 )
-from tests.engines import tiny_model
+from tests.engines import tiny_model, windows_model
 from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
 from tests.engines.live_llama_cpp import Context
@@ -196,7 +196,7 @@ def groups(cache: Any, context: Context, num_tokens: int) -> list[tuple[CacheSpa
 @pytest.mark.parametrize("num_tokens", [9, 40])
 def test_sliding_windows(num_tokens: int) -> None:
     """A context has a cache for windows and one for full attention: each is a view of its own."""
-    like = tiny_model.windows_model()
+    like = windows_model.model()
     prompt = tiny_model.prompt(num_tokens + 1)
     home, back = (transformers.DynamicCache(config=like.config) for _ in range(2))
     with torch.inference_mode():
@@ -230,10 +230,10 @@ def test_the_state_of_two_caches() -> None:
     full, windows = state.caches
     assert (len(full.layers), len(windows.layers)) == (1, 3)
     assert full.positions.tolist() == list(range(40))
-    assert windows.positions.tolist() == list(range(40 - tiny_model.WINDOW, 40))
+    assert windows.positions.tolist() == list(range(40 - windows_model.WINDOW, 40))
     own = {"num_layers": 3, "first_layer": 0}
-    span = context.cache(slice(0, 3), **own).at(slots=context.cells[0][-tiny_model.WINDOW :])
-    assert verify(span, windows.span(context.facts(**own)), [tiny_model.WINDOW]).ok
+    span = context.cache(slice(0, 3), **own).at(slots=context.cells[0][-windows_model.WINDOW :])
+    assert verify(span, windows.span(context.facts(**own)), [windows_model.WINDOW]).ok
     with pytest.raises(InvalidArgumentError, match=r"behind the state's end .*num_caches=2"):
         llama_cpp.State.read(context.state(), num_kv_heads=2)
 

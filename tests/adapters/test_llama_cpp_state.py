@@ -205,6 +205,7 @@ def test_other_things(data: Any) -> None:
         ({"k_dtype": "Q4_K"}, "dtype is q4_k, expected one of f32"),
         ({"v_dtype": "Q8_0"}, "type of v of layer 0 is q8_0 and transposed"),
         ({"k_dtype": "Q8_0", "k_head_dim": 40}, "num_kv_heads times k_head_dim is 80, expected a"),
+        ({"tokens": [5, 2**31]}, r"tokens\[1\] is 2147483648, expected 0 to 2147483647"),
         ({"v_transposed": 3}, "v_transposed is 3, expected True or False"),
     ],
 )

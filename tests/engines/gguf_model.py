@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from gguf import GGUFWriter
 
-from tests.engines import tiny_model
+from tests.engines import tiny_model, windows_model
 
 Architecture = Literal["llama", "qwen2", "olmo2"]
 _LAYER = {
@@ -40,7 +40,7 @@ def write(path: Path, architecture: Architecture) -> None:
 
     architecture: "llama" rotates neighbouring dims, so that the rows of its query and key weights
                   are reordered, as conversion does; "qwen2" rotates halves, as transformers does;
-                  "olmo2" has the weights of windows_model
+                  "olmo2" has the weights of windows_model.py
     """
     model = tiny_model
     writer = GGUFWriter(path, architecture)
@@ -58,10 +58,10 @@ def write(path: Path, architecture: Architecture) -> None:
     heads = {"attn_q": model.NUM_HEADS, "attn_k": model.NUM_KV_HEADS, "attn_v": model.NUM_KV_HEADS}
     windows = architecture == "olmo2"
     if windows:
-        writer.add_sliding_window(model.WINDOW)
+        writer.add_sliding_window(windows_model.WINDOW)
         writer.add_sliding_window_pattern([True] * (model.NUM_LAYERS - 1) + [False])
     names = _OLMO2 if windows else _LAYER
-    source = model.windows_model() if windows else model.model()
+    source = windows_model.model() if windows else model.model()
     for name, tensor in source.state_dict().items():
         weights = tensor.numpy()
         stored = _TOP.get(name)

@@ -21,7 +21,6 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 64
 MAX_TOKENS = 2048
-WINDOW = 16  # of windows_model
 ROPE_THETA = 10000.0
 RMS_NORM_EPS = 1e-5
 
@@ -29,39 +28,25 @@ RMS_NORM_EPS = 1e-5
 @cache
 def model(dtype: torch.dtype = torch.float32) -> Any:
     """A LlamaForCausalLM without gradients; the same weights in every call and process."""
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    return _made("Llama", rope_parameters=rope, head_dim=HEAD_DIM).to(dtype)
-
-
-@cache
-def windows_model() -> Any:
-    """An Olmo3ForCausalLM in float32: three layers with a window of WINDOW tokens, then one of full
-    attention."""
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    kinds = ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"]
-    ropes = dict.fromkeys(kinds, rope)
-    return _made("Olmo3", rope_parameters=ropes, layer_types=kinds, sliding_window=WINDOW)
-
-
-def _made(name: str, **fields: Any) -> Any:
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
         max_position_embeddings=MAX_TOKENS,
         rms_norm_eps=RMS_NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=0.1,
         tie_word_embeddings=False,
         eos_token_id=None,
         pad_token_id=0,
-        **fields,
     )
-    made = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    made = transformers.LlamaForCausalLM(config).eval().requires_grad_(False).to(dtype)
     torch.random.set_rng_state(state)
     return made
 
