@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvx_adapters import transformers as hf
 from kvx_core import (
+    CacheFacts,
     CacheView,
     FactsMismatchError,
     InvalidArgumentError,
@@ -207,6 +208,6 @@ def test_what_cannot_be_described() -> None:
     with pytest.raises(InvalidArgumentError, match="has dim 24, expected a multiple of the 9"):
         packed_view(caches, SAME_MODEL, 3, num_heads=9)
     view = packed_view(caches, SAME_MODEL, KV_HEADS)
-    other = packed_view(packed(some(4, 1)), hf.CacheFacts(fingerprint="another"), KV_HEADS)
+    other = packed_view(packed(some(4, 1)), CacheFacts(fingerprint="another"), KV_HEADS)
     with pytest.raises(FactsMismatchError):
         migrate(view, other, [4, 4])
