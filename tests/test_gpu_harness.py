@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow  # it builds for minutes
 # Rooms of kvx_core that only need to open where pydantic and safetensors are.
 WITH_PYDANTIC = {"kvx_core.geometry", "kvx_core.snapshot", "kvx_core.stores"}
 
-# What `make` sets for builds that take each other's objects; a compiler's name is a part of the key.
+# What `make` sets for builds that take each other's objects, and the compiler, whose name counts.
 CACHED = (
     *("CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"),
     *("CCACHE_DIR", "CCACHE_NOHASHDIR"),
