@@ -104,7 +104,7 @@ gpu:
 # The editable install has configured build/editable; this brings it up to date.
 build: setup
 	@test -d build/editable || { rm -f $(INSTALLED) && $(MAKE) setup; }
-	@$(BIN)/cmake --build build/editable
+	@MAKEFLAGS= $(BIN)/cmake --build build/editable
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
@@ -161,14 +161,14 @@ $(VENV)/.kvx-1-tools: $(VENV)/.kvx-1-python
 	    open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["nvcc"])'))
 	@touch $@
 
-# The editable install, later, takes the objects from the cache.
+# The editable install, later, takes the objects from the cache. Ninja would look for make's jobs.
 $(VENV)/.kvx-2-compiled: $(VENV)/.kvx-1-tools
 	@echo "[2/4] libkvx, meanwhile"
 	@mkdir -p build
 	@nice $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S . -B build/ahead \
 	    -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=Release \
-	    -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS) > build/ahead.log
-	@nice $(BIN)/cmake --build build/ahead >> build/ahead.log || { cat build/ahead.log; exit 1; }
+	    -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS) > build/ahead.log 2>&1
+	@MAKEFLAGS= nice $(BIN)/cmake --build build/ahead >> build/ahead.log 2>&1 || { cat build/ahead.log; exit 1; }
 	@touch $@
 
 $(VENV)/.kvx-2-torch: | $(VENV)/.kvx-1-tools
@@ -196,6 +196,6 @@ $(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py | $(INSTALLED)
 
 $(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
-	$(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
+	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
 	    --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)
 	@touch $@
