@@ -53,8 +53,8 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup build wheel clean distclean \
-    prerequisites
+.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup installed build wheel clean \
+    distclean prerequisites
 
 help:
 	@echo "make demo      set up, then run the main job: a real vLLM to HF transformers"
@@ -121,7 +121,10 @@ distclean: clean
 
 # Two steps at a time: packages are fetched and unpacked while libkvx is compiled.
 setup: prerequisites
-	@$(MAKE) --no-print-directory -j2 $(INSTALLED) $(VENV)/.kvx-llama-cpp
+	@$(MAKE) --no-print-directory -j2 installed
+
+installed: $(INSTALLED) $(VENV)/.kvx-llama-cpp
+	@:
 
 prerequisites:
 	@set -eu; \
