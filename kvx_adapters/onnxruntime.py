@@ -109,7 +109,7 @@ def bind(
     Mutates the binding. A run appends its tokens in place, at attention_mask's length less their
     number.
     Raises InvalidArgumentError, UnsupportedError.
-    Source: onnxruntime 1.31.1 contrib_ops/cpu/bert/group_query_attention.cc, past_present_share_buffer
+    Source: onnxruntime 1.31.1 contrib_ops/cpu/bert/group_query_attention.cc
     """
     for name, tensor in _described(session, buffers).items():
         if not tensor.is_contiguous:
