@@ -23,7 +23,8 @@ from mlx_lm.models.cache import (
 
 from kvx_adapters import mlx as adapter
 from kvx_adapters import transformers as hf
-from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate
+from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
+from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import hop
 from tests.engines.live_mlx import Live, facts, model
@@ -286,3 +287,9 @@ def test_facts_of_quantized_layers_are_lossy() -> None:
     assert facts(quantized=True).lossy == "u8_bias"
     assert facts().lossy is None
     assert hf.cache_facts(tiny_model.model()).rotary == facts().rotary
+
+
+def test_the_page() -> None:
+    source, cache = prefilled(100).view(), [KVCache() for _ in range(tiny_model.NUM_LAYERS)]
+    names = Document("mlx.md").run({"source": source, "cache": cache})
+    assert verify(source, adapter.span(cache, names["facts"]), [99]).ok

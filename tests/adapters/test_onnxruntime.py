@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvx_adapters import onnxruntime as adapter
-from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_core import CacheSpan, InvalidArgumentError, UnsupportedError, verify
+from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import hop
 from tests.engines.live_onnxruntime import FACTS, Live, session
@@ -129,3 +130,15 @@ def test_facts() -> None:
     assert none.rotary == "none"
     with pytest.raises(InvalidArgumentError, match="rotary_dim is 0 and do_rotary is True"):
         adapter.cache_facts(**sizes, do_rotary=True, rotary_interleaved=False, rotary_dim=0)
+
+
+def test_the_page() -> None:
+    source = prefilled()
+    names = Document("onnxruntime.md").run({"source": source, "session": session()})
+    assert verify(source, adapter.cache_view(session(), names["buffers"], names["facts"]), [99]).ok
+
+
+def prefilled() -> CacheSpan:
+    hf = HF()
+    hf.prefill(tiny_model.prompt(99))
+    return hf.view()

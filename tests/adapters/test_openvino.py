@@ -21,7 +21,9 @@ from kvx_core import (
     OutOfRangeError,
     UnsupportedError,
     migrate,
+    verify,
 )
+from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import hop
 from tests.engines.live_openvino import Live
@@ -233,3 +235,9 @@ def test_facts() -> None:
     assert (facts.num_layers, facts.total_kv_heads, facts.lossy) == (4, 2, "u8_zero")
     exact = adapter.cache_facts(compiled("f32"), rotary="half", rotary_dim=64, version="2026.4.1")
     assert (exact.engine, exact.lossy) == ("openvino 2026.4.1", None)
+
+
+def test_the_page() -> None:
+    source = prefilled(100).view()
+    names = Document("openvino.md").run({"source": source, "compiled": compiled("f32")})
+    assert verify(source, names["view"].at([[5, 2, 7, 0]]), [99]).ok
