@@ -264,7 +264,9 @@ class Copies(TorchDispatchMode):
         elif name == "copy_":
             self.num_bytes += args[0].nbytes
         else:
-            assert name in ("slice", "alias", "detach", "expand", "unsqueeze"), f"{name} may copy"
+            assert name in ("slice", "alias", "detach", "expand", "unsqueeze", "lift_fresh"), (
+                f"{name} may copy"
+            )
         return out
 
 

@@ -36,7 +36,7 @@ class Step:
         batch, capacity, _ = keys.shape
         self._first = [capacity * row for row in range(batch)]
         slots = np.zeros(batch, np.int64)
-        self._slots = memoryview(slots)  # whose numbers are set in less time than an array's
+        self._slots = slots.data  # whose numbers are set in less time than an array's
         self._slots_of_torch = torch.from_numpy(slots)
 
     @classmethod
