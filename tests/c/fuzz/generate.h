@@ -840,7 +840,8 @@ class Generator {
     pair.heads = 1 + random.below(3);
     pair.units = in_units && random.one_in(2);
     pair.affine = !device && !opaque && !pair.units && random.one_in(4);
-    pair.dim = pair.units ? 32 * (1 + below(2)) : random.pick<int64_t>({1, 2, 6, 16, 33});
+    pair.dim = pair.units ? (in_large ? 256 : 32) * (1 + below(2))
+                          : random.pick<int64_t>({1, 2, 6, 16, 33});
     return pair;
   }
 
