@@ -108,18 +108,19 @@ def pending_to_tails(
     migrate_pending(
         src, rows, src_rows, at, positions, src_has_ape=src_has_ape, dst_has_ape=False, ape=ape
     )
-    k, z = rows[:, 0].to(tails.ka.device).split(tails.width, 1)
+    values = rows[:, 0].to(tails.ka.device)
+    k, z = values[:, : tails.width], values[:, tails.width :]
     waiting = num_tokens % tails.ratio
     before = len(positions) - waiting
-    for current, previous, values, empty in (
+    for current, previous, given, empty in (
         (tails.ka, tails.kb, k, 0.0),
         (tails.za, tails.zb, z, NO_SCORE),
     ):
         current[slot] = 0
-        current[slot, :waiting] = values[before:]
+        current[slot, :waiting] = given[before:]
         if previous is not None:
             previous[slot] = empty
-            previous[slot, :before] = values[:before]
+            previous[slot, :before] = given[:before]
     tails.tail_len[slot] = waiting
 
 
