@@ -70,7 +70,7 @@ help:
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
 	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
-	@echo "make setup     the environment in VENV (.venv): 3.7 GB, some minutes, once"
+	@echo "make setup     the environment in VENV (.venv): 4 GB, some minutes, once"
 	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
 
 demo: build
