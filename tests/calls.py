@@ -115,7 +115,8 @@ class Backend:
     def address(self, tensor: Tensor) -> int:
         return tensor.data_ptr() if self.mirror is None else self.mirror.address(tensor)
 
-    # Descriptors. They borrow: keep the tensors alive until the call has returned.
+    # Descriptors. Those of caches and of keys and values borrow: keep the tensors alive until the
+    # call has returned. Those of a lookup keep what they were made of.
 
     def tensor(self, tensor: Tensor | None, layout: Layout = Layout.BLOCK_CUSTOM) -> Any:
         if tensor is None:
@@ -150,19 +151,23 @@ class Backend:
         return desc
 
     def slots(self, slots: Tensor, invalid_slot: int = -1) -> Any:
-        return _abi.kvx_slot_mapping_t(
+        desc = _abi.kvx_slot_mapping_t(
             dtype=DTYPE[slots.dtype],
             token_count=slots.numel(),
             invalid_slot=invalid_slot,
             slots=self.address(slots),
         )
+        desc.made_of = slots
+        return desc
 
     def seq_lens(self, lengths: Tensor) -> Any:
-        return _abi.kvx_seq_lens_t(
+        desc = _abi.kvx_seq_lens_t(
             dtype=DTYPE[lengths.dtype],
             seq_count=lengths.numel(),
             lengths=self.address(lengths),
         )
+        desc.made_of = lengths
+        return desc
 
     def scale(self, half: Half | None) -> Any:
         """The half's scales; a descriptor without data if it has none."""
@@ -185,6 +190,7 @@ class Backend:
             indices=self.address(end.indices),
             indices_count=end.indices.numel(),
         )
+        desc.made_of = end
         if isinstance(end, Packed):
             desc.format = BlockTableFormat.PACKED
             desc.max_blocks_per_seq = end.indices.shape[1]

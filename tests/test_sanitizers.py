@@ -54,7 +54,7 @@ def test_suite_with_address_sanitizer(pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.slow
 def test_threads_with_thread_sanitizer() -> None:
-    output = run([sanitized_program("fuzz/fuzz.cc", "THREAD"), "threads", "5"], timeout=300)
+    output = run([sanitized_program("fuzz/fuzz.cc", "THREAD"), "threads", "8"], timeout=300)
     assert int(re.findall(r"(\d+) calls from 4 threads", output)[0]) > 20
 
 

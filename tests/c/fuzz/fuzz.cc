@@ -110,15 +110,17 @@ bool run_hybrid(Random random, Counts *counts) {
   return false;
 }
 
-bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
-  if (!valid_only && random.one_in(6)) return run_hybrid(random, counts);
-  const bool validate = !valid_only && random.one_in(8);
+// threads: calls run at the same time. They are valid, and write no byte twice: the library's
+// threads would race for it.
+bool run_one(Random random, Counts *counts, bool threads, bool big) {
+  if (!threads && random.one_in(6)) return run_hybrid(random, counts);
+  const bool validate = !threads && random.one_in(8);
   const Op op = validate ? kValidate : random.pick({kWrite, kGather, kMigrate});
-  const bool hostile = !valid_only && random.one_in(3);
+  const bool hostile = !threads && random.one_in(3);
   Case c;
   Generator(random, op, hostile, big, &c);
-  if (!valid_only && random.one_in(8)) bury(random, &c);
-  if (!valid_only && !random.one_in(4)) {
+  if (!threads && random.one_in(8)) bury(random, &c);
+  if (!threads && !random.one_in(4)) {
     const uint32_t mutations = 1 + random.below(3);
     for (uint32_t i = 0; i < mutations; ++i) mutate(random, &c);
   }
@@ -129,6 +131,11 @@ bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
     if (claims == Claims::kTooLarge) disarm(&c);
   }
   c.memory.snapshot();
+  if (threads) {
+    Oracle oracle{c};
+    oracle.run();
+    if (oracle.writes_twice()) return ++counts->unfair, true;
+  }
   const kvx_status_t status = call(c);
   ++counts->calls[op];
   if (status != KVX_STATUS_OK) {
