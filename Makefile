@@ -172,7 +172,7 @@ $(VENV)/.kvx-2-compiled: $(VENV)/.kvx-1-tools
 	@mkdir -p build
 	@nice $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S . -B build/ahead \
 	    -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=Release \
-	    -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS) > build/ahead.log 2>&1
+	    "-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)" > build/ahead.log 2>&1
 	@MAKEFLAGS= nice $(BIN)/cmake --build build/ahead >> build/ahead.log 2>&1 || { cat build/ahead.log; exit 1; }
 	@touch $@
 
@@ -203,5 +203,5 @@ $(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
 	$(PIP) install --quiet --no-deps $(ENGINES)
 	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
-	    --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)
+	    "--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)"
 	@touch $@

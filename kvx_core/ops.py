@@ -210,7 +210,7 @@ def device_status(stream: int | None = None) -> None:
 
     Such a call skips tokens whose slot, block, length or scale is out of range, and counts them.
     Returns if the current device has skipped none since the last call of device_status.
-    Raises OutOfRangeError, InvalidArgumentError.
+    Raises OutOfRangeError, InvalidArgumentError; UnsupportedError if the stream is being captured.
     """
     stream = current_stream_here() if stream is None else stream
     _abi.check(_abi.library().kvx_device_status(stream_number(stream)))

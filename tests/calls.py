@@ -275,6 +275,13 @@ class Backend:
 
     def call(self, function: str, *structs: Any) -> None:
         """Makes the call of libkvx and waits for it. Descriptors may be used for more calls."""
+        stream = self.launch(function, *structs)
+        if self.memory != Memory.HOST:
+            library = self.library()
+            _abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
+
+    def launch(self, function: str, *structs: Any) -> int | None:
+        """The same without what a device has skipped; returns the stream."""
         library, mirror = self.library(), self.mirror
         stream = self.stream if mirror is None else mirror.stream
         arguments = [None if struct is None else ctypes.byref(struct) for struct in structs]
@@ -284,8 +291,7 @@ class Backend:
         if mirror is not None:
             mirror.download()
         _abi.check(status, library)
-        if self.memory != Memory.HOST:
-            _abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
+        return stream
 
     def reader(self, flags: int) -> Backend:
         """Who describes slots, tables, lengths and starts: the copy engines' lie in host memory."""

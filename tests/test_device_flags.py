@@ -49,6 +49,15 @@ class Flagged(Backend):
         super().migrate(*args, flags=self.flags, **kwargs)
 
 
+class Captured(Flagged):
+    """Its streams are being captured while a call is made."""
+
+    def launch(self, *args: Any) -> int | None:
+        with pytest.MonkeyPatch.context() as during:
+            during.setenv("HOSTGRID_CAPTURES", "1")
+            return super().launch(*args)
+
+
 def with_flags(backend: Backend, flags: int) -> Flagged:
     return Flagged(**vars(backend), flags=flags)
 
@@ -203,11 +212,9 @@ def test_fp8_scales_are_applied_in_the_background(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("how", ["default_stream", "captured"])
-def test_copies_where_there_are_no_batches(
-    monkeypatch: pytest.MonkeyPatch, copying: Flagged, how: str
-) -> None:
+def test_copies_where_there_are_no_batches(copying: Flagged, how: str) -> None:
     if how == "captured":
-        monkeypatch.setenv("HOSTGRID_CAPTURES", "1")
+        copying = Captured(**vars(copying))
     elif copying.mirror is None:
         copying = replace(copying, stream=None)
     src = LAYOUTS["hnd"](USUAL, torch.float16, seed=1)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from tests import tables
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes
 from tests.calls import HOSTGRID, Backend
 from tests.reference import Packed, Ragged, Slots
+from tests.test_migrate import check_migrate
 
 LONG = Geometry(num_blocks=24, block_size=4)
+WIDE = Geometry(num_blocks=300, block_size=4, num_kv_heads=1)
 
 
 def packed(blocks: int) -> Packed:
@@ -71,3 +75,30 @@ def test_memory_that_a_device_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         HOSTGRID.write(cache.layers[0], key, key, torch.tensor([1]))
     assert_same_bytes(cache, before)
+
+
+def test_not_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting would end the capture, and what is captured has not run."""
+    library = HOSTGRID.library()
+    monkeypatch.setenv("HOSTGRID_CAPTURES", "1")
+    with pytest.raises(UnsupportedError, match=r"^stream is being captured, and kvx_device_status"):
+        _abi.check(library.kvx_device_status(None), library)
+    monkeypatch.delenv("HOSTGRID_CAPTURES")
+    _abi.check(library.kvx_device_status(None), library)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed8", "tgi"])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (1, 1000, 0), (70, 0, 9)])
+def test_rows_with_room_for_far_more_tokens(
+    backend: Backend, layout: str, lengths: tuple[int, ...]
+) -> None:
+    """Tables as long as a model's context, rows of any length: no row has most of the chunks."""
+    src = LAYOUTS[layout](WIDE, torch.bfloat16, seed=1).fill(2)
+    dst = LAYOUTS[layout](WIDE, torch.bfloat16, seed=3)
+    indices = torch.full((3, 1 << 17), tables.POISON, dtype=torch.int32)
+    blocks = iter(torch.randperm(WIDE.num_blocks, generator=torch.Generator().manual_seed(4)))
+    for row, length in enumerate(lengths):
+        for column in range(-(-length // WIDE.block_size)):
+            indices[row, column] = next(blocks)
+    table = Packed(indices, WIDE.block_size)
+    check_migrate(backend, src, table, dst, table, lengths)

@@ -43,9 +43,9 @@ from kvx_core import (
 )
 from kvx_core.layouts import axes
 from kvx_core.reorder import reordered
-from tests import reference
+from tests import reference, tables
 from tests.affine import Affine, openvino_k, openvino_v
-from tests.caches import random_values
+from tests.caches import LAYOUTS, Geometry, random_values
 from tests.calls import BACKENDS, HOSTGRID, Backend, Mirror, host_memory
 from tests.engines import (
     E4M3,
@@ -65,6 +65,8 @@ from tests.native import ROOT
 from tests.test_affine import from_dense
 from tests.test_find_scales import find_scales
 from tests.test_ggml import test_units_are_ggml_s as move_units
+from tests.test_migrate import check_migrate
+from tests.test_write_gather import check_write, key_value
 
 NUM_LAYERS, HEADS, DIM = 2, 3, 48
 LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
@@ -554,6 +556,21 @@ def on_the_grid(
     check_there_and_back(HOSTGRID, a, b, tokens, there, back, transfer=transfer)
 
 
+def write_a_token() -> None:
+    """What a decode step writes."""
+    cache = LAYOUTS["hnd"](Geometry(), BF16, seed=1)
+    tokens = key_value(cache.layers[-1], 1, BF16, 2)
+    check_write(HOSTGRID, cache, tokens, torch.tensor([9]))
+
+
+def move_large_tokens() -> None:
+    """More units of 16 bytes per token than two for each lane of a warp."""
+    geometry = Geometry(num_kv_heads=9, head_dim=64)
+    src, dst = (LAYOUTS[layout](geometry, BF16, seed=1) for layout in ("nhd", "hnd"))
+    src_end, dst_end = tables.packed(src, [7, 5], 1), tables.packed(dst, [7, 5], 2, shared=False)
+    check_migrate(HOSTGRID, src, src_end, dst, dst_end, [7, 5])
+
+
 def move_zero_points(backend: Backend, make: Callable[..., Affine | Fp4]) -> None:
     """Keys of a dense cache into OpenVINO's, or into NVFP4."""
     cache, src = make(2, 4, 2, 64, 1), from_dense(torch.randn(3, 2, 64), torch.float16)
@@ -564,8 +581,9 @@ def move_zero_points(backend: Backend, make: Callable[..., Affine | Fp4]) -> Non
 # Each kernel of docs/kernels.md, and caches of engines that it alone moves. Pairs of one dtype go
 # by the first four, often K by one and V by another; the last two run if a caller asks for them.
 KERNELS: dict[str, Callable[[], None]] = {
+    "slots": write_a_token,
     "blocks": partial(on_the_grid, "torch NHD", "tgi flashinfer"),
-    "vectors": partial(on_the_grid, "torch NHD", "torch HND"),
+    "vectors": move_large_tokens,
     "remap": partial(on_the_grid, "vllm ROCM_ATTN LBHNC", "tgi paged cuda"),
     "tile": partial(on_the_grid, "torch HND", "tgi paged ipex xpu"),
     "convert": partial(on_the_grid, "torch NHD", "torch HND", BF16, torch.float32),

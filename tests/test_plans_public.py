@@ -356,7 +356,7 @@ def test_describe_counts(backend: Backend, seed: int, zero_fill: bool) -> None:
         assert (plane.src_dtype, plane.dst_dtype) == (DType.BF16, DType.BF16)
         assert (plane.num_heads, plane.vector_size) == (seed, 8 * seed + 8)
         assert plane.launch == 0
-        assert plane.kernel == (b"vectors" if on_device else b"copy")
+        assert plane.kernel == (b"remap" if on_device else b"copy")
         # One head: a token after the other at both ends, 4 in a block of the source.
         assert plane.run_bytes == vector
     if not is_known(backend):

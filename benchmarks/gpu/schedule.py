@@ -107,7 +107,7 @@ def environment(request: Request) -> dict[str, str]:
 
 def _building(request: Request, compiler: str, suffix: str = "") -> Iterator[Step]:
     """compiler: "nvcc", or "hostgrid" for kernels that run on the CPU
-    suffix: of names, where nothing else needs what is built
+    suffix: of names, where nothing else needs what is built; then $CUDA_ARCHS says for which GPUs
     """
     cmake = str(tools.find("cmake") or "cmake")
     configure = [cmake, "-S", ".", "-B", str(request.build), "-DCMAKE_BUILD_TYPE=Release"]
@@ -117,8 +117,10 @@ def _building(request: Request, compiler: str, suffix: str = "") -> Iterator[Ste
         configure += ["-DKVX_CUDA=OFF", "-DKVX_HOSTGRID=ON"]
     else:
         number = (request.capability or "").replace(".", "")
-        architecture = f"{number}-real" if number else "native"
-        configure += ["-DKVX_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+        architectures = f"{number}-real" if number else "native"
+        if suffix:
+            architectures = os.environ.get("CUDA_ARCHS", architectures)
+        configure += ["-DKVX_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
         configure += _nvcc()
     cores = len(os.sched_getaffinity(0))
     slower = 1 if cores >= 4 else _PATIENCE

@@ -172,12 +172,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const uint32_t row = p.chunks_per_row.quotient(index);
+    const uint32_t in_row = p.num_rows.quotient(index), row = index - in_row * p.num_rows.divisor;
     const uint32_t head = p.units.per_head.quotient(part);
     const uint32_t d = (part - head * p.units.per_head.divisor) * kWarp + lane;
     Block block;
-    if (!find_block(p, pair, row, index - row * p.chunks_per_row.divisor, part == 0, &block))
-      continue;
+    if (!find_block(p, pair, row, in_row, part == 0, &block)) continue;
     Place from;
     if (is_whole(p, pair, block, &from)) {
       copy_units(p, pair, block, from, head, d);

@@ -13,6 +13,7 @@ constexpr uint64_t kWarpsWanted = 8192;   // about what a large device runs at a
 constexpr uint32_t kTokensPerWarp = 4;    // where there are many
 constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
 constexpr uint32_t kTileBytes = 128;      // of tokens at the inner end of a tile
+constexpr uint64_t kMostSlotVectors = kWarpsWanted * kWarp;  // one per thread; more take others
 constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large device one
 constexpr uint64_t kChunksWanted = 1024;  // of runs
 constexpr uint64_t kLeastBytes = 4 << 10, kMostBytes = 32 << 10, kMostBulkBytes = 128 << 10;
@@ -56,7 +57,7 @@ Choice choose_units(Choice choice) {
   choice.kernel = Kernel::kUnits;
   units.elements = std::max({numbers(shape.src), numbers(shape.dst), shape.hadamard});
   units.per_head = FastDiv(shape.head_dim / units.elements);
-  units.per_token = shape.num_heads * units.per_head.divisor;
+  units.per_token = FastDiv(shape.num_heads * units.per_head.divisor);
   units.dst_units = units.elements / numbers(shape.dst);
   units.dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
   units.bytes =
@@ -95,7 +96,7 @@ Units units_of(const PlanePair &shape, uint32_t elements) {
   units.dst_bytes =
       shape.convert ? elements * static_cast<uint32_t>(size_of(shape.dst.dtype)) : units.bytes;
   units.per_head = FastDiv(shape.head_dim / elements);
-  units.per_token = shape.num_heads * units.per_head.divisor;
+  units.per_token = FastDiv(shape.num_heads * units.per_head.divisor);
   units.src_per_pack = FastDiv(shape.src.pack / elements);
   units.dst_per_pack = FastDiv(shape.dst.pack / elements);
   return units;
@@ -182,8 +183,9 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
         choice.kernel = Kernel::kRemap;
       } else if (!src_follows || !dst_follows) {
         choice.kernel = Kernel::kGeneric;
-      } else {
-        choice.kernel = Kernel::kVectors;
+      } else {  // a warp is too wide for a small token
+        const bool is_small = choice.units.per_token.divisor <= 2 * kWarp;
+        choice.kernel = is_small ? Kernel::kRemap : Kernel::kVectors;
       }
       return choice;
     }
@@ -207,12 +209,31 @@ Choice choose_affine(const PlanePair &shape, const AffinePair &affine) {
     units.elements = kWarp;
   }
   units.per_head = FastDiv((shape.head_dim - 1) / units.elements + 1);
-  units.per_token = shape.num_heads * units.per_head.divisor;
+  units.per_token = FastDiv(shape.num_heads * units.per_head.divisor);
   return choice;
+}
+
+bool is_for_slots(const Choice &choice, const Rows &rows, const LookupPair &lookup,
+                  uint64_t num_pairs) {
+  const Plane &src = choice.shape.src, &dst = choice.shape.dst;
+  const Lookup &from = lookup.src, &to = lookup.dst;
+  if (choice.kernel != Kernel::kBlocks && choice.kernel != Kernel::kVectors &&
+      choice.kernel != Kernel::kRemap) {
+    return false;
+  }
+  const uint64_t tokens = rows.uniform_len;
+  return rows.count == 1 && !rows.lens.data && tokens == rows.max_len &&
+         from.mode == LookupMode::kDense && !from.starts.data && from.tokens_per_entry == 1 &&
+         tokens <= from.block_size && to.mode == LookupMode::kSlots && !to.planes_per_entry &&
+         tokens <= to.indices_count && src.inner_stride == size_of(src.dtype) &&
+         dst.inner_stride == size_of(dst.dtype) &&
+         tokens * choice.units.per_token.divisor * num_pairs <= kMostSlotVectors;
 }
 
 const char *name_of(Kernel kernel) {
   switch (kernel) {
+    case Kernel::kSlots:
+      return "slots";
     case Kernel::kBlocks:
       return "blocks";
     case Kernel::kBulk:
@@ -242,23 +263,30 @@ const char *name_of(Kernel kernel) {
 }
 
 uint32_t items_per_block(Kernel kernel) {
-  return kernel == Kernel::kTile || kernel == Kernel::kBlocks ? 1 : kWarps;
+  return kernel == Kernel::kTile || kernel == Kernel::kBlocks || kernel == Kernel::kSlots ? 1
+                                                                                          : kWarps;
 }
 
 void cut(const Choice &choice, Common *common) {
   const Units &units = choice.units;
+  common->num_rows = FastDiv(static_cast<uint32_t>(common->rows.count));
   if (choice.kernel == Kernel::kChannels) {  // an item is a part of a block, which is not cut
     common->tokens_per_chunk = choice.run_tokens;
     common->units_per_part = 1;
-    common->parts = FastDiv(units.per_token);
-    common->chunks_per_row =
-        FastDiv(static_cast<uint32_t>(most_blocks(*common, choice.run_tokens)));
-    common->chunks = static_cast<uint32_t>(common->rows.count) * common->chunks_per_row.divisor;
+    common->parts = units.per_token;
+    common->chunks =
+        static_cast<uint32_t>(common->rows.count * most_blocks(*common, choice.run_tokens));
+    return;
+  }
+  if (choice.kernel == Kernel::kSlots) {  // an item is as many vectors as a block has threads
+    const uint64_t vectors = common->rows.uniform_len * units.per_token.divisor;
+    common->parts = FastDiv(1);
+    common->chunks = static_cast<uint32_t>((vectors - 1) / kThreads + 1);
     return;
   }
   const uint64_t rows = common->rows.count, pairs = common->num_pairs;
   const uint64_t tokens = std::min(rows * common->row_bound, kMostItems) * pairs;
-  uint32_t parts = 1, per_item = units.per_token;
+  uint32_t parts = 1, per_item = units.per_token.divisor;
   common->tokens_per_chunk = 1;
   switch (choice.kernel) {
     case Kernel::kBlocks:
@@ -281,7 +309,7 @@ void cut(const Choice &choice, Common *common) {
       const uint32_t most_tokens = both ? kWarp : kTokensPerRemap;
       uint32_t &chunk = common->tokens_per_chunk;
       while (chunk < most_tokens && chunk < common->row_bound) chunk *= 2;
-      const uint64_t most_parts = (units.per_token - 1) / (kWarp / chunk) + 1;
+      const uint64_t most_parts = (units.per_token.divisor - 1) / (kWarp / chunk) + 1;
       parts = static_cast<uint32_t>(
           std::clamp<uint64_t>(kWarpsWanted / ((tokens - 1) / chunk + 1), 1, most_parts));
       break;
@@ -300,7 +328,7 @@ void cut(const Choice &choice, Common *common) {
       if (tokens >= kWarpsWanted * kTokensPerWarp) {
         common->tokens_per_chunk = kTokensPerWarp;
       } else if (tokens < kWarpsWanted) {
-        const uint32_t most = (units.per_token - 1) / kWarp + 1;
+        const uint32_t most = (units.per_token.divisor - 1) / kWarp + 1;
         parts = static_cast<uint32_t>(
             std::min<uint64_t>(kWarpsWanted / std::max<uint64_t>(tokens, 1), most));
       }
@@ -315,9 +343,8 @@ void cut(const Choice &choice, Common *common) {
   const uint64_t most_chunks = kMostItems / (rows * common->parts.divisor);
   while ((common->row_bound - 1) / common->tokens_per_chunk + 1 > most_chunks)
     common->tokens_per_chunk *= 2;
-  common->chunks_per_row =
-      FastDiv(static_cast<uint32_t>((common->row_bound - 1) / common->tokens_per_chunk + 1));
-  common->chunks = static_cast<uint32_t>(rows) * common->chunks_per_row.divisor;
+  const uint64_t chunks_of_row = (common->row_bound - 1) / common->tokens_per_chunk + 1;
+  common->chunks = static_cast<uint32_t>(rows * chunks_of_row);
 }
 
 }  // namespace kvx::cuda

@@ -10,6 +10,7 @@ constexpr uint32_t kMostRotated = 1024;  // numbers that kUnits rotates together
 
 // The kernels, in the order in which they are tried. The last one moves everything.
 enum class Kernel : uint8_t {
+  kSlots,     // same bytes, few tokens to slots: a decode step
   kBlocks,    // same bytes, long runs: whole blocks, or tokens that follow each other at both ends
   kBulk,      // the same in the background
   kVectors,   // same bytes, a warp per token
@@ -41,12 +42,17 @@ Choice choose(const PlanePair &shape, uint64_t alignment, uint32_t block_tokens,
 // Chooses for pairs with zero points.
 Choice choose_affine(const PlanePair &shape, const AffinePair &affine);
 
+// Whether kSlots can take the place of `choice` for this many pairs, and is faster.
+bool is_for_slots(const Choice &choice, const Rows &rows, const LookupPair &lookup,
+                  uint64_t num_pairs);
+
 // The name of a kernel: that of its file.
 const char *name_of(Kernel kernel);
 
 // Vectors of a run of kBlocks and kBulk.
 inline uint64_t run_vectors(const Choice &choice) {
-  return uint64_t{choice.run_tokens} * choice.units.per_token * choice.unit_bytes / kVectorBytes;
+  return uint64_t{choice.run_tokens} * choice.units.per_token.divisor * choice.unit_bytes /
+         kVectorBytes;
 }
 
 // Cuts the work of `common` into chunks and parts, as `choice` needs it. Rows, pairs and

@@ -5,6 +5,7 @@
 #include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 #include "formats/codec.h"
+#include "formats/quotient.h"
 
 namespace kvx::cuda {
 
@@ -247,25 +248,39 @@ __device__ __forceinline__ void report_scale(const Common &p, const Pair &pair, 
   report(p, pair.lookup, found);
 }
 
-// Divides numbers by a scale and encodes them, with the result of IEEE division and rounding but
-// mostly without a division: products with two multipliers, one below and one above 1 / scale,
-// enclose the quotient. If both round to the same number, so does the quotient.
+// Divides numbers by a scale and encodes them in FP8, with the codes of IEEE division.
 class Divisor {
  public:
-  __device__ __forceinline__ explicit Divisor(float scale) : scale_(scale) {
-    const float reciprocal = 1.0f / scale;
-    const bool is_exact = fmaf(-scale, reciprocal, 1.0f) == 0.0f;  // powers of two
-    const bool is_normal = scale > 0x1p-100f && scale < 0x1p100f;
-    below_ = is_exact ? reciprocal : is_normal ? reciprocal * (1 - 0x1p-22f) : 0.0f;
-    above_ = is_exact ? reciprocal : is_normal ? reciprocal * (1 + 0x1p-22f) : float_of(kInfinity);
+  __device__ __forceinline__ explicit Divisor(float scale) : scale_(scale), quotient_(scale) {}
+
+  // read(values) gives the eight numbers; a second time where they are rare ones, so that they need
+  // no registers until then.
+  template <class Format, class Read>
+  __device__ __forceinline__ Eight<Format> encode_quotients(Read read) const {
+    float values[8];
+    read(values);
+    if (quotient_.is_usual()) {
+#pragma unroll
+      for (float &value : values) value = quotient_(value);
+      const Eight<Format> codes = encode<Format>(values);
+      if (!has_nan(codes.words[0]) && !has_nan(codes.words[1])) return codes;
+      read(values);
+    }
+    return encode_slowly<Format>(values);
+  }
+
+  // Of numbers whose quotients are finite, or that are NaN.
+  template <class Format>
+  __device__ __forceinline__ Eight<Format> encode_finite(const float (&values)[8]) const {
+    if (!quotient_.is_usual()) return encode_slowly<Format>(values);
+    float quotients[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) quotients[i] = quotient_(values[i]);
+    return encode<Format>(quotients);
   }
 
   template <class Format>
-  __device__ __forceinline__ Eight<Format> encode_quotients(const float (&values)[8]) const {
-    const Eight<Format> below = encode_products<Format>(values, below_);
-    if (below_ == above_) return below;
-    const Eight<Format> above = encode_products<Format>(values, above_);
-    if (below.words[0] == above.words[0] && below.words[1] == above.words[1]) return below;
+  __device__ __forceinline__ Eight<Format> encode_slowly(const float (&values)[8]) const {
     float quotients[8];
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) quotients[i] = values[i] / scale_;
@@ -273,16 +288,13 @@ class Divisor {
   }
 
  private:
-  template <class Format>
-  static __device__ __forceinline__ Eight<Format> encode_products(const float (&values)[8],
-                                                                  float factor) {
-    float products[8];
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) products[i] = values[i] * factor;
-    return encode<Format>(products);
+  // Whether one of four codes is the NaN that is encoded: 0x7f or 0xff, in E4M3 and E5M2.
+  static __device__ __forceinline__ bool has_nan(uint32_t codes) {
+    return (((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0;
   }
 
-  float scale_, below_, above_;
+  float scale_;
+  FastQuotient quotient_;
 };
 
 }  // namespace kvx::cuda

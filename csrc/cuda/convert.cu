@@ -41,15 +41,18 @@ struct Conversion {
       : scales(of), divisor(of.divisor) {}
 
   __device__ __forceinline__ Eight<Dst> operator()(const Eight<Src> &stored) const {
-    float values[8];
-    decode(stored, values);
-    if constexpr (kIsFp8<Src>) {
+    const auto read = [&](float (&values)[8]) {
+      decode(stored, values);
+      if constexpr (kIsFp8<Src>) {
 #pragma unroll
-      for (float &value : values) value *= scales.scale;
-    }
+        for (float &value : values) value *= scales.scale;
+      }
+    };
     if constexpr (kIsFp8<Dst>) {
-      return divisor.encode_quotients<Dst>(values);
+      return divisor.encode_quotients<Dst>(read);
     } else {
+      float values[8];
+      read(values);
       return encode<Dst>(values);
     }
   }

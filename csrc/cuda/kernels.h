@@ -7,6 +7,8 @@
 namespace kvx::cuda {
 
 template <class P>
+void launch_slots(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
+template <class P>
 void launch_blocks(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);
 template <class P>
 void launch_bulk(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream);

@@ -106,8 +106,8 @@ __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint3
                                           uint32_t skipped, bool reports) {
   const auto &[src, dst] = p.lookups[lookup];
   Chunk s{};
-  s.row = p.chunks_per_row.quotient(index);
-  const uint32_t chunk = index - s.row * p.chunks_per_row.divisor;
+  const uint32_t chunk = p.num_rows.quotient(index);
+  s.row = index - chunk * p.num_rows.divisor;
   if (reports && chunk == 0 && skipped == 0) report(p, lookup, s.row, false, 0, 0, 0);
   const int64_t length = p.rows.length_of(s.row);
   if (length < 0) return s;  // nothing of the row moves, zeros neither
@@ -123,6 +123,32 @@ __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint3
   const bool has_slots = src.mode == LookupMode::kSlots || dst.mode == LookupMode::kSlots;
   if (has_slots && s.row > 0) s.flat = tokens_before(p, s.row);
   return s;
+}
+
+// The items of a launch, parts of chunks: in shared memory, for the kernels have no register for
+// it.
+static __device__ __forceinline__ volatile uint32_t &num_items() {
+  __shared__ uint32_t items;
+  return items;
+}
+
+// Sets num_items; called by all threads. Threads that measured rows alone might read different
+// lengths.
+__device__ __forceinline__ void count_items(const Common &p) {
+  uint32_t chunks = p.chunks;
+  if (p.measures_rows && threadIdx.x < kWarp) {
+    uint32_t longest = 1;  // faults are reported with a row's first chunk
+    for (uint32_t row = threadIdx.x; row < p.num_rows.divisor; row += kWarp) {
+      const int64_t length = p.rows.length_of(row);
+      if (length > 0)
+        longest = max(longest, static_cast<uint32_t>(min(p.rows.cut(length), p.row_bound)));
+    }
+    for (uint32_t step = kWarp / 2; step > 0; step /= 2)
+      longest = max(longest, __shfl_xor_sync(~0u, longest, step));
+    chunks = min(chunks, ((longest - 1) / p.tokens_per_chunk + 1) * p.num_rows.divisor);
+  }
+  if (threadIdx.x == 0) num_items() = chunks * p.parts.divisor;
+  __syncthreads();
 }
 
 // A token at both ends. `dst` NULL: store nothing; `src` NULL: store zeros.
@@ -172,13 +198,13 @@ __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) 
 template <bool kPlaces, class P, class Move>
 __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t items = p.chunks * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
+  count_items(p);
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < num_items();
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t first = part * p.units_per_part;
-    const uint32_t last = min(first + p.units_per_part, p.units.per_token);
+    const uint32_t last = min(first + p.units_per_part, p.units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kWarp) {
       const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
       if (chunk.begin >= chunk.end) break;

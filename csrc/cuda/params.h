@@ -68,8 +68,7 @@ struct KernelLookups {
 // A head's vector is `per_head` units, each contiguous at both ends: 1 to 16 bytes of a copy, eight
 // elements of a conversion, one element if nothing wider fits.
 struct Units {
-  FastDiv per_head;
-  uint32_t per_token;                  // of all heads
+  FastDiv per_head, per_token;         // of one head, of all heads
   uint32_t elements, bytes;            // per unit, at the source
   uint32_t dst_units, dst_bytes;       // units of the format in a unit of kUnits, bytes of each
   FastDiv src_per_pack, dst_per_pack;  // units that follow each other before outer_stride counts
@@ -90,8 +89,10 @@ struct Common {
 
   // Work is cut into chunks: `tokens_per_chunk` tokens of a row, and these into parts of a token.
   uint64_t row_bound;  // tokens that a row has at most, not 0; its length is in device memory
-  FastDiv chunks_per_row;
-  uint32_t chunks;
+  // Chunks are numbered from the rows' first ones on, so that those of short rows end early.
+  FastDiv num_rows;
+  uint32_t chunks;     // as many of each row
+  bool measures_rows;  // kernels read the lengths of all rows, and leave out the chunks past them
   uint32_t tokens_per_chunk;
   uint32_t units_per_part;
   FastDiv parts;  // of a token

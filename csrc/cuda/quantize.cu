@@ -72,8 +72,10 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_kernel(const __grid_cons
           continue;
         }
         const float found = found_scale(amax, largest_of(dtype_of<Dst>()), shape.dst_scales.dtype);
+        const Divisor by(found);  // finite quotients: found is as large as amax asks for
         store_eight(token.dst + head * shape.dst.head_stride + to,
-                    Divisor(found).encode_quotients<Dst>(values));
+                    bits_of(amax) < kInfinity ? by.encode_finite<Dst>(values)
+                                              : by.encode_slowly<Dst>(values));
         if (unit == 0) store_scale(shape.dst_scales, pair.bases.dst_scales, token.to, head, found);
       }
     }

@@ -22,13 +22,13 @@ __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constan
   const Pair pair = this_pair(p);
   const Plane &src = p.shape.src, &dst = p.shape.dst;
   const int64_t src_step = step_of<V>(src, p.units), dst_step = step_of<V>(dst, p.units);
-  const uint32_t items = p.chunks * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
+  count_items(p);
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < num_items();
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t first = part * p.units_per_part + own_unit;
-    const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token);
+    const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += tokens) {
       const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
       if (chunk.begin >= chunk.end) break;

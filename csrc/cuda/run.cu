@@ -241,6 +241,9 @@ template <uint32_t kPairs>
 void run_kernel(const Params<kPairs> &params, const Choice &choice, dim3 grid,
                 cudaStream_t stream) {
   switch (choice.kernel) {
+    case Kernel::kSlots:
+      launch_slots(params, choice, grid, stream);
+      break;
     case Kernel::kBlocks:
       launch_blocks(params, choice, grid, stream);
       break;
@@ -294,6 +297,9 @@ kvx_status_t launch(const Plan &plan, const Common &common, const Choice &choice
   const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
   const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
   const dim3 grid(static_cast<uint32_t>(std::min(blocks, most)), common.num_pairs);
+  // Where a thread block has one item at most, there is little to leave out.
+  params.measures_rows = plan.rows.lens.data && !plan.rows.fill_to_max && blocks > most &&
+                         common.chunks > plan.rows.count;
   run_kernel(params, choice, grid, stream);
   return check(cudaPeekAtLastError(), "kernel launch");
 }
@@ -332,8 +338,12 @@ using Reported = Few<bool, 2>;  // by lookup: whether a launch reports for it
 Choice choice_of(const Plan &plan, uint32_t first) {
   if (const AffinePair *const affine = affine_of(plan, plan.pairs[first]))
     return choose_affine(without_pointers(plan.pairs[first]), *affine);
-  return choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
-                block_tokens(plan.lookups[plan.pairs[first].lookup]), plan.background);
+  const LookupPair &lookup = plan.lookups[plan.pairs[first].lookup];
+  Choice choice = choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
+                         block_tokens(lookup), plan.background);
+  if (is_for_slots(choice, plan.rows_of(lookup), lookup, plan.pairs.size()))
+    choice.kernel = Kernel::kSlots;
+  return choice;
 }
 
 // The most pairs of a launch of the same kind as pair `first`.

@@ -59,7 +59,7 @@ __device__ __forceinline__ void move_units(const Common &p, const Runs &runs, co
     return unit_offset(plane, per_pack, step, head, unit - head * p.units.per_head.divisor);
   };
   move_vectors<V, kWarp, 1>(
-      threadIdx.x % kWarp, p.units.per_token,
+      threadIdx.x % kWarp, p.units.per_token.divisor,
       [&](uint32_t unit) {
         return src ? src + offset(p.shape.src, p.units.src_per_pack, runs.src_step, unit) : nullptr;
       },

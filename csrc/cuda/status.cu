@@ -19,6 +19,7 @@ __global__ void take_kernel(Status *from, Status *to) {
   // The thread that claimed the status is running and will set `ready`.
   while (atomicAdd(&from->ready, 0u) == 0) {
   }
+  __threadfence();  // what it wrote before is seen
   to->call = from->call;
   to->src = from->src;
   to->dst = from->dst;
@@ -44,6 +45,13 @@ kvx_status_t report_status(void *stream) {
   static std::mutex taking;
   const std::lock_guard lock(taking);
   const auto on = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture;
+  KVX_CUDA_TRY(cudaStreamIsCapturing(on, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "stream is being captured, and kvx_device_status waits for it, which would end the "
+                "capture: ask when the graph has run (spec 4.3)");
+  }
   Status *from = nullptr, *to = nullptr, found;
   KVX_TRY(address_of(status, &from));
   KVX_TRY(address_of(taken, &to));

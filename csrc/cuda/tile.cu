@@ -177,11 +177,11 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
                   units.elements == 1 ? inner_plane.inner_stride : int64_t{sizeof(V)}};
   const End outer{kToInner ? p.shape.src : p.shape.dst,
                   kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
-  const uint32_t items = p.chunks * p.parts.divisor;
-  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+  count_items(p);
+  for (uint32_t item = blockIdx.x; item < num_items(); item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
-    const uint32_t last = min((part + 1) * p.units_per_part, units.per_token);
+    const uint32_t last = min((part + 1) * p.units_per_part, units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kTokens) {
       // Find the tokens
       const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);

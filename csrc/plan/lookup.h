@@ -247,6 +247,18 @@ KVX_HD uint64_t held_by(const Lookup &a, const RowLookup<Count> &row) {
 
 constexpr uint32_t kSecondaryPool = 1u << 31;  // KVCacheIndex: bit 31 selects the secondary pool
 
+// Decodes a slot.
+template <class L>
+KVX_HD Fault place_of_slot(const L &a, int64_t slot, Place *place) {
+  *place = {-1, 0, 1, false};
+  if (slot < 0 || slot == a.invalid_slot) return Fault::kNone;
+  if (static_cast<uint64_t>(slot) >= a.num_blocks * a.block_size) return Fault::kSlot;
+  const Division at = a.by_block(static_cast<uint64_t>(slot));
+  place->block = static_cast<int64_t>(at.quotient);
+  place->offset = at.remainder;
+  return Fault::kNone;
+}
+
 // Decodes a slot, or an entry and `offset` tokens into its block.
 template <class L>
 KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) {
@@ -254,15 +266,8 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
     case LookupMode::kDense:
       *place = {entry, offset, a.block_size - offset, false};
       return Fault::kNone;
-    case LookupMode::kSlots: {
-      *place = {-1, 0, 1, false};
-      if (entry < 0 || entry == a.invalid_slot) return Fault::kNone;
-      if (static_cast<uint64_t>(entry) >= a.num_blocks * a.block_size) return Fault::kSlot;
-      const Division at = a.by_block(static_cast<uint64_t>(entry));
-      place->block = static_cast<int64_t>(at.quotient);
-      place->offset = at.remainder;
-      return Fault::kNone;
-    }
+    case LookupMode::kSlots:
+      return place_of_slot(a, entry, place);
     case LookupMode::kPacked:
     case LookupMode::kRing:
     case LookupMode::kRagged: {

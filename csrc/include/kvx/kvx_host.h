@@ -67,7 +67,8 @@ KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
  *
  * Waits for `stream`. Returns OK if calls on the current device, on any stream, have skipped
  * nothing since the last kvx_device_status; otherwise the status that a call on HOST memory would
- * have returned. The sentence names the first skipped token and their number. Spec: E.7 */
+ * have returned. The sentence names the first skipped token and their number. UNSUPPORTED if
+ * `stream` is being captured: what is captured has not run. Spec: E.7 */
 KVX_API kvx_status_t kvx_device_status(void *stream);
 
 #ifdef __cplusplus
