@@ -225,7 +225,7 @@ bool is_for_slots(const Choice &choice, const Rows &rows, const LookupPair &look
   return rows.count == 1 && !rows.lens.data && tokens == rows.max_len &&
          from.mode == LookupMode::kDense && !from.starts.data && from.tokens_per_entry == 1 &&
          tokens <= from.block_size && to.mode == LookupMode::kSlots && !to.planes_per_entry &&
-         tokens <= to.indices_count && src.inner_stride == size_of(src.dtype) &&
+         tokens <= to.indices_count && has_dense_vectors(src, choice.shape.head_dim) &&
          dst.inner_stride == size_of(dst.dtype) &&
          tokens * choice.units.per_token.divisor * num_pairs <= kMostSlotVectors;
 }

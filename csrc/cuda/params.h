@@ -44,16 +44,19 @@ struct FastDiv {
 // How kernels look up tokens at one end: they count with 32 bits and divide often.
 struct KernelLookup : Lookup {
   FastDiv block_tokens, ring_tokens, sub_block_count;
+  uint32_t slots = 0;
 
   KernelLookup() = default;
   explicit KernelLookup(const Lookup &lookup)
       : Lookup(lookup),
         block_tokens(lookup.block_size),
         ring_tokens(lookup.block_size * lookup.max_blocks_per_seq),
-        sub_block_count(lookup.sub_blocks) {}
+        sub_block_count(lookup.sub_blocks),
+        slots(static_cast<uint32_t>(lookup.num_slots())) {}
 
   KVX_HD Division by_block(uint64_t tokens) const { return block_tokens.divide(tokens); }
   KVX_HD Division by_sub_block(uint32_t index) const { return sub_block_count.divide(index); }
+  KVX_HD uint64_t num_slots() const { return slots; }
   KVX_HD uint64_t in_ring(uint64_t position) const {
     return ring_tokens.divide(position).remainder;
   }

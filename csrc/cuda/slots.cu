@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, 4) slots_kernel(const __grid_constan
     const uint32_t unit = at.remainder, head = p.units.per_head.quotient(unit);
     const uint32_t in_head = unit - head * p.units.per_head.divisor;
     const uint8_t *const from = p.bases[index].src + token * src.token_stride +
-                                unit_offset(src, p.units.src_per_pack, sizeof(V), head, in_head);
+                                head * src.head_stride + in_head * sizeof(V);
     const V vector = load<V>(from);  // before its slot is known
     Place to;
     if (place_of_slot(slots, slots.indices[token], &to) != Fault::kNone && unit == 0) {

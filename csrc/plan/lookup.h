@@ -79,6 +79,7 @@ struct Lookup {
   // that find a token take any type with these.
   KVX_HD Division by_block(uint64_t tokens) const { return divide(tokens, block_size); }
   KVX_HD Division by_sub_block(uint32_t index) const { return divide(index, sub_blocks); }
+  KVX_HD uint64_t num_slots() const { return num_blocks * block_size; }
   // RING: the position in the first round of a position in any.
   KVX_HD uint64_t in_ring(uint64_t position) const {
     return position % (uint64_t{max_blocks_per_seq} * block_size);
@@ -252,7 +253,7 @@ template <class L>
 KVX_HD Fault place_of_slot(const L &a, int64_t slot, Place *place) {
   *place = {-1, 0, 1, false};
   if (slot < 0 || slot == a.invalid_slot) return Fault::kNone;
-  if (static_cast<uint64_t>(slot) >= a.num_blocks * a.block_size) return Fault::kSlot;
+  if (static_cast<uint64_t>(slot) >= a.num_slots()) return Fault::kSlot;
   const Division at = a.by_block(static_cast<uint64_t>(slot));
   place->block = static_cast<int64_t>(at.quotient);
   place->offset = at.remainder;
