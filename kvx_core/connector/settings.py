@@ -38,7 +38,7 @@ class StoreSettings(BaseModel):
         default=4 << 30, gt=0
     )  # copied, not yet written: beyond it saves are dropped
     lookup_seconds: float = Field(default=1.0, ge=0)  # then a prompt is computed
-    fresh_seconds: float = Field(default=2.0, ge=0)  # how long memory answers for the disk
+    fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
     shutdown_seconds: float = Field(default=60.0, ge=0)  # then files are left unwritten
 
     @field_validator("format")

@@ -35,7 +35,7 @@ class Index:
     """
 
     def __init__(
-        self, fresh_seconds: float = 2.0, clock: Callable[[], float] = time.monotonic
+        self, fresh_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.fresh_seconds = fresh_seconds
         self._clock = clock
@@ -117,12 +117,16 @@ class Index:
 
     # ---- what memory answers ----
 
-    def is_there(self, name: str) -> bool:
-        """Whether a file exists. Raises Unknown."""
+    def is_seen(self, name: str) -> bool:
+        """Whether a file was there when it was last asked for, and not too long ago."""
         with self._lock:
             seen = self._files.get(name)
-            if seen is not None and self._is_fresh(seen):
-                return True
+            return seen is not None and self._is_fresh(seen)
+
+    def is_there(self, name: str) -> bool:
+        """Whether a file exists. Raises Unknown."""
+        if self.is_seen(name):
+            return True
         folder, _, last = name.rpartition("/")
         if last not in self.names(folder):
             return False

@@ -120,6 +120,7 @@ class Loads:
             for source in sources:
                 with self.entries.discarding(source.name):
                     read.append(source.snapshot.read(source.layers, rest))
+                self.entries.index.saw(source.name)
                 rest = rest[source.num_bytes :]
         return sources, read
 

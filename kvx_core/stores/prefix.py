@@ -249,7 +249,7 @@ class PrefixStore:
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
-        from_memory: does not ask the disk; True if memory does not know
+        from_memory: does not ask the disk; True if memory knows neither the folder nor the file
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
@@ -259,7 +259,7 @@ class PrefixStore:
         try:
             found = finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
         except Unknown:
-            return True
+            return not self.index.is_seen(name_of(self._space, node, ids, layers, heads, own))
         files = [file for file in found if file.entry == key and file.precision.includes(own)]
         return not finder.cover(files)[0][list(layers), slice(*heads)].all()
 
