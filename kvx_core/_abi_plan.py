@@ -57,7 +57,7 @@ class kvx_plane_info_t(_abi._Struct):
         ("num_heads", c_uint32),
         ("vector_size", c_uint32),
         ("launch", c_uint32),
-        ("reserved", c_uint32),
+        ("hadamard", c_uint32),
         ("kernel", c_char_p),
         ("num_vectors", c_uint64),
         ("bytes_read", c_uint64),

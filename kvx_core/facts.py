@@ -8,7 +8,7 @@ a copy, and those that a copy can undo exactly: kvx_core.reorder does that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -113,17 +113,30 @@ def compare(
     src_head_start: int = 0,
     dst_head_start: int = 0,
     same_model: bool = False,
+    rotates: bool = False,
 ) -> Comparison:
     """Whether bytes copied from `src` to `dst` would mean the same, and what the copy has to do.
 
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
     same_model: the caller knows that both ends serve the same model and store it alike
+    rotates: the copy rotates K or V by Hadamard's matrix: one end, and only one, stores them so.
+    It then reorders no dims.
     A fact that only one end knows is a reason too. So is a fingerprint that neither end knows, and
     a rotation that neither knows where two engines may differ, unless same_model is set. If the
     facts do not say which part of the model a cache holds, the caller must know it.
     `migrate` does the transforms; a caller that does none uses `reasons_as_is`.
     """
+    if rotates:
+        turned = src if src.hadamard is None else replace(src, hadamard=not src.hadamard)
+        found = compare(
+            turned,
+            dst,
+            src_head_start=src_head_start,
+            dst_head_start=dst_head_start,
+            same_model=same_model,
+        )
+        return Comparison(tuple(map(_of_rotated, found.reasons_as_is)))
     try:
         return _compared(src, dst, src_head_start, dst_head_start, same_model)
     except TypeError:  # a fact that cannot be hashed, such as a list
@@ -160,6 +173,11 @@ def _compared(
                 "expected 'multiply': give its scales as value = stored * scale"
             )
     return Comparison(tuple(reasons), tuple(transforms))
+
+
+def _of_rotated(reason: str) -> str:
+    """A reason of a copy that rotates K or V."""
+    return f"after the rotation, {reason}" if reason.startswith("hadamard ") else reason
 
 
 def _reorder_rotary(

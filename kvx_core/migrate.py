@@ -53,6 +53,10 @@ def migrate(
     requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may begin anywhere
                in a block, and the tokens before them are quantized anew; otherwise they must begin
                at the start of a block
+    hadamard_k, hadamard_v: rotate groups of so many numbers of each vector of K, or V, by
+               Hadamard's matrix: a power of two from 2 to 4096 that divides head_dim; 0: none. The
+               same rotation undoes it, but for the rounding of float32 and of the destination's
+               dtype. One end, and only one, stores K and V so (CacheFacts.hadamard)
     same_model: both ends serve the same model and store it alike, even if facts do not say so
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
@@ -75,6 +79,7 @@ def migrate(
             src_head_start=src.head_start,
             dst_head_start=dst.head_start,
             same_model=same_model,
+            rotates=chosen.rotates,
         )
         if found.reasons:
             raise FactsMismatchError(found.reasons)

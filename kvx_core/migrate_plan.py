@@ -46,6 +46,7 @@ def plan_migrate(
         src_head_start=src.head_start,
         dst_head_start=dst.head_start,
         same_model=flag("same_model", same_model),
+        rotates=chosen.rotates,
     )
     if found.reasons:
         raise FactsMismatchError(found.reasons)

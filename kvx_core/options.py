@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypedDict
 
 from kvx_core import _abi
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.scales import ScaleDesc
 from kvx_core.tensors import TensorLike
 from kvx_core.types import Transfer
@@ -45,6 +46,8 @@ class MoveKeywords(TypedDict, total=False):
     zero_fill: bool
     find_scales: bool
     requantize: bool
+    hadamard_k: int
+    hadamard_v: int
     transfer: Transfer | str
 
 
@@ -140,6 +143,8 @@ class MoveOptions(_Options):
     zero_fill: bool = False
     find_scales: bool = False
     requantize: bool = False
+    hadamard_k: int = 0
+    hadamard_v: int = 0
     transfer: Transfer = Transfer.KERNEL
     key: str = field(init=False, compare=False)  # tells them apart
 
@@ -150,13 +155,22 @@ class MoveOptions(_Options):
             zero_fill=flag,
             find_scales=flag,
             requantize=flag,
+            hadamard_k=_rotated,
+            hadamard_v=_rotated,
             transfer=Transfer.called,
         )
         _set_key(self, f"{self.num_heads} {self.flags}")
 
     @property
     def flags(self) -> int:
-        return _abi.flags(self.zero_fill, self.find_scales, self.requantize) | self.transfer
+        rotated = _abi.rotation_flags(self.hadamard_k, self.hadamard_v)
+        found = _abi.flags(self.zero_fill, self.find_scales, self.requantize)
+        return found | rotated | self.transfer
+
+    @property
+    def rotates(self) -> bool:
+        """Whether K or V is rotated on its way."""
+        return bool(self.hadamard_k or self.hadamard_v)
 
 
 def _set_key(options: object, key: str) -> None:
@@ -165,6 +179,15 @@ def _set_key(options: object, key: str) -> None:
 
 def _scale(name: str, scale: Scale | None) -> ScaleDesc | None:
     return None if scale is None else ScaleDesc.of(scale, name=name)
+
+
+def _rotated(name: str, order: Any) -> int:
+    number = integer(name, order)
+    if number == 1 or number > 4096 or number & (number - 1):
+        raise InvalidArgumentError(
+            f"{name} is {number}, expected a power of two from 2 to 4096, or 0 (spec E.17)"
+        )
+    return number
 
 
 def _count_or_none(name: str, count: Any) -> int | None:

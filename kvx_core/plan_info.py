@@ -51,6 +51,7 @@ class PlaneInfo:
     num_vectors: int | None
     bytes_read: int | None
     bytes_written: int | None
+    hadamard: int = 0  # numbers that are rotated together on their way; 0: none are
     # What it copies of a plane of U8_ZERO or U8_BIAS, beside its data; None: the data
     beside: Literal["scales", "zeros"] | None = None
 
@@ -102,7 +103,7 @@ class PlanInfo:
                 f"{plane.num_heads} x {plane.vector_size}",
                 plane.src_dtype.name,
                 plane.dst_dtype.name + ("" if plane.exact else ", not exact"),
-                plane.kernel,
+                plane.kernel + (f", rotates {plane.hadamard}" if plane.hadamard else ""),
                 str(plane.run_bytes or "-"),
             )
             seen = [at for at, (_, *other) in enumerate(rows) if at and tuple(other) == row]
@@ -165,5 +166,6 @@ def _plane_info(plane: _abi_plan.kvx_plane_info_t) -> PlaneInfo:
         num_vectors=_known(plane.num_vectors),
         bytes_read=_known(plane.bytes_read),
         bytes_written=_known(plane.bytes_written),
+        hadamard=plane.hadamard,
         beside="scales" if plane.flags & OF_SCALES else "zeros" if plane.flags & OF_ZEROS else None,
     )

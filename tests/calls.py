@@ -393,17 +393,21 @@ class Backend:
         find_scales: bool = False,
         zero_fill: bool = False,
         requantize: bool = False,
+        hadamard: tuple[int, int] = (0, 0),
         transfer: Transfer = Transfer.KERNEL,
     ) -> None:
         """What kvx_core.migrate does, with everything in this backend's memory.
 
         allocations: those in which the two caches lie, which hold several layers or pools each
+        hadamard: numbers of K and of V that are rotated together
         """
         for raw in allocations:
             self.address(raw)
         lens, ends = self.moved_lens(SeqLens.of(seq_lens)), [*map(self.moved_span, (src, dst))]
         desc = _abi.kvx_migrate_desc_t(
-            flags=_abi.flags(zero_fill, find_scales, requantize) | transfer,
+            flags=_abi.flags(zero_fill, find_scales, requantize)
+            | _abi.rotation_flags(*hadamard)
+            | transfer,
             num_heads=num_heads or 0,
             max_seq_len=max(seq_lens),
             seq_lens=_abi.pointer_to(lens),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from kvx_core import (
 )
 from kvx_core.encodings import turboquant
 from tests import test_formats as formats
+from tests.affine import mlx
 from tests.calls import CPU, HOSTGRID
+from tests.fp4 import page
 from tests.test_formats import one_vector, span, values
 
 SEEDS = (1, 2, 3)
@@ -177,30 +180,45 @@ def test_smaller_heads_as_one_axis(dtype: DType) -> None:
 
 
 @of_formats
-def test_a_device_copies_and_does_not_convert(dtype: DType) -> None:
-    units = encode(values((2, 4, 3, 256), 1), dtype)
-    for other in (DType.BF16, DType.Q8_0, dtype):
-        target = formats.memory(other, (3, 3, 4), 256, 1)
-        kept = target.copy()
-        for a, b, raw in ((dtype, other, (units, target)), (other, dtype, (target, units))):
-            before = [r.copy() for r in raw]
-            layouts = [Layout.BLOCK_NHD if r is units else Layout.BLOCK_HND for r in raw]
-            ends = [
-                span(r, d, layout, [[1, 0]])
-                for r, d, layout in zip(raw, (a, b), layouts, strict=True)
-            ]
-            if a is b:
-                formats.move(HOSTGRID, *ends, [7], *raw)
-                continue
-            sentence = (
-                f"K goes from {a.name} to {b.name}, and calls on DEVICE memory copy {dtype.name} "
-                "but do not convert it; migrate in HOST memory (spec E.20)"
-            )
-            with pytest.raises(UnsupportedError, match=re.escape(sentence)):
-                formats.move(HOSTGRID, *ends, [7], *raw)
-            for now, was in zip(raw, before, strict=True):
-                np.testing.assert_array_equal(now, was)
-        if other is dtype:
-            for t in range(7):
-                kept[[1, 0][t // 4], :, t % 4] = units[[1, 0][t // 4], t % 4]
-            np.testing.assert_array_equal(target, kept)
+def test_a_device_does_as_the_host(dtype: DType) -> None:
+    """NHD blocks of 4 tokens to HND blocks of 3, there and back, and as they are."""
+    numbers = values((2, 4, 3, 256), 1)
+    numbers[0, 1, 2, 5:9] = np.nan, np.inf, -np.inf, 3e38
+    for other in (DType.F32, DType.BF16, DType.F8_E4M3, DType.Q8_0, DType.Q4_K, *BITS):
+        for a, b in ((other, dtype), (dtype, other)):
+            source = encode(numbers if a in BITS else values((2, 4, 3, 256), 2), a)
+            if a is DType.F32:
+                source = numbers.view(np.uint8)
+            found = []
+            for backend in (CPU, HOSTGRID):
+                target = formats.memory(b, (3, 3, 3), 256, 1)
+                src = span(source, a, Layout.BLOCK_NHD, [[1, 0]])
+                dst = span(target, b, Layout.BLOCK_HND, [[2, 0, 1]])
+                formats.move(backend, src, dst, [7], source, target)
+                found.append(target)
+            np.testing.assert_array_equal(*found)
+
+
+@of_formats
+@pytest.mark.parametrize("make", [mlx, page], ids=["U8_BIAS", "F4_E2M1"])
+def test_a_device_finds_no_scales_beside_the_data_for_it(dtype: DType, make: Any) -> None:
+    """From formats that keep them there it converts as the host does."""
+    beside = make(3, 4, 3, 256, 1)
+    found = []
+    for backend in (CPU, HOSTGRID):
+        units = formats.memory(dtype, (2, 4, 3), 256, 1)
+        end = span(units, dtype, Layout.BLOCK_NHD, [[1, 0]])
+        raw = [*beside.raw, torch.from_numpy(units)]
+        backend.migrate_spans(beside.span([[2, 0]]), end, [7], raw)
+        found.append(units)
+    np.testing.assert_array_equal(*found)
+    before = [tensor.clone() for tensor in beside.raw]
+    sentence = (
+        f"K goes from {dtype.name} to {beside.span([[2, 0]]).view.layers[0].k.dtype.name}, whose "
+        f"scales calls on DEVICE memory do not find for {dtype.name}; migrate by way of F16 (spec "
+        "E.20)"
+    )
+    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+        HOSTGRID.migrate_spans(end, beside.span([[2, 0]]), [7], raw)
+    for now, was in zip(beside.raw, before, strict=True):
+        assert torch.equal(now, was)

@@ -1072,9 +1072,11 @@ def test_every_sentence_has_a_rule() -> None:
         "pass one array for both, or migrate by way of F16 (spec E.18)",
         "%s goes from F4_E2M1 to %s with scales that are PER_CHANNEL, which calls on DEVICE memory "
         "do not convert; migrate by way of F16 (spec E.18)",
-        # tests/test_turboquant_formats.py: only devices say it.
-        "%s goes from %s to %s, and calls on DEVICE memory copy %s but do not convert it; migrate "
-        "in HOST memory (spec E.20)",
+        # tests/test_turboquant_formats.py and test_rotated_moves.py: only devices say these.
+        "%s goes from %s to %s, whose scales calls on DEVICE memory do not find for %s; migrate by "
+        "way of F16 (spec E.20)",
+        "%s is rotated in groups of %u numbers, and calls on DEVICE memory rotate %u at most; "
+        "migrate in HOST memory (spec E.17)",
         # tests/test_hadamard.py has the rules of kvx_hadamard.
         "dim is 0, expected at least 2 (spec E.17)",
         "dim is %u, whose largest power of two is %u, expected 2 to %u; name an order that divides "

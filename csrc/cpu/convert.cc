@@ -6,6 +6,7 @@
 
 #include "cpu/copier.h"
 #include "desc/scale.h"
+#include "kvx/kvx_encode.h"
 
 namespace kvx::cpu {
 namespace {
@@ -71,11 +72,27 @@ void RunConverter::through_floats(uint8_t *dst, const uint8_t *src, int64_t numb
   }
 }
 
+// The same, between two scales: numbers, not what is stored of them, are rotated.
+void RunConverter::rotated(uint8_t *dst, const uint8_t *src, int64_t numbers,
+                           const Scaling &scaling) const {
+  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(order_)));
+  const int64_t piece = std::max(kPiece, order_);
+  float values[KVX_HADAMARD_MAX_ORDER];
+  for (int64_t i = 0; i < numbers; i += piece) {
+    const int64_t count = std::min(numbers - i, piece);
+    decode_(values, src + bytes_of(src_, i), count);
+    for (int64_t j = 0; j < count; ++j) values[j] *= scaling.scale;
+    kernels().hadamard(values, count / order_, order_, scale);
+    for (int64_t j = 0; j < count; ++j) values[j] /= scaling.divisor;
+    encode_(dst + bytes_of(dst_, i), values, count);
+  }
+}
+
 Converter::Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, bool streaming)
     : pair_(pair),
       stages_(*stages),
       streaming_(streaming),
-      run_(pair.src.dtype, pair.dst.dtype),
+      run_(pair.src.dtype, pair.dst.dtype, pair.hadamard),
       to_floats_(kernels().find(pair.src.dtype, KVX_DTYPE_F32)),
       src_units_(units_of(pair.src.dtype, pair.head_dim)),
       dst_units_(units_of(pair.dst.dtype, pair.head_dim)),

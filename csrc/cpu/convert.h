@@ -46,26 +46,31 @@ class Stages {
 // if there is none, through float32.
 class RunConverter {
  public:
-  RunConverter(kvx_dtype_t src, kvx_dtype_t dst)
-      : run_(kernels().find(src, dst)),
+  // hadamard: numbers that are rotated together; 0: none are
+  RunConverter(kvx_dtype_t src, kvx_dtype_t dst, uint32_t hadamard = 0)
+      : run_(hadamard ? nullptr : kernels().find(src, dst)),
         decode_(kernels().decode[row_of(src)]),
         encode_(kernels().encode[row_of(dst)]),
         src_(src),
-        dst_(dst) {}
+        dst_(dst),
+        order_(hadamard) {}
 
   void operator()(uint8_t *dst, const uint8_t *src, int64_t numbers, const Conversion &how) const {
     if (run_) return run_(dst, src, numbers, how);
+    if (order_) return rotated(dst, src, numbers, how.scaling);
     through_floats(dst, src, numbers, how.scaling);
   }
 
  private:
   void through_floats(uint8_t *dst, const uint8_t *src, int64_t numbers,
                       const Scaling &scaling) const;
+  void rotated(uint8_t *dst, const uint8_t *src, int64_t numbers, const Scaling &scaling) const;
 
   const ConvertRun run_;
   const DecodeVector decode_;
   const EncodeVector encode_;
   const kvx_dtype_t src_, dst_;
+  const int64_t order_;
 };
 
 // Converts; vectors that are not dense go through dense stages.

@@ -35,8 +35,10 @@ __global__ void __launch_bounds__(kThreads, 4)
           [&](const Token &t, uint32_t head) { return is_usable(divisor_of(t, head)); },
           [&](const Token &t, uint32_t head, uint32_t d) {
             const uint8_t *const from = t.src + head * shape.src.head_stride;
-            return number_from(shape.src, src, from, t.from, head, d, 1.0f) / divisor_of(t, head);
+            return number_from(shape.src, src, from, t.from, head, d, 1.0f);
           },
+          [&](const Token &, uint32_t, float number) { return number; },
+          [&](const Token &t, uint32_t head, float number) { return number / divisor_of(t, head); },
           [&](const Token &t, uint32_t head) {
             report_scale(p, pair, t, head, 1.0f, divisor_of(t, head));
           });

@@ -54,7 +54,7 @@ Choice choose_units(Choice choice) {
   };
   Units &units = choice.units;
   choice.kernel = Kernel::kUnits;
-  units.elements = std::max(numbers(shape.src), numbers(shape.dst));
+  units.elements = std::max({numbers(shape.src), numbers(shape.dst), shape.hadamard});
   units.per_head = FastDiv(shape.head_dim / units.elements);
   units.per_token = shape.num_heads * units.per_head.divisor;
   units.dst_units = units.elements / numbers(shape.dst);
@@ -131,8 +131,8 @@ uint32_t find_runs(const PlanePair &shape, uint64_t alignment, uint32_t block_to
 Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, bool background) {
   Choice choice{Kernel::kGeneric, 0, 0, pair, {}};
   PlanePair &shape = choice.shape;
-  if (shape.convert && !(is_scalar(shape.src.dtype) && is_scalar(shape.dst.dtype)))
-    return choose_units(choice);
+  const bool are_scalar = is_scalar(shape.src.dtype) && is_scalar(shape.dst.dtype);
+  if (shape.convert && (!are_scalar || shape.hadamard)) return choose_units(choice);
   if (!is_power_of_two(size_of(shape.src.dtype)) && !shape.convert && !take_for_bytes(&shape))
     return choose_units(choice);
   merge_heads(&shape);

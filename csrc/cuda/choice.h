@@ -5,7 +5,8 @@
 
 namespace kvx::cuda {
 
-constexpr uint32_t kVectorBytes = 16;  // of the widest load and store
+constexpr uint32_t kVectorBytes = 16;    // of the widest load and store
+constexpr uint32_t kMostRotated = 1024;  // numbers that kUnits rotates together
 
 // The kernels, in the order in which they are tried. The last one moves everything.
 enum class Kernel : uint8_t {

@@ -182,7 +182,10 @@ kvx_status_t check_same_bytes(const PlanePair &pair, size_t layer) {
       KVX_STATUS_UNSUPPORTED,
       "%c of layer %zu has another %s at each end, but COPY_ENGINE moves bytes as they are; "
       "call without the flag (spec E.2)",
-      pair.is_v ? 'V' : 'K', layer, pair.src.dtype == pair.dst.dtype ? "scale" : "dtype");
+      pair.is_v ? 'V' : 'K', layer,
+      pair.hadamard                      ? "rotation"
+      : pair.src.dtype == pair.dst.dtype ? "scale"
+                                         : "dtype");
 }
 
 bool is_in_device_memory(const Ints &ints) {

@@ -59,8 +59,8 @@ bool is_same(const AffinePair *a, const AffinePair *b) {
 bool is_same(const PlanePair &a, const PlanePair &b) {
   return is_same(a.src, b.src) && is_same(a.dst, b.dst) && is_same(a.src_scales, b.src_scales) &&
          is_same(a.dst_scales, b.dst_scales) && a.num_heads == b.num_heads &&
-         a.head_dim == b.head_dim && a.convert == b.convert && a.find_scales == b.find_scales &&
-         a.lookup / 2 == b.lookup / 2;
+         a.head_dim == b.head_dim && a.hadamard == b.hadamard && a.convert == b.convert &&
+         a.find_scales == b.find_scales && a.lookup / 2 == b.lookup / 2;
 }
 
 kvx_status_t too_large(const char *what, const char *unit) {
@@ -123,18 +123,28 @@ kvx_status_t check_found_scales(const Plan &plan) {
   return KVX_STATUS_OK;
 }
 
-// Kernels decode numbers one by one, and one of TurboQuant's takes all of its unit.
+// Kernels that find scales beside the data read numbers one by one, and one of TurboQuant's takes
+// all of its unit.
 kvx_status_t check_turboquant(const Plan &plan) {
   for (const PlanePair &pair : plan.pairs) {
-    if (pair.src.dtype == pair.dst.dtype) continue;
-    for (const kvx_dtype_t dtype : {pair.src.dtype, pair.dst.dtype}) {
-      if (!is_turboquant(dtype)) continue;
-      return fail(KVX_STATUS_UNSUPPORTED,
-                  "%s goes from %s to %s, and calls on DEVICE memory copy %s but do not convert "
-                  "it; migrate in HOST memory (spec E.20)",
-                  pair.is_v ? "V" : "K", kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype),
-                  kvx::name_of(dtype));
-    }
+    if (!is_turboquant(pair.src.dtype) || !is_affine(pair.dst.dtype)) continue;
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s goes from %s to %s, whose scales calls on DEVICE memory do not find for %s; "
+                "migrate by way of F16 (spec E.20)",
+                pair.is_v ? "V" : "K", kvx::name_of(pair.src.dtype), kvx::name_of(pair.dst.dtype),
+                kvx::name_of(pair.src.dtype));
+  }
+  return KVX_STATUS_OK;
+}
+
+// Groups of numbers lie in a warp's part of the shared memory while they are rotated.
+kvx_status_t check_rotations(const Plan &plan) {
+  for (const PlanePair &pair : plan.pairs) {
+    if (pair.hadamard <= kMostRotated) continue;
+    return fail(KVX_STATUS_UNSUPPORTED,
+                "%s is rotated in groups of %u numbers, and calls on DEVICE memory rotate %u at "
+                "most; migrate in HOST memory (spec E.17)",
+                pair.is_v ? "V" : "K", pair.hadamard, kMostRotated);
   }
   return KVX_STATUS_OK;
 }
@@ -379,6 +389,7 @@ kvx_status_t run(const Plan &plan, void *stream) {
     if (pair.affine) KVX_TRY(check_narrow_blocks(plan, pair, row_bound(plan, pair.lookup)));
   KVX_TRY(check_found_scales(plan));
   KVX_TRY(check_turboquant(plan));
+  KVX_TRY(check_rotations(plan));
   KVX_TRY(check_split_tokens(plan));
   KVX_TRY(check_groups_to_channels(plan));
   KVX_TRY(check_tensor_scales(plan));

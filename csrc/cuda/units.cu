@@ -34,9 +34,10 @@ __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constan
             return is_usable(scale_of(t, head)) && is_usable(divisor_of(t, head));
           },
           [&](const Token &t, uint32_t head, uint32_t d) {
-            const float number = number_at(shape.src, t.src + head * shape.src.head_stride, d);
-            return number * scale_of(t, head) / divisor_of(t, head);
+            return number_at(shape.src, t.src + head * shape.src.head_stride, d);
           },
+          [&](const Token &t, uint32_t head, float number) { return number * scale_of(t, head); },
+          [&](const Token &t, uint32_t head, float number) { return number / divisor_of(t, head); },
           [&](const Token &t, uint32_t head) {
             report_scale(p, pair, t, head, scale_of(t, head), divisor_of(t, head));
           });

@@ -3,6 +3,7 @@
 
 #include "desc/tensor.h"
 #include "kvx/kvx_lookup.h"
+#include "kvx/kvx_ops.h"
 
 namespace kvx {
 
@@ -47,6 +48,12 @@ uint64_t rows_of(const kvx_migrate_desc_t &migrate);
 // A migration with the rows and source of `find`; its destination is the source.
 inline kvx_migrate_desc_t as_source(const kvx_find_desc_t &find) {
   return {sizeof(kvx_migrate_desc_t), 0, 0, 0, find.seq_lens, find.span, find.span};
+}
+
+// The numbers of a vector of K, or V, that a migration with these flags rotates together; 0: none.
+inline uint32_t hadamard_order(uint32_t flags, bool is_v) {
+  const uint32_t log2 = flags >> (is_v ? 12 : 8) & 15u;
+  return log2 ? 1u << log2 : 0;
 }
 
 // Whether the span's table may name blocks of a secondary pool.

@@ -16,8 +16,8 @@ struct Codecs {};
 // Formats whose pairs have kernels of their own; all other pairs go through float32.
 using FastCodecs = Codecs<F16, Bf16, F32, E4m3, E5m2>;
 
-// Whether kernels on a device convert the format: they decode numbers one by one, which takes a
-// whole unit of TurboQuant's each time.
+// Whether a device's kernels ask the codec for single numbers. Of TurboQuant's units they do not:
+// cuda/turboquant.cuh.
 template <class Codec>
 constexpr bool kOnDevice = !std::is_same_v<Codec, Opaque>;
 template <int kBits>

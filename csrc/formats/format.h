@@ -97,7 +97,7 @@ constexpr bool has_group_scales(kvx_dtype_t dtype) {
   return format_of(dtype).beside == Beside::kGroupScale;
 }
 
-// Whether only a host converts it: a number depends on all of its unit [E.20].
+// Whether a number depends on all of its unit, so that units are converted as a whole [E.20].
 constexpr bool is_turboquant(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_TQ2 || dtype == KVX_DTYPE_TQ3 || dtype == KVX_DTYPE_TQ4;
 }

@@ -13,7 +13,14 @@ namespace {
 
 constexpr uint32_t kPart = 128;  // numbers of a key that are encoded at a time: whole groups
 
-void write_key(const kvx_hybrid_flush_t &f, uint64_t row, uint64_t entry) {
+void write_fp8_key(const kvx_hybrid_flush_t &f, uint64_t row, uint64_t entry) {
+  const void *const key = number_at(f.index_key, f.dtype, row * f.key_dim);
+  const float scale = E8m0::decode(page_exponent(largest_of(key, f.dtype, f.key_dim)));
+  to_e4m3(f.keys_fp4 + entry * f.key_dim, key, f.dtype, f.key_dim, scale);
+  reinterpret_cast<float *>(f.key_scales)[entry] = scale;
+}
+
+void write_fp4_key(const kvx_hybrid_flush_t &f, uint64_t row, uint64_t entry) {
   const bool is_nv = f.keys == KVX_HYBRID_NVFP4;
   const uint32_t group = is_nv ? 16 : 32, groups = f.key_dim / group;
   const kvx_dtype_t scale_dtype = is_nv ? KVX_DTYPE_F8_E4M3 : KVX_DTYPE_F8_E8M0;
@@ -42,7 +49,11 @@ void run(const kvx_hybrid_flush_t &f) {
     f.inv_scale[to] =
         quantize_row(f.fp8 + to * f.nope_dim, number_at(f.rope, KVX_DTYPE_BF16, to * f.rope_dim),
                      number_at(f.entry, f.dtype, i * dim), f.dtype, f.nope_dim, f.rope_dim);
-    if (f.keys != KVX_HYBRID_NO_KEYS) write_key(f, i, to);
+    if (f.keys == KVX_HYBRID_FP8) {
+      write_fp8_key(f, i, to);
+    } else if (f.keys != KVX_HYBRID_NO_KEYS) {
+      write_fp4_key(f, i, to);
+    }
   });
 }
 

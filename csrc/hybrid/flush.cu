@@ -10,10 +10,27 @@ __device__ __forceinline__ OfWarps &largest_of_warps() {
   return of_warps;
 }
 
+// One scale for the numbers of all threads.
+template <class Format>
+__device__ __forceinline__ void write_fp8_key(const kvx_hybrid_flush_t &f, uint64_t row,
+                                              uint64_t entry, OfWarps &of_warps) {
+  const auto *const key = static_cast<const typename Format::Bits *>(f.index_key) + row * f.key_dim;
+  uint8_t *const codes = f.keys_fp4 + entry * f.key_dim;
+  int32_t most = 0;
+  for (uint32_t d = threadIdx.x; d < f.key_dim; d += kThreads)
+    most = largest_magnitude(most, Format::decode(key[d]));
+  __syncthreads();  // every thread has read what of_warps had for the entry
+  const uint8_t exponent = page_exponent(largest_of_block(most, of_warps));
+  const float inverse = page_inverse(exponent);
+  for (uint32_t d = threadIdx.x; d < f.key_dim; d += kThreads)
+    codes[d] = E4m3::encode(Format::decode(key[d]) * inverse);
+  if (threadIdx.x == 0) reinterpret_cast<float *>(f.key_scales)[entry] = E8m0::decode(exponent);
+}
+
 // A thread per number, and shuffles among those of a group.
 template <class Format>
-__device__ __forceinline__ void write_key(const kvx_hybrid_flush_t &f, uint64_t row,
-                                          uint64_t entry) {
+__device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint64_t row,
+                                              uint64_t entry) {
   const bool is_nv = f.keys == KVX_HYBRID_NVFP4;
   const uint32_t group = is_nv ? 16 : 32;
   const kvx_dtype_t scale_dtype = is_nv ? KVX_DTYPE_F8_E4M3 : KVX_DTYPE_F8_E8M0;
@@ -45,7 +62,13 @@ __device__ __forceinline__ void write_entry(const kvx_hybrid_flush_t &f) {
       f.fp8 + entry * f.nope_dim, static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
       f.inv_scale + entry, static_cast<const typename Format::Bits *>(f.entry) + row * dim,
       f.nope_dim, f.rope_dim, largest_of_warps());
-  if constexpr (kKeys) write_key<Format>(f, row, static_cast<uint64_t>(entry));
+  if constexpr (kKeys) {
+    if (f.keys == KVX_HYBRID_FP8) {
+      write_fp8_key<Format>(f, row, static_cast<uint64_t>(entry), largest_of_warps());
+    } else {
+      write_fp4_key<Format>(f, row, static_cast<uint64_t>(entry));
+    }
+  }
 }
 
 template <class Format, uint32_t kNumbers>

@@ -43,6 +43,7 @@ bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
 
 bool is_exact(const Plan &plan, const PlanePair &pair) {
   if (!pair.convert) return true;
+  if (pair.hadamard) return false;
   if (pair.affine && plan.affine[pair.affine - 1].keeps_units) {  // unless units are cut
     const LookupPair &lookup = plan.lookups[pair.lookup];
     return !lookup.src.starts.data && !lookup.dst.starts.data &&
@@ -112,6 +113,7 @@ void describe(const Plan &plan, const PlanePair &pair, const Name &name, bool is
   plane->src_dtype = pair.src.dtype;
   plane->dst_dtype = pair.dst.dtype;
   plane->num_heads = pair.num_heads;
+  plane->hadamard = pair.hadamard;
   plane->vector_size = pair.convert
                            ? pair.head_dim
                            : static_cast<uint32_t>(numbers_of(pair.src.dtype, pair.head_dim));

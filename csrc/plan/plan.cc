@@ -136,7 +136,7 @@ void finish(PlanePair *pair, bool scales_readable) {
   const Scales &src = pair->src_scales, &dst = pair->dst_scales;
   const bool same_scale = (!src.data && !dst.data) ||
                           (scales_readable && !pair->find_scales && is_same_scale(src, dst));
-  pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale;
+  pair->convert = pair->src.dtype != pair->dst.dtype || !same_scale || pair->hadamard;
   if (pair->convert) return;
   pair->src_scales = pair->dst_scales = {};
   pair->head_dim = static_cast<uint32_t>(units_of(pair->src.dtype, pair->head_dim));
@@ -341,6 +341,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
       if (is_pointers(dst))
         lie_anywhere(&pair.dst, dst_tensor, *dst.block_table, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
+      pair.hadamard = hadamard_order(migrate.flags, is_v);
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));
       if (is_affine(src_tensor.dtype) || is_affine(dst_tensor.dtype)) {
         add_affine(plan, plan->pairs.size() - 1,

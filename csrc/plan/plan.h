@@ -64,6 +64,7 @@ struct PlanePair {
   bool convert;       // dtype or scale differs; otherwise bytes are copied
   bool find_scales;   // computes dst_scales and stores them
   BesideData beside;  // of U8_ZERO, U8_BIAS and F4_E2M1, where these are copied
+  uint32_t hadamard;  // numbers that are rotated together on their way; 0: none are
   uint32_t affine;    // 1 + index in the plan's affine pairs; 0: none
 };
 

@@ -139,7 +139,9 @@ kvx_status_t check_copies(const Plan &plan) {
                   "%c of layer %zu has another %s at each end, but ranges are copies of bytes: run "
                   "the plan, or describe both ends alike (spec E.13)",
                   pair->is_v ? 'V' : 'K', layer,
-                  pair->src.dtype == pair->dst.dtype ? "scale" : "dtype");
+                  pair->hadamard                       ? "rotation"
+                  : pair->src.dtype == pair->dst.dtype ? "scale"
+                                                       : "dtype");
     }
   }
   return KVX_STATUS_OK;

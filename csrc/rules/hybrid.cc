@@ -123,11 +123,14 @@ kvx_status_t check_pair(const Path &path, const char *first, const void *a, cons
 }
 
 kvx_status_t check_groups(const Path &path, const kvx_hybrid_flush_t &flush) {
-  if (flush.keys < KVX_HYBRID_NO_KEYS || flush.keys > KVX_HYBRID_MXFP4) {
-    return KVX_INVALID("%s.keys is %d, expected NO_KEYS (0), NVFP4 (1) or MXFP4 (2) (spec E.22)",
-                       KVX_AT(path), flush.keys);
+  if (flush.keys < KVX_HYBRID_NO_KEYS || flush.keys > KVX_HYBRID_FP8) {
+    return KVX_INVALID(
+        "%s.keys is %d, expected NO_KEYS (0), NVFP4 (1), MXFP4 (2) or FP8 (3) (spec E.22)",
+        KVX_AT(path), flush.keys);
   }
   if (flush.keys == KVX_HYBRID_NO_KEYS) return check_between(path, "key_dim", flush.key_dim, 0, 0);
+  if (flush.keys == KVX_HYBRID_FP8)
+    return check_between(path, "key_dim", flush.key_dim, 1, kMostDim);
   const uint32_t group = flush.keys == KVX_HYBRID_NVFP4 ? 16 : 32;
   KVX_TRY(check_between(path, "key_dim", flush.key_dim, group, kMostDim));
   if (flush.key_dim % group == 0) return KVX_STATUS_OK;
@@ -289,10 +292,12 @@ kvx_status_t check_hybrid(const kvx_hybrid_flush_t *flush, HybridArrays *arrays)
   add.write("rope", f.rope, {entries, f.rope_dim, 2}, 2);
   add.write("inv_scale", f.inv_scale, {entries, 4}, 4);
   if (f.keys != KVX_HYBRID_NO_KEYS) {
+    const bool is_fp8 = f.keys == KVX_HYBRID_FP8;
     const uint32_t group = f.keys == KVX_HYBRID_NVFP4 ? 16 : 32;
     add("index_key", f.index_key, {f.num_rows, f.key_dim, size}, size);
-    add.write("keys_fp4", f.keys_fp4, {entries, f.key_dim / 2}, 1);
-    add.write("key_scales", f.key_scales, {entries, f.key_dim / group}, 1);
+    add.write("keys_fp4", f.keys_fp4, {entries, is_fp8 ? f.key_dim : f.key_dim / 2}, 1);
+    add.write("key_scales", f.key_scales, {entries, is_fp8 ? 4 : f.key_dim / group},
+              is_fp8 ? 4 : 1);
   }
   return check_arrays(path, *arrays);
 }

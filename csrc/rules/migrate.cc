@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "desc/span.h"
+#include "kvx/kvx_encode.h"
 #include "rules/affine.h"
 #include "rules/apart.h"
 #include "rules/io.h"
@@ -19,6 +20,40 @@ kvx_status_t check_all_heads(const Path &path, const kvx_span_t &span) {
   if (span.head_start == 0) return KVX_STATUS_OK;
   return KVX_INVALID("%s.head_start is %u, expected 0 when num_heads is 0 (all) (spec E.3)",
                      KVX_AT(path), span.head_start);
+}
+
+// Checks the numbers of K or V that are rotated on their way.
+kvx_status_t check_rotation(const Path &path, const kvx_tensor_desc_t &tensor, uint32_t order) {
+  if (!is_number(tensor.dtype) || is_affine(tensor.dtype)) {
+    return KVX_INVALID(
+        "%s.dtype is %s, whose numbers are not rotated on their way (HADAMARD); rotate by way of "
+        "F32 (spec E.17)",
+        KVX_AT(path), name_of(tensor.dtype));
+  }
+  if (dim_of(tensor) % order) {
+    return KVX_INVALID(
+        "%s has head_dim %lld, expected a multiple of %u, which HADAMARD rotates "
+        "together (spec E.17)",
+        KVX_AT(path), static_cast<ll>(dim_of(tensor)), order);
+  }
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t check_rotation_flags(const Path &path, uint32_t flags) {
+  if (!(flags & KVX_FLAG_HADAMARD_MASK)) return KVX_STATUS_OK;
+  for (const bool is_v : {false, true}) {
+    if (hadamard_order(flags, is_v) <= KVX_HADAMARD_MAX_ORDER) continue;
+    return KVX_INVALID(
+        "%s.flags rotates groups of %u numbers of %s, expected at most %u (spec E.17)",
+        KVX_AT(path), hadamard_order(flags, is_v), is_v ? "V" : "K", KVX_HADAMARD_MAX_ORDER);
+  }
+  if (flags & KVX_FLAG_FIND_SCALES) {
+    return KVX_INVALID(
+        "%s.flags is %#x, expected HADAMARD or FIND_SCALES, not both: give scales "
+        "(spec E.17)",
+        KVX_AT(path), flags);
+  }
+  return KVX_STATUS_OK;
 }
 
 // Checks one layer of the source against that of the destination.
@@ -58,6 +93,10 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
                          static_cast<ll>(dim_of(from)));
     }
     KVX_TRY(check_convertible(to_path, to.dtype, from_path, from.dtype));
+    if (const uint32_t order = hadamard_order(migrate.flags, is_v)) {
+      KVX_TRY(check_rotation(from_path, from, order));
+      KVX_TRY(check_rotation(to_path, to, order));
+    }
   }
   return KVX_STATUS_OK;
 }
@@ -80,7 +119,8 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   KVX_TRY(check_struct(path, migrate));
   KVX_TRY(check_flags(path, migrate->flags,
                       KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE |
-                          KVX_FLAG_FIND_SCALES | KVX_FLAG_REQUANTIZE));
+                          KVX_FLAG_FIND_SCALES | KVX_FLAG_REQUANTIZE | KVX_FLAG_HADAMARD_MASK));
+  KVX_TRY(check_rotation_flags(path, migrate->flags));
   const Path lens{&path, "seq_lens"};
   if (!migrate->seq_lens) return KVX_INVALID("%s is NULL", KVX_AT(lens));
   KVX_TRY(check_lens(lens, *migrate->seq_lens));

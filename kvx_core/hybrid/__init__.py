@@ -28,7 +28,12 @@ from kvx_core.hybrid.flush import (
 from kvx_core.hybrid.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from kvx_core.hybrid.manager import KVCacheManager
 from kvx_core.hybrid.paged_cache import PagedCache
-from kvx_core.hybrid.pending_rows import migrate_pending, pending_tokens
+from kvx_core.hybrid.pending_rows import (
+    migrate_pending,
+    pending_to_tails,
+    pending_tokens,
+    tails_to_pending,
+)
 from kvx_core.hybrid.prepare_forward import PreparedForward, prepare_forward
 from kvx_core.hybrid.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -75,9 +80,11 @@ __all__ = [
     "migrate_pages",
     "migrate_pending",
     "page_bytes",
+    "pending_to_tails",
     "pending_tokens",
     "prepare_forward",
     "requantize_entries",
     "requantize_keys",
     "schedule_of",
+    "tails_to_pending",
 ]

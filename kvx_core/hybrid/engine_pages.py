@@ -186,23 +186,6 @@ class IndexerPages:
             Plane.of(scales, axes, Role.INDEX_K_SCALE, self.layer, **shared),
         )
 
-    def numbers(self) -> Plane:
-        """The keys as a plane of numbers with scales, of layer 0: see requantize_keys."""
-        data, scales = (part.unsqueeze(2) for part in self._parts())
-        if self.encoding == "fp8":
-            scale = ScaleDesc.of(scales.view(torch.float32)[..., 0], "PER_TOKEN_HEAD")
-        else:
-            scale = ScaleDesc.of(scales.view(torch.float8_e8m0fnu), "PER_GROUP")
-        return Plane.of(
-            data,
-            ("block", "token", "head", "dim"),
-            Role.INDEX_K,
-            dtype="F8_E4M3" if self.encoding == "fp8" else "F4_E2M1",
-            tokens_per_entry=self.tokens_per_entry,
-            replicated=True,
-            scale=scale,
-        )
-
 
 Pages = RecordPages | IndexerPages
 
@@ -300,12 +283,13 @@ def requantize_keys(
 ) -> None:
     """Copies a sequence's indexer keys into another encoding; lossy.
 
-    A PagedCache has NVFP4 keys (E4M3 scales for 16 numbers), an engine MXFP4 or FP8 keys: numbers
-    are decoded and quantized anew. Both ends must rotate keys alike (IndexerPages.hadamard); a
-    PagedCache holds what it was given.
+    A PagedCache has NVFP4 keys (E4M3 scales for 16 numbers) or those of its index_keys, an engine
+    MXFP4 or FP8 keys: numbers are decoded and quantized anew. Both ends must rotate keys alike
+    (IndexerPages.hadamard); a PagedCache holds what it was given. FP8 keys get the scale that
+    engines give them, the power of two at or above the largest magnitude / 448; those that were FP8
+    keep their values.
     src_blocks, dst_blocks: page or block ids of the sequence, in the order of its entries
-    Mutates these keys of dst. Raises UnsupportedError for FP8 keys at the destination, whose scales
-    would be computed from the keys, and for keys that are rotated at one end only;
+    Mutates these keys of dst. Raises UnsupportedError for keys that are rotated at one end only;
     InvalidArgumentError.
     """
     for name, one in (("src", src), ("dst", dst)):
@@ -317,37 +301,86 @@ def requantize_keys(
             "src.hadamard and dst.hadamard differ: queries of the destination would not fit these "
             "keys. Compute the keys anew"
         )
-    if isinstance(dst, IndexerPages) and dst.encoding == "fp8":
-        raise UnsupportedError(
-            "dst has FP8 keys, whose scales would have to be computed from the keys. Compute the "
-            "keys anew"
+    ours, theirs = (_KeyParts.of(end) for end in (src, dst))
+    count = integer("num_entries", num_entries)
+    if theirs.form != "fp8":
+        _migrate_keys(ours.plane(), src_blocks, theirs.plane(), dst_blocks, count)
+        return
+    if len(dst_blocks) * theirs.codes.shape[1] < count:
+        raise InvalidArgumentError(
+            f"dst_blocks has {len(dst_blocks)} blocks of {theirs.codes.shape[1]} entries, expected "
+            f"room for {count}"
         )
+    # Scales are computed from the keys, which a migration does not do.
+    values = torch.empty(1, count, 1, theirs.codes.shape[2])
+    whole = Plane.of(
+        values, _KEY_AXES, Role.INDEX_K, tokens_per_entry=ours.tokens_per_entry, replicated=True
+    )
+    _migrate_keys(ours.plane(), src_blocks, whole, [0], count)
+    values = values[0, :, 0].to(theirs.codes.device)
+    largest = values.abs().amax(-1).clamp(min=1e-4) / 448
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent - (mantissa == 0.5).int()  # the power of two at or above
+    codes = torch.ldexp(values, -exponent[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    e = torch.arange(count)
+    at = torch.tensor(list(dst_blocks))[e // theirs.codes.shape[1]], e % theirs.codes.shape[1]
+    theirs.codes[at] = codes.view(torch.uint8)
+    theirs.scales[at] = torch.ldexp(torch.ones_like(largest), exponent)
+
+
+def _migrate_keys(
+    src: Plane, src_blocks: Sequence[int], dst: Plane, dst_blocks: Sequence[int], count: int
+) -> None:
     ends = []
-    for end, blocks in ((src, src_blocks), (dst, dst_blocks)):
-        plane = _pool_keys(end) if isinstance(end, PagedCache) else end.numbers()
+    for plane, blocks in ((src, src_blocks), (dst, dst_blocks)):
         view = CacheView((), CacheFacts(), planes=(plane,))
         ends.append(view.at(block_table=[list(blocks)]))
-    per_entry = {plane.tokens_per_entry for end in ends for plane in end.view.planes}
-    tokens = integer("num_entries", num_entries) * max(per_entry)
+    tokens = count * max(src.tokens_per_entry, dst.tokens_per_entry)
     migrate(ends[0], ends[1], [tokens], same_model=True)
 
 
-def _pool_keys(pool: PagedCache) -> Plane:
-    keys, scales = pool.indexer_keys_fp4, pool.indexer_scales
-    if keys is None or scales is None:
-        raise InvalidArgumentError(
-            f"layer {pool.schema.layer_idx} is of type {pool.schema.attn_type.name}, which has no "
-            "indexer"
+_KEY_AXES = ("block", "token", "head", "dim")
+_SCALES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyParts:
+    """Indexer keys as numbers with scales, of layer 0."""
+
+    codes: Tensor  # (blocks, entries, bytes of a key) uint8
+    scales: Tensor  # (blocks, entries, groups) uint8; fp8: (blocks, entries) float32
+    form: str  # nvfp4, mxfp4 or fp8
+    tokens_per_entry: int
+
+    @staticmethod
+    def of(end: IndexerPages | PagedCache) -> _KeyParts:
+        if isinstance(end, IndexerPages):
+            codes, scales = end._parts()
+            if end.encoding == "fp8":
+                scales = scales.view(torch.float32)[..., 0]
+            return _KeyParts(codes, scales, end.encoding, end.tokens_per_entry)
+        keys, of_keys, schema = end.indexer_keys_fp4, end.indexer_scales, end.schema
+        if keys is None or of_keys is None:
+            raise InvalidArgumentError(
+                f"layer {schema.layer_idx} is of type {schema.attn_type.name}, which has no indexer"
+            )
+        return _KeyParts(keys, of_keys, end.index_keys, schema.compression_ratio)
+
+    def plane(self) -> Plane:
+        scales = self.scales.unsqueeze(2)
+        if self.form == "fp8":
+            scale = ScaleDesc.of(scales, "PER_TOKEN_HEAD")
+        else:
+            scale = ScaleDesc.of(scales.view(_SCALES[self.form]), "PER_GROUP")
+        return Plane.of(
+            self.codes.unsqueeze(2),
+            _KEY_AXES,
+            Role.INDEX_K,
+            dtype="F8_E4M3" if self.form == "fp8" else "F4_E2M1",
+            tokens_per_entry=self.tokens_per_entry,
+            replicated=True,
+            scale=scale,
         )
-    return Plane.of(
-        keys.unsqueeze(2),
-        ("block", "token", "head", "dim"),
-        Role.INDEX_K,
-        dtype="F4_E2M1",
-        tokens_per_entry=pool.schema.compression_ratio,
-        replicated=True,
-        scale=ScaleDesc.of(scales.unsqueeze(2).view(torch.float8_e4m3fn), "PER_GROUP"),
-    )
 
 
 def _read(pool: PagedCache, slots: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
         view.inv_scale,
         keys.keys_fp4,
         keys.scales,
+        keys=keys.form,
     )
     for ka, za, kb, zb, tail_len in (
         (state.ka, state.za, state.kb, state.zb, state.tail_len),

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._kernels import kernels
 from kvx_core.hybrid.forward_step import ForwardStep
-from kvx_core.hybrid.paged_cache import PagedCache
+from kvx_core.hybrid.paged_cache import IndexKeys, PagedCache
 from kvx_core.hybrid.schema import LayerCacheSchema
 from kvx_core.hybrid.state_cache import StateCache
 
@@ -56,11 +56,12 @@ class ClassicalView:
 class IndexerView:
     """The indexer keys of all request slots; blocks and places are those of the entries."""
 
-    keys_fp4: Tensor  # (nb, epb, indexer_head_dim / 2) uint8, E2M1
+    keys_fp4: Tensor  # (nb, epb, indexer_head_dim / 2) uint8, E2M1; see PagedCache for other forms
     scales: Tensor  # (nb, epb, indexer_head_dim / 16) uint8, E4M3
     block_table: Tensor  # (R, max_blocks) int32
     valid_lens: Tensor  # (R,) int32
     request_slots: Tensor  # (B,) int32
+    form: IndexKeys
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -150,14 +151,15 @@ class LayerCacheHandle:
 
     def read_indexer_view(self) -> IndexerView:
         """The indexer keys. Raises InvalidArgumentError for a layer that has none."""
-        keys = None if self.paged is None else self.paged.indexer_keys_fp4
-        scales = None if self.paged is None else self.paged.indexer_scales
-        if keys is None or scales is None or self.block_table is None:
+        pool = self.paged
+        keys, scales = (pool.indexer_keys_fp4, pool.indexer_scales) if pool else (None, None)
+        if pool is None or keys is None or scales is None or self.block_table is None:
             raise InvalidArgumentError(
                 f"layer {self.layer_idx} is of type {self.schema.attn_type.name}, which has no "
                 "indexer"
             )
         return IndexerView(
+            form=pool.index_keys,
             keys_fp4=keys,
             scales=scales,
             block_table=self.block_table,

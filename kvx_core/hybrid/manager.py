@@ -15,7 +15,7 @@ from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError
 from kvx_core.hybrid.forward_step import ForwardStep
 from kvx_core.hybrid.handle import LayerCacheHandle
-from kvx_core.hybrid.paged_cache import PagedCache
+from kvx_core.hybrid.paged_cache import IndexKeys, PagedCache
 from kvx_core.hybrid.schema import (
     AttentionType,
     DSV4Config,
@@ -38,6 +38,7 @@ class KVCacheManager:
                               compute_block_budget
     device:                   where all tensors lie
     tail_row_width, tail_dtype: see StateCache
+    index_keys:               how CSA layers keep indexer keys, see PagedCache
     max_tokens_per_step:      tokens that a forward pass may bring; None: max_context_tokens
 
     Everything is allocated here. schemas, states, allocators, paged, block_tables and block_lens
@@ -60,6 +61,7 @@ class KVCacheManager:
         tail_row_width: TailRowWidth = "wide",
         tail_dtype: torch.dtype = torch.float32,
         max_tokens_per_step: int | None = None,
+        index_keys: IndexKeys = "nvfp4",
     ) -> None:
         self.config = instance("config", config, DSV4Config, "a DSV4Config")
         specs("schedule", schedule)
@@ -101,7 +103,7 @@ class KVCacheManager:
                 blocks = budget[schema.attn_type]
                 name = f"{schema.attn_type.name} layer {layer}"
                 self.allocators[layer] = BlockAllocator(blocks, self.device, name=name)
-                self.paged[layer] = PagedCache(schema, blocks, self.device)
+                self.paged[layer] = PagedCache(schema, blocks, self.device, index_keys=index_keys)
                 shape = self.max_requests, schema.blocks(self.max_context_tokens)
                 self.block_tables[layer] = torch.full(
                     shape, -1, dtype=torch.int32, device=self.device

@@ -41,6 +41,13 @@ __all__ = [
     "write_v4_page",
 ]
 
+# Indexer keys: the number in C, numbers of a byte, numbers of a scale in a byte (0: a float each).
+_KEYS = {
+    "nvfp4": (_abi_hybrid.NVFP4, 2, 16),
+    "mxfp4": (_abi_hybrid.MXFP4, 2, 32),
+    "fp8": (_abi_hybrid.FP8, 1, 0),
+}
+
 
 def append_swa(
     x: Tensor,
@@ -249,38 +256,35 @@ def flush_write_csa(
     indexer_keys_fp4: Tensor,
     indexer_scales: Tensor,
     *,
-    keys: Literal["nvfp4", "mxfp4"] = "nvfp4",
+    keys: Literal["nvfp4", "mxfp4", "fp8"] = "nvfp4",
 ) -> None:
     """Quantises entries and their indexer keys and writes them into blocks.
 
     index_key:        (rows, key_dim), of entry's dtype
-    indexer_keys_fp4: (blocks, epb, key_dim / 2) uint8, E2M1, the even number in the low half
-    indexer_scales:   (blocks, epb, groups) uint8
-    keys:             "nvfp4": groups of 16 with E4M3 scales; "mxfp4": groups of 32 with E8M0 scales
+    indexer_keys_fp4: (blocks, epb, key_dim / 2) uint8, E2M1, the even number in the low half;
+                      of "fp8" (blocks, epb, key_dim) uint8, E4M3
+    indexer_scales:   (blocks, epb, groups) uint8; of "fp8" (blocks, epb) float32
+    keys:             "nvfp4": groups of 16 with E4M3 scales; "mxfp4": groups of 32 with E8M0
+                      scales; "fp8": one scale for a key, a power of two, as vLLM and SGLang have it
     The others as for `flush_write_hca`.
     Mutates entries_fp8 to indexer_scales. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
     arrays, desc = _flush(
         entry, slots, entry_ids, mask, block_table, entries_fp8, entries_rope, inv_scale
     )
-    if keys not in ("nvfp4", "mxfp4"):
-        raise wrong("keys", keys, "'nvfp4' or 'mxfp4'")
+    if keys not in _KEYS:
+        raise wrong("keys", keys, "'nvfp4', 'mxfp4' or 'fp8'")
     _rows, key_dim = extents("index_key", index_key, 2)
-    group = 16 if keys == "nvfp4" else 32
+    desc.keys, halves, group = _KEYS[keys]
     blocks = desc.num_blocks, desc.entries_per_block
-    desc.keys = _abi_hybrid.NVFP4 if keys == "nvfp4" else _abi_hybrid.MXFP4
     desc.key_dim = key_dim
     desc.index_key = arrays.take("index_key", index_key, _like(entry), desc.num_rows, key_dim)
     desc.keys_fp4 = arrays.take(
-        "indexer_keys_fp4", indexer_keys_fp4, ("uint8",), *blocks, key_dim // 2
+        "indexer_keys_fp4", indexer_keys_fp4, CODES, *blocks, key_dim // halves
     )
-    desc.key_scales = arrays.take(
-        "indexer_scales",
-        indexer_scales,
-        ("uint8", "float8_e4m3fn", "float8_e8m0fnu"),
-        *blocks,
-        key_dim // group,
-    )
+    kinds = ("uint8", "float8_e4m3fn", "float8_e8m0fnu") if group else ("float32",)
+    groups = (key_dim // group,) if group else ()
+    desc.key_scales = arrays.take("indexer_scales", indexer_scales, kinds, *blocks, *groups)
     arrays.call(_abi_hybrid.functions().kvx_hybrid_flush_write, desc)
 
 

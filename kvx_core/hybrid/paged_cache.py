@@ -1,19 +1,24 @@
 """The compressed entries of one layer in blocks: FP8 numbers, BF16 RoPE dims and a scale each.
 
-CSA layers have indexer keys beside them, in FP4 with a scale for 16 numbers. A block has one id for
-both.
+CSA layers have indexer keys beside them, in FP4 with a scale for 16 or 32 numbers or in FP8 with a
+scale for a key. A block has one id for both.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, integer
+from kvx_core.words import instance, integer, wrong
 
-FP4_GROUP = 16  # numbers of an indexer key that share a scale
+IndexKeys = Literal["nvfp4", "mxfp4", "fp8"]
+
+# Numbers of an indexer key in a byte, and numbers that share a scale in a byte; 0: a float a key.
+_FORMS: dict[str, tuple[int, int]] = {"nvfp4": (2, 16), "mxfp4": (2, 32), "fp8": (1, 0)}
 
 
 class PagedCache:
@@ -26,11 +31,19 @@ class PagedCache:
     indexer_keys_fp4: (nb, epb, indexer_head_dim / 2) uint8, E2M1 codes, an even number in the lower
                       half of a byte; None for HCA
     indexer_scales:   (nb, epb, indexer_head_dim / 16) uint8, E4M3 codes; None for HCA
-    Raises InvalidArgumentError for a layer without entries.
+    index_keys: "nvfp4", as above; "mxfp4": scales of 32 numbers, (nb, epb, indexer_head_dim / 32)
+                uint8, E8M0 codes; "fp8": keys are (nb, epb, indexer_head_dim) uint8, E4M3 codes,
+                and scales (nb, epb) float32, as the FP8 keys of vLLM and SGLang
+    Raises InvalidArgumentError for a layer without entries, or keys that no scale divides.
     """
 
     def __init__(
-        self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str = "cpu"
+        self,
+        schema: LayerCacheSchema,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        index_keys: IndexKeys = "nvfp4",
     ) -> None:
         instance("schema", schema, LayerCacheSchema, "a LayerCacheSchema")
         if not schema.entries_per_block:
@@ -39,8 +52,11 @@ class PagedCache:
                 "compressed entries"
             )
         num_blocks = integer("num_blocks", num_blocks, 0, 2**31 - 1)
+        if index_keys not in _FORMS:
+            raise wrong("index_keys", index_keys, "'nvfp4', 'mxfp4' or 'fp8'")
         self.schema = schema
         self.num_blocks = num_blocks
+        self.index_keys: IndexKeys = index_keys
         rows = num_blocks, schema.entries_per_block
         self.entries_fp8 = torch.zeros(*rows, schema.nope_dim, dtype=torch.uint8, device=device)
         self.entries_rope = torch.zeros(*rows, schema.rope_dim, dtype=torch.bfloat16, device=device)
@@ -48,11 +64,18 @@ class PagedCache:
         self.indexer_keys_fp4: Tensor | None = None
         self.indexer_scales: Tensor | None = None
         if schema.indexer_entries_per_block:
-            size = schema.indexer_head_dim
-            self.indexer_keys_fp4 = torch.zeros(*rows, size // 2, dtype=torch.uint8, device=device)
-            self.indexer_scales = torch.zeros(
-                *rows, size // FP4_GROUP, dtype=torch.uint8, device=device
+            size, (halves, group) = schema.indexer_head_dim, _FORMS[index_keys]
+            if group and size % group:
+                raise InvalidArgumentError(
+                    f"indexer_head_dim is {size}, expected a multiple of {group}: {index_keys} "
+                    f"keys have a scale for {group} numbers"
+                )
+            self.indexer_keys_fp4 = torch.zeros(
+                *rows, size // halves, dtype=torch.uint8, device=device
             )
+            of_key = (size // group,) if group else ()
+            kind = torch.uint8 if group else torch.float32
+            self.indexer_scales = torch.zeros(*rows, *of_key, dtype=kind, device=device)
 
     def __repr__(self) -> str:
         return (

@@ -7,11 +7,14 @@ Source: vllm 0.32 models/deepseek_v4/compressor.py; sglang 0.5.23 CompressStateP
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.words import instance, integer
+from kvx_core.hybrid.state_cache import NO_SCORE, StateCache
+from kvx_core.words import flag, instance, integer
 
 
 def pending_tokens(num_tokens: int, ratio: int, *, overlap: bool) -> range:
@@ -74,3 +77,132 @@ def migrate_pending(
         bias = ape[positions % ape.shape[0]].float()
         rows[:, half:] += bias if dst_has_ape else -bias
     dst[dst_rows // dst.shape[1], dst_rows % dst.shape[1]] = rows
+
+
+def pending_to_tails(
+    state: StateCache,
+    slot: int,
+    src: Tensor,
+    src_rows: Tensor,
+    num_tokens: int,
+    *,
+    src_has_ape: bool,
+    ape: Tensor | None = None,
+    indexer: bool = False,
+) -> None:
+    """Takes an engine's rows of a sequence's pending tokens into the tails of a request slot.
+
+    state:      of a CSA or HCA layer; its tails are float32, scores without the bias
+    src, src_rows, src_has_ape, ape: as for migrate_pending; a row for each of
+                `pending_tokens(num_tokens, ratio, overlap=...)`, in this order, overlap of CSA
+    num_tokens: tokens that the sequence has
+    indexer:    the rows are of the indexer's compressor
+    What the slot's tails had is lost; where a CSA sequence has no entry yet, kb and zb become those
+    of a new request. Mutates the slot's tails and their length.
+    Raises InvalidArgumentError; UnsupportedError without the ape, as migrate_pending.
+    """
+    tails = _tails(state, slot, indexer)
+    positions = tails.positions(num_tokens, "src_rows", src_rows)
+    rows = torch.empty(len(positions), 1, 2 * tails.width)
+    at = torch.arange(len(positions))
+    migrate_pending(
+        src, rows, src_rows, at, positions, src_has_ape=src_has_ape, dst_has_ape=False, ape=ape
+    )
+    values = rows[:, 0].to(tails.ka.device)
+    k, z = values[:, : tails.width], values[:, tails.width :]
+    waiting = num_tokens % tails.ratio
+    before = len(positions) - waiting
+    for current, previous, given, empty in (
+        (tails.ka, tails.kb, k, 0.0),
+        (tails.za, tails.zb, z, NO_SCORE),
+    ):
+        current[slot] = 0
+        current[slot, :waiting] = given[before:]
+        if previous is not None:
+            previous[slot] = empty
+            previous[slot, :before] = given[:before]
+    tails.tail_len[slot] = waiting
+
+
+def tails_to_pending(
+    state: StateCache,
+    slot: int,
+    dst: Tensor,
+    dst_rows: Tensor,
+    num_tokens: int,
+    *,
+    dst_has_ape: bool,
+    ape: Tensor | None = None,
+    indexer: bool = False,
+) -> None:
+    """The other way: the slot's tails as an engine's rows. Arguments as for pending_to_tails.
+
+    Mutates these rows of dst. Raises InvalidArgumentError, UnsupportedError.
+    """
+    tails = _tails(state, slot, indexer)
+    positions = tails.positions(num_tokens, "dst_rows", dst_rows)
+    waiting = num_tokens % tails.ratio
+    if int(tails.tail_len[slot]) != waiting:
+        raise InvalidArgumentError(
+            f"slot {slot} has {int(tails.tail_len[slot])} waiting tokens, expected {waiting}, "
+            f"those of {num_tokens} tokens"
+        )
+    before = len(positions) - waiting
+    halves = []
+    for current, previous in ((tails.ka, tails.kb), (tails.za, tails.zb)):
+        parts = [] if previous is None else [previous[slot, :before]]
+        halves.append(torch.cat((*parts, current[slot, :waiting])))
+    device = instance("dst", dst, Tensor, "a tensor").device
+    rows = torch.cat(halves, 1)[:, None].to(device)
+    at = torch.arange(len(positions))
+    migrate_pending(
+        rows, dst, at, dst_rows, positions, src_has_ape=False, dst_has_ape=dst_has_ape, ape=ape
+    )
+
+
+class _Tails(NamedTuple):
+    """The tails of one compressor of a layer."""
+
+    ka: Tensor
+    za: Tensor
+    kb: Tensor | None
+    zb: Tensor | None
+    tail_len: Tensor
+
+    @property
+    def ratio(self) -> int:
+        return self.ka.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.ka.shape[2]
+
+    def positions(self, num_tokens: int, name: str, rows: Tensor) -> Tensor:
+        """Positions of the tokens that wait. Raises InvalidArgumentError if `rows` has others."""
+        found = pending_tokens(num_tokens, self.ratio, overlap=self.kb is not None)
+        if len(instance(name, rows, Tensor, "a tensor")) != len(found):
+            raise InvalidArgumentError(
+                f"{name} has {len(rows)} rows, expected {len(found)}: positions {found.start} to "
+                f"{found.stop - 1} of {num_tokens} tokens"
+            )
+        return torch.tensor(list(found), dtype=torch.int64)
+
+
+def _tails(state: StateCache, slot: int, indexer: bool) -> _Tails:
+    instance("state", state, StateCache, "a StateCache")
+    integer("slot", slot, 0, state.max_requests - 1)
+    prefix = "idx_" if flag("indexer", indexer) else ""
+    ka, za, kb, zb, tail_len = (
+        getattr(state, f"{prefix}{name}") for name in ("ka", "za", "kb", "zb", "tail_len")
+    )
+    if ka is None:
+        raise InvalidArgumentError(
+            f"layer {state.schema.layer_idx} is of type {state.schema.attn_type.name}, which has "
+            f"no tails{' of an indexer' if indexer else ''}"
+        )
+    if ka.dtype is not torch.float32:
+        raise UnsupportedError(
+            f"tails of layer {state.schema.layer_idx} are {ka.dtype}, expected torch.float32: "
+            "engines' rows are"
+        )
+    return _Tails(ka, za, kb, zb, tail_len)

@@ -100,6 +100,6 @@ def _write(handle: LayerCacheHandle, slot: int, first: int, made: Sequence[Tenso
     pool = view.entries_fp8, view.entries_rope, view.inv_scale
     if handle.schema.attn_type is AttentionType.CSA:
         keys = handle.read_indexer_view()
-        kernels().flush_write_csa(*made, *where, *pool, keys.keys_fp4, keys.scales)
+        kernels().flush_write_csa(*made, *where, *pool, keys.keys_fp4, keys.scales, keys=keys.form)
     else:
         kernels().flush_write_hca(*made, *where, *pool)

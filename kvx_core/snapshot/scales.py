@@ -40,10 +40,13 @@ def has_vector_scales(view: CacheView) -> bool:
 
     Raises UnsupportedError if only some are.
     """
+    if view.k_scales is None and view.v_scales is None:
+        return False
     per_vector = {
         scale is not None and scale.granularity is ScaleGranularity.PER_TOKEN_HEAD
-        for i, layer in enumerate(view.layers)
-        for scale in (scales_of(view, f"{kind}_scale")[i] for kind in layer.tensors)
+        for kind in ("k", "v")
+        for layer, scale in zip(view.layers, scales_of(view, f"{kind}_scale"), strict=True)
+        if kind in layer.tensors
     }
     if len(per_vector) == 2:
         raise UnsupportedError(

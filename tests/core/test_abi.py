@@ -60,6 +60,7 @@ CONSTANTS = {
     "KVX_HYBRID_NO_KEYS": _abi_hybrid.NO_KEYS,
     "KVX_HYBRID_NVFP4": _abi_hybrid.NVFP4,
     "KVX_HYBRID_MXFP4": _abi_hybrid.MXFP4,
+    "KVX_HYBRID_FP8": _abi_hybrid.FP8,
     "KVX_NULL_BLOCK(0)": _abi.null_block_plus_1(0),
     "KVX_NULL_BLOCK(7)": _abi.null_block_plus_1(7),
 }

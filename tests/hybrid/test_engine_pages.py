@@ -15,14 +15,18 @@ from kvx_core.hybrid import (
     LayerSpec,
     PagedCache,
     RecordPages,
+    StateCache,
     build_schema,
     byte_pages,
     migrate_pages,
     migrate_pending,
+    ops,
     page_bytes,
+    pending_to_tails,
     pending_tokens,
     requantize_entries,
     requantize_keys,
+    tails_to_pending,
 )
 from kvx_core.hybrid.schema import AttentionType
 from tests.fakes.vllm import needs_vllm
@@ -352,6 +356,47 @@ def test_keys_of_another_encoding() -> None:
     assert not third.pages[0, 64 * 36 : 64 * 64].any()  # past entry 99
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "fp8"])
+def test_keys_into_fp8(form: Any) -> None:
+    """A pool's keys into FP8 pages: an FP4 number and a scale that is a power of two fit into E4M3,
+    NVFP4 scales lose what E4M3 cannot hold. FP8 keys survive, from pages to a pool and back."""
+    schema = build_schema(DSV4Config(), LayerSpec(0, AttentionType.CSA))
+    pool = PagedCache(schema, 4, index_keys=form)
+    x = torch.randn(100, 128, generator=torch.Generator().manual_seed(3))
+    x *= torch.logspace(-3, 3, 100)[:, None]
+    x[5] = 0
+    e = torch.arange(100)
+    entry, ids = torch.zeros(100, 512), (e % 32).int()
+    table = torch.tensor([3, 0, 2, 1], dtype=torch.int32)[e // 32][:, None].contiguous()
+    assert pool.indexer_keys_fp4 is not None
+    assert pool.indexer_scales is not None
+    ops.flush_write_csa(
+        entry, x, None, ids, None, table, pool.entries_fp8, pool.entries_rope, pool.inv_scale,
+        pool.indexer_keys_fp4, pool.indexer_scales, keys=form,
+    )  # fmt: skip
+    pages, back = index_pages("fp8"), PagedCache(schema, 4, index_keys="fp8")
+    requantize_keys(pool, pages, [3, 0, 2, 1], [2, 0], 100)
+    data, scales = (part[[2, 0]].flatten(0, 1)[:100] for part in pages._parts())
+    found = key_values(data, scales, "fp8")
+    at = table[:, 0].long(), e % 32
+    stored = pool.indexer_scales[at]
+    given = key_values(
+        pool.indexer_keys_fp4[at], stored if form != "fp8" else stored[:, None], form
+    )
+    largest = given.abs().amax(-1, keepdim=True)
+    if form == "nvfp4":
+        assert bool(((found - given).abs() <= largest / 16).all())
+    else:
+        assert torch.equal(found, given)
+    mantissa, _ = torch.frexp(scales.view(torch.float32))
+    assert bool((mantissa == 0.5).all()), "scales of engines are powers of two"
+    requantize_keys(pages, back, [2, 0], [0, 1, 2, 3], 100)
+    again = index_pages("fp8")
+    requantize_keys(back, again, [0, 1, 2, 3], [2, 0], 100)
+    theirs = (part[[2, 0]].flatten(0, 1)[:100] for part in again._parts())
+    assert torch.equal(key_values(*theirs, "fp8"), found)
+
+
 def test_keys_that_are_refused() -> None:
     mine = index_pages("mxfp4")
     other = IndexerPages(mine.pages.clone(), 0, 64, "mxfp4", hadamard=False)
@@ -359,8 +404,8 @@ def test_keys_that_are_refused() -> None:
         migrate_pages([mine], [other], [[0]], [[1]], [256])
     with pytest.raises(UnsupportedError, match=r"src.hadamard and dst.hadamard differ: queries"):
         requantize_keys(mine, other, [0], [1], 64)
-    with pytest.raises(UnsupportedError, match="dst has FP8 keys, whose scales would have to be"):
-        requantize_keys(mine, index_pages("fp8"), [0], [1], 64)
+    with pytest.raises(InvalidArgumentError, match="dst_blocks has 1 blocks of 64 entries, expect"):
+        requantize_keys(mine, index_pages("fp8"), [0, 1], [1], 65)
     with pytest.raises(UnsupportedError, match=r"in fp8 for 4 tokens, expected .* requantize_keys"):
         migrate_pages([index_pages("fp8")], [mine], [[0]], [[1]], [256])
     pool = PagedCache(build_schema(DSV4Config(), LayerSpec(7, AttentionType.HCA)), 5)
@@ -445,6 +490,69 @@ def test_waiting_tokens_with_and_without_their_bias(both: bool) -> None:
     torch.testing.assert_close(
         back.view(-1, 32)[src_rows], raw.view(-1, 32)[src_rows], atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("has_ape", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3, 4, 6, 11])
+@pytest.mark.parametrize("part", ["csa", "indexer", "hca"])
+def test_waiting_tokens_in_tails(part: str, tokens: int, has_ape: bool) -> None:
+    """An engine's rows into a slot's tails and back: what decoding token by token had left there,
+    with the bias added at the engine's end or not. Other slots keep their bytes."""
+    attn = AttentionType.HCA if part == "hca" else AttentionType.CSA
+    config = DSV4Config(head_dim=80, csa_compression_ratio=4, hca_compression_ratio=128)
+    schema = build_schema(config, LayerSpec(3, attn))
+    generator = torch.Generator().manual_seed(tokens)
+    state = StateCache(schema, 3)
+    prefix = "idx_" if part == "indexer" else ""
+    ka, za, kb, zb, lens = (
+        getattr(state, prefix + n) for n in ("ka", "za", "kb", "zb", "tail_len")
+    )
+    ratio, width = ka.shape[1:]
+    k, z = torch.randn(2, tokens, width, generator=generator).unbind()
+    ape = torch.randn(ratio, width, generator=generator)
+    at = torch.arange(tokens)
+    engine = torch.cat((k, z + ape[at % ratio] if has_ape else z), 1)[:, None]
+    needed = torch.tensor(list(pending_tokens(tokens, ratio, overlap=kb is not None)))
+    needed = needed.to(torch.int64)
+    for tensor in state.tensors.values():
+        tensor.fill_(7)
+    bias = {"ape": ape} if has_ape else {}
+    indexer = part == "indexer"
+    pending_to_tails(state, 1, engine, needed, tokens, src_has_ape=has_ape, indexer=indexer, **bias)
+    whole = tokens // ratio * ratio
+    assert int(lens[1]) == tokens - whole
+    tolerance: dict[str, Any] = {"atol": 1e-6 if has_ape else 0, "rtol": 0}
+    for current, previous, values, empty in ((ka, kb, k, 0), (za, zb, z, -1e9)):
+        expected = torch.zeros(ratio, width)
+        expected[: tokens - whole] = values[whole:]
+        torch.testing.assert_close(current[1], expected, **tolerance)
+        if previous is not None:
+            expected = values[whole - ratio : whole] if whole else torch.full_like(expected, empty)
+            torch.testing.assert_close(previous[1], expected, **tolerance)
+    assert all(bool((tensor[[0, 2]] == 7).all()) for tensor in state.tensors.values())
+    back = torch.full_like(engine, 9)
+    tails_to_pending(state, 1, back, needed, tokens, dst_has_ape=has_ape, indexer=indexer, **bias)
+    torch.testing.assert_close(back[needed], engine[needed], **tolerance)
+    assert bool((back[: tokens - len(needed)] == 9).all())
+
+
+def test_tails_that_are_refused() -> None:
+    spec = LayerSpec(2, AttentionType.HCA)
+    state = StateCache(build_schema(DSV4Config(), spec), 2)
+    rows, at = torch.zeros(5, 1, 1024), torch.arange(5)
+    with pytest.raises(InvalidArgumentError, match="src_rows has 5 rows, expected 3: positions 0"):
+        pending_to_tails(state, 0, rows, at, 3, src_has_ape=False)
+    with pytest.raises(InvalidArgumentError, match="slot 0 has 0 waiting tokens, expected 5"):
+        tails_to_pending(state, 0, rows, at, 5, dst_has_ape=False)
+    with pytest.raises(UnsupportedError, match="at one end only: pass ape"):
+        pending_to_tails(state, 0, rows, at, 5, src_has_ape=True)
+    with pytest.raises(InvalidArgumentError, match="of type HCA, which has no tails of an indexer"):
+        pending_to_tails(state, 0, rows, at, 5, src_has_ape=False, indexer=True)
+    half = StateCache(build_schema(DSV4Config(), spec), 2, tail_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"tails of layer 2 are torch.bfloat16, expected"):
+        pending_to_tails(half, 0, rows, at, 5, src_has_ape=False)
+    with pytest.raises(InvalidArgumentError, match="slot is 2"):
+        pending_to_tails(state, 2, rows, at, 5, src_has_ape=False)
 
 
 def test_waiting_tokens_that_are_refused() -> None:

@@ -95,6 +95,23 @@ def check(caches: KVCacheManager, slot: int, count: int, csa: Tokens, hca: Token
             assert float((bytes_ != keys).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("steps", [[141], [1] * 141, [7, 20, 1, 113]])
+def test_fp8_keys_are_written_in_steps_of_any_size(steps: list[int]) -> None:
+    caches = manager(index_keys="fp8")
+    slot, csa, hca, at = caches.admit_request(), tokens(141, 2, 5), tokens(141, 1, 6), 0
+    for step in steps:
+        forward(caches, [slot], [at], [at + step], [csa], [hca])
+        at += step
+    view, e = caches.acquire(CSA).read_indexer_view(), torch.arange(141 // 4)
+    assert (view.form, view.scales.dtype) == ("fp8", torch.float32)
+    place = view.block_table[slot].long()[e // 32], e % 32
+    wanted = models.entries(csa.index_k, csa.index_z, 4, INDEX).bfloat16()
+    codes, scales = zip(*(reference.fp8_key(row) for row in wanted[: len(e)]), strict=True)
+    # Sums in another order may round the other way.
+    assert float((view.keys_fp4[place] != torch.stack(codes)).float().mean()) < 0.01
+    assert torch.equal(view.scales[place], torch.stack(scales))
+
+
 # --- the whole path -----------------------------------------------------------------------------
 
 

@@ -27,11 +27,13 @@ from kvx_core.hybrid import (
     migrate_pages,
     migrate_pending,
     page_bytes,
+    pending_to_tails,
     pending_tokens,
     prepare_forward,
     requantize_entries,
     requantize_keys,
     schedule_of,
+    tails_to_pending,
 )
 
 CONFIG, SPEC = DSV4Config(), LayerSpec(0, AttentionType.CSA)
@@ -39,6 +41,7 @@ SCHEMA = build_schema(CONFIG, SPEC)
 CACHES = KVCacheManager(CONFIG, [SPEC], 1, 128)
 BYTES = torch.zeros(1, 37440, dtype=torch.uint8)
 PAGES, KEYS = RecordPages(BYTES, 0, 64, 4), IndexerPages(BYTES, 0, 64, "fp8", hadamard=False)
+STATE = StateCache(SCHEMA, 1)
 ROWS, AT = torch.zeros(1, 4, 8), torch.zeros(1, dtype=torch.int64)
 
 # A call, its arguments by name, and those that are given other values.
@@ -125,6 +128,32 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
             "dst_has_ape": True,
         },
         "src dst",
+    ),
+    (
+        pending_to_tails,
+        {
+            "state": STATE,
+            "slot": 0,
+            "src": ROWS,
+            "src_rows": AT[:0],
+            "num_tokens": 0,
+            "src_has_ape": False,
+            "indexer": False,
+        },
+        "state slot src src_rows num_tokens indexer",
+    ),
+    (
+        tails_to_pending,
+        {
+            "state": STATE,
+            "slot": 0,
+            "dst": ROWS,
+            "dst_rows": AT[:0],
+            "num_tokens": 0,
+            "dst_has_ape": False,
+            "indexer": False,
+        },
+        "state slot dst dst_rows num_tokens indexer",
     ),
 ]
 

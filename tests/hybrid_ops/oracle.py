@@ -76,6 +76,15 @@ def mxfp4(key: Tensor) -> tuple[Tensor, Tensor]:
     return in_halves(codes.flatten(-2)), (exponent + 127).to(torch.uint8)
 
 
+def fp8_key(key: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 codes and a float32 scale of each key, the power of two at or above amax / 448."""
+    scale = key.float().abs().amax(-1).clamp(min=1e-4) / E4M3_MAX
+    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return e4m3_value(key.float() / scale[..., None]).to(torch.float8_e4m3fn).view(
+        torch.uint8
+    ), scale
+
+
 def csa_entry(
     ka: Tensor, za: Tensor, kb: Tensor, zb: Tensor, ape_a: Tensor, ape_b: Tensor
 ) -> Tensor:

@@ -63,6 +63,28 @@ def test_e4m3_rounds_to_nearest_and_ties_to_even(on: On, seed: int) -> None:
     assert torch.equal(oracle.e4m3_decode(e4m3_by_append(on, numbers)), oracle.e4m3_value(numbers))
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dim", [1, 77, 128, 300])
+def test_fp8_keys_are_the_oracles(on: On, dim: int, seed: int) -> None:
+    made = torch.Generator().manual_seed(seed)
+    keys = torch.randn(9, dim, generator=made) * 10.0 ** torch.arange(-5, 4)[:, None]
+    keys[0], keys[1, 0] = 0, 448
+    entry, u8 = torch.ones(9, 65), torch.uint8
+    pool = on(
+        torch.zeros(9, 1, 1, dtype=u8),
+        torch.zeros(9, 1, 64, dtype=torch.bfloat16),
+        torch.zeros(9, 1),
+        torch.zeros(9, 1, dim, dtype=u8),
+        torch.zeros(9, 1),
+    )
+    table = torch.arange(9, dtype=torch.int32)[:, None]
+    where = None, on(torch.zeros(9, dtype=torch.int32)), None, on(table)
+    ops.flush_write_csa(*on(entry, keys), *where, *pool, keys="fp8")
+    codes, scales = oracle.fp8_key(keys)
+    assert torch.equal(pool[4].cpu()[:, 0], scales)
+    assert torch.equal(pool[3].cpu()[:, 0], codes)
+
+
 GOLDEN = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0]
 
 

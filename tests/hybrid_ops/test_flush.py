@@ -30,7 +30,9 @@ class Pool:
             filled(128).view(torch.bfloat16),
             filled(4).view(torch.float32)[..., 0].contiguous(),
         ]
-        if keys:
+        if keys == "fp8":
+            tensors += [filled(128), filled(4).view(torch.float32)[..., 0].contiguous()]
+        elif keys:
             tensors += [filled(64), filled(128 // group)]
         self.tensors = [on(t) for t in tensors]
         self.expected = [t.cpu().clone() for t in tensors]
@@ -52,8 +54,8 @@ class Pool:
             self.expected[0][at] = values.to(torch.float8_e4m3fn).view(torch.uint8)
             self.expected[1][at], self.expected[2][at] = rope, inverse
             if self.keys:
-                encode = oracle.nvfp4 if self.keys == "nvfp4" else oracle.mxfp4
-                self.expected[3][at], self.expected[4][at] = encode(key[i])
+                encode = {"nvfp4": oracle.nvfp4, "mxfp4": oracle.mxfp4, "fp8": oracle.fp8_key}
+                self.expected[3][at], self.expected[4][at] = encode[self.keys](key[i])
 
     def check(self) -> None:
         for number, (got, expected) in enumerate(zip(self.tensors, self.expected, strict=True)):
@@ -73,7 +75,7 @@ def i32(*numbers: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keys", ["nvfp4", "mxfp4", None])
+@pytest.mark.parametrize("keys", ["nvfp4", "mxfp4", "fp8", None])
 def test_entries_go_where_tables_say(
     on: On, keys: str | None, dtype: torch.dtype, seed: int
 ) -> None:
@@ -144,8 +146,8 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=sentence):
             ops.flush_write_csa(*call, *pool.tensors)
-    with pytest.raises(InvalidArgumentError, match="keys is 'fp8'"):
-        ops.flush_write_csa(entry, key, *rows, table, *pool.tensors, keys="fp8")
+    with pytest.raises(InvalidArgumentError, match="keys is 'int4', expected 'nvfp4', "):
+        ops.flush_write_csa(entry, key, *rows, table, *pool.tensors, keys="int4")
     fp8, rope, inv, _codes, scales = pool.tensors
     same = fp8.view(-1)[: 3 * 2 * 64].view(3, 2, 64)
     with pytest.raises(InvalidArgumentError, match=r"flush.fp8 at .* overlaps keys_fp4"):

@@ -91,14 +91,15 @@ def test_wrong_pages_are_named() -> None:
 class Compressed:
     """Tokens of one request as vLLM keeps them, and the pages that its compressor writes."""
 
-    def __init__(self, ratio: int, num_entries: int, seed: int) -> None:
+    def __init__(self, ratio: int, num_entries: int, seed: int, dim: int = 512) -> None:
+        self.dim = dim
         made = torch.Generator().manual_seed(seed)
         self.ratio, self.tokens = ratio, ratio * num_entries
         self.overlap = ratio == 4
-        self.width = 1024 if self.overlap else 512
+        self.width = 2 * dim if self.overlap else dim
         self.k, self.z = torch.randn(2, self.tokens, self.width, generator=made).unbind()
         self.ape = torch.randn(ratio, self.width, generator=made)
-        self.norm = torch.rand(512, generator=made) + 0.5
+        self.norm = torch.rand(dim, generator=made) + 0.5
         self.cos_sin = cos_sin(self.tokens, 64)
         self.positions = torch.arange(self.tokens)
         self.per_page = 256 // ratio
@@ -114,21 +115,27 @@ class Compressed:
         pages = torch.full((2, ops.v4_page_bytes(self.per_page)), SENTINEL, dtype=torch.uint8)
         return pages
 
-    def ours(self) -> Tensor:
-        halves = self.ape.split(512, -1)
-        entries = torch.empty(self.tokens // self.ratio, 512, dtype=torch.bfloat16)
+    def entries(self) -> Tensor:
+        halves = self.ape.split(self.dim, -1)
+        entries = torch.empty(self.tokens // self.ratio, self.dim, dtype=torch.bfloat16)
         ape_a, ape_b = (half.contiguous() for half in (halves[-1], halves[0]))
         ops.compress_bulk(
             self.k, self.z, ape_a, ape_b if self.overlap else None, self.norm, EPS, self.cos_sin,
             self.positions[:: self.ratio].contiguous(), entries, overlap=self.overlap,
         )  # fmt: skip
+        return entries
+
+    def ours(self) -> Tensor:
         pages = self.empty()
-        ops.write_v4_page(entries, self.entry_slots, pages, entries_per_page=self.per_page)
+        ops.write_v4_page(self.entries(), self.entry_slots, pages, entries_per_page=self.per_page)
         return pages
+
+    def bound(self, pages: Tensor) -> Tensor:
+        """Pages as vLLM binds them: its shape, whose rows are no entries."""
+        return pages.as_strided((2, self.per_page, 584), (pages.shape[1], 584, 1))
 
     def job(self) -> dict[str, Any]:
         """The arguments of vLLM's function, which writes `kv_cache`."""
-        pages = self.empty()
         return {
             "state_cache": self.state,
             "num_actual": self.tokens,
@@ -139,8 +146,8 @@ class Compressed:
             "block_size": self.block,
             "state_width": self.width,
             "cos_sin_cache": self.cos_sin,
-            "kv_cache": pages.as_strided((2, self.per_page, 584), (pages.shape[1], 584, 1)),
-            "head_dim": 512,
+            "kv_cache": self.bound(self.empty()),
+            "head_dim": self.dim,
             "rope_head_dim": 64,
             "compress_ratio": self.ratio,
             "overlap": self.overlap,
@@ -151,6 +158,35 @@ class Compressed:
 
 
 COMPRESSED = [Compressed(4, 17, seed=0), Compressed(128, 2, seed=1), Compressed(4, 3, seed=2)]
+
+
+class Keys(Compressed):
+    """Indexer keys in pages of 64, FP8 numbers and a float32 scale."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 17, seed=4, dim=128)
+
+    def empty(self) -> Tensor:
+        return torch.full((2, 64 * 132), SENTINEL, dtype=torch.uint8)
+
+    def ours(self) -> Tensor:
+        """A pool whose blocks are as large as pages, and its bytes in the order of a page."""
+        pages, keys = self.empty(), self.entries()
+        codes = pages[:, : 64 * 128].contiguous().view(2, 64, 128)
+        scales = pages[:, 64 * 128 :].contiguous().view(torch.float32)
+        rest = torch.zeros(2, 64, 1, dtype=torch.uint8), torch.zeros(2, 64, 64).bfloat16()
+        ids = self.entry_slots.int()
+        where = None, ids % 64, None, (ids // 64)[:, None].contiguous()
+        entry = torch.zeros(len(keys), 65, dtype=torch.bfloat16)
+        pool = *rest, torch.zeros(2, 64), codes, scales
+        ops.flush_write_csa(entry, keys, *where, *pool, keys="fp8")
+        return torch.cat((codes.flatten(1), scales.view(torch.uint8)), 1)
+
+    def bound(self, pages: Tensor) -> Tensor:
+        return pages.view(2, 64, 132)
+
+
+KEYS = Keys()
 
 
 class Window:
@@ -169,7 +205,11 @@ def vllm_wrote(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The jobs after vLLM's Triton kernels have run in the interpreter."""
     folder = tmp_path_factory.mktemp("triton")
     insert = {"k": Window.rows, "k_cache": Window.empty(), "slot_mapping": Window.slots}
-    jobs = {"compress": [given.job() for given in COMPRESSED], "insert": insert}
+    jobs = {
+        "compress": [given.job() for given in COMPRESSED],
+        "insert": insert,
+        "keys": [KEYS.job()],
+    }
     torch.save(jobs, folder / "given")
     program = Path(__file__).with_name("vllm_triton.py")
     command = [sys.executable, program, folder / "given", folder / "made"]
@@ -194,6 +234,18 @@ def test_entries_are_those_of_vllms_compressor(vllm_wrote: dict[str, Any], which
         ops.read_v4_page(pages, given.entry_slots, out, entries_per_page=given.per_page)
     largest = values[1].abs().amax(-1, keepdim=True)
     assert ((values[0] - values[1]).abs() <= largest / 14).all()
+
+
+@pytest.mark.slow
+def test_keys_are_those_of_vllms_compressor(vllm_wrote: dict[str, Any]) -> None:
+    """All bytes, but that sums in another order may round a number to its neighbour."""
+    ours, theirs = KEYS.ours(), vllm_wrote["keys"][0]["kv_cache"].view(2, -1)
+    assert (ours != theirs).sum() <= 17 * 132 // 500 + 1
+    assert torch.equal(ours[:, 64 * 128 :], theirs[:, 64 * 128 :])
+    written = torch.zeros(2, 64, dtype=torch.bool)
+    written.view(-1)[KEYS.entry_slots] = True
+    untouched = theirs[:, : 64 * 128].reshape(2, 64, 128)[~written]
+    assert (untouched == SENTINEL).all()
 
 
 @pytest.mark.slow

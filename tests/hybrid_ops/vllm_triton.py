@@ -39,6 +39,7 @@ from vllm.models.deepseek_v4.common.ops.cache_utils import (  # noqa: E402
     quantize_and_insert_k_cache,
 )
 from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import (  # noqa: E402
+    _fused_kv_compress_norm_rope_insert_indexer_attn,
     compress_norm_rope_store_triton,
 )
 
@@ -52,6 +53,37 @@ for given in jobs["compress"]:
         quant_block=64,
         token_stride=576,
         scale_dim=8,
+    )
+for given in jobs["keys"]:
+    state, table, pages = given["state_cache"], given["block_table"], given["kv_cache"]
+    _fused_kv_compress_norm_rope_insert_indexer_attn[(given["num_actual"],)](
+        state,
+        state.stride(0),
+        state.stride(1),
+        given["token_to_req_indices"],
+        given["positions"],
+        given["slot_mapping"],
+        table,
+        table.stride(0),
+        given["block_size"],
+        given["rms_norm_weight"],
+        given["rms_norm_eps"],
+        given["cos_sin_cache"],
+        given["cos_sin_cache"].stride(0),
+        pages,
+        given["kv_slots"],
+        pages.shape[1],
+        HEAD_SIZE=128,
+        TRITON_BLOCK_SIZE=128,
+        STATE_WIDTH=given["state_width"],
+        COMPRESS_RATIO=4,
+        OVERLAP=True,
+        ROPE_HEAD_DIM=64,
+        FP8_MAX=448.0,
+        QUANT_BLOCK=128,
+        TOKEN_STRIDE=128,
+        SCALE_DIM=4,
+        KV_BLOCK_STRIDE=pages.stride(0),
     )
 quantize_and_insert_k_cache(**jobs["insert"], is_ue8m0=True)
 torch.save(jobs, sys.argv[2])

@@ -2,7 +2,8 @@
  *
  * A layer keeps the last tokens of a request in a ring, what it has not compressed yet in a tail,
  * and one entry for each `ratio` tokens in blocks. Numbers without rotation are E4M3 with one
- * inverse scale for a row, those with rotation BF16, indexer keys E2M1 with a scale for a group.
+ * inverse scale for a row, those with rotation BF16, indexer keys E2M1 with a scale for a group or
+ * E4M3 with one for the key.
  *
  * Arrays are contiguous and row-major, and all of a call's are in `memory`, HOST or DEVICE. Arrays
  * that a call writes overlap no other array of it. A call on HOST memory checks slots, positions
@@ -93,7 +94,8 @@ typedef struct kvx_hybrid_compress_t {
 typedef enum kvx_hybrid_keys_t {
   KVX_HYBRID_NO_KEYS = 0,
   KVX_HYBRID_NVFP4 = 1, /* E4M3, one for 16 numbers */
-  KVX_HYBRID_MXFP4 = 2  /* E8M0, one for 32 numbers */
+  KVX_HYBRID_MXFP4 = 2, /* E8M0, one for 32 numbers */
+  KVX_HYBRID_FP8 = 3    /* float32, a power of two for all numbers of a key, which are E4M3 */
 } kvx_hybrid_keys_t;
 
 /* Entries into blocks. 136 bytes. */
@@ -116,8 +118,10 @@ typedef struct kvx_hybrid_flush_t {
   uint8_t *fp8;               /* [num_blocks, entries_per_block, nope_dim] E4M3 */
   void *rope;                 /* [num_blocks, entries_per_block, rope_dim] BF16 */
   float *inv_scale;           /* [num_blocks, entries_per_block] */
-  uint8_t *keys_fp4;          /* [num_blocks, entries_per_block, key_dim / 2]; NULL without keys */
-  uint8_t *key_scales;        /* [num_blocks, entries_per_block, groups]; NULL without keys */
+  uint8_t *keys_fp4;          /* [num_blocks, entries_per_block, key_dim / 2], FP8: key_dim; NULL
+                                 without keys */
+  uint8_t *key_scales;        /* [num_blocks, entries_per_block, groups], FP8: one float; NULL
+                                 without keys */
 } kvx_hybrid_flush_t;
 
 /* What becomes of tails after a flush. 88 bytes. */

@@ -63,8 +63,9 @@ typedef kvx_span_t kvx_view_t; /* the name until 1.4 */
  * num_heads, in layers l of both ends. */
 typedef struct kvx_migrate_desc_t {
   uint32_t size;
-  uint32_t flags;     /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES, _REQUANTIZE */
-  uint32_t num_heads; /* 0: all heads; both ends then hold the same number */
+  uint32_t flags;       /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _FIND_SCALES, _REQUANTIZE,
+                           _HADAMARD_K, _HADAMARD_V */
+  uint32_t num_heads;   /* 0: all heads; both ends then hold the same number */
   uint32_t max_seq_len; /* the most tokens of a sequence that move; 0: all. Where the host cannot
                            read lengths, a device launches work for this many */
   const kvx_seq_lens_t *seq_lens; /* tokens to move of each sequence */

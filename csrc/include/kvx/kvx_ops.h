@@ -36,6 +36,13 @@ extern "C" {
  * must begin at a block's first token. Spec: E.14; since 1.5 */
 #define KVX_FLAG_REQUANTIZE (1u << 4)
 
+/* Migrations: K, or V, is rotated on its way: each group of 2^log2 numbers of a vector, log2 1 to
+ * 12, is multiplied by Hadamard's matrix, normalized. The same rotation undoes it. Spec: E.17;
+ * since 1.5 */
+#define KVX_FLAG_HADAMARD_K(log2) ((uint32_t)(log2) << 8)
+#define KVX_FLAG_HADAMARD_V(log2) ((uint32_t)(log2) << 12)
+#define KVX_FLAG_HADAMARD_MASK 0xff00u
+
 /* ---- Null blocks ---- */
 
 /* The value of null_block_plus_1 for block `id`. The field is 0 if no block is null. Negative table

@@ -105,10 +105,10 @@ typedef struct kvx_plane_info_t {
   uint32_t flags; /* KVX_PLANE_INFO_* */
   kvx_dtype_t src_dtype;
   kvx_dtype_t dst_dtype;
-  uint32_t num_heads;   /* that move */
-  uint32_t vector_size; /* numbers of a token and head, of both where planes are joined */
-  uint32_t launch;      /* on a device: the launch that moves it, by number; else 0 */
-  uint32_t reserved;
+  uint32_t num_heads;     /* that move */
+  uint32_t vector_size;   /* numbers of a token and head, of both where planes are joined */
+  uint32_t launch;        /* on a device: the launch that moves it, by number; else 0 */
+  uint32_t hadamard;      /* numbers that are rotated together on their way [E.17]; 0: none are */
   const char *kernel;     /* on a device the name of the kernel, else "copy", "transpose" or
                              "convert"; static */
   uint64_t num_vectors;   /* vectors (a token and head) that move, or KVX_UNKNOWN */

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvx_core.append_op import kvcache_append
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.stores.packed.step import Step
 from kvx_core.words import instance, integer, listed, product
 
 _SPARE = 256  # tokens of room that a new allocation has, at least
@@ -46,11 +47,12 @@ class PackedKVCache:
     Raises InvalidArgumentError.
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_held")
+    __slots__ = ("__weakref__", "_capacity", "_held", "_step")
 
     def __init__(self, capacity: int = 0) -> None:
         self._capacity = integer("capacity", capacity)
         self._held: Held | None = None
+        self._step: Step | None = None  # of the tensors that are held, or were
 
     def __repr__(self) -> str:
         held = self._held
@@ -72,6 +74,14 @@ class PackedKVCache:
         if self._held is not None:
             self._held = other._held = self._held._replace(is_own=False)
         return other
+
+    def __getstate__(self) -> tuple[int, Held | None]:
+        return self._capacity, self._held
+
+    def __setstate__(self, state: tuple[int, Held | None]) -> None:
+        self._capacity, self._held = state
+        held = self._held
+        self._step = Step.of(held.keys, held.values) if held is not None and held.is_own else None
 
     @property
     def seq_len(self) -> int:
@@ -126,7 +136,20 @@ class PackedKVCache:
         Mutates the cache, and no tensor that it was given. Raises InvalidArgumentError, and leaves
         the cache as it was.
         """
-        held = self._held
+        held, step = self._held, self._step
+        if (
+            step is not None
+            and held is not None
+            and step.keys is held.keys
+            and type(new_keys) is type(new_values) is Tensor
+            and held.is_own
+            and not held.has_dropped
+            and held.seq_len < held.keys.shape[1]
+            and not (new_keys.requires_grad or new_values.requires_grad)
+            and step.append(new_keys, new_values, held.seq_len)
+        ):
+            self._held = Held(held.keys, held.values, held.seq_len + 1, True, False)
+            return
         if held is None:
             require_packed("new_keys", new_keys, "new_values", new_values)
             held = Held(new_keys[:, :0], new_values[:, :0], 0, False, False)
@@ -149,6 +172,7 @@ class PackedKVCache:
             room = self._room_for(end, held)
             keys, values = (_with_room(half, seq_len, room) for half in (keys, values))
             has_dropped = False
+            self._step = Step.of(keys, values)
         elif has_dropped:  # the new tokens may lie where they are written to
             new_keys, new_values = (_apart(new, (keys, values)) for new in (new_keys, new_values))
         # What a graph has saved of views that were handed out stays as it was, unless truncate has

@@ -28,6 +28,7 @@
 #include "bury.h"
 #include "call.h"
 #include "generate.h"
+#include "hybrid.h"
 #include "mutate.h"
 #include "oracle.h"
 
@@ -38,11 +39,14 @@ extern "C" __attribute__((weak)) unsigned long hostgrid_accesses();
 namespace fuzz {
 namespace {
 
+constexpr int kHybrid = kOps, kCounted = kOps + 1;
+
 struct Counts {
-  uint64_t calls[kOps]{}, accepted[kOps]{}, refused[kOps]{}, out_of_range[kOps]{}, unfair = 0;
+  uint64_t calls[kCounted]{}, accepted[kCounted]{}, refused[kCounted]{}, out_of_range[kCounted]{};
+  uint64_t unfair = 0;
 };
 
-constexpr const char *kOpNames[] = {"validate", "write", "gather", "migrate"};
+constexpr const char *kOpNames[] = {"validate", "write", "gather", "migrate", "hybrid"};
 
 std::string g_where = "fuzz threads";  // for the report of a sanitizer or of the hostgrid
 
@@ -91,7 +95,23 @@ bool run_on_device(Random random, Counts *counts, bool big) {
   return oracle.complaint.empty() ? true : fail(c, oracle.complaint);
 }
 
+bool run_hybrid(Random random, Counts *counts) {
+  const bool changes = random.one_in(3);
+  HybridCase c(random, changes);
+  kvx_status_t status = KVX_STATUS_OK;
+  bool called = false;
+  const std::string wrong = c.run(&status, &called);
+  if (!called) return ++counts->unfair, true;
+  ++counts->calls[kHybrid];
+  ++(status == KVX_STATUS_OK ? counts->accepted : counts->refused)[kHybrid];
+  if (status == KVX_STATUS_OUT_OF_RANGE) ++counts->out_of_range[kHybrid];
+  if (wrong.empty()) return true;
+  std::printf("FAILED: %s\nhybrid: %s\n%s", g_where.c_str(), wrong.c_str(), c.story().c_str());
+  return false;
+}
+
 bool run_one(Random random, Counts *counts, bool valid_only, bool big) {
+  if (!valid_only && random.one_in(6)) return run_hybrid(random, counts);
   const bool validate = !valid_only && random.one_in(8);
   const Op op = validate ? kValidate : random.pick({kWrite, kGather, kMigrate});
   const bool hostile = !valid_only && random.one_in(3);
@@ -164,7 +184,7 @@ int run_fuzz(bool device, double seconds, uint64_t seed, uint64_t first, uint64_
     if (!(device ? run_on_device(random, &counts, big) : run_one(random, &counts, false, big)))
       return EXIT_FAILURE;
   }
-  for (int op = 0; op < kOps; ++op) {
+  for (int op = 0; op < (device ? kOps : kCounted); ++op) {
     std::printf("%s: %llu calls, %llu accepted, %llu refused, %llu of them out of range\n",
                 kOpNames[op], static_cast<unsigned long long>(counts.calls[op]),
                 static_cast<unsigned long long>(counts.accepted[op]),

@@ -37,6 +37,7 @@ class Generator {
     bad_indices = hostile && !bad_scales;
     opaque = random.one_in(10);
     in_units = !opaque && random.one_in(5);
+    in_large = in_units && random.one_in(3);
     g = random_geometry();
     random_dtypes(dtypes);
     if (random.one_in(2)) dtypes[1] = dtypes[0];
@@ -55,7 +56,8 @@ class Generator {
   Memory &memory;
   const bool big, device;
   bool bad_scales, bad_indices, opaque, pool;
-  bool in_units;  // tensors may be of formats whose units are 32 numbers
+  bool in_units;    // tensors may be of formats whose units are 32 numbers
+  bool in_large{};  // and of those with 128 or 256
   Geometry g{};
   Dtypes dtypes;
 
@@ -71,7 +73,7 @@ class Generator {
     made.heads = 1 + random.below(4);
     for (uint32_t &dim : made.dim) dim = random.pick<uint32_t>({1, 2, 3, 5, 8, 12, 16, 20, 33});
     if (in_units)
-      for (uint32_t &dim : made.dim) dim = 32 * (1 + random.below(3));
+      for (uint32_t &dim : made.dim) dim = in_large ? 256 : 32 * (1 + random.below(3));
     if (random.one_in(2)) made.dim[1] = made.dim[0];
     made.has_v = !random.one_in(6);
     if (big) {  // enough for the library to use its threads
@@ -79,7 +81,7 @@ class Generator {
       made.block_size = 32;
       made.heads = 4;
       made.dim[0] = made.dim[1] = random.pick<uint32_t>({64, 80});
-      if (in_units) made.dim[0] = made.dim[1] = 64;
+      if (in_units) made.dim[0] = made.dim[1] = in_large ? 256 : 64;
     }
     return made;
   }
@@ -90,6 +92,9 @@ class Generator {
 
   kvx_dtype_t random_dtype(bool units) {
     if (opaque) return KVX_DTYPE_U8;
+    if (units && in_large && random.one_in(2))
+      return random.pick({KVX_DTYPE_Q4_K, KVX_DTYPE_Q5_K, KVX_DTYPE_Q6_K, KVX_DTYPE_TQ2,
+                          KVX_DTYPE_TQ3, KVX_DTYPE_TQ4});
     if (units && random.one_in(2))
       return random.pick({KVX_DTYPE_Q8_0, KVX_DTYPE_Q4_0, KVX_DTYPE_Q4_1, KVX_DTYPE_IQ4_NL,
                           KVX_DTYPE_Q5_0, KVX_DTYPE_Q5_1, KVX_DTYPE_MXFP4});
@@ -662,6 +667,14 @@ class Generator {
 
   enum Lookup { kDense, kSlots, kTable };
 
+  // Rotates K, V or both in groups that divide their dims. Spec: E.17
+  void rotate() {
+    const auto log2 = [&](uint32_t dim) {
+      return random.below(static_cast<uint64_t>(__builtin_ctz(dim)) + 1);
+    };
+    c.migrate.flags |= KVX_FLAG_HADAMARD_K(log2(g.dim[0])) | KVX_FLAG_HADAMARD_V(log2(g.dim[1]));
+  }
+
   void make_migrate() {
     const bool same_pool = g.blocks > 1 && random.one_in(8);
     Geometry other = g;
@@ -708,6 +721,7 @@ class Generator {
     c.migrate.size = sizeof c.migrate;
     c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
     if (finds) c.migrate.flags |= KVX_FLAG_FIND_SCALES;
+    if (!finds && !affine && !opaque && random.one_in(6)) rotate();
     // Units over tokens at the destination: rows have blocks of their own, in order.
     const bool covers = affine && random.one_in(2);
     const bool requantizes = covers && random.one_in(2);
@@ -826,7 +840,8 @@ class Generator {
     pair.heads = 1 + random.below(3);
     pair.units = in_units && random.one_in(2);
     pair.affine = !device && !opaque && !pair.units && random.one_in(4);
-    pair.dim = pair.units ? 32 * (1 + below(2)) : random.pick<int64_t>({1, 2, 6, 16, 33});
+    pair.dim = pair.units ? (in_large ? 256 : 32) * (1 + below(2))
+                          : random.pick<int64_t>({1, 2, 6, 16, 33});
     return pair;
   }
 

@@ -104,6 +104,18 @@ inline int64_t size_of(kvx_dtype_t dtype) {
       return 18;
     case KVX_DTYPE_MXFP4:
       return 17;
+    case KVX_DTYPE_Q4_K:
+      return 144;
+    case KVX_DTYPE_Q5_K:
+      return 176;
+    case KVX_DTYPE_Q6_K:
+      return 210;
+    case KVX_DTYPE_TQ2:
+      return 34;
+    case KVX_DTYPE_TQ3:
+      return 50;
+    case KVX_DTYPE_TQ4:
+      return 66;
     case KVX_DTYPE_Q4_1:
       return 20;
     case KVX_DTYPE_Q5_0:
@@ -120,6 +132,8 @@ inline int64_t size_of(kvx_dtype_t dtype) {
 
 // Numbers of one element.
 inline int64_t numbers_of(kvx_dtype_t dtype) {
+  if (dtype >= KVX_DTYPE_TQ2 && dtype <= KVX_DTYPE_TQ4) return 128;
+  if (dtype >= KVX_DTYPE_Q4_K && dtype <= KVX_DTYPE_Q6_K) return 256;
   const bool is_unit = dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ||
                        dtype == KVX_DTYPE_MXFP4 ||
                        (dtype >= KVX_DTYPE_Q4_1 && dtype <= KVX_DTYPE_Q5_1);

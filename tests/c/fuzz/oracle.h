@@ -387,6 +387,8 @@ struct Oracle {
     }
   }
 
+  bool is_rotated(int kv) const { return c.migrate.flags >> (kv ? 12 : 8) & 15u; }
+
   bool scaled(const End &end, int kv, size_t layer) const {
     if (c.op == kMigrate && !(kv ? end.span.v_scales : end.span.k_scales)) return false;
     return !end.scales[kv].empty() && end.scales[kv][layer].data;
@@ -599,8 +601,8 @@ struct Oracle {
                                     &to = kv ? caches[1]->v : caches[1]->k;
             const bool both_affine = is_affine(from.dtype) && is_affine(to.dtype);
             const bool same = both_affine ? copies(affine_of(c.src, kv, l), affine_of(c.dst, kv, l))
-                                          : from.dtype == to.dtype && !scaled(c.src, kv, l) &&
-                                                !scaled(c.dst, kv, l);
+                                          : from.dtype == to.dtype && !is_rotated(kv) &&
+                                                !scaled(c.src, kv, l) && !scaled(c.dst, kv, l);
             const int64_t heads =
                 c.migrate.num_heads ? c.migrate.num_heads : caches[0]->num_kv_heads;
             for (int64_t h = 0; h < heads; ++h) {

@@ -1,0 +1,295 @@
+"""kvx_adapters.mlx against mlx-lm on CPU, in every class of cache; four traps of MLX's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
+
+from kvx_adapters import mlx as adapter
+from kvx_adapters import transformers as hf
+from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
+from tests.documents import Document
+from tests.engines import tiny_model
+from tests.engines.live import hop
+from tests.engines.live_mlx import Live, facts, model
+from tests.engines.live_transformers import Live as HF
+
+COUNT = 12
+HEADS, DIM = tiny_model.NUM_KV_HEADS, tiny_model.HEAD_DIM
+
+
+def prefilled(num_tokens: int) -> HF:
+    """All but the last token of a prompt, in transformers."""
+    found = HF()
+    found.prefill(tiny_model.prompt(num_tokens)[:-1])
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [2, 37, 258])
+def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
+    """From 258 tokens on, the cache grows while it decodes nothing; with 257 held it has 512."""
+    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
+    source, there, back = prefilled(num_tokens), Live(), HF()
+    hop(source, there)
+    at = borrow(there.cache[0].keys).data
+    assert there.decode(4, after=ids[-1]) == want[:4]
+    assert borrow(there.cache[0].keys).data == at
+    hop(there, back)
+    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
+
+
+def test_the_engine_alone_and_a_cache_of_zeros() -> None:
+    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
+    alone, zeros, back = Live(), Live(), HF()
+    alone.prefill(ids[:-1])
+    hop(alone, back)
+    assert alone.decode(COUNT, after=ids[-1]) == want
+    assert back.decode(COUNT, after=ids[-1]) == want
+    zeros.reserve(99)
+    assert zeros.decode(COUNT, after=ids[-1]) != want
+
+
+def test_a_batch_padded_on_the_left() -> None:
+    """Rows of 99 and 60 tokens, from two caches of transformers."""
+    cache: list[Any] = [BatchKVCache([0, 39]) for _ in range(tiny_model.NUM_LAYERS)]
+    for layer in cache:
+        layer.keys, layer.values = (mx.zeros((2, HEADS, 256, DIM)) for _ in "kv")
+        layer._idx, layer.offset = 99, mx.array([99, 60])
+    assert adapter.seq_lens(cache).to_numpy().tolist() == [99, 60]
+    span = adapter.span(cache, facts())
+    for row, (length, pad) in enumerate(((99, 0), (60, 39))):
+        move = span.view.at(block_table=[[row]], starts=[pad])
+        migrate(prefilled(length + 1).view(), move, [length])
+    del span, move
+    tokens = [[tiny_model.prompt(100)[-1]], [tiny_model.prompt(61)[-1]]]
+    found: list[list[int]] = []
+    for _ in range(COUNT):
+        tokens = mx.argmax(model()(mx.array(tokens), cache=cache)[:, -1], -1)[:, None].tolist()
+        found.append([token for (token,) in tokens])
+    assert [a for a, _ in found] == list(tiny_model.greedy(100, COUNT))
+    assert [b for _, b in found] == list(tiny_model.greedy(61, COUNT))
+
+
+def test_eight_bits_are_read_as_mlx_dequantizes_them() -> None:
+    engine, dst = Live(kind=partial(QuantizedKVCache, 64, 8)), HF()
+    engine.prefill(tiny_model.prompt(100)[:-1])
+    dst.reserve(99)
+    migrate(engine.view(), dst.view(), [99])
+    for layer, quantized in zip(dst.cache.layers, engine.cache, strict=True):
+        for got, half in ((layer.keys, quantized.keys), (layer.values, quantized.values)):
+            want = mx.dequantize(*half, group_size=64, bits=8)[:, :, :99]
+            assert np.array_equal(got.numpy(), np.asarray(want))
+
+
+def test_eight_bits_are_written_as_mlx_quantizes_them() -> None:
+    source, engine = prefilled(100), Live(kind=partial(QuantizedKVCache, 32, 8))
+    engine.reserve(99)
+    migrate(source.view(), engine.view(), [99])
+    for layer, quantized in zip(source.cache.layers, engine.cache, strict=True):
+        for given, half in ((layer.keys, quantized.keys), (layer.values, quantized.values)):
+            want = mx.quantize(mx.array(given.numpy()), group_size=32, bits=8)
+            for got, part in zip(half, want, strict=True):
+                assert mx.array_equal(got[:, :, :99], part)
+    first = engine.decode(1, after=tiny_model.prompt(100)[-1])
+    assert first == list(tiny_model.greedy(100, 1))
+
+
+# ---- tokens that are not all there, or not in order ----
+
+
+def numbered(layer: Any, *counts: int) -> Any:
+    """A cache into which runs of tokens went, whose keys are their positions and values twice."""
+    first = 0
+    for count in counts:
+        keys = mx.broadcast_to(
+            mx.arange(first, first + count, dtype=mx.float32)[None, None, :, None],
+            (1, HEADS, count, DIM),
+        )
+        layer.update_and_fetch(mx.contiguous(keys), mx.contiguous(2 * keys))
+        first += count
+    return layer
+
+
+def read(layer: Any, first: int | None = None) -> list[float]:
+    """The keys of the tokens in the order of their positions, through KVX."""
+    one = [layer]
+    length = int(adapter.seq_lens(one, first=first).to_numpy()[0])
+    dst: list[Any] = [KVCache()]
+    adapter.reserve(dst, batch_size=1, num_tokens=length, num_kv_heads=HEADS, head_dim=DIM)
+    migrate(adapter.span(one, facts(), first=first), adapter.span(dst, facts()), [length])
+    keys, values = (np.asarray(half)[0, 0, :length, 0] for half in (dst[0].keys, dst[0].values))
+    assert np.array_equal(2 * keys, values)
+    found: list[float] = keys.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep", "counts", "held"),
+    [
+        (2, [1] * 5, range(5)),
+        (2, [1] * 8, range(8)),
+        (2, [1] * 12, range(6, 12)),
+        (2, [1] * 14, range(8, 14)),
+        (2, [12], range(12)),
+        (2, [12, 1, 1, 1], range(9, 15)),
+        (2, [12, 5], range(5, 17)),
+        (0, [1] * 13, range(5, 13)),
+    ],
+)
+def test_a_ring_is_read_in_order(keep: int, counts: list[int], held: range) -> None:
+    layer = numbered(RotatingKVCache(max_size=8, keep=keep), *counts)
+    found = adapter.positions(layer)
+    assert found.stop == held.stop
+    assert read(layer) == list(found)
+    assert read(layer, first=held.stop - 3) == list(held)[-3:]
+    assert len(found) >= min(held.stop, 8 - keep)
+
+
+def test_a_chunk_begins_where_it_was_cut() -> None:
+    layer = numbered(ChunkedKVCache(8), 12)
+    assert read(layer) == list(range(12))
+    layer.maybe_trim_front()
+    assert adapter.positions(layer) == range(4, 12)
+    assert read(layer) == list(range(4, 12))
+    assert read(layer, first=10) == [10, 11]
+    with pytest.raises(InvalidArgumentError, match=r"first is 3, expected .* holds: 4 to 11"):
+        adapter.span([layer], facts(), first=3)
+
+
+# ---- prompt cache files ----
+
+
+@pytest.mark.parametrize("kind", [KVCache, partial(QuantizedKVCache, 64, 8)])
+def test_a_prompt_cache_file_holds_what_was_migrated(tmp_path: Path, kind: Any) -> None:
+    engine, back = Live(kind=kind), HF()
+    engine.reserve(99)
+    migrate(prefilled(100).view(), engine.view(), [99])
+    name = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(name, engine.cache)
+    loaded = load_prompt_cache(name)
+    src = adapter.span(loaded, facts(quantized=engine.quantized))
+    back.reserve(99)
+    migrate(src, back.view(), [99])
+    ids = tiny_model.prompt(100)
+    assert back.decode(3, after=ids[-1]) == list(tiny_model.greedy(100, 3))
+
+
+# ---- memory ----
+
+
+def test_trap_1_a_view_holds_its_memory() -> None:
+    """numpy.asarray of an array does not: it would read what others have put there."""
+    cache = [numbered(KVCache(), 5)]
+    view = adapter.cache_view(cache, facts())
+    cache.clear()
+    mx.clear_cache()
+    others = [mx.full((1, HEADS, 256, DIM), 3.25) for _ in range(4)]
+    mx.eval(others)
+    dst = [numbered(KVCache(), 1, 4)]
+    mx.eval(dst[0].keys)
+    np.asarray(dst[0].keys)[:] = 0
+    migrate(replace(view, outdated=None), adapter.span(dst, facts()), [5])
+    assert np.asarray(dst[0].keys)[0, 0, :5, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_trap_2_a_view_is_refused_when_a_step_has_moved_the_cache() -> None:
+    cache, dst = [numbered(KVCache(), 5)], [numbered(KVCache(), 5)]
+    span = adapter.span(cache, facts())
+    numbered(cache[0], 1)
+    mx.eval(cache[0].keys)
+    for src, to in ((span, adapter.span(dst, facts())), (adapter.span(dst, facts()), span)):
+        with pytest.raises(InvalidArgumentError, match=r"out of date: cache\[0\] has its keys"):
+            migrate(src, to, [5])
+    assert adapter.seq_lens(cache).to_numpy().tolist() == [6]
+    migrate(adapter.span(cache, facts()), adapter.span(dst, facts()), [5])
+
+
+def test_trap_3_lazy_arrays_are_evaluated_first() -> None:
+    cache = [KVCache()]
+    cache[0].keys, cache[0].values = (mx.full((1, HEADS, 8, DIM), x) + 1 for x in (1.0, 2.0))
+    cache[0].offset = 8
+    recorded = cache[0].keys * 10
+    view = adapter.cache_view(cache, facts())
+    src: list[Any] = [KVCache()]
+    src[0].keys, src[0].values = (mx.full((1, HEADS, 8, DIM), x) for x in (5.0, 6.0))
+    src[0].offset = 8
+    migrate(adapter.span(src, facts()), view, [8])
+    assert float(np.asarray(cache[0].keys)[0, 0, 7, 0]) == 5
+    assert float(np.asarray(cache[0].values)[0, 0, 7, 0]) == 6
+    # Recorded before, evaluated after: it reads what was migrated.
+    assert float(np.asarray(recorded)[0, 0, 7, 0]) == 50
+
+
+def test_trap_4_repeated_memory_is_refused() -> None:
+    cache = [KVCache()]
+    cache[0].keys = cache[0].values = mx.broadcast_to(mx.array(1.0), (1, HEADS, 8, DIM))
+    cache[0].offset = 8
+    with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys\.stride\[1\] is 0, expected"):
+        adapter.cache_view(cache, facts())
+
+
+# ---- refusals ----
+
+
+def test_other_caches_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"cache\[0\] is a ArraysCache, expected one of KV"):
+        adapter.cache_view([ArraysCache(2)], facts())
+    with pytest.raises(UnsupportedError, match="layers of ChunkedKVCache, KVCache, expected one"):
+        adapter.cache_view([KVCache(), ChunkedKVCache(8)], facts())
+    with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys is None, expected"):
+        adapter.cache_view([KVCache()], facts())
+    few = QuantizedKVCache(64, 4)
+    few.update_and_fetch(*(mx.zeros((1, HEADS, 5, DIM)) for _ in "kv"))
+    with pytest.raises(UnsupportedError, match=r"cache\[0\]\.bits is 4, expected 8"):
+        adapter.cache_view([few], facts())
+
+
+def test_layers_of_other_lengths_are_refused() -> None:
+    cache = [numbered(KVCache(), 5), numbered(KVCache(), 6)]
+    with pytest.raises(InvalidArgumentError, match=r"cache\[1\] has offset 6 .* offset is 5"):
+        adapter.span(cache, facts())
+
+
+def test_a_batch_has_no_positions() -> None:
+    batch = BatchKVCache([0, 1])
+    with pytest.raises(UnsupportedError, match="each row has tokens of its own"):
+        adapter.positions(batch)
+    batch.update_and_fetch(*(mx.zeros((2, HEADS, 5, DIM)) for _ in "kv"))
+    with pytest.raises(InvalidArgumentError, match="first is 1, expected None for a BatchKVCache"):
+        adapter.span([batch], facts(), first=1)
+
+
+def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
+    room = {"batch_size": 1, "num_tokens": 5, "num_kv_heads": HEADS, "head_dim": DIM}
+    with pytest.raises(InvalidArgumentError, match=r"cache\[0\] holds 5 tokens, expected none"):
+        adapter.reserve([numbered(KVCache(), 5)], **room)
+    with pytest.raises(UnsupportedError, match=r"cache\[0\] is a RotatingKVCache, expected KVC"):
+        adapter.reserve([RotatingKVCache(8)], **room)
+
+
+def test_facts_of_quantized_layers_are_lossy() -> None:
+    assert facts(quantized=True).lossy == "u8_bias"
+    assert facts().lossy is None
+    assert hf.cache_facts(tiny_model.model()).rotary == facts().rotary
+
+
+def test_the_page() -> None:
+    source, cache = prefilled(100).view(), [KVCache() for _ in range(tiny_model.NUM_LAYERS)]
+    names = Document("mlx.md").run({"source": source, "cache": cache})
+    assert verify(source, adapter.span(cache, names["facts"]), [99]).ok

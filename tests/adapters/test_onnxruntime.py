@@ -1,0 +1,144 @@
+"""kvx_adapters.onnxruntime against ONNX Runtime itself, with past and present in one buffer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvx_adapters import onnxruntime as adapter
+from kvx_core import CacheSpan, InvalidArgumentError, UnsupportedError, verify
+from tests.documents import Document
+from tests.engines import tiny_model
+from tests.engines.live import hop
+from tests.engines.live_onnxruntime import FACTS, Live, session
+from tests.engines.live_transformers import Live as HF
+
+COUNT = 12
+K0 = "past_key_values.0.key"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 37, 100])
+def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
+    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
+    hf, there, back = HF(), Live(), HF()
+    hf.prefill(ids[:-1])
+    hop(hf, there)
+    before = {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
+    assert there.decode(4, after=ids[-1]) == want[:4]
+    assert before == {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
+    hop(there, back)
+    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
+
+
+def test_the_engine_alone_and_a_cache_of_zeros() -> None:
+    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
+    alone, zeros, back = Live(), Live(), HF()
+    alone.prefill(ids[:-1])
+    hop(alone, back)
+    assert alone.decode(COUNT, after=ids[-1]) == want
+    assert back.decode(COUNT, after=ids[-1]) == want
+    zeros.reserve(99)
+    assert zeros.decode(COUNT, after=ids[-1]) != want
+
+
+def test_the_view_is_the_engines_memory() -> None:
+    engine = Live(8)
+    layer = engine.view().view.layers[1]
+    assert layer.k.data == engine.buffers["past_key_values.1.key"].ctypes.data
+    assert layer.k.shape == (1, 2, 8, 64)
+    engine.prefill([1, 2, 3])
+    written = np.abs(engine.buffers["past_key_values.1.key"]).sum((0, 1, 3))
+    assert (written[:3] > 0).all()
+    assert (written[3:] == 0).all()
+
+
+def buffers(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict(adapter.reserve(session(), batch_size=1, num_tokens=8))
+    return found | changes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            np.zeros((1, 2, 8, 64), np.float16),
+            "is F16 of shape .* expected F32 of .'any', 2, 'any'",
+        ),
+        (np.zeros((1, 3, 8, 64), np.float32), r"of shape \(1, 3, 8, 64\), expected F32"),
+        (np.zeros((2, 8, 64), np.float32), r"of shape \(2, 8, 64\), expected F32"),
+    ],
+)
+def test_buffers_are_compared_with_the_session(given: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        adapter.cache_view(session(), buffers(**{K0: given}), FACTS)
+
+
+def test_buffers_are_compared_with_each_other() -> None:
+    other = np.zeros((1, 2, 9, 64), np.float32)
+    with pytest.raises(InvalidArgumentError, match="1 rows of 9 tokens, expected 1 of 8"):
+        adapter.cache_view(session(), buffers(**{"past_key_values.3.value": other}), FACTS)
+    few = {name: buffer for name, buffer in buffers().items() if name != K0}
+    with pytest.raises(
+        InvalidArgumentError, match=r"lacks \['past_key_values.0.key'\] and has \[\]"
+    ):
+        adapter.cache_view(session(), few, FACTS)
+
+
+def test_only_contiguous_buffers_are_bound() -> None:
+    strided = buffers(**{K0: torch.zeros(1, 8, 2, 64).transpose(1, 2)})
+    adapter.cache_view(session(), strided, FACTS)
+    with pytest.raises(InvalidArgumentError, match="expected contiguous"):
+        adapter.bind(session().io_binding(), session(), strided)
+
+
+def of(*inputs: tuple[str, str, list[Any]]) -> Any:
+    """A session with such inputs."""
+    made = [SimpleNamespace(name=name, type=kind, shape=shape) for name, kind, shape in inputs]
+    return SimpleNamespace(get_inputs=lambda: made)
+
+
+def test_sessions_with_other_caches_are_refused() -> None:
+    shape = ["batch", 2, "room", 64]
+    value = ("past_key_values.0.value", "tensor(float)", shape)
+    with pytest.raises(UnsupportedError, match=r"is a tensor\(int8\), expected one of"):
+        adapter.past_inputs(of((K0, "tensor(int8)", shape), value))
+    with pytest.raises(UnsupportedError, match="has 3 axes, expected 4"):
+        adapter.past_inputs(of((K0, "tensor(float)", shape[:3]), value))
+    for inputs in ((), (value,)):
+        with pytest.raises(UnsupportedError, match=r"expected past_key_values\.I\.key and"):
+            adapter.past_inputs(of(*inputs))
+    bf16 = of((K0, "tensor(bfloat16)", shape), (value[0], "tensor(bfloat16)", shape))
+    with pytest.raises(UnsupportedError, match="is BF16, expected F32 or F16"):
+        adapter.reserve(bf16, batch_size=1, num_tokens=8)
+    unknown = of((K0, "tensor(float)", ["batch", 2, "room", "dim"]), value)
+    with pytest.raises(UnsupportedError, match="leaves its heads or head_dim to the run"):
+        adapter.reserve(unknown, batch_size=1, num_tokens=8)
+
+
+def test_facts() -> None:
+    assert (FACTS.rotary, FACTS.rotary_dim, FACTS.window) == ("half", 64, 0)
+    sizes = {"num_layers": 1, "num_kv_heads": 1}
+    found = adapter.cache_facts(
+        **sizes, do_rotary=True, rotary_interleaved=True, rotary_dim=8, local_window_size=16
+    )
+    assert (found.rotary, found.window) == ("interleaved", 16)
+    none = adapter.cache_facts(**sizes, do_rotary=False, rotary_interleaved=False, rotary_dim=0)
+    assert none.rotary == "none"
+    with pytest.raises(InvalidArgumentError, match="rotary_dim is 0 and do_rotary is True"):
+        adapter.cache_facts(**sizes, do_rotary=True, rotary_interleaved=False, rotary_dim=0)
+
+
+def test_the_page() -> None:
+    source = prefilled()
+    names = Document("onnxruntime.md").run({"source": source, "session": session()})
+    assert verify(source, adapter.cache_view(session(), names["buffers"], names["facts"]), [99]).ok
+
+
+def prefilled() -> CacheSpan:
+    hf = HF()
+    hf.prefill(tiny_model.prompt(99))
+    return hf.view()

@@ -1,0 +1,243 @@
+"""kvx_adapters.openvino against OpenVINO's paged attention on the CPU plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvx_adapters import openvino as adapter
+from kvx_adapters.transformers import cache_desc as describe_layer
+from kvx_core import (
+    CacheView,
+    DType,
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnsupportedError,
+    migrate,
+    verify,
+)
+from tests.documents import Document
+from tests.engines import tiny_model
+from tests.engines.live import hop
+from tests.engines.live_openvino import Live
+from tests.engines.live_transformers import Live as HF
+from tests.engines.openvino_model import compiled
+
+COUNT = 12
+
+
+def prefilled(num_tokens: int) -> HF:
+    """All but the last token of a prompt, in transformers."""
+    found = HF()
+    found.prefill(tiny_model.prompt(num_tokens)[:-1])
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [2, 65, 100])
+def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
+    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
+    hf, there, back = prefilled(num_tokens), Live(), HF()
+    hop(hf, there)
+    assert there.decode(4, after=ids[-1]) == want[:4]
+    hop(there, back)
+    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
+
+
+def test_the_engine_alone_and_a_cache_of_zeros() -> None:
+    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
+    alone, zeros, back = Live(), Live(), HF()
+    alone.prefill(ids[:-1])
+    hop(alone, back)
+    assert alone.decode(COUNT, after=ids[-1]) == want
+    assert back.decode(COUNT, after=ids[-1]) == want
+    zeros.reserve(99)
+    assert zeros.decode(COUNT, after=ids[-1]) != want
+
+
+def test_a_float16_cache_continues() -> None:
+    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
+    there, back = Live(precision="f16"), HF()
+    there.reserve(99)
+    migrate(prefilled(100).view(), there.view(), [99])
+    assert there.decode(4, after=ids[-1]) == want[:4]
+    hop_back(there, back)
+    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
+
+
+def hop_back(src: Live, dst: HF) -> None:
+    """A hop whose ends have different dtypes."""
+    dst.reserve(src.lengths[0])
+    migrate(src.view(), dst.view(), src.lengths)
+
+
+def test_bfloat16_pools() -> None:
+    """The plugin compiles such a model on processors with bf16 alone: its inputs stand for it."""
+    model = model_of(ov.Type.bf16, [-1, 2, 32, 64])
+    pools = adapter.reserve(model, 2)
+    assert {pool.dtype for pool in pools.values()} == {np.dtype(np.float16)}
+    facts = replace(Live().view().view.facts, num_layers=1)
+    hf = prefilled(40).cache.layers[0]
+    src = CacheView((describe_layer(hf),), facts, dense=True)
+    migrate(src, adapter.cache_view(model, pools, facts).at([[1, 0]]), [39])
+    stored = torch.from_numpy(pools["value_cache.0"]).view(torch.bfloat16)
+    assert torch.equal(torch.cat([stored[1], stored[0, :, :7]], 1), hf.values[0].bfloat16())
+
+
+# ---- u8: scales and zero points in the pools ----
+
+
+def numbers(engine: Live, name: str) -> NDArray[np.float32]:
+    """What the engine's tokens stand for, (heads, tokens, dim), by hand."""
+    pool = engine.pools[name][engine.blocks]
+    if name.startswith("key"):
+        beside = (
+            np.ascontiguousarray(pool[:, :, :8]).view(np.float32).reshape(len(pool), 2, 2, 1, 64)
+        )
+        found = (pool[:, :, 8:].astype(np.float32) - beside[:, :, 1]) * beside[:, :, 0]
+    else:
+        beside = np.ascontiguousarray(pool[..., :8]).view(np.float32)
+        found = (pool[..., 8:].astype(np.float32) - beside[..., 1:]) * beside[..., :1]
+    return np.concatenate(list(found), 1)[:, : engine.lengths[0]]
+
+
+def test_the_default_cache_is_u8_and_reads_as_the_engine_wrote_it() -> None:
+    engine, dst = Live(precision="default"), HF()
+    assert {found.dtype for found in adapter.cache_inputs(engine.compiled).values()} == {
+        DType.U8_ZERO
+    }
+    engine.prefill(tiny_model.prompt(100)[:-1])
+    hop_back(engine, dst)
+    for i, layer in enumerate(dst.cache.layers):
+        for name, tensor in (("key", layer.keys), ("value", layer.values)):
+            assert np.array_equal(numbers(engine, f"{name}_cache.{i}"), tensor[0].numpy())
+    exact = prefilled(100).cache.layers[0]
+    assert float((dst.cache.layers[0].keys - exact.keys).abs().max()) < 0.05
+    assert float((dst.cache.layers[0].values - exact.values).abs().max()) < 0.05
+
+
+def test_u8_written_from_outside_continues() -> None:
+    """Equal tokens are not sure with eight bits: these are."""
+    ids = tiny_model.prompt(100)
+    alone, there, zeros = (Live(precision="u8") for _ in range(3))
+    alone.prefill(ids[:-1])
+    there.reserve(99)
+    zeros.reserve(99)
+    migrate(prefilled(100).view(), there.view(), [99])
+    for i in range(tiny_model.NUM_LAYERS):
+        for kv in ("key", "value"):
+            name = f"{kv}_cache.{i}"
+            # A layer's numbers hold the error of the u8 layers below it.
+            assert np.abs(numbers(there, name) - numbers(alone, name)).max() < 0.6
+    want = alone.decode(COUNT, after=ids[-1])
+    assert there.decode(COUNT, after=ids[-1])[:4] == want[:4]
+    assert zeros.decode(COUNT, after=ids[-1])[:4] != want[:4]
+
+
+def test_a_part_filled_block_is_requantized_if_asked() -> None:
+    """Tokens 40 to 47 go behind 40 that are there: in the second block, whose scales change."""
+    hf = prefilled(100)
+    whole, there = Live(precision="u8"), Live(precision="u8")
+    whole.reserve(48)
+    there.reserve(48)
+    migrate(hf.view(), whole.view(), [48])
+    migrate(hf.view(), there.view(), [40])
+    src = hf.view().view.at(starts=[40])
+    dst = there.view().view.at([there.blocks], starts=[40])
+    before = {name: pool.copy() for name, pool in there.pools.items()}
+    with pytest.raises(OutOfRangeError, match="block"):
+        migrate(src, dst, [8])
+    assert all(np.array_equal(before[name], pool) for name, pool in there.pools.items())
+    migrate(src, dst, [8], requantize=True)
+    for kv in ("key", "value"):
+        got, want = numbers(there, f"{kv}_cache.0"), numbers(whole, f"{kv}_cache.0")
+        assert np.abs(got - want).max() < 0.05
+    assert not np.array_equal(before["key_cache.0"], there.pools["key_cache.0"])
+
+
+# ---- tables, facts and refusals ----
+
+
+def test_tables_and_lengths() -> None:
+    table = adapter.block_table(np.array([5, 2, 9], np.int32), np.array([0, 2, 3], np.int32))
+    assert (table.seq_count, table.max_blocks_per_seq) == (2, 2)
+    lengths = adapter.seq_lens(np.array([40, 0], np.int32), np.array([0, 1, 4], np.int32))
+    assert lengths.to_numpy().tolist() == [41, 3]
+    with pytest.raises(InvalidArgumentError, match=r"block_indices_begins is \[0, 2\], expected"):
+        adapter.block_table([5, 2, 9], [0, 2])
+    with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
+        adapter.seq_lens([40, 0], [0, 1])
+
+
+def test_pools_are_compared_with_the_model() -> None:
+    engine = Live(precision="f32")
+    view = engine.view().view
+    assert view.layers[2].v is not None
+    assert view.layers[2].v.data == engine.pools["value_cache.2"].ctypes.data
+    for given in (
+        np.zeros((4, 2, 16, 64), np.float32),
+        np.zeros((4, 2, 32, 64), np.float16),
+        np.zeros((8, 2, 32, 64), np.float32)[::2],
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match=r"expected F32 of \(num_blocks, 2, 32, 64\), co"
+        ):
+            adapter.cache_view(engine.compiled, engine.pools | {"key_cache.0": given}, view.facts)
+    few = {name: pool for name, pool in engine.pools.items() if name != "key_cache.0"}
+    with pytest.raises(InvalidArgumentError, match=r"pools lacks \['key_cache.0'\]"):
+        adapter.cache_view(engine.compiled, few, view.facts)
+
+
+def model_of(kind: ov.Type, shape: list[int]) -> Any:
+    """A model with caches of this kind."""
+
+    def given(name: str) -> Any:
+        return SimpleNamespace(
+            get_names=lambda: {name},
+            get_element_type=lambda: kind,
+            get_partial_shape=lambda: ov.PartialShape(shape),
+        )
+
+    return SimpleNamespace(inputs=[given("key_cache.0"), given("value_cache.0")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        (
+            ov.Type.u4,
+            [-1, 2, 32, 64],
+            "input key_cache.0 is u4, expected one of f32, f16, bf16, u8",
+        ),
+        (ov.Type.f32, [-1, 2, -1, 64], "only the first, the blocks, is open"),
+        (ov.Type.f32, [-1, 2, 16, 64], r"with 16 x 64 elements .* expected 32 x \(head_dim \+ 0\)"),
+        (ov.Type.u8, [-1, 2, 32, 72], r"with 32 x 72 elements .* expected 40 x \(head_dim \+ 0\)"),
+    ],
+)
+def test_other_caches_are_refused(kind: ov.Type, shape: list[int], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        adapter.cache_inputs(model_of(kind, shape))
+
+
+def test_models_without_paged_attention_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Apply paged_attention_transformation"):
+        adapter.cache_inputs(SimpleNamespace(inputs=[]))
+
+
+def test_facts() -> None:
+    facts = adapter.cache_facts(compiled("u8"), rotary="half", rotary_dim=64)
+    assert (facts.num_layers, facts.total_kv_heads, facts.lossy) == (4, 2, "u8_zero")
+    exact = adapter.cache_facts(compiled("f32"), rotary="half", rotary_dim=64, version="2026.4.1")
+    assert (exact.engine, exact.lossy) == ("openvino 2026.4.1", None)
+
+
+def test_the_page() -> None:
+    source = prefilled(100).view()
+    names = Document("openvino.md").run({"source": source, "compiled": compiled("f32")})
+    assert verify(source, names["view"].at([[5, 2, 7, 0]]), [99]).ok

@@ -1,0 +1,80 @@
+"""The tiny model in OpenVINO's paged attention, on pools and a block table of the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+
+from kvx_adapters import openvino as adapter
+from kvx_core import CacheSpan, DType
+from tests.engines import tiny_model
+from tests.engines.engine import FINGERPRINT
+from tests.engines.openvino_model import compiled
+
+BLOCK_SIZE = 32
+
+
+class Live:
+    """See LiveEngine.
+
+    precision: KV_CACHE_PRECISION, or "default"
+    """
+
+    def __init__(self, num_tokens: int = 256, precision: str = "f32") -> None:
+        self.compiled = compiled(precision)
+        self._request = self.compiled.create_infer_request()
+        used = -(-num_tokens // BLOCK_SIZE)
+        self.blocks = [2 * i + 1 for i in reversed(range(used))]  # neither in order nor adjacent
+        self.pools = adapter.reserve(self.compiled, 2 * used)
+        self._tensors = []
+        for name, found in adapter.cache_inputs(self.compiled).items():
+            pool = self.pools[name]
+            tensor = ov.Tensor(pool, shared_memory=True)
+            if found.dtype is DType.BF16:
+                tensor = ov.Tensor(pool, ov.Shape(pool.shape), ov.Type.bf16)
+            self._tensors.append(tensor)
+            self._request.set_tensor(name, tensor)
+        self._held = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self._held]
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._run(tokens)
+
+    def reserve(self, num_tokens: int) -> None:
+        self._held = num_tokens
+
+    def view(self) -> CacheSpan:
+        facts = adapter.cache_facts(
+            self.compiled,
+            rotary="half",
+            rotary_dim=tiny_model.HEAD_DIM,
+            version=ov.__version__,
+            fingerprint=FINGERPRINT,
+        )
+        return adapter.cache_view(self.compiled, self.pools, facts).at([self.blocks])
+
+    def decode(self, count: int, *, after: int) -> list[int]:
+        tokens = [after]
+        for _ in range(count):
+            tokens.append(self._run(tokens[-1:]))
+        return tokens[1:]
+
+    def _run(self, tokens: Sequence[int]) -> int:
+        past, self._held = self._held, self._held + len(tokens)
+        blocks = self.blocks[: -(-self._held // BLOCK_SIZE)]
+        inputs = {
+            "input_ids": np.array(tokens, np.int64),
+            "position_ids": np.arange(past, self._held),
+            "past_lens": np.array([past], np.int32),
+            "subsequence_begins": np.array([0, len(tokens)], np.int32),
+            "block_indices": np.array(blocks, np.int32),
+            "block_indices_begins": np.array([0, len(blocks)], np.int32),
+            "max_context_len": np.array(self._held, np.int32),
+        }
+        logits = self._request.infer(inputs)[0].reshape(-1, tiny_model.VOCAB_SIZE)
+        return int(logits[-1].argmax())
