@@ -986,6 +986,13 @@ def test_the_calls_are_valid_until_a_rule_is_broken(backend: Backend, name: str)
     CALLS[name](backend).run()
 
 
+def without_addresses(said: str, rule: Rule) -> str:
+    """Numbers as long as an address are one, unless the rule says them."""
+    address = r"0x[0-9a-f]{7,}|\(nil\)"
+    known = " ".join((rule.sentence, *rule.of_device))
+    return re.sub(address, lambda found: found[0] if found[0] in known else "<address>", said)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule(backend: Backend, rule: Rule) -> None:
     if rule.without_cuda and backend.has_kernels():
@@ -998,7 +1005,7 @@ def test_rule(backend: Backend, rule: Rule) -> None:
         return call.run()
     with pytest.raises(KvxError) as refusal:
         call.run()
-    said = re.sub(r"0x[0-9a-f]{9,}|\(nil\)", "<address>", str(refusal.value))
+    said = without_addresses(str(refusal.value), rule)
     if not backend.looks_first and re.search(SKIPPED, said):
         said = re.sub(SKIPPED, "", said)
         allowed = [re.escape(text).replace(r"\.\.\.", ".*") for text in rule.of_device]

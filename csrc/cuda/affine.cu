@@ -17,25 +17,31 @@ __device__ __forceinline__ Bounds warp_bounds(Bounds of) {
   return of;
 }
 
+// Not within the template: there g++ puts a static array into no section (tests/hostgrid).
+__device__ __forceinline__ Staged &staged_of_warp() {
+  __shared__ Staged staged[kWarps];
+  return staged[threadIdx.x / kWarp];
+}
+
 // Into another format: a lane encodes a unit of that.
+template <bool kToTurboQuant>
 __global__ void __launch_bounds__(kThreads, 4)
     from_affine_kernel(const __grid_constant__ AffineParams p) {
-  __shared__ Staged staged[kWarps];
+  Staged &staged = staged_of_warp();
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
-  const UnitsAt src = src_units(p, blockIdx.y);
   each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     if (token.src) {
       const auto divisor_of = [&](const Token &t, uint32_t head) {
         return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
       };
-      return convert_units(
-          p, staged[threadIdx.x / kWarp], token, first, last,
+      return convert_units<kToTurboQuant>(
+          p, staged, token, first, last,
           [&](const Token &t, uint32_t head) { return is_usable(divisor_of(t, head)); },
           [&](const Token &t, uint32_t head, uint32_t d) {
             const uint8_t *const from = t.src + head * shape.src.head_stride;
-            return number_from(shape.src, src, from, t.from, head, d, 1.0f);
+            return number_from(shape.src, src_units(p, blockIdx.y), from, t.from, head, d, 1.0f);
           },
           [&](const Token &, uint32_t, float number) { return number; },
           [&](const Token &t, uint32_t head, float number) { return number / divisor_of(t, head); },
@@ -110,7 +116,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 void launch_affine(const AffineParams &params, dim3 grid, cudaStream_t stream) {
   if (params.affine.dst.group)
     return KVX_LAUNCH((to_affine_kernel), grid, kThreads, 0, stream, params);
-  KVX_LAUNCH((from_affine_kernel), grid, kThreads, 0, stream, params);
+  if (bits_of_turboquant(params.shape.dst.dtype))
+    return KVX_LAUNCH((from_affine_kernel<true>), grid, kThreads, 0, stream, params);
+  KVX_LAUNCH((from_affine_kernel<false>), grid, kThreads, 0, stream, params);
 }
 
 }  // namespace kvx::cuda

@@ -164,7 +164,9 @@ __device__ __forceinline__ void store_turboquant(const P &p, Staged &staged) {
 // Converts units [first, last) of a token; for whole warps. read(token, head, d) gives the numbers
 // of heads that are usable(token, head), as they are stored; scale(token, head, number) and then
 // divide(token, head, number) apply scales. Of other heads report(token, head) is called once.
-template <class P, class Usable, class Read, class Scale, class Divide, class ReportHead>
+// kToTurboQuant: whether the destination is of TurboQuant; registers do not suffice for both.
+template <bool kToTurboQuant, class P, class Usable, class Read, class Scale, class Divide,
+          class ReportHead>
 __device__ __forceinline__ void convert_units(const P &p, Staged &staged, const Token &of,
                                               uint32_t first, uint32_t last, Usable usable,
                                               Read read, Scale scale, Divide divide,
@@ -195,7 +197,7 @@ __device__ __forceinline__ void convert_units(const P &p, Staged &staged, const 
       if (unit.is_usable) staged[i] = divide(staged.token, unit.head, staged[i] * by);
     }
     __syncwarp();
-    if (bits_of_turboquant(p.shape.dst.dtype)) {
+    if constexpr (kToTurboQuant) {
       store_turboquant(p, staged);
     } else {
       const uint32_t numbers = p.units.elements / p.units.dst_units;

@@ -40,7 +40,7 @@ __device__ __forceinline__ float with_sign(float y, uint32_t i) {
 }
 
 // The bits of a code; 0: the format is not one of TurboQuant's.
-__device__ __forceinline__ uint32_t bits_of_turboquant(kvx_dtype_t dtype) {
+KVX_HD uint32_t bits_of_turboquant(kvx_dtype_t dtype) {
   if (dtype == KVX_DTYPE_TQ2) return 2;
   if (dtype == KVX_DTYPE_TQ3) return 3;
   return dtype == KVX_DTYPE_TQ4 ? 4 : 0;

@@ -14,7 +14,7 @@ __device__ __forceinline__ Staged &staged_of_warp() {
   return staged[threadIdx.x / kWarp];
 }
 
-template <class P>
+template <class P, bool kToTurboQuant>
 __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constant__ P p) {
   Staged &staged = staged_of_warp();
   const uint32_t lane = threadIdx.x % kWarp;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constan
       const auto divisor_of = [&](const Token &t, uint32_t head) {
         return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
       };
-      return convert_units(
+      return convert_units<kToTurboQuant>(
           p, staged, token, first, last,
           [&](const Token &t, uint32_t head) {
             return is_usable(scale_of(t, head)) && is_usable(divisor_of(t, head));
@@ -63,7 +63,11 @@ __global__ void __launch_bounds__(kThreads, 4) units_kernel(const __grid_constan
 
 template <class P>
 void launch_units(const P &params, const Choice &, dim3 grid, cudaStream_t stream) {
-  KVX_LAUNCH((units_kernel<P>), grid, kThreads, 0, stream, params);
+  if (params.shape.convert && bits_of_turboquant(params.shape.dst.dtype)) {
+    KVX_LAUNCH((units_kernel<P, true>), grid, kThreads, 0, stream, params);
+  } else {
+    KVX_LAUNCH((units_kernel<P, false>), grid, kThreads, 0, stream, params);
+  }
 }
 
 }  // namespace kvx::cuda

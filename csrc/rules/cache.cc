@@ -119,10 +119,11 @@ kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache) {
 
 kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache,
                          const kvx_cache_desc_t &valid) {
-  if (!cache || cache->size != valid.size || cache->num_blocks != valid.num_blocks ||
-      cache->block_size != valid.block_size || cache->num_kv_heads != valid.num_kv_heads ||
-      cache->head_dim != valid.head_dim || !have_same_form(cache->k, valid.k) ||
-      !have_same_form(cache->v, valid.v) || is_absent(cache->v) != is_absent(valid.v)) {
+  KVX_TRY(check_struct(path, cache));
+  if (cache->num_blocks != valid.num_blocks || cache->block_size != valid.block_size ||
+      cache->num_kv_heads != valid.num_kv_heads || cache->head_dim != valid.head_dim ||
+      !have_same_form(cache->k, valid.k) || !have_same_form(cache->v, valid.v) ||
+      is_absent(cache->v) != is_absent(valid.v)) {
     return check_cache(path, cache);
   }
   KVX_TRY(check_place({&path, "k"}, cache->k));

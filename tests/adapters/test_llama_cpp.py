@@ -29,12 +29,11 @@ from kvx_core import (
     migrate,
     verify,
 )
-from tests.engines import tiny_model, windows_model
+from tests.engines import llama_cpp_library, tiny_model, windows_model
 from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
 from tests.engines.live_llama_cpp import Context
 from tests.engines.live_transformers import Live as HF
-from tests.engines.llama_cpp_library import install
 
 COUNT = 12
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q5_0", "Q5_1")
@@ -61,12 +60,15 @@ def rows(context: Context, kv: str, layer: int = 0) -> np.ndarray:
     return stored[context.cells[0]].reshape(len(context.cells[0]), -1)
 
 
-def test_without_npm_the_libraries_say_how_to_get_it(
+def test_libraries_are_those_that_are_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"npm was not found, .* sudo apt install npm"):
-        install(tmp_path / "llama.cpp")
+    def pack(work: Path) -> None:
+        (work / "other.tgz").write_bytes(b"other")
+
+    monkeypatch.setattr(llama_cpp_library, "_pack", pack)
+    with pytest.raises(RuntimeError, match=r"has the sha512 .*, expected 5uCC"):
+        llama_cpp_library.install(tmp_path / "llama.cpp")
     assert not list(tmp_path.iterdir())
 
 
