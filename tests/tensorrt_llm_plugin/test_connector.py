@@ -213,7 +213,7 @@ def test_tokens_that_are_not_known_yet(serve: Factory) -> None:
     scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 0)
     data = fake.RequestDataOfMain(7, tokens, [3, 4, 5], 29, 20)
     (save,) = scheduler.build_connector_meta(fake.SchedulerOutput([data])).saves
-    assert (save.tokens.tolist(), save.block_ids) == (tokens, [3, 4])
+    assert (save.tokens.tolist(), save.block_ids) == (tokens, ([3, 4, 5],))
 
 
 def test_two_requests_in_one_step(serve: Factory) -> None:
@@ -309,7 +309,7 @@ def test_a_file_that_is_not_good_is_computed(
     engine.close()
     if damage == "changed":
         (warning,) = trtllm.logger.warnings()
-        assert warning.startswith(f"warning: KVX computes tokens from {at * 24} on: ")
+        assert warning.startswith("warning: KVX computes tokens that it found: ")
     assert serve(8).ask(tokens).computed == 150 - 144  # it has been stored again
 
 
@@ -349,7 +349,7 @@ def test_a_store_that_cannot_be_written(serve: Factory, trtllm: ModuleType) -> N
     engine.ask(prompt(30, 24))
     engine.close()
     (warning, *_) = trtllm.logger.warnings()
-    assert warning.startswith("warning: KVX did not save 24 tokens: ")
+    assert warning.startswith("warning: KVX could not write to its store: ")
 
 
 def test_a_store_that_is_a_file(serve: Factory) -> None:
@@ -362,11 +362,12 @@ def test_a_bound_on_what_waits_to_be_written(serve: Factory, trtllm: ModuleType)
     serve.set(max_pending_bytes=1)
     engine = serve()
     worker = engine.ranks[0].worker
-    worker._pending_bytes = 2
+    worker._saver._pending_bytes = 2
     engine.ask(prompt(100, 25))
     engine.close()
     assert trtllm.logger.warnings() == [
-        "warning: KVX saves no more of request 1: 2 bytes wait to be written"
+        "warning: KVX did not save request 1: 2 bytes wait to be written, expected at most 1, as "
+        "max_pending_bytes says"
     ]
 
 
@@ -376,7 +377,7 @@ def test_a_plan_that_stays_bound_is_done_once(serve: Factory) -> None:
     saved(serve, tokens)
     engine = serve()
     engine.ask(tokens + prompt(30, 30))
-    engine.ranks[0].worker._writer.submit(int).result()  # all files are there
+    assert engine.ranks[0].worker._saver._writers.wait(60)  # all files are there
     for path in serve.store.rglob("*.safetensors"):
         path.unlink()
     (rank,) = engine.ranks

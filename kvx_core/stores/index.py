@@ -1,0 +1,187 @@
+"""Index: what is known of a store's folders and files without asking its disk."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+from kvx_core.stores.keys import EntryFile, Ids
+
+_MAX_NAMES = 1 << 19  # names of files and folders that are remembered, about 100 MB
+_MAX_TOKENS = 1 << 23  # tokens of files that are remembered, 64 MB
+_MAX_LISTED = 1 << 16  # a folder with so many names may have more: BlobStore.names is bounded
+_MAX_RELISTED = 1 << 12
+_MAX_COMPARED = 16  # names that one lookup from memory looks through
+
+
+class Unknown(Exception):
+    """Memory does not have the answer, or had it too long ago. Never leaves kvx_core."""
+
+
+@dataclass(slots=True)
+class _Folder:
+    names: dict[str, None]
+    seen: float
+
+
+class Index:
+    """Remembers what lookups have seen. Threads may share one.
+
+    Other processes write and delete in the same store: what was seen more than `fresh_seconds` ago
+    counts as unknown. Bounded: the least recently seen is forgotten first.
+    """
+
+    def __init__(
+        self, fresh_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.fresh_seconds = fresh_seconds
+        self._clock = clock
+        self._lock = Lock()
+        self._files: OrderedDict[str, float] = OrderedDict()  # when each was last seen
+        self._folders: OrderedDict[str, _Folder] = OrderedDict()
+        self._tokens: OrderedDict[str, Ids] = OrderedDict()  # of files that were found good
+        self._num_names = self._num_tokens = 0
+
+    # ---- what lookups see ----
+
+    def listed(self, folder: str, names: list[str]) -> None:
+        """A folder had these names just now."""
+        with self._lock:
+            self._forget_folder(folder)
+            self._folders[folder] = _Folder(dict.fromkeys(names), self._clock())
+            self._num_names += 1 + len(names)
+            while self._num_names > _MAX_NAMES and len(self._folders) > 1:
+                self._forget_folder(next(iter(self._folders)))
+
+    def saw(self, name: str) -> None:
+        """A file was there just now."""
+        with self._lock:
+            self._files[name] = self._clock()
+            self._files.move_to_end(name)
+            if len(self._files) > _MAX_NAMES:
+                self._files.popitem(last=False)
+
+    def wrote(self, name: str) -> None:
+        """This process has stored a file just now, perhaps in new folders."""
+        with self._lock:
+            self._files[name] = self._clock()
+            while "/" in name:
+                name, _, last = name.rpartition("/")
+                if folder := self._folders.get(name):
+                    self._num_names += last not in folder.names
+                    folder.names[last] = None
+
+    def missed(self, name: str) -> None:
+        """A file was not there just now, or was not good."""
+        with self._lock:
+            self._files.pop(name, None)
+            if (found := self._tokens.pop(name, None)) is not None:
+                self._num_tokens -= len(found)
+            folder, _, last = name.rpartition("/")
+            if listing := self._folders.get(folder):
+                self._num_names -= last in listing.names
+                listing.names.pop(last, None)
+
+    def doubt(self, name: str) -> None:
+        """Another process could not use a file: the disk is asked before memory answers again."""
+        with self._lock:
+            self._files.pop(name, None)
+
+    def keep_tokens(self, name: str, tokens: Ids) -> None:
+        """A good file has these tokens."""
+        with self._lock:
+            if name not in self._tokens:
+                self._tokens[name] = tokens
+                self._num_tokens += len(tokens)
+            while self._num_tokens > _MAX_TOKENS and len(self._tokens) > 1:
+                self._num_tokens -= len(self._tokens.popitem(last=False)[1])
+
+    def tokens_of(self, name: str) -> Ids | None:
+        """The tokens of a file, which its name decides for ever; None if they are not known."""
+        with self._lock:
+            found = self._tokens.get(name)
+            if found is not None:
+                self._tokens.move_to_end(name)
+            return found
+
+    def is_worth_listing(self, folder: str) -> bool:
+        """Whether a folder is unknown, and was not large when it was last listed."""
+        with self._lock:
+            found = self._folders.get(folder)
+            if found is None:
+                return True
+            return not self._is_fresh(found.seen) and len(found.names) < _MAX_RELISTED
+
+    # ---- what memory answers ----
+
+    def is_seen(self, name: str) -> bool:
+        """Whether a file was there when it was last asked for, and not too long ago."""
+        with self._lock:
+            seen = self._files.get(name)
+            return seen is not None and self._is_fresh(seen)
+
+    def is_there(self, name: str) -> bool:
+        """Whether a file exists. Raises Unknown."""
+        if self.is_seen(name):
+            return True
+        folder, _, last = name.rpartition("/")
+        if last not in self.names(folder):
+            return False
+        raise Unknown
+
+    def names(self, folder: str) -> dict[str, None]:
+        """The names in a folder; none if the folder above does not have it. Raises Unknown."""
+        with self._lock:
+            names = self._fresh_names(folder)
+            if names is not None:
+                return names
+            above, _, last = folder.rpartition("/")
+            names = self._fresh_names(above)
+            if names is not None and last not in names:
+                return {}
+        raise Unknown
+
+    def _fresh_names(self, folder: str) -> dict[str, None] | None:
+        found = self._folders.get(folder)
+        if found is None or not self._is_fresh(found.seen) or len(found.names) >= _MAX_LISTED:
+            return None
+        return found.names
+
+    def _is_fresh(self, seen: float) -> bool:
+        return self._clock() - seen < self.fresh_seconds
+
+    def _forget_folder(self, folder: str) -> None:
+        found = self._folders.pop(folder, None)
+        if found is not None:
+            self._num_names -= 1 + len(found.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Files as the index has them, for a Finder: touches no disk. Every method raises Unknown."""
+
+    index: Index
+
+    def __contains__(self, name: str) -> bool:
+        return True  # so that a Finder asks `is_there` first
+
+    def is_there(self, name: str) -> bool:
+        return self.index.is_there(name)
+
+    def names(self, folder: str) -> list[str]:
+        found = self.index.names(folder)
+        if len(found) > _MAX_COMPARED:
+            raise Unknown
+        return list(found)
+
+    def glance(self, folder: str) -> None:
+        """Does nothing: memory sees nothing new."""
+
+    def tokens(self, file: EntryFile) -> Ids | None:
+        tokens = self.index.tokens_of(file.name)
+        if tokens is None or not self.index.is_there(file.name):
+            raise Unknown
+        return tokens
