@@ -8,6 +8,7 @@ CPU time that a lookup's thread computes between two pauses, in which it may hol
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -92,6 +93,8 @@ def run() -> dict[str, Any]:
         stored = _prompt(0)
         _fill(store, stored)
         _fill_with_names(Path(path), store)
+        gc.collect()
+        gc.freeze()  # as vLLM does when it has started
         with _stretches() as stretches:
             calls = _serve(store, [stored, _prompt(1), stored, *map(_prompt, range(2, 8))])
         results["calls"] = calls.summary()
@@ -101,6 +104,7 @@ def run() -> dict[str, Any]:
             running += _steps(_store(blobs), blobs, frozen=False)
             frozen += _steps(_store(blobs), blobs, frozen=True)
         results["step"], results["frozen_step"] = _summary(running), _summary(frozen)
+    gc.unfreeze()
     worst = max(found["p99"] for found in results["calls"].values())
     results["met"] = {
         "call_p99_ms": worst <= GOALS["call_p99_ms"],

@@ -10,6 +10,7 @@ be wrong.
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,11 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Salted
 from kvx_core.connector.threads import Workers
-from kvx_core.snapshot import Section
+from kvx_core.snapshot import Section, StoreError
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
 from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.walk import Walk
 
 # Keys and values of a request with one of these depend on more than its token ids.
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp
@@ -58,11 +60,17 @@ class _Promise:
 class _Read:
     """A lookup in a thread that reads what it finds."""
 
-    tokens: list[int]
+    walk: Walk
     start: int
     room: int  # bytes that it may take
+    progress: Progress = field(default_factory=Progress)
     promise: _Promise | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Tokens found, and tokens read."""
+        return self.walk.num_found, self.progress.stop
 
 
 @dataclass(slots=True)
@@ -110,8 +118,9 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     ) -> tuple[int, bool]:
         """How many tokens past `num_computed_tokens` the next step loads before its forward pass.
 
-        Waits for the store at most lookup_seconds: TensorRT-LLM cannot be told to ask again. If
-        that is not enough it computes, and what was read until then helps the next lookup.
+        Waits for the store while it finds or reads a chunk every chunk_seconds, and at most
+        lookup_seconds: TensorRT-LLM cannot be told to ask again. If that is not enough it computes,
+        and the index knows next time what the lookup goes on to find.
 
         Called once for each allocation of a request's blocks. Whole blocks only, as in
         TensorRT-LLM's own connectors: it may still be copying a block that it has begun.
@@ -206,13 +215,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             return 0  # needs the logits of every token of the prompt
         waiting = sum(r.promise.blocks.nbytes for r in self._requests.values() if r.promise)
         room = self._settings.max_load_bytes - waiting
-        read = _Read(tokens, num_computed_tokens, room)
-        if self._reader.stuck_seconds() > self._settings.lookup_seconds:
+        if self._reader.stuck_seconds() > self._settings.chunk_seconds:
             return 0  # the store does not answer
         store, what = self._store.salted(salt), f"request {request_id}"
+        read = _Read(store.walk(store.chain_of(tokens), len(tokens)), num_computed_tokens, room)
         self._reader.submit(lambda: self._read(store, read, what))
-        if read.is_over.wait(self._settings.lookup_seconds):
-            tracked.promise = read.promise
+        tracked.promise = self._wait_for(read)
         if tracked.promise is None:
             return 0
         count = tracked.promise.stop - num_computed_tokens
@@ -220,6 +228,17 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             f"KVX: request {request_id} takes {count} of {len(tokens)} prompt tokens from the store"
         )
         return count
+
+    def _wait_for(self, read: _Read) -> _Promise | None:
+        """What has been read; None if that takes too long. Then nothing more is read."""
+        settings, position = self._settings, read.position
+        deadline = time.monotonic() + settings.lookup_seconds
+        while not read.is_over.wait(min(settings.chunk_seconds, deadline - time.monotonic())):
+            before, position = position, read.position
+            if position == before or time.monotonic() >= deadline:
+                read.progress.is_cancelled = True
+                return None
+        return read.promise
 
     def _read(self, store: PrefixStore, read: _Read, what: str) -> None:
         """Runs in a thread. Reads blocks as far as the store has them in good files."""
@@ -230,21 +249,23 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def _promise_of(self, store: PrefixStore, read: _Read) -> _Promise | None:
         model, settings, start = self._model, self._settings, read.start
         block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
-        match = store.lookup(read.tokens)
+        read.walk.go_on(store.finder)
+        match = read.walk.match
         # At least one token is computed: its logits choose the next one.
-        num_blocks = (min(match.num_tokens, len(read.tokens) - 1) - start) // block_size
+        num_blocks = (min(match.num_tokens, read.walk.num_tokens - 1) - start) // block_size
         block = model.spec(1, heads)
         num_blocks = min(
             num_blocks, read.room // (block.sub_block_bytes * block.sub_blocks_per_block)
         )
-        if num_blocks * block_size < settings.min_tokens:
+        if num_blocks * block_size < settings.min_tokens or read.progress.is_cancelled:
             return None
         spec = model.spec(num_blocks, heads)
         pool = torch.empty(spec.pool_shape, dtype=spec.torch_dtype)
         absent = [-1] * (start // block_size)
         table = BlockTable.packed([[*absent, *range(num_blocks)]])
         section = Section(spec.layers, model.view(pool, heads), table)
-        stop = self._fill(store, match, start, start + num_blocks * block_size, section)
+        stop = start + num_blocks * block_size
+        stop = self._fill(store, match, start, stop, section, read.progress)
         num_blocks = (stop - start) // block_size
         if num_blocks * block_size < settings.min_tokens:
             return None
@@ -252,12 +273,22 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return _Promise(blocks, start, start + num_blocks * block_size)
 
     def _fill(
-        self, store: PrefixStore, match: Match, start: int, stop: int, section: Section
+        self,
+        store: PrefixStore,
+        match: Match,
+        start: int,
+        stop: int,
+        section: Section,
+        progress: Progress,
     ) -> int:
         """Fills the section up to the first bad file. Returns the token at which it stopped."""
-        progress = Progress()
         with self._boundary.guard("computes tokens that it found") as guard:
-            store.load(match, start, stop, [section], progress=progress)
+            try:
+                store.load(match, start, stop, [section], progress=progress)
+            except StoreError:
+                if progress.is_cancelled:
+                    return start  # nobody waits for it, so nothing has failed
+                raise
         return max(start, progress.stop) if guard.failed else stop
 
     def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:

@@ -24,6 +24,9 @@ class Settings(StoreSettings):
     # Loaded in one step at most; TensorRT-LLM computes the rest. With several ranks it is one MPI
     # message, which must be less than 2 GiB.
     max_load_bytes: int = Field(default=1 << 30, gt=0)
+    # The scheduler waits for the store while each next chunk is found or read within this time, for
+    # at most lookup_seconds.
+    chunk_seconds: float = Field(default=0.1, ge=0)
     # Of an FP8 pool. TensorRT-LLM's PyTorch backend leaves it at 1, whatever the checkpoint says.
     # Source: TensorRT-LLM main 2026-09, _torch/attention_backend/trtllm.py,
     # TrtllmAttention.__init__

@@ -23,6 +23,7 @@ from kvx_core import (
     InvalidArgumentError,
     OutOfRangeError,
     UnsupportedError,
+    migrate,
 )
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
@@ -68,7 +69,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         self._view: CacheView = self._model.view(kv_cache_tensor, self._heads)
         StorageFormat.of(self._settings.format).check(self._section(None))
-        self._blocks = kv_cache_tensor.view(torch.uint8)
+        self._blocks = kv_cache_tensor
         if self._store is not None and self._saver is None:
             self._saver = Saver(
                 Salted(self._store),
@@ -156,13 +157,14 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         if self._store is not None:
             self._store.carry(load.carried)
-        # Both have TensorRT-LLM's order, in which heads come before tokens.
-        first, last = self._heads
-        blocks = torch.from_numpy(load.blocks)
-        heads = blocks.view(*blocks.shape[:3], self._model.total_kv_heads, -1)
-        device = self._blocks.device
-        ids = torch.tensor(load.block_ids, device=device)
-        self._blocks[ids] = heads[:, :, :, first:last].flatten(3).to(device)
+        model, device, count = self._model, self._blocks.device, len(load.block_ids)
+        all_heads, (first, last) = (0, model.total_kv_heads), self._heads
+        spec = model.spec(count, all_heads)
+        pool = torch.from_numpy(load.blocks).view(spec.torch_dtype).view(spec.pool_shape)
+        tables = torch.tensor([[*range(count)], load.block_ids], device=device)
+        src = model.view(pool.to(device), all_heads).at(tables[:1], head_start=first)
+        dst = self._view.at(tables[1:])
+        migrate(src, dst, [count * model.tokens_per_block], num_heads=last - first)
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
         """This rank's heads of all layers of a request."""

@@ -15,6 +15,7 @@ from kvx_core.connector.plan import Load, RequestId, SaltedStores
 from kvx_core.connector.saver import Sections
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.threads import Workers
+from kvx_core.snapshot import StoreError
 from kvx_core.stores.loads import Progress
 
 # What waits until a device has used blocks, and the context that a load runs in afterwards.
@@ -156,7 +157,14 @@ class Loader:
             with work.context:
                 sections = self._sections(load.block_ids, load.stop)
                 store = self._stores[load.salt]
-                loaded = store.load(load.match, load.start, load.stop, sections, progress=progress)
+                try:
+                    loaded = store.load(
+                        load.match, load.start, load.stop, sections, progress=progress
+                    )
+                except StoreError:
+                    if progress is not None and progress.is_cancelled:
+                        return False  # nobody waits for it, so nothing has failed
+                    raise
             self._counts.add(
                 loaded_tokens=load.stop - load.start,
                 loaded_bytes=loaded,

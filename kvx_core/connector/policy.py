@@ -1,6 +1,7 @@
 """Policy: what a connector looks up, loads and saves. The scheduler's half, whatever the engine.
 
-It has token ids and block ids, never a tensor, and never waits for a disk.
+It has token ids and block ids, never a tensor. It does not wait for a disk, but for half a
+millisecond at the first lookup.
 
 If a load fails, a step computes wrong tokens: in the request that loaded, and in any that shares
 its blocks. The engine drops these, and the store must not save them. So if a load runs in the same
@@ -51,6 +52,7 @@ class _Tracked:
     hold: int  # saves begin when the request has more tokens than this
     saved: int = 0  # tokens that are in the store, or need not be saved
     is_stale: bool = False  # some of its tokens were computed before a reset
+    is_prepared: bool = False  # a thread was asked to compute its keys
 
 
 @dataclass(slots=True)
@@ -129,6 +131,12 @@ class Policy:
             stop = found.start + num_external_tokens
             tracked.saved = max(tracked.saved, stop)
             self._load(request_id, tracked.salt, found.match, found.start, stop, block_ids)
+        if (
+            found is not None
+            and found.match.num_tokens
+            and (num_external_tokens or self._finds_equals(tracked.salt))
+        ):
+            tracked.saved = max(tracked.saved, found.match.num_tokens)
         self._lookups.pop(request_id, None)
 
     def give_up(self, request_id: RequestId, block_ids: BlockIds, num_external_tokens: int) -> None:
@@ -307,6 +315,10 @@ class Policy:
             ready = chain.num_ids + _OWN_TOKENS
             if ready < full and not self.window:  # the rest is saved by later steps
                 full = ready - ready % chunk
+                if not tracked.is_prepared:  # no lookup has computed its keys
+                    tracked.is_prepared = True
+                    num_tokens = min(known, num_prompt_tokens)
+                    self.lookups.prepare(request.request_id, chain, num_tokens)
         if full > tracked.saved:
             self._next.saves.append(self._save_of(tracked, full, chain))
             tracked.saved = full
@@ -345,6 +357,10 @@ class Policy:
                 request.request_id, self.stores[salted], chain, num_tokens, self.min_tokens
             )
         return NOTHING
+
+    def _finds_equals(self, salt: str) -> bool:
+        """Whether what lookups find is as precise as what would be saved in its place."""
+        return self.stores[salt].accept == "same"
 
     def _salt(self, salt: str) -> str:
         return "\n".join(filter(None, (self._epoch, salt)))

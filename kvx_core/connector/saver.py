@@ -64,6 +64,7 @@ class Saver:
         )
         self._open_step: object = None  # for which save_layer was called
         self._open: dict[RequestId, list[_Span]] = {}  # its spans, by request
+        self._open_bytes = 0  # of these
         self._lock = threading.Lock()  # of all below
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[RequestId] = set()
@@ -74,11 +75,13 @@ class Saver:
         step: tells steps apart
         """
         if self._open_step is not step:
-            self._open_step, self._open = step, {}
+            self._open_step, self._open, self._open_bytes = step, {}, 0
             for save in saves:
                 with self._saving(save):
                     spans = self._open[save.request_id] = []
-                    spans.extend(self._reserve(save))
+                    for span in self._reserve(save):
+                        spans.append(span)
+                        self._open_bytes += span.snapshot.num_bytes
         for save in saves:
             with self._saving(save):
                 for span in self._open.get(save.request_id, ()):
@@ -88,7 +91,7 @@ class Saver:
     def save(self, step: object, saves: Sequence[Save]) -> None:
         """Copies what a step has computed. Threads write the files later."""
         opened = self._open if self._open_step is step else {}
-        self._open_step, self._open = None, {}
+        self._open_step, self._open, self._open_bytes = None, {}, 0
         for save in saves:
             begin, num_tokens = time.perf_counter(), 0
             with self._saving(save):
@@ -97,6 +100,7 @@ class Saver:
                     span.snapshot.settle(span.sections)
                     num_tokens += len(span.snapshot.tokens)
                     self._hand_over(span)
+                self._confirm_later(self._stores[save.salt])
             if num_tokens:
                 seconds = time.perf_counter() - begin
                 self._counts.add(saved_tokens=num_tokens, save_seconds=seconds)
@@ -125,6 +129,7 @@ class Saver:
                 continue
             with self._lock:
                 pending, limit = self._pending_bytes, self._settings.max_pending_bytes
+            pending += self._open_bytes
             if pending > limit:
                 raise StoreError(
                     f"{pending} bytes wait to be written, expected at most {limit}, as "
@@ -157,6 +162,18 @@ class Saver:
             from_memory=from_memory,
         )
 
+    def _confirm_later(self, store: PrefixStore) -> None:
+        """Has a thread ask the disk for what memory took for stored, so that what others have
+        deleted is saved again the next time.
+        """
+        if store.index.has_doubted:
+            self._writers.submit(lambda: self._confirm(store))
+
+    def _confirm(self, store: PrefixStore) -> None:
+        """Runs in a thread."""
+        with self._boundary.guard("does not know what is stored"):
+            store.confirm()
+
     def _saving(self, save: Save) -> Guard:
         """Guards a save: an error costs a later hit, nothing else."""
         return self._boundary.guard(
@@ -165,19 +182,25 @@ class Saver:
 
     def _hand_over(self, span: _Span) -> None:
         """Passes a chunk to the threads that write."""
-        num_bytes = span.snapshot.num_bytes
+        num_bytes, name = span.snapshot.num_bytes, span.store.name_of(span.snapshot)
+        index = span.store.index
+        index.expect(name)  # so that it is not copied again meanwhile
         self._wait_to_be_written(num_bytes)
         try:
-            self._writers.submit(lambda: self._write(span, num_bytes))
+            self._writers.submit(lambda: self._write(span, num_bytes, name))
         except BaseException:
             self._wait_to_be_written(-num_bytes)
+            index.missed(name)
             raise
 
-    def _write(self, span: _Span, num_bytes: int) -> None:
+    def _write(self, span: _Span, num_bytes: int, name: str) -> None:
         """Runs in a thread."""
-        with self._boundary.guard("could not write to its store", count="dropped_saves"):
+        with self._boundary.guard("could not write to its store", count="dropped_saves") as guard:
             self._commit(span.store, span.snapshot)
         self._wait_to_be_written(-num_bytes)
+        if guard.failed:
+            with self._boundary.guard("does not know what is stored"):
+                span.store.index.missed(name)
 
     def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
         """Stores a chunk, unless another process or request has."""

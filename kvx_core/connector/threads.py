@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -15,12 +16,13 @@ _logger = logging.getLogger("kvx")
 class Workers:
     """Threads that run jobs, the oldest first. At most `exit_seconds` of an exit wait for them.
 
-    They are daemons: a store that never answers keeps no process from ending.
+    They are daemons: a store that never answers keeps no process from ending. A process that is
+    forked off does not have them: there `submit` raises, and an exit waits for nothing.
     """
 
     def __init__(self, num_threads: int, name: str, *, exit_seconds: float = 60) -> None:
         """Starts the threads. Raises RuntimeError if they cannot be started."""
-        self._num_threads = num_threads
+        self._num_threads, self._process = num_threads, os.getpid()
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Hashable, Callable[[], object]]] = deque()
         self._running: dict[int, float] = {}  # threads that run a job, and since when
@@ -35,7 +37,12 @@ class Workers:
         atexit.register(self._at_exit)
 
     def submit(self, job: Callable[[], object], key: Hashable = None) -> None:
-        """Queues a job, which is not to raise. Raises RuntimeError after `shutdown`."""
+        """Queues a job, which is not to raise. Raises RuntimeError after `shutdown` or a fork."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the threads run in process {self._process} and not in {os.getpid()}, which was "
+                "forked off"
+            )
         with self._changed:
             if self._is_over:
                 raise RuntimeError("the threads have been shut down")
@@ -47,8 +54,9 @@ class Workers:
         with self._changed:
             kept = deque(job for job in self._jobs if job[0] != key)
             dropped = len(self._jobs) - len(kept)
-            self._jobs = kept
-            self._changed.notify_all()
+            if dropped:
+                self._jobs = kept
+                self._changed.notify_all()
         return dropped
 
     def stuck_seconds(self) -> float:
@@ -56,6 +64,11 @@ class Workers:
         with self._changed:
             begun = list(self._running.values())
         return time.monotonic() - max(begun) if len(begun) == self._num_threads else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is queued or runs."""
+        return not self._jobs and not self._running
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until all jobs have ended; returns whether they have."""
@@ -80,7 +93,8 @@ class Workers:
         return have_ended
 
     def _at_exit(self) -> None:
-        self.shutdown(self._exit_seconds)
+        if os.getpid() == self._process:
+            self.shutdown(self._exit_seconds)
 
     def _run(self) -> None:
         own = threading.get_ident()

@@ -90,14 +90,15 @@ class Finder:
         return file if is_there and self.entries.tokens(file) is not None else None
 
     def _folders(self, node: str, ids: Ids, at_least: int) -> Iterator[tuple[str, int]]:
-        """Folders below a node, and how many of `ids` their entries can share; most first."""
+        """Folders below a node whose entries can share some of `ids`, and how many; most first."""
         own = opening_of(node, ids)
         yield f"{self.space}/{node}/{own}", len(ids)
         if at_least >= OPENING_TOKENS == len(own) // 2:
             self.entries.glance(f"{self.space}/{node}")
             return  # entries in other folders share fewer tokens
-        openings = self.entries.names(f"{self.space}/{node}")
-        bounds = {opening: common_tokens(opening, own) for opening in openings if opening != own}
+        names, first = self.entries.names(f"{self.space}/{node}"), own[:2]
+        openings = [name for name in names if name.startswith(first) and name != own]
+        bounds = {opening: common_tokens(opening, own) for opening in openings}
         for opening in sorted(bounds, key=bounds.__getitem__, reverse=True):
             yield f"{self.space}/{node}/{opening}", bounds[opening]
 

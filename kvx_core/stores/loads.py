@@ -120,7 +120,7 @@ class Loads:
             for source in sources:
                 with self.entries.discarding(source.name):
                     read.append(source.snapshot.read(source.layers, rest))
-                self.entries.index.saw(source.name)
+                self.entries.index.held(source.name)
                 rest = rest[source.num_bytes :]
         return sources, read
 

@@ -150,6 +150,11 @@ class PrefixStore:
         return self._chunk_tokens or self._requested or self._otherwise
 
     @property
+    def accept(self) -> Accept:
+        """Which entries are found: see the class."""
+        return self._accept
+
+    @property
     def carried(self) -> Precision:
         """The coarsest precision that was loaded here and is coarser than this cache's own."""
         return self._carried.precision
@@ -249,19 +254,36 @@ class PrefixStore:
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
-        from_memory: does not ask the disk; True if memory knows neither the folder nor the file
+        from_memory: does not ask the disk; False for what was loaded or stored here, or found
+                     stored, however long ago (see `confirm`); else True if memory does not know
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
         own = self._precision.meet(self.carried)
-        key = entry_of(node, ids)
+        held, key = list(layers), entry_of(node, ids)
+        name = name_of(self._space, node, ids, held, heads, own)
+        if from_memory and self.index.is_held(name):
+            return False
         finder = self.known if from_memory else self.finder
         try:
             found = finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
         except Unknown:
-            return not self.index.is_seen(name_of(self._space, node, ids, layers, heads, own))
+            return True
         files = [file for file in found if file.entry == key and file.precision.includes(own)]
-        return not finder.cover(files)[0][list(layers), slice(*heads)].all()
+        if not from_memory and any(file.name == name for file in files):
+            self.index.held(name)
+        return not finder.cover(files)[0][held, slice(*heads)].all()
+
+    def confirm(self) -> None:
+        """Asks the disk for the files that `missing` took for stored from memory, and which were
+        not seen lately. Those that others have deleted are missing from now on; the others count as
+        used just now.
+
+        Of all stores that this was salted from. Raises StoreError; what it has not asked for is
+        asked for after the next `missing`.
+        """
+        for name in self.index.take_doubted():
+            self._entries.is_there(name)
 
     def capture(
         self,
@@ -316,24 +338,27 @@ class PrefixStore:
         and V take without a format.
         Raises StoreError if nothing was stored.
         """
-        header, num_bytes = snapshot.header, 0
+        name, num_bytes = self.name_of(snapshot), 0
 
         def write(file: BinaryIO) -> None:
             nonlocal num_bytes
             snapshot.save(file, key=self._entries.key)
             num_bytes = file.tell()
 
-        name = name_of(
-            self._space,
-            header.prefix,
-            snapshot.tokens,
-            header.layers,
-            header.heads,
-            header.precision,
-        )
         is_new = self._blobs.put(name, write)
         self.index.wrote(name)
         return num_bytes if is_new else 0
+
+    def name_of(self, snapshot: Snapshot) -> str:
+        """The name of the file that `commit` writes."""
+        return name_of(
+            self._space,
+            snapshot.header.prefix,
+            snapshot.tokens,
+            snapshot.header.layers,
+            snapshot.header.heads,
+            snapshot.header.precision,
+        )
 
     def load(
         self,

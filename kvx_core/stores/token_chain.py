@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import token_ids
 from kvx_core.stores.keys import Ids, chain
 
@@ -34,6 +35,7 @@ class TokenChain:
         self._lock = Lock()
         self._parts: list[Ids] = []  # of _PART ids each; not one array, which would be copied
         self._num_ids = 0
+        self._last: np.int64 | None = None  # of the ids
         self._nodes = [space]
 
     @property
@@ -44,7 +46,7 @@ class TokenChain:
     def ids(self, start: int, stop: int) -> Ids:
         """Tokens [start, stop), all of which the source has. Not to be written to.
 
-        Raises InvalidArgumentError if they are no integers.
+        Raises InvalidArgumentError if they are no integers, or if the source has changed.
         """
         while self._num_ids < stop:
             with self._lock:
@@ -75,8 +77,17 @@ class TokenChain:
             if at == 0:
                 self._parts.append(np.empty(_PART, np.int64))
             count = min(stop - self._num_ids, _PART - at)
-            more = token_ids(self._source[self._num_ids : self._num_ids + count])
-            self._parts[-1][at : at + count] = more
+            first = max(0, self._num_ids - 1)  # converted before: compared below
+            more = token_ids(self._source[first : self._num_ids + count])
+            if len(more) != self._num_ids - first + count or (
+                first < self._num_ids and more[0] != self._last
+            ):
+                raise InvalidArgumentError(
+                    f"tokens before position {self._num_ids} have changed or were removed, "
+                    "expected a sequence that only grows at its end"
+                )
+            self._parts[-1][at : at + count] = more[self._num_ids - first :]
+            self._last = more[-1]
             self._num_ids += count
 
 

@@ -25,6 +25,11 @@ class Walk:
     _spans: list[StoredSpan] = field(default_factory=list)
 
     @property
+    def num_found(self) -> int:
+        """Tokens that have been found so far."""
+        return self._at
+
+    @property
     def match(self) -> Match:
         """What has been found so far."""
         return Match(self._at, tuple(self._spans))

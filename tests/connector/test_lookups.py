@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section
 from kvx_core.connector import lookups
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
@@ -20,12 +22,10 @@ from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
-from tests.connector.toy_engine import BLOCK_SIZE, LAYERS, Engine, Request
+from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
 
 
-def fill(path: Path, tokens: list[int]) -> None:
-    from kvx_core import BlockTable, Section
-
+def fill(path: Path, tokens: list[int]) -> PrefixStore:
     engine, store = Engine(), store_in(Frozen(path))
     engine.decoder.caches.zero_()
     blocks = list(range(1, 1 + -(-len(tokens) // BLOCK_SIZE)))
@@ -34,6 +34,7 @@ def fill(path: Path, tokens: list[int]) -> None:
         snapshot = store.capture(tokens, start, stop, [section])
         assert snapshot is not None
         store.commit(snapshot)
+    return store
 
 
 class Asked:
@@ -63,6 +64,7 @@ class Asked:
 def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits, misses, and matches that are exact to the token, without the disk."""
     monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
+    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
     tokens = prompt(70, 1)
     fill(tmp_path, tokens)
     asked = Asked(tmp_path)
@@ -112,6 +114,33 @@ def test_what_other_processes_do_is_seen_soon(tmp_path: Path, is_deleted: bool) 
         fill(tmp_path, tokens)
     time.sleep(0.25)
     assert asked.answer(tokens) == 39 - before
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "saved"])
+def test_what_this_process_has_is_not_saved_again(tmp_path: Path, is_loaded: bool) -> None:
+    """However long ago it was loaded or saved, until the disk says that others have deleted it."""
+    tokens, blobs = prompt(16, 14), Frozen(tmp_path)
+    store = fill(tmp_path, tokens)
+    if is_loaded:
+        engine, store = Engine(), store_in(blobs)
+        section = Section(tuple(range(LAYERS)), view_of(engine), BlockTable.packed([[1, 2, 3, 4]]))
+        store.load(store.lookup(tokens), 0, 16, [section])
+    store.index.fresh_seconds = 0.0
+
+    def is_missing() -> bool:
+        layers = range(LAYERS)
+        return store.missing(tokens, 0, 16, layers, (0, HEADS), from_memory=True)
+
+    calls = blobs.num_calls
+    assert not is_missing()
+    assert blobs.num_calls == calls
+    store.confirm()
+    assert not is_missing()
+    (path,) = tmp_path.rglob("*.safetensors")
+    path.unlink()
+    assert not is_missing()
+    store.confirm()
+    assert is_missing()
 
 
 def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
@@ -165,6 +194,18 @@ def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chain.ids(0, 10_100).tolist() == tokens
 
 
+def test_a_sequence_that_does_not_only_grow() -> None:
+    """vLLM drops the last token of a session when its user goes on."""
+    tokens = prompt(40, 15)
+    chain = TokenChain(tokens, "0" * 64, 16)
+    chain.ids(0, 40)
+    tokens[39:] = [tokens[39] ^ 1, 1, 2]
+    with pytest.raises(InvalidArgumentError, match="have changed"):
+        chain.ids(0, 42)
+    with pytest.raises(InvalidArgumentError, match="have changed"):
+        TokenChain([5], "0" * 64, 16).ids(0, 8)  # not eight times 5
+
+
 def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvx_core.stores import index as module
 
@@ -181,6 +222,15 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(index.names("folder 299")) == [f"{j}" for j in range(9)]
     with pytest.raises(Unknown):
         index.names("folder 0")
+
+
+def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(1, "test")
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(RuntimeError, match="forked off"):
+            workers.submit(print)
+    assert workers.shutdown(60)
 
 
 def test_jobs_run_in_the_order_of_their_age() -> None:

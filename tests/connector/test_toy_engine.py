@@ -95,6 +95,44 @@ def test_requests_beside_each_other(serve: Serve) -> None:
     assert engine.connector.policy._tracked == engine.connector.policy._chains == {}
 
 
+def test_what_a_lookup_has_found_is_not_saved_again(serve: Serve) -> None:
+    """Not even copied: loaded, or too little to be loaded."""
+    tokens = prompt(37, 13)
+    first = serve()
+    first.ask(tokens)
+    written(first)
+    for min_tokens in (4, 40):
+        engine = serve(fresh_seconds=0, min_tokens=min_tokens)
+        assert engine.ask(tokens, 1).answer == alone(tokens, 1)
+        assert engine.connector.counts.take().get("saved_tokens", 0) == 0
+
+
+def test_what_waits_to_be_written_is_not_copied_again(serve: Serve, tmp_path: Path) -> None:
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs), lookup_seconds=0)
+    blobs.answers.clear()
+    for expected in (32, 0, 0):
+        engine.ask(prompt(32, 14), 1)
+        assert engine.connector.counts.take().get("saved_tokens", 0) == expected
+    blobs.answers.set()
+    written(engine)
+    assert len(list((tmp_path / "store").rglob("*.safetensors"))) == 2
+
+
+def test_what_could_not_be_written_is_copied_again(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs))
+    with monkeypatch.context() as full:
+        full.setattr(blobs, "put", lambda *_: 1 // 0)
+        engine.ask(prompt(32, 16), 1)
+        written(engine)
+    engine.connector.counts.take()
+    engine.ask(prompt(32, 16), 1)
+    assert engine.connector.counts.take()["saved_tokens"] == 32
+
+
 def chunks_of(store: Path, tokens: list[int]) -> list[Path]:
     """The files of a prompt, in the order of its tokens."""
     found = {}

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.walk import Walk
 from tests.fakes.tensorrt_llm_executor import LlmRequest
 from tests.injection import Injection
 from tests.tensorrt_llm_plugin.conftest import Factory
@@ -65,14 +66,15 @@ def test_a_lookup_that_raises_is_logged_once(serve: Factory, trtllm: ModuleType)
     engine = serve()
     tokens = prompt(100, seed=42)
 
-    def lookup(tokens: object) -> None:
-        None.dtype  # type: ignore[attr-defined]  # noqa: B018
+    class Broken(Walk):
+        def go_on(self, *_: object) -> None:
+            None.dtype  # type: ignore[attr-defined]  # noqa: B018
 
     salted = engine.scheduler._store.salted
 
     def broken(salt: str) -> PrefixStore:
         store: PrefixStore = salted(salt)
-        store.lookup = lookup  # type: ignore[method-assign,assignment]
+        store.walk = Broken  # type: ignore[method-assign,assignment]
         return store
 
     engine.scheduler._store.salted = broken

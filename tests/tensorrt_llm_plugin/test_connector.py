@@ -6,6 +6,8 @@ would have computed.
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -311,6 +313,41 @@ def test_a_file_that_is_not_good_is_computed(
         (warning,) = trtllm.logger.warnings()
         assert warning.startswith("warning: KVX computes tokens that it found: ")
     assert serve(8).ask(tokens).computed == 150 - 144  # it has been stored again
+
+
+def test_a_store_that_does_not_answer(serve: Factory) -> None:
+    """Its first requests wait a little for it, the next ones not at all."""
+    tokens = prompt(100, 34)
+    saved(serve, tokens)
+    serve.set(chunk_seconds=0.05)
+    engine, answers = serve(), threading.Event()
+    blobs = engine.scheduler._store._blobs
+    opened = blobs.open
+    blobs.open = lambda name: opened(name) if answers.wait(60) else None
+    begin = time.monotonic()
+    for _ in range(10):
+        assert engine.ask(tokens).computed == 100
+    assert time.monotonic() - begin < 30
+    answers.set()
+
+
+def test_a_store_that_is_slow_and_answers(serve: Factory) -> None:
+    """The scheduler waits as long as chunk after chunk is found and read."""
+    tokens = prompt(100, 35)
+    saved(serve, tokens)
+    serve.set(chunk_seconds=1)
+    engine = serve()
+    blobs = engine.scheduler._store._blobs
+    opened = blobs.open
+
+    def slowly(name: str) -> Any:
+        time.sleep(0.15)
+        return opened(name)
+
+    blobs.open = slowly
+    begin = time.monotonic()
+    assert engine.ask(tokens).computed == 4
+    assert time.monotonic() - begin > 1
 
 
 def test_a_file_that_goes_after_the_promise(serve: Factory) -> None:

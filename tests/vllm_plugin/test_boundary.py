@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvx_core.connector import lookups
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL
 from tests.injection import Injection
@@ -127,19 +128,24 @@ def serve(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_whatever_the_scheduler_half_meets(asynchronous: bool, start: Any, stored: None) -> None:
+def test_whatever_the_scheduler_half_meets(
+    asynchronous: bool, start: Any, stored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same calls every time: each lookup asks the disk, and is asked for twice.
+    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    extra = {"fresh_seconds": 0, "lookup_seconds": 60}
     injection = Injection(
         OURS, ["kvx_core", "kvx_core.connector.policy", "kvx_adapters"], FALLBACKS
     )
     options = {"enable_prefix_caching": asynchronous, "num_blocks": 14}
-    steps = start(**options)
+    steps = start(extra, **options)
     with injection.recording():
         serve(steps)
     sites = list(injection.sites())
     assert len({site for site, _ in sites}) > 20
     errors = itertools.cycle(ERRORS)
     for site, number in sites:
-        steps = start(**options)
+        steps = start(extra, **options)
         with injection.raising(next(errors), site, number):
             serve(steps)
         assert injection.has_struck, f"nothing was raised at call {number} of {site}"
