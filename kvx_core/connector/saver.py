@@ -210,6 +210,7 @@ class Saver:
         if not self._is_missing(
             store, tokens, start, stop, header.prefix, start, from_memory=False
         ):
+            store.index.doubt(store.name_of(snapshot))  # nobody has read it here
             return
         written = store.commit(snapshot)
         self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)

@@ -65,13 +65,13 @@ class Index:
             self._saw(name)
 
     def held(self, name: str) -> None:
-        """This process has loaded a file just now, or found the one that it was about to write."""
+        """This process has read all of a file just now, and it was good."""
         with self._lock:
             self._saw(name)
             self._hold(name)
 
     def expect(self, name: str) -> None:
-        """This process is about to write a file: `wrote` or `missed` follows."""
+        """This process is about to write a file: `wrote`, `missed` or `doubt` follows."""
         with self._lock:
             self._hold(name)
 
@@ -99,7 +99,7 @@ class Index:
                 listing.names.pop(last, None)
 
     def doubt(self, name: str) -> None:
-        """Another process could not use a file: the disk is asked before memory answers again."""
+        """A file may not be there or not be good: memory does not answer for it any more."""
         with self._lock:
             self._forget_file(name)
 
@@ -137,8 +137,8 @@ class Index:
             return seen is not None and self._is_fresh(seen)
 
     def is_held(self, name: str) -> bool:
-        """Whether this process has loaded, found or written a file, however long ago, or is about
-        to write it.
+        """Whether this process has loaded or written a file, however long ago, or is about to write
+        it.
 
         Others may have deleted it: see `take_doubted`.
         """

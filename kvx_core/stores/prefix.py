@@ -254,8 +254,8 @@ class PrefixStore:
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
-        from_memory: does not ask the disk; False for what was loaded or stored here, or found
-                     stored, however long ago (see `confirm`); else True if memory does not know
+        from_memory: does not ask the disk; False for what was loaded or stored here, however long
+                     ago (see `confirm`); else True if memory does not know
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
@@ -270,8 +270,6 @@ class PrefixStore:
         except Unknown:
             return True
         files = [file for file in found if file.entry == key and file.precision.includes(own)]
-        if not from_memory and any(file.name == name for file in files):
-            self.index.held(name)
         return not finder.cover(files)[0][held, slice(*heads)].all()
 
     def confirm(self) -> None:
