@@ -23,6 +23,7 @@ _ALL = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "connector",
     "migrate_vs_lmcache",
 )
 _PACKAGES = {  # they need
@@ -106,6 +107,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import vllm_connector
 
         return vllm_connector.run(rounds, quick=options.quick)
+    if name == "connector":
+        from benchmarks import connector
+
+        return [connector.run()]
     from benchmarks import migrate_vs_lmcache  # needs lmcache: an environment of its own
 
     return migrate_vs_lmcache.run(threads, rounds, num_layers=4 if options.quick else 32)

@@ -37,6 +37,7 @@ class Injection:
         beneath_none_of: Collection[str] = (),
     ) -> None:
         self._callers, self._callees = tuple(callers), tuple(callees)
+        self._named = tuple(name for name in self._callees if name.startswith(_EXEMPT))
         self._exempt = frozenset(beneath_none_of)
         self._seen: Counter[str] = Counter()
         self._target: tuple[type[BaseException], str, int] | None = None
@@ -79,7 +80,8 @@ class Injection:
         callee, caller = _module(frame), _module(frame.f_back)
         if not callee.startswith(self._callees) or not caller.startswith(self._callers):
             return
-        if callee.startswith(_EXEMPT) or self._is_exempt(frame):
+        is_named = callee.startswith(self._named)
+        if (callee.startswith(_EXEMPT) and not is_named) or self._is_exempt(frame):
             return
         site = f"{frame.f_back.f_code.co_qualname} -> {frame.f_code.co_qualname}"
         with self._lock:

@@ -19,8 +19,8 @@ from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.identity import model_record
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_core import CacheView, DType, UnsupportedError
-from kvx_core.snapshot import Precision, read_key
-from kvx_core.stores.blobs import Directory
+from kvx_core.connector.local_model import local_model
+from kvx_core.snapshot import Precision
 from kvx_core.stores.prefix import PrefixStore
 
 # Required values of arguments. With others, the cache does not hold each token's keys and values at
@@ -78,7 +78,8 @@ class Model:
         """llm_args: TensorRT-LLM's TorchLlmArgs"""
         _check(llm_args, "", _PLAIN_ARGS)
         _check(llm_args.kv_cache_config, "kv_cache_config.", _PLAIN_KV_CACHE)
-        directory = _directory(llm_args)
+        revision = getattr(llm_args, "revision", None)
+        directory = local_model(str(llm_args.model), revision, "Give the directory of its files")
         config = _config(directory, llm_args)
         is_mla = getattr(config, "kv_lora_rank", None) is not None
         head_dim = (
@@ -153,16 +154,11 @@ class Model:
 
     def store(self, settings: Settings) -> PrefixStore:
         """The store named by the settings."""
-        return PrefixStore(
-            Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
+        return settings.store(
             fingerprint=self.fingerprint,
             num_layers=self.num_layers,
             total_kv_heads=self.total_kv_heads,
-            chunk_tokens=settings.chunk_tokens,
             precision=Precision.of(self.compute_dtype, self.spec(1, (0, 1)).torch_dtype),
-            accept=settings.accept,
-            format=settings.format,
-            key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
 
 
@@ -174,24 +170,6 @@ def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> N
             raise UnsupportedError(
                 f"{prefix}{name} is {found!r}, expected {value!r} with KVX's connector: {reason}"
             )
-
-
-def _directory(llm_args: Any) -> Path:
-    """The directory of the model's files."""
-    directory = Path(llm_args.model)
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    name, revision = str(llm_args.model), getattr(llm_args, "revision", None)
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UnsupportedError(
-            f"model is {name!r}, of which no local copy was found ({error}). Give "
-            "the directory of its files"
-        ) from None
 
 
 def _config(directory: Path, llm_args: Any) -> Any:

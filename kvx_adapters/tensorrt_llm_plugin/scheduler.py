@@ -9,6 +9,8 @@ be wrong.
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +22,18 @@ from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
 from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
-from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save, StepPlan
+from kvx_adapters.tensorrt_llm_plugin.steps import Load, StepPlan
 from kvx_core import BlockTable, InvalidArgumentError
 from kvx_core.connector.boundary import Boundary
-from kvx_core.snapshot import Section
-from kvx_core.stores.prefix import Match, PrefixStore
+from kvx_core.connector.lookups import Lookups
+from kvx_core.connector.policy import Policy
+from kvx_core.connector.settings import Salted
+from kvx_core.connector.threads import Workers
+from kvx_core.snapshot import Section, StoreError
+from kvx_core.stores.loads import Progress
+from kvx_core.stores.match import Match
+from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.walk import Walk
 
 # Keys and values of a request with one of these depend on more than its token ids.
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp
@@ -48,13 +57,31 @@ class _Promise:
 
 
 @dataclass(slots=True)
+class _Read:
+    """A lookup in a thread that reads what it finds."""
+
+    walk: Walk
+    start: int
+    room: int  # bytes that it may take
+    progress: Progress = field(default_factory=Progress)
+    promise: _Promise | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Tokens found, and tokens read."""
+        return self.walk.num_found, self.progress.stop
+
+
+@dataclass(slots=True)
 class _Request:
-    salt: str
+    """A request, as a Policy reads it."""
+
+    request_id: int
     num_prompt_tokens: int
     promise: _Promise | None = None  # until it is sent to the workers
-    tokens: list[int] = field(default_factory=list)
+    all_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    saved: int = 0  # tokens that are in the store, or need not be saved
 
 
 class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -74,11 +101,26 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._boundary = Boundary(api.logger.warning)
         self._store = opened_store(self._model, self._settings)
         self._requests: dict[int, _Request] = {}
+        self._reader = Workers(self._settings.loader_threads, "kvx-read", exit_seconds=0)
+        self._policy: Policy | None = None  # of what is saved
+        if self._store is not None:
+            self._policy = Policy(
+                Salted(self._store),
+                self._boundary,
+                Lookups(self._boundary, threads=1),
+                self._store.chunk_tokens,
+                save_generated=self._settings.save_generated,
+                consumes=False,  # what is loaded has been read before
+            )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """How many tokens past `num_computed_tokens` the next step loads before its forward pass.
+
+        Waits for the store while it finds or reads a chunk every chunk_seconds, and at most
+        lookup_seconds: TensorRT-LLM cannot be told to ask again. If that is not enough it computes,
+        and the index knows next time what the lookup goes on to find.
 
         Called once for each allocation of a request's blocks. Whole blocks only, as in
         TensorRT-LLM's own connectors: it may still be copying a block that it has begun.
@@ -86,7 +128,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         """
         with self._boundary.guard("loads nothing for", f"request {request.request_id}"):
             return self._promise(request, num_computed_tokens), False
-        self._requests.pop(request.request_id, None)
+        self._forget(request.request_id)
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
@@ -98,7 +140,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             tracked = self._requests.get(data.request_id)
             if tracked is None:
                 continue
-            tracked.tokens.extend(data.new_tokens)
+            assert self._policy is not None  # without a store no request is tracked
+            tracked.all_token_ids.extend(data.new_tokens)
             tracked.block_ids.extend(data.new_block_ids)
             position = data.computed_position
             promise, tracked.promise = tracked.promise, None
@@ -106,26 +149,29 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 plan.loads.append(self._load(data.request_id, tracked, promise))
                 # The position does not count promised tokens; in the first versions it did.
                 if position not in (promise.start, promise.stop):
-                    del self._requests[data.request_id]
+                    self._forget(data.request_id)
                     continue
                 position = promise.stop
-                tracked.saved = promise.stop
-            with self._boundary.guard("did not save", f"request {data.request_id}") as guard:
-                save = self._save(data.request_id, tracked, position + data.num_scheduled_tokens)
-                if save is not None:
-                    plan.saves.append(save)
-            if guard.failed:
-                del self._requests[data.request_id]
+                self._policy.has_loaded(data.request_id, promise.stop)
+            stop = position + data.num_scheduled_tokens
+            self._policy.step(data.request_id, position, stop, (), are_new=False)
+        if self._policy is not None:
+            plan.saves = self._policy.take_plan(is_idle=False).saves
         return plan
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """False: TensorRT-LLM may free the blocks. Saves copy within their step."""
-        self._requests.pop(request.request_id, None)
+        self._forget(request.request_id)
         return False
 
     def request_reset(self, request: Any) -> None:
         """The request lost its blocks and starts again. Called by TensorRT-LLM main only."""
-        self._requests.pop(request.request_id, None)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+        if self._policy is not None:
+            self._policy.ended(request_id)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """TensorRT-LLM computes tokens [start, end) of a promise itself. Called by main only.
@@ -158,14 +204,23 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         if self._store is None or salt is None or not _is_plain(request):
             return 0
         request_id = request.request_id
-        tokens = np.asarray(request.get_tokens(0), dtype=np.int64)
-        tracked = self._requests[request_id] = _Request(salt, len(tokens))
+        assert self._policy is not None  # there is a store
+        self._forget(request_id)
+        tokens = request.get_tokens(0)
+        tracked = self._requests[request_id] = _Request(request_id, len(tokens))
+        self._policy.allocated(tracked, salt, (tracked.block_ids,), 0)
         if num_computed_tokens % self._model.tokens_per_block:
             return 0
         if getattr(request, "return_context_logits", False):
             return 0  # needs the logits of every token of the prompt
-        with self._boundary.guard("loads nothing for", f"request {request_id}"):
-            tracked.promise = self._read(self._store.salted(salt), tokens, num_computed_tokens)
+        waiting = sum(r.promise.blocks.nbytes for r in self._requests.values() if r.promise)
+        room = self._settings.max_load_bytes - waiting
+        if self._reader.stuck_seconds() > self._settings.chunk_seconds:
+            return 0  # the store does not answer
+        store, what = self._store.salted(salt), f"request {request_id}"
+        read = _Read(store.walk(store.chain_of(tokens), len(tokens)), num_computed_tokens, room)
+        self._reader.submit(lambda: self._read(store, read, what))
+        tracked.promise = self._wait_for(read)
         if tracked.promise is None:
             return 0
         count = tracked.promise.stop - num_computed_tokens
@@ -174,27 +229,43 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         )
         return count
 
-    def _read(
-        self, store: PrefixStore, tokens: npt.NDArray[np.int64], start: int
-    ) -> _Promise | None:
-        """Reads blocks from token `start` on, as far as the store has them in good files."""
-        model, settings = self._model, self._settings
+    def _wait_for(self, read: _Read) -> _Promise | None:
+        """What has been read; None if that takes too long. Then nothing more is read."""
+        settings, position = self._settings, read.position
+        deadline = time.monotonic() + settings.lookup_seconds
+        while not read.is_over.wait(min(settings.chunk_seconds, deadline - time.monotonic())):
+            before, position = position, read.position
+            if position == before or time.monotonic() >= deadline:
+                read.progress.is_cancelled = True
+                return None
+        return read.promise
+
+    def _read(self, store: PrefixStore, read: _Read, what: str) -> None:
+        """Runs in a thread. Reads blocks as far as the store has them in good files."""
+        with self._boundary.guard("loads nothing for", what):
+            read.promise = self._promise_of(store, read)
+        read.is_over.set()
+
+    def _promise_of(self, store: PrefixStore, read: _Read) -> _Promise | None:
+        model, settings, start = self._model, self._settings, read.start
         block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
-        match = store.lookup(tokens)
+        read.walk.go_on(store.finder)
+        match = read.walk.match
         # At least one token is computed: its logits choose the next one.
-        num_blocks = (min(match.num_tokens, len(tokens) - 1) - start) // block_size
+        num_blocks = (min(match.num_tokens, read.walk.num_tokens - 1) - start) // block_size
         block = model.spec(1, heads)
-        block_bytes = block.sub_block_bytes * block.sub_blocks_per_block
-        waiting = sum(r.promise.blocks.nbytes for r in self._requests.values() if r.promise)
-        num_blocks = min(num_blocks, (settings.max_load_bytes - waiting) // block_bytes)
-        if num_blocks * block_size < settings.min_tokens:
+        num_blocks = min(
+            num_blocks, read.room // (block.sub_block_bytes * block.sub_blocks_per_block)
+        )
+        if num_blocks * block_size < settings.min_tokens or read.progress.is_cancelled:
             return None
         spec = model.spec(num_blocks, heads)
         pool = torch.empty(spec.pool_shape, dtype=spec.torch_dtype)
         absent = [-1] * (start // block_size)
         table = BlockTable.packed([[*absent, *range(num_blocks)]])
         section = Section(spec.layers, model.view(pool, heads), table)
-        stop = self._fill(store, match, start, start + num_blocks * block_size, section)
+        stop = start + num_blocks * block_size
+        stop = self._fill(store, match, start, stop, section, read.progress)
         num_blocks = (stop - start) // block_size
         if num_blocks * block_size < settings.min_tokens:
             return None
@@ -202,17 +273,23 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return _Promise(blocks, start, start + num_blocks * block_size)
 
     def _fill(
-        self, store: PrefixStore, match: Match, start: int, stop: int, section: Section
+        self,
+        store: PrefixStore,
+        match: Match,
+        start: int,
+        stop: int,
+        section: Section,
+        progress: Progress,
     ) -> int:
         """Fills the section up to the first bad file. Returns the token at which it stopped."""
-        for span in match.spans:
-            lo, hi = max(start, span.start), min(stop, span.stop)
-            if lo < hi:
-                with self._boundary.guard("computes", f"tokens from {lo} on") as guard:
-                    store.load(match, lo, hi, [section])
-                if guard.failed:
-                    return lo
-        return stop
+        with self._boundary.guard("computes tokens that it found") as guard:
+            try:
+                store.load(match, start, stop, [section], progress=progress)
+            except StoreError:
+                if progress.is_cancelled:
+                    return start  # nobody waits for it, so nothing has failed
+                raise
+        return max(start, progress.stop) if guard.failed else stop
 
     def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:
         assert self._store is not None  # else nothing is promised
@@ -224,30 +301,6 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 f"{promise.stop // block_size} for the {promise.stop} tokens that it was promised"
             )
         return Load(promise.blocks, ids, self._store.carried)
-
-    def _save(self, request_id: int, tracked: _Request, stop: int) -> Save | None:
-        """What to store once `stop` tokens have been computed.
-
-        Full chunks when they are complete, and the whole prompt when its end is computed.
-        """
-        assert self._store is not None  # without a store no request is tracked
-        stop = min(stop, len(tracked.tokens))  # without draft tokens
-        full = stop - stop % self._store.chunk_tokens
-        if stop >= tracked.num_prompt_tokens > tracked.saved:
-            full = max(full, tracked.num_prompt_tokens)
-        if not self._settings.save_generated:
-            full = min(full, tracked.num_prompt_tokens)
-        if full <= tracked.saved:
-            return None
-        start = tracked.saved - tracked.saved % self._store.chunk_tokens
-        tracked.saved = full
-        return Save(
-            request_id=request_id,
-            salt=tracked.salt,
-            tokens=np.asarray(tracked.tokens[:full], dtype=np.int64),
-            start=start,
-            block_ids=tracked.block_ids[: -(-full // self._model.tokens_per_block)],
-        )
 
 
 def _is_plain(request: Any) -> bool:

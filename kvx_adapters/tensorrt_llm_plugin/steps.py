@@ -7,18 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.connector.plan import Save
 from kvx_core.snapshot import Precision
 
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Tokens [start, len(tokens)) of a request, computed by this step or earlier ones."""
-
-    request_id: int
-    salt: str
-    tokens: npt.NDArray[np.int64]  # of the whole prefix: they are the key
-    start: int
-    block_ids: list[int]
+__all__ = ["Load", "Save", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)

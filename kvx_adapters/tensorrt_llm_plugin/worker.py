@@ -7,7 +7,6 @@ file.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -17,22 +16,25 @@ from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.model import Model
 from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
-from kvx_adapters.tensorrt_llm_plugin.steps import Load, Save
+from kvx_adapters.tensorrt_llm_plugin.steps import Load
 from kvx_core import (
     BlockTable,
     CacheView,
     InvalidArgumentError,
     OutOfRangeError,
     UnsupportedError,
+    migrate,
 )
 from kvx_core.connector.boundary import Boundary
-from kvx_core.connector.threads import started_threads
-from kvx_core.snapshot import Section, Snapshot, StorageFormat
-from kvx_core.stores.prefix import PrefixStore
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.plan import BlockIds
+from kvx_core.connector.saver import Saver
+from kvx_core.connector.settings import Salted
+from kvx_core.snapshot import Section, StorageFormat
 
 
 class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
-    """Owns a thread, which `close` ends.
+    """Owns threads, which `close` ends.
 
     Raises InvalidArgumentError, UnsupportedError at start-up. Later only `start_load_kv` raises:
     TensorRT-LLM would treat blocks that were not written as computed.
@@ -48,9 +50,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._heads = self._model.heads_of(api.mpi_rank())
         self._store = opened_store(self._model, self._settings)
         self._boundary = Boundary(api.logger.warning)
-        self._writer = started_threads(1, "kvx-save")
-        self._lock = threading.Lock()
-        self._pending_bytes = 0  # copied, not yet written
+        self._saver: Saver | None = None  # from register_kv_caches on
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Takes the rank's pool.
@@ -69,7 +69,17 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         self._view: CacheView = self._model.view(kv_cache_tensor, self._heads)
         StorageFormat.of(self._settings.format).check(self._section(None))
-        self._blocks = kv_cache_tensor.view(torch.uint8)
+        self._blocks = kv_cache_tensor
+        if self._store is not None and self._saver is None:
+            self._saver = Saver(
+                Salted(self._store),
+                self._settings,
+                self._boundary,
+                Counts(),
+                self._sections,
+                range(self._model.num_layers),
+                self._heads,
+            )
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Takes the rank's pool as KVCacheManagerV2 describes it.
@@ -118,15 +128,11 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     def wait_for_save(self, stream: Any) -> None:
         """Copies what this step has computed. A thread writes the files later."""
         plan = self._metadata
-        if plan is None or self._store is None:
+        if plan is None or self._saver is None:
             return
         saves, plan.saves = plan.saves, []
-        for save in saves:
-            with (
-                self._boundary.guard("did not save", f"request {save.request_id}"),
-                torch.cuda.stream(stream),
-            ):
-                self._save(save, self._store.salted(save.salt))
+        with self._boundary.guard("did not save a step"), torch.cuda.stream(stream):
+            self._saver.save(plan, saves)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
@@ -135,11 +141,12 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         return [], []
 
     def close(self) -> None:
-        """Waits until all files are written. TensorRT-LLM does not call it; the interpreter waits
-        for them at exit as well.
+        """Waits until all files are written, for at most shutdown_seconds. TensorRT-LLM does not
+        call it; the interpreter waits for them at exit as well.
         """
         with self._boundary.guard("did not shut down"):
-            self._writer.shutdown()
+            if self._saver is not None:
+                self._saver.shutdown()
 
     def _write(self, load: Load) -> None:
         """Writes this rank's heads of a load's blocks. Raises OutOfRangeError."""
@@ -150,57 +157,20 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         if self._store is not None:
             self._store.carry(load.carried)
-        # Both have TensorRT-LLM's order, in which heads come before tokens.
-        first, last = self._heads
-        blocks = torch.from_numpy(load.blocks)
-        heads = blocks.view(*blocks.shape[:3], self._model.total_kv_heads, -1)
-        device = self._blocks.device
-        ids = torch.tensor(load.block_ids, device=device)
-        self._blocks[ids] = heads[:, :, :, first:last].flatten(3).to(device)
+        model, device, count = self._model, self._blocks.device, len(load.block_ids)
+        all_heads, (first, last) = (0, model.total_kv_heads), self._heads
+        spec = model.spec(count, all_heads)
+        pool = torch.from_numpy(load.blocks).view(spec.torch_dtype).view(spec.pool_shape)
+        tables = torch.tensor([[*range(count)], load.block_ids], device=device)
+        src = model.view(pool.to(device), all_heads).at(tables[:1], head_start=first)
+        dst = self._view.at(tables[1:])
+        migrate(src, dst, [count * model.tokens_per_block], num_heads=last - first)
 
-    def _save(self, save: Save, store: PrefixStore) -> None:
-        """Copies the chunks of a save that are not stored yet."""
-        table = BlockTable.packed([save.block_ids])
-        section = self._section(table)
-        nodes = store.nodes(save.tokens)
-        for start, stop in store.spans(len(save.tokens), save.start):
-            node = nodes[start // store.chunk_tokens]
-            if not store.missing(
-                save.tokens, start, stop, section.layers, section.heads, node=node
-            ):
-                continue
-            with self._lock:
-                pending = self._pending_bytes
-            if pending > self._settings.max_pending_bytes:
-                api.logger.warning(
-                    f"KVX saves no more of request {save.request_id}: {pending} bytes wait to be "
-                    "written"
-                )
-                return
-            snapshot = store.capture(save.tokens, start, stop, [section], node=node)
-            if snapshot is not None:
-                self._hand_over(store, snapshot)
+    def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
+        """This rank's heads of all layers of a request."""
+        num_blocks = -(-num_tokens // self._model.tokens_per_block)
+        return [self._section(BlockTable.packed([block_ids[0][:num_blocks]]))]
 
     def _section(self, table: BlockTable | None) -> Section:
         """This rank's heads of all layers of a request."""
         return Section(tuple(range(self._model.num_layers)), self._view, table)
-
-    def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
-        """Passes a chunk to the thread that writes."""
-        num_bytes = snapshot.num_bytes
-        self._wait_to_be_written(num_bytes)
-        try:
-            self._writer.submit(self._commit, store, snapshot, num_bytes)
-        except BaseException:
-            self._wait_to_be_written(-num_bytes)
-            raise
-
-    def _commit(self, store: PrefixStore, snapshot: Snapshot, num_bytes: int) -> None:
-        """Runs in the writing thread."""
-        with self._boundary.guard("did not save", f"{len(snapshot.tokens)} tokens"):
-            store.commit(snapshot)
-        self._wait_to_be_written(-num_bytes)
-
-    def _wait_to_be_written(self, num_bytes: int) -> None:
-        with self._lock:
-            self._pending_bytes += num_bytes

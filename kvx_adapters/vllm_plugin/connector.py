@@ -36,6 +36,7 @@ from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.lookups import Lookups
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.prefix import PrefixStore
 
@@ -88,14 +89,17 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # load.
         # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
         shares = self._vllm_config.cache_config.enable_prefix_caching
+        settings = self._settings
         return SchedulerHalf(
             stores=self._stores,
-            settings=self._settings,
             boundary=self._boundary,
+            lookups=Lookups(self._boundary, seconds=settings.lookup_seconds),
+            min_tokens=settings.min_tokens,
+            save_generated=settings.save_generated,
             chunk_tokens=self._stores.chunk_tokens,
             produces=produces,
             consumes=consumes,
-            asynchronous=self._settings.async_load or shares or hybrid or bool(window),
+            asynchronous=settings.async_load or shares or hybrid or bool(window),
             window=window,
         )
 
@@ -148,6 +152,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         with self._guard("did not report what is saved and loaded"):
             if self._worker is not None:
+                self._worker.cancel(finished_req_ids)
                 saved, loaded, _ = self._worker.take_results()
                 return saved, loaded
         return None, None
@@ -156,6 +161,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         saved, loaded, failed = set[str](), set[str](), set[str]()
         with self._guard("did not report what is saved and loaded"):
             if self._worker is not None:
+                self._worker.cancel(finished_req_ids)
                 saved, loaded, failed = self._worker.take_results()
         return base.KVConnectorTransferResults(saved, loaded, failed)
 
@@ -178,6 +184,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._guard("did not shut down"):
             if self._worker is not None:
                 self._worker.shutdown()
+            elif self._scheduler is not None:
+                self._scheduler.lookups.shutdown()
 
     def _step(self) -> StepPlan:
         step = self._get_connector_metadata()
@@ -197,7 +205,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids()
         with self._guard("plans nothing for", f"request {request.request_id}") as guard:
-            self._half.allocated(request, block_ids, num_external_tokens)
+            self._half.blocks_allocated(request, block_ids, num_external_tokens)
         if guard.failed:
             self._half.give_up(request.request_id, block_ids, num_external_tokens)
 
@@ -206,7 +214,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._half.plan_saves(scheduler_output)
         if guard.failed:  # the block ids of requests may be out of date
             self._half.forget_all()
-        return self._half.take_plan(scheduler_output)
+        return self._half.take_step(scheduler_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -217,7 +225,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         with self._guard("did not save", f"request {request.request_id}", count="dropped_saves"):
-            return self._half.finished(request, block_ids), None
+            return self._half.has_finished(request, block_ids), None
         self._half.ended(request.request_id)
         return False, None
 

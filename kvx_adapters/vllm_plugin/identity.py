@@ -11,6 +11,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
 from kvx_core import ModelRecord, UnsupportedError, model_files_digest
+from kvx_core.connector.local_model import local_model
 from kvx_core.model_files import model_config_digest
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def model_record(vllm_config: Any, settings: Settings) -> ModelRecord:
 def _files(vllm_config: Any, *, sample: bool) -> str:
     """A digest of the files of the model that an engine has loaded."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    directory = _local(model.model, model.revision, load.download_dir)
+    directory = local_model(model.model, model.revision, _OWN, cache=load.download_dir)
     config = None
     if not (directory / "config.json").is_file():  # only weights go to download_dir
-        config = _local(model.model, model.revision)
+        config = local_model(model.model, model.revision, _OWN)
     if model.hf_config_path:
         revision = getattr(model, "_hf_config_revision", None) or model.revision
-        config = _local(model.hf_config_path, revision)
+        config = local_model(model.hf_config_path, revision, _OWN)
     if load.load_format == "dummy":
         return model_config_digest(directory, config=config)
     if not vllm.loads_files(vllm_config) or model.model_weights:
@@ -59,26 +60,6 @@ _OWN = (
     "Give kv_connector_extra_config a 'fingerprint' that is the same for all engines that serve "
     "these weights, and for no others"
 )
-
-
-def _local(name: str, revision: str | None, cache: str | None = None) -> Path:
-    """The directory of a model's files. Raises UnsupportedError.
-
-    cache: the hub's cache directory; None: its default
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
-        )
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UnsupportedError(
-            f"model is {name!r}, of which no local copy was found ({error}). {_OWN}"
-        ) from None
 
 
 def _log(read: int, total: int) -> None:

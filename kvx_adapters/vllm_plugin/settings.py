@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
 from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import model_record
 from kvx_core import DType, InvalidArgumentError, UnsupportedError
-from kvx_core.snapshot import Accept, Precision, StorageFormat, read_key
-from kvx_core.stores.blobs import Directory
-from kvx_core.stores.prefix import PrefixStore
-from kvx_core.stores.root import Group
-
-_MAX_SALTS = 1024
+from kvx_core.connector.settings import Salted, StoreSettings
+from kvx_core.snapshot import Precision
 
 
-class Settings(BaseModel):
+class Settings(StoreSettings):
     """kv_connector_extra_config of KVXConnector."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: Path  # the store's directory; made if it does not exist
-    fingerprint: str | None = None  # in place of a digest of the model's files
-    fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
-    chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
     async_load: bool = False  # load beside other requests' steps; always with prefix caching
     layerwise: bool = False  # copy each layer when it is computed, not all after the last
-    save_generated: bool = True  # save generated tokens too, not only prompts
-    min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
-    max_bytes: int | None = Field(
-        default=None, gt=0
-    )  # of the directory; then the least recently used files are deleted
-    group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
-    accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
-    format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
-    key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
-    writer_threads: int = Field(default=1, ge=1)
-    max_pending_bytes: int = Field(
-        default=4 << 30, gt=0
-    )  # copied, not yet written: beyond it saves are dropped
-
-    @field_validator("format")
-    @classmethod
-    def _is_a_format(cls, name: str | None) -> str | None:
-        StorageFormat.of(name)
-        return name
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
@@ -99,39 +69,22 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         )
 
 
-class Stores:
-    """The stores of an engine's model, by cache_salt: different salts share nothing."""
+class Stores(Salted):
+    """The stores of an engine's model, by cache_salt."""
 
     def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
         self.fingerprint = model_record(vllm_config, settings).fingerprint
-        self._store = PrefixStore(
-            Directory(settings.path.expanduser(), settings.max_bytes, group=settings.group),
+        store = settings.store(
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),
             total_kv_heads=model.get_total_num_kv_heads(),
-            chunk_tokens=settings.chunk_tokens,
             # When a chunk is full, its beginning must not have left the window.
             new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
             precision=precision(model.dtype, vllm_config.cache_config),
-            accept=settings.accept,
-            format=settings.format,
-            key=None if settings.key_file is None else read_key(settings.key_file.expanduser()),
         )
-        self._salted: dict[str, PrefixStore] = {}
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._store.chunk_tokens
-
-    def __getitem__(self, salt: str) -> PrefixStore:
-        store = self._salted.get(salt)
-        if store is None:
-            if len(self._salted) >= _MAX_SALTS:
-                self._salted.clear()
-            store = self._salted[salt] = self._store.salted(salt)
-        return store
+        super().__init__(store)
 
 
 def precision(dtype: Any, cache_config: Any) -> Precision:

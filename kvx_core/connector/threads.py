@@ -2,24 +2,132 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+
+_logger = logging.getLogger("kvx")
 
 
-def started_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have all been started, so that `submit` starts none.
+class Workers:
+    """Threads that run jobs, the oldest first. At most `exit_seconds` of an exit wait for them.
 
-    Otherwise a `submit` that cannot start a thread would raise and still leave the work in the
-    queue, to run later. Raises RuntimeError if threads cannot be started.
+    They are daemons: a store that never answers keeps no process from ending. A process that is
+    forked off does not have them: there `submit` raises, and an exit waits for nothing.
     """
-    pool = ThreadPoolExecutor(num_threads, name)
-    all_run = threading.Barrier(num_threads + 1)
-    try:
-        for _ in range(num_threads):
-            pool.submit(all_run.wait)
-        all_run.wait()
-    except BaseException:
-        all_run.abort()
-        pool.shutdown(cancel_futures=True)
-        raise
-    return pool
+
+    def __init__(self, num_threads: int, name: str, *, exit_seconds: float = 60) -> None:
+        """Starts the threads. Raises RuntimeError if they cannot be started."""
+        self._num_threads, self._process = num_threads, os.getpid()
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Hashable, Callable[[], object]]] = deque()
+        self._running: dict[int, float] = {}  # threads that run a job, and since when
+        self._is_over = False
+        try:
+            for i in range(num_threads):
+                threading.Thread(target=self._run, name=f"{name}_{i}", daemon=True).start()
+        except BaseException:
+            self.shutdown(0)
+            raise
+        self._exit_seconds = exit_seconds
+        atexit.register(self._at_exit)
+
+    def submit(self, job: Callable[[], object], key: Hashable = None) -> None:
+        """Queues a job, which is not to raise. Raises RuntimeError after `shutdown` or a fork."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the threads run in process {self._process} and not in {os.getpid()}, which was "
+                "forked off"
+            )
+        with self._changed:
+            if self._is_over:
+                raise RuntimeError("the threads have been shut down")
+            self._jobs.append((key, job))
+            self._changed.notify_all()
+
+    def cancel(self, key: Hashable) -> int:
+        """Drops the jobs of this key that have not begun; returns how many."""
+        with self._changed:
+            kept = deque(job for job in self._jobs if job[0] != key)
+            dropped = len(self._jobs) - len(kept)
+            if dropped:
+                self._jobs = kept
+                self._changed.notify_all()
+        return dropped
+
+    def stuck_seconds(self) -> float:
+        """How long all threads have been at their jobs; 0 if one is free."""
+        with self._changed:
+            begun = list(self._running.values())
+        return time.monotonic() - max(begun) if len(begun) == self._num_threads else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is queued or runs."""
+        return not self._jobs and not self._running
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until all jobs have ended; returns whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._running, seconds)
+
+    def shutdown(self, seconds: float | None = None, *, drop: bool = False) -> bool:
+        """Waits at most `seconds` for all jobs, then drops those that have not begun.
+
+        drop: they are dropped at once
+        Returns whether all jobs have ended.
+        """
+        atexit.unregister(self._at_exit)
+        with self._changed:
+            self._is_over = True
+            if drop:
+                self._jobs.clear()
+            self._changed.notify_all()
+        have_ended = self.wait(seconds)
+        with self._changed:
+            self._jobs.clear()
+        return have_ended
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:
+            self.shutdown(self._exit_seconds)
+
+    def _run(self) -> None:
+        own = threading.get_ident()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_over)
+                if not self._jobs:
+                    return
+                _, job = self._jobs.popleft()
+                self._running[own] = time.monotonic()
+            try:
+                job()
+            except Exception:
+                _logger.exception("KVX: a job has raised")
+            finally:
+                del job
+                with self._changed:
+                    del self._running[own]
+                    self._changed.notify_all()
+
+
+class Pace:
+    """Lets other threads run often: a thread that computes in Python holds the GIL for 5 ms.
+
+    Called between pieces of work, each of which takes much less than a millisecond.
+    """
+
+    def __init__(self, seconds: float = 0.0005) -> None:
+        self._seconds = seconds
+        self._last = time.perf_counter()
+
+    def breathe(self) -> None:
+        now = time.perf_counter()
+        if now - self._last >= self._seconds:
+            time.sleep(50e-6)  # sleep(0) would take the GIL back before anybody else wakes up
+            self._last = time.perf_counter()

@@ -10,29 +10,48 @@ from typing import BinaryIO
 
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, read_tokens
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.index import Index
 from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
-
-_MAX_KNOWN = 16384  # files whose tokens are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Files by name. Whatever a file holds, only StoreError is raised."""
+    """Files by name. Whatever a file holds, only StoreError is raised.
+
+    index: remembers what is seen
+    """
 
     blobs: BlobStore
     key: bytes | None  # that files are signed with
     max_header_bytes: int
-    _known: dict[str, Ids] = field(default_factory=dict)  # tokens of files that were found good
+    index: Index = field(default_factory=Index)
 
     def __contains__(self, name: str) -> bool:
         """Whether the tokens of this file are known."""
-        return name in self._known
+        return self.index.tokens_of(name) is not None
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder."""
+        names = self.blobs.names(folder)
+        self.index.listed(folder, names)
+        return names
+
+    def glance(self, folder: str) -> None:
+        """Lists a folder for the index, so that memory knows what it does not have.
+
+        Not again if it is large: that takes longer than the lookups that it spares.
+        """
+        if self.index.is_worth_listing(folder):
+            self.names(folder)
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Raises StoreError."""
         file = self.blobs.open(name)
         if file is not None:
             file.close()
+            self.index.saw(name)
+        else:
+            self.index.missed(name)
         return file is not None
 
     @contextmanager
@@ -40,6 +59,7 @@ class Entries:
         """The file, closed at the end of the context. Raises StoreError if it does not exist."""
         file = self.blobs.open(name)
         if file is None:
+            self.index.missed(name)
             raise StoreError(f"{name} is not in the store (any more)")
         with file:
             yield file
@@ -83,16 +103,15 @@ class Entries:
 
     def tokens(self, file: EntryFile) -> Ids | None:
         """The tokens of a file; None if it cannot be read, or is not what its name says."""
-        tokens = self._known.get(file.name)
+        tokens = self.index.tokens_of(file.name)
         if tokens is None:
             try:
                 with self.opened(file.name) as opened:
                     tokens = self._read_tokens(file, opened)
             except (StoreError, MemoryError):
                 return None
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[file.name] = tokens
+            self.index.keep_tokens(file.name, tokens)
+            self.index.saw(file.name)
         return tokens
 
     @contextmanager
@@ -105,7 +124,7 @@ class Entries:
         try:
             yield
         except CorruptError:
-            self._known.pop(name, None)
+            self.index.missed(name)
             with suppress(StoreError):
                 self.blobs.delete(name)
             raise

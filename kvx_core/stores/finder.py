@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from kvx_core.snapshot import Accept, Precision, StoreError
 from kvx_core.stores.entries import Entries
+from kvx_core.stores.index import Known
 from kvx_core.stores.keys import (
+    OPENING_TOKENS,
     EntryFile,
     Ids,
     common_tokens,
@@ -27,9 +29,12 @@ _MAX_OPENED = 64  # files of other sequences that one lookup opens to compare to
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """The files of one model and salt, as a reader of some precision sees them."""
+    """The files of one model and salt, as a reader of some precision sees them.
 
-    entries: Entries
+    entries: on the disk, or those that memory knows; with these every method may raise Unknown
+    """
+
+    entries: Entries | Known
     space: str
     shape: tuple[int, int]  # of the model: layers, KV heads
     chunk_tokens: int
@@ -37,14 +42,17 @@ class Finder:
     accept: Accept
     whole: bool = False  # entries that continue otherwise than the prompt do not count
 
-    def longest(self, node: str, ids: Ids) -> tuple[int, list[EntryFile]]:
-        """How many of `ids` the best entry below a node begins with, and that entry's files."""
+    def longest(self, node: str, ids: Ids, at_least: int = 1) -> tuple[int, list[EntryFile]]:
+        """How many of `ids` the best entry below a node begins with, and that entry's files.
+
+        at_least: entries that share fewer tokens need not be found
+        """
         whole = self._whole_file(node, ids)
         if whole is not None:
             return len(ids), [whole]
         best: tuple[int, list[EntryFile]] = (0, [])
         opened = 0
-        for folder, bound in self._folders(node, ids):
+        for folder, bound in self._folders(node, ids, at_least):
             if bound <= best[0]:
                 break
             entries = defaultdict[str, list[EntryFile]](list)
@@ -81,12 +89,16 @@ class Finder:
             return None
         return file if is_there and self.entries.tokens(file) is not None else None
 
-    def _folders(self, node: str, ids: Ids) -> Iterator[tuple[str, int]]:
-        """Folders below a node, and how many of `ids` their entries can share; most first."""
+    def _folders(self, node: str, ids: Ids, at_least: int) -> Iterator[tuple[str, int]]:
+        """Folders below a node whose entries can share some of `ids`, and how many; most first."""
         own = opening_of(node, ids)
         yield f"{self.space}/{node}/{own}", len(ids)
-        openings = self.entries.blobs.names(f"{self.space}/{node}")
-        bounds = {opening: common_tokens(opening, own) for opening in openings if opening != own}
+        if at_least >= OPENING_TOKENS == len(own) // 2:
+            self.entries.glance(f"{self.space}/{node}")
+            return  # entries in other folders share fewer tokens
+        names, first = self.entries.names(f"{self.space}/{node}"), own[:2]
+        openings = [name for name in names if name.startswith(first) and name != own]
+        bounds = {opening: common_tokens(opening, own) for opening in openings}
         for opening in sorted(bounds, key=bounds.__getitem__, reverse=True):
             yield f"{self.space}/{node}/{opening}", bounds[opening]
 
@@ -136,7 +148,7 @@ class Finder:
         return 2, -precision.digits
 
     def parsed(self, folder: str) -> list[EntryFile]:
-        found = (self._parse(f"{folder}/{name}") for name in self.entries.blobs.names(folder))
+        found = (self._parse(f"{folder}/{name}") for name in self.entries.names(folder))
         return [file for file in found if file is not None]
 
     def file(self, name: str) -> EntryFile:

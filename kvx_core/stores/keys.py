@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
 
-_OPENING_TOKENS = 8
+OPENING_TOKENS = 8
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
 _NAME = re.compile(
     r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
@@ -90,7 +90,7 @@ def entry_of(node: str, ids: Ids) -> str:
 
 def opening_of(node: str, ids: Ids) -> str:
     """Two digits for each of the first tokens. Each depends on all tokens up to its own."""
-    data, crc, digits = ids[:_OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
+    data, crc, digits = ids[:OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
     for at in range(0, len(data), ids.itemsize):
         crc = zlib.crc32(data[at : at + ids.itemsize], crc)
         digits += f"{crc & 0xFF:02x}"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO, Self
 
 import numpy.typing as npt
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.planes import Plane
 from kvx_core.snapshot import (
-    VALUES,
     Accept,
     Key,
     PlaneKind,
@@ -27,43 +25,27 @@ from kvx_core.snapshot import (
     Section,
     Snapshot,
     StorageFormat,
-    StoreError,
-    host_memory,
     token_ids,
 )
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.config import stored_chunk_tokens
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
+from kvx_core.stores.index import Index, Known, Unknown
 from kvx_core.stores.keys import (
     Ids,
-    chain,
     entry_of,
     name_of,
     opening_of,
     space_of,
 )
+from kvx_core.stores.loads import Loads, Progress, says_precision
+from kvx_core.stores.match import Match as Match
+from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
-from kvx_core.stores.source import Source
-from kvx_core.types import DType, Memory
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSpan:
-    """Tokens of a prompt that one entry holds."""
-
-    start: int
-    stop: int
-    num_entry_tokens: int  # of the entry, which may continue with other tokens than the prompt
-    names: tuple[str, ...]  # of files that together hold all layers and heads
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest prefix of a prompt that is stored. Plain data: it may go to another process."""
-
-    num_tokens: int
-    spans: tuple[StoredSpan, ...]  # one after the other, from token 0
+from kvx_core.stores.token_chain import TokenChain
+from kvx_core.stores.walk import Walk
+from kvx_core.types import DType
 
 
 class PrefixStore:
@@ -168,6 +150,11 @@ class PrefixStore:
         return self._chunk_tokens or self._requested or self._otherwise
 
     @property
+    def accept(self) -> Accept:
+        """Which entries are found: see the class."""
+        return self._accept
+
+    @property
     def carried(self) -> Precision:
         """The coarsest precision that was loaded here and is coarser than this cache's own."""
         return self._carried.precision
@@ -180,9 +167,23 @@ class PrefixStore:
         self._carried.take(precision)
 
     @property
-    def _finder(self) -> Finder:
+    def index(self) -> Index:
+        """What is known of the files without the disk; those that this was salted from share it."""
+        return self._entries.index
+
+    @property
+    def finder(self) -> Finder:
+        """Finds files on the disk."""
+        return self._finder_in(self._entries)
+
+    @property
+    def known(self) -> Finder:
+        """Finds files in memory, without the disk; raises index.Unknown."""
+        return self._finder_in(Known(self.index))
+
+    def _finder_in(self, entries: Entries | Known) -> Finder:
         return Finder(
-            self._entries,
+            entries,
             self._space,
             self._shape,
             self.chunk_tokens,
@@ -193,11 +194,8 @@ class PrefixStore:
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
         """The key of the tokens before each chunk: the argument `node` of capture and missing."""
-        ids, step = token_ids(tokens), self.chunk_tokens
-        nodes = [self._space]
-        for at in range(0, len(ids) - step + 1, step):
-            nodes.append(chain(nodes[-1], ids[at : at + step]))
-        return nodes
+        chain = self.chain_of(token_ids(tokens))
+        return [chain.node(i) for i in range(len(tokens) // self.chunk_tokens + 1)]
 
     def spans(self, num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
         """The chunks (start, stop) that tokens `start` to `num_tokens` lie in, the last one cut."""
@@ -216,20 +214,25 @@ class PrefixStore:
         values.
         Raises InvalidArgumentError if `tokens` are no integers.
         """
-        ids, step = token_ids(tokens), self.chunk_tokens
-        node, at, spans = self._space, 0, list[StoredSpan]()
-        while at < len(ids):
-            rest = ids[at : at + step]
-            shared, files = self._finder.longest(node, rest)
-            if not shared:
-                break
-            names = tuple(file.name for file in files)
-            spans.append(StoredSpan(at, at + shared, files[0].num_tokens, names))
-            at += shared
-            if shared < step:
-                break
-            node = chain(node, rest)
-        return Match(at, tuple(spans))
+        walk = self.walk(self.chain_of(tokens), len(tokens))
+        walk.go_on(self.finder)
+        return walk.match
+
+    def chain_of(
+        self, tokens: Sequence[int] | npt.NDArray[Any], node: str | None = None
+    ) -> TokenChain:
+        """The keys of a sequence that may grow at its end, computed in pieces when asked for.
+
+        node: the key of all tokens before it; None: it is a whole sequence
+        """
+        return TokenChain(tokens, self._space if node is None else node, self.chunk_tokens)
+
+    def walk(self, tokens: TokenChain, num_tokens: int, at_least: int = 1) -> Walk:
+        """A lookup of the first `num_tokens` tokens that goes on with `finder` or `known`.
+
+        at_least: shorter matches need not be found
+        """
+        return Walk(tokens, num_tokens, at_least)
 
     def missing(
         self,
@@ -240,6 +243,8 @@ class PrefixStore:
         heads: tuple[int, int],
         *,
         node: str | None = None,
+        base: int = 0,
+        from_memory: bool = False,
     ) -> bool:
         """Whether some of these layers and heads of the entry tokens[start:stop) are not stored
         with the precision that they have here.
@@ -248,17 +253,35 @@ class PrefixStore:
         heads:       first, and one past the last
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
+        base:        with `node`, the position of tokens[0]: what is before it can be left out
+        from_memory: does not ask the disk; False for what was loaded or stored here, however long
+                     ago (see `confirm`); else True if memory does not know
         Looks at names only. Raises InvalidArgumentError.
         """
-        node, ids = self._span(tokens, start, stop, node)
+        node, ids = self._span(tokens, start, stop, node, base)
         own = self._precision.meet(self.carried)
-        key = entry_of(node, ids)
-        files = [
-            file
-            for file in self._finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
-            if file.entry == key and file.precision.includes(own)
-        ]
-        return not self._finder.cover(files)[0][list(layers), slice(*heads)].all()
+        held, key = list(layers), entry_of(node, ids)
+        name = name_of(self._space, node, ids, held, heads, own)
+        if from_memory and self.index.is_held(name):
+            return False
+        finder = self.known if from_memory else self.finder
+        try:
+            found = finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
+        except Unknown:
+            return True
+        files = [file for file in found if file.entry == key and file.precision.includes(own)]
+        return not finder.cover(files)[0][held, slice(*heads)].all()
+
+    def confirm(self) -> None:
+        """Asks the disk for the files that `missing` took for stored from memory, and which were
+        not seen lately. Those that others have deleted are missing from now on; the others count as
+        used just now.
+
+        Of all stores that this was salted from. Raises StoreError; what it has not asked for is
+        asked for after the next `missing`.
+        """
+        for name in self.index.take_doubted():
+            self._entries.is_there(name)
 
     def capture(
         self,
@@ -268,15 +291,16 @@ class PrefixStore:
         sections: Sequence[Section],
         *,
         node: str | None = None,
+        base: int = 0,
     ) -> Snapshot | None:
         """Copies tokens `start` to `stop` of a sequence out of caches, into new memory of the host.
 
-        tokens, start, stop, node: as for `missing`
+        tokens, start, stop, node, base: as for `missing`
         sections: what is held here of the sequence; all hold the same heads
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        snapshot = self.reserve(tokens, start, stop, sections, node=node)
+        snapshot = self.reserve(tokens, start, stop, sections, node=node, base=base)
         if snapshot is not None:
             for section in sections:
                 snapshot.fill(section)
@@ -291,14 +315,15 @@ class PrefixStore:
         sections: Sequence[Section],
         *,
         node: str | None = None,
+        base: int = 0,
     ) -> Snapshot | None:
         """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve."""
-        node, ids = self._span(tokens, start, stop, node)
+        node, ids = self._span(tokens, start, stop, node, base)
         sections = [self._of_model(section) for section in sections]
         for section in sections:
             self._check_exact(section)
         precision = self.carried
-        if not all(_says_precision(section) for section in sections):
+        if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
         return Snapshot.reserve(
             ids, sections, start=start, prefix=node, precision=precision, format=self.format
@@ -311,22 +336,27 @@ class PrefixStore:
         and V take without a format.
         Raises StoreError if nothing was stored.
         """
-        header, num_bytes = snapshot.header, 0
+        name, num_bytes = self.name_of(snapshot), 0
 
         def write(file: BinaryIO) -> None:
             nonlocal num_bytes
             snapshot.save(file, key=self._entries.key)
             num_bytes = file.tell()
 
-        name = name_of(
+        is_new = self._blobs.put(name, write)
+        self.index.wrote(name)
+        return num_bytes if is_new else 0
+
+    def name_of(self, snapshot: Snapshot) -> str:
+        """The name of the file that `commit` writes."""
+        return name_of(
             self._space,
-            header.prefix,
+            snapshot.header.prefix,
             snapshot.tokens,
-            header.layers,
-            header.heads,
-            header.precision,
+            snapshot.header.layers,
+            snapshot.header.heads,
+            snapshot.header.precision,
         )
-        return num_bytes if self._blobs.put(name, write) else 0
 
     def load(
         self,
@@ -336,13 +366,16 @@ class PrefixStore:
         sections: Sequence[Section],
         *,
         stream: int | None = None,
+        progress: Progress | None = None,
     ) -> int:
         """Copies tokens `start` to `stop` of a match into caches.
 
         match:    what `lookup` found, here or in another process
         sections: where the sequence lies; its null blocks are skipped
-        All of a span is read and checked before the first byte of it is written. A corrupt file is
-        deleted. Waits for devices.
+        progress: tells another thread how far the load is, and can cancel it
+        All of a span is read and checked before the first byte of it is written. If a file of one
+        is bad, the spans before it are loaded, as `progress` says, and all after it are checked:
+        corrupt files are deleted at once. Waits for devices.
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -355,68 +388,8 @@ class PrefixStore:
         if start < stop:
             self._planes.check_stop(stop, ends)
         sections = [self._of_model(section) for section in sections]
-        pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
-        memory = host_memory(0)
-        num_bytes = 0
-        for span in match.spans:
-            lo, hi = max(start, span.start), min(stop, span.stop)
-            if lo >= hi:
-                continue
-            takers = [section for section in sections if not section.is_null(lo, hi)]
-            with ExitStack() as opened:
-                sources = self._sources(span, takers, opened)
-                need = sum(source.num_bytes for source in sources)
-                if need > len(memory):
-                    memory = host_memory(need, pinned=pinned)
-                rest, read = memory, []
-                for source in sources:
-                    with self._entries.discarding(source.name):
-                        read.append(source.snapshot.read(source.layers, rest))
-                    rest = rest[source.num_bytes :]
-            # Files that only other ranks load count too: later tokens depend on them.
-            for file in map(self._finder.file, span.names):
-                if not file.precision.includes(self._precision):
-                    self._carried.take(file.precision)
-            for source, snapshot in zip(sources, read, strict=True):
-                for section in source.takers:
-                    num_bytes += snapshot.restore(section, lo, hi, stream=stream)
-        return num_bytes
-
-    def _sources(
-        self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
-    ) -> list[Source]:
-        """The files that the sections need, opened; everything except their data is checked."""
-        files = []
-        sources = []
-        for file in map(self._finder.file, span.names):
-            takers = [
-                section
-                for section in sections
-                if set(file.layers) & set(section.layers) and _meet(file.heads, section.heads)
-            ]
-            if not takers:
-                continue
-            raw = opened.enter_context(self._entries.opened(file.name))
-            snapshot = self._entries.snapshot(file, raw)
-            if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
-                raise StoreError(
-                    f"{file.name} holds {file.num_tokens} tokens from {snapshot.header.start}, "
-                    f"expected {span.start} to {span.stop}"
-                )
-            for section in takers:
-                reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)
-                if reasons:
-                    raise StoreError(f"{file.name}: {'; '.join(reasons)}")
-            files.append(file)
-            sources.append(Source(file.name, snapshot, takers))
-        held, _ = self._finder.cover(files)
-        for section in sections:
-            if not held[list(section.layers), slice(*section.heads)].all():
-                raise StoreError(
-                    f"{', '.join(span.names)} do not hold all of layers {section.layers}, heads "
-                    f"{section.heads}"
-                )
-        return sources
+        loads = Loads(self._entries, self.finder, self._carried, self.format)
+        return loads.load(match.spans, start, stop, sections, stream, progress or Progress())
 
     def _check_exact(self, section: Section) -> None:
         """Raises UnsupportedError if the format rounds a section and the store is an exact one."""
@@ -428,38 +401,24 @@ class PrefixStore:
                 "If they are such numbers in a wider dtype, set facts.compute_dtype of the section"
             )
 
-    def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
-        """Why values of this precision may not be loaded into the section: a sentence each."""
-        if self._accept == "lossy":
-            return []
-        own = section.precision.meet(self.format.precision)
-        if not _says_precision(section):
-            own = own.meet(self._precision)
-        return [
-            f"layers {part.layers} are stored as {part.precision}, expected numbers that include "
-            f"those of {own.name}. Set accept to 'lossy' to load them all the same"
-            for part in snapshot.header.parts
-            if set(part.layers) & set(section.layers)
-            and not Precision.parse(part.precision).includes(own)
-        ]
-
     def _span(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],
         start: int,
         stop: int,
         node: str | None,
+        base: int,
     ) -> tuple[str, Ids]:
         """The node of a chunk, and its tokens."""
-        step = self.chunk_tokens
-        if start % step or not 0 <= start < stop <= min(start + step, len(tokens)):
+        step, end = self.chunk_tokens, base + len(tokens)
+        if start % step or not 0 <= base <= start < stop <= min(start + step, end):
             raise InvalidArgumentError(
-                f"tokens {start} to {stop} of {len(tokens)} are not a chunk of at most {step} "
+                f"tokens {start} to {stop} of {end} are not a chunk of at most {step} "
                 f"tokens, expected what spans() returned"
             )
         if node is None:
-            node = self.nodes(tokens[:start])[-1]
-        return node, token_ids(tokens[start:stop])
+            node = self.chain_of(token_ids(tokens[:start])).node(start // step)
+        return node, token_ids(tokens[start - base : stop - base])
 
     def _of_model(self, section: Section) -> Section:
         """The section with the fingerprint and heads of this store's model filled in.
@@ -487,12 +446,3 @@ class PrefixStore:
             return section
         facts = replace(facts, fingerprint=self._fingerprint, total_kv_heads=total_kv_heads)
         return replace(section, view=replace(view, facts=facts))
-
-
-def _says_precision(section: Section) -> bool:
-    """Whether Section.precision is known to be that of its values."""
-    return section.encoding != VALUES or section.view.facts.compute_dtype is not None
-
-
-def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:
-    return max(one[0], two[0]) < min(one[1], two[1])

@@ -29,7 +29,7 @@ PHASES = {
     ),
     "full": ("call=write+mkdir,error=ENOSPC",),
     "short": ("call=read+write,short=1,chance=0.3,seed=8",),
-    "slow": ("call=read+write+open+list+sync,delay=20,chance=0.1,seed=9",),
+    "slow": ("call=read+write+open+list+sync,delay=20,chance=0.3,seed=9",),
     "stale": ("call=open+read+list,error=ESTALE",),
 }
 

@@ -61,7 +61,8 @@ class Factory:
         self._made: list[Executor] = []
 
     def set(self, **settings: Any) -> None:
-        settings = {"path": str(self.store), "chunk_tokens": 24} | settings
+        patient = {"lookup_seconds": 60, "chunk_seconds": 60}  # however slow the machine is
+        settings = {"path": str(self.store), "chunk_tokens": 24} | patient | settings
         self._monkeypatch.setenv("TRTLLM_KVX", json.dumps(settings))
 
     def args(self, block_size: int = 16, **args: Any) -> TorchLlmArgs:

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.walk import Walk
 from tests.fakes.tensorrt_llm_executor import LlmRequest
 from tests.injection import Injection
 from tests.tensorrt_llm_plugin.conftest import Factory
@@ -35,7 +37,7 @@ def serve_two(serve: Factory, source: Path) -> None:
     engine.close()
     assert [len(request.answer) for request in requests] == [12, 3]
     assert engine.scheduler._requests == {}
-    assert engine.ranks[0].worker._pending_bytes == 0
+    assert engine.ranks[0].worker._saver._pending_bytes == 0
 
 
 def test_whatever_it_meets(serve: Factory, tmp_path: Path) -> None:
@@ -43,7 +45,9 @@ def test_whatever_it_meets(serve: Factory, tmp_path: Path) -> None:
     engine.ask(KNOWN)
     engine.close()
     source = Path(shutil.copytree(serve.store, tmp_path / "source"))
-    injection = Injection([PLUGIN], ["kvx_core", "kvx_adapters.tensorrt_llm."], PASSED)
+    injection = Injection(
+        [PLUGIN, "kvx_core.connector"], ["kvx_core", "kvx_adapters.tensorrt_llm."], PASSED
+    )
     with injection.recording():
         serve_two(serve, source)
     sites = list(injection.sites())
@@ -62,10 +66,18 @@ def test_a_lookup_that_raises_is_logged_once(serve: Factory, trtllm: ModuleType)
     engine = serve()
     tokens = prompt(100, seed=42)
 
-    def lookup(tokens: object) -> None:
-        None.dtype  # type: ignore[attr-defined]  # noqa: B018
+    class Broken(Walk):
+        def go_on(self, *_: object) -> None:
+            None.dtype  # type: ignore[attr-defined]  # noqa: B018
 
-    engine.scheduler._store.salted = lambda salt: type("Store", (), {"lookup": lookup})
+    salted = engine.scheduler._store.salted
+
+    def broken(salt: str) -> PrefixStore:
+        store: PrefixStore = salted(salt)
+        store.walk = Broken  # type: ignore[method-assign,assignment]
+        return store
+
+    engine.scheduler._store.salted = broken
     for _ in range(3):
         assert engine.ask(tokens).computed == 100
     (warning,) = trtllm.logger.warnings()

@@ -295,10 +295,11 @@ class Server:
         from kvx_core import Snapshot
 
         worker = get_kv_transfer_group()._worker
-        load = worker._load
+        load = worker._loader._load
 
-        def load_and_keep(plan: Any, stream: Any = None) -> bool:
-            good: bool = load(plan, stream)
+        def load_and_keep(work: Any) -> bool:
+            good: bool = load(work)
+            plan = work.load
             sections = worker._sections(plan.block_ids, plan.stop)
             num_tokens = plan.stop - plan.start
             found = Snapshot.capture(range(num_tokens), sections, start=plan.start)
@@ -306,7 +307,7 @@ class Server:
             found.save(Path(folder) / f"{plan.start}-{plan.stop}")
             return good
 
-        worker._load = load_and_keep
+        worker._loader._load = load_and_keep
 
     @property
     def _core(self) -> Any:

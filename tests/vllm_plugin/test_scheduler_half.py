@@ -64,8 +64,21 @@ class Steps:
         self.scheduler.add_request(request)
         return request
 
+    def ask(self, request: Any) -> tuple[int, bool]:
+        """What the connector answers when the request's lookup is over."""
+        connector = self.scheduler.connector
+        while (answer := connector.get_num_new_matched_tokens(request, 0))[0] is None:
+            connector._scheduler.lookups.wait(60)
+        return answer  # type: ignore[no-any-return]
+
     def plan(self) -> Any:
-        """Schedules a step; what the workers are told to save and load."""
+        """Schedules a step; what the workers are told to save and load.
+
+        Lookups beside steps are over before it: else requests would be scheduled a step later.
+        """
+        for request in self.requests.values():
+            if request.status.name in ("WAITING", "PREEMPTED"):
+                self.ask(request)
         self._output = self.scheduler.schedule()
         # As it is sent to workers in other processes.
         return pickle.loads(pickle.dumps(self._output.kv_connector_metadata))
@@ -211,7 +224,7 @@ def fill(path: Path, tokens: list[int], salt: str = "") -> None:
 
 
 def saves(plan: Any) -> list[tuple[str, int, int]]:
-    return [(save.request_id, save.start, len(save.tokens)) for save in plan.saves]
+    return [(save.request_id, save.start, save.stop) for save in plan.saves]
 
 
 def loads(plan: Any) -> list[tuple[str, int, int]]:
@@ -306,16 +319,16 @@ def test_images(start: Any, stored: None) -> None:
     request.mm_features = [
         MultiModalFeatureSpec(None, "image", "hash", PlaceholderRange(offset=2, length=9))
     ]
-    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert steps.ask(request) == (0, False)
     request.mm_features = []
-    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (199, False)
+    assert steps.ask(request) == (199, False)
 
 
 def test_embeddings(start: Any, stored: None) -> None:
     steps = start()
     request = steps.add("a", STORED)
     request.prompt_embeds = torch.zeros(200, 256)
-    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert steps.ask(request) == (0, False)
 
 
 def test_prompt_logprobs(start: Any, stored: None) -> None:
@@ -408,9 +421,8 @@ def test_rejected_drafts_are_not_saved(start: Any) -> None:
     saved += steps.plan().saves
     assert len(saved) == 3
     for save in saved:
-        tokens = save.tokens.tolist()
-        assert tokens == list(request.all_token_ids)[: len(tokens)]
-    assert [len(save.tokens) for save in saved] == [60, 64, 79]
+        assert save.tokens.tolist() == list(request.all_token_ids)[save.start : save.stop]
+    assert [save.stop for save in saved] == [60, 64, 79]
 
 
 # ---- requests that end early, or start again ----

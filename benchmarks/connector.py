@@ -1,0 +1,259 @@
+"""What a connector's scheduler half costs the engine's thread, in a large store and a frozen one.
+
+A policy as plugins have it, without an engine: prompts of 131,072 tokens, some of them stored, in a
+directory of 100,000 files. A call's time is the CPU time of the calling thread. A stretch is the
+CPU time that a lookup's thread computes between two pauses, in which it may hold the GIL. Run with
+`python -m benchmarks connector`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from kvx_core import CacheDesc, CacheFacts, CacheView, Directory, Layout, PrefixStore, describe
+from kvx_core.connector import threads
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.lookups import Lookups
+from kvx_core.connector.policy import Policy
+from kvx_core.connector.settings import Salted
+from kvx_core.snapshot import Precision, Section
+
+TOKENS, FILES, BLOCK, CHUNK, STEP = 131_072, 100_000, 16, 128, 8192
+GOALS = {
+    "call_p99_ms": 0.5,  # of the engine's thread
+    "stretch_max_ms": 1.0,  # of a lookup's thread
+    "frozen_step_p99_ms": 0.5,  # of the calls of a step while the store does not answer
+}
+
+
+@dataclass(eq=False)
+class _Request:
+    request_id: str
+    all_token_ids: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return TOKENS
+
+
+class _Directory(Directory):
+    """A directory whose file system can be frozen."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def open(self, name: str) -> BinaryIO | None:
+        self.answers.wait()
+        return super().open(name)
+
+    def names(self, folder: str) -> list[str]:
+        self.answers.wait()
+        return super().names(folder)
+
+
+class Calls:
+    """CPU time of calls by name, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        begin = time.thread_time()
+        found = function(*args, **keywords)
+        self.times.setdefault(name, []).append((time.thread_time() - begin) * 1e3)
+        return found
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        return {name: _summary(times) for name, times in self.times.items()}
+
+
+def run() -> dict[str, Any]:
+    """Figures by what was measured, and which goals are met."""
+    results: dict[str, Any] = {"tokens": TOKENS, "files": FILES, "goals": GOALS}
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=place) as path:
+        blobs = _Directory(Path(path))
+        store = _store(blobs)
+        stored = _prompt(0)
+        _fill(store, stored)
+        _fill_with_names(Path(path), store)
+        gc.collect()
+        gc.freeze()  # as vLLM does when it has started
+        with _stretches() as stretches:
+            calls = _serve(store, [stored, _prompt(1), stored, *map(_prompt, range(2, 8))])
+        results["calls"] = calls.summary()
+        results["stretches"] = _summary([s * 1e3 for s in stretches])
+        running, frozen = list[float](), list[float]()
+        for _ in range(3):
+            running += _steps(_store(blobs), blobs, frozen=False)
+            frozen += _steps(_store(blobs), blobs, frozen=True)
+        results["step"], results["frozen_step"] = _summary(running), _summary(frozen)
+    gc.unfreeze()
+    worst = max(found["p99"] for found in results["calls"].values())
+    results["met"] = {
+        "call_p99_ms": worst <= GOALS["call_p99_ms"],
+        "stretch_max_ms": results["stretches"]["max"] <= GOALS["stretch_max_ms"],
+        "frozen_step_p99_ms": results["frozen_step"]["p99"] <= GOALS["frozen_step_p99_ms"],
+    }
+    _print(results)
+    return results
+
+
+def _serve(store: PrefixStore, prompts: list[list[int]]) -> Calls:
+    """Prompts from their first sight to their end: a hit, misses, and a hit that is known."""
+    policy, calls = _policy(store), Calls()
+    for i, tokens in enumerate(prompts):
+        request = _Request(f"r{i}", list(tokens))
+        name = "lookup"
+        while (count := calls(name, policy.lookup, request, "", 0)) is None:
+            policy.lookups.wait(60)
+        blocks = (list(range(TOKENS // BLOCK)),)
+        calls("allocated", policy.allocated, request, "", blocks, count)
+        for start in range(count, TOKENS, STEP):
+            stop = min(start + STEP, TOKENS)
+            calls("plan", policy.step, request.request_id, start, stop, (), are_new=False)
+            calls("take_plan", policy.take_plan, is_idle=False)
+        for position in range(TOKENS, TOKENS + 300):  # a decode
+            request.all_token_ids.append(position % 1000)
+            calls(
+                "plan of a decode",
+                policy.step,
+                request.request_id,
+                position,
+                position + 1,
+                (),
+                are_new=False,
+            )
+        policy.reported((), [request.request_id], blocks=False)
+        calls("finished", policy.finished, request, blocks, TOKENS + 299)
+        policy.take_plan(is_idle=False)
+    policy.lookups.shutdown()
+    return calls
+
+
+def _steps(store: PrefixStore, blobs: _Directory, *, frozen: bool) -> list[float]:
+    """Milliseconds of CPU that the calls of a decode step take while new prompts are looked up."""
+    policy = _policy(store, seconds=0.05)
+    request = _Request("running", _prompt(9))
+    policy.allocated(request, "", (list(range(TOKENS // BLOCK + 100)),), 0)
+    policy.step("running", 0, 1, (), are_new=False)
+    others = [_Request(f"other {i}", _prompt(20 + i)) for i in range(3)]
+    if frozen:
+        blobs.answers.clear()
+    times = []
+    try:
+        for position in range(TOKENS, TOKENS + 400):
+            request.all_token_ids.append(position % 1000)
+            begin = time.thread_time()
+            if others and policy.lookup(others[0], "", 0) is not None:
+                policy.ended(others.pop(0).request_id)
+            policy.step("running", position, position + 1, (), are_new=False)
+            policy.take_plan(is_idle=False)
+            times.append((time.thread_time() - begin) * 1e3)
+            time.sleep(0.001)
+    finally:
+        blobs.answers.set()
+    policy.lookups.shutdown()
+    return times[5:]  # without the first save of the prompt
+
+
+def _policy(store: PrefixStore, seconds: float = 10) -> Policy:
+    boundary = Boundary(logging.getLogger("kvx").warning)
+    lookups = Lookups(boundary, seconds=seconds)
+    return Policy(Salted(store), boundary, lookups, store.chunk_tokens, asynchronous=True)
+
+
+def _store(blobs: Directory) -> PrefixStore:
+    return PrefixStore(
+        blobs,
+        fingerprint="f",
+        num_layers=1,
+        total_kv_heads=1,
+        precision=Precision.of("float32"),
+        chunk_tokens=CHUNK,
+    )
+
+
+def _prompt(seed: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, 128_000, TOKENS).tolist()
+    return found
+
+
+def _fill(store: PrefixStore, tokens: list[int]) -> None:
+    """Stores a prompt as a model of one tiny layer has it."""
+    k, v = torch.zeros(2, 1, 1, TOKENS, 8)
+    layer = CacheDesc.from_kv(describe(k, Layout.BLOCK_HND), describe(v, Layout.BLOCK_HND))
+    facts = CacheFacts(num_layers=1, total_kv_heads=1, first_kv_head=0)
+    section = Section((0,), CacheView(layers=(layer,), facts=facts, dense=True), None)
+    chain = store.chain_of(tokens)
+    for start, stop in store.spans(len(tokens)):
+        ids, node = chain.ids(start, stop), chain.node(start // CHUNK)
+        part = store.capture(ids, start, stop, [section], node=node, base=start)
+        assert part is not None
+        store.commit(part)
+
+
+def _fill_with_names(root: Path, store: PrefixStore) -> None:
+    """Other entries of the same model: names as they are, 1,000 of them beside the prompt's."""
+    space = store.nodes([])[0]
+    tail = ".l0-1.h0-1.pf32.safetensors"
+    for i in range(FILES - TOKENS // CHUNK):
+        key = hashlib.sha256(str(i).encode()).hexdigest()
+        node = f"{root}/{space}/{space if i < 1000 else key}"
+        if i >= 1000:
+            os.mkdir(node)
+        os.mkdir(f"{node}/{key[:16]}")
+        os.close(os.open(f"{node}/{key[:16]}/{CHUNK}-{key}{tail}", os.O_CREAT | os.O_WRONLY))
+
+
+@contextmanager
+def _stretches() -> Any:
+    """CPU seconds between pauses of threads that look up."""
+    found: list[float] = []
+    breathe = threads.Pace.breathe
+    last = threading.local()
+
+    def measured(pace: threads.Pace) -> None:
+        now = time.thread_time()
+        if getattr(last, "pace", None) is pace:
+            found.append(now - last.time)
+        breathe(pace)
+        last.pace, last.time = pace, time.thread_time()
+
+    threads.Pace.breathe = measured  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        threads.Pace.breathe = breathe  # type: ignore[method-assign]
+
+
+def _summary(times: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"count": len(times), "p50": float(p50), "p99": float(p99), "max": max(times)}
+
+
+def _print(results: dict[str, Any]) -> None:
+    print(f"{TOKENS:,} tokens, {FILES:,} files; CPU time of a call in ms")
+    rows = dict(results["calls"])
+    for name in ("stretches", "step", "frozen_step"):
+        rows[name.replace("_", " ")] = results[name]
+    for name, row in rows.items():
+        print(f"  {name:18} p50 {row['p50']:.3f}  p99 {row['p99']:.3f}  max {row['max']:.3f}")
+    for name, goal in GOALS.items():
+        print(f"  goal {name} <= {goal}: {'met' if results['met'][name] else 'not met'}")

@@ -1,0 +1,178 @@
+"""Loader: copies tokens from the store into an engine's blocks, in threads or at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.plan import Load, RequestId, SaltedStores
+from kvx_core.connector.saver import Sections
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.threads import Workers
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.loads import Progress
+
+# What waits until a device has used blocks, and the context that a load runs in afterwards.
+Streams = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(slots=True)
+class Results:
+    """Loads since the last call: those beside steps that are over, and those that failed."""
+
+    loaded: set[RequestId] = field(default_factory=set)
+    failed: list[tuple[Load, int]] = field(default_factory=list)  # and the first token not loaded
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A load that is under way."""
+
+    load: Load
+    progress: Progress | None = None
+    context: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    @property
+    def first(self) -> int:
+        """The first token that is not loaded."""
+        return max(self.load.start, 0 if self.progress is None else self.progress.stop)
+
+
+class Loader:
+    """Loads of one worker, the oldest first. A failed load does not affect others.
+
+    The tokens before the first bad file of a load are there all the same, and every bad file of it
+    is deleted: what the engine computes is stored again at once.
+    """
+
+    def __init__(
+        self,
+        stores: SaltedStores,
+        settings: StoreSettings,
+        boundary: Boundary,
+        counts: Counts,
+        sections: Sections,
+        streams: Streams = nullcontext,
+    ) -> None:
+        """streams: called in the engine's thread for each load beside steps; its context is entered
+        by the thread that loads
+        """
+        self._stores, self._settings, self._boundary = stores, settings, boundary
+        self._counts, self._sections, self._streams = counts, sections, streams
+        self._workers = Workers(
+            settings.loader_threads, "kvx-load", exit_seconds=settings.shutdown_seconds
+        )
+        self._lock = threading.Lock()  # of all below
+        self._load_is_over = threading.Condition(self._lock)
+        self._waiting: dict[RequestId, _Work] = {}  # beside steps, not over
+        self._results = Results()
+
+    @property
+    def num_loading(self) -> int:
+        """Loads beside steps that are not over."""
+        return len(self._waiting)
+
+    def start(self, load: Load) -> None:
+        """Starts a load beside steps. `take_results` reports its end, whatever happens."""
+        work = _Work(load)
+        with self._lock:
+            self._waiting[load.request_id] = work
+        with self._loading(load) as guard:
+            work.progress = Progress()
+            work.context = self._streams()
+            self._workers.submit(partial(self._load_beside, work), load.request_id)
+        if guard.failed:
+            self._is_over(work, good=False)
+
+    def load(self, load: Load) -> bool:
+        """Loads what the forward pass of this step reads; returns whether that succeeded."""
+        work = _Work(load)
+        with self._loading(load) as guard:
+            work.progress = Progress()
+        good = not guard.failed and self._load(work)
+        if not good:
+            with self._lock:
+                self._results.failed.append((load, work.first))
+        return good
+
+    def cancel(self, request_ids: Collection[RequestId]) -> None:
+        """These requests have ended: their loads end without being done, or after a chunk."""
+        for request_id in request_ids:
+            with self._lock:
+                found = self._waiting.get(request_id)
+            if found is not None:
+                if found.progress is not None:
+                    found.progress.is_cancelled = True
+                if self._workers.cancel(request_id):
+                    self._is_over(found, good=False)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a load beside steps is over, if there is one."""
+        with self._lock:
+            if self._waiting and not self._results.loaded:
+                self._load_is_over.wait(seconds)
+
+    def take_results(self) -> Results:
+        """What `start` and `load` have come to since the last call.
+
+        The engine treats loads that are not reported as successful.
+        """
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def shutdown(self) -> bool:
+        """Cancels loads that have not begun, and waits for the others at most shutdown_seconds."""
+        self.cancel(tuple(self._waiting))
+        return self._workers.shutdown(self._settings.shutdown_seconds, drop=True)
+
+    def _load_beside(self, work: _Work) -> None:
+        """Runs in a thread."""
+        self._is_over(work, good=self._load(work))
+
+    def _is_over(self, work: _Work, *, good: bool) -> None:
+        """Reports the end of a load beside steps: the engine waits for the report."""
+        request_id = work.load.request_id
+        with self._lock:
+            if self._waiting.get(request_id) is not work:
+                return
+            del self._waiting[request_id]
+            self._results.loaded.add(request_id)
+            if not good:
+                self._results.failed.append((work.load, work.first))
+            self._load_is_over.notify_all()
+
+    def _load(self, work: _Work) -> bool:
+        load, progress = work.load, work.progress
+        if progress is not None and progress.is_cancelled:
+            return False
+        with self._loading(load) as guard:
+            begin = time.perf_counter()
+            with work.context:
+                sections = self._sections(load.block_ids, load.stop)
+                store = self._stores[load.salt]
+                try:
+                    loaded = store.load(
+                        load.match, load.start, load.stop, sections, progress=progress
+                    )
+                except StoreError:
+                    if progress is not None and progress.is_cancelled:
+                        return False  # nobody waits for it, so nothing has failed
+                    raise
+            self._counts.add(
+                loaded_tokens=load.stop - load.start,
+                loaded_bytes=loaded,
+                load_seconds=time.perf_counter() - begin,
+            )
+        return not guard.failed
+
+    def _loading(self, load: Load) -> Guard:
+        return self._boundary.guard(
+            "could not load", f"request {load.request_id}", count="load_failures"
+        )

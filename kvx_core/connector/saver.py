@@ -1,0 +1,222 @@
+"""Saver: copies tokens out of an engine's blocks, and writes them to the store in threads.
+
+A save copies to host memory before its step ends, because the engine may give the blocks to other
+requests afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.plan import BlockIds, RequestId, SaltedStores, Save
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.threads import Workers
+from kvx_core.snapshot import Section, Snapshot, StoreError
+from kvx_core.stores.prefix import PrefixStore
+
+# The sections of the first tokens of a request: blocks, number of tokens.
+Sections = Callable[[BlockIds, int], list[Section]]
+
+
+@dataclass(slots=True)
+class _Span:
+    """One chunk that is being copied, to be stored."""
+
+    store: PrefixStore
+    snapshot: Snapshot
+    sections: list[Section]
+    missing: set[int]  # layers that have not been copied
+
+    def fill(self, layers: Collection[int]) -> None:
+        for section in self.sections:
+            if held := [layer for layer in section.layers if layer in layers]:
+                self.snapshot.fill(section.of(held))
+        self.missing = self.missing.difference(layers)
+
+
+class Saver:
+    """Saves of one worker. A failed save does not affect others. `shutdown` ends its threads."""
+
+    def __init__(
+        self,
+        stores: SaltedStores,
+        settings: StoreSettings,
+        boundary: Boundary,
+        counts: Counts,
+        sections: Sections,
+        layers: Sequence[int],
+        heads: tuple[int, int],
+    ) -> None:
+        """layers, heads: that this worker has; sections: makes sections of them"""
+        self._stores, self._settings, self._boundary = stores, settings, boundary
+        self._counts, self._sections = counts, sections
+        self._layers, self._heads = layers, heads
+        self._writers = Workers(
+            settings.writer_threads, "kvx-save", exit_seconds=settings.shutdown_seconds
+        )
+        self._open_step: object = None  # for which save_layer was called
+        self._open: dict[RequestId, list[_Span]] = {}  # its spans, by request
+        self._open_bytes = 0  # of these
+        self._lock = threading.Lock()  # of all below
+        self._pending_bytes = 0  # copied, not yet written
+        self._saved: set[RequestId] = set()
+
+    def save_layer(self, step: object, saves: Sequence[Save], layer: int) -> None:
+        """Copies one layer of what a step saves. `save` copies the remaining layers.
+
+        step: tells steps apart
+        """
+        if self._open_step is not step:
+            self._open_step, self._open, self._open_bytes = step, {}, 0
+            for save in saves:
+                with self._saving(save):
+                    spans = self._open[save.request_id] = []
+                    for span in self._reserve(save):
+                        spans.append(span)
+                        self._open_bytes += span.snapshot.num_bytes
+        for save in saves:
+            with self._saving(save):
+                for span in self._open.get(save.request_id, ()):
+                    if layer in span.missing:
+                        span.fill([layer])
+
+    def save(self, step: object, saves: Sequence[Save]) -> None:
+        """Copies what a step has computed. Threads write the files later."""
+        opened = self._open if self._open_step is step else {}
+        self._open_step, self._open, self._open_bytes = None, {}, 0
+        for save in saves:
+            begin, num_tokens = time.perf_counter(), 0
+            with self._saving(save):
+                for span in opened.get(save.request_id) or self._reserve(save):
+                    span.fill(span.missing)
+                    span.snapshot.settle(span.sections)
+                    num_tokens += len(span.snapshot.tokens)
+                    self._hand_over(span)
+                self._confirm_later(self._stores[save.salt])
+            if num_tokens:
+                seconds = time.perf_counter() - begin
+                self._counts.add(saved_tokens=num_tokens, save_seconds=seconds)
+            if save.final:
+                with self._lock:
+                    self._saved.add(save.request_id)
+
+    def take_saved(self) -> set[RequestId]:
+        """Requests whose final save has been copied since the last call."""
+        with self._lock:
+            saved, self._saved = self._saved, set()
+        return saved
+
+    def shutdown(self) -> bool:
+        """Waits until all files are written, or shutdown_seconds. Returns whether all were."""
+        return self._writers.shutdown(self._settings.shutdown_seconds)
+
+    def _reserve(self, save: Save) -> Iterator[_Span]:
+        """Allocates memory for the chunks of a save that are not stored yet."""
+        store = self._stores[save.salt]
+        sections = self._sections(save.block_ids, save.stop)
+        chain = store.chain_of(save.tokens, save.node)
+        for start, stop in store.spans(save.stop, save.start):
+            node = chain.node((start - save.start) // store.chunk_tokens)
+            if not self._is_missing(store, save.tokens, start, stop, node, save.start):
+                continue
+            with self._lock:
+                pending, limit = self._pending_bytes, self._settings.max_pending_bytes
+            pending += self._open_bytes
+            if pending > limit:
+                raise StoreError(
+                    f"{pending} bytes wait to be written, expected at most {limit}, as "
+                    "max_pending_bytes says"
+                )
+            snapshot = store.reserve(save.tokens, start, stop, sections, node=node, base=save.start)
+            if snapshot is not None:  # None: some of these tokens have left a sliding window
+                yield _Span(store, snapshot, sections, set(self._layers))
+
+    def _is_missing(
+        self,
+        store: PrefixStore,
+        tokens: npt.NDArray[np.int64],
+        start: int,
+        stop: int,
+        node: str,
+        base: int,
+        *,
+        from_memory: bool = True,
+    ) -> bool:
+        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk."""
+        return store.missing(
+            tokens,
+            start,
+            stop,
+            self._layers,
+            self._heads,
+            node=node,
+            base=base,
+            from_memory=from_memory,
+        )
+
+    def _confirm_later(self, store: PrefixStore) -> None:
+        """Has a thread ask the disk for what memory took for stored, so that what others have
+        deleted is saved again the next time.
+        """
+        if store.index.has_doubted:
+            self._writers.submit(lambda: self._confirm(store))
+
+    def _confirm(self, store: PrefixStore) -> None:
+        """Runs in a thread."""
+        with self._boundary.guard("does not know what is stored"):
+            store.confirm()
+
+    def _saving(self, save: Save) -> Guard:
+        """Guards a save: an error costs a later hit, nothing else."""
+        return self._boundary.guard(
+            "did not save", f"request {save.request_id}", count="dropped_saves"
+        )
+
+    def _hand_over(self, span: _Span) -> None:
+        """Passes a chunk to the threads that write."""
+        num_bytes, name = span.snapshot.num_bytes, span.store.name_of(span.snapshot)
+        index = span.store.index
+        index.expect(name)  # so that it is not copied again meanwhile
+        self._wait_to_be_written(num_bytes)
+        try:
+            self._writers.submit(lambda: self._write(span, num_bytes, name))
+        except BaseException:
+            self._wait_to_be_written(-num_bytes)
+            index.missed(name)
+            raise
+
+    def _write(self, span: _Span, num_bytes: int, name: str) -> None:
+        """Runs in a thread."""
+        with self._boundary.guard("could not write to its store", count="dropped_saves") as guard:
+            self._commit(span.store, span.snapshot)
+        self._wait_to_be_written(-num_bytes)
+        if guard.failed:
+            with self._boundary.guard("does not know what is stored"):
+                span.store.index.missed(name)
+
+    def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
+        """Stores a chunk, unless another process or request has."""
+        begin = time.perf_counter()
+        header, tokens = snapshot.header, snapshot.tokens
+        start, stop = header.start, header.start + len(tokens)
+        if not self._is_missing(
+            store, tokens, start, stop, header.prefix, start, from_memory=False
+        ):
+            store.index.doubt(store.name_of(snapshot))  # nobody has read it here
+            return
+        written = store.commit(snapshot)
+        self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
+        if written and self._settings.format is not None:
+            self._counts.add(spared_bytes=max(0, snapshot.cache_bytes - written))
+
+    def _wait_to_be_written(self, num_bytes: int) -> None:
+        with self._lock:
+            self._pending_bytes += num_bytes

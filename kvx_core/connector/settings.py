@@ -1,0 +1,93 @@
+"""The settings that connectors of all engines have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from kvx_core.snapshot import Accept, Precision, StorageFormat, read_key
+from kvx_core.stores.blobs import Directory
+from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.root import Group
+
+_MAX_SALTS = 1024
+
+
+class StoreSettings(BaseModel):
+    """Where a connector stores, and how much it may use."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path  # the store's directory; made if it does not exist
+    fingerprint: str | None = None  # in place of a digest of the model's files
+    fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
+    chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
+    save_generated: bool = True  # save generated tokens too, not only prompts
+    min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
+    max_bytes: int | None = Field(
+        default=None, gt=0
+    )  # of the directory; then the least recently used files are deleted
+    group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
+    accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
+    format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
+    key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
+    writer_threads: int = Field(default=1, ge=1)
+    loader_threads: int = Field(default=2, ge=1)
+    max_pending_bytes: int = Field(
+        default=4 << 30, gt=0
+    )  # copied, not yet written: beyond it saves are dropped
+    lookup_seconds: float = Field(default=1.0, ge=0)  # then a prompt is computed
+    fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
+    shutdown_seconds: float = Field(default=60.0, ge=0)  # then files are left unwritten
+
+    @field_validator("format")
+    @classmethod
+    def _is_a_format(cls, name: str | None) -> str | None:
+        StorageFormat.of(name)
+        return name
+
+    def store(
+        self,
+        *,
+        fingerprint: str,
+        num_layers: int,
+        total_kv_heads: int,
+        precision: Precision,
+        new_chunk_tokens: int = 128,
+    ) -> PrefixStore:
+        """The store of a model: see PrefixStore. Raises InvalidArgumentError, StoreError."""
+        store = PrefixStore(
+            Directory(self.path.expanduser(), self.max_bytes, group=self.group),
+            fingerprint=fingerprint,
+            num_layers=num_layers,
+            total_kv_heads=total_kv_heads,
+            chunk_tokens=self.chunk_tokens,
+            new_chunk_tokens=new_chunk_tokens,
+            precision=precision,
+            accept=self.accept,
+            format=self.format,
+            key=None if self.key_file is None else read_key(self.key_file.expanduser()),
+        )
+        store.index.fresh_seconds = self.fresh_seconds
+        return store
+
+
+class Salted:
+    """The stores of a model by salt: different salts share nothing."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self._salted: dict[str, PrefixStore] = {}
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._store.chunk_tokens
+
+    def __getitem__(self, salt: str) -> PrefixStore:
+        store = self._salted.get(salt)
+        if store is None:
+            if len(self._salted) >= _MAX_SALTS:
+                self._salted.clear()
+            store = self._salted[salt] = self._store.salted(salt)
+        return store

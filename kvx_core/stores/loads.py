@@ -1,0 +1,188 @@
+"""Loads: reads the files of a match, checks them, and copies their tokens into caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot import (
+    VALUES,
+    Precision,
+    Section,
+    Snapshot,
+    StorageFormat,
+    StoreError,
+    host_memory,
+)
+from kvx_core.stores.entries import Carried, Entries
+from kvx_core.stores.finder import Finder
+from kvx_core.stores.match import StoredSpan
+from kvx_core.stores.source import Source
+from kvx_core.types import Memory
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a load is, for those who watch it from another thread."""
+
+    stop: int = 0  # tokens before this are loaded, those before the load's start included
+    is_cancelled: bool = False  # set it, and the load ends with a StoreError after its chunk
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Memory of the host that the chunks of a load share."""
+
+    pinned: bool
+    data: npt.NDArray[np.uint8]
+
+    def of(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        if num_bytes > len(self.data):
+            self.data = host_memory(num_bytes, pinned=self.pinned)
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Loads of one store: see PrefixStore.load."""
+
+    entries: Entries
+    finder: Finder
+    carried: Carried
+    format: StorageFormat
+
+    def load(
+        self,
+        spans: Sequence[StoredSpan],
+        start: int,
+        stop: int,
+        sections: list[Section],
+        stream: int | None,
+        progress: Progress,
+    ) -> int:
+        """Loads tokens `start` to `stop`. Returns their bytes.
+
+        After a bad file, all later ones are checked too, so that bad ones are deleted at once.
+        """
+        memory = _Memory(any(s.first_tensor.memory is not Memory.HOST for s in sections), _NOTHING)
+        progress.stop = max(progress.stop, start)
+        needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
+        num_bytes = 0
+        for i, span in enumerate(needed):
+            if progress.is_cancelled:
+                raise StoreError(f"the load was cancelled after {progress.stop} tokens")
+            lo, hi = max(start, span.start), min(stop, span.stop)
+            takers = [section for section in sections if not section.is_null(lo, hi)]
+            try:
+                sources, read = self._read(span, takers, memory)
+            except StoreError:
+                self._check(needed[i + 1 :], start, stop, sections, memory, progress)
+                raise
+            # Files that only other ranks load count too: later tokens depend on them.
+            for file in map(self.finder.file, span.names):
+                if not file.precision.includes(self.finder.precision):
+                    self.carried.take(file.precision)
+            for source, snapshot in zip(sources, read, strict=True):
+                for section in source.takers:
+                    num_bytes += snapshot.restore(section, lo, hi, stream=stream)
+            progress.stop = hi
+        return num_bytes
+
+    def _check(
+        self,
+        spans: Sequence[StoredSpan],
+        start: int,
+        stop: int,
+        sections: list[Section],
+        memory: _Memory,
+        progress: Progress,
+    ) -> None:
+        """Reads files that are not loaded any more; corrupt ones are deleted."""
+        for span in spans:
+            if progress.is_cancelled:
+                return
+            lo, hi = max(start, span.start), min(stop, span.stop)
+            with suppress(StoreError):
+                takers = [section for section in sections if not section.is_null(lo, hi)]
+                self._read(span, takers, memory)
+
+    def _read(
+        self, span: StoredSpan, takers: Sequence[Section], memory: _Memory
+    ) -> tuple[list[Source], list[Snapshot]]:
+        """Reads and checks all of a span that the sections need."""
+        with ExitStack() as opened:
+            sources = self._sources(span, takers, opened)
+            rest, read = memory.of(sum(source.num_bytes for source in sources)), []
+            for source in sources:
+                with self.entries.discarding(source.name):
+                    read.append(source.snapshot.read(source.layers, rest))
+                self.entries.index.held(source.name)
+                rest = rest[source.num_bytes :]
+        return sources, read
+
+    def _sources(
+        self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
+    ) -> list[Source]:
+        """The files that the sections need, opened; everything except their data is checked."""
+        files = []
+        sources = []
+        for file in map(self.finder.file, span.names):
+            takers = [
+                section
+                for section in sections
+                if set(file.layers) & set(section.layers) and _meet(file.heads, section.heads)
+            ]
+            if not takers:
+                continue
+            raw = opened.enter_context(self.entries.opened(file.name))
+            snapshot = self.entries.snapshot(file, raw)
+            if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
+                raise StoreError(
+                    f"{file.name} holds {file.num_tokens} tokens from {snapshot.header.start}, "
+                    f"expected {span.start} to {span.stop}"
+                )
+            for section in takers:
+                reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)
+                if reasons:
+                    raise StoreError(f"{file.name}: {'; '.join(reasons)}")
+            files.append(file)
+            sources.append(Source(file.name, snapshot, takers))
+        held, _ = self.finder.cover(files)
+        for section in sections:
+            if not held[list(section.layers), slice(*section.heads)].all():
+                raise StoreError(
+                    f"{', '.join(span.names)} do not hold all of layers {section.layers}, heads "
+                    f"{section.heads}"
+                )
+        return sources
+
+    def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
+        """Why values of this precision may not be loaded into the section: a sentence each."""
+        if self.finder.accept == "lossy":
+            return []
+        own = section.precision.meet(self.format.precision)
+        if not says_precision(section):
+            own = own.meet(self.finder.precision)
+        return [
+            f"layers {part.layers} are stored as {part.precision}, expected numbers that include "
+            f"those of {own.name}. Set accept to 'lossy' to load them all the same"
+            for part in snapshot.header.parts
+            if set(part.layers) & set(section.layers)
+            and not Precision.parse(part.precision).includes(own)
+        ]
+
+
+def says_precision(section: Section) -> bool:
+    """Whether Section.precision is known to be that of its values."""
+    return section.encoding != VALUES or section.view.facts.compute_dtype is not None
+
+
+def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:
+    return max(one[0], two[0]) < min(one[1], two[1])
+
+
+_NOTHING = host_memory(0)

@@ -1,0 +1,23 @@
+"""Match: what of a prompt a prefix store has. Plain data that may go to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSpan:
+    """Tokens of a prompt that one entry holds."""
+
+    start: int
+    stop: int
+    num_entry_tokens: int  # of the entry, which may continue with other tokens than the prompt
+    names: tuple[str, ...]  # of files that together hold all layers and heads
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix of a prompt that is stored. Plain data: it may go to another process."""
+
+    num_tokens: int
+    spans: tuple[StoredSpan, ...]  # one after the other, from token 0

@@ -1,0 +1,58 @@
+"""Walk: a lookup of a prompt that goes from chunk to chunk, and can stop and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvx_core.stores.finder import Finder
+from kvx_core.stores.match import Match, StoredSpan
+from kvx_core.stores.token_chain import TokenChain
+
+
+@dataclass(slots=True)
+class Walk:
+    """The longest stored prefix of the first `num_tokens` tokens of a chain, as far as it is known.
+
+    at_least: shorter matches need not be found
+    """
+
+    chain: TokenChain
+    num_tokens: int
+    at_least: int = 1
+    is_over: bool = False
+    _at: int = 0
+    _spans: list[StoredSpan] = field(default_factory=list)
+
+    @property
+    def num_found(self) -> int:
+        """Tokens that have been found so far."""
+        return self._at
+
+    @property
+    def match(self) -> Match:
+        """What has been found so far."""
+        return Match(self._at, tuple(self._spans))
+
+    def go_on(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Walks on to the end, or until `is_enough` after a chunk.
+
+        Raises what the finder raises: Unknown if it has only what memory knows. It can then go on
+        with another one.
+        """
+        step = self.chain.chunk_tokens
+        while not self.is_over:
+            at = self._at
+            node = self.chain.node(at // step)
+            rest = self.chain.ids(at, min(at + step, self.num_tokens))
+            if not len(rest):
+                self.is_over = True
+                return
+            shared, files = finder.longest(node, rest, 1 if at else self.at_least)
+            if shared:
+                names = tuple(file.name for file in files)
+                self._spans.append(StoredSpan(at, at + shared, files[0].num_tokens, names))
+                self._at += shared
+            self.is_over = shared < step or self._at == self.num_tokens
+            if is_enough():
+                return

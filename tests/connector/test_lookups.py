@@ -1,0 +1,261 @@
+"""Lookups that memory answers, and jobs in threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section
+from kvx_core.connector import lookups
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.lookups import NOTHING, Lookups
+from kvx_core.connector.policy import Policy
+from kvx_core.connector.settings import Salted
+from kvx_core.connector.threads import Workers
+from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.token_chain import TokenChain
+from tests.connector.test_toy_engine import Frozen, prompt, store_in
+from tests.connector.toy_connector import view_of
+from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
+
+
+def fill(path: Path, tokens: list[int]) -> PrefixStore:
+    engine, store = Engine(), store_in(Frozen(path))
+    engine.decoder.caches.zero_()
+    blocks = list(range(1, 1 + -(-len(tokens) // BLOCK_SIZE)))
+    section = Section(tuple(range(LAYERS)), view_of(engine), BlockTable.packed([blocks]))
+    for start, stop in store.spans(len(tokens)):
+        snapshot = store.capture(tokens, start, stop, [section])
+        assert snapshot is not None
+        store.commit(snapshot)
+    return store
+
+
+class Asked:
+    """A policy that looks prompts up; `answer` waits for it."""
+
+    def __init__(self, path: Path, fresh_seconds: float = 60.0) -> None:
+        self.blobs = Frozen(path)
+        self.store = store_in(self.blobs)
+        self.store.index.fresh_seconds = fresh_seconds
+        boundary = Boundary(print)
+        self.lookups = Lookups(boundary, seconds=60)
+        self.policy = Policy(Salted(self.store), boundary, self.lookups, 16, asynchronous=True)
+        self.num_requests = 0
+
+    def at_once(self, tokens: list[int]) -> int | None:
+        self.num_requests += 1
+        return self.policy.lookup(Request(f"r{self.num_requests}", tokens, 1), "", 0)
+
+    def answer(self, tokens: list[int]) -> int:
+        self.num_requests += 1
+        request = Request(f"r{self.num_requests}", tokens, 1)
+        while (found := self.policy.lookup(request, "", 0)) is None:
+            self.lookups.wait(0.01)
+        return found
+
+
+def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits, misses, and matches that are exact to the token, without the disk."""
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
+    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    tokens = prompt(70, 1)
+    fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    assert asked.at_once(tokens) is None
+    assert asked.answer(tokens) == 69
+    others = [tokens[:61] + prompt(9, 2), tokens[:33], tokens[:20] + prompt(30, 3)]
+    found = [asked.answer(other) for other in others]
+    assert found[:2] == [61, 32]
+    assert found[2] in (20, 21)  # the next token may be the same
+    assert asked.answer(prompt(40, 13)) == 0
+    calls = asked.blobs.num_calls
+    for other, expected in zip([tokens, *others], [69, *found], strict=True):
+        assert asked.at_once(other) == expected
+    assert asked.at_once(prompt(40, 4)) == 0  # the folder of beginnings does not have it
+    assert asked.blobs.num_calls == calls
+
+
+def test_every_match_is_that_of_the_store(tmp_path: Path) -> None:
+    """Whatever memory knows, its answer is the one of a lookup on the disk."""
+    generator = np.random.default_rng(5)
+    stored = [prompt(50, 10), prompt(50, 10)[:40] + prompt(30, 11), prompt(20, 12)]
+    for tokens in stored:
+        fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    for _ in range(60):
+        one, two = (stored[i] for i in generator.integers(0, 3, 2))
+        cut = int(generator.integers(1, len(one) + 1))
+        tokens = one[:cut] + two[cut:]
+        match = store_in(Frozen(tmp_path)).lookup(tokens)
+        expected = min(match.num_tokens, len(tokens) - 1)
+        assert asked.answer(tokens) == (expected if expected >= 8 else 0)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["stored", "deleted"])
+def test_what_other_processes_do_is_seen_soon(tmp_path: Path, is_deleted: bool) -> None:
+    tokens = prompt(40, 6)
+    fill(tmp_path, prompt(40, 7))
+    if is_deleted:
+        fill(tmp_path, tokens)
+    asked = Asked(tmp_path, fresh_seconds=0.2)
+    before = 39 if is_deleted else 0
+    assert asked.answer(tokens) == before
+    if is_deleted:
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+    else:
+        fill(tmp_path, tokens)
+    time.sleep(0.25)
+    assert asked.answer(tokens) == 39 - before
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "saved"])
+def test_what_this_process_has_is_not_saved_again(tmp_path: Path, is_loaded: bool) -> None:
+    """However long ago it was loaded or saved, until the disk says that others have deleted it."""
+    tokens, blobs = prompt(16, 14), Frozen(tmp_path)
+    store = fill(tmp_path, tokens)
+    if is_loaded:
+        engine, store = Engine(), store_in(blobs)
+        section = Section(tuple(range(LAYERS)), view_of(engine), BlockTable.packed([[1, 2, 3, 4]]))
+        store.load(store.lookup(tokens), 0, 16, [section])
+    store.index.fresh_seconds = 0.0
+
+    def is_missing() -> bool:
+        layers = range(LAYERS)
+        return store.missing(tokens, 0, 16, layers, (0, HEADS), from_memory=True)
+
+    calls = blobs.num_calls
+    assert not is_missing()
+    assert blobs.num_calls == calls
+    store.confirm()
+    assert not is_missing()
+    (path,) = tmp_path.rglob("*.safetensors")
+    path.unlink()
+    assert not is_missing()
+    store.confirm()
+    assert is_missing()
+
+
+def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
+    """The prompt is computed after the deadline; others are not asked about while it lasts."""
+    fill(tmp_path, prompt(40, 8))
+    asked = Asked(tmp_path)
+    asked.lookups._seconds = 0.1
+    asked.blobs.answers.clear()
+    begin = time.monotonic()
+    for seed in range(2):
+        assert asked.answer(prompt(40, seed)) == 0
+    assert 0.1 <= time.monotonic() - begin < 10
+    calls = asked.blobs.num_calls
+    assert asked.at_once(prompt(40, 8)) == 0
+    assert asked.blobs.num_calls == calls
+    asked.blobs.answers.set()
+
+
+def test_a_lookup_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
+    fill(tmp_path, prompt(40, 9))
+    asked = Asked(tmp_path)
+    asked.blobs.answers.clear()
+    assert asked.at_once(prompt(40, 9)) is None
+    asked.policy.ended("r1")
+    assert asked.lookups._pending == {}
+    asked.blobs.answers.set()
+    assert asked.answer(prompt(40, 9)) == 39
+    asked.lookups.shutdown()
+    assert NOTHING.num_tokens == 0
+
+
+def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvx_core.stores import token_chain
+
+    hashed: list[int] = []
+    real = token_chain.chain
+
+    def counted(node: str, ids: Any) -> str:
+        hashed.append(len(ids))
+        return real(node, ids)
+
+    monkeypatch.setattr(token_chain, "chain", counted)
+    tokens = prompt(10_000, 1)
+    chain = TokenChain(tokens, "0" * 64, 16)
+    assert chain.node(600) == TokenChain(np.array(tokens), "0" * 64, 16).node(600)
+    assert len(hashed) == 1200
+    for i in range(100):
+        tokens.append(i)
+        chain.node(len(tokens) // 16)
+    assert len(hashed) == 1200 + 10_100 // 16 - 600
+    assert chain.ids(0, 10_100).tolist() == tokens
+
+
+def test_a_sequence_that_does_not_only_grow() -> None:
+    """vLLM drops the last token of a session when its user goes on."""
+    tokens = prompt(40, 15)
+    chain = TokenChain(tokens, "0" * 64, 16)
+    chain.ids(0, 40)
+    tokens[39:] = [tokens[39] ^ 1, 1, 2]
+    with pytest.raises(InvalidArgumentError, match="have changed"):
+        chain.ids(0, 42)
+    with pytest.raises(InvalidArgumentError, match="have changed"):
+        TokenChain([5], "0" * 64, 16).ids(0, 8)  # not eight times 5
+
+
+def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvx_core.stores import index as module
+
+    monkeypatch.setattr(module, "_MAX_NAMES", 100)
+    monkeypatch.setattr(module, "_MAX_TOKENS", 1000)
+    index = Index()
+    for i in range(300):
+        index.listed(f"folder {i}", [f"{j}" for j in range(9)])
+        index.saw(f"file {i}")
+        index.keep_tokens(f"file {i}", np.arange(30))
+    assert sum(1 + len(folder.names) for folder in index._folders.values()) <= 100
+    assert len(index._files) <= 100
+    assert sum(map(len, index._tokens.values())) <= 1000
+    assert list(index.names("folder 299")) == [f"{j}" for j in range(9)]
+    with pytest.raises(Unknown):
+        index.names("folder 0")
+
+
+def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(1, "test")
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(RuntimeError, match="forked off"):
+            workers.submit(print)
+    assert workers.shutdown(60)
+
+
+def test_jobs_run_in_the_order_of_their_age() -> None:
+    workers, done, go = Workers(1, "test"), list[int](), threading.Event()
+    workers.submit(lambda: go.wait(60))
+    for i in range(5):
+        workers.submit(lambda i=i: done.append(i), key=i % 2)
+    assert workers.cancel(1) == 2
+    assert workers.stuck_seconds() >= 0
+    go.set()
+    assert workers.wait(60)
+    assert done == [0, 2, 4]
+    assert workers.stuck_seconds() == 0
+    assert workers.shutdown(60)
+    with pytest.raises(RuntimeError):
+        workers.submit(go.wait)
+
+
+def test_a_shutdown_waits_no_longer_than_it_is_told() -> None:
+    workers, done, go = Workers(1, "test"), list[int](), threading.Event()
+    workers.submit(lambda: go.wait(60))
+    workers.submit(lambda: done.append(1))
+    begin = time.monotonic()
+    assert not workers.shutdown(0.1)
+    assert time.monotonic() - begin < 10
+    go.set()
+    assert workers.wait(60)
+    assert done == []

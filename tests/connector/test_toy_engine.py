@@ -1,0 +1,272 @@
+"""A third engine on the connector's engine-free half: the same tokens, whatever the store does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from kvx_core import Directory, PrefixStore
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.snapshot import Precision
+from tests.connector import toy_connector
+from tests.connector.toy_connector import ToyConnector
+from tests.connector.toy_engine import HEADS, LAYERS, VOCAB, Engine, Request
+
+Serve = Callable[..., Engine]
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, VOCAB, num_tokens).tolist()
+    return found
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts engines on one store; settings: of the connector."""
+    connectors: list[ToyConnector] = []
+
+    def start(store: Any = None, **settings: Any) -> Engine:
+        engine = Engine()
+        path = StoreSettings(path=tmp_path / "store", **{"min_tokens": 4, **settings})
+        engine.connector = ToyConnector(engine, path, store)
+        connectors.append(engine.connector)
+        return engine
+
+    yield start
+    for connector in connectors:
+        connector.shutdown()
+
+
+def written(engine: Engine) -> None:
+    assert engine.connector.saver._writers.wait(60)
+
+
+def alone(tokens: list[int], max_tokens: int = 8) -> list[int]:
+    return Engine().ask(tokens, max_tokens).answer
+
+
+def test_the_connector_is_short() -> None:
+    assert len(Path(toy_connector.__file__).read_text().splitlines()) < 150
+
+
+def test_the_same_tokens_with_and_without() -> None:
+    tokens = prompt(50, 0)
+    assert len(set(map(tuple, (alone(tokens), alone(tokens[1:]), alone(prompt(50, 1)))))) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16, 33, 70])
+def test_what_one_engine_stores_another_loads(serve: Serve, num_tokens: int) -> None:
+    tokens = prompt(num_tokens, 2)
+    expected = alone(tokens, 20)
+    first = serve()
+    assert first.ask(tokens, 20).answer == expected
+    written(first)
+    request = serve().ask(tokens, 20)
+    assert request.answer == expected
+    assert request.num_computed_here == 1 + 19  # the last of the prompt, and the answer
+    other = tokens[: num_tokens - 2] + prompt(30, 3)  # exact to the token
+    request = serve().ask(other)
+    assert request.answer == alone(other)
+    loaded = num_tokens - 2 if num_tokens > 5 else 0
+    assert request.num_computed_here == len(other) - loaded + 7
+
+
+def test_requests_beside_each_other(serve: Serve) -> None:
+    """And a conversation that goes on from what was generated."""
+    prompts = [prompt(40, 4), prompt(40, 4)[:30] + prompt(20, 5), prompt(9, 6)]
+    engine = serve()
+    requests = [engine.add(tokens, 14) for tokens in prompts]
+    engine.finish_all()
+    for request, tokens in zip(requests, prompts, strict=True):
+        assert request.answer == alone(tokens, 14)
+    written(engine)
+    longer = requests[0].all_token_ids + prompt(5, 7)
+    request = engine.ask(longer)
+    assert request.answer == alone(longer)
+    assert request.num_computed_here == 5 + 1 + 7  # the last of the answer was never computed
+    assert sorted(engine.free) == list(range(1, 200))
+    assert engine.connector.policy._tracked == engine.connector.policy._chains == {}
+
+
+def test_what_a_lookup_has_found_is_not_saved_again(serve: Serve) -> None:
+    """Not even copied: loaded, or too little to be loaded."""
+    tokens = prompt(37, 13)
+    first = serve()
+    first.ask(tokens)
+    written(first)
+    for min_tokens in (4, 40):
+        engine = serve(fresh_seconds=0, min_tokens=min_tokens)
+        assert engine.ask(tokens, 1).answer == alone(tokens, 1)
+        assert engine.connector.counts.take().get("saved_tokens", 0) == 0
+
+
+def test_what_waits_to_be_written_is_not_copied_again(serve: Serve, tmp_path: Path) -> None:
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs), lookup_seconds=0)
+    blobs.answers.clear()
+    for expected in (32, 0, 0):
+        engine.ask(prompt(32, 14), 1)
+        assert engine.connector.counts.take().get("saved_tokens", 0) == expected
+    blobs.answers.set()
+    written(engine)
+    assert len(list((tmp_path / "store").rglob("*.safetensors"))) == 2
+
+
+def test_what_could_not_be_written_is_copied_again(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs))
+    with monkeypatch.context() as full:
+        full.setattr(blobs, "put", lambda *_: 1 // 0)
+        engine.ask(prompt(32, 16), 1)
+        written(engine)
+    engine.connector.counts.take()
+    engine.ask(prompt(32, 16), 1)
+    assert engine.connector.counts.take()["saved_tokens"] == 32
+
+
+def chunks_of(store: Path, tokens: list[int]) -> list[Path]:
+    """The files of a prompt, in the order of its tokens."""
+    found = {}
+    for path in store.rglob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            held = file.get_tensor("tokens").tolist()
+        for start in range(0, len(tokens), 16):
+            if held == tokens[start : start + 16]:
+                found[start] = path
+    return [path for _, path in sorted(found.items())]
+
+
+def test_all_bad_chunks_are_found_and_stored_again_at_once(serve: Serve, tmp_path: Path) -> None:
+    tokens = prompt(80, 8)
+    expected = alone(tokens)
+    first = serve()
+    first.ask(tokens)
+    written(first)
+    files = chunks_of(tmp_path / "store", tokens)
+    assert len(files) == 5
+    good = [path.read_bytes() for path in files]
+    for path in (files[1], files[3], files[4]):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    engine = serve()
+    request = engine.ask(tokens)
+    assert request.answer == expected
+    assert request.num_computed_here == 80 - 16 + 7  # the chunk before the first bad one is used
+    written(engine)
+    assert [path.read_bytes() for path in files] == good
+    assert engine.ask(tokens).num_computed_here == 1 + 7
+    assert serve().ask(tokens).num_computed_here == 1 + 7
+
+
+class Frozen(Directory):
+    """A directory whose file system does not answer while it is frozen."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.answers = threading.Event()
+        self.answers.set()
+        self.num_calls = 0
+
+    def _wait(self) -> None:
+        self.num_calls += 1
+        assert self.answers.wait(120)
+
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+        self._wait()
+        return super().put(name, write)
+
+    def open(self, name: str) -> BinaryIO | None:
+        self._wait()
+        return super().open(name)
+
+    def names(self, folder: str) -> list[str]:
+        self._wait()
+        return super().names(folder)
+
+
+def store_in(blobs: Directory) -> PrefixStore:
+    return PrefixStore(
+        blobs,
+        fingerprint="toy",
+        num_layers=LAYERS,
+        total_kv_heads=HEADS,
+        precision=Precision.of("float32"),
+        new_chunk_tokens=16,
+    )
+
+
+def run_until(engine: Engine, request: Request) -> float:
+    """Steps until a request has ended; the longest step in seconds of this thread."""
+    longest = 0.0
+    while len(request.answer) < request.max_tokens:
+        begin = time.monotonic()
+        engine.step()
+        longest = max(longest, time.monotonic() - begin)
+    return longest
+
+
+def test_a_frozen_store_costs_a_running_request_nothing(serve: Serve, tmp_path: Path) -> None:
+    """Nor does it keep others from being computed, nor the engine from ending."""
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs), lookup_seconds=0.2, shutdown_seconds=0.2)
+    stored = prompt(40, 9)
+    engine.ask(stored)
+    written(engine)
+    running = engine.add(prompt(20, 10), 60)
+    for _ in range(5):
+        engine.step()
+    blobs.answers.clear()
+    unknown = engine.add(prompt(40, 11))
+    assert run_until(engine, running) < 1
+    assert run_until(engine, unknown) < 1
+    later = engine.add(prompt(40, 12))  # nothing is asked any more
+    begin = time.monotonic()
+    run_until(engine, later)
+    assert time.monotonic() - begin < 1
+    assert [running.answer, unknown.answer, later.answer] == [
+        alone(prompt(20, 10), 60),
+        alone(prompt(40, 11)),
+        alone(prompt(40, 12)),
+    ]
+    begin = time.monotonic()
+    engine.connector.shutdown()
+    assert time.monotonic() - begin < 2
+    blobs.answers.set()
+
+
+def test_aborted_loads_make_way(serve: Serve, tmp_path: Path) -> None:
+    """A live request does not wait behind the loads of requests that are gone."""
+    prompts = [prompt(40, 20 + i) for i in range(6)]
+    first = serve()
+    for tokens in prompts:
+        first.ask(tokens)
+    written(first)
+    blobs = Frozen(tmp_path / "store")
+    engine = serve(store_in(blobs), loader_threads=1)
+    requests = [engine.add(tokens) for tokens in prompts]
+    while any(engine.connector.policy.lookup(r, "", 0) is None for r in requests):
+        time.sleep(0.001)
+    blobs.answers.clear()
+    engine.step()  # all loads begin
+    assert len(engine.loading) == 6
+    for request in requests[:5]:
+        engine.abort(request)
+    engine.step()
+    assert len(engine.loading) <= 2  # one may have been under way
+    calls = blobs.num_calls
+    blobs.answers.set()
+    run_until(engine, requests[5])
+    assert requests[5].answer == alone(prompts[5])
+    assert blobs.num_calls - calls <= 3 + 3  # files of a cancelled load and of the live one
+    engine.finish_all()
+    assert sorted(engine.free) == list(range(1, 200))
