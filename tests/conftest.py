@@ -35,6 +35,7 @@ LONG = (
     "test_hostgrid_orders.py",
     "test_cpu_isa.py",
     "test_demo.py",
+    "test_engine_pairs.py",
     "vllm_plugin/test_aborts.py",
     "vllm_plugin/test_failures.py",
     "adapters/test_vllm.py",

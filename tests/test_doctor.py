@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvx_adapters.cli import app, doctor
+from kvx_adapters.cli import app, doctor, doctor_engines
 from kvx_core import backend_info
+from tests.engines import llama_cpp_library
 
 ROOT = Path(__file__).parent.parent
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -181,3 +182,34 @@ def test_a_wrong_description(monkeypatch: pytest.MonkeyPatch) -> None:
     mark, text = lines(result.output)["self-test"]
     assert mark == "✗"
     assert text.endswith(sentence)
+
+
+def test_other_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_mlx(name: str) -> str:
+        if name != "mlx-lm":
+            raise PackageNotFoundError(name)
+        return "0.32.2"
+
+    monkeypatch.setattr(doctor_engines, "version", only_mlx)
+    assert dict(doctor_engines.engines()) == {
+        "transformers": "not installed: pip install 'kvx[transformers]'; tested with 5.19.0",
+        "OpenVINO": "not installed: pip install openvino==2026.4.1; tested with 2026.4.1",
+        "MLX": "mlx-lm 0.32.2, tested with 0.32.2",
+        "ONNX Runtime": "not installed: pip install onnxruntime==1.31.1; tested with 1.31.1",
+        "FlashInfer": "not installed: pip install flashinfer-python; its page tables, untested",
+        "llama.cpp": "the libllama of the program that calls KVX, tested with v0.5.0",
+    }
+
+
+@pytest.mark.parametrize("package", doctor_engines.PACKAGES, ids=lambda package: package.engine)
+def test_the_version_tested_is_the_one_that_tests_run(package: doctor_engines.Package) -> None:
+    if package.tested:
+        assert version(package.distribution) == package.tested
+    assert f"libllama.{doctor_engines.LLAMA_CPP}.so" == llama_cpp_library.LIBLLAMA
+
+
+def test_doctor_ends_with_the_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_ask", lambda options: ANSWER)
+    monkeypatch.setenv("COLUMNS", "160")
+    found = lines(CliRunner().invoke(app, ["doctor"]).output)
+    assert found["OpenVINO"] == (" ", dict(doctor_engines.engines())["OpenVINO"])

@@ -77,9 +77,11 @@ def _doctor(
 
     Checks versions and the plugin, starts a small test engine, and shows the attention backend,
     instruction set and layout that it chooses. As a self-test, vLLM's own op writes a token and KVX
-    reads it back. Exits with 0 if every check passes, else with 1.
+    reads it back. Exits with 0 if every check passes, else with 1. The last lines tell which other
+    engines with an adapter are installed.
     """
     from kvx_adapters.cli.doctor import run_checks
+    from kvx_adapters.cli.doctor_engines import engines
 
     options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     if attention_backend:
@@ -96,6 +98,8 @@ def _doctor(
             table.add_row(mark, check.name, escape(check.text))
             if check.problem:
                 table.add_row("", "", f"[red]{escape(check.problem)}[/]")
+    for name, text in engines():
+        table.add_row("", name, escape(text))
     console.print(table)
     raise typer.Exit(0 if good else 1)
 

@@ -26,7 +26,7 @@ from kvx_adapters import transformers as hf
 from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
 from tests.documents import Document
 from tests.engines import tiny_model
-from tests.engines.live import hop
+from tests.engines.live import check_alone_and_zeros, check_there_and_back, hop
 from tests.engines.live_mlx import Live, facts, model
 from tests.engines.live_transformers import Live as HF
 
@@ -44,25 +44,19 @@ def prefilled(num_tokens: int) -> HF:
 @pytest.mark.parametrize("num_tokens", [2, 37, 258])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
     """From 258 tokens on, the cache grows while it decodes nothing; with 257 held it has 512."""
-    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
-    source, there, back = prefilled(num_tokens), Live(), HF()
-    hop(source, there)
+    check_there_and_back(Live(), num_tokens)
+
+
+def test_decoding_in_allocated_room_moves_no_array() -> None:
+    there = Live()
+    hop(prefilled(37), there)
     at = borrow(there.cache[0].keys).data
-    assert there.decode(4, after=ids[-1]) == want[:4]
+    there.decode(4, after=tiny_model.prompt(37)[-1])
     assert borrow(there.cache[0].keys).data == at
-    hop(there, back)
-    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
 
 
 def test_the_engine_alone_and_a_cache_of_zeros() -> None:
-    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
-    alone, zeros, back = Live(), Live(), HF()
-    alone.prefill(ids[:-1])
-    hop(alone, back)
-    assert alone.decode(COUNT, after=ids[-1]) == want
-    assert back.decode(COUNT, after=ids[-1]) == want
-    zeros.reserve(99)
-    assert zeros.decode(COUNT, after=ids[-1]) != want
+    check_alone_and_zeros("mlx")
 
 
 def test_a_batch_padded_on_the_left() -> None:

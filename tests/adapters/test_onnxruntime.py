@@ -13,7 +13,7 @@ from kvx_adapters import onnxruntime as adapter
 from kvx_core import CacheSpan, InvalidArgumentError, UnsupportedError, verify
 from tests.documents import Document
 from tests.engines import tiny_model
-from tests.engines.live import hop
+from tests.engines.live import check_alone_and_zeros, check_there_and_back
 from tests.engines.live_onnxruntime import FACTS, Live, session
 from tests.engines.live_transformers import Live as HF
 
@@ -23,26 +23,14 @@ K0 = "past_key_values.0.key"
 
 @pytest.mark.parametrize("num_tokens", [2, 37, 100])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
-    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
-    hf, there, back = HF(), Live(), HF()
-    hf.prefill(ids[:-1])
-    hop(hf, there)
+    there = Live()
     before = {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
-    assert there.decode(4, after=ids[-1]) == want[:4]
+    check_there_and_back(there, num_tokens)
     assert before == {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
-    hop(there, back)
-    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
 
 
 def test_the_engine_alone_and_a_cache_of_zeros() -> None:
-    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
-    alone, zeros, back = Live(), Live(), HF()
-    alone.prefill(ids[:-1])
-    hop(alone, back)
-    assert alone.decode(COUNT, after=ids[-1]) == want
-    assert back.decode(COUNT, after=ids[-1]) == want
-    zeros.reserve(99)
-    assert zeros.decode(COUNT, after=ids[-1]) != want
+    check_alone_and_zeros("onnxruntime")
 
 
 def test_the_view_is_the_engines_memory() -> None:

@@ -25,7 +25,7 @@ from kvx_core import (
 )
 from tests.documents import Document
 from tests.engines import tiny_model
-from tests.engines.live import hop
+from tests.engines.live import check_alone_and_zeros, check_there_and_back
 from tests.engines.live_openvino import Live
 from tests.engines.live_transformers import Live as HF
 from tests.engines.openvino_model import compiled
@@ -42,23 +42,11 @@ def prefilled(num_tokens: int) -> HF:
 
 @pytest.mark.parametrize("num_tokens", [2, 65, 100])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
-    ids, want = tiny_model.prompt(num_tokens), list(tiny_model.greedy(num_tokens, COUNT))
-    hf, there, back = prefilled(num_tokens), Live(), HF()
-    hop(hf, there)
-    assert there.decode(4, after=ids[-1]) == want[:4]
-    hop(there, back)
-    assert back.decode(COUNT - 4, after=want[3]) == want[4:]
+    check_there_and_back(Live(), num_tokens)
 
 
 def test_the_engine_alone_and_a_cache_of_zeros() -> None:
-    ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
-    alone, zeros, back = Live(), Live(), HF()
-    alone.prefill(ids[:-1])
-    hop(alone, back)
-    assert alone.decode(COUNT, after=ids[-1]) == want
-    assert back.decode(COUNT, after=ids[-1]) == want
-    zeros.reserve(99)
-    assert zeros.decode(COUNT, after=ids[-1]) != want
+    check_alone_and_zeros("openvino")
 
 
 def test_a_float16_cache_continues() -> None:

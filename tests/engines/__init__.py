@@ -7,6 +7,7 @@ of REFUSED says which of its caches cannot be described, and why.
 from functools import partial
 
 from tests.engines import (
+    cpu_engines,
     kv_store,
     llama_cpp,
     packed,
@@ -59,6 +60,9 @@ ENGINES: dict[str, Engine] = {
     "hf DynamicCache": Engine(transformers.dynamic_cache, 41, FLOATS, whole=True),
     "hf StaticCache": Engine(transformers.static_cache, 53, FLOATS, whole=True),
     "llama.cpp": Engine(llama_cpp.Cells, 59, FLOATS, whole=True),
+    "openvino": Engine(cpu_engines.openvino_pools, 32, FLOATS, whole=True),
+    "mlx": Engine(cpu_engines.mlx_cache, 61, FLOATS, whole=True),
+    "onnxruntime": Engine(cpu_engines.onnxruntime_buffers, 67, FLOATS, whole=True),
     "kvx packed": Engine(packed.PackedCaches, 47, FLOATS),
     "kvx store": Engine(kv_store.Store, 9, FLOATS),
     "dense": Engine(torch_caches.dense, 43, ALL, in_order=True),

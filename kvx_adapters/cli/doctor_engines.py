@@ -1,0 +1,44 @@
+"""What `kvx doctor` says of the engines beside vLLM: which are installed, and as tested or not.
+
+Imports no engine. llama.cpp is no package of Python: a program brings its own libllama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+LLAMA_CPP = "v0.5.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An engine that is a package of Python."""
+
+    engine: str
+    distribution: str
+    tested: str  # version that KVX's tests run
+    install: str  # what pip is given
+
+
+PACKAGES = (
+    Package("transformers", "transformers", "5.19.0", "'kvx[transformers]'"),
+    Package("OpenVINO", "openvino", "2026.4.1", "openvino==2026.4.1"),
+    Package("MLX", "mlx-lm", "0.32.2", "mlx-lm==0.32.2 mlx-cpu==0.32.4"),
+    Package("ONNX Runtime", "onnxruntime", "1.31.1", "onnxruntime==1.31.1"),
+    Package("FlashInfer", "flashinfer-python", "", "flashinfer-python"),
+)
+
+
+def engines() -> Iterator[tuple[str, str]]:
+    """The name of each engine with an adapter, and what is here of it."""
+    for package in PACKAGES:
+        tested = f"tested with {package.tested}" if package.tested else "its page tables, untested"
+        try:
+            found = version(package.distribution)
+        except PackageNotFoundError:
+            yield package.engine, f"not installed: pip install {package.install}; {tested}"
+            continue
+        yield package.engine, f"{package.distribution} {found}, {tested}"
+    yield "llama.cpp", f"the libllama of the program that calls KVX, tested with {LLAMA_CPP}"
