@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid import ops
 from kvx_core.hybrid.compressor import Compressor
 from kvx_core.hybrid.forward_step import Flush
 from kvx_core.hybrid.handle import LayerCacheHandle
@@ -34,25 +34,24 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
     slots, at = handle.step.all_slots, _one_flush(handle)
     _compress(handle, compressor, "", at, handle.entry)
     _compress(handle, indexer, "idx_", at, handle.index_key)
-    kernels().flush_write_csa(
+    ops.flush_write_csa(
         handle.entry,
         handle.index_key,
         slots,
         at.entry_ids,
         at.mask,
         view.block_table,
-        view.entries_fp8,
-        view.entries_rope,
-        view.inv_scale,
-        keys.keys_fp4,
+        *view.entries,
+        keys.keys,
         keys.scales,
         keys=keys.form,
+        rounding=keys.rounding,
     )
     for ka, za, kb, zb, tail_len in (
         (state.ka, state.za, state.kb, state.zb, state.tail_len),
         (state.idx_ka, state.idx_za, state.idx_kb, state.idx_zb, state.idx_tail_len),
     ):
-        kernels().csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
+        ops.csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
 
 
 def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
@@ -64,17 +63,8 @@ def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
     state, view = handle.state, handle.read_classical_view()
     slots, at = handle.step.all_slots, _one_flush(handle)
     _compress(handle, compressor, "", at, handle.entry)
-    kernels().flush_write_hca(
-        handle.entry,
-        slots,
-        at.entry_ids,
-        at.mask,
-        view.block_table,
-        view.entries_fp8,
-        view.entries_rope,
-        view.inv_scale,
-    )
-    kernels().hca_reset_state(slots, at.mask, state.ka, state.za, state.tail_len)
+    ops.flush_write_hca(handle.entry, slots, at.entry_ids, at.mask, view.block_table, *view.entries)
+    ops.hca_reset_state(slots, at.mask, state.ka, state.za, state.tail_len)
 
 
 def compress_csa(
@@ -99,8 +89,8 @@ def compress_csa(
         prefill(handle, [Stream("", k, z, compressor), Stream("idx_", index_k, index_z, indexer)])
         return
     state, slots = handle.state, handle.step.token_slots
-    kernels().append_tail(k, z, slots, state.ka, state.za, state.tail_len)
-    kernels().append_tail(index_k, index_z, slots, state.idx_ka, state.idx_za, state.idx_tail_len)
+    ops.append_tail(k, z, slots, state.ka, state.za, state.tail_len)
+    ops.append_tail(index_k, index_z, slots, state.idx_ka, state.idx_za, state.idx_tail_len)
     maybe_flush_csa(handle, compressor, indexer)
 
 
@@ -111,7 +101,7 @@ def compress_hca(handle: LayerCacheHandle, k: Tensor, z: Tensor, compressor: Com
         prefill(handle, [Stream("", k, z, compressor)])
         return
     state = handle.state
-    kernels().append_tail(k, z, handle.step.token_slots, state.ka, state.za, state.tail_len)
+    ops.append_tail(k, z, handle.step.token_slots, state.ka, state.za, state.tail_len)
     maybe_flush_hca(handle, compressor)
 
 
@@ -134,7 +124,7 @@ def _compress(
     handle: LayerCacheHandle, weights: Compressor, prefix: str, flush: Flush, out: Tensor
 ) -> None:
     state = handle.state
-    kernels().compress(
+    ops.compress(
         getattr(state, f"{prefix}ka"),
         getattr(state, f"{prefix}za"),
         getattr(state, f"{prefix}kb"),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid import ops
 from kvx_core.hybrid.compressor import Compressor
 from kvx_core.hybrid.handle import LayerCacheHandle
 from kvx_core.hybrid.schema import AttentionType
@@ -64,7 +64,7 @@ def _entries(
     overlap = kb is not None
     if count:
         start = before - waiting
-        kernels().compress_bulk(
+        ops.compress_bulk(
             k[:whole],
             z[:whole],
             weights.ape_a,
@@ -97,9 +97,9 @@ def _write(handle: LayerCacheHandle, slot: int, first: int, made: Sequence[Tenso
     # A row's table has only the block of its entry.
     blocks = view.block_table[slot][numbers // per_block].unsqueeze(1)
     where = None, (numbers % per_block).to(torch.int32), None, blocks
-    pool = view.entries_fp8, view.entries_rope, view.inv_scale
     if handle.schema.attn_type is AttentionType.CSA:
         keys = handle.read_indexer_view()
-        kernels().flush_write_csa(*made, *where, *pool, keys.keys_fp4, keys.scales, keys=keys.form)
+        pool = *view.entries, keys.keys, keys.scales
+        ops.flush_write_csa(*made, *where, *pool, keys=keys.form, rounding=keys.rounding)
     else:
-        kernels().flush_write_hca(*made, *where, *pool)
+        ops.flush_write_hca(*made, *where, *view.entries)
