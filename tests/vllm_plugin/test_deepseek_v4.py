@@ -67,6 +67,7 @@ def caches() -> dict[str, Any]:
 def groups_of(specs: dict[str, Any]) -> Any:
     """The KVCacheConfig that vLLM makes of these specs."""
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     cache_config = SimpleNamespace(
@@ -79,7 +80,9 @@ def groups_of(specs: dict[str, Any]) -> Any:
         cache_config=cache_config,
         speculative_config=None,
     )
-    groups = kv_cache_utils._get_packed_kv_cache_groups(settings, specs)
+    groups = kv_cache_utils._get_packed_kv_cache_groups(settings, specs) or [
+        KVCacheGroupSpec(list(specs), next(iter(specs.values())))
+    ]
     config = kv_cache_utils.get_kv_cache_config_from_groups(settings, groups, 1 << 24)
     config.kv_cache_layout = "BLHNC"
     return config
