@@ -353,4 +353,4 @@ def _write_records(x: Tensor, slots: Tensor, pages: Tensor) -> None:
     data = pages[:, : 576 * _PER_PAGE].view(-1, _PER_PAGE, 576)
     data[page, entry] = torch.cat((codes, rope), 1)
     scales = pages[:, 576 * _PER_PAGE : 584 * _PER_PAGE].view(-1, _PER_PAGE, 8)
-    scales[page, entry, :7] = (exponents + 127).to(torch.uint8)
+    scales[page, entry] = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1))

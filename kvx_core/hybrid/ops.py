@@ -18,6 +18,7 @@ from kvx_core.hybrid._arrays import (
     MASKS,
     POSITIONS,
     Arrays,
+    dtype_name,
     dtype_of,
     extents,
 )
@@ -354,7 +355,7 @@ def hca_reset_state(
 
 
 def _like(tensor: Tensor) -> tuple[str]:
-    return (str(tensor.dtype).removeprefix("torch."),)
+    return (dtype_name(tensor),)
 
 
 def _row_width(row: str, dim: int, overlaps: bool) -> int:
