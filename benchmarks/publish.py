@@ -30,11 +30,13 @@ _NAMES = (
     "call_overhead",
     "migrate_vs_lmcache",
     "packed",
+    "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
 )
 _VERSUS = {
     "memcpy": "memcpy",
+    "copy": "plain copy",
     "stream": "streaming copy",
     "blocks": "streaming copy of blocks",
     "torch": "torch",

@@ -85,7 +85,7 @@ class Layer:
         at = view.block_table[slot][e // per_block].long(), e % per_block
         if self.attn is AttentionType.CSA and len(e) > TOP_K:
             index = cache.read_indexer_view()
-            codes, scales = index.keys_fp4[at], index.scales[at].view(torch.float8_e4m3fn)
+            codes, scales = index.keys[at], index.scales[at].view(torch.float8_e4m3fn)
             keys = FP4[torch.stack((codes & 15, codes >> 4), 2).flatten(1).long()]
             keys = keys * scales.float().repeat_interleave(16, 1)
             best = (x @ self.index_q @ keys.T).relu()[0].topk(TOP_K).indices

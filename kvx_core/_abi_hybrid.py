@@ -8,143 +8,66 @@ from typing import Any
 
 from kvx_core import _abi
 
-ONE_EACH, SINGLE_ROW, BULK, NO_OVERLAP = 1, 2, 4, 8
+ONE_EACH, SINGLE_ROW, BULK, NO_OVERLAP, THRESHOLDS = 1, 2, 4, 8, 16
 NO_KEYS, NVFP4, MXFP4, FP8 = 0, 1, 2, 3
 
 
+def _fields(*groups: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
+    """Fields of a struct: after size and memory, names that follow each other with one type."""
+    named = [(name, kind) for kind, names in groups for name in names.split()]
+    return ("size", c_uint32), ("memory", c_int), *named
+
+
 class kvx_hybrid_append_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_tokens", c_uint32),
-        ("num_slots", c_uint32),
-        ("window", c_uint32),
-        ("nope_dim", c_uint32),
-        ("rope_dim", c_uint32),
-        ("position_bytes", c_uint32),
-        ("flags", c_uint32),
-        ("reserved", c_uint32),
-        ("x", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("fp8", c_void_p),
-        ("rope", c_void_p),
-        ("inv_scale", c_void_p),
-        ("pos", c_void_p),
-        ("head", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_tokens num_slots window nope_dim rope_dim position_bytes flags reserved"),
+        (c_void_p, "x positions slots fp8 rope inv_scale pos head"),
     )
 
 
 class kvx_hybrid_tail_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_tokens", c_uint32),
-        ("num_slots", c_uint32),
-        ("ratio", c_uint32),
-        ("row", c_uint32),
-        ("dtype", c_int),
-        ("state", c_int),
-        ("k", c_void_p),
-        ("z", c_void_p),
-        ("slots", c_void_p),
-        ("ka", c_void_p),
-        ("za", c_void_p),
-        ("tail_len", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_tokens num_slots ratio row"),
+        (c_int, "dtype state"),
+        (c_void_p, "k z slots ka za tail_len"),
     )
 
 
 class kvx_hybrid_compress_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_rows", c_uint32),
-        ("num_slots", c_uint32),
-        ("ratio", c_uint32),
-        ("head_dim", c_uint32),
-        ("rope_dim", c_uint32),
-        ("position_bytes", c_uint32),
-        ("num_positions", c_uint32),
-        ("flags", c_uint32),
-        ("state", c_int),
-        ("out_dtype", c_int),
-        ("eps", c_float),
-        ("reserved", c_uint32),
-        ("ka", c_void_p),
-        ("za", c_void_p),
-        ("kb", c_void_p),
-        ("zb", c_void_p),
-        ("ape_a", c_void_p),
-        ("ape_b", c_void_p),
-        ("norm_weight", c_void_p),
-        ("cos_sin", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("mask", c_void_p),
-        ("out", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_rows num_slots ratio head_dim rope_dim position_bytes num_positions flags"),
+        (c_int, "state out_dtype"),
+        (c_float, "eps"),
+        (c_uint32, "reserved"),
+        (c_void_p, "ka za kb zb ape_a ape_b norm_weight cos_sin positions slots mask out"),
     )
 
 
 class kvx_hybrid_flush_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_rows", c_uint32),
-        ("num_blocks", c_uint32),
-        ("entries_per_block", c_uint32),
-        ("nope_dim", c_uint32),
-        ("rope_dim", c_uint32),
-        ("max_blocks", c_uint32),
-        ("key_dim", c_uint32),
-        ("keys", c_int),
-        ("dtype", c_int),
-        ("reserved", c_uint32),
-        ("entry", c_void_p),
-        ("index_key", c_void_p),
-        ("slots", c_void_p),
-        ("entry_ids", c_void_p),
-        ("mask", c_void_p),
-        ("block_table", c_void_p),
-        ("fp8", c_void_p),
-        ("rope", c_void_p),
-        ("inv_scale", c_void_p),
-        ("keys_fp4", c_void_p),
-        ("key_scales", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_rows num_blocks entries_per_block nope_dim rope_dim max_blocks key_dim"),
+        (c_int, "keys dtype"),
+        (c_uint32, "flags"),
+        (c_void_p, "entry index_key slots entry_ids mask block_table"),
+        (c_void_p, "fp8 rope inv_scale key_codes key_scales"),
     )
 
 
 class kvx_hybrid_state_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_rows", c_uint32),
-        ("num_slots", c_uint32),
-        ("ratio", c_uint32),
-        ("row", c_uint32),
-        ("state", c_int),
-        ("reserved", c_uint32),
-        ("slots", c_void_p),
-        ("mask", c_void_p),
-        ("ka", c_void_p),
-        ("za", c_void_p),
-        ("kb", c_void_p),
-        ("zb", c_void_p),
-        ("tail_len", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_rows num_slots ratio row"),
+        (c_int, "state"),
+        (c_uint32, "reserved"),
+        (c_void_p, "slots mask ka za kb zb tail_len"),
     )
 
 
 class kvx_hybrid_pages_t(_abi._Struct):
-    _fields_ = (
-        ("size", c_uint32),
-        ("memory", c_int),
-        ("num_rows", c_uint32),
-        ("num_pages", c_uint32),
-        ("entries_per_page", c_uint32),
-        ("dtype", c_int),
-        ("page_stride", c_uint64),
-        ("slots", c_void_p),
-        ("rows", c_void_p),
-        ("pages", c_void_p),
+    _fields_ = _fields(
+        (c_uint32, "num_rows num_pages entries_per_page"),
+        (c_int, "dtype"),
+        (c_uint64, "page_stride"),
+        (c_void_p, "slots rows pages"),
     )
 
 

@@ -84,7 +84,7 @@ def flush(on: Backend) -> dict[str, Any]:
         "fp8": torch.zeros(3, 2, 8, dtype=torch.uint8),
         "rope": torch.zeros(3, 2, 4, dtype=torch.bfloat16),
         "inv_scale": torch.zeros(3, 2),
-        "keys_fp4": torch.zeros(3, 2, 16, dtype=torch.uint8),
+        "key_codes": torch.zeros(3, 2, 16, dtype=torch.uint8),
         "key_scales": torch.zeros(3, 2, 2, dtype=torch.uint8),
     }
     sizes = {"num_rows": 2, "num_blocks": 3, "entries_per_block": 2, "nope_dim": 8, "rope_dim": 4}

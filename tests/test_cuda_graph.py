@@ -19,10 +19,12 @@ from kvx_core import (
     gather_kv,
     write_kv,
 )
+from kvx_core.hybrid import Compressor, KVCacheManager, compress_csa, compress_hca, prepare_forward
 from kvx_core.migrate import copy_tokens
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.view import CacheSpan
 from tests.calls import BACKENDS
+from tests.hybrid.models import SMALL, Tokens, manager, tokens, weights
 
 pytestmark = pytest.mark.skipif(
     "cuda" not in [backend.name for backend in BACKENDS],
@@ -152,3 +154,74 @@ def test_a_bad_slot_in_a_replay_is_skipped_and_reported(stream: torch.cuda.Strea
     with pytest.raises(OutOfRangeError, match=rf"slots\[1\] is {BLOCKS * SIZE}, "):
         device_status(stream.cuda_stream)
     device_status(stream.cuda_stream)  # it has been told
+
+
+def test_decode_steps_of_deepseek_v4_replayed(stream: torch.cuda.Stream) -> None:
+    """One graph of a window, a CSA and an HCA layer, replayed for every token of two requests: the
+    bytes of a manager on the CPU, though entries are complete at other steps in each."""
+    given = [tokens(300, 2, seed) for seed in range(2)]
+    whole = [tokens(300, 1, 10 + seed) for seed in range(2)]
+    caches = [manager(2, 512, device=device) for device in ("cpu", "cuda")]
+    compressors = [
+        [weights(4, SMALL.head_dim, True, 1), weights(4, SMALL.indexer_head_dim, True, 2)],
+        [weights(128, SMALL.head_dim, False, 3)],
+    ]
+    on_device = [[_moved(one) for one in layer] for layer in compressors]
+    slots = [[one.admit_request(), one.admit_request()] for one in caches]
+    assert slots[0] == slots[1]
+    inputs = [t.cuda() for t in _step(given, whole, [0, 0])]
+
+    # The second request is some tokens ahead; its steps have loaded the kernels.
+    for n in range(37):
+        for one, parts, device in ((caches[0], compressors, "cpu"), (caches[1], on_device, "cuda")):
+            prepare_forward(one, slots[0][1:], [n], [n + 1])
+            _decode(one, parts, [t[1:].to(device) for t in _step(given, whole, [0, n])])
+    prepare_forward(caches[1], slots[1], [0, 37], [1, 38])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        _decode(caches[1], on_device, inputs)
+    for n in range(250):
+        before, after = [n, 37 + n], [n + 1, 38 + n]
+        for one in caches:
+            prepare_forward(one, slots[0], before, after)
+        rows = _step(given, whole, before)
+        for to, row in zip(inputs, rows, strict=True):
+            to.copy_(row)
+        _decode(caches[0], compressors, rows)
+        graph.replay()
+    torch.cuda.synchronize()
+    for layer, pool in caches[0].paged.items():
+        found = dict(caches[0].states[layer].tensors) | (pool.tensors if pool else {})
+        theirs = caches[1].paged[layer]
+        replayed = dict(caches[1].states[layer].tensors) | (theirs.tensors if theirs else {})
+        for name, tensor in found.items():
+            assert torch.equal(tensor.view(torch.uint8), replayed[name].cpu().view(torch.uint8)), (
+                layer,
+                name,
+            )
+
+
+def _moved(one: Compressor) -> Compressor:
+    ape_b = None if one.ape_b is None else one.ape_b.cuda()
+    return Compressor(one.ape_a.cuda(), ape_b, one.norm_weight.cuda(), one.cos_sin.cuda(), one.eps)
+
+
+def _step(given: list[Tokens], whole: list[Tokens], at: list[int]) -> list[Tensor]:
+    """What the layers compute of one token of each request: a window's row, CSA's, HCA's."""
+    csa = Tokens.joined([t.part(n, n + 1) for t, n in zip(given, at, strict=True)])
+    hca = Tokens.joined([t.part(n, n + 1) for t, n in zip(whole, at, strict=True)])
+    return [hca.k.bfloat16(), *csa, hca.k, hca.z]
+
+
+def _decode(
+    caches: KVCacheManager, compressors: list[list[Compressor]], rows: list[Tensor]
+) -> None:
+    """A forward pass of the layers SWA, CSA, HCA and CSA."""
+    x, k, z, index_k, index_z, hca_k, hca_z = rows
+    for layer in range(4):
+        handle = caches.acquire(layer)
+        handle.write_swa(x)
+        if layer in (1, 3):
+            compress_csa(handle, k, z, index_k, index_z, *compressors[0])
+        if layer == 2:
+            compress_hca(handle, hca_k, hca_z, *compressors[1])

@@ -15,7 +15,7 @@ template <class Format>
 __device__ __forceinline__ void write_fp8_key(const kvx_hybrid_flush_t &f, uint64_t row,
                                               uint64_t entry, OfWarps &of_warps) {
   const auto *const key = static_cast<const typename Format::Bits *>(f.index_key) + row * f.key_dim;
-  uint8_t *const codes = f.keys_fp4 + entry * f.key_dim;
+  uint8_t *const codes = f.key_codes + entry * f.key_dim;
   int32_t most = 0;
   for (uint32_t d = threadIdx.x; d < f.key_dim; d += kThreads)
     most = largest_magnitude(most, Format::decode(key[d]));
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint6
   const kvx_dtype_t scale_dtype = is_nv ? KVX_DTYPE_F8_E4M3 : KVX_DTYPE_F8_E8M0;
   const Fp4 with(1.0f);
   const auto *const key = static_cast<const typename Format::Bits *>(f.index_key) + row * f.key_dim;
-  uint8_t *const codes = f.keys_fp4 + entry * (f.key_dim / 2);
+  uint8_t *const codes = f.key_codes + entry * (f.key_dim / 2);
   uint8_t *const scales = f.key_scales + entry * (f.key_dim / group);
   for (uint32_t first = 0; first < f.key_dim; first += kThreads) {
     const uint32_t d = first + threadIdx.x;
@@ -44,8 +44,8 @@ __device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint6
     int32_t most = largest_magnitude(0, x);
     for (uint32_t step = group / 2; step; step /= 2)
       most = max(most, __shfl_xor_sync(kAllLanes, most, step));
-    const float scale = with.find(most, scale_dtype);
-    const uint32_t code = E2m1::encode(x * with.inverse(scale));
+    const float scale = key_scale(f, with.find(most, scale_dtype));
+    const uint32_t code = key_code(f, x * with.inverse(scale));
     const uint32_t next = __shfl_down_sync(kAllLanes, code, 1);
     if (d >= f.key_dim) continue;
     if (d % 2 == 0) codes[d / 2] = static_cast<uint8_t>(code | next << 4);

@@ -89,6 +89,27 @@ KVX_HD int64_t tail_of_row(const kvx_hybrid_compress_t &c, uint32_t i) {
   return position >= 0 && position < c.num_positions ? slot : -1;
 }
 
+// ---- indexer keys in E2M1 ----
+
+// The scale of a group, as it is stored: THRESHOLDS has no smaller E8M0 than 2^-13, the power of
+// two at or above 1e-4. Source: sglang 0.5.23, kernels/ops/quantization/fp4_indexer_quant.py,
+// quantize_fp4_indexer_row
+KVX_HD float key_scale(const kvx_hybrid_flush_t &f, float scale) {
+  const bool has_least = f.flags & KVX_HYBRID_THRESHOLDS && f.keys == KVX_HYBRID_MXFP4;
+  return has_least && scale < 0x1p-13f ? 0x1p-13f : scale;
+}
+
+// The nearest code; ties are what the call's flags say.
+// Source: sglang 0.5.23, the same file, _fp4_e2m1_code
+KVX_HD uint32_t key_code(const kvx_hybrid_flush_t &f, float x) {
+  const uint32_t code = E2m1::encode(x), number = code & 7u;
+  if (!(f.flags & KVX_HYBRID_THRESHOLDS)) return code;
+  // What was a tie and went up goes down. Its code is even, so that it does not become 0.
+  const float tie = (E2m1::decode(number - 1) + E2m1::decode(number)) * 0.5f;
+  if (number && float_of(bits_of(x) & ~kSign) == tie) return code - 1;
+  return number ? code : 0;
+}
+
 // The entry of the pool that a row is written to, -1: none.
 KVX_HD int64_t entry_of_row(const kvx_hybrid_flush_t &f, uint32_t i) {
   if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] == -1)) return -1;

@@ -13,16 +13,28 @@ __device__ __forceinline__ void write_two(typename Format::Bits *to, float first
   to[1] = Format::encode(second);
 }
 
+// Two numbers of each thread: visit(group, the first of them), for the groups of its warp.
+template <class Visit>
+__device__ __forceinline__ void each_pair_of_groups(const Visit &visit) {
+  for (uint32_t group = threadIdx.x / kWarp; group < kPageGroups; group += kWarps)
+    visit(group, group * kPageGroup + 2 * (threadIdx.x % kWarp));
+}
+
+// The numbers with rotation, two of each thread of the last warp: visit(the first of them).
+template <class Visit>
+__device__ __forceinline__ void pair_of_rope(const Visit &visit) {
+  if (threadIdx.x / kWarp + 1 == kWarps) visit(kPageNope + 2 * (threadIdx.x % kWarp));
+}
+
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     write_pages_kernel(const __grid_constant__ kvx_hybrid_pages_t p) {
   using Bits = typename Format::Bits;
   const Record to = record_of_row(p, blockIdx.x);
   if (!to.data) return;
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const Bits *const row = static_cast<const Bits *>(p.rows) + uint64_t{blockIdx.x} * kPageDim;
-  for (uint32_t group = warp; group < kPageGroups; group += kWarps) {
-    const uint32_t d = group * kPageGroup + 2 * lane;
+  const bool is_first = threadIdx.x % kWarp == 0;
+  each_pair_of_groups([&](uint32_t group, uint32_t d) {
     const float first = Format::decode(row[d]), second = Format::decode(row[d + 1]);
     int32_t most = largest_magnitude(largest_magnitude(0, first), second);
 #pragma unroll
@@ -32,17 +44,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const float inverse = page_inverse(exponent);
     const uint32_t codes = cuda::encode_two<E4m3>(first * inverse, second * inverse);
     *reinterpret_cast<uint16_t *>(to.data + d) = static_cast<uint16_t>(codes);
-    if (lane == 0) to.scales[group] = exponent;
-  }
-  if (warp + 1 < kWarps) return;
-  const uint32_t d = kPageNope + 2 * lane;
-  auto *const rope = reinterpret_cast<uint16_t *>(to.data + kPageNope) + 2 * lane;
-  if constexpr (sizeof(Bits) == 2) {
-    rope[0] = row[d], rope[1] = row[d + 1];
-  } else {
-    write_two<Bf16>(rope, Format::decode(row[d]), Format::decode(row[d + 1]));
-  }
-  if (lane == 0) to.scales[kPageGroups] = 0;
+    if (is_first) to.scales[group] = exponent;
+  });
+  pair_of_rope([&](uint32_t d) {
+    auto *const rope = reinterpret_cast<uint16_t *>(to.data + kPageNope) + (d - kPageNope);
+    if constexpr (sizeof(Bits) == 2) {
+      rope[0] = row[d], rope[1] = row[d + 1];
+    } else {
+      write_two<Bf16>(rope, Format::decode(row[d]), Format::decode(row[d + 1]));
+    }
+    if (is_first) to.scales[kPageGroups] = 0;
+  });
 }
 
 template <class Format>
@@ -51,22 +63,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   using Bits = typename Format::Bits;
   const Record from = record_of_row(p, blockIdx.x);
   if (!from.data) return;
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   Bits *const row = static_cast<Bits *>(p.rows) + uint64_t{blockIdx.x} * kPageDim;
-  for (uint32_t group = warp; group < kPageGroups; group += kWarps) {
-    const uint32_t d = group * kPageGroup + 2 * lane;
+  each_pair_of_groups([&](uint32_t group, uint32_t d) {
     const float scale = E8m0::decode(from.scales[group]);
     const float first = E4m3::decode(from.data[d]), second = E4m3::decode(from.data[d + 1]);
     write_two<Format>(row + d, first * scale, second * scale);
-  }
-  if (warp + 1 < kWarps) return;
-  const uint32_t d = kPageNope + 2 * lane;
-  const auto *const rope = reinterpret_cast<const uint16_t *>(from.data + kPageNope) + 2 * lane;
-  if constexpr (sizeof(Bits) == 2) {
-    row[d] = rope[0], row[d + 1] = rope[1];
-  } else {
-    write_two<Format>(row + d, Bf16::decode(rope[0]), Bf16::decode(rope[1]));
-  }
+  });
+  pair_of_rope([&](uint32_t d) {
+    const auto *const rope =
+        reinterpret_cast<const uint16_t *>(from.data + kPageNope) + (d - kPageNope);
+    if constexpr (sizeof(Bits) == 2) {
+      row[d] = rope[0], row[d + 1] = rope[1];
+    } else {
+      write_two<Format>(row + d, Bf16::decode(rope[0]), Bf16::decode(rope[1]));
+    }
+  });
 }
 
 }  // namespace

@@ -31,11 +31,25 @@ kvx_status_t check_memory(const Path &path, kvx_memory_type_t memory) {
                      memory);
 }
 
-kvx_status_t check_between(const Path &path, const char *field, uint32_t value, uint32_t least,
-                           uint32_t most) {
-  if (value >= least && value <= most) return KVX_STATUS_OK;
-  return KVX_INVALID("%s.%s is %u, expected %u to %u (spec E.22)", KVX_AT(path), field, value,
-                     least, most);
+struct Between {
+  const char *field;
+  uint32_t value, least, most;
+};
+
+kvx_status_t check_between(const Path &path, std::initializer_list<Between> fields) {
+  for (const auto &[field, value, least, most] : fields) {
+    if (value >= least && value <= most) continue;
+    return KVX_INVALID("%s.%s is %u, expected %u to %u (spec E.22)", KVX_AT(path), field, value,
+                       least, most);
+  }
+  return KVX_STATUS_OK;
+}
+
+// Size and memory, with which every struct begins.
+template <class Call>
+kvx_status_t check_begin(const Path &path, const Call *call) {
+  KVX_TRY(check_struct(path, call));
+  return check_memory(path, call->memory);
 }
 
 kvx_status_t check_numbers(const Path &path, const char *field, kvx_dtype_t dtype) {
@@ -128,11 +142,12 @@ kvx_status_t check_groups(const Path &path, const kvx_hybrid_flush_t &flush) {
         "%s.keys is %d, expected NO_KEYS (0), NVFP4 (1), MXFP4 (2) or FP8 (3) (spec E.22)",
         KVX_AT(path), flush.keys);
   }
-  if (flush.keys == KVX_HYBRID_NO_KEYS) return check_between(path, "key_dim", flush.key_dim, 0, 0);
+  if (flush.keys == KVX_HYBRID_NO_KEYS)
+    return check_between(path, {{"key_dim", flush.key_dim, 0, 0}});
   if (flush.keys == KVX_HYBRID_FP8)
-    return check_between(path, "key_dim", flush.key_dim, 1, kMostDim);
+    return check_between(path, {{"key_dim", flush.key_dim, 1, kMostDim}});
   const uint32_t group = flush.keys == KVX_HYBRID_NVFP4 ? 16 : 32;
-  KVX_TRY(check_between(path, "key_dim", flush.key_dim, group, kMostDim));
+  KVX_TRY(check_between(path, {{"key_dim", flush.key_dim, group, kMostDim}}));
   if (flush.key_dim % group == 0) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.key_dim is %u, expected a multiple of the %u numbers of a group (spec E.22)",
@@ -162,14 +177,13 @@ bool takes_part(const uint8_t *mask, const int32_t *slots, uint64_t i) {
 
 kvx_status_t check_hybrid(const kvx_hybrid_append_t *append, HybridArrays *arrays) {
   const Path path{nullptr, "append"};
-  KVX_TRY(check_struct(path, append));
+  KVX_TRY(check_begin(path, append));
   const kvx_hybrid_append_t &a = *append;
-  KVX_TRY(check_memory(path, a.memory));
-  KVX_TRY(check_between(path, "num_tokens", a.num_tokens, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_slots", a.num_slots, 1, kMostRows));
-  KVX_TRY(check_between(path, "window", a.window, 1, kMostRows));
-  KVX_TRY(check_between(path, "nope_dim", a.nope_dim, 1, kMostDim));
-  KVX_TRY(check_between(path, "rope_dim", a.rope_dim, 1, kMostDim));
+  KVX_TRY(check_between(path, {{"num_tokens", a.num_tokens, 0, kMostRows},
+                               {"num_slots", a.num_slots, 1, kMostRows},
+                               {"window", a.window, 1, kMostRows},
+                               {"nope_dim", a.nope_dim, 1, kMostDim},
+                               {"rope_dim", a.rope_dim, 1, kMostDim}}));
   KVX_TRY(check_position_bytes(path, a.position_bytes));
   KVX_TRY(check_bits(path, a.flags, KVX_HYBRID_ONE_EACH));
   KVX_TRY(check_reserved(path, a.reserved));
@@ -189,13 +203,12 @@ kvx_status_t check_hybrid(const kvx_hybrid_append_t *append, HybridArrays *array
 
 kvx_status_t check_hybrid(const kvx_hybrid_tail_t *tail, HybridArrays *arrays) {
   const Path path{nullptr, "tail"};
-  KVX_TRY(check_struct(path, tail));
+  KVX_TRY(check_begin(path, tail));
   const kvx_hybrid_tail_t &t = *tail;
-  KVX_TRY(check_memory(path, t.memory));
-  KVX_TRY(check_between(path, "num_tokens", t.num_tokens, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_slots", t.num_slots, 1, kMostRows));
-  KVX_TRY(check_between(path, "ratio", t.ratio, 1, kMostRows));
-  KVX_TRY(check_between(path, "row", t.row, 1, 2 * kMostDim));
+  KVX_TRY(check_between(path, {{"num_tokens", t.num_tokens, 0, kMostRows},
+                               {"num_slots", t.num_slots, 1, kMostRows},
+                               {"ratio", t.ratio, 1, kMostRows},
+                               {"row", t.row, 1, 2 * kMostDim}}));
   KVX_TRY(check_numbers(path, "dtype", t.dtype));
   KVX_TRY(check_numbers(path, "state", t.state));
   if (!t.num_tokens) return KVX_STATUS_OK;
@@ -212,16 +225,15 @@ kvx_status_t check_hybrid(const kvx_hybrid_tail_t *tail, HybridArrays *arrays) {
 
 kvx_status_t check_hybrid(const kvx_hybrid_compress_t *compress, HybridArrays *arrays) {
   const Path path{nullptr, "compress"};
-  KVX_TRY(check_struct(path, compress));
+  KVX_TRY(check_begin(path, compress));
   const kvx_hybrid_compress_t &c = *compress;
-  KVX_TRY(check_memory(path, c.memory));
   KVX_TRY(
       check_bits(path, c.flags, KVX_HYBRID_SINGLE_ROW | KVX_HYBRID_BULK | KVX_HYBRID_NO_OVERLAP));
-  KVX_TRY(check_between(path, "num_rows", c.num_rows, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_slots", c.num_slots, 1, kMostRows));
-  KVX_TRY(check_between(path, "ratio", c.ratio, 1, kMostRows));
-  KVX_TRY(check_between(path, "head_dim", c.head_dim, 1, kMostDim));
-  KVX_TRY(check_between(path, "rope_dim", c.rope_dim, 0, c.head_dim));
+  KVX_TRY(check_between(path, {{"num_rows", c.num_rows, 0, kMostRows},
+                               {"num_slots", c.num_slots, 1, kMostRows},
+                               {"ratio", c.ratio, 1, kMostRows},
+                               {"head_dim", c.head_dim, 1, kMostDim},
+                               {"rope_dim", c.rope_dim, 0, c.head_dim}}));
   if (c.rope_dim % 2) {
     return KVX_INVALID("%s.rope_dim is %u, expected an even number (spec E.22)", KVX_AT(path),
                        c.rope_dim);
@@ -267,18 +279,18 @@ kvx_status_t check_hybrid(const kvx_hybrid_compress_t *compress, HybridArrays *a
 
 kvx_status_t check_hybrid(const kvx_hybrid_flush_t *flush, HybridArrays *arrays) {
   const Path path{nullptr, "flush"};
-  KVX_TRY(check_struct(path, flush));
+  KVX_TRY(check_begin(path, flush));
   const kvx_hybrid_flush_t &f = *flush;
-  KVX_TRY(check_memory(path, f.memory));
-  KVX_TRY(check_between(path, "num_rows", f.num_rows, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_blocks", f.num_blocks, 1, kMostRows));
-  KVX_TRY(check_between(path, "entries_per_block", f.entries_per_block, 1, kMostRows));
-  KVX_TRY(check_between(path, "nope_dim", f.nope_dim, 1, kMostDim));
-  KVX_TRY(check_between(path, "rope_dim", f.rope_dim, 1, kMostDim));
-  KVX_TRY(check_between(path, "max_blocks", f.max_blocks, 1, kMostRows));
+  KVX_TRY(check_between(path, {{"num_rows", f.num_rows, 0, kMostRows},
+                               {"num_blocks", f.num_blocks, 1, kMostRows},
+                               {"entries_per_block", f.entries_per_block, 1, kMostRows},
+                               {"nope_dim", f.nope_dim, 1, kMostDim},
+                               {"rope_dim", f.rope_dim, 1, kMostDim},
+                               {"max_blocks", f.max_blocks, 1, kMostRows}}));
   KVX_TRY(check_groups(path, f));
   KVX_TRY(check_numbers(path, "dtype", f.dtype));
-  KVX_TRY(check_reserved(path, f.reserved));
+  const bool has_e2m1 = f.keys == KVX_HYBRID_NVFP4 || f.keys == KVX_HYBRID_MXFP4;
+  KVX_TRY(check_bits(path, f.flags, has_e2m1 ? KVX_HYBRID_THRESHOLDS : 0));
   if (!f.num_rows) return KVX_STATUS_OK;
   const uint32_t size = size_of_number(f.dtype);
   const Lister add{arrays};
@@ -295,7 +307,7 @@ kvx_status_t check_hybrid(const kvx_hybrid_flush_t *flush, HybridArrays *arrays)
     const bool is_fp8 = f.keys == KVX_HYBRID_FP8;
     const uint32_t group = f.keys == KVX_HYBRID_NVFP4 ? 16 : 32;
     add("index_key", f.index_key, {f.num_rows, f.key_dim, size}, size);
-    add.write("keys_fp4", f.keys_fp4, {entries, is_fp8 ? f.key_dim : f.key_dim / 2}, 1);
+    add.write("key_codes", f.key_codes, {entries, is_fp8 ? f.key_dim : f.key_dim / 2}, 1);
     add.write("key_scales", f.key_scales, {entries, is_fp8 ? 4 : f.key_dim / group},
               is_fp8 ? 4 : 1);
   }
@@ -304,13 +316,12 @@ kvx_status_t check_hybrid(const kvx_hybrid_flush_t *flush, HybridArrays *arrays)
 
 kvx_status_t check_hybrid(const kvx_hybrid_state_t *state, HybridArrays *arrays) {
   const Path path{nullptr, "state"};
-  KVX_TRY(check_struct(path, state));
+  KVX_TRY(check_begin(path, state));
   const kvx_hybrid_state_t &s = *state;
-  KVX_TRY(check_memory(path, s.memory));
-  KVX_TRY(check_between(path, "num_rows", s.num_rows, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_slots", s.num_slots, 1, kMostRows));
-  KVX_TRY(check_between(path, "ratio", s.ratio, 1, kMostRows));
-  KVX_TRY(check_between(path, "row", s.row, 1, 2 * kMostDim));
+  KVX_TRY(check_between(path, {{"num_rows", s.num_rows, 0, kMostRows},
+                               {"num_slots", s.num_slots, 1, kMostRows},
+                               {"ratio", s.ratio, 1, kMostRows},
+                               {"row", s.row, 1, 2 * kMostDim}}));
   KVX_TRY(check_numbers(path, "state", s.state));
   KVX_TRY(check_reserved(path, s.reserved));
   KVX_TRY(check_pair(path, "kb", s.kb, "zb", s.zb));
@@ -329,12 +340,11 @@ kvx_status_t check_hybrid(const kvx_hybrid_state_t *state, HybridArrays *arrays)
 
 kvx_status_t check_hybrid(const kvx_hybrid_pages_t *pages, HybridArrays *arrays, bool writes) {
   const Path path{nullptr, "pages"};
-  KVX_TRY(check_struct(path, pages));
+  KVX_TRY(check_begin(path, pages));
   const kvx_hybrid_pages_t &p = *pages;
-  KVX_TRY(check_memory(path, p.memory));
-  KVX_TRY(check_between(path, "num_rows", p.num_rows, 0, kMostRows));
-  KVX_TRY(check_between(path, "num_pages", p.num_pages, 1, kMostRows));
-  KVX_TRY(check_between(path, "entries_per_page", p.entries_per_page, 1, 1 << 20));
+  KVX_TRY(check_between(path, {{"num_rows", p.num_rows, 0, kMostRows},
+                               {"num_pages", p.num_pages, 1, kMostRows},
+                               {"entries_per_page", p.entries_per_page, 1, 1 << 20}}));
   KVX_TRY(check_numbers(path, "dtype", p.dtype));
   const uint64_t least = uint64_t{p.entries_per_page} * 584;
   if (p.page_stride < least || p.page_stride % 2) {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from functools import cache
 from typing import Any
+
+import torch
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
@@ -17,7 +18,12 @@ FLOATS = ("float32", "bfloat16")
 CODES = ("uint8", "float8_e4m3fn")
 MASKS = ("bool", "uint8")
 POSITIONS = ("int32", "int64")
-_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16}
+_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
+
+
+@cache
+def _kinds(names: tuple[str, ...]) -> frozenset[torch.dtype]:
+    return frozenset(getattr(torch, name) for name in names)
 
 
 class Arrays:
@@ -38,7 +44,7 @@ class Arrays:
         self,
         name: str,
         tensor: Any,
-        dtypes: Sequence[str],
+        dtypes: tuple[str, ...],
         *shape: int | None,
         strided_rows: bool = False,
     ) -> int:
@@ -47,6 +53,14 @@ class Arrays:
         strided_rows: elements of the first axis may lie apart
         Raises InvalidArgumentError.
         """
+        if (  # all is well, seen in little time: a decode step makes several calls for each layer
+            isinstance(tensor, torch.Tensor)
+            and tensor.shape == shape
+            and tensor.dtype in _kinds(dtypes)
+            and tensor.device == self.device
+            and tensor.is_contiguous()
+        ):
+            return tensor.data_ptr()
         if not is_torch(tensor):
             raise wrong(name, tensor, "a torch.Tensor")
         if dtype_name(tensor) not in dtypes:
@@ -77,19 +91,19 @@ class Arrays:
         return int(tensor.data_ptr())
 
     def take_if_given(
-        self, name: str, tensor: Any, dtypes: Sequence[str], *shape: int | None
+        self, name: str, tensor: Any, dtypes: tuple[str, ...], *shape: int | None
     ) -> int | None:
         """The same; None for None."""
         return None if tensor is None else self.take(name, tensor, dtypes, *shape)
 
     def call(self, function: Any, desc: Any) -> None:
         """Calls a function of kvx_hybrid.h on torch's current stream."""
-        stream = _abi.stream_now(current_stream(self._first))
         if self.device.type == "cuda":
-            with sys.modules["torch"].cuda.device(self.device):
+            stream = _abi.stream_now(current_stream(self._first))
+            with torch.cuda.device(self.device):
                 _abi.check(function(_abi.reference(desc), stream))
         else:
-            _abi.check(function(_abi.reference(desc), stream))
+            _abi.check(function(_abi.reference(desc), None))
 
 
 def memory_of(device: Any) -> Memory:
@@ -99,12 +113,18 @@ def memory_of(device: Any) -> Memory:
 
 def dtype_name(tensor: Any) -> str:
     """`bfloat16` of torch.bfloat16."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return name_of(tensor.dtype)
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """The same, of the dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(tensor: Any) -> DType:
     """The DType of a tensor that `take` has found to be float32 or bfloat16."""
-    return _DTYPES[dtype_name(tensor)]
+    return _DTYPES[tensor.dtype]
 
 
 def extents(name: str, tensor: Any, ndim: int) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import CacheFacts
+from kvx_core.hybrid import ops
+from kvx_core.hybrid.page_records import read_v4_page, write_v4_page
 from kvx_core.hybrid.paged_cache import PagedCache
 from kvx_core.migrate import migrate
 from kvx_core.planes import Plane
@@ -88,7 +90,7 @@ class RecordPages:
 
     @property
     def stores(self) -> str:
-        """What the bytes are; both ends of a migration store the same."""
+        """What the bytes are, for errors: both ends of a migration store the same."""
         return f"records of {RECORD_BYTES} bytes for {self.tokens_per_entry} tokens"
 
     @property
@@ -121,29 +123,16 @@ class RecordPages:
         )
 
     def read(self, slots: Tensor) -> Tensor:
-        """The values of records: (n, 512) float32. slots: (n,) page * entries + entry."""
-        at = slots // self.entries, slots % self.entries
-        data, scales = self.data[at], self.scales[at][:, :-1]
-        codes = data[:, :NOPE_DIM].view(torch.float8_e4m3fn).float()
-        scale = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
-        nope = _rows(codes, SCALE_GROUP) * scale[:, :, None]
-        rope = data[:, NOPE_DIM:].contiguous().view(torch.bfloat16).float()
-        return torch.cat((nope.flatten(1), rope), 1)
+        """The values of records: (n, 512) float32. slots: (n,) int64, page * entries + entry."""
+        values = torch.empty(len(slots), NOPE_DIM + ROPE_DIM, device=self.pages.device)
+        slots = slots.to(self.pages.device)
+        read_v4_page(self.pages, slots, values, entries_per_page=self.entries)
+        return values
 
     def write(self, values: Tensor, slots: Tensor) -> None:
-        """Quantizes values, (n, 512), into records: a scale is the power of two at or above the
-        largest magnitude of 64 numbers, at least 1e-4, divided by 448."""
-        at = slots // self.entries, slots % self.entries
-        groups = _rows(values[:, :NOPE_DIM].float(), SCALE_GROUP)
-        largest = groups.abs().amax(-1).clamp(min=1e-4) / 448
-        mantissa, exponent = torch.frexp(largest)
-        exponent = exponent - (mantissa == 0.5).int()  # the power of two at or above
-        codes = torch.ldexp(groups, -exponent[:, :, None]).clamp(-448, 448)
-        rope = values[:, NOPE_DIM:].bfloat16().contiguous().view(torch.uint8)
-        data = codes.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
-        self.data[at] = torch.cat((data, rope), 1)
-        scales = torch.nn.functional.pad((exponent + 127).to(torch.uint8), (0, 1))
-        self.scales[at] = scales
+        """Quantizes values, (n, 512) float32 or bfloat16, into records: see write_v4_page."""
+        values, slots = values.to(self.pages.device), slots.to(self.pages.device)
+        write_v4_page(values, slots, self.pages, entries_per_page=self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +157,7 @@ class IndexerPages:
 
     @property
     def stores(self) -> str:
-        """What the bytes are; both ends of a migration store the same."""
+        """The encoding and the tokens of a key: keys of two ends that differ are no copies."""
         return f"indexer keys in {self.encoding} for {self.tokens_per_entry} tokens"
 
     def _parts(self) -> tuple[Tensor, Tensor]:
@@ -359,7 +348,7 @@ class _KeyParts:
             if end.encoding == "fp8":
                 scales = scales.view(torch.float32)[..., 0]
             return _KeyParts(codes, scales, end.encoding, end.tokens_per_entry)
-        keys, of_keys, schema = end.indexer_keys_fp4, end.indexer_scales, end.schema
+        keys, of_keys, schema = end.indexer_keys, end.indexer_scales, end.schema
         if keys is None or of_keys is None:
             raise InvalidArgumentError(
                 f"layer {schema.layer_idx} is of type {schema.attn_type.name}, which has no indexer"
@@ -391,14 +380,11 @@ def _read(pool: PagedCache, slots: Tensor) -> Tensor:
 
 
 def _write(pool: PagedCache, values: Tensor, slots: Tensor) -> None:
-    per, size = pool.schema.entries_per_block, pool.schema.nope_dim
-    at = slots // per, slots % per
-    largest = values[:, :size].abs().amax(1)
-    scale = torch.where(largest > 0, largest / 448, torch.ones_like(largest))
-    codes = (values[:, :size] / scale[:, None]).clamp(-448, 448)
-    pool.entries_fp8[at] = codes.to(torch.float8_e4m3fn).view(torch.uint8)
-    pool.inv_scale[at] = scale
-    pool.entries_rope[at] = values[:, size:].bfloat16()
+    per, device = pool.schema.entries_per_block, pool.inv_scale.device
+    blocks, places = ((slots // per).int()[:, None], (slots % per).int())
+    where = None, places.to(device), None, blocks.to(device)
+    entries = pool.entries_fp8, pool.entries_rope, pool.inv_scale
+    ops.flush_write_hca(values.to(device), *where, *entries)
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid import ops
 from kvx_core.hybrid.compressor import Compressor
 from kvx_core.hybrid.forward_step import Flush
 from kvx_core.hybrid.handle import LayerCacheHandle
 from kvx_core.hybrid.prefill import Stream, prefill
 from kvx_core.hybrid.schema import AttentionType
+from kvx_core.hybrid.state_cache import Tails
 
 
 def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: Compressor) -> None:
@@ -30,29 +31,28 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
     Raises InvalidArgumentError.
     """
     _require(handle, AttentionType.CSA)
-    state, view, keys = handle.state, handle.read_classical_view(), handle.read_indexer_view()
+    view, keys = handle.read_classical_view(), handle.read_indexer_view()
     slots, at = handle.step.all_slots, _one_flush(handle)
-    _compress(handle, compressor, "", at, handle.entry)
-    _compress(handle, indexer, "idx_", at, handle.index_key)
-    kernels().flush_write_csa(
+    both = handle.state.tails(), handle.state.tails(indexer=True)
+    _compress(handle, compressor, both[0], at, handle.entry)
+    _compress(handle, indexer, both[1], at, handle.index_key)
+    ops.flush_write_csa(
         handle.entry,
         handle.index_key,
         slots,
         at.entry_ids,
         at.mask,
         view.block_table,
-        view.entries_fp8,
-        view.entries_rope,
-        view.inv_scale,
-        keys.keys_fp4,
+        *view.entries,
+        keys.keys,
         keys.scales,
         keys=keys.form,
+        rounding=keys.rounding,
     )
-    for ka, za, kb, zb, tail_len in (
-        (state.ka, state.za, state.kb, state.zb, state.tail_len),
-        (state.idx_ka, state.idx_za, state.idx_kb, state.idx_zb, state.idx_tail_len),
-    ):
-        kernels().csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
+    for ka, za, kb, zb, tail_len in both:
+        assert kb is not None
+        assert zb is not None
+        ops.csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
 
 
 def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
@@ -61,20 +61,11 @@ def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
     Raises InvalidArgumentError.
     """
     _require(handle, AttentionType.HCA)
-    state, view = handle.state, handle.read_classical_view()
+    tails, view = handle.state.tails(), handle.read_classical_view()
     slots, at = handle.step.all_slots, _one_flush(handle)
-    _compress(handle, compressor, "", at, handle.entry)
-    kernels().flush_write_hca(
-        handle.entry,
-        slots,
-        at.entry_ids,
-        at.mask,
-        view.block_table,
-        view.entries_fp8,
-        view.entries_rope,
-        view.inv_scale,
-    )
-    kernels().hca_reset_state(slots, at.mask, state.ka, state.za, state.tail_len)
+    _compress(handle, compressor, tails, at, handle.entry)
+    ops.flush_write_hca(handle.entry, slots, at.entry_ids, at.mask, view.block_table, *view.entries)
+    ops.hca_reset_state(slots, at.mask, tails.ka, tails.za, tails.tail_len)
 
 
 def compress_csa(
@@ -96,11 +87,12 @@ def compress_csa(
     """
     _require(handle, AttentionType.CSA)
     if not _is_decode(handle):
-        prefill(handle, [Stream("", k, z, compressor), Stream("idx_", index_k, index_z, indexer)])
+        tails = handle.state.tails(), handle.state.tails(indexer=True)
+        both = Stream(tails[0], k, z, compressor), Stream(tails[1], index_k, index_z, indexer)
+        prefill(handle, both)
         return
-    state, slots = handle.state, handle.step.token_slots
-    kernels().append_tail(k, z, slots, state.ka, state.za, state.tail_len)
-    kernels().append_tail(index_k, index_z, slots, state.idx_ka, state.idx_za, state.idx_tail_len)
+    _append(handle, handle.state.tails(), k, z)
+    _append(handle, handle.state.tails(indexer=True), index_k, index_z)
     maybe_flush_csa(handle, compressor, indexer)
 
 
@@ -108,10 +100,9 @@ def compress_hca(handle: LayerCacheHandle, k: Tensor, z: Tensor, compressor: Com
     """The same for an HCA layer."""
     _require(handle, AttentionType.HCA)
     if not _is_decode(handle):
-        prefill(handle, [Stream("", k, z, compressor)])
+        prefill(handle, [Stream(handle.state.tails(), k, z, compressor)])
         return
-    state = handle.state
-    kernels().append_tail(k, z, handle.step.token_slots, state.ka, state.za, state.tail_len)
+    _append(handle, handle.state.tails(), k, z)
     maybe_flush_hca(handle, compressor)
 
 
@@ -130,15 +121,15 @@ def _one_flush(handle: LayerCacheHandle) -> Flush:
     return handle.step.compression[handle.schema.compression_ratio].flush
 
 
+def _append(handle: LayerCacheHandle, tails: Tails, k: Tensor, z: Tensor) -> None:
+    ops.append_tail(k, z, handle.step.token_slots, tails.ka, tails.za, tails.tail_len)
+
+
 def _compress(
-    handle: LayerCacheHandle, weights: Compressor, prefix: str, flush: Flush, out: Tensor
+    handle: LayerCacheHandle, weights: Compressor, tails: Tails, flush: Flush, out: Tensor
 ) -> None:
-    state = handle.state
-    kernels().compress(
-        getattr(state, f"{prefix}ka"),
-        getattr(state, f"{prefix}za"),
-        getattr(state, f"{prefix}kb"),
-        getattr(state, f"{prefix}zb"),
+    ops.compress(
+        *tails[:4],
         weights.ape_a,
         weights.ape_b,
         weights.norm_weight,
@@ -147,7 +138,7 @@ def _compress(
         flush.positions,
         flush.mask,
         out,
-        row=state.tail_row_width,
+        row=handle.state.tail_row_width,
     )
 
 

@@ -75,6 +75,8 @@ class ForwardStep:
     all_slots:     (R,) int32, 0 to R - 1: flushes run over all slots, and masks choose
     spans:         slot, tokens before and tokens after the step of each request, as the host knows
                    them
+    one_each:      no request brings more than one token, as in decoding: a token's place in its
+                   window is taken by an atomic addition
     Raises InvalidArgumentError for a step of more tokens than there is room for.
     """
 
@@ -91,6 +93,7 @@ class ForwardStep:
         self.all_slots = torch.arange(max_requests, dtype=torch.int32, device=device)
         self.compression = {ratio: Compression(ratio, max_requests, device) for ratio in ratios}
         self.spans: list[tuple[int, int, int]] = []
+        self.one_each = True
         self._show(0, 0)
 
     def _show(self, num_requests: int, num_tokens: int) -> None:
@@ -113,6 +116,7 @@ class ForwardStep:
         self.positions.copy_(torch.arange(total) - starts[rows] + torch.tensor(before)[rows])
         self.token_slots.copy_(host_slots[rows])
         self.spans = list(zip(slots, before, after, strict=True))
+        self.one_each = all(last - first <= 1 for _, first, last in self.spans)
         for compression in self.compression.values():
             compression.fill(self.spans)
 

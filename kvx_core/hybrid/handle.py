@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid import ops
 from kvx_core.hybrid.forward_step import ForwardStep
-from kvx_core.hybrid.paged_cache import IndexKeys, PagedCache
+from kvx_core.hybrid.paged_cache import IndexKeys, IndexRounding, PagedCache
 from kvx_core.hybrid.schema import LayerCacheSchema
 from kvx_core.hybrid.state_cache import StateCache
 
@@ -51,17 +51,23 @@ class ClassicalView:
     valid_lens: Tensor  # (R,) int32, complete entries of each slot after the step
     request_slots: Tensor  # (B,) int32
 
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """FP8 numbers, RoPE dims and scales: what a flush writes."""
+        return self.entries_fp8, self.entries_rope, self.inv_scale
+
 
 @dataclass(frozen=True, slots=True)
 class IndexerView:
     """The indexer keys of all request slots; blocks and places are those of the entries."""
 
-    keys_fp4: Tensor  # (nb, epb, indexer_head_dim / 2) uint8, E2M1; see PagedCache for other forms
+    keys: Tensor  # (nb, epb, indexer_head_dim / 2) uint8, E2M1; see PagedCache for other forms
     scales: Tensor  # (nb, epb, indexer_head_dim / 16) uint8, E4M3
     block_table: Tensor  # (R, max_blocks) int32
     valid_lens: Tensor  # (R,) int32
     request_slots: Tensor  # (B,) int32
     form: IndexKeys
+    rounding: IndexRounding  # of new keys
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,7 +115,7 @@ class LayerCacheHandle:
         Mutates the windows. Tails are not touched: see flush.compress_csa.
         """
         state = self.state
-        kernels().append_swa(
+        ops.append_swa(
             x,
             self.step.positions,
             self.step.token_slots,
@@ -118,6 +124,7 @@ class LayerCacheHandle:
             state.swa_inv,
             state.swa_pos,
             state.swa_head,
+            one_each=self.step.one_each,
         )
 
     def read_swa_view(self) -> SWAView:
@@ -152,7 +159,7 @@ class LayerCacheHandle:
     def read_indexer_view(self) -> IndexerView:
         """The indexer keys. Raises InvalidArgumentError for a layer that has none."""
         pool = self.paged
-        keys, scales = (pool.indexer_keys_fp4, pool.indexer_scales) if pool else (None, None)
+        keys, scales = (pool.indexer_keys, pool.indexer_scales) if pool else (None, None)
         if pool is None or keys is None or scales is None or self.block_table is None:
             raise InvalidArgumentError(
                 f"layer {self.layer_idx} is of type {self.schema.attn_type.name}, which has no "
@@ -160,7 +167,8 @@ class LayerCacheHandle:
             )
         return IndexerView(
             form=pool.index_keys,
-            keys_fp4=keys,
+            rounding=pool.index_rounding,
+            keys=keys,
             scales=scales,
             block_table=self.block_table,
             valid_lens=self.step.compression[self.schema.compression_ratio].valid_lens,

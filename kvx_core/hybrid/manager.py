@@ -15,7 +15,7 @@ from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError
 from kvx_core.hybrid.forward_step import ForwardStep
 from kvx_core.hybrid.handle import LayerCacheHandle
-from kvx_core.hybrid.paged_cache import IndexKeys, PagedCache
+from kvx_core.hybrid.paged_cache import IndexKeys, IndexRounding, PagedCache
 from kvx_core.hybrid.schema import (
     AttentionType,
     DSV4Config,
@@ -38,7 +38,7 @@ class KVCacheManager:
                               compute_block_budget
     device:                   where all tensors lie
     tail_row_width, tail_dtype: see StateCache
-    index_keys:               how CSA layers keep indexer keys, see PagedCache
+    index_keys, index_rounding: how CSA layers keep indexer keys, see PagedCache
     max_tokens_per_step:      tokens that a forward pass may bring; None: max_context_tokens
 
     Everything is allocated here. schemas, states, allocators, paged, block_tables and block_lens
@@ -62,6 +62,7 @@ class KVCacheManager:
         tail_dtype: torch.dtype = torch.float32,
         max_tokens_per_step: int | None = None,
         index_keys: IndexKeys = "nvfp4",
+        index_rounding: IndexRounding = "nearest_even",
     ) -> None:
         self.config = instance("config", config, DSV4Config, "a DSV4Config")
         specs("schedule", schedule)
@@ -103,7 +104,13 @@ class KVCacheManager:
                 blocks = budget[schema.attn_type]
                 name = f"{schema.attn_type.name} layer {layer}"
                 self.allocators[layer] = BlockAllocator(blocks, self.device, name=name)
-                self.paged[layer] = PagedCache(schema, blocks, self.device, index_keys=index_keys)
+                self.paged[layer] = PagedCache(
+                    schema,
+                    blocks,
+                    self.device,
+                    index_keys=index_keys,
+                    index_rounding=index_rounding,
+                )
                 shape = self.max_requests, schema.blocks(self.max_context_tokens)
                 self.block_tables[layer] = torch.full(
                     shape, -1, dtype=torch.int32, device=self.device

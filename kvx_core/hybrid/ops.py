@@ -18,6 +18,7 @@ from kvx_core.hybrid._arrays import (
     MASKS,
     POSITIONS,
     Arrays,
+    dtype_name,
     dtype_of,
     extents,
 )
@@ -47,6 +48,7 @@ _KEYS = {
     "mxfp4": (_abi_hybrid.MXFP4, 2, 32),
     "fp8": (_abi_hybrid.FP8, 1, 0),
 }
+_ROUNDING = {"nearest_even": 0, "thresholds": _abi_hybrid.THRESHOLDS}
 
 
 def append_swa(
@@ -253,19 +255,22 @@ def flush_write_csa(
     entries_fp8: Tensor,
     entries_rope: Tensor,
     inv_scale: Tensor,
-    indexer_keys_fp4: Tensor,
+    indexer_keys: Tensor,
     indexer_scales: Tensor,
     *,
     keys: Literal["nvfp4", "mxfp4", "fp8"] = "nvfp4",
+    rounding: Literal["nearest_even", "thresholds"] = "nearest_even",
 ) -> None:
     """Quantises entries and their indexer keys and writes them into blocks.
 
-    index_key:        (rows, key_dim), of entry's dtype
-    indexer_keys_fp4: (blocks, epb, key_dim / 2) uint8, E2M1, the even number in the low half;
-                      of "fp8" (blocks, epb, key_dim) uint8, E4M3
-    indexer_scales:   (blocks, epb, groups) uint8; of "fp8" (blocks, epb) float32
-    keys:             "nvfp4": groups of 16 with E4M3 scales; "mxfp4": groups of 32 with E8M0
-                      scales; "fp8": one scale for a key, a power of two, as vLLM and SGLang have it
+    index_key:      (rows, key_dim), of entry's dtype
+    indexer_keys:   (blocks, epb, key_dim / 2) uint8, E2M1, the even number in the low half; of
+                    "fp8" (blocks, epb, key_dim) uint8, E4M3
+    indexer_scales: (blocks, epb, groups) uint8; of "fp8" (blocks, epb) float32
+    keys:           "nvfp4": groups of 16 with E4M3 scales; "mxfp4": groups of 32 with E8M0 scales;
+                    "fp8": one scale for a key, a power of two, as vLLM and SGLang have it
+    rounding:       of E2M1: "nearest_even", as vLLM; "thresholds", as SGLang: a tie goes to the
+                    smaller magnitude, 0 has no sign, and E8M0 scales are 2^-13 at least
     The others as for `flush_write_hca`.
     Mutates entries_fp8 to indexer_scales. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
@@ -274,14 +279,15 @@ def flush_write_csa(
     )
     if keys not in _KEYS:
         raise wrong("keys", keys, "'nvfp4', 'mxfp4' or 'fp8'")
+    if rounding not in _ROUNDING:
+        raise wrong("rounding", rounding, "'nearest_even' or 'thresholds'")
+    desc.flags = _ROUNDING[rounding]
     _rows, key_dim = extents("index_key", index_key, 2)
     desc.keys, halves, group = _KEYS[keys]
     blocks = desc.num_blocks, desc.entries_per_block
     desc.key_dim = key_dim
     desc.index_key = arrays.take("index_key", index_key, _like(entry), desc.num_rows, key_dim)
-    desc.keys_fp4 = arrays.take(
-        "indexer_keys_fp4", indexer_keys_fp4, CODES, *blocks, key_dim // halves
-    )
+    desc.key_codes = arrays.take("indexer_keys", indexer_keys, CODES, *blocks, key_dim // halves)
     kinds = ("uint8", "float8_e4m3fn", "float8_e8m0fnu") if group else ("float32",)
     groups = (key_dim // group,) if group else ()
     desc.key_scales = arrays.take("indexer_scales", indexer_scales, kinds, *blocks, *groups)
@@ -349,7 +355,7 @@ def hca_reset_state(
 
 
 def _like(tensor: Tensor) -> tuple[str]:
-    return (str(tensor.dtype).removeprefix("torch."),)
+    return (dtype_name(tensor),)
 
 
 def _row_width(row: str, dim: int, overlaps: bool) -> int:

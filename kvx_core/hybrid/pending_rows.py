@@ -7,13 +7,11 @@ Source: vllm 0.32 models/deepseek_v4/compressor.py; sglang 0.5.23 CompressStateP
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.hybrid.state_cache import NO_SCORE, StateCache
+from kvx_core.hybrid.state_cache import NO_SCORE, StateCache, Tails
 from kvx_core.words import flag, instance, integer
 
 
@@ -102,7 +100,7 @@ def pending_to_tails(
     Raises InvalidArgumentError; UnsupportedError without the ape, as migrate_pending.
     """
     tails = _tails(state, slot, indexer)
-    positions = tails.positions(num_tokens, "src_rows", src_rows)
+    positions = _positions(tails, num_tokens, "src_rows", src_rows)
     rows = torch.empty(len(positions), 1, 2 * tails.width)
     at = torch.arange(len(positions))
     migrate_pending(
@@ -140,7 +138,7 @@ def tails_to_pending(
     Mutates these rows of dst. Raises InvalidArgumentError, UnsupportedError.
     """
     tails = _tails(state, slot, indexer)
-    positions = tails.positions(num_tokens, "dst_rows", dst_rows)
+    positions = _positions(tails, num_tokens, "dst_rows", dst_rows)
     waiting = num_tokens % tails.ratio
     if int(tails.tail_len[slot]) != waiting:
         raise InvalidArgumentError(
@@ -160,49 +158,24 @@ def tails_to_pending(
     )
 
 
-class _Tails(NamedTuple):
-    """The tails of one compressor of a layer."""
-
-    ka: Tensor
-    za: Tensor
-    kb: Tensor | None
-    zb: Tensor | None
-    tail_len: Tensor
-
-    @property
-    def ratio(self) -> int:
-        return self.ka.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.ka.shape[2]
-
-    def positions(self, num_tokens: int, name: str, rows: Tensor) -> Tensor:
-        """Positions of the tokens that wait. Raises InvalidArgumentError if `rows` has others."""
-        found = pending_tokens(num_tokens, self.ratio, overlap=self.kb is not None)
-        if len(instance(name, rows, Tensor, "a tensor")) != len(found):
-            raise InvalidArgumentError(
-                f"{name} has {len(rows)} rows, expected {len(found)}: positions {found.start} to "
-                f"{found.stop - 1} of {num_tokens} tokens"
-            )
-        return torch.tensor(list(found), dtype=torch.int64)
-
-
-def _tails(state: StateCache, slot: int, indexer: bool) -> _Tails:
+def _tails(state: StateCache, slot: int, indexer: bool) -> Tails:
     instance("state", state, StateCache, "a StateCache")
     integer("slot", slot, 0, state.max_requests - 1)
-    prefix = "idx_" if flag("indexer", indexer) else ""
-    ka, za, kb, zb, tail_len = (
-        getattr(state, f"{prefix}{name}") for name in ("ka", "za", "kb", "zb", "tail_len")
-    )
-    if ka is None:
-        raise InvalidArgumentError(
-            f"layer {state.schema.layer_idx} is of type {state.schema.attn_type.name}, which has "
-            f"no tails{' of an indexer' if indexer else ''}"
-        )
-    if ka.dtype is not torch.float32:
+    tails = state.tails(indexer=flag("indexer", indexer))
+    if tails.ka.dtype is not torch.float32:
         raise UnsupportedError(
-            f"tails of layer {state.schema.layer_idx} are {ka.dtype}, expected torch.float32: "
-            "engines' rows are"
+            f"tails of layer {state.schema.layer_idx} are {tails.ka.dtype}, expected "
+            "torch.float32: engines' rows are"
         )
-    return _Tails(ka, za, kb, zb, tail_len)
+    return tails
+
+
+def _positions(tails: Tails, num_tokens: int, name: str, rows: Tensor) -> Tensor:
+    """Positions of the tokens that wait. Raises InvalidArgumentError if `rows` has others."""
+    found = pending_tokens(num_tokens, tails.ratio, overlap=tails.kb is not None)
+    if len(instance(name, rows, Tensor, "a tensor")) != len(found):
+        raise InvalidArgumentError(
+            f"{name} has {len(rows)} rows, expected {len(found)}: positions {found.start} to "
+            f"{found.stop - 1} of {num_tokens} tokens"
+        )
+    return torch.tensor(list(found), dtype=torch.int64)

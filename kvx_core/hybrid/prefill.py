@@ -12,16 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvx_core.hybrid._kernels import kernels
+from kvx_core.hybrid import ops
 from kvx_core.hybrid.compressor import Compressor
 from kvx_core.hybrid.handle import LayerCacheHandle
 from kvx_core.hybrid.schema import AttentionType
+from kvx_core.hybrid.state_cache import Tails
 
 
 class Stream(NamedTuple):
     """What one compressor of a layer makes entries of: all tokens of the step."""
 
-    prefix: str  # of its tails in StateCache: "" or "idx_"
+    tails: Tails
     k: Tensor  # (tokens, row) values
     z: Tensor  # (tokens, row) scores
     compressor: Compressor
@@ -50,21 +51,17 @@ def _entries(
 
     before: tokens of the request before the step; first, last: those of the step
     """
-    state, weights = handle.state, stream.compressor
-    ka, za, kb, zb, tail_len = (
-        getattr(state, f"{stream.prefix}{name}") for name in ("ka", "za", "kb", "zb", "tail_len")
-    )
-    ratio = ka.shape[1]
+    weights, ratio = stream.compressor, stream.tails.ratio
+    ka, za, kb, zb, tail_len = stream.tails
     waiting = before % ratio
     k = torch.cat((ka[slot, :waiting], stream.k[first:last].to(ka.dtype)))
     z = torch.cat((za[slot, :waiting], stream.z[first:last].to(za.dtype)))
     count = len(k) // ratio
     whole, dim = count * ratio, len(weights.norm_weight)
     out = torch.empty(count, dim, dtype=handle.entry.dtype, device=ka.device)
-    overlap = kb is not None
     if count:
         start = before - waiting
-        kernels().compress_bulk(
+        ops.compress_bulk(
             k[:whole],
             z[:whole],
             weights.ape_a,
@@ -74,12 +71,12 @@ def _entries(
             weights.cos_sin,
             torch.arange(start, start + whole, ratio, dtype=torch.int32, device=ka.device),
             out,
-            kb=kb[slot] if overlap else None,
-            zb=zb[slot] if overlap else None,
-            overlap=overlap,
-            row=state.tail_row_width,
+            kb=None if kb is None else kb[slot],
+            zb=None if zb is None else zb[slot],
+            overlap=kb is not None,
+            row=handle.state.tail_row_width,
         )
-        if overlap:
+        if kb is not None and zb is not None:
             kb[slot], zb[slot] = k[whole - ratio : whole], z[whole - ratio : whole]
         ka[slot].fill_(0)
         za[slot].fill_(0)
@@ -97,9 +94,9 @@ def _write(handle: LayerCacheHandle, slot: int, first: int, made: Sequence[Tenso
     # A row's table has only the block of its entry.
     blocks = view.block_table[slot][numbers // per_block].unsqueeze(1)
     where = None, (numbers % per_block).to(torch.int32), None, blocks
-    pool = view.entries_fp8, view.entries_rope, view.inv_scale
     if handle.schema.attn_type is AttentionType.CSA:
         keys = handle.read_indexer_view()
-        kernels().flush_write_csa(*made, *where, *pool, keys.keys_fp4, keys.scales, keys=keys.form)
+        pool = *view.entries, keys.keys, keys.scales
+        ops.flush_write_csa(made[0], made[1], *where, *pool, keys=keys.form, rounding=keys.rounding)
     else:
-        kernels().flush_write_hca(*made, *where, *pool)
+        ops.flush_write_hca(made[0], *where, *view.entries)

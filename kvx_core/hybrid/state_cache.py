@@ -6,11 +6,12 @@ A request has a slot for as long as it lives. The window is a ring: the token th
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
 from kvx_core.words import instance, integer, wrong
 
@@ -19,6 +20,26 @@ from kvx_core.words import instance, integer, wrong
 NO_SCORE = -1e9
 
 TailRowWidth = Literal["wide", "single"]
+
+
+class Tails(NamedTuple):
+    """The tails of one compressor of a layer; see StateCache."""
+
+    ka: Tensor
+    za: Tensor
+    kb: Tensor | None  # None: of HCA
+    zb: Tensor | None
+    tail_len: Tensor
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return self.ka.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.ka.shape[2]
 
 
 class StateCache:
@@ -114,6 +135,23 @@ class StateCache:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; the first axis of each is the slot."""
         return {name: t for name in _NAMES if (t := getattr(self, name)) is not None}
+
+    def tails(self, *, indexer: bool = False) -> Tails:
+        """The tails of the entries' compressor, or of the indexer's.
+
+        Raises InvalidArgumentError for a layer that has none.
+        """
+        ka, za, tail_len = self.ka, self.za, self.tail_len
+        kb, zb = self.kb, self.zb
+        if indexer:
+            ka, za, tail_len = self.idx_ka, self.idx_za, self.idx_tail_len
+            kb, zb = self.idx_kb, self.idx_zb
+        if ka is None or za is None or tail_len is None:
+            raise InvalidArgumentError(
+                f"layer {self.schema.layer_idx} is of type {self.schema.attn_type.name}, which has "
+                f"no tails{' of an indexer' if indexer else ''}"
+            )
+        return Tails(ka, za, kb, zb, tail_len)
 
     def memory_bytes(self) -> int:
         """Bytes of all slots."""

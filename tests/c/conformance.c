@@ -221,6 +221,7 @@ OFFSET_IS(kvx_hybrid_compress_t, eps, 48);
 OFFSET_IS(kvx_hybrid_compress_t, ka, 56);
 OFFSET_IS(kvx_hybrid_compress_t, out, 144);
 SIZE_IS(kvx_hybrid_flush_t, 136);
+OFFSET_IS(kvx_hybrid_flush_t, flags, 44);
 OFFSET_IS(kvx_hybrid_flush_t, entry, 48);
 OFFSET_IS(kvx_hybrid_flush_t, key_scales, 128);
 SIZE_IS(kvx_hybrid_state_t, 88);

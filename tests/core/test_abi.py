@@ -57,6 +57,7 @@ CONSTANTS = {
     "KVX_HYBRID_SINGLE_ROW": _abi_hybrid.SINGLE_ROW,
     "KVX_HYBRID_BULK": _abi_hybrid.BULK,
     "KVX_HYBRID_NO_OVERLAP": _abi_hybrid.NO_OVERLAP,
+    "KVX_HYBRID_THRESHOLDS": _abi_hybrid.THRESHOLDS,
     "KVX_HYBRID_NO_KEYS": _abi_hybrid.NO_KEYS,
     "KVX_HYBRID_NVFP4": _abi_hybrid.NVFP4,
     "KVX_HYBRID_MXFP4": _abi_hybrid.MXFP4,

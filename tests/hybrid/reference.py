@@ -5,8 +5,13 @@ Source: arXiv 2606.19348, eq. 11, 12, 22, 23
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from tests.hybrid_ops import oracle
 
 CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -55,7 +60,10 @@ def append_swa(
     swa_inv: Tensor,
     swa_pos: Tensor,
     swa_head: Tensor,
+    *,
+    one_each: bool,
 ) -> None:
+    assert not one_each or len(set(slots.tolist())) == len(slots)
     window, nope = swa_fp8.shape[1:]
     for t, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -160,43 +168,47 @@ def flush_write_hca(
     entry_ids: Tensor,
     mask: Tensor | None,
     block_table: Tensor,
-    entries_fp8: Tensor,
-    entries_rope: Tensor,
-    inv_scale: Tensor,
+    *pool: Tensor,
 ) -> None:
-    nope, per_block = entries_fp8.shape[2], entries_fp8.shape[1]
-    for row in range(len(entry)) if mask is None else mask.nonzero()[:, 0].tolist():
-        assert slots is None or slots[row] == row, "rows are request slots here"
-        number = int(entry_ids[row])
-        block, at = int(block_table[row, number // per_block]), number % per_block
-        assert block >= 0
-        entries_fp8[block, at], inv_scale[block, at] = quantized(entry[row, :nope])
-        entries_rope[block, at] = entry[row, nope:]
+    fp8, rope, inv_scale = pool
+    nope = fp8.shape[2]
+    for row, at in _places(slots, entry_ids, mask, block_table, fp8.shape[1]):
+        fp8[at], inv_scale[at] = quantized(entry[row, :nope])
+        rope[at] = entry[row, nope:]
 
 
 def flush_write_csa(
-    entry: Tensor,
-    index_key: Tensor,
+    entry: Tensor, index_key: Tensor, *rest: Tensor, keys: str, rounding: str
+) -> None:
+    *where, codes, scales = rest
+    flush_write_hca(entry, *where)
+    encode = ENCODE[keys, rounding]
+    for row, at in _places(*where[:4], codes.shape[1]):
+        codes[at], scales[at] = encode(index_key[row])
+
+
+def _places(
     slots: Tensor | None,
     entry_ids: Tensor,
     mask: Tensor | None,
     block_table: Tensor,
-    entries_fp8: Tensor,
-    entries_rope: Tensor,
-    inv_scale: Tensor,
-    indexer_keys_fp4: Tensor,
-    indexer_scales: Tensor,
-    *,
-    keys: str = "nvfp4",
-) -> None:
-    where = (slots, entry_ids, mask, block_table)
-    flush_write_hca(entry, *where, entries_fp8, entries_rope, inv_scale)
-    encode = {"nvfp4": fp4, "fp8": fp8_key}[keys]
-    per_block = entries_fp8.shape[1]
-    for row in range(len(entry)) if mask is None else mask.nonzero()[:, 0].tolist():
+    per_block: int,
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The rows that are written, with the block and the place in it."""
+    for row in range(len(entry_ids)) if mask is None else mask.nonzero()[:, 0].tolist():
+        assert slots is None or slots[row] == row, "rows are request slots here"
         number = int(entry_ids[row])
-        block, at = int(block_table[row, number // per_block]), number % per_block
-        indexer_keys_fp4[block, at], indexer_scales[block, at] = encode(index_key[row])
+        block = int(block_table[row, number // per_block])
+        assert block >= 0
+        yield row, (block, number % per_block)
+
+
+ENCODE: dict[tuple[str, str], Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    ("nvfp4", "nearest_even"): fp4,
+    ("fp8", "nearest_even"): fp8_key,
+    ("mxfp4", "nearest_even"): oracle.mxfp4,
+    ("mxfp4", "thresholds"): partial(oracle.mxfp4, rounding="thresholds"),
+}
 
 
 def csa_rotate_state(

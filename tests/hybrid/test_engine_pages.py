@@ -265,6 +265,25 @@ def test_pages_of_other_sizes() -> None:
         assert torch.equal(src.scales[a], dst.scales[b])
 
 
+def test_keys_of_deepseek_v32() -> None:
+    """A key per token: pages of 64 tokens, as vLLM and SGLang have them, into smaller ones.
+
+    Source: vllm 0.32 models/deepseek_v4/attention.py, DeepseekV4IndexerCache: "tokens_per_state=1
+    for V3.2"; sglang 0.5.23 srt/mem_cache/memory_pool.py, DSATokenToKVPool
+    """
+    src = IndexerPages(random_bytes(5, 64 * 132), 0, 64, "fp8", True, tokens_per_entry=1)
+    dst = IndexerPages(untouched(9, 32 * 132), 0, 32, "fp8", True, tokens_per_entry=1)
+    tables = [3, 0, 4], [8, 1, 2, 7, 5]
+    migrate_pages([src], [dst], [tables[0]], [tables[1]], [150])
+    for t in range(150):
+        for theirs, ours in zip(src._parts(), dst._parts(), strict=True):
+            assert torch.equal(theirs[tables[0][t // 64], t % 64], ours[tables[1][t // 32], t % 32])
+    assert bool((dst._parts()[0][5, 22:] == SENTINEL).all())
+    v4 = IndexerPages(dst.pages, 0, 32, "fp8", True)
+    with pytest.raises(UnsupportedError, match=r"keys in fp8 for 1 tokens, expected .* for 4"):
+        migrate_pages([src], [v4], [[0]], [[1]], [4])
+
+
 def test_windows_move_row_by_row() -> None:
     """vLLM's pages of 64 tokens into SGLang's of 256: as many bytes, in another order. Blocks that
     the window has left are block 0."""
@@ -342,14 +361,14 @@ def test_keys_of_another_encoding() -> None:
     a = key_values(*(t[[0, 1]].flatten(0, 1)[:100] for t in first._parts()), "fp8")
     b = key_values(*(t[[1, 2]].flatten(0, 1)[:100] for t in second._parts()), "mxfp4")
     d = key_values(*(t[[2, 0]].flatten(0, 1)[:100] for t in third._parts()), "mxfp4")
-    assert pool.indexer_keys_fp4 is not None
+    assert pool.indexer_keys is not None
     assert pool.indexer_scales is not None
     at = torch.tensor([4, 0, 3, 1])[e // 32], e % 32
-    c = key_values(pool.indexer_keys_fp4[at], pool.indexer_scales[at], "nvfp4")
+    c = key_values(pool.indexer_keys[at], pool.indexer_scales[at], "nvfp4")
     assert 0.08 < float((a - b).norm() / a.norm()) < 0.14
     for row in (0, 63, 64, 99):
         codes, scale = reference.fp4(b[row])
-        assert torch.equal(pool.indexer_keys_fp4[at][row], codes)
+        assert torch.equal(pool.indexer_keys[at][row], codes)
         assert torch.equal(pool.indexer_scales[at][row], scale)
     assert float((b - c).norm() / b.norm()) < 0.12
     assert float((c - d).norm() / c.norm()) < 0.14
@@ -368,11 +387,11 @@ def test_keys_into_fp8(form: Any) -> None:
     e = torch.arange(100)
     entry, ids = torch.zeros(100, 512), (e % 32).int()
     table = torch.tensor([3, 0, 2, 1], dtype=torch.int32)[e // 32][:, None].contiguous()
-    assert pool.indexer_keys_fp4 is not None
+    assert pool.indexer_keys is not None
     assert pool.indexer_scales is not None
     ops.flush_write_csa(
         entry, x, None, ids, None, table, pool.entries_fp8, pool.entries_rope, pool.inv_scale,
-        pool.indexer_keys_fp4, pool.indexer_scales, keys=form,
+        pool.indexer_keys, pool.indexer_scales, keys=form,
     )  # fmt: skip
     pages, back = index_pages("fp8"), PagedCache(schema, 4, index_keys="fp8")
     requantize_keys(pool, pages, [3, 0, 2, 1], [2, 0], 100)
@@ -380,9 +399,7 @@ def test_keys_into_fp8(form: Any) -> None:
     found = key_values(data, scales, "fp8")
     at = table[:, 0].long(), e % 32
     stored = pool.indexer_scales[at]
-    given = key_values(
-        pool.indexer_keys_fp4[at], stored if form != "fp8" else stored[:, None], form
-    )
+    given = key_values(pool.indexer_keys[at], stored if form != "fp8" else stored[:, None], form)
     largest = given.abs().amax(-1, keepdim=True)
     if form == "nvfp4":
         assert bool(((found - given).abs() <= largest / 16).all())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +16,12 @@ from kvx_core.hybrid import (
     KVCacheManager,
     compress_csa,
     compress_hca,
+    flush,
+    handle,
     maybe_flush_csa,
     maybe_flush_hca,
+    ops,
+    prefill,
     prepare_forward,
 )
 from tests.hybrid import models, reference
@@ -32,15 +33,13 @@ INDEX = weights(4, SMALL.indexer_head_dim, True, 2)
 WHOLE = weights(128, SMALL.head_dim, False, 3)
 
 
-KERNELS = ["torch", "libkvx"] if find_spec("kvx_core.hybrid.ops") else ["torch"]
-
-
-@pytest.fixture(autouse=True, params=KERNELS)
+@pytest.fixture(autouse=True, params=[reference, ops], ids=["torch", "libkvx"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels: those in torch, and KVX's own."""
-    if request.param == "torch":
-        monkeypatch.setitem(sys.modules, "kvx_core.hybrid.ops", reference)
-    return import_module("kvx_core.hybrid.ops")
+    for module in (flush, handle, prefill):
+        monkeypatch.setattr(module, "ops", request.param)
+    found: ModuleType = request.param
+    return found
 
 
 def forward(
@@ -69,7 +68,7 @@ def stored(caches: KVCacheManager, layer: int, slot: int) -> tuple[Tensor, Tenso
     keys = None
     if layer == CSA:
         index = caches.acquire(layer).read_indexer_view()
-        keys = torch.cat((index.keys_fp4[at], index.scales[at]), 1)
+        keys = torch.cat((index.keys[at], index.scales[at]), 1)
     values = view.entries_fp8[at].view(torch.float8_e4m3fn).float() * view.inv_scale[at][:, None]
     return values, view.entries_rope[at], keys
 
@@ -95,20 +94,25 @@ def check(caches: KVCacheManager, slot: int, count: int, csa: Tokens, hca: Token
             assert float((bytes_ != keys).float().mean()) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("form", "rounding"),
+    [("fp8", "nearest_even"), ("mxfp4", "nearest_even"), ("mxfp4", "thresholds")],
+)
 @pytest.mark.parametrize("steps", [[141], [1] * 141, [7, 20, 1, 113]])
-def test_fp8_keys_are_written_in_steps_of_any_size(steps: list[int]) -> None:
-    caches = manager(index_keys="fp8")
+def test_keys_are_written_in_steps_of_any_size(steps: list[int], form: str, rounding: str) -> None:
+    caches = manager(index_keys=form, index_rounding=rounding)
     slot, csa, hca, at = caches.admit_request(), tokens(141, 2, 5), tokens(141, 1, 6), 0
     for step in steps:
         forward(caches, [slot], [at], [at + step], [csa], [hca])
         at += step
     view, e = caches.acquire(CSA).read_indexer_view(), torch.arange(141 // 4)
-    assert (view.form, view.scales.dtype) == ("fp8", torch.float32)
+    assert (view.form, view.rounding) == (form, rounding)
     place = view.block_table[slot].long()[e // 32], e % 32
     wanted = models.entries(csa.index_k, csa.index_z, 4, INDEX).bfloat16()
-    codes, scales = zip(*(reference.fp8_key(row) for row in wanted[: len(e)]), strict=True)
+    encode = reference.ENCODE[form, rounding]
+    codes, scales = zip(*(encode(row) for row in wanted[: len(e)]), strict=True)
     # Sums in another order may round the other way.
-    assert float((view.keys_fp4[place] != torch.stack(codes)).float().mean()) < 0.01
+    assert float((view.keys[place] != torch.stack(codes)).float().mean()) < 0.01
     assert torch.equal(view.scales[place], torch.stack(scales))
 
 

@@ -294,7 +294,7 @@ def test_views_share_the_memory_of_the_cache() -> None:
         (swa.positions, state.swa_pos),
         (classical.entries_fp8, pool.entries_fp8),
         (classical.block_table, caches.block_tables[CSA]),
-        (indexer.keys_fp4, pool.indexer_keys_fp4),
+        (indexer.keys, pool.indexer_keys),
         (indexer.scales, pool.indexer_scales),
     ):
         assert owner is not None
@@ -334,11 +334,13 @@ def test_acquire_allocates_no_tensor() -> None:
     slot = caches.admit_request()
     prepare_forward(caches, [slot], [0], [130])
     pointers = [t.data_ptr() for t in caches.states[CSA].tensors.values()]
+    free = [a.num_free for a in caches.allocators.values() if a]
     with NoTensors():
         for _ in range(1000):
             handle = caches.acquire(CSA)
         views = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
     assert views[1].block_table is caches.block_tables[CSA]
+    assert [a.num_free for a in caches.allocators.values() if a] == free
     assert [t.data_ptr() for t in caches.states[CSA].tensors.values()] == pointers
 
 

@@ -126,7 +126,7 @@ def test_blocks_of_csa() -> None:
         "entries_fp8": ((10, 32, 448), torch.uint8),
         "entries_rope": ((10, 32, 64), torch.bfloat16),
         "inv_scale": ((10, 32), torch.float32),
-        "indexer_keys_fp4": ((10, 32, 64), torch.uint8),
+        "indexer_keys": ((10, 32, 64), torch.uint8),
         "indexer_scales": ((10, 32, 8), torch.uint8),
     }
     assert bool((pool.inv_scale == 1).all())
@@ -137,9 +137,25 @@ def test_blocks_of_csa() -> None:
 
 def test_blocks_of_hca() -> None:
     pool = PagedCache(schema("HCA"), 10)
-    assert pool.indexer_keys_fp4 is None
+    assert pool.indexer_keys is None
     assert pool.indexer_scales is None
     assert (pool.block_bytes, pool.memory_bytes()) == (580, 5800)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"index_keys": "int8"}, "index_keys is 'int8', expected 'nvfp4', 'mxfp4' or 'fp8'"),
+        ({"index_rounding": "up"}, "index_rounding is 'up', expected 'nearest_even' or 'thresh"),
+        (
+            {"index_keys": "fp8", "index_rounding": "thresholds"},
+            "index_rounding is 'thresholds' and index_keys 'fp8', expected 'nearest_even'",
+        ),
+    ],
+)
+def test_keys_that_are_refused(fields: dict[str, str], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        PagedCache(schema("CSA"), 1, **fields)  # type: ignore[arg-type]
 
 
 def test_a_window_alone_has_no_blocks() -> None:

@@ -51,28 +51,45 @@ def e2m1_code(x: Tensor) -> Tensor:
     return code | torch.signbit(x).to(torch.uint8) << 3
 
 
+def e2m1_code_by_thresholds(x: Tensor) -> Tensor:
+    """How many of seven numbers the magnitude is past, so that a tie goes down; 0 has no sign.
+
+    Source: sglang 0.5.23 kernels/ops/quantization/fp4_indexer_quant.py, _fp4_e2m1_code
+    """
+    past = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    code = (x.abs()[..., None] > past).sum(-1).to(torch.uint8)
+    return code | ((x < 0) & (code > 0)).to(torch.uint8) << 3
+
+
 def in_halves(codes: Tensor) -> Tensor:
     """Bytes of two codes, the even one in the low half."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def nvfp4(key: Tensor) -> tuple[Tensor, Tensor]:
+_CODES = {"nearest_even": e2m1_code, "thresholds": e2m1_code_by_thresholds}
+
+
+def nvfp4(key: Tensor, rounding: str = "nearest_even") -> tuple[Tensor, Tensor]:
     """Bytes of codes, and bytes of E4M3 scales of 16 numbers."""
     groups = key.float().unflatten(-1, (-1, NVFP4_GROUP))
     sixth = groups.abs().amax(-1) * torch.tensor(1 / 6, dtype=torch.float32)
     scale = sixth.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     inverse = torch.where(scale.float() > 0, 1 / scale.float(), 0.0)
-    codes = e2m1_code(groups * inverse[..., None])
+    codes = _CODES[rounding](groups * inverse[..., None])
     return in_halves(codes.flatten(-2)), scale.view(torch.uint8)
 
 
-def mxfp4(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes of codes, and bytes of E8M0 scales of 32 numbers."""
+def mxfp4(key: Tensor, rounding: str = "nearest_even") -> tuple[Tensor, Tensor]:
+    """Bytes of codes, and bytes of E8M0 scales of 32 numbers.
+
+    Source: for thresholds sglang 0.5.23, the same file, quantize_fp4_indexer_row
+    """
     groups = key.float().unflatten(-1, (-1, MXFP4_GROUP))
     sixth = groups.abs().amax(-1) * torch.tensor(1 / 6, dtype=torch.float32)
-    fraction, exponent = torch.frexp(sixth.clamp(min=2.0**-126))
+    least = 1e-4 if rounding == "thresholds" else 2.0**-126
+    fraction, exponent = torch.frexp(sixth.clamp(min=least))
     exponent = torch.where(fraction > 0.5, exponent, exponent - 1)
-    codes = e2m1_code(groups * torch.exp2(-exponent.float())[..., None])
+    codes = _CODES[rounding](groups * torch.exp2(-exponent.float())[..., None])
     return in_halves(codes.flatten(-2)), (exponent + 127).to(torch.uint8)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +27,9 @@ def e4m3_by_append(on: On, numbers: Tensor) -> Tensor:
     return tensors[0].cpu()[:, 0]
 
 
-def keys_by_flush(on: On, keys: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def keys_by_flush(
+    on: On, keys: Tensor, kind: str, rounding: str = "nearest_even"
+) -> tuple[Tensor, Tensor]:
     rows, dim = keys.shape
     group = 16 if kind == "nvfp4" else 32
     entry, u8 = torch.ones(rows, 65), torch.uint8
@@ -39,7 +43,7 @@ def keys_by_flush(on: On, keys: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     table = torch.arange(rows, dtype=torch.int32)[:, None]
     ids = torch.zeros(rows, dtype=torch.int32)
     rest = on(ids), None, on(table), *pool
-    ops.flush_write_csa(*on(entry, keys), None, *rest, keys=kind)
+    ops.flush_write_csa(*on(entry, keys), None, *rest, keys=kind, rounding=rounding)
     return pool[3].cpu()[:, 0], pool[4].cpu()[:, 0]
 
 
@@ -94,23 +98,57 @@ def test_the_golden_row(on: On) -> None:
     assert scales.tolist() == [[0x38]]
 
 
-def test_ties_of_e2m1_go_to_even_codes(on: On) -> None:
+def e2m1_codes(keys: Tensor) -> list[int]:
+    codes: list[int] = torch.stack([keys & 15, keys >> 4], -1).flatten().tolist()
+    return codes
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("rounding", "minus_zero"), [("nearest_even", 8), ("thresholds", 0)])
+def test_all_codes_of_e2m1_are_their_own(on: On, kind: str, rounding: str, minus_zero: int) -> None:
+    numbers = torch.cat([oracle.E2M1, -oracle.E2M1])
+    codes, _ = keys_by_flush(on, numbers.repeat(2)[None], kind, rounding)
+    assert e2m1_codes(codes) == [*range(8), minus_zero, *range(9, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("rounding", "expected"),
+    [
+        ("nearest_even", [7, 0, 2, 2, 4, 4, 6, 6, 15, 8, 10, 10, 12, 12, 14, 14]),
+        ("thresholds", [7, 0, 1, 2, 3, 4, 5, 6, 15, 0, 9, 10, 11, 12, 13, 14]),
+    ],
+)
+def test_ties_of_e2m1(on: On, rounding: str, expected: list[int]) -> None:
+    """To even codes, as vLLM's; or down, as SGLang's. Their neighbours go to the nearest code."""
     ties = [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]
     row = torch.tensor([ties + [-x for x in ties]])
-    codes, _ = keys_by_flush(on, row, "nvfp4")
-    found = torch.stack([codes & 15, codes >> 4], -1).flatten()
-    assert found.tolist() == [7, 0, 2, 2, 4, 4, 6, 6, 15, 8, 10, 10, 12, 12, 14, 14]
+    codes, _ = keys_by_flush(on, row, "nvfp4", rounding)
+    assert e2m1_codes(codes) == expected
+    for towards, past in ((0.0, 0), (9.0, 1)):
+        near = row.abs().nextafter(torch.tensor(towards)).copysign(row)
+        near[:, 0], near[:, 8] = 6, -6
+        codes, _ = keys_by_flush(on, near, "nvfp4", rounding)
+        signs = [8] * 8 if past or rounding == "nearest_even" else [8, 0, *[8] * 6]
+        steps = [past + i for i in range(7)]
+        assert e2m1_codes(codes) == [
+            7,
+            *steps,
+            *(s | c for s, c in zip(signs, [7, *steps], strict=True)),
+        ]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("rounding", ["nearest_even", "thresholds"])
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dim", [32, 128, 288])
-def test_keys_are_the_oracles(on: On, kind: str, dim: int, seed: int) -> None:
+def test_keys_are_the_oracles(on: On, kind: str, dim: int, rounding: str, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     keys = torch.randn(9, dim, generator=made) * 10.0 ** torch.arange(-5, 4)[:, None]
     keys[0, :32] = 0
+    keys[5:] = (keys[5:] * 4).round() / 4  # ties
     encode = oracle.nvfp4 if kind == "nvfp4" else oracle.mxfp4
-    for got, expected in zip(keys_by_flush(on, keys, kind), encode(keys), strict=True):
+    found = keys_by_flush(on, keys, kind, rounding)
+    for got, expected in zip(found, encode(keys, rounding), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -119,8 +157,8 @@ def test_keys_that_are_no_numbers(on: On) -> None:
     keys = torch.zeros(3, 32)
     keys[0, :2] = torch.tensor([torch.nan, 6.0])
     keys[1, :2] = torch.tensor([torch.inf, -torch.inf])
-    for kind in ("nvfp4", "mxfp4"):
-        codes, scales = keys_by_flush(on, keys, kind)
+    for kind, rounding in product(("nvfp4", "mxfp4"), ("nearest_even", "thresholds")):
+        codes, scales = keys_by_flush(on, keys, kind, rounding)
         assert codes[0, 0] == 0x70
         assert not codes[0, 1:].any()
         assert codes[1, 0] == 0xF7

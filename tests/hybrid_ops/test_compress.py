@@ -134,7 +134,8 @@ def test_12_tokens_step_by_step_are_the_bulk(on: On, seed: int) -> None:
     narrow = steps(dim, "single")
     assert torch.equal(narrow[0], wide[0])
     error = (narrow[1:] - wide[1:]).norm(dim=-1) / wide[1:].norm(dim=-1)
-    assert (error > 0.5).all(), "rows without the second projection are another attention"
+    # About 1.05: as far off as an unrelated vector, for want of the second projection.
+    assert ((error > 0.8) & (error < 1.3)).all()
 
 
 def test_127_tokens_make_no_hca_entry_and_the_128th_does(on: On) -> None:

@@ -148,9 +148,11 @@ def test_wrong_arguments_are_named() -> None:
             ops.flush_write_csa(*call, *pool.tensors)
     with pytest.raises(InvalidArgumentError, match="keys is 'int4', expected 'nvfp4', "):
         ops.flush_write_csa(entry, key, *rows, table, *pool.tensors, keys="int4")
+    with pytest.raises(InvalidArgumentError, match="rounding is 'up', expected 'nearest_even' or"):
+        ops.flush_write_csa(entry, key, *rows, table, *pool.tensors, rounding="up")
     fp8, rope, inv, _codes, scales = pool.tensors
     same = fp8.view(-1)[: 3 * 2 * 64].view(3, 2, 64)
-    with pytest.raises(InvalidArgumentError, match=r"flush.fp8 at .* overlaps keys_fp4"):
+    with pytest.raises(InvalidArgumentError, match=r"flush.fp8 at .* overlaps key_codes"):
         ops.flush_write_csa(entry, key, *rows, table, fp8, rope, inv, same, scales)
     pool.check()
 

@@ -30,6 +30,10 @@ extern "C" {
 #define KVX_HYBRID_BULK (1u << 2)
 /* compress, BULK: entries have no stream of previous tokens. */
 #define KVX_HYBRID_NO_OVERLAP (1u << 3)
+/* flush: keys in E2M1 are rounded by thresholds, as SGLang rounds them: a tie goes to the smaller
+ * magnitude, 0 has no sign, and E8M0 scales are 2^-13 at least. Else a tie goes to the even code.
+ */
+#define KVX_HYBRID_THRESHOLDS (1u << 4)
 
 /* Tokens into rings. 104 bytes. */
 typedef struct kvx_hybrid_append_t {
@@ -108,7 +112,7 @@ typedef struct kvx_hybrid_flush_t {
   uint32_t key_dim;    /* numbers of an indexer key; 0 without keys */
   kvx_hybrid_keys_t keys;
   kvx_dtype_t dtype;          /* of entry and index_key: F32 or BF16 */
-  uint32_t reserved;          /* 0 */
+  uint32_t flags;             /* THRESHOLDS, with NVFP4 or MXFP4 */
   const void *entry;          /* [num_rows, nope_dim + rope_dim] */
   const void *index_key;      /* [num_rows, key_dim]; NULL without keys */
   const int32_t *slots;       /* [num_rows], -1: skipped; NULL: none is */
@@ -118,7 +122,7 @@ typedef struct kvx_hybrid_flush_t {
   uint8_t *fp8;               /* [num_blocks, entries_per_block, nope_dim] E4M3 */
   void *rope;                 /* [num_blocks, entries_per_block, rope_dim] BF16 */
   float *inv_scale;           /* [num_blocks, entries_per_block] */
-  uint8_t *keys_fp4;          /* [num_blocks, entries_per_block, key_dim / 2], FP8: key_dim; NULL
+  uint8_t *key_codes;         /* [num_blocks, entries_per_block, key_dim / 2], FP8: key_dim; NULL
                                  without keys */
   uint8_t *key_scales;        /* [num_blocks, entries_per_block, groups], FP8: one float; NULL
                                  without keys */
@@ -166,7 +170,7 @@ KVX_API kvx_status_t kvx_hybrid_compress(const kvx_hybrid_compress_t *compress, 
 
 /* Quantises entries and writes entry e of row i to place e % entries_per_block of block
  * block_table[i, e / entries_per_block]; with keys the indexer key, too. No two rows write one
- * place. Mutates fp8, rope, inv_scale, keys_fp4 and key_scales. */
+ * place. Mutates fp8, rope, inv_scale, key_codes and key_scales. */
 KVX_API kvx_status_t kvx_hybrid_flush_write(const kvx_hybrid_flush_t *flush, void *stream);
 
 /* With kb and zb (CSA): they become ka and za. Then ka, za and tail_len become 0.

@@ -275,6 +275,7 @@ class HybridCase {
       d.key_dim = 1 + random_.below(150);
     } else if (d.keys != KVX_HYBRID_NO_KEYS) {
       d.key_dim = (d.keys == KVX_HYBRID_NVFP4 ? 16 : 32) * (1 + random_.below(6));
+      d.flags = random_.one_in(2) ? KVX_HYBRID_THRESHOLDS : 0;
     }
     const Wide entries = Wide{d.num_blocks} * d.entries_per_block;
     d.entry = bytes(Wide{d.num_rows} * (d.nope_dim + d.rope_dim) * size(d.dtype));
@@ -302,13 +303,13 @@ class HybridCase {
     d.inv_scale = numbers<float>(entries);
     if (d.keys != KVX_HYBRID_NO_KEYS) {
       d.index_key = bytes(Wide{d.num_rows} * d.key_dim * size(d.dtype));
-      d.keys_fp4 = bytes(entries * code_bytes(d)), d.key_scales = bytes(entries * scale_bytes(d));
+      d.key_codes = bytes(entries * code_bytes(d)), d.key_scales = bytes(entries * scale_bytes(d));
     }
     field("size", &d.size), field("memory", &d.memory), field("num_rows", &d.num_rows);
     field("num_blocks", &d.num_blocks), field("entries_per_block", &d.entries_per_block);
     field("nope_dim", &d.nope_dim), field("rope_dim", &d.rope_dim);
     field("max_blocks", &d.max_blocks), field("key_dim", &d.key_dim), field("keys", &d.keys);
-    field("dtype", &d.dtype), field("reserved", &d.reserved);
+    field("dtype", &d.dtype), field("flags", &d.flags);
     call_ = [&d] { return kvx_hybrid_flush_write(&d, nullptr); };
     arrays_ = [&d]() -> std::vector<Array> {
       const Wide all = Wide{d.num_blocks} * d.entries_per_block;
@@ -322,7 +323,7 @@ class HybridCase {
               at(&d.fp8, all * d.nope_dim, true),
               at(&d.rope, all * d.rope_dim * 2, true),
               at(&d.inv_scale, all * 4, true),
-              at(&d.keys_fp4, has_keys ? all * code_bytes(d) : 0, true),
+              at(&d.key_codes, has_keys ? all * code_bytes(d) : 0, true),
               at(&d.key_scales, has_keys ? all * scale_bytes(d) : 0, true)};
     };
     untouched_ = [this, &d, ids, mask] {
@@ -336,7 +337,7 @@ class HybridCase {
       found +=
           kept(d.rope, all, Wide{d.rope_dim} * 2, written) + kept(d.inv_scale, all, 4, written);
       if (d.keys == KVX_HYBRID_NO_KEYS) return found;
-      found += kept(d.keys_fp4, all, code_bytes(d), written);
+      found += kept(d.key_codes, all, code_bytes(d), written);
       return found + kept(d.key_scales, all, scale_bytes(d), written);
     };
   }
