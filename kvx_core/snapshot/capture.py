@@ -12,7 +12,14 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.contents import SCALE_KINDS, Part, Stored, scale_name, shape_of_kv
+from kvx_core.snapshot.contents import (
+    SCALE_KINDS,
+    Part,
+    Stored,
+    group_scale,
+    scale_name,
+    shape_of_kv,
+)
 from kvx_core.snapshot.planes import is_kv, kinds_of, name_of, scale_of, shape_of
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.scales import scale_shape, scales_of
@@ -99,7 +106,10 @@ def to_capture(
     for layer, cache in zip(section.layers, section.view.layers, strict=False):
         dims = {"k": cache.head_dim, "v": cache.v_head_dim}
         for kind, tensor in cache.tensors.items():
-            yield f"layers.{layer}.{kind}", kv(tensor.dtype, cache.num_kv_heads, dims[kind])
+            stored = kv(tensor.dtype, cache.num_kv_heads, dims[kind])
+            yield f"layers.{layer}.{kind}", stored
+            if stored.dtype.format.grouped:
+                yield f"layers.{layer}.{kind}_scale", group_scale(stored)
             if into is not None and into.format.scaled:
                 shape = num_tokens, cache.num_kv_heads
                 yield f"layers.{layer}.{kind}_scale", Stored(DType.F32, shape)
@@ -115,7 +125,10 @@ def to_capture(
             continue
         if is_kv(plane):
             head_dim = plane.extent(Axis.DIM) * plane.dtype.numbers
-            yield name_of(plane), kv(plane.dtype, plane.extent(Axis.HEAD), head_dim)
+            stored = kv(plane.dtype, plane.extent(Axis.HEAD), head_dim)
+            yield name_of(plane), stored
+            if stored.dtype.format.grouped:
+                yield scale_name(name_of(plane)), group_scale(stored)
         else:
             yield name_of(plane), Stored(plane.dtype, found)
         if scale is not None and not (is_kv(plane) and into is not None):

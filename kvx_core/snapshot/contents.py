@@ -1,10 +1,10 @@
 """Contents: the description of what a snapshot holds, and the check that its parts agree.
 
 K and V of layer 3 are layers.3.k and layers.3.v, (tokens, heads, head_dim), or (tokens, 1, heads *
-head_dim) where the units of a format span heads, their scales
-layers.3.k_scale and layers.3.v_scale. A plane of it is planes.3.<role>, (entries, heads, dim), and
-its scale planes.3.<role>.scale. Where a unit of a format has several numbers, the last axis counts
-units.
+head_dim) where the units of a format span heads, their scales layers.3.k_scale and
+layers.3.v_scale; those of NVFP4 are (tokens, heads, groups). A plane of it is planes.3.<role>,
+(entries, heads, dim), and its scale planes.3.<role>.scale. Where a unit of a format has several
+numbers, the last axis counts units.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 
 from kvx_core.facts import CacheFacts
 from kvx_core.planes import Plane, role_name
-from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.types import DType, Role
 
 SCALE_KINDS = ("k_scale", "v_scale")
 FP8 = tuple(dtype for dtype in DType if dtype.format.scaled)
 IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1 and not dtype.format.affine)
 FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # those that safetensors has
-KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes may be
+KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes of a cache may be
+STORED_UNITS = (*IN_UNITS, DType.F4_E2M1)  # bytes in a file: the last is what NVFP4 is stored in
+GROUP = 16  # numbers of NVFP4 that have a scale, F8_E4M3
 _MAX_INDEX = 1 << 24  # of layers and heads
 _MAX_ROLE = (1 << 31) - 1
 
@@ -203,6 +205,12 @@ def scale_name(name: str) -> str:
     return f"{name}_scale" if name.startswith("layers.") else f"{name}.scale"
 
 
+def group_scale(stored: Stored) -> Stored:
+    """The scales of K or V in NVFP4."""
+    groups = stored.shape[2] * stored.dtype.numbers // GROUP
+    return Stored(DType.F8_E4M3, (*stored.shape[:2], groups))
+
+
 def is_scale(name: str) -> bool:
     """Whether it is the name of a scale."""
     return name.endswith("_scale" if name.startswith("layers.") else ".scale")
@@ -240,9 +248,9 @@ def _wrong_planes(
 
 def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
     """Why numbers of this format cannot be so precise, or None."""
-    if stored.dtype not in IN_UNITS:
+    if stored.dtype not in STORED_UNITS:
         return None
-    most = Precision.of(stored.dtype)
+    most = NVFP4 if stored.dtype.format.grouped else Precision.of(stored.dtype)
     if Precision.parse(precision).meet(most) == Precision.parse(precision):
         return None
     return f"{name} is {stored.dtype.name}, and precision is {precision!r}, expected {most.name}"
@@ -271,7 +279,7 @@ def _wrong_tensor(
         stored.shape[:2] != counts
         or len(stored.shape) != 3
         or not stored.shape[2]
-        or stored.dtype not in KV_DTYPES
+        or stored.dtype not in (KV_DTYPES if is_plane else (*FILE_DTYPES, *STORED_UNITS))
         or (opaque and encoding == VALUES)
         or (not opaque and encoding != VALUES and not is_plane)
     ):
@@ -279,6 +287,14 @@ def _wrong_tensor(
             f"{name} is {stored.dtype.name} {stored.shape}, expected {counts} and a head_dim, of a "
             f"dtype of {encoding!r}"
         )
+    if stored.dtype.format.grouped:
+        numbers = stored.shape[2] * stored.dtype.numbers
+        if numbers % GROUP or scale is None or scale.type != group_scale(stored).type:
+            yield (
+                f"{name} is {NVFP4.name} of {numbers} numbers and its scale is "
+                f"{scale and scale.shape}, expected an F8_E4M3 for each {GROUP} numbers"
+            )
+        return
     shapes: tuple[Any, ...] = ((1,), counts[1:])
     if not is_plane:
         shapes = (*shapes, counts)

@@ -67,10 +67,11 @@ class Dense:
         )
 
     def planes(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
-        """What there is of these planes of a cache."""
+        """What there is of these planes of a cache; K and V in NVFP4 with scales in any case."""
 
         def scale(name: str) -> ScaleDesc | None:
-            return self._scale(scale_name(name)) if scales else None
+            grouped = self.tensors[name].dtype.format.grouped
+            return self._scale(scale_name(name)) if scales or grouped else None
 
         return dense_view(planes, self.tensors, self._address, self.memory, scale)
 
@@ -107,6 +108,17 @@ class Dense:
     def _scale(self, name: str) -> ScaleDesc | None:
         if name not in self.tensors:
             return None
+        stored = self.tensors[name]
+        if len(stored.shape) == 3:
+            shape = (1, *stored.shape)
+            return ScaleDesc(
+                granularity=ScaleGranularity.PER_GROUP,
+                dtype=stored.dtype,
+                shape=shape,
+                stride=row_major(shape),
+                data=self._address(name),
+                owner=self.memory,
+            )  # numpy has no FP8
         scale: npt.NDArray[np.float32] = self.array(name)
         if scale.ndim == 2:
             return ScaleDesc.of(scale[None], ScaleGranularity.PER_TOKEN_HEAD)

@@ -25,13 +25,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     FILE_DTYPES,
-    IN_UNITS,
     KV_DTYPES,
+    STORED_UNITS,
     Header,
     Stored,
     inconsistency,
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
+from kvx_core.snapshot.precision import NVFP4
 from kvx_core.snapshot.seal import sealed
 from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.text import strict_json
@@ -39,7 +40,8 @@ from kvx_core.types import DType
 
 _DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES} | {"I64": DType.S64}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_FORMATS = {dtype.name: dtype for dtype in IN_UNITS}
+_WORDS = {dtype: dtype.name for dtype in STORED_UNITS} | {DType.F4_E2M1: NVFP4.name.upper()}
+_FORMATS = {word: dtype for dtype, word in _WORDS.items()}
 _FORMAT = re.compile("[A-Z][A-Z0-9_]{0,31}")
 _CODING = re.compile("[a-z][a-z0-9_]{0,31}")
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
@@ -79,7 +81,7 @@ def _in_file(tensor: Stored) -> tuple[DType, tuple[int, ...]]:
     """Dtype and shape of a tensor as a file has it."""
     if tensor.coding:
         return DType.U8, (tensor.coded_bytes,)
-    if tensor.dtype in IN_UNITS:
+    if tensor.dtype in STORED_UNITS:
         return DType.U8, (*tensor.shape[:-1], tensor.shape[-1] * tensor.dtype.itemsize)
     return tensor.type
 
@@ -96,7 +98,7 @@ def header_bytes(
     tokens: int64, the first bytes of the data
     Raises ValueError for text that is not valid Unicode.
     """
-    formats = {name: t.dtype.name for name, t in tensors.items() if t.dtype in IN_UNITS}
+    formats = {name: _WORDS[t.dtype] for name, t in tensors.items() if t.dtype in _WORDS}
     originals = {name: t.original.name for name, t in tensors.items() if t.original is not None}
     coded = {name: _Coded(t.coding, list(t.shape)) for name, t in tensors.items() if t.coding}
     content = _FileHeader(header, checksums, formats, originals, coded)
@@ -276,7 +278,7 @@ def _converted(tensors: dict[str, Stored], originals: dict[str, str], name: str)
 
 def _check_known(word: str, tensor: str, name: str) -> None:
     """Raises StoreError for a format that only a newer version of KVX knows."""
-    if _FORMAT.fullmatch(word) and word not in DType.__members__:
+    if _FORMAT.fullmatch(word) and word not in DType.__members__ and word not in _FORMATS:
         raise StoreError(
             f"{name} has {tensor[:100]} in {word}, which this version of KVX does not know. Use "
             "the version that wrote it, or a newer one"

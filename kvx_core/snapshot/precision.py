@@ -28,7 +28,13 @@ _NUMBERS = {
     if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
 }
 _FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
-_FORMATS = {**_NUMBERS, **{f"{name}_row": _NUMBERS[name] for name in _FP8}}
+# What only stores hold, with a scale beside each group of 16 numbers and none of the tensor.
+_NVFP4 = "nvfp4"
+_FORMATS = {
+    **_NUMBERS,
+    **{f"{name}_row": _NUMBERS[name] for name in _FP8},
+    _NVFP4: DType.F4_E2M1,
+}
 
 
 def _includes(name: str) -> tuple[str, ...]:
@@ -120,6 +126,9 @@ class Precision:
         """Whether values can be converted to this precision; opaque bytes cannot be converted."""
         mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
+
+
+NVFP4 = Precision((_NVFP4,))
 
 
 def _is_included(name: str, within: str) -> bool:

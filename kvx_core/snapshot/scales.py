@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import is_torch
 from kvx_core.types import Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView
+
+_LARGEST = 0x7E  # of E4M3, which is 448: 0x7f is NaN, and from 0x80 on numbers have a sign
 
 
 def bare(view: CacheView) -> CacheView:
@@ -109,6 +112,8 @@ def scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:
     return values.reshape(-1)
 
 
-def are_good(scales: npt.NDArray[np.float32]) -> bool:
-    """Whether all are finite and greater than zero."""
+def are_good(scales: npt.NDArray[Any]) -> bool:
+    """Whether all are finite and greater than zero; those of groups, bytes of E4M3, may be 0."""
+    if scales.dtype == np.uint8:
+        return bool((scales <= _LARGEST).all())
     return bool((np.isfinite(scales) & (scales > 0)).all())

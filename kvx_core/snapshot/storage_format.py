@@ -8,26 +8,29 @@ from typing import Self
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.coding import CODINGS
+from kvx_core.snapshot.contents import GROUP
 from kvx_core.snapshot.planes import is_kv
-from kvx_core.snapshot.precision import VALUES, Precision
+from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.types import Axis, DType
 from kvx_core.words import many
 
 # Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
-# gets a scale for each token and head.
-_DTYPES = tuple(
-    dtype
+# gets a scale for each token and head, NVFP4 for each group of 16 numbers.
+_NAMES = {
+    dtype: NVFP4.name if dtype.format.grouped else dtype.name.lower()
     for dtype in DType
-    if (dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine
-)
+    if dtype.format.grouped
+    or ((dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine)
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFormat:
     """What K and V are converted to before they are stored. Other planes stay as they are.
 
-    dtype:  None: K and V are stored as the cache has them
+    dtype:  None: K and V are stored as the cache has them; F4_E2M1: NVFP4
     coding: how their bytes are encoded in a file, without a loss; "": they are not
     Raises InvalidArgumentError for what is no dtype or coding of K and V, and for both at once.
     """
@@ -39,7 +42,7 @@ class StorageFormat:
         if self.dtype is not None and not _is_format(self.dtype):
             raise InvalidArgumentError(
                 f"dtype is {_words(self.dtype)}, expected None or one of "
-                f"{', '.join(f'DType.{dtype.name}' for dtype in _DTYPES)}. StorageFormat.of takes "
+                f"{', '.join(f'DType.{dtype.name}' for dtype in _NAMES)}. StorageFormat.of takes "
                 "names"
             )
         if not isinstance(self.coding, str) or self.coding not in ("", *CODINGS):
@@ -62,12 +65,14 @@ class StorageFormat:
             return format or cls()
         if isinstance(format, str) and format in CODINGS:
             return cls(coding=format)
+        if isinstance(format, str) and format in _DTYPES:
+            return cls(_DTYPES[format])
         try:
             dtype = DType.of(format)
         except InvalidArgumentError:
             dtype = DType.INVALID
         if not _is_format(dtype):
-            names = ", ".join([*(dtype.name.lower() for dtype in _DTYPES), *CODINGS])
+            names = ", ".join([*_DTYPES, *CODINGS])
             raise InvalidArgumentError(
                 f"format is {_words(format)}, expected None or one of {names}"
             )
@@ -76,13 +81,15 @@ class StorageFormat:
     @property
     def name(self) -> str:
         """As `of` takes it; "": K and V are stored as the cache has them."""
-        return self.coding if self.dtype is None else self.dtype.name.lower()
+        return self.coding if self.dtype is None else _NAMES[self.dtype]
 
     @property
     def precision(self) -> Precision:
         """The numbers that stored values can be; all numbers, if they are stored as they are."""
         if self.dtype is None:
             return Precision()
+        if self.dtype.format.grouped:
+            return NVFP4
         return Precision.of(self.dtype, vector_scales=self.dtype.format.scaled)
 
     def is_lossy_for(self, precision: Precision) -> bool:
@@ -157,6 +164,9 @@ class StorageFormat:
                 f"format is {self.name!r} and the cache has opaque bytes, {section.encoding!r}, "
                 "expected numbers. Leave the format out: these bytes are stored as they are"
             )
+        if dtype.format.grouped:
+            self._check_groups(section)
+            return
         num_heads = section.heads[1] - section.heads[0]
         for name, _, head_dim in _tensors(section):
             if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
@@ -177,10 +187,20 @@ class StorageFormat:
                 "each token and head. Choose a format that is not FP8"
             )
 
+    def _check_groups(self, section: Section) -> None:
+        """Raises if K and V are not whole groups of numbers that have a scale."""
+        for name, _, head_dim in _tensors(section):
+            if head_dim % GROUP:
+                raise InvalidArgumentError(
+                    f"format is {self.name!r} and {name} has head_dim {head_dim}, expected a "
+                    f"multiple of {GROUP}, the numbers that share a scale (spec E.18). Choose "
+                    "another format, or none"
+                )
+
 
 def _is_format(dtype: object) -> bool:
     """Whether K and V can be converted to it. A number that equals a DType is none."""
-    return isinstance(dtype, DType) and dtype in _DTYPES
+    return isinstance(dtype, DType) and dtype in _NAMES
 
 
 def _words(given: object) -> str:
@@ -190,6 +210,8 @@ def _words(given: object) -> str:
 
 def _dtype_of(word: str) -> DType:
     """The dtype of one of Precision.formats; INVALID for opaque bytes."""
+    if word in _DTYPES:
+        return _DTYPES[word]
     return DType.__members__.get(word.removesuffix("_row").upper(), DType.INVALID)
 
 

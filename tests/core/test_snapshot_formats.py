@@ -429,6 +429,9 @@ def test_names_of_formats() -> None:
         found = StorageFormat.of(format)
         assert StorageFormat.of(found.name or None) == found
     assert StorageFormat.of("bfloat16").name == "bf16"
+    nvfp4 = StorageFormat.of("nvfp4")
+    assert nvfp4 == StorageFormat(DType.F4_E2M1) == StorageFormat.of("f4_e2m1")
+    assert nvfp4.name == "nvfp4"
     assert StorageFormat().name == ""
 
 

@@ -88,7 +88,7 @@ def test_what_is_loaded_is_what_the_format_decodes(format: str, seed: int, tmp_p
 
 @pytest.mark.parametrize("accept", ["same", "lossy"])
 def test_no_format_finds_what_another_has_stored(accept: str, tmp_path: Path) -> None:
-    formats = [None, "q8_0", "q4_0", "f16", "f8_e4m3"]
+    formats = [None, "q8_0", "q4_0", "f16", "f8_e4m3", "nvfp4"]
     for count, format in enumerate(formats):
         reader = store(tmp_path, format, accept=accept)
         assert reader.lookup(PROMPT).num_tokens == 0
