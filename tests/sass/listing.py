@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from tests.native import run
 
+RESERVED_SHARED = 0x400  # of each block, on sm_90
+
 
 class Usage(NamedTuple):
     """What a kernel takes of a multiprocessor."""
@@ -19,6 +21,7 @@ class Usage(NamedTuple):
     registers: int
     stack: int  # bytes of a thread, which only spills need
     local: int
+    shared: int  # bytes of a block that the code names, behind those that the driver keeps
 
 
 def cuobjdump(*arguments: str | Path) -> str:
@@ -57,7 +60,7 @@ def usages(library: Path) -> dict[str, dict[str, Usage]]:
     """What every kernel uses, by architecture and name."""
     found: dict[str, dict[str, Usage]] = {}
     part = re.compile(
-        r"^arch = (sm_\d+)$|Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", re.M
+        r"^arch = (sm_\d+)$|Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.M
     )
     for architecture, mangled, *numbers in part.findall(
         cuobjdump("--dump-resource-usage", library)
@@ -65,7 +68,8 @@ def usages(library: Path) -> dict[str, dict[str, Usage]]:
         if architecture:
             current = found.setdefault(architecture, {})
         else:
-            current[mangled] = Usage(*map(int, numbers))
+            registers, stack, shared, local = map(int, numbers)
+            current[mangled] = Usage(registers, stack, local, max(shared - RESERVED_SHARED, 0))
     return {
         name: dict(zip(demangled(kernels), kernels.values(), strict=True))
         for name, kernels in found.items()

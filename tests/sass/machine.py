@@ -102,6 +102,10 @@ class Machine:
             listing.write_programs(self.library, ARCHITECTURE, programs)
         self._interpreter.sass_read(str(programs).encode())
         self._names = _kernels(self.hostgrid)
+        self._usages = {
+            listing.short(name): usage
+            for name, usage in listing.usages(self.library)[ARCHITECTURE].items()
+        }
         self._loaded = ctypes.CDLL(str(self.hostgrid))
         self._runner = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launched))(self._run)
         self._loaded.kvx_hostgrid_run_with(self._runner)
@@ -127,7 +131,7 @@ class Machine:
             launch.grid_x,
             launch.grid_y,
             launch.threads,
-            launch.shared_bytes,
+            self._usages[name].shared + launch.shared_bytes if name in self._usages else 0,
             ctypes.c_void_p(launch.parameters),
             launch.parameter_bytes,
             self.sample,
