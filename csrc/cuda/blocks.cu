@@ -59,13 +59,14 @@ __global__ void __launch_bounds__(kThreads, 4)
     blocks_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs) {
   KVX_DYNAMIC_SHARED(Places, shared);
   Places &places = *shared;
-  count_items(p);
-  for (uint32_t item = blockIdx.x; item < num_items(); item += gridDim.x) {
+  const uint32_t items = p.chunks * p.parts.divisor;
+  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     for (uint32_t first = 0; first < p.tokens_per_chunk; first += runs.round) {
       find_tokens(p, runs, index, first, part == 0, &places);
       __syncthreads();
       const uint32_t tokens = places.tokens;
+      if (tokens == 0 && p.measures_rows && __syncthreads_and(is_past_rows(p, index))) return;
       bool whole = true;
       if (runs.tokens > 1) {
         whole = tokens % runs.tokens == 0;

@@ -74,12 +74,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   uint8_t *const stage = shared->stages[warp];
   BulkLoads loads(&shared->words[warp]);
   const Pair pair = this_pair(p);
-  count_items(p);
-  for (uint32_t item = blockIdx.x * kWarps + warp; item < num_items(); item += gridDim.x * kWarps) {
+  for (uint32_t item = blockIdx.x * kWarps + warp; item < p.chunks; item += gridDim.x * kWarps) {
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += runs.round) {
       // Find all tokens, one per lane
       const Chunk chunk = chunk_of(p, pair.lookup, item, skipped, pair.reports && lane == 0);
-      if (chunk.begin >= chunk.end) break;
+      if (chunk.begin >= chunk.end) {
+        if (is_past_rows(p, item)) return wait_for_stores();
+        break;
+      }
       const uint32_t tokens = min(chunk.end - chunk.begin, runs.round);
       Token token{};
       if (lane < tokens) token = token_at(p, pair, chunk, chunk.begin + lane, pair.reports);

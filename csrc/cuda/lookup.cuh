@@ -125,30 +125,17 @@ __device__ __forceinline__ Chunk chunk_of(const Common &p, uint8_t lookup, uint3
   return s;
 }
 
-// The items of a launch, parts of chunks: in shared memory, for the kernels have no register for
-// it.
-static __device__ __forceinline__ volatile uint32_t &num_items() {
-  __shared__ uint32_t items;
-  return items;
-}
-
-// Sets num_items; called by all threads. Threads that measured rows alone might read different
-// lengths.
-__device__ __forceinline__ void count_items(const Common &p) {
-  uint32_t chunks = p.chunks;
-  if (p.measures_rows && threadIdx.x < kWarp) {
-    uint32_t longest = 1;  // faults are reported with a row's first chunk
-    for (uint32_t row = threadIdx.x; row < p.num_rows.divisor; row += kWarp) {
-      const int64_t length = p.rows.length_of(row);
-      if (length > 0)
-        longest = max(longest, static_cast<uint32_t>(min(p.rows.cut(length), p.row_bound)));
-    }
-    for (uint32_t step = kWarp / 2; step > 0; step /= 2)
-      longest = max(longest, __shfl_xor_sync(~0u, longest, step));
-    chunks = min(chunks, ((longest - 1) / p.tokens_per_chunk + 1) * p.num_rows.divisor);
+// Whether no row has tokens in this chunk, and so in none after it. For whole warps that have found
+// a chunk empty: tables may have room for far more tokens than their rows have.
+__device__ __forceinline__ bool is_past_rows(const Common &p, uint32_t index) {
+  if (!p.measures_rows) return false;
+  const uint64_t first = uint64_t{p.num_rows.quotient(index)} * p.tokens_per_chunk;
+  bool is_longer = first == 0;  // faults are reported with a row's first chunk
+  for (uint32_t row = threadIdx.x % kWarp; row < p.num_rows.divisor; row += kWarp) {
+    const int64_t length = p.rows.length_of(row);
+    is_longer = is_longer || (length > 0 && p.rows.cut(length) > first);
   }
-  if (threadIdx.x == 0) num_items() = chunks * p.parts.divisor;
-  __syncthreads();
+  return !__any_sync(~0u, is_longer);
 }
 
 // A token at both ends. `dst` NULL: store nothing; `src` NULL: store zeros.
@@ -198,8 +185,8 @@ __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) 
 template <bool kPlaces, class P, class Move>
 __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
   const uint32_t lane = threadIdx.x % kWarp;
-  count_items(p);
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < num_items();
+  const uint32_t items = p.chunks * p.parts.divisor;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
@@ -207,7 +194,10 @@ __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair,
     const uint32_t last = min(first + p.units_per_part, p.units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kWarp) {
       const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
-      if (chunk.begin >= chunk.end) break;
+      if (chunk.begin >= chunk.end) {
+        if (is_past_rows(p, index)) return;
+        break;
+      }
       Token own{};
       if (lane < chunk.end - chunk.begin)
         own = token_at(p, pair, chunk, chunk.begin + lane, reports);

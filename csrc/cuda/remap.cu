@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constan
   const Pair pair = this_pair(p);
   const Plane &src = p.shape.src, &dst = p.shape.dst;
   const int64_t src_step = step_of<V>(src, p.units), dst_step = step_of<V>(dst, p.units);
-  count_items(p);
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < num_items();
+  const uint32_t items = p.chunks * p.parts.divisor;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
        item += gridDim.x * kWarps) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(kThreads, 4) remap_kernel(const __grid_constan
     const uint32_t last = min((part + 1) * p.units_per_part, p.units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += tokens) {
       const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
-      if (chunk.begin >= chunk.end) break;
+      if (chunk.begin >= chunk.end) {
+        if (is_past_rows(p, index)) return;
+        break;
+      }
       Token token{};
       if (own_token < chunk.end - chunk.begin)
         token = token_at(p, pair, chunk, chunk.begin + own_token, reports && own_unit == 0);

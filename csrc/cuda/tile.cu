@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
                   units.elements == 1 ? inner_plane.inner_stride : int64_t{sizeof(V)}};
   const End outer{kToInner ? p.shape.src : p.shape.dst,
                   kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
-  count_items(p);
-  for (uint32_t item = blockIdx.x; item < num_items(); item += gridDim.x) {
+  const uint32_t items = p.chunks * p.parts.divisor;
+  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
     const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
     const bool reports = pair.reports && part == 0;
     const uint32_t last = min((part + 1) * p.units_per_part, units.per_token.divisor);
@@ -195,7 +195,10 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
       }
       if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
       // Warps may have read different lengths: all go on, or none.
-      if (!__syncthreads_or(chunk.begin < chunk.end)) break;
+      if (!__syncthreads_or(chunk.begin < chunk.end)) {
+        if (p.measures_rows && __syncthreads_and(is_past_rows(p, index))) return;
+        break;
+      }
       if (wide.inner && threadIdx.x < kTokens) find_run(tile);
       __syncthreads();
       const uint32_t run = tile.runs[threadIdx.x % kRuns], single = single_token(tile);
