@@ -28,7 +28,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # What one build has compiled, the others take: the editable install, the wheel, those of the tests.
-# Paths below this folder do not tell two compilations apart, nor does the folder of a build.
+# Paths below this folder do not tell two compilations apart, nor does the folder of a build, nor
+# does a compiler's path.
 CMAKE_CXX_COMPILER_LAUNCHER ?= $(abspath $(BIN)/ccache)
 ifeq ($(CMAKE_CXX_COMPILER_LAUNCHER),$(abspath $(BIN)/ccache))
   export CMAKE_CXX_COMPILER_LAUNCHER
@@ -36,6 +37,7 @@ ifeq ($(CMAKE_CXX_COMPILER_LAUNCHER),$(abspath $(BIN)/ccache))
   export CCACHE_DIR       := $(CURDIR)/build/ccache
   export CCACHE_BASEDIR   := $(CURDIR)
   export CCACHE_NOHASHDIR := 1
+  export CCACHE_COMPILERCHECK := %compiler% --version
   AHEAD := $(VENV)/.kvx-2-compiled
 endif
 
