@@ -17,7 +17,7 @@ __device__ __forceinline__ float vector_amax(float amax, uint32_t lanes) {
 // Per lane, as many as 64 registers hold.
 template <class Src>
 __device__ constexpr uint32_t vectors_in_flight() {
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ <= 890 || __CUDA_ARCH__ >= 1200)
   return 1;
 #else
   return sizeof(Eight<Src>) > 16 ? 1 : 2;
