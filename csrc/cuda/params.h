@@ -95,12 +95,12 @@ struct Common {
   // Chunks are numbered from the rows' first ones on, so that those of short rows end early.
   FastDiv num_rows;
   uint32_t chunks;     // as many of each row
+  bool measures_rows;  // kernels that find a chunk empty ask whether any row goes on
   uint32_t tokens_per_chunk;
   uint32_t units_per_part;
   FastDiv parts;  // of a token
 
   bool zero_fill;
-  bool measures_rows;  // kernels that find a chunk empty ask whether any row goes on
   Call call;
   uint32_t num_pairs;
   uint32_t reporter[2];  // the pair that reports the faults of each lookup
