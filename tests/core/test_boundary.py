@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from kvx_core import InvalidArgumentError
 from kvx_core.connector.boundary import Boundary
-from kvx_core.connector.threads import started_threads
+from kvx_core.connector.threads import Workers
 
 ERRORS = (RuntimeError, AttributeError, MemoryError, RecursionError, AssertionError, StopIteration)
 
@@ -155,15 +154,17 @@ def test_threads_share_one(lines: list[str]) -> None:
 
 def test_threads_run_before_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they run, no submit starts one, so none can fail to and leave its work behind."""
-    pool = started_threads(3, "some")
+    workers = Workers(3, "some")
 
     def cannot(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", cannot)
-    names = {pool.submit(lambda: time.sleep(0.05) or threading.current_thread().name)}
-    assert all(name.result().startswith("some") for name in names)
-    pool.shutdown()
+    names: list[str] = []
+    workers.submit(lambda: names.append(threading.current_thread().name))
+    assert workers.shutdown(10)
+    assert len(names) == 1
+    assert names[0].startswith("some")
 
 
 def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +179,6 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(threading.Thread, "start", second_fails)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        started_threads(2, "some")
+        Workers(2, "some")
     started[0].join(10)
     assert not started[0].is_alive()
