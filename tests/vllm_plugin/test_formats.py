@@ -43,7 +43,7 @@ def _start(path: Path) -> int:
 def test_a_prompt_in_q8_0(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     store, loads, one = tmp_path / "store", tmp_path / "loads", prompt(150, seed=1)
     loads.mkdir()
-    config = connector(store, format="q8_0")
+    config = connector(store, format="q8_0", fresh_seconds=0)  # lookups ask the disk each time
     with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
         (first,) = engine.generate([one], max_tokens=1)
         until = time.monotonic() + 60
