@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const PlanePair &shape = p.shape;
   each_token_of_warp<true>(p, pair, [&](const Token &token, uint32_t first, uint32_t last) {
     if (token.src) {
-      const auto divisor_of = [&](const Token &t, uint32_t head) {
-        return scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
+      const auto divisor_of = [&](const Token &t, uint32_t head) {  // TurboQuant has no scales
+        return kToTurboQuant ? 1.0f : scale_at(shape.dst_scales, pair.bases.dst_scales, t.to, head);
       };
       return convert_units<kToTurboQuant>(
           p, staged, token, first, last,
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Into a format with zero points: a warp per unit, whose numbers are read twice.
 __global__ void __launch_bounds__(kThreads, 4)
     to_affine_kernel(const __grid_constant__ AffineParams p) {
-  __shared__ Token tokens[kWarps];  // reading any format takes all registers
+  __shared__ Token tokens[kWarps];   // reading any format takes all registers
+  __shared__ uint32_t ends[kWarps];  // of the units of a token
   const uint32_t lane = threadIdx.x % kWarp;
   const Pair pair = this_pair(p);
   const PlanePair &shape = p.shape;
@@ -71,10 +72,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   each_token_of_warp<true>(p, pair, [&](const Token &of, uint32_t first, uint32_t last) {
     Token &token = tokens[threadIdx.x / kWarp];
     __syncwarp();
-    if (lane == 0) token = of;
+    if (lane == 0) {
+      token = of;
+      ends[threadIdx.x / kWarp] = last;
+    }
     __syncwarp();
     KVX_LOOP
-    for (uint32_t unit = first; unit < last; ++unit) {
+    for (uint32_t unit = first; unit < ends[threadIdx.x / kWarp]; ++unit) {
       const uint32_t head = p.units.per_head.quotient(unit);
       const uint32_t group = unit - head * p.units.per_head.divisor;
       const float scale =
