@@ -24,6 +24,7 @@ _ALL = (
     "vllm_cpu_write",
     "vllm_connector",
     "connector",
+    "snapshots",
     "migrate_vs_lmcache",
 )
 _PACKAGES = {  # they need
@@ -111,6 +112,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import connector
 
         return [connector.run()]
+    if name == "snapshots":
+        from benchmarks import snapshots
+
+        return snapshots.run(threads, rounds, options.only, quick=options.quick)
     from benchmarks import migrate_vs_lmcache  # needs lmcache: an environment of its own
 
     return migrate_vs_lmcache.run(threads, rounds, num_layers=4 if options.quick else 32)

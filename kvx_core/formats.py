@@ -6,7 +6,9 @@ Spec: 4.3, E.10
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
@@ -131,7 +133,10 @@ class DType(IntEnum):
             return dtype
         if isinstance(dtype, type):  # numpy.float16 and other scalar types
             return cls.from_name(dtype.__name__)
-        return cls.from_name(str(dtype))
+        try:
+            return _named_as(dtype)
+        except TypeError:  # it has no hash
+            return cls.from_name(str(dtype))
 
     @classmethod
     def called(cls, name: str, dtype: object) -> DType:
@@ -142,6 +147,11 @@ class DType(IntEnum):
             return cls.of(dtype)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(str(error).replace("dtype", name, 1)) from None
+
+
+@lru_cache(256)  # numpy takes long for the name of a dtype
+def _named_as(dtype: Hashable) -> DType:
+    return DType.from_name(str(dtype))
 
 
 # DLPack: kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.

@@ -111,6 +111,8 @@ class CacheView:
     def without_scales(self) -> CacheView:
         """The view as one of stored bytes: without scales, but those of U8_ZERO and U8_BIAS, which
         have no numbers without them."""
+        if all(getattr(self, name) is None for name in _BESIDE):
+            return self
 
         def kept(name: str) -> tuple[ScaleDesc | None, ...] | None:
             scales = tuple(
@@ -359,12 +361,12 @@ class CacheSpan:
         for i, plane in enumerate(self.view.planes):
             finds[f"{name}.planes[{i}].block_table"] = plane.block_table
             finds[f"{name}.planes[{i}].slots"] = plane.slots
-        owners = of_view.tensors
+        owners = []
         for place, found in finds.items():
             if found is not None:
                 found.require_in_place(place)
-                owners = [*owners, *torch_owners(found.owner)]
-        held = _bound.Held(owners)
+                owners += torch_owners(found.owner)
+        held = _bound.Held([*of_view.tensors, *owners]) if owners else of_view
         self._held[:] = [(of_view, held)]
         return held
 

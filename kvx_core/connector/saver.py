@@ -19,7 +19,7 @@ from kvx_core.connector.counts import Counts
 from kvx_core.connector.plan import BlockIds, RequestId, SaltedStores, Save
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.threads import Workers
-from kvx_core.snapshot import Section, Snapshot, StoreError
+from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
 from kvx_core.stores.prefix import PrefixStore
 
 # The sections of the first tokens of a request: blocks, number of tokens.
@@ -62,6 +62,7 @@ class Saver:
         self._writers = Workers(
             settings.writer_threads, "kvx-save", exit_seconds=settings.shutdown_seconds
         )
+        self._pool: MemoryPool | None = None  # of the first save
         self._open_step: object = None  # for which save_layer was called
         self._open: dict[RequestId, list[_Span]] = {}  # its spans, by request
         self._open_bytes = 0  # of these
@@ -122,6 +123,8 @@ class Saver:
         """Allocates memory for the chunks of a save that are not stored yet."""
         store = self._stores[save.salt]
         sections = self._sections(save.block_ids, save.stop)
+        if self._pool is None:
+            self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)
         chain = store.chain_of(save.tokens, save.node)
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
@@ -135,7 +138,9 @@ class Saver:
                     f"{pending} bytes wait to be written, expected at most {limit}, as "
                     "max_pending_bytes says"
                 )
-            snapshot = store.reserve(save.tokens, start, stop, sections, node=node, base=save.start)
+            snapshot = store.reserve(
+                save.tokens, start, stop, sections, node=node, base=save.start, pool=self._pool
+            )
             if snapshot is not None:  # None: some of these tokens have left a sliding window
                 yield _Span(store, snapshot, sections, set(self._layers))
 

@@ -8,18 +8,20 @@ signing    keys                                 text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
 planes     planes of a section                   dense     tensors in memory, as caches
 storage_format  what K and V are converted to    rows     units that span heads
+pool       memory that snapshots reuse
 """
 
 from kvx_core.snapshot.capture import token_ids
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES
+from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
 from kvx_core.snapshot.memory import host_memory
+from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision
 from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
 from kvx_core.snapshot.signing import Key, read_key
-from kvx_core.snapshot.snapshot import Snapshot, read_tokens
+from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.storage_format import StorageFormat
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "CorruptError",
     "Header",
     "Key",
+    "MemoryPool",
     "Part",
     "PlaneKind",
     "Precision",

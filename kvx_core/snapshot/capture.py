@@ -135,6 +135,15 @@ def to_capture(
             yield scale_name(name_of(plane)), Stored(DType.F32, scale_shape(scale, num_tokens))
 
 
+def to_capture_all(
+    sections: Sequence[Section], num_tokens: int, format: StorageFormat
+) -> Iterator[tuple[str, Stored]]:
+    """The tensors that a snapshot of sections needs, by name."""
+    for section in sections:
+        yield from to_capture(section, num_tokens, format)
+    yield "tokens", Stored(DType.S64, (num_tokens,))
+
+
 def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:
     """The head_dim of K and V of these layers, by their names in a snapshot; 0 if there is none.
 

@@ -232,3 +232,30 @@ def checksum(data: Bytes, key: Key | None) -> str:
     if key is not None:
         return key.digest(data.data, b"kvx tensor")
     return f"{zlib.crc32(data.data):08x}"
+
+
+def read_tokens(
+    source: Path | BinaryIO,
+    num_tokens: int,
+    *,
+    name: str = "",
+    key: bytes | None = None,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+) -> npt.NDArray[np.int64]:
+    """The tokens of a file that holds `num_tokens` of them, checked. Its header is not parsed.
+
+    Arguments and errors are those of Snapshot.open, which checks the rest.
+    """
+    file = file_of(source, name, key)
+    try:
+        return file.sealed(max_header_bytes, num_tokens).tokens
+    finally:
+        file.close()
+
+
+def file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotFile:
+    """The file at a path, or one that is open. Arguments and errors are those of Snapshot.open."""
+    signer = None if key is None else Key(key)
+    if isinstance(source, Path):
+        return SnapshotFile.of(source, signer)
+    return SnapshotFile(source, name or str(source), signer)

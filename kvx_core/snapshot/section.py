@@ -21,6 +21,8 @@ from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
 
+_WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # with entries for V
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -151,9 +153,10 @@ class Section:
         view = replace(self.view, planes=planes) if planes else self.view
         span, lens = view.at(block_table=table, starts=[start]), SeqLens.of([stop - start])
         pointers = table is not None and table.has_planes
+        apart = table is not None and table.format in _WITH_V  # else V is where K is
         for layer, cache in enumerate(view.layers if pointers else view.layers[:1]):
             yield find_tokens(span, lens, layer=layer)["block"] < 0
-            if cache.v is not None:
+            if apart and cache.v is not None:
                 yield find_tokens(span, lens, v=True, layer=layer)["block"] < 0
         seen = set()
         for i, plane in enumerate(planes):

@@ -28,7 +28,7 @@ from kvx_core.snapshot.capture import (
     check_capture,
     head_dims,
     part_of,
-    to_capture,
+    to_capture_all,
     token_ids,
 )
 from kvx_core.snapshot.contents import (
@@ -44,7 +44,7 @@ from kvx_core.snapshot.contents import (
 )
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, write
+from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, file_of, write
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 from kvx_core.snapshot.planes import (
     by_entry,
@@ -55,6 +55,7 @@ from kvx_core.snapshot.planes import (
     unlike_planes,
     view_of_planes,
 )
+from kvx_core.snapshot.pool import Lease, MemoryPool
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.rows import capture_rows, restore_rows, unlike_rows
 from kvx_core.snapshot.scales import (
@@ -74,32 +75,6 @@ from kvx_core.view import CacheView
 _MAX_REASON = 500  # characters: strings in a file may be long
 
 
-def read_tokens(
-    source: Path | BinaryIO,
-    num_tokens: int,
-    *,
-    name: str = "",
-    key: bytes | None = None,
-    max_header_bytes: int = MAX_HEADER_BYTES,
-) -> npt.NDArray[np.int64]:
-    """The tokens of a file that holds `num_tokens` of them, checked. Its header is not parsed.
-
-    Arguments and errors are those of Snapshot.open, which checks the rest.
-    """
-    file = _file_of(source, name, key)
-    try:
-        return file.sealed(max_header_bytes, num_tokens).tokens
-    finally:
-        file.close()
-
-
-def _file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotFile:
-    signer = None if key is None else Key(key)
-    if isinstance(source, Path):
-        return SnapshotFile.of(source, signer)
-    return SnapshotFile(source, name or str(source), signer)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """Tokens of one sequence in some layers and heads, with the data in memory or still in a file.
@@ -113,6 +88,7 @@ class Snapshot:
     tensors: dict[str, Stored] = field(repr=False)  # "tokens" is among them
     memory: Bytes | None = field(default=None, repr=False, compare=False)
     file: SnapshotFile | None = field(default=None, repr=False, compare=False)  # if data is in it
+    lease: Lease | None = field(default=None, repr=False, compare=False)  # of memory of a pool
     name: str = "the snapshot"  # for messages
 
     @classmethod
@@ -157,11 +133,14 @@ class Snapshot:
         prefix: str = "",
         precision: Precision | None = None,
         format: StorageFormat | DType | str | None = None,
+        pool: MemoryPool | None = None,
     ) -> Self | None:
         """Allocates the memory for `capture`, so that layers can be copied one by one.
 
         Call `fill` once for each layer, and `settle` before the caches change. Arguments, result
         and errors are those of `capture`.
+
+        pool: whose memory this snapshot has as long as it lives; None: new memory
         """
         ids = token_ids(tokens)
         format = StorageFormat.of(format)
@@ -172,19 +151,15 @@ class Snapshot:
         if any(section.has_null(start, stop) for section in sections):
             return None
         carried = precision or Precision()
-        header = Header(
-            start=start,
-            prefix=prefix,
-            heads=sections[0].heads,
-            parts=tuple(part_of(section, format, carried) for section in sections),
-        )
-        tensors, num_bytes = laid_out(
-            entry for section in sections for entry in to_capture(section, len(ids), format)
-        )
-        tensors["tokens"] = Stored(DType.S64, ids.shape, num_bytes)
-        num_bytes += tensors["tokens"].num_bytes
-        memory = host_memory(num_bytes, pinned=device_of(sections) is not None)
-        snapshot = cls(header, ids, tensors, memory)
+        taken = pool and pool.reserve(sections, len(ids), format, carried)
+        if taken:
+            parts, tensors, memory, lease = taken
+        else:
+            parts, lease = tuple(part_of(section, format, carried) for section in sections), None
+            tensors, num_bytes = laid_out(to_capture_all(sections, len(ids), format))
+            memory = host_memory(num_bytes, pinned=device_of(sections) is not None)
+        header = Header(start=start, prefix=prefix, heads=sections[0].heads, parts=parts)
+        snapshot = cls(header, ids, tensors, memory, lease=lease)
         snapshot.array("tokens")[:] = ids
         return snapshot
 
@@ -194,6 +169,9 @@ class Snapshot:
         Mutates this snapshot. Waits for a device only where the units of the format span heads.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
+        if self.lease is not None:
+            self.lease.fill(section, self.header.start, len(self.tokens))
+            return
         rows = self._rows(section.layers)
         if rows:
             capture_rows(section.of(rows), self._dense, self.header.start)
@@ -239,6 +217,8 @@ class Snapshot:
         """Waits until the copies of `fill` are complete. Raises OutOfRangeError."""
         if device_of(sections) is not None:
             device_status()
+        if self.lease is not None:
+            self.lease.settled()
 
     @classmethod
     def open(
@@ -258,7 +238,7 @@ class Snapshot:
         Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
         signed with the key, StoreError if it cannot be read.
         """
-        file = _file_of(source, name, key)
+        file = file_of(source, name, key)
         try:
             found = file.sealed(max_header_bytes)
             header, tensors = file.header(found)

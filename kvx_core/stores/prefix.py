@@ -20,6 +20,7 @@ from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     Accept,
     Key,
+    MemoryPool,
     PlaneKind,
     Precision,
     Section,
@@ -316,6 +317,7 @@ class PrefixStore:
         *,
         node: str | None = None,
         base: int = 0,
+        pool: MemoryPool | None = None,
     ) -> Snapshot | None:
         """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve."""
         node, ids = self._span(tokens, start, stop, node, base)
@@ -326,7 +328,13 @@ class PrefixStore:
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
         return Snapshot.reserve(
-            ids, sections, start=start, prefix=node, precision=precision, format=self.format
+            ids,
+            sections,
+            start=start,
+            prefix=node,
+            precision=precision,
+            format=self.format,
+            pool=pool,
         )
 
     def commit(self, snapshot: Snapshot) -> int:
