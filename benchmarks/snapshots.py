@@ -23,7 +23,8 @@ from benchmarks import report
 from benchmarks.cases import on_threads
 from benchmarks.rounds import Goal, once
 from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, describe, migrate
-from kvx_core.snapshot import MemoryPool, Section
+from kvx_core.snapshot import MemoryPool, Section, host_memory
+from kvx_core.snapshot.memory import PAGE
 from kvx_core.tables import BlockTable
 
 _BLOCK, _CHUNK, _DIM = 16, 128, 128
@@ -120,10 +121,12 @@ class _Prompt:
                 file.write(data.data)
 
     def load(self) -> None:
+        room, views = host_memory(self.chunks[0].num_bytes + PAGE), {}  # as PrefixStore.load does
         for i, chunk in enumerate(self.chunks):
             start = chunk.header.start
             with Snapshot.open(self.folder / f"{i}.safetensors") as file:
-                file.read(self.section.layers).restore(self.section, start, start + _CHUNK)
+                read = file.read(self.section.layers, room, views)
+            read.restore(self.section, start, start + _CHUNK)
 
     def read(self) -> None:
         for i, data in enumerate(self.memory):

@@ -22,15 +22,23 @@ from kvx_core.tensors import row_major
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView
 
+Views = dict[Any, CacheView]
+
+_MAX_VIEWS = 16
 _NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The tensors of a snapshot, and the memory that they lie in."""
+    """The tensors of a snapshot, and the memory that they lie in.
+
+    views: what `view` has returned, for snapshots that come to lie in the same memory; None: those
+           of this snapshot are not kept
+    """
 
     tensors: dict[str, Stored]
     memory: Bytes
+    views: Views | None = None
 
     def bytes_of(self, name: str) -> Bytes:
         """The bytes of a tensor."""
@@ -49,7 +57,18 @@ class Dense:
 
     def view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
         """K and V of layers."""
+        if self.views is None:
+            return self._view(layers, scales)
+        types = tuple((name, t.dtype, t.shape, t.offset) for name, t in self.tensors.items())
+        key = self.memory.ctypes.data, tuple(layers), scales, types
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) >= _MAX_VIEWS:
+                self.views.clear()
+            found = self.views[key] = self._view(layers, scales)
+        return found
 
+    def _view(self, layers: Sequence[int], scales: bool) -> CacheView:
         def cache(layer: int) -> CacheDesc:
             v = f"layers.{layer}.v"
             k = self._tensor(f"layers.{layer}.k")

@@ -42,7 +42,7 @@ from kvx_core.snapshot.contents import (
     is_scale,
     scale_name,
 )
-from kvx_core.snapshot.dense import Dense
+from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, file_of, write
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
@@ -89,6 +89,7 @@ class Snapshot:
     memory: Bytes | None = field(default=None, repr=False, compare=False)
     file: SnapshotFile | None = field(default=None, repr=False, compare=False)  # if data is in it
     lease: Lease | None = field(default=None, repr=False, compare=False)  # of memory of a pool
+    views: Views | None = field(default=None, repr=False, compare=False)  # of this memory
     name: str = "the snapshot"  # for messages
 
     @classmethod
@@ -290,13 +291,17 @@ class Snapshot:
         num_bytes = laid_out((n, self.tensors[n]) for n in self.names_of(layers))[1]
         return -(-num_bytes // PAGE) * PAGE
 
-    def read(self, layers: Iterable[int], memory: Bytes | None = None) -> Snapshot:
+    def read(
+        self, layers: Iterable[int], memory: Bytes | None = None, views: Views | None = None
+    ) -> Snapshot:
         """The same snapshot with the data of some layers in memory, every byte checked.
 
         memory: of at least memory_for(layers) bytes, from host_memory; None: new memory
+        views:  the same dict in each call with this memory, empty at first: `restore` keeps there
+                how it described the memory, which takes long; None: it is described each time
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
-        return self._read(self.names_of(layers), memory)
+        return self._read(self.names_of(layers), memory, views)
 
     def mismatch(self, section: Section) -> list[str]:
         """Why the section cannot take its layers from here: a sentence each, or none.
@@ -419,17 +424,17 @@ class Snapshot:
         if self.memory is None:
             wrong = f"{self.name} has its data in a file, expected it in memory. Use read(layers)"
             raise InvalidArgumentError(wrong)
-        return Dense(self.tensors, self.memory)
+        return Dense(self.tensors, self.memory, self.views)
 
     def _bytes(self, name: str) -> Bytes:
         return self._dense.bytes_of(name)
 
-    def _read(self, names: Sequence[str], memory: Bytes | None) -> Snapshot:
+    def _read(self, names: Sequence[str], memory: Bytes | None, views: Views | None) -> Snapshot:
         tensors, num_bytes = laid_out((name, self.tensors[name]) for name in names)
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory
-        snapshot = replace(self, tensors=tensors, memory=memory, file=None)
+        snapshot = replace(self, tensors=tensors, memory=memory, file=None, views=views)
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from kvx_core.stores.finder import Finder
 from kvx_core.stores.match import StoredSpan
 from kvx_core.stores.source import Source
 from kvx_core.types import Memory
+from kvx_core.view import CacheView
 
 
 @dataclass(slots=True)
@@ -39,10 +41,12 @@ class _Memory:
 
     pinned: bool
     data: npt.NDArray[np.uint8]
+    views: dict[Any, CacheView] = field(default_factory=dict)  # see Snapshot.read
 
     def of(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         if num_bytes > len(self.data):
             self.data = host_memory(num_bytes, pinned=self.pinned)
+            self.views.clear()
         return self.data
 
 
@@ -119,7 +123,7 @@ class Loads:
             rest, read = memory.of(sum(source.num_bytes for source in sources)), []
             for source in sources:
                 with self.entries.discarding(source.name):
-                    read.append(source.snapshot.read(source.layers, rest))
+                    read.append(source.snapshot.read(source.layers, rest, memory.views))
                 self.entries.index.held(source.name)
                 rest = rest[source.num_bytes :]
         return sources, read
