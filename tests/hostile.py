@@ -12,13 +12,14 @@ import hashlib
 import json
 import random
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 # All that safetensors has, in bits.
 DTYPES = {
@@ -72,7 +73,7 @@ class _File:
         if checksums:
             for name, entry in self.entries.items():
                 begin, end = entry["data_offsets"]
-                self.text["checksums"][name] = f"{zlib.crc32(self.data[begin:end]):08x}"
+                self.text["checksums"][name] = xxh3_128_hexdigest(self.data[begin:end])
         return self.with_text(json.dumps(self.text, separators=(",", ":")))
 
     def with_text(self, text: str) -> bytes:

@@ -30,7 +30,7 @@ from tests.native import ROOT
 
 pytestmark = pytest.mark.slow  # it builds for minutes
 
-# Rooms of kvx_core that only need to open where pydantic and safetensors are.
+# Rooms of kvx_core that only need to open where pydantic, safetensors and xxhash are.
 WITH_PYDANTIC = ("kvx_core.geometry", "kvx_core.snapshot", "kvx_core.stores", "kvx_core.connector")
 
 # What `make` sets for builds that take each other's objects, and the compiler, whose name counts.
@@ -102,7 +102,7 @@ def test_kvx_core_imports_without_pydantic_and_safetensors(machine: Bare, hostgr
     for line in missing:
         module, needs = line.split()
         assert module.startswith(WITH_PYDANTIC), line
-        assert needs in ("pydantic", "safetensors"), line
+        assert needs in ("pydantic", "safetensors", "xxhash"), line
 
 
 def test_kvx_core_needs_pydantic_for_geometry_alone(machine: Bare) -> None:

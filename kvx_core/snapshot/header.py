@@ -2,12 +2,13 @@
 
 The file is a safetensors file whose data begins at a multiple of 64 bytes: first the tokens, then
 the other tensors, those with larger elements first. Its metadata are a seal (seal.py) and "header",
-a JSON text: what the snapshot contains, and a checksum of each tensor: CRC-32, or keyed BLAKE2b if
-the file is signed. Formats that safetensors does not have are bytes, U8: "formats" says of which
-tensors, and what they are. "originals" are the dtypes of tensors in the cache that they were
-captured from, where they were converted. "coded" are tensors whose bytes are encoded (coding.py),
-U8 of one axis. A field that is not needed is not there, so that versions of KVX that do not know it
-can read the file; they refuse a file that has it.
+a JSON text: what the snapshot contains, and a checksum of each tensor. "checksum" says which: XXH3
+of 128 bits, or CRC-32 where it is missing; in signed files they are keyed BLAKE2b. Formats that
+safetensors does not have are bytes, U8: "formats" says of which tensors, and what they are.
+"originals" are the dtypes of tensors in the cache that they were captured from, where they were
+converted. "coded" are tensors whose bytes are encoded (coding.py), U8 of one axis. A field that is
+not needed is not there, so that versions of KVX that do not know it can read the file; they refuse
+a file that has it.
 Source: safetensors, README.md, "Format"
 """
 
@@ -45,6 +46,7 @@ _FORMATS = {word: dtype for dtype, word in _WORDS.items()}
 _FORMAT = re.compile("[A-Z][A-Z0-9_]{0,31}")
 _CODING = re.compile("[a-z][a-z0-9_]{0,31}")
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
+CRC32, XXH3, SIGNED = "crc32", "xxh3_128", "blake2b"  # checksums
 _SEAL = {"kvx_snapshot", "tokens", "bytes", "digest"}
 
 
@@ -64,6 +66,7 @@ class _FileHeader:
 
     header: Header
     checksums: dict[str, str]
+    checksum: str = CRC32  # what they are, if the file is not signed
     formats: dict[str, str] = field(default_factory=dict)  # by the names of tensors that are U8
     originals: dict[str, str] = field(default_factory=dict)  # by the names of converted tensors
     coded: dict[str, _Coded] = field(default_factory=dict)
@@ -95,16 +98,21 @@ def header_bytes(
 ) -> bytes:
     """The bytes of a file before its data.
 
-    tokens: int64, the first bytes of the data
+    checksums: of each tensor, with its kind: SIGNED with a key, else XXH3
+    tokens:    int64, the first bytes of the data
     Raises ValueError for text that is not valid Unicode.
     """
     formats = {name: _WORDS[t.dtype] for name, t in tensors.items() if t.dtype in _WORDS}
     originals = {name: t.original.name for name, t in tensors.items() if t.original is not None}
     coded = {name: _Coded(t.coding, list(t.shape)) for name, t in tensors.items() if t.coding}
-    content = _FileHeader(header, checksums, formats, originals, coded)
+    values = {name: value.partition(":")[2] for name, value in checksums.items()}
+    kind = CRC32 if key is not None else XXH3
+    content = _FileHeader(header, values, kind, formats, originals, coded)
     left_out: dict[str, Any] = {
         n: True for n in ("formats", "originals", "coded") if not getattr(content, n)
     }
+    if key is not None:
+        left_out["checksum"] = True
     of_parts: dict[str, Any] = {}
     if not any(part.planes for part in header.parts):
         of_parts["planes"] = True
@@ -145,6 +153,12 @@ def parse_header(
         raise CorruptError(f"{name} is not a safetensors file of KVX: {error}") from None
     content = _file_header(text, name)
     header, checksums = content.header, content.checksums
+    kind = SIGNED if is_signed else content.checksum
+    if kind not in (SIGNED, XXH3, CRC32) and _CODING.fullmatch(kind):
+        raise StoreError(
+            f"{name} has checksums in {kind}, which this version of KVX does not know. Use the "
+            "version that wrote it, or a newer one"
+        )
     reason = _unpacked(tensors, content.formats, name)
     reason = reason or _decodable(tensors, content.coded, name)
     reason = reason or _converted(tensors, content.originals, name)
@@ -153,9 +167,15 @@ def parse_header(
         reason = f"it has checksums of {sorted(checksums)}, expected {sorted(tensors)}"
     if reason is None and tensors["tokens"] != Stored(DType.S64, (num_tokens,), 8 + len(raw)):
         reason = f"its tokens are not its first {8 * num_tokens} bytes, expected them there"
+    if reason is None and content.checksum not in ((CRC32,) if is_signed else (XXH3, CRC32)):
+        reason = (
+            f"its checksums are {content.checksum[:100]!r}, expected {XXH3}, {CRC32} or a key's"
+        )
     if reason is not None:
         raise CorruptError(f"{name}: {reason[:500]}")
-    return header, {n: replace(stored, checksum=checksums[n]) for n, stored in tensors.items()}
+    return header, {
+        n: replace(stored, checksum=f"{kind}:{checksums[n]}") for n, stored in tensors.items()
+    }
 
 
 def _text(found: Any, is_signed: bool) -> str:

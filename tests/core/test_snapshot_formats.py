@@ -293,7 +293,7 @@ def test_files_without_a_format_are_as_they_were(tmp_path: Path) -> None:
     src = Engine(torch.bfloat16, 5, 1)
     reopened(Snapshot.capture(range(19), [src.section]), tmp_path / "file")
     text = json_of(tmp_path / "file")
-    assert text.keys() == {"header", "checksums"}
+    assert text.keys() == {"header", "checksums", "checksum"}
     facts = text["header"]["parts"][0]["facts"]
     assert facts.keys() == {field.name for field in fields(CacheFacts)} - {"lossy"}
 
