@@ -429,7 +429,9 @@ class Snapshot:
     def _bytes(self, name: str) -> Bytes:
         return self._dense.bytes_of(name)
 
-    def _read(self, names: Sequence[str], memory: Bytes | None, views: Views | None) -> Snapshot:
+    def _read(
+        self, names: Sequence[str], memory: Bytes | None, views: Views | None = None
+    ) -> Snapshot:
         tensors, num_bytes = laid_out((name, self.tensors[name]) for name in names)
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
