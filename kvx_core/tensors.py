@@ -213,7 +213,16 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
         if is_tensor(numbers):
             return borrow(numbers, name=name)
         raise wrong(name, numbers, "a tensor of int32 or int64, or a list of int")
-    return borrow(int64_array(name, numbers))
+    found = int64_array(name, numbers)
+    return Borrowed(
+        data=found.__array_interface__["data"][0],
+        shape=found.shape,
+        stride=(1,),
+        dtype=DType.S64,
+        memory=Memory.HOST,
+        writable=True,
+        owner=found,
+    )
 
 
 def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:

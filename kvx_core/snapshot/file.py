@@ -183,7 +183,8 @@ def write(
 
     target: a path, overwritten if it is there, or a new file that is open for writing
     """
-    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    is_slow = key is not None or any(tensor.coding for tensor in tensors.values())
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values()) if is_slow else 0
     given = list(tensors)
     try:
         coded = in_threads(lambda name: _coded(tensors[name], data_of(name)), given, num_bytes)
