@@ -1,4 +1,6 @@
-"""The `kvx` command: `kvx demo`, `doctor`, `info`, `--version`. The other files do the work."""
+"""The `kvx` command: `kvx demo`, `doctor`, `store`, `info`, `--version`. The other files do the
+work.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvx_core
+from kvx_adapters.cli import store
 
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",
@@ -18,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(store.app, name="store")
 
 
 class ModelDType(StrEnum):

@@ -211,11 +211,27 @@ class Directory:
         Files directly in the root stay. Returns the bytes of the files that are left. Raises
         StoreError.
         """
-        found = self._files()
+        found = self._files("trimmed")
         left = sum(num_bytes for _, num_bytes, _ in found)
         if self.max_bytes is not None and left > self.max_bytes:
             left -= self._drop(found, left - self.max_bytes * 9 // 10)
         return left
+
+    def files(self) -> list[tuple[float, int, str]]:
+        """Time of last use, bytes on the disk and name of each file, the least recent first.
+
+        Times are in seconds since 1970. Deletes nothing. Empty if there is no directory. Raises
+        StoreError.
+        """
+        return self._files("listed", clean=False)
+
+    def free_bytes(self) -> int:
+        """Bytes that this user can still write on the disk. Raises StoreError."""
+        try:
+            space = os.statvfs(self.root)
+        except OSError as error:
+            raise self._failure("", "read", error) from error
+        return space.f_bavail * space.f_frsize
 
     def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
         """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
@@ -297,7 +313,7 @@ class Directory:
             if time.monotonic() < self._next_drop:
                 return False
             try:
-                found = self._files()
+                found = self._files("trimmed")
                 space = os.statvfs(self.root)
             except (OSError, StoreError):
                 return False
@@ -317,23 +333,21 @@ class Directory:
                 freed += size
         return freed
 
-    def _files(self) -> list[tuple[float, int, str]]:
-        """Time of last use, bytes on the disk and name of each file, the least recent first.
-
-        Deletes temporary files whose writer is dead. Raises StoreError.
-        """
+    def _files(self, verb: str, *, clean: bool = True) -> list[tuple[float, int, str]]:
+        """As `files`; clean: deletes temporary files whose writer is dead."""
         try:
-            root = self._open_root("", "trimmed")
+            root = self._open_root("", verb)
         except FileNotFoundError:
             return []
         try:
             now = None
-            with suppress(OSError):  # this process may not write here
-                now = self._temporaries.now(root)
-            self._temporaries.clean(root)
+            if clean:
+                with suppress(OSError):  # this process may not write here
+                    now = self._temporaries.now(root)
+                self._temporaries.clean(root)
             found = list(_walk(root, "", now))
         except OSError as error:
-            raise self._failure("", "trimmed", error) from error
+            raise self._failure("", verb, error) from error
         finally:
             os.close(root)
         # Some file systems do not say how much is allocated: all their files have 0.
