@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kvx_core.snapshot import Accept, Precision, StorageFormat, read_key
 from kvx_core.stores.blobs import Directory
+from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
 
@@ -40,6 +41,12 @@ class StoreSettings(BaseModel):
     lookup_seconds: float = Field(default=1.0, ge=0)  # then a prompt is computed
     fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
     shutdown_seconds: float = Field(default=60.0, ge=0)  # then files are left unwritten
+
+    @field_validator("max_bytes", "max_pending_bytes", mode="before")
+    @classmethod
+    def _with_a_unit(cls, size: object, field: ValidationInfo) -> object:
+        """Sizes may be texts, such as "50GB"."""
+        return num_bytes_of(size, field.field_name or "") if isinstance(size, str) else size
 
     @field_validator("format")
     @classmethod
