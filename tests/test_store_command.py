@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,16 @@ def test_settings_take_sizes(tmp_path: Path) -> None:
     assert StoreSettings(path=tmp_path, max_bytes=None).max_bytes is None
     with pytest.raises(ValueError, match="max_bytes is '50 parsecs', expected a number of bytes"):
         StoreSettings(path=tmp_path, max_bytes="50 parsecs")  # type: ignore[arg-type]
+
+
+def test_what_a_start_tells(tmp_path: Path) -> None:
+    settings = StoreSettings(path=tmp_path / "not/yet", max_bytes=50 * 10**9)
+    assert re.fullmatch(
+        rf"KVX keeps prefixes in {tmp_path}/not/yet: model aaaaaaaaaaaa, chunks of 128 tokens, "
+        r"at most 50\.0 GB, free there: [0-9.]+ GB",
+        settings.told("a" * 64, 128),
+    )
+    assert ", no limit, " in StoreSettings(path=tmp_path).told("a" * 64, 128)
 
 
 def test_the_document(path: Path) -> None:

@@ -104,6 +104,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._reader = Workers(self._settings.loader_threads, "kvx-read", exit_seconds=0)
         self._policy: Policy | None = None  # of what is saved
         if self._store is not None:
+            api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
             self._policy = Policy(
                 Salted(self._store),
                 self._boundary,

@@ -62,6 +62,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._new_scheduler(len(windows) > 1, shortest)
+            if isinstance(self._stores, Stores):
+                stores = self._stores
+                logger.info("%s", self._settings.told(stores.fingerprint, stores.chunk_tokens))
 
     def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:
         transfer = self._vllm_config.kv_transfer_config

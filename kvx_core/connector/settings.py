@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from kvx_core.snapshot import Accept, Precision, StorageFormat, read_key
+from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
@@ -78,6 +78,19 @@ class StoreSettings(BaseModel):
         )
         store.index.fresh_seconds = self.fresh_seconds
         return store
+
+    def told(self, fingerprint: str, chunk_tokens: int) -> str:
+        """One line for the log of an engine that has started: where its prefixes go."""
+        path = self.path.expanduser().absolute()
+        limit = "no limit" if self.max_bytes is None else f"at most {self.max_bytes / 1e9:.1f} GB"
+        try:
+            free = f"{Directory(path).free_bytes() / 1e9:.1f} GB"
+        except StoreError as error:
+            free = f"unknown ({error})"
+        return (
+            f"KVX keeps prefixes in {path}: model {fingerprint[:12]}, chunks of {chunk_tokens} "
+            f"tokens, {limit}, free there: {free}"
+        )
 
 
 class Salted:

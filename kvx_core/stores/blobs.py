@@ -226,9 +226,14 @@ class Directory:
         return self._files("listed", clean=False)
 
     def free_bytes(self) -> int:
-        """Bytes that this user can still write on the disk. Raises StoreError."""
+        """Bytes that this user can still write on the disk, also of a directory that is not made
+        yet. Raises StoreError.
+        """
+        path = os.path.abspath(self.root)
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
         try:
-            space = os.statvfs(self.root)
+            space = os.statvfs(path)
         except OSError as error:
             raise self._failure("", "read", error) from error
         return space.f_bavail * space.f_frsize

@@ -204,7 +204,7 @@ def test_a_block_that_tensorrt_llm_has_begun(serve: Factory, trtllm: ModuleType)
     saved(serve, tokens)
     scheduler = serve(16).scheduler
     assert scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 20) == (0, False)
-    assert trtllm.logger.lines == []
+    assert [line for line in trtllm.logger.lines if "keeps prefixes" not in line] == []
     assert scheduler.get_num_new_matched_tokens(LlmRequest(7, tokens), 32) == (64, False)
 
 

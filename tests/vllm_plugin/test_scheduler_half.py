@@ -386,6 +386,19 @@ def test_only_prompts(start: Any) -> None:
     assert found == [("a", 0, 60)]
 
 
+def test_a_start_tells_where_prefixes_go(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.vllm_plugin import connector
+
+    told: list[str] = []
+    monkeypatch.setattr(connector.logger, "info", lambda text, *args: told.append(text % args))
+    start()
+    (line,) = told
+    assert line.startswith(f"KVX keeps prefixes in {tmp_path}/store: model ")
+    assert f", chunks of {CHUNK} tokens, no limit, free there: " in line
+
+
 def test_blocks_stay_until_the_end_is_saved(start: Any) -> None:
     steps = start(role="kv_producer")
     num_free_blocks = steps.num_free_blocks()
