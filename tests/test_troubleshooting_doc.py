@@ -1,0 +1,132 @@
+"""docs/troubleshooting.md: each sentence in it is one that KVX says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvx_adapters.cli import app
+from kvx_core import CacheDesc, CacheFacts, CacheView, KvxError, describe, migrate, write_kv
+from kvx_core.snapshot import Precision, Section, Snapshot
+from kvx_core.stores import Directory, PrefixStore
+from kvx_core.types import DType
+from tests.core.test_checksums import change
+from tests.documents import Document
+
+SENTENCES = [
+    re.sub(r"^\| `|` \|.*$", "", line)
+    for line in Document("troubleshooting.md").text.splitlines()
+    if line.startswith("| `")
+]
+FACTS: dict[str, Any] = {
+    "fingerprint": "m",
+    "rotary": "half",
+    "rotary_dim": 64,
+    "rope_applied": True,
+    "first_kv_head": 0,
+}
+
+
+def cache(heads: int = 2, dtype: torch.dtype = torch.float32) -> CacheDesc:
+    k, v = torch.zeros(2, 8, 16, heads, 64, dtype=dtype)
+    return CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+
+
+def view(desc: CacheDesc | None = None, **facts: Any) -> CacheView:
+    return CacheView((desc or cache(),), CacheFacts(**FACTS | facts))
+
+
+def move(src: CacheView, dst: CacheView, block: int = 1, num_tokens: int = 3) -> None:
+    migrate(src.at(block_table=[[block]]), dst.at(block_table=[[1]]), [num_tokens])
+
+
+def moved_memory() -> None:
+    tensor = torch.zeros(8, 16, 2, 64)
+    desc = CacheDesc.from_kv(describe(tensor, "BLOCK_NHD"), None)
+    tensor.untyped_storage().resize_(0)
+    write_kv(desc, torch.zeros(1, 2, 64), None, slots=[5])
+
+
+def store(path: Path, **options: Any) -> None:
+    usual = {"fingerprint": "f", "num_layers": 1, "total_kv_heads": 2, "chunk_tokens": 16}
+    PrefixStore(Directory(path), precision=Precision.of(DType.F32), **usual | options)
+
+
+def saved(path: Path) -> Path:
+    dense = CacheView((cache(),), CacheFacts(**FACTS), dense=True)
+    found = Snapshot.capture(range(9), [Section((0,), dense, None)])
+    assert found is not None
+    found.save(path / "file")
+    return path / "file"
+
+
+def other_chunks(path: Path) -> None:
+    store(path)
+    store(path, chunk_tokens=32)
+
+
+def earlier_format(path: Path) -> None:
+    (path / "kvx-store.json").write_text(json.dumps({"format": 1, "chunk_tokens": 16}))
+    store(path)
+
+
+def a_file(path: Path) -> None:
+    (path / "file").touch()
+    Directory(path / "file")
+
+
+def of_a_later_version(path: Path) -> None:
+    change(saved(path), lambda text, *_: text.update(checksum="later"))
+    Snapshot.open(path / "file")
+
+
+def damaged(path: Path) -> None:
+    raw = bytearray(saved(path).read_bytes())
+    raw[-1] ^= 1
+    (path / "file").write_bytes(raw)
+    Snapshot.open(path / "file").read([0])
+
+
+CASES: list[Callable[[Path], object]] = [
+    lambda path: move(view(), view(rotary="interleaved")),
+    lambda path: move(view(fingerprint=None), view(fingerprint=None)),
+    lambda path: move(view(), view(fingerprint="n")),
+    lambda path: move(view(), view(), block=8),
+    lambda path: move(view(), view(), num_tokens=17),
+    lambda path: move(view(), view(cache(heads=4))),
+    lambda path: move(view(), view(cache(dtype=torch.uint8))),
+    lambda path: (lambda one: move(one, one))(view()),
+    lambda path: moved_memory(),
+    lambda path: describe(torch.zeros(3, 4, 5, 6), "NHD"),
+    lambda path: describe(torch.zeros(3, 4, 5, 6, dtype=torch.float64), "BLOCK_NHD"),
+    other_chunks,
+    earlier_format,
+    a_file,
+    lambda path: store(path, format="q9"),
+    lambda path: None,  # a sentence of the command, below
+    of_a_later_version,
+    damaged,
+]
+
+
+def said(case: Callable[[Path], object], path: Path) -> str:
+    try:
+        case(path)
+    except KvxError as error:
+        return str(error)
+    result = CliRunner().invoke(app, ["store", "ls", str(path / "nowhere")])
+    assert result.exit_code == 2
+    return re.sub(r"\s+", " ", result.stderr)
+
+
+@pytest.mark.parametrize("i", range(max(len(SENTENCES), len(CASES))))
+def test_each_sentence_is_said(i: int, tmp_path: Path) -> None:
+    expected = re.escape(SENTENCES[i]).replace(r"\.\.\.", ".*")
+    assert re.search(expected, said(CASES[i], tmp_path), re.S), said(CASES[i], tmp_path)
