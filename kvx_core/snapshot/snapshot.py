@@ -440,7 +440,10 @@ class Snapshot:
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
-                raise CorruptError(f"{self.name}: {name} is not finite and greater than zero")
+                least = (
+                    "0 or greater" if tensors[name].dtype is DType.F8_E4M3 else "greater than zero"
+                )
+                raise CorruptError(f"{self.name}: {name} is not finite and {least}")
         return snapshot
 
     @property
