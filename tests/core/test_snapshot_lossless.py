@@ -258,7 +258,7 @@ def test_an_exact_cache_of_a_store_keeps_its_bytes(tmp_path: Path) -> None:
     store = store_in(tmp_path, precision=Precision.of(BF16))
     save(store, prompt, engine)
     for path in files_of(tmp_path):
-        assert json_of(path).keys() == {"header", "checksums"}
+        assert json_of(path).keys() == {"header", "checksums", "checksum"}
     there = StoreEngine(dtype=BF16, dim=64)
     store.load(store.lookup(prompt), 0, len(prompt), there.sections())
     assert_same_bytes(there.cache, engine.cache)
