@@ -26,7 +26,8 @@ _EXEMPT = ("kvx_core.connector", "kvx_core.errors")
 class Injection:
     """Calls of Python functions in `callees` from `callers`: names that modules begin with.
 
-    beneath_none_of: functions that are not to fail, and what they call is left alone
+    beneath_none_of: functions that are not to fail, and what they call is left alone, and __del__
+                     always: Python ignores its errors, and threads decide when it is called
     Threads that start inside are watched, too.
     """
 
@@ -38,7 +39,7 @@ class Injection:
     ) -> None:
         self._callers, self._callees = tuple(callers), tuple(callees)
         self._named = tuple(name for name in self._callees if name.startswith(_EXEMPT))
-        self._exempt = frozenset(beneath_none_of)
+        self._exempt = frozenset((*beneath_none_of, "__del__"))
         self._seen: Counter[str] = Counter()
         self._target: tuple[type[BaseException], str, int] | None = None
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Injection:
         raise self._target[0](f"injected into {site}")
 
     def _is_exempt(self, frame: FrameType | None) -> bool:
-        while self._exempt and frame is not None:
+        while frame is not None:
             if frame.f_code.co_name in self._exempt:
                 return True
             frame = frame.f_back

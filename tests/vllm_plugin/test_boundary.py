@@ -50,7 +50,6 @@ FALLBACKS = (
         "stop",
         "take_step",
         "take_plan",
-        "__del__",
     ),
 )
 names = (f"request {number}" for number in itertools.count())
