@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 import kvx_core
-from kvx_adapters.cli import app, demo_engines, demo_hops
+from kvx_adapters.cli import demo_hops, demo_packages
+from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
 from kvx_core import CacheDesc, CacheView, Layout, SeqLens, describe
 from tests.facts import SAME_MODEL
@@ -192,12 +193,12 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_no_vllm(name: str) -> Any:
         return None if name == "vllm" else find_spec(name)
 
-    monkeypatch.setattr(demo_engines, "find_spec", find_no_vllm)
+    monkeypatch.setattr(demo_packages, "find_spec", find_no_vllm)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     message = " ".join(result.output.split())
     assert "vllm is not installed" in message
-    assert "pip install kvx[vllm,transformers]" in message
+    assert "pip install 'kvx[vllm,transformers]'" in message
 
 
 def test_adapters_import_no_engine() -> None:

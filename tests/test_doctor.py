@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvx_adapters.cli import app, doctor, doctor_engines
+from kvx_adapters.cli import doctor, doctor_engines
+from kvx_adapters.cli.commands import app
 from kvx_core import backend_info
 from tests.engines import llama_cpp_library
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvx_adapters.cli import app
+from kvx_adapters.cli.commands import app
 from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import Precision, Section

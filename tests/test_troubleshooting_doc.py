@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvx_adapters.cli import app
+from kvx_adapters.cli.commands import app
 from kvx_core import CacheDesc, CacheFacts, CacheView, KvxError, describe, migrate, write_kv
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores import Directory, PrefixStore

@@ -1,144 +1,18 @@
-"""The `kvx` command: `kvx demo`, `doctor`, `store`, `info`, `--version`. The other files do the
-work.
-"""
+"""The `kvx` command. Its packages come with the extra `cli`; without them it says so."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+import sys
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-import kvx_core
-from kvx_adapters.cli import store
-
-app = typer.Typer(
-    help="KVX: one description and one copy engine for paged KV caches.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-app.add_typer(store.app, name="store")
-
-
-class ModelDType(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        info = kvx_core.backend_info()
-        print(f"kvx {kvx_core.__version__} (libkvx {info.version})")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command("info")
-def _info() -> None:
-    """Show the version, instruction set, threads and CUDA support of this build."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _facts():
-        table.add_row(name, value)
-    Console().print(table)
-
-
-def _facts() -> list[tuple[str, str]]:
-    backend = kvx_core.backend_info()
-    return [
-        ("kvx", kvx_core.__version__),
-        ("libkvx", backend.version),
-        ("instruction set", backend.cpu_isa),
-        ("threads", str(backend.num_threads)),
-        ("cuda", "built in" if backend.has_cuda else "not built"),
-    ]
-
-
-@app.command("doctor")
-def _doctor(
-    dtype: Annotated[str, typer.Option(help="dtype of the test engine.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of its KV cache.")] = "auto",
-    attention_backend: Annotated[
-        str,
-        typer.Option(help="Attention backend (default: vLLM's choice); CUSTOM: KVX's, on CUDA."),
-    ] = "",
-) -> None:
-    """Check that KVX works with the installed vLLM.
-
-    Checks versions and the plugin, starts a small test engine, and shows the attention backend,
-    instruction set and layout that it chooses. As a self-test, vLLM's own op writes a token and KVX
-    reads it back. Exits with 0 if every check passes, else with 1. The last lines tell which other
-    engines with an adapter are installed.
-    """
-    from kvx_adapters.cli.doctor import run_checks
-    from kvx_adapters.cli.doctor_engines import engines
-
-    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    if attention_backend:
-        options["attention_backend"] = attention_backend
-    console = Console()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _facts():
-        table.add_row("", name, value)
-    good = True
-    with console.status("starting an engine"):
-        for check in run_checks(**options):
-            good = good and not check.problem
-            mark = "[red]✗[/]" if check.problem else "[green]✓[/]"
-            table.add_row(mark, check.name, escape(check.text))
-            if check.problem:
-                table.add_row("", "", f"[red]{escape(check.problem)}[/]")
-    for name, text in engines():
-        table.add_row("", name, escape(text))
-    console.print(table)
-    raise typer.Exit(0 if good else 1)
-
-
-@app.command("demo")
-def _demo(
-    dtype: Annotated[ModelDType, typer.Option(help="dtype of the model and both caches.")] = (
-        ModelDType.float32
-    ),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the model's weights.")] = 0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=2, max=128, help="Tokens to generate for each prompt.")
-    ] = 24,
-    corrupt: Annotated[
-        bool,
-        typer.Option("--corrupt", help="Flip one bit after the migration; verify must find it."),
-    ] = False,
-) -> None:
-    """Prefill with real vLLM, migrate its cache hop by hop, continue with HF transformers.
-
-    On the way the cache goes through memory laid out as TensorRT-LLM's and TGI's; neither runs.
-
-    Exits with 0 if transformers generates the same tokens as vLLM and every byte arrived (with
-    --corrupt: if verify found the flipped bit), else with 1.
-    """
-    from kvx_adapters.cli.demo import DemoError, run
-
-    try:
-        good = run(dtype=dtype.value, seed=seed, max_new_tokens=max_new_tokens, corrupt=corrupt)
-    except (DemoError, kvx_core.KvxError) as error:
-        Console(stderr=True).print(f"[red]kvx demo:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
-    raise typer.Exit(0 if good else 1)
+_PACKAGES = ("typer", "rich")
 
 
 def main() -> None:
     """Entry point of the `kvx` command."""
+    try:
+        from kvx_adapters.cli.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        sys.exit(f"kvx: {error.name} is not installed. The command needs: pip install 'kvx[cli]'")
     app(prog_name="kvx")

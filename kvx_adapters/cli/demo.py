@@ -21,8 +21,6 @@ import torch
 from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
 from kvx_adapters.cli.demo_engines import (
-    DemoError,
-    check_packages,
     continue_hf,
     finish_vllm,
     kv_caches,
@@ -32,6 +30,7 @@ from kvx_adapters.cli.demo_engines import (
 )
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
 from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, make_model
+from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.demo_screen import Screen, hops_table, open_screen, prompts_table
 from kvx_core import CacheSpan, SeqLens, content_digest, verify
 
@@ -40,7 +39,6 @@ __all__ = ["PASSAGES", "PROMPTS", "DemoError", "make_model", "run"]
 
 def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
     """Runs and prints the demo. Returns whether all checks passed. Raises DemoError, KvxError."""
-    check_packages()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory(prefix="kvx-demo-") as temporary, open_screen() as screen:
         directory = Path(temporary)

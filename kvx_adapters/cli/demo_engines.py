@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import torch
 from torch import Tensor
 
 from kvx_adapters.cli.demo_model import PROMPTS
-
-
-class DemoError(Exception):
-    """The demo cannot run here; the message says why."""
+from kvx_adapters.cli.demo_packages import DemoError
 
 
 @dataclass(frozen=True)
@@ -26,15 +22,6 @@ class Prefilled:
     request_ids: list[str]  # vLLM's own
     prompt_lens: list[int]
     first_tokens: list[int]  # the first new token of each prompt; not in the cache yet
-
-
-def check_packages() -> None:
-    for package in ("vllm", "transformers", "tokenizers"):
-        if find_spec(package) is None:
-            raise DemoError(
-                f"{package} is not installed, and the demo runs the real engines. `make demo` in "
-                "a clone of the repository sets them up; or pip install kvx[vllm,transformers]"
-            )
 
 
 def start_vllm(directory: Path, dtype: str) -> Any:

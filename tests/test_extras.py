@@ -1,0 +1,83 @@
+"""The `kvx` command in environments that lack what its extras bring: a sentence, and no traceback.
+
+An environment's site-packages hold links to the distributions that it has, as in tests/bare.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.bare import closure, top_level_paths
+from tests.native import ROOT
+
+NEEDED = ("numpy", "pydantic", "safetensors", "xxhash")  # dependencies of the package itself
+CLI = ("typer", "rich")
+CODE = "import sys; from kvx_adapters.cli import main; sys.argv[0] = 'kvx'; main()"
+
+
+def python_with(folder: Path, *distributions: str) -> Path:
+    """The Python of a new environment that has these, and what they require."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in closure(distributions):
+        for path in top_level_paths(name):
+            if not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+def kvx(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [python, "-c", CODE, *map(str, arguments)],
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_with(tmp_path_factory.mktemp("bare"), *NEEDED)
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_with(tmp_path_factory.mktemp("cli"), *NEEDED, *CLI)
+
+
+@pytest.mark.parametrize("arguments", [(), ("demo",), ("doctor",), ("store", "ls", ".")])
+def test_without_the_extra_cli(arguments: tuple[str, ...], bare: Path) -> None:
+    done = kvx(bare, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "kvx: typer is not installed. The command needs: pip install 'kvx[cli]'\n"
+    )
+
+
+def test_the_extra_cli_is_enough_for_help_and_stores(cli: Path, tmp_path: Path) -> None:
+    assert "Commands" in kvx(cli).stdout
+    assert kvx(cli, "--version").returncode == 0
+    assert kvx(cli, "info").returncode == 0
+    done = kvx(cli, "store", "ls", tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path} holds no entries.\n")
+
+
+def test_the_demo_names_what_is_missing(cli: Path) -> None:
+    done = kvx(cli, "demo")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvx demo: torch is not installed, and the demo runs the real ")
+    assert "pip install 'kvx[vllm,transformers]'" in done.stderr
+
+
+def test_doctor_says_what_to_install(cli: Path) -> None:
+    done = kvx(cli, "doctor")
+    assert done.returncode == 1
+    assert "pip install 'kvx[vllm]'" in done.stdout
