@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner, Result
 
 from kvx_adapters.cli.commands import app
 from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import Precision, Section
+from kvx_core.snapshot.seal import sealed
 from kvx_core.stores import Directory, PrefixStore
-from kvx_core.stores.inventory import num_bytes_of
+from kvx_core.stores.inventory import Inventory, num_bytes_of
 from kvx_core.types import DType
 from tests.documents import Document
+from tests.native import ROOT
 
 CHUNK = 16
 DAY = 86400
@@ -170,11 +175,86 @@ def test_signed_files(tmp_path: Path) -> None:
     save(prefix_store(path, salt="tenant", key=KEY), 1)
     (space,) = listed(path)
     assert (space["is_signed"], space["model"]) == (True, None)
-    kvx("verify", path, code=1)
-    kvx("verify", path, "--key-file", key_file)
-    assert kvx("rm", path, "--salt", "tenant").stdout.startswith("Deleted 0 files")
-    said = kvx("rm", path, "--salt", "tenant", "--key-file", key_file).stdout
-    assert said.startswith("Deleted 3 files")
+    assert "3 cannot be judged here" in kvx("verify", path, "--delete", code=1).stdout
+    assert kvx("verify", path, "--key-file", key_file).stdout == "3 of 3 files are good.\n"
+    said = kvx("rm", path, "--salt", "tenant", code=1)
+    assert said.stdout.startswith("Deleted 0 files")
+    assert "cannot be told (the last one is signed, and this reader has no key." in said.stderr
+    # With a key, files that are not signed are seen, too.
+    save(prefix_store(path, "b"), 2)
+    both = {s["is_signed"]: s for s in listed(path, "--key-file", key_file)}
+    assert (both[True]["model"], both[False]["model"]) == ("a" * 64, "b" * 64)
+    kvx("rm", path, "--salt", "", "--key-file", key_file)
+    assert kvx("rm", path, "--salt", "tenant", "--key-file", key_file).stdout.startswith(
+        "Deleted 3 files"
+    )
+    assert files(path) == []
+
+
+def test_a_pipeline_stage_alone_has_its_salt(path: Path) -> None:
+    """Names say how many layers a file has, not how many the model has."""
+    for file in files(path):
+        file.rename(file.with_name(file.name.replace(".l0-2.", ".l0-1.")))
+    assert kvx("rm", path, "--salt", "tenant").stdout.startswith("Deleted 3 files")
+
+
+def test_a_newer_version_wrote_it(path: Path) -> None:
+    """It is neither good nor bad; --delete leaves it."""
+    file = files(path)[0]
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    start = 8 + length
+    body = re.sub(rb'"(\{\\"header\\":)', rb'"{\\"from_later\\":1,\\"header\\":', raw[8:start])
+    body = body[body.index(b'"header"') :]
+    num_tokens = int(re.findall(rb'"tokens":"(\d+)"', raw[:start])[0])
+    tokens = raw[start : start + 8 * num_tokens]
+    file.write_bytes(sealed(body, tokens, len(raw) - start, None) + raw[start:])
+    found = json.loads(kvx("verify", path, "--delete", "--json", code=1).stdout)
+    assert [wrong["file"] for wrong in found["unknown"]] == [str(file.relative_to(path))]
+    assert "which this version of KVX does not know" in found["unknown"][0]["reason"]
+    assert (found["num_good"], found["bad"], file.exists()) == (11, [], True)
+
+
+def test_what_vanishes_meanwhile_is_not_bad(path: Path) -> None:
+    inventory = Inventory(Directory(path))
+    files(path)[4].unlink()
+    assert [error for _, error in inventory.verify()] == [None] * 11
+
+
+def test_hostile_names_and_headers(tmp_path: Path) -> None:
+    """Names that claim a billion layers cost nothing; text in files does not reach a terminal."""
+    save(prefix_store(tmp_path, salt="tenant"), 1)
+    good = files(tmp_path)[0]
+    store = PrefixStore(
+        Directory(tmp_path),
+        fingerprint="\x1b[2J\x07[red]\u202e",
+        num_layers=2,
+        total_kv_heads=3,
+        precision=Precision.of(DType.F32),
+        chunk_tokens=CHUNK,
+    )
+    save(store, 2)
+    for layers in ("0-999999999", "0-900+0-900", "1000-1024"):
+        good.with_name(good.name.replace(".l0-2.", f".l{layers}.")).write_bytes(good.read_bytes())
+    for arguments in (("ls", tmp_path), ("rm", tmp_path, "--dry-run", "--model", "\x1b")):
+        shown = kvx(*arguments).stdout
+        assert all(letter.isprintable() for line in shown.splitlines() for letter in line)
+    assert "\ufffd[2J\ufffd[red]\ufffd" in kvx("ls", tmp_path).stdout
+    assert json.loads(kvx("stat", tmp_path, "--json").stdout)["num_other_files"] == 2
+    kvx("rm", tmp_path, "--salt", "tenant")
+    assert json.loads(kvx("stat", tmp_path, "--json").stdout)["num_files"] == 3
+
+
+def test_trim_deletes_what_dead_writers_left(path: Path) -> None:
+    left = path / ".tmp" / ".0123456789abcdef-0.tmp"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"half a file")
+    os.utime(left, (time.time() - 2 * DAY,) * 2)
+    kvx("trim", path, "1GB", "--dry-run")
+    assert left.exists()
+    kvx("trim", path, "1GB")
+    assert not left.exists()
+    assert len(files(path)) == 12
 
 
 def test_lossy_formats_have_salts_too(tmp_path: Path) -> None:
@@ -207,6 +287,7 @@ def test_what_is_not_kvx_stays(path: Path) -> None:
         (("trim", ".", "much"), "to is 'much', expected a number of bytes greater than 0"),
         (("trim", ".", "0"), "to is '0', expected"),
         (("rm", "."), "expected at least one of them: what is to go"),
+        (("rm", ".", "--model", ""), "model is '', expected the beginning of a model"),
         (("rm", ".", "--older", "soon"), "older is 'soon', expected a number and a unit"),
         (("verify", ".", "--key-file", "none"), "none"),
     ],
@@ -220,9 +301,16 @@ def test_wrong_input_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("50GB", 50 * 10**9), ("1.5TiB", 3 << 39), ("512", 512), (7, 7), ("2 mib", 2 << 20)],
+    [
+        ("50GB", 50 * 10**9),
+        ("1.5TiB", 3 << 39),
+        ("512", 512),
+        (7, 7),
+        ("2 mib", 2 << 20),
+        (5e10, 5 * 10**10),
+    ],
 )
-def test_sizes(text: str | int, expected: int) -> None:
+def test_sizes(text: object, expected: int) -> None:
     assert num_bytes_of(text) == expected
 
 
@@ -236,8 +324,12 @@ def test_settings_take_sizes(tmp_path: Path) -> None:
     settings = StoreSettings(path=tmp_path, max_bytes="50GB", max_pending_bytes="1GiB")  # type: ignore[arg-type]
     assert (settings.max_bytes, settings.max_pending_bytes) == (50 * 10**9, 1 << 30)
     assert StoreSettings(path=tmp_path, max_bytes=None).max_bytes is None
-    with pytest.raises(ValueError, match="max_bytes is '50 parsecs', expected a number of bytes"):
-        StoreSettings(path=tmp_path, max_bytes="50 parsecs")  # type: ignore[arg-type]
+    for wrong in ("50 parsecs", -1, 0, True, 1.5, [1]):
+        message = re.escape(
+            f"max_bytes is {wrong!r}, expected a number of bytes greater than 0, su"
+        )
+        with pytest.raises(ValueError, match=message):
+            StoreSettings(path=tmp_path, max_bytes=wrong)  # type: ignore[arg-type]
 
 
 def test_what_a_start_tells(tmp_path: Path) -> None:
@@ -250,11 +342,18 @@ def test_what_a_start_tells(tmp_path: Path) -> None:
     assert ", no limit, " in StoreSettings(path=tmp_path).told("a" * 64, 128)
 
 
-def test_the_document(path: Path) -> None:
-    """Every command of docs/operations.md runs on a store."""
+PAGE = Document("operations.md")
+STATS = set(  # of the connector
+    re.findall(
+        r'^    "(\w+)": "', (ROOT / "kvx_adapters/vllm_plugin/stats.py").read_text(), re.MULTILINE
+    )
+)
+
+
+def test_the_commands_of_the_document(path: Path) -> None:
     commands = [
         line.strip().partition("#")[0].split()
-        for snippet in Document("operations.md").snippets("bash")
+        for snippet in PAGE.snippets("bash")
         for line in snippet.splitlines()
         if line.strip().startswith("kvx store")
     ]
@@ -262,6 +361,62 @@ def test_the_document(path: Path) -> None:
     for words in commands:
         assert words[3] == "/srv/kvx", words
         kvx(words[2], path, *(word.strip("'") for word in words[4:]))
+
+
+def test_the_arithmetic_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    PAGE.run({})
+    assert capsys.readouterr().out.splitlines() == PAGE.prints()
+    assert "131,072 bytes" in PAGE.text
+
+
+def connector_settings(command: list[str]) -> StoreSettings:
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert config["kv_load_failure_policy"] == "recompute"
+    return StoreSettings(**config["kv_connector_extra_config"])
+
+
+def test_the_compose_file() -> None:
+    compose, _, _ = PAGE.snippets("yaml")
+    for service in yaml.safe_load(compose)["services"].values():
+        settings = connector_settings(shlex.split(service["command"]))
+        assert settings.max_bytes == 50 * 10**9
+        (volume,) = service["volumes"]
+        assert volume.split(":")[1] == str(settings.path)
+
+
+def test_the_kubernetes_manifests(path: Path) -> None:
+    """Names agree, the settings are valid, and the job's command runs. No cluster is asked."""
+    _, manifests, _ = PAGE.snippets("yaml")
+    claim, server, job = yaml.safe_load_all(manifests)
+    templates = (server["spec"]["template"], job["spec"]["jobTemplate"]["spec"]["template"])
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        (volume,) = template["spec"]["volumes"]
+        (mount,) = container["volumeMounts"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert mount["name"] == volume["name"]
+        assert mount["mountPath"] == "/srv/kvx"
+    assert server["spec"]["selector"]["matchLabels"] == templates[0]["metadata"]["labels"]
+    settings = connector_settings(templates[0]["spec"]["containers"][0]["args"])
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert settings.max_bytes is not None
+    assert settings.max_bytes < num_bytes_of(f"{size}B")
+    assert (settings.path, settings.group) == (Path("/srv/kvx"), "write")
+    command = templates[1]["spec"]["containers"][0]["command"]
+    assert command[:2] == ["kvx", "store"]
+    assert command[3] == "/srv/kvx"
+    kvx(command[2], path, *command[4:])
+
+
+def test_the_alerts() -> None:
+    """They ask for metrics that the connector has."""
+    _, _, rules = PAGE.snippets("yaml")
+    (group,) = yaml.safe_load(rules)["groups"]
+    asked = {
+        name for rule in group["rules"] for name in re.findall(r"kvx_(\w+)_total", rule["expr"])
+    }
+    assert asked == {"load_failures", "dropped_saves", "lookup_failures", "errors"}
+    assert asked <= STATS
 
 
 def test_a_month(tmp_path: Path) -> None:
@@ -288,5 +443,50 @@ def test_a_month(tmp_path: Path) -> None:
     assert json.loads(kvx("stat", tmp_path, "--json").stdout)["bytes"] <= 100_000
     kvx("rm", tmp_path, "--salt", "shop")
     assert all(space["has_default_salt"] for space in listed(tmp_path))
+    kvx("rm", tmp_path, "--salt", "")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("num_entries", [2400, pytest.param(30_000, marks=pytest.mark.slow)])
+def test_a_large_store(num_entries: int, tmp_path: Path) -> None:
+    """Two weeks bring a tenth more than fits; then it is inspected, trimmed and emptied by salt.
+
+    Most files are copies of a saved one, under names of their own.
+    """
+    stores = [prefix_store(tmp_path, salt=salt) for salt in ("", "shop")]
+    for seed, store in enumerate(stores):
+        save(store, seed, CHUNK)
+    models = [(file.relative_to(tmp_path), file.read_bytes()) for file in files(tmp_path)]
+    most = num_entries * (files(tmp_path)[0].stat().st_blocks * 512)
+    weekly = num_entries * 11 // 20
+    for week in range(2):
+        used = time.time() - (2 - week) * 7 * DAY
+        for i in range(weekly):
+            like, raw = models[i % 2]
+            node, entry = (
+                hashlib.sha256(b"%s %d %d" % (kind, week, number)).hexdigest()
+                for kind, number in ((b"node", i // 32), (b"entry", i))
+            )
+            folder = tmp_path / like.parts[0] / node / like.parts[2]
+            if i % 32 < 2:
+                folder.mkdir(parents=True)
+            file = folder / f"{CHUNK}-{entry}{like.name[like.name.index('.') :]}"
+            file.write_bytes(raw)
+            os.utime(file, (used, used))
+        # A server starts, saves a prompt, and so trims.
+        save(prefix_store(tmp_path, max_bytes=most), 100 + week, CHUNK)
+    totals = json.loads(kvx("stat", tmp_path, "--json").stdout)
+    assert totals["bytes"] <= most
+    assert totals["num_entries"] > num_entries * 8 // 10
+    assert [space["num_files"] > num_entries // 3 for space in listed(tmp_path)] == [True, True]
+    said = kvx("rm", tmp_path, "--older", "8d", "--dry-run").stdout
+    assert said.startswith("Would delete ")
+    assert json.loads(kvx("stat", tmp_path, "--json").stdout)["num_files"] == totals["num_files"]
+    kvx("trim", tmp_path, most // 10)
+    assert kvx("verify", tmp_path).stdout.endswith(" files are good.\n")
+    kvx("rm", tmp_path, "--salt", "shop")
+    (space,) = listed(tmp_path)
+    assert space["has_default_salt"]
+    assert 0 < space["bytes"] <= most // 10
     kvx("rm", tmp_path, "--salt", "")
     assert files(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvx_core import InvalidArgumentError, KvxError
-from kvx_core.stores import Directory, StoreError, read_key
+from kvx_core.stores import CorruptError, Directory, StoreError, read_key
 from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
 
 app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_args_is_help=True)
@@ -49,7 +50,7 @@ def _ls(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> N
     for space in spaces:
         table.add_row(
             space.name[:_SHOWN],
-            escape((space.fingerprint or "cannot be read")[:_SHOWN]),
+            escape(_printable((space.fingerprint or "?")[:_SHOWN])),
             _salt(space),
             f"{space.num_entries:,}",
             f"{space.num_tokens:,}",
@@ -88,23 +89,41 @@ def _verify(
     as_json: AsJson = False,
     delete: Annotated[bool, typer.Option("--delete", help="Delete files that are bad.")] = False,
 ) -> None:
-    """Read every byte of every file. Exits with 0 if all are good, else with 1."""
+    """Read every byte of every file. Exits with 0 if all are good, else with 1.
+
+    A file that is signed with another key, or that a newer version wrote, is neither good nor bad,
+    and stays.
+    """
     with _errors():
         found = _inventory(path, key_file)
         num_files = sum(len(space.files) for space in found.spaces())
+        bad: list[tuple[StoredFile, str]] = []
+        unknown: list[tuple[StoredFile, str]] = []
+        num_good = 0
         with _steps("verifying", num_files) as step:
-            bad = list(found.verify(lambda file: step()))
+            for file, error in found.verify():
+                step()
+                if error is None:
+                    num_good += 1
+                else:
+                    group = bad if isinstance(error, CorruptError) else unknown
+                    group.append((file, str(error).removeprefix(f"{found.directory.root}/")))
         if delete:
             for _ in found.delete(file for file, _ in bad):
                 pass
+    num_files = num_good + len(bad) + len(unknown)  # without those that vanished meanwhile
     if as_json:
-        wrong = [{"file": file.file.name, "reason": reason} for file, reason in bad]
-        print(json.dumps({"num_files": num_files, "bad": wrong, "deleted": delete}, indent=1))
+        facts: dict[str, Any] = {"num_files": num_files, "num_good": num_good, "deleted": delete}
+        for name, group in (("bad", bad), ("unknown", unknown)):
+            facts[name] = [{"file": file.file.name, "reason": reason} for file, reason in group]
+        print(json.dumps(facts, indent=1))
     else:
-        for file, reason in bad:
-            print(f"{file.file.name}: {reason}")
-        print(f"{num_files - len(bad)} of {num_files} files are good.")
-    raise typer.Exit(1 if bad else 0)
+        for _, reason in bad + unknown:
+            print(_printable(reason))
+        print(f"{num_good:,} of {num_files:,} files are good.")
+        if unknown:
+            print(f"{len(unknown):,} cannot be judged here: they stay.")
+    raise typer.Exit(0 if num_good == num_files else 1)
 
 
 @app.command("trim")
@@ -113,7 +132,10 @@ def _trim(
     to: Annotated[str, typer.Argument(help="Bytes that may stay, such as 50GB or 1.5TiB.")],
     dry_run: DryRun = False,
 ) -> None:
-    """Delete the least recently used files until the others have at most this many bytes."""
+    """Delete the least recently used files until the others have at most this many bytes.
+
+    Also what writers left behind that died while they wrote.
+    """
     with _errors():
         most = num_bytes_of(to, "to")
         found = _inventory(path, None)
@@ -127,6 +149,8 @@ def _trim(
             chosen.append(file)
             left -= file.num_bytes
         _delete(found, chosen, dry_run=dry_run)
+        if not dry_run:
+            found.directory.trim()
 
 
 @app.command("rm")
@@ -142,11 +166,24 @@ def _rm(
     key_file: KeyFile = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Delete the files to which all that is given applies."""
+    """Delete the files to which all that is given applies.
+
+    Exits with 1 if a salt or model is asked for and there are files of which it cannot be told.
+    """
     with _errors():
         before = None if older is None else time.time() - _seconds(older)
         found = _inventory(path, key_file)
-        _delete(found, found.chosen(salt=salt, model=model, before=before), dry_run=dry_run)
+        chosen, unknown = found.chosen(salt=salt, model=model, before=before)
+        _delete(found, chosen, dry_run=dry_run)
+    for space in unknown:
+        name, reason = space.name[:_SHOWN], _printable(space.reason)
+        print(
+            f"{len(space.files):,} files of space {name} stay: their salt and model cannot be told "
+            f"(the last one {reason}). Give --key-file if they are signed; --model {name} without "
+            "--salt deletes them",
+            file=sys.stderr,
+        )
+    raise typer.Exit(1 if unknown else 0)
 
 
 def _inventory(path: Path, key_file: Path | None) -> Inventory:
@@ -154,7 +191,8 @@ def _inventory(path: Path, key_file: Path | None) -> Inventory:
         raise StoreError(
             f"path is {path}, expected the directory of a store: `path` of the connector's settings"
         )
-    return Inventory(Directory(path), None if key_file is None else read_key(key_file))
+    with Console(stderr=True).status("reading the names of files"):
+        return Inventory(Directory(path), None if key_file is None else read_key(key_file))
 
 
 def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool) -> None:
@@ -174,7 +212,7 @@ def _facts(space: Space) -> dict[str, Any]:
     return {
         "space": space.name,
         "model": space.fingerprint,
-        "has_default_salt": space.has_salt("") if not space.is_signed else None,
+        "has_default_salt": space.has_salt("") if space.header and not space.is_signed else None,
         "is_signed": space.is_signed,
         "num_files": len(space.files),
         "num_entries": space.num_entries,
@@ -205,7 +243,16 @@ def _totals(found: Inventory, spaces: list[Space]) -> dict[str, Any]:
 def _salt(space: Space) -> str:
     if space.is_signed:
         return "signed"
+    if space.header is None:
+        return "?"
     return "none" if space.has_salt("") else "some"
+
+
+def _printable(text: str) -> str:
+    """Text of a file, without characters that control a terminal."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def _seconds(text: str) -> float:

@@ -46,7 +46,7 @@ class StoreSettings(BaseModel):
     @classmethod
     def _with_a_unit(cls, size: object, field: ValidationInfo) -> object:
         """Sizes may be texts, such as "50GB"."""
-        return num_bytes_of(size, field.field_name or "") if isinstance(size, str) else size
+        return None if size is None else num_bytes_of(size, field.field_name or "")
 
     @field_validator("format")
     @classmethod

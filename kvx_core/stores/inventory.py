@@ -1,14 +1,15 @@
 """Inventory: what a directory of a prefix store has, for those who operate it.
 
-Reads names, sizes and times of files, and the header of one file of each space: the entries of one
-model, salt, key and lossy format. Files are not trusted.
+Reads names, sizes and times of files, and a few headers of each space: the entries of one model,
+salt, key and lossy format. Files are not trusted: neither their names nor their headers.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import (
@@ -23,7 +24,11 @@ from kvx_core.snapshot import (
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.keys import EntryFile, parse_name, space_of
 
-_ANY_SHAPE = 10**9, 10**9  # layers and heads that no model has
+_MOST_LAYERS = 1024  # of a model: a name could claim billions, and each is a number in memory
+_ANY_SHAPE = _MOST_LAYERS, 1 << 20  # layers and heads that no model has
+_SALTED_LAYERS = 256  # models of so many layers are tried when a salt is looked for
+_HEADERS = 8  # that are tried until one can be read
+_KINDS = 16  # of files with other layers, each of whose planes are looked for
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgtp", 1)
@@ -32,15 +37,15 @@ _UNITS = {"": 1, "b": 1} | {
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]{0,3})\s*", re.IGNORECASE)
 
 
-def num_bytes_of(text: str | int, name: str = "size") -> int:
-    """A number of bytes, from an int or a text: "50GB" is 50 * 10**9, "1.5TiB" 1.5 * 2**40.
+def num_bytes_of(text: object, name: str = "size") -> int:
+    """A number of bytes, from a number or a text: "50GB" is 50 * 10**9, "1.5TiB" 1.5 * 2**40.
 
     name: what errors call it
     Raises InvalidArgumentError.
     """
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if type(text) is int:
-        number = text
+    if type(text) is int or (type(text) is float and text.is_integer()):
+        number = int(text)
     elif found is not None and found[2].lower() in _UNITS:
         number = int(float(found[1]) * _UNITS[found[2].lower()])
     else:
@@ -69,7 +74,9 @@ class Space:
     name: str
     files: list[StoredFile] = field(default_factory=list)  # the least recently used first
     header: Header | None = None  # of one file that could be read; None: of none
+    planes: tuple[PlaneKind, ...] = ()  # of the headers that were read
     is_signed: bool = False
+    reason: str = ""  # why no header could be read
 
     @property
     def num_bytes(self) -> int:
@@ -108,18 +115,18 @@ class Space:
         key: that its files are signed with
         """
         fingerprint = self.fingerprint
-        if self.header is None or fingerprint is None or not self.files:
+        if self.header is None or fingerprint is None:
             return False
-        num_layers = 1 + max(layer for file in self.files for layer in file.file.layers)
+        # Files may be those of some stages of a pipeline only, or have wrong names.
+        counts = {file.file.layers[-1] + 1 for file in self.files} | set(range(1, _SALTED_LAYERS))
         facts = self.header.parts[0].facts
         total = facts.total_kv_heads or max(file.file.heads[1] for file in self.files)
-        planes: list[PlaneKind] = [kind for part in self.header.parts for kind in part.planes]
         formats = {"", *(word for name in self.precisions for word in name.split("+"))}
-        signer = None if key is None else Key(key)
-        shape = num_layers, total
+        signer = None if key is None or not self.is_signed else Key(key)
         return any(
-            space_of(fingerprint, shape, salt, signer, planes, lossy) == self.name
+            space_of(fingerprint, (count, total), salt, signer, self.planes, lossy) == self.name
             for lossy in formats
+            for count in counts
         )
 
 
@@ -134,14 +141,16 @@ class Inventory:
         self.directory, self._key = directory, key
         self.num_other_files = 0  # that are not KVX's
         self._spaces: dict[str, Space] = {}
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # so that files share their layers
         for used, num_bytes, name in directory.files():
             file = parse_name(name, _ANY_SHAPE)
-            if file is None:
+            if file is None or len(file.layers) > _MOST_LAYERS:
                 self.num_other_files += 1
                 continue
             space = name.partition("/")[0]
             found = self._spaces.setdefault(space, Space(space))
-            found.files.append(StoredFile(file, num_bytes, used))
+            shared = replace(file, layers=known.setdefault(file.layers, file.layers))
+            found.files.append(StoredFile(shared, num_bytes, used))
 
     @property
     def num_bytes(self) -> int:
@@ -149,16 +158,17 @@ class Inventory:
         return sum(space.num_bytes for space in self._spaces.values())
 
     def spaces(self) -> list[Space]:
-        """All spaces, the most recently used first; reads a header of each."""
+        """All spaces, the most recently used first; reads headers of each."""
         for space in self._spaces.values():
-            if space.header is None:
+            if space.header is None and not space.reason:
                 self._look_at(space)
         return sorted(self._spaces.values(), key=lambda space: -space.used)
 
     def chosen(
         self, *, salt: str | None = None, model: str | None = None, before: float | None = None
-    ) -> list[StoredFile]:
-        """The files to which all that is given applies, the least recently used first.
+    ) -> tuple[list[StoredFile], list[Space]]:
+        """The files to which all that is given applies, the least recently used first; and the
+        spaces that could not be read, whose salt or model is therefore not known.
 
         salt:   of this salt; "" is that of requests without one
         model:  the beginning of the model's fingerprint or of the space's name
@@ -169,15 +179,23 @@ class Inventory:
             raise InvalidArgumentError(
                 "salt, model and before are None, expected at least one of them: what is to go"
             )
+        if model == "":
+            raise InvalidArgumentError(
+                "model is '', expected the beginning of a model or of a space; every name begins so"
+            )
         found: list[StoredFile] = []
+        unknown: list[Space] = []
         for space in self.spaces():
-            names = (space.name, space.fingerprint or "")
-            if model is not None and not any(name.startswith(model) for name in names):
+            is_named = model is None or space.name.startswith(model)
+            if space.header is None and (salt is not None or not is_named):
+                unknown.append(space)
+                continue
+            if not is_named and not (space.fingerprint or "").startswith(model or ""):
                 continue
             if salt is not None and not space.has_salt(salt, self._key):
                 continue
             found += (f for f in space.files if before is None or f.used < before)
-        return sorted(found, key=lambda file: file.used)
+        return sorted(found, key=lambda file: file.used), unknown
 
     def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
         """Deletes files, one by one, and yields each that is gone. Raises StoreError."""
@@ -185,20 +203,22 @@ class Inventory:
             self.directory.delete(file.file.name)
             yield file
 
-    def verify(
-        self, saw: Callable[[StoredFile], None] = lambda file: None
-    ) -> Iterator[tuple[StoredFile, str]]:
-        """Reads every byte of every file; yields those that are not good, and why.
+    def verify(self) -> Iterator[tuple[StoredFile, StoreError | None]]:
+        """Reads every byte of every file; yields each, and what is wrong with it.
 
-        saw: called after each file
+        None: it is good. CorruptError: nobody can use it. Another StoreError: it cannot be judged
+        here, such as a file that is signed with another key, or was written by a newer version.
+        Files that others have deleted meanwhile are left out.
         """
         for space in self._spaces.values():
             for file in space.files:
                 try:
                     self._verify(file)
                 except StoreError as error:
-                    yield file, str(error)
-                saw(file)
+                    if os.path.lexists(self.directory.root / file.file.name):
+                        yield file, error
+                else:
+                    yield file, None
 
     def _verify(self, file: StoredFile) -> None:
         path = self.directory.root / file.file.name
@@ -215,11 +235,31 @@ class Inventory:
                 found.read([layer])
 
     def _look_at(self, space: Space) -> None:
-        """Reads headers until one is good; the last used files first."""
-        for file in list(reversed(space.files))[:8]:
+        """Reads headers of the last used files: one that is good, and one for each other layers."""
+        newest: dict[tuple[int, ...], list[StoredFile]] = {}
+        for file in reversed(space.files):
+            if len(newest) < _KINDS or file.file.layers in newest:
+                newest.setdefault(file.file.layers, []).append(file)
+        planes: set[PlaneKind] = set()
+        for files in newest.values():
+            for file in files[:_HEADERS]:
+                header = self._header(space, file)
+                if header is not None:
+                    space.header = space.header or header
+                    planes.update(kind for part in header.parts for kind in part.planes)
+                    break
+        space.planes = tuple(sorted(planes))
+
+    def _header(self, space: Space, file: StoredFile) -> Header | None:
+        """The header of a file, signed with the key or not at all; None if it cannot be read."""
+        path = self.directory.root / file.file.name
+        for key in (None,) if self._key is None else (self._key, None):
             try:
-                with Snapshot.open(self.directory.root / file.file.name, key=self._key) as found:
-                    space.header, space.is_signed = found.header, self._key is not None
-                return
+                with Snapshot.open(path, key=key) as found:
+                    space.is_signed = key is not None
+                    return found.header
             except StoreError as error:
-                space.is_signed = space.is_signed or isinstance(error, UnsignedError)
+                space.reason = str(error).removeprefix(f"{path}").lstrip(": ")
+                if key is None and isinstance(error, UnsignedError):
+                    space.is_signed = True
+        return None
