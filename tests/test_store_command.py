@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import re
 import shlex
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +113,32 @@ def test_ls_and_stat(path: Path) -> None:
     assert totals["bytes"] == sum(f.stat().st_blocks * 512 for f in files(path))
     assert totals["free_bytes"] > 0
     assert "free" in kvx("stat", path).stdout
+
+
+@pytest.mark.parametrize("columns", [130, 60])
+def test_on_a_terminal(columns: int, path: Path) -> None:
+    """Nothing is cut off, and progress leaves nothing behind."""
+    ours, theirs = pty.openpty()
+    shown = b""
+    with subprocess.Popen(
+        [sys.executable, "-c", "from kvx_adapters.cli import main; main()", "store", "ls", path],
+        env=os.environ | {"COLUMNS": str(columns), "TERM": "xterm", "PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        with suppress(OSError):  # the other end is closed
+            while chunk := os.read(ours, 1 << 16):
+                shown += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    *_, head, first, second, third = [line.rstrip() for line in text.splitlines() if line.strip()]
+    assert head.split()[:3] == ["space", "model", "salt"]
+    assert all(line.endswith("s ago") for line in (first, second, third))
+    assert "…" not in text
+    assert max(map(len, (head, first, second, third))) <= columns
 
 
 def test_verify(path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,7 +24,19 @@ from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
 app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_args_is_help=True)
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_SHOWN = 12  # digits of hashes
+_SHOWN, _SHOWN_NARROW = 12, 8  # digits of hashes
+_WIDE = 100  # columns of a terminal
+_WIDE_ONLY = ("entries", "precision")
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "space": "left",
+    "model": "left",
+    "salt": "left",
+    "entries": "right",
+    "tokens": "right",
+    "size": "right",
+    "precision": "left",
+    "last used": "left",
+}
 
 StorePath = Annotated[Path, typer.Argument(help="The directory: `path` of the connector.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Its secret signs the files: key_file.")]
@@ -43,22 +55,26 @@ def _ls(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> N
     if as_json:
         print(json.dumps([_facts(space) for space in spaces], indent=1))
         return
+    console = _console()
+    is_narrow = console.width < _WIDE
+    shown = _SHOWN_NARROW if is_narrow else _SHOWN
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("space", "model", "salt", "entries", "tokens", "size", "precision", "last used"):
-        is_number = column in ("entries", "tokens", "size")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    for column in _COLUMNS:
+        if not is_narrow or column not in _WIDE_ONLY:
+            table.add_column(column, justify=_COLUMNS[column], no_wrap=True)
     for space in spaces:
-        table.add_row(
-            space.name[:_SHOWN],
-            escape(_printable((space.fingerprint or "?")[:_SHOWN])),
-            _salt(space),
-            f"{space.num_entries:,}",
-            f"{space.num_tokens:,}",
-            _size(space.num_bytes),
-            " ".join(space.precisions),
-            f"{_age(space.used)} ago",
-        )
-    _console().print(table if spaces else f"{path} holds no entries.")
+        cells = {
+            "space": space.name[:shown],
+            "model": escape(_printable((space.fingerprint or "?")[:shown])),
+            "salt": _salt(space),
+            "entries": f"{space.num_entries:,}",
+            "tokens": f"{space.num_tokens:,}",
+            "size": _size(space.num_bytes),
+            "precision": " ".join(space.precisions),
+            "last used": f"{_age(space.used)} ago",
+        }
+        table.add_row(*(cells[str(column.header)] for column in table.columns))
+    console.print(table if spaces else f"{path} holds no entries.")
 
 
 @app.command("stat")
