@@ -57,7 +57,7 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm-matrix soak lint format bench gpu setup installed build wheel clean \
+.PHONY: help demo test test-vllm-matrix soak lint format docs bench gpu setup installed build wheel clean \
     distclean prerequisites
 
 help:
@@ -68,6 +68,7 @@ help:
 	@echo "make soak      half an hour of real vLLM on a failing store   ARGS='--minutes 3' for less"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
+	@echo "make docs      the documentation as a site, in build/site, with search"
 	@echo "make bench     the benchmarks                 ARGS goes to them"
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
@@ -97,6 +98,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "$(BIN)/python -m http.server --directory build/site    # then open http://localhost:8000"
 
 bench: build
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -204,6 +209,6 @@ $(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py | $(INSTALLED)
 $(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
 	$(PIP) install --quiet --no-deps $(ENGINES)
-	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint]" \
+	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint,docs]" \
 	    "--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)"
 	@touch $@

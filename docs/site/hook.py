@@ -1,0 +1,91 @@
+"""What mkdocs builds besides the pages of docs/: the README and others as pages, the reference of C
+and of Python, and the sources that pages link to."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+from docs.site import c_reference, python_reference
+from docs.site.links import HEADERS, PAGES, ROOT, rewritten, site_path, source_page, spaced
+from docs.site.prose import Sections
+
+
+def headers() -> list[str]:
+    """Those that say something; kvx_ext.h includes the others."""
+    found = sorted((ROOT / HEADERS).glob("*.h"))
+    return [HEADERS + path.name for path in found if path.name != "kvx_ext.h"]
+
+
+def modules() -> list[str]:
+    """The modules of kvx_core that list their names, and the adapters."""
+    core = [
+        path.parent if path.stem == "__init__" else path.with_suffix("")
+        for path in (ROOT / "kvx_core").glob("**/*.py")
+        if re.search(r"^__all__ = ", path.read_text(), re.M)
+    ]
+    adapters = [
+        path.with_suffix("")
+        for path in (ROOT / "kvx_adapters").iterdir()
+        if (path / "__init__.py").is_file() or path.suffix == ".py"
+        if path.stem not in ("__init__", "cli")
+    ]
+    return [".".join(p.relative_to(ROOT).parts) for p in (*sorted(core), *sorted(adapters))]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fills in the navigation of the reference."""
+    (reference,) = [entry["Reference"] for entry in config.nav if "Reference" in entry]
+    for entry in reference:
+        if "C" in entry:
+            entry["C"] = [{path.rpartition("/")[2]: site_path(path)} for path in headers()]
+        if "Python" in entry:
+            entry["Python"] = [{name: f"reference/python/{name}.md"} for name in modules()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds pages; gives all of them links of the site."""
+    sections = Sections((ROOT / "docs/spec.md").read_text(), "../../spec.md")
+
+    def add(uri: str, **options: Any) -> None:
+        files.append(File.generated(config, uri, **options))
+
+    for path in headers():
+        add(site_path(path), content=c_reference.page(ROOT / path, sections))
+    for name in modules():
+        add(f"reference/python/{name}.md", content=python_reference.page(name, ROOT, sections))
+
+    pages = [
+        f"docs/{f.src_uri}" for f in files if f.is_documentation_page() and f.generated_by is None
+    ]
+    waiting, done = [*pages, *PAGES], set()
+    while waiting:
+        path = waiting.pop()
+        if path in done:
+            continue
+        done.add(path)
+        uri, hidden = site_path(path), InclusionLevel.NOT_IN_NAV
+        if path.endswith(".md"):
+            text, targets = rewritten(spaced((ROOT / path).read_text()), path)
+            waiting += targets
+            if files.get_file_from_path(uri):
+                files.remove(files.get_file_from_path(uri))
+            shown = uri in PAGES.values() or path.startswith("docs/")
+            add(uri, content=text, inclusion=InclusionLevel.UNDEFINED if shown else hidden)
+        elif files.get_file_from_path(uri):
+            continue
+        elif (ROOT / path).is_dir() or uri.endswith(".md"):
+            add(uri, content=source_page(path), inclusion=hidden)
+            if (ROOT / path).is_dir():
+                waiting += [f"{path}/{p.name}" for p in (ROOT / path).glob("*.py")]
+        else:
+            add(uri, abs_src_path=str(ROOT / path))
+    return files
