@@ -20,7 +20,7 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_fact_that_differs_is_refused() -> None:
-    names = PAGE.run({}, *PAGE.snippets()[:-2])
+    names = PAGE.run({}, *PAGE.snippets()[:-3])
     other = names["CacheFacts"](
         fingerprint="llama-3.1-8b", rotary="interleaved", rotary_dim=64, rope_applied=True
     )

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from kvx_adapters.cli.commands import app
+from kvx_adapters.vllm.spec import minor
 from kvx_core import CacheDesc, CacheFacts, CacheView, KvxError, describe, migrate, write_kv
-from kvx_core.snapshot import Precision, Section, Snapshot
+from kvx_core.snapshot import Precision, Section, Snapshot, read_key
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.types import DType
 from tests.core.test_checksums import change
@@ -34,8 +36,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def cache(heads: int = 2, dtype: torch.dtype = torch.float32) -> CacheDesc:
-    k, v = torch.zeros(2, 8, 16, heads, 64, dtype=dtype)
+def cache(heads: int = 2, dtype: torch.dtype = torch.float32, dim: int = 64) -> CacheDesc:
+    k, v = torch.zeros(2, 8, 16, heads, dim, dtype=dtype)
     return CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
 
 
@@ -52,6 +54,25 @@ def moved_memory() -> None:
     desc = CacheDesc.from_kv(describe(tensor, "BLOCK_NHD"), None)
     tensor.untyped_storage().resize_(0)
     write_kv(desc, torch.zeros(1, 2, 64), None, slots=[5])
+
+
+def described(tensor: Any, other: Any = None) -> None:
+    layout = "BLOCK_NHD"
+    v = None if other is None else describe(other, layout)
+    CacheDesc.from_kv(describe(tensor, layout), v).validate()
+
+
+def read_only() -> None:
+    array = np.zeros((8, 16, 2, 64), np.float32)
+    array.flags.writeable = False
+    desc = CacheDesc.from_kv(describe(array, "BLOCK_NHD"), None)
+    write_kv(desc, np.zeros((1, 2, 64), np.float32), None, slots=[5])
+
+
+def key_file(path: Path, size: int, mode: int) -> None:
+    (path / "key").write_bytes(bytes(size))
+    (path / "key").chmod(mode)
+    read_key(path / "key")
 
 
 def store(path: Path, **options: Any) -> None:
@@ -103,14 +124,29 @@ CASES: list[Callable[[Path], object]] = [
     lambda path: move(view(), view(cache(heads=4))),
     lambda path: move(view(), view(cache(dtype=torch.uint8))),
     lambda path: (lambda one: move(one, one))(view()),
+    lambda path: migrate(view(), view(), [3]),
+    lambda path: move(view(), CacheView((cache(), cache()), CacheFacts(**FACTS))),
+    lambda path: move(view(), view(cache(dim=32))),
+    lambda path: migrate(view().at(block_table=[[1]]), view().at(block_table=[[2], [3]]), [3]),
+    lambda path: write_kv(cache(), *torch.zeros(2, 1, 2, 64), slots=[128]),
     lambda path: moved_memory(),
     lambda path: describe(torch.zeros(3, 4, 5, 6), "NHD"),
     lambda path: describe(torch.zeros(3, 4, 5, 6, dtype=torch.float64), "BLOCK_NHD"),
+    lambda path: described(torch.zeros(16, 2, 64)),
+    lambda path: described(torch.zeros(8, 16, 2, 64), torch.zeros(8, 32, 2, 64)),
+    lambda path: described(torch.zeros(1, 16, 2, 64).expand(8, 16, 2, 64)),
+    lambda path: described(*[torch.zeros(8, 16, 2, 64)] * 2),
+    lambda path: read_only(),
+    lambda path: CacheView((cache(),), CacheFacts(**FACTS), k_scales=(0.5,), v_scales=(0.5,)),
+    lambda path: view().at(block_table=torch.zeros(2, 4, dtype=torch.int32).t()),
+    lambda path: minor("0.19.1"),
     other_chunks,
     earlier_format,
     a_file,
     lambda path: store(path, format="q9"),
     lambda path: None,  # a sentence of the command, below
+    lambda path: key_file(path, 32, 0o644),
+    lambda path: key_file(path, 16, 0o600),
     of_a_later_version,
     damaged,
 ]
