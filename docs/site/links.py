@@ -24,12 +24,12 @@ def site_path(path: str) -> str:
     """Where the site has a file or folder of the repository."""
     if path in PAGES:
         return PAGES[path]
-    if path.startswith("docs/"):
+    if (ROOT / path).is_dir():
+        return f"source/{path}/index.md"
+    if path.startswith("docs/") and not path.endswith(".py"):
         return path.removeprefix("docs/")
     if path.startswith(HEADERS) and path.endswith(".h"):
         return f"reference/c/{posixpath.basename(path)}.md"
-    if (ROOT / path).is_dir():
-        return f"source/{path}/index.md"
     return f"source/{path}.md" if Path(path).suffix in _LANGUAGES else f"source/{path}"
 
 

@@ -1,0 +1,60 @@
+"""docs/security.md: its limits are those of the code, and nothing that it excludes is imported."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from kvx_core.connector import boundary, settings
+from kvx_core.snapshot import file, signing
+from kvx_core.stores import blobs, finder, index, root
+from tests.documents import Document
+from tests.native import ROOT
+
+TEXT = " ".join(Document("security.md").text.split())
+# The command is left out: it may run what the person who calls it asks for.
+SOURCES = [
+    path
+    for package in ("kvx_core", "kvx_adapters")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if "cli" not in path.parts
+]
+# Modules that load code from data, open sockets, or start programs.
+EXCLUDED = {
+    *("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "runpy"),
+    *("socket", "socketserver", "http", "urllib", "ftplib", "requests", "httpx", "asyncio"),
+    *("subprocess", "multiprocessing", "pty"),
+}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "limit"),
+    [
+        ("{} MiB for a snapshot that is opened by path", file.MAX_HEADER_BYTES >> 20),
+        ("the tokens of at most {} files of other sequences", finder._MAX_OPENED),
+        ("at most {:,} names of a folder", blobs._MAX_NAMES),
+        ("{:,} names,", index._MAX_NAMES),
+        ("{:,} tokens (64 MB)", index._MAX_TOKENS),
+        ("{:,} salts", settings._MAX_SALTS),
+        ("each of at most {} kinds", boundary._MAX_KINDS),
+        ("at most {:,} characters of what a file says", boundary._MAX_CHARS),
+        ("at least {} random bytes", signing._MIN_BYTES),
+        ("{:04o} unless `group` says more", root.MODES["none"][0]),
+    ],
+)
+def test_a_limit(sentence: str, limit: int) -> None:
+    assert sentence.format(limit) in TEXT
+
+
+def test_nothing_loads_code_opens_sockets_or_starts_programs() -> None:
+    assert len(SOURCES) > 100
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            found = {name.partition(".")[0] for name in names} & EXCLUDED
+            assert not found, (path, found)
+            called = node.func if isinstance(node, ast.Call) else None
+            assert not (isinstance(called, ast.Name) and called.id in ("eval", "exec")), path
