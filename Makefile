@@ -202,8 +202,8 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# llama.cpp as shared libraries, for its tests. Where they cannot be had, set-up goes on.
-$(VENV)/.kvx-llama-cpp: tests/engines/llama_cpp_library.py | $(INSTALLED)
+# llama.cpp as shared libraries, for the demo and its tests. Where they cannot be had, set-up goes on.
+$(VENV)/.kvx-llama-cpp: kvx_adapters/cli/engines/llama_cpp_library.py | $(INSTALLED)
 	@$(BIN)/python $< && touch $@ || true
 
 $(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt

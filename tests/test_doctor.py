@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from kvx_adapters.cli import doctor, doctor_engines
 from kvx_adapters.cli.commands import app
+from kvx_adapters.cli.engines import llama_cpp_library
 from kvx_core import backend_info
-from tests.engines import llama_cpp_library
 
 ROOT = Path(__file__).parent.parent
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")

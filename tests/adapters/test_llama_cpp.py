@@ -19,6 +19,9 @@ from torch import Tensor
 
 from kvx_adapters import llama_cpp
 from kvx_adapters import transformers as hf
+from kvx_adapters.cli.engines import llama_cpp_library
+from kvx_adapters.cli.engines.live_llama_cpp import Context
+from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_core import (
     CacheFacts,
     CacheSpan,
@@ -29,11 +32,11 @@ from kvx_core import (
     migrate,
     verify,
 )
-from tests.engines import llama_cpp_library, tiny_model, windows_model
+from tests.engines import tiny_model, windows_model
 from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
-from tests.engines.live_llama_cpp import Context
-from tests.engines.live_transformers import Live as HF
+from tests.engines.tiny_model import tiny
+from tests.engines.windows_model import windowed
 
 COUNT = 12
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q5_0", "Q5_1")
@@ -43,7 +46,7 @@ ERROR = {"Q8_0": 0.05, "Q5_0": 0.4, "Q5_1": 0.4, "Q4_0": 0.8, "Q4_1": 0.8, "IQ4_
 
 def prefilled(num_tokens: int) -> HF:
     """All but the last token of a prompt, in transformers."""
-    found = HF()
+    found = HF(tiny())
     found.prefill(tiny_model.prompt(num_tokens)[:-1])
     return found
 
@@ -115,7 +118,11 @@ def test_each_layout(architecture: Any, dtype: str, flash_attention: bool) -> No
     """Every number that arrives is what its type rounds it to, in llama.cpp's own memory."""
     home = prefilled(20)
     there = Context(
-        architecture=architecture, k_dtype=dtype, v_dtype=dtype, flash_attention=flash_attention
+        tiny(),
+        architecture=architecture,
+        k_dtype=dtype,
+        v_dtype=dtype,
+        flash_attention=flash_attention,
     )
     there.run([0] * 19)
     assert there.v_transposed is not flash_attention
@@ -134,7 +141,7 @@ def test_each_layout(architecture: Any, dtype: str, flash_attention: bool) -> No
 
 def test_dims_that_do_not_rotate_stay_where_they_are() -> None:
     """As in a model whose rope.dimension_count is less than head_dim."""
-    home, there = prefilled(7), Context()
+    home, there = prefilled(7), Context(tiny())
     there.run([0] * 6)
     src, dst = home.view(), there.span()
     ends = [
@@ -153,7 +160,7 @@ def test_dims_that_do_not_rotate_stay_where_they_are() -> None:
 @pytest.mark.parametrize("unified", [True, False])
 def test_scattered_cells_and_streams(unified: bool) -> None:
     """The cells of a sequence are neither in order nor adjacent, or in another stream."""
-    context = Context(num_sequences=3, unified=unified)
+    context = Context(tiny(), num_sequences=3, unified=unified)
     for sequence, tokens in ((0, [1] * 5), (1, [2] * 4), (0, [3]), (1, [4]), (0, [5])):
         context.run(tokens, sequence)
     context.remove(0)
@@ -162,7 +169,7 @@ def test_scattered_cells_and_streams(unified: bool) -> None:
     cells = context.cells[2]
     assert cells != list(range(cells[0], cells[0] + 12)) if unified else cells[0] >= 2 * 256
     assert context.cache().layers[0].num_blocks == (1 if unified else 3)
-    home = HF()
+    home = HF(tiny())
     home.reserve(12)
     migrate(context.span(2), home.view(), [12])
     assert home.decode(COUNT, after=prompt[-1]) == list(tiny_model.greedy(13, COUNT))
@@ -205,7 +212,7 @@ def test_sliding_windows(num_tokens: int) -> None:
         like(input_ids=torch.tensor([prompt[:-1]]), past_key_values=home)
         ids = torch.tensor([prompt])
         wanted = like.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, num_tokens + 1 :]
-    there, zeros, alone = (Context(architecture="olmo2") for _ in range(3))
+    there, zeros, alone = (Context(windowed(), architecture="olmo2") for _ in range(3))
     for context in (there, zeros):
         context.run([0] * num_tokens)
     alone.run(prompt[:-1])
@@ -226,7 +233,7 @@ def test_sliding_windows(num_tokens: int) -> None:
 
 def test_the_state_of_two_caches() -> None:
     """Full attention first, with all tokens; of the windows only what they still see."""
-    context = Context(architecture="olmo2")
+    context = Context(windowed(), architecture="olmo2")
     context.run(tiny_model.prompt(40))
     state = llama_cpp.State.read(context.state(), num_kv_heads=2, num_caches=2)
     full, windows = state.caches
@@ -247,8 +254,10 @@ def test_the_state_of_two_caches() -> None:
 def test_quantized_caches(dtype: str) -> None:
     """From a float32 context into a quantized one: the bytes that llama.cpp itself stores there."""
     prompt = tiny_model.prompt(25)[:-1]
-    plain = Context(flash_attention=True)
-    own, there = (Context(k_dtype=dtype, v_dtype=dtype, flash_attention=True) for _ in range(2))
+    plain = Context(tiny(), flash_attention=True)
+    own, there = (
+        Context(tiny(), k_dtype=dtype, v_dtype=dtype, flash_attention=True) for _ in range(2)
+    )
     plain.run(prompt)
     own.run(prompt)
     there.run([0] * 24)
@@ -267,7 +276,7 @@ def test_quantized_caches(dtype: str) -> None:
     error = np.abs(found.layers[0].k.owner[0] - wanted).max()
     assert error < ERROR[dtype]
     # Into transformers: dequantized, no rotation, K in half order.
-    home = HF()
+    home = HF(tiny())
     home.reserve(24)
     migrate(found, home.view(), [24])
     keys = interleaved(home.cache.layers[0].keys[0]).numpy()
@@ -275,7 +284,7 @@ def test_quantized_caches(dtype: str) -> None:
 
 
 def test_a_rotation_is_never_copied_as_if_there_were_none() -> None:
-    context = Context(k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
+    context = Context(tiny(), k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
     context.run([0] * 6)
     before = context.state()
     with pytest.raises(FactsMismatchError, match="hadamard is False at the source"):
@@ -284,7 +293,7 @@ def test_a_rotation_is_never_copied_as_if_there_were_none() -> None:
 
 
 def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
-    context = Context()
+    context = Context(tiny())
     context.run([0] * 6)
     span, rotated = context.span(), llama_cpp.Rotation(64, 64)
     error = r"\.view\.facts\.hadamard is False and rotation is Rotation\(k=64"
@@ -390,10 +399,10 @@ def test_refusals(k: Any, v: Any, options: dict[str, Any], error: str) -> None:
 
 
 def test_a_context_that_is_gone_is_refused() -> None:
-    context = Context()
+    context = Context(tiny())
     context.run([0] * 6)
     span = context.span()
-    home = HF()
+    home = HF(tiny())
     home.reserve(6)
     context.close()
     with pytest.raises(InvalidArgumentError, match="src is out of date: llama_free has freed the"):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvx_adapters.cli.engines.live_llama_cpp import Context
+from kvx_adapters.cli.engines.live_transformers import Live
 from tests.documents import Document
 from tests.engines import tiny_model
-from tests.engines.live_llama_cpp import Context
-from tests.engines.live_transformers import Live
+from tests.engines.tiny_model import tiny
 
 PAGE = Document("llama_cpp.md")
 NUM_TOKENS = 9
@@ -18,10 +19,10 @@ NUM_TOKENS = 9
 def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tiny_model.prompt(NUM_TOKENS + 1)
     wanted = list(tiny_model.greedy(NUM_TOKENS + 1, 6))
-    home = Live()
+    home = Live(tiny())
     home.prefill(prompt[:-1])
-    context = Context()
-    quantized = Context(k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
+    context = Context(tiny())
+    quantized = Context(tiny(), k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
     for one in (context, quantized):
         one.run([0] * NUM_TOKENS)
     names: dict[str, Any] = {
@@ -36,7 +37,7 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     PAGE.run(names)
     assert capsys.readouterr().out.splitlines() == PAGE.prints()
     assert context.decode(6, after=prompt[-1]) == wanted
-    other = Context()
+    other = Context(tiny())
     assert other.set_state(names["data"]) == len(names["data"])
     other.cells[0] = list(range(NUM_TOKENS))
     assert other.decode(6, after=prompt[-1]) == wanted

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvx_adapters.cli.engines.live_llama_cpp import Context
+from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_adapters.llama_cpp import State, migrate_rotated
 from kvx_core import InvalidArgumentError, KvxError, UnsupportedError, migrate, verify
 from tests.engines import tiny_model
-from tests.engines.live_llama_cpp import Context
-from tests.engines.live_transformers import Live as HF
+from tests.engines.tiny_model import tiny
 
 COUNT, HELD = 8, 19
 PROMPT = tiny_model.prompt(HELD + 1)
@@ -29,7 +30,7 @@ def new(num_tokens: int = HELD, **changes: Any) -> State:
 
 
 def prefilled() -> HF:
-    found = HF()
+    found = HF(tiny())
     found.prefill(PROMPT[:-1])
     return found
 
@@ -46,7 +47,7 @@ def go_on(context: Context, state: State, sequence: int = 0) -> list[int]:
 def test_a_state_goes_on(dtype: str, flash_attention: bool) -> None:
     """From transformers as a state into llama.cpp, from llama.cpp as a state into transformers."""
     options: Any = {"k_dtype": dtype, "v_dtype": dtype, "flash_attention": flash_attention}
-    own = Context(**options)
+    own = Context(tiny(), **options)
     own.run(PROMPT[:-1])
     written = State.read(own.state(), num_kv_heads=2)
     (cells,) = written.caches
@@ -55,7 +56,7 @@ def test_a_state_goes_on(dtype: str, flash_attention: bool) -> None:
     assert (cells.num_streams, len(cells.layers)) == (1, 4)
     assert (written.sequence, written.tokens) == (0, None)
     assert verify(own.span(), cells.span(own.facts()), [HELD]).ok
-    home, back = prefilled(), HF()
+    home, back = prefilled(), HF(tiny())
     back.reserve(HELD)
     migrate(cells.span(own.facts()), back.view(), [HELD])
     assert back.decode(COUNT, after=PROMPT[-1]) == WANTED
@@ -63,14 +64,14 @@ def test_a_state_goes_on(dtype: str, flash_attention: bool) -> None:
     made = new(k_dtype=dtype, v_dtype=dtype, v_transposed=not flash_attention)
     rows = 16 + 12 * HELD + 8 + 12  # where the first row begins
     assert made.data[:rows].tobytes() == own.state()[:rows]
-    control = go_on(Context(**options), made)
+    control = go_on(Context(tiny(), **options), made)
     migrate(home.view(), made.caches[0].span(own.facts()), [HELD])
-    assert control != WANTED == go_on(Context(**options), made)
+    assert control != WANTED == go_on(Context(tiny(), **options), made)
 
 
 def test_a_quantized_state_goes_on_as_in_llama_cpp() -> None:
     options: Any = {"k_dtype": "Q8_0", "v_dtype": "Q8_0", "flash_attention": True}
-    own, plain = Context(**options), Context(flash_attention=True)
+    own, plain = Context(tiny(), **options), Context(tiny(), flash_attention=True)
     own.run(PROMPT[:-1])
     plain.run(PROMPT[:-1])
     made = new(k_dtype="Q8_0", v_dtype="Q8_0", v_transposed=False)
@@ -80,13 +81,13 @@ def test_a_quantized_state_goes_on_as_in_llama_cpp() -> None:
     of_own = State.read(own.state(), num_kv_heads=2).caches[0].layers[0]
     found = np.asarray(made.caches[0].layers[0].k.owner) != np.asarray(of_own.k.owner)
     assert found.mean() < 0.002
-    assert len(go_on(Context(**options), made)) == COUNT
+    assert len(go_on(Context(tiny(), **options), made)) == COUNT
 
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_several_sequences(unified: bool) -> None:
     """A state names the streams of a context, and is read into any sequence of it."""
-    context = Context(num_sequences=3, unified=unified)
+    context = Context(tiny(), num_sequences=3, unified=unified)
     context.run([1, 2, 3], 0)
     context.run(PROMPT[:-1], 2)
     state = State.read(context.state(2), num_kv_heads=2)
@@ -99,7 +100,7 @@ def test_several_sequences(unified: bool) -> None:
 
 def test_positions_say_the_order() -> None:
     """Free cells are taken in their order, so that later tokens can be in earlier cells."""
-    context = Context(num_sequences=2, unified=True)
+    context = Context(tiny(), num_sequences=2, unified=True)
     context.run([9] * 4, 0)
     context.run(PROMPT[:10], 1)
     context.remove(0)
@@ -107,14 +108,14 @@ def test_positions_say_the_order() -> None:
     assert context.cells[1] != sorted(context.cells[1])
     state = State.read(context.state(1), num_kv_heads=2)
     assert state.caches[0].positions.tolist()[0] == 10
-    home = HF()
+    home = HF(tiny())
     home.reserve(HELD)
     migrate(state.caches[0].span(context.facts()), home.view(), [HELD])
     assert home.decode(COUNT, after=PROMPT[-1]) == WANTED
 
 
 def test_files(tmp_path: Path) -> None:
-    own = Context()
+    own = Context(tiny())
     own.run(PROMPT[:-1])
     own.save(tmp_path / "own", PROMPT[:-1])
     stored = (tmp_path / "own").read_bytes()
@@ -126,7 +127,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_a_sequence_without_tokens() -> None:
-    context = Context()
+    context = Context(tiny())
     context.run([1, 2])
     context.remove(0)
     (cells,) = State.read(context.state(), num_kv_heads=2).caches

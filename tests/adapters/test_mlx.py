@@ -23,12 +23,13 @@ from mlx_lm.models.cache import (
 
 from kvx_adapters import mlx as adapter
 from kvx_adapters import transformers as hf
+from kvx_adapters.cli.engines.live_mlx import Live, facts, mlx_model
+from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back, hop
-from tests.engines.live_mlx import Live, facts, model
-from tests.engines.live_transformers import Live as HF
+from tests.engines.tiny_model import tiny
 
 COUNT = 12
 HEADS, DIM = tiny_model.NUM_KV_HEADS, tiny_model.HEAD_DIM
@@ -36,7 +37,7 @@ HEADS, DIM = tiny_model.NUM_KV_HEADS, tiny_model.HEAD_DIM
 
 def prefilled(num_tokens: int) -> HF:
     """All but the last token of a prompt, in transformers."""
-    found = HF()
+    found = HF(tiny())
     found.prefill(tiny_model.prompt(num_tokens)[:-1])
     return found
 
@@ -44,11 +45,11 @@ def prefilled(num_tokens: int) -> HF:
 @pytest.mark.parametrize("num_tokens", [2, 37, 258])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
     """From 258 tokens on, the cache grows while it decodes nothing; with 257 held it has 512."""
-    check_there_and_back(Live(), num_tokens)
+    check_there_and_back(Live(tiny()), num_tokens)
 
 
 def test_decoding_in_allocated_room_moves_no_array() -> None:
-    there = Live()
+    there = Live(tiny())
     hop(prefilled(37), there)
     at = borrow(there.cache[0].keys).data
     there.decode(4, after=tiny_model.prompt(37)[-1])
@@ -66,7 +67,7 @@ def test_a_batch_padded_on_the_left() -> None:
         layer.keys, layer.values = (mx.zeros((2, HEADS, 256, DIM)) for _ in "kv")
         layer._idx, layer.offset = 99, mx.array([99, 60])
     assert adapter.seq_lens(cache).to_numpy().tolist() == [99, 60]
-    span = adapter.span(cache, facts())
+    span = adapter.span(cache, facts(tiny()))
     for row, (length, pad) in enumerate(((99, 0), (60, 39))):
         move = span.view.at(block_table=[[row]], starts=[pad])
         migrate(prefilled(length + 1).view(), move, [length])
@@ -74,14 +75,15 @@ def test_a_batch_padded_on_the_left() -> None:
     tokens = [[tiny_model.prompt(100)[-1]], [tiny_model.prompt(61)[-1]]]
     found: list[list[int]] = []
     for _ in range(COUNT):
-        tokens = mx.argmax(model()(mx.array(tokens), cache=cache)[:, -1], -1)[:, None].tolist()
+        logits = mlx_model(tiny())(mx.array(tokens), cache=cache)
+        tokens = mx.argmax(logits[:, -1], -1)[:, None].tolist()
         found.append([token for (token,) in tokens])
     assert [a for a, _ in found] == list(tiny_model.greedy(100, COUNT))
     assert [b for _, b in found] == list(tiny_model.greedy(61, COUNT))
 
 
 def test_eight_bits_are_read_as_mlx_dequantizes_them() -> None:
-    engine, dst = Live(kind=partial(QuantizedKVCache, 64, 8)), HF()
+    engine, dst = Live(tiny(), kind=partial(QuantizedKVCache, 64, 8)), HF(tiny())
     engine.prefill(tiny_model.prompt(100)[:-1])
     dst.reserve(99)
     migrate(engine.view(), dst.view(), [99])
@@ -92,7 +94,7 @@ def test_eight_bits_are_read_as_mlx_dequantizes_them() -> None:
 
 
 def test_eight_bits_are_written_as_mlx_quantizes_them() -> None:
-    source, engine = prefilled(100), Live(kind=partial(QuantizedKVCache, 32, 8))
+    source, engine = prefilled(100), Live(tiny(), kind=partial(QuantizedKVCache, 32, 8))
     engine.reserve(99)
     migrate(source.view(), engine.view(), [99])
     for layer, quantized in zip(source.cache.layers, engine.cache, strict=True):
@@ -126,7 +128,9 @@ def read(layer: Any, first: int | None = None) -> list[float]:
     length = int(adapter.seq_lens(one, first=first).to_numpy()[0])
     dst: list[Any] = [KVCache()]
     adapter.reserve(dst, batch_size=1, num_tokens=length, num_kv_heads=HEADS, head_dim=DIM)
-    migrate(adapter.span(one, facts(), first=first), adapter.span(dst, facts()), [length])
+    migrate(
+        adapter.span(one, facts(tiny()), first=first), adapter.span(dst, facts(tiny())), [length]
+    )
     keys, values = (np.asarray(half)[0, 0, :length, 0] for half in (dst[0].keys, dst[0].values))
     assert np.array_equal(2 * keys, values)
     found: list[float] = keys.tolist()
@@ -163,7 +167,7 @@ def test_a_chunk_begins_where_it_was_cut() -> None:
     assert read(layer) == list(range(4, 12))
     assert read(layer, first=10) == [10, 11]
     with pytest.raises(InvalidArgumentError, match=r"first is 3, expected .* holds: 4 to 11"):
-        adapter.span([layer], facts(), first=3)
+        adapter.span([layer], facts(tiny()), first=3)
 
 
 # ---- prompt cache files ----
@@ -171,13 +175,13 @@ def test_a_chunk_begins_where_it_was_cut() -> None:
 
 @pytest.mark.parametrize("kind", [KVCache, partial(QuantizedKVCache, 64, 8)])
 def test_a_prompt_cache_file_holds_what_was_migrated(tmp_path: Path, kind: Any) -> None:
-    engine, back = Live(kind=kind), HF()
+    engine, back = Live(tiny(), kind=kind), HF(tiny())
     engine.reserve(99)
     migrate(prefilled(100).view(), engine.view(), [99])
     name = str(tmp_path / "prompt.safetensors")
     save_prompt_cache(name, engine.cache)
     loaded = load_prompt_cache(name)
-    src = adapter.span(loaded, facts(quantized=engine.quantized))
+    src = adapter.span(loaded, facts(tiny(), quantized=engine.quantized))
     back.reserve(99)
     migrate(src, back.view(), [99])
     ids = tiny_model.prompt(100)
@@ -190,7 +194,7 @@ def test_a_prompt_cache_file_holds_what_was_migrated(tmp_path: Path, kind: Any) 
 def test_trap_1_a_view_holds_its_memory() -> None:
     """numpy.asarray of an array does not: it would read what others have put there."""
     cache = [numbered(KVCache(), 5)]
-    view = adapter.cache_view(cache, facts())
+    view = adapter.cache_view(cache, facts(tiny()))
     cache.clear()
     mx.clear_cache()
     others = [mx.full((1, HEADS, 256, DIM), 3.25) for _ in range(4)]
@@ -198,20 +202,23 @@ def test_trap_1_a_view_holds_its_memory() -> None:
     dst = [numbered(KVCache(), 1, 4)]
     mx.eval(dst[0].keys)
     np.asarray(dst[0].keys)[:] = 0
-    migrate(replace(view, outdated=None), adapter.span(dst, facts()), [5])
+    migrate(replace(view, outdated=None), adapter.span(dst, facts(tiny())), [5])
     assert np.asarray(dst[0].keys)[0, 0, :5, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_trap_2_a_view_is_refused_when_a_step_has_moved_the_cache() -> None:
     cache, dst = [numbered(KVCache(), 5)], [numbered(KVCache(), 5)]
-    span = adapter.span(cache, facts())
+    span = adapter.span(cache, facts(tiny()))
     numbered(cache[0], 1)
     mx.eval(cache[0].keys)
-    for src, to in ((span, adapter.span(dst, facts())), (adapter.span(dst, facts()), span)):
+    for src, to in (
+        (span, adapter.span(dst, facts(tiny()))),
+        (adapter.span(dst, facts(tiny())), span),
+    ):
         with pytest.raises(InvalidArgumentError, match=r"out of date: cache\[0\] has its keys"):
             migrate(src, to, [5])
     assert adapter.seq_lens(cache).to_numpy().tolist() == [6]
-    migrate(adapter.span(cache, facts()), adapter.span(dst, facts()), [5])
+    migrate(adapter.span(cache, facts(tiny())), adapter.span(dst, facts(tiny())), [5])
 
 
 def test_trap_3_lazy_arrays_are_evaluated_first() -> None:
@@ -219,11 +226,11 @@ def test_trap_3_lazy_arrays_are_evaluated_first() -> None:
     cache[0].keys, cache[0].values = (mx.full((1, HEADS, 8, DIM), x) + 1 for x in (1.0, 2.0))
     cache[0].offset = 8
     recorded = cache[0].keys * 10
-    view = adapter.cache_view(cache, facts())
+    view = adapter.cache_view(cache, facts(tiny()))
     src: list[Any] = [KVCache()]
     src[0].keys, src[0].values = (mx.full((1, HEADS, 8, DIM), x) for x in (5.0, 6.0))
     src[0].offset = 8
-    migrate(adapter.span(src, facts()), view, [8])
+    migrate(adapter.span(src, facts(tiny())), view, [8])
     assert float(np.asarray(cache[0].keys)[0, 0, 7, 0]) == 5
     assert float(np.asarray(cache[0].values)[0, 0, 7, 0]) == 6
     # Recorded before, evaluated after: it reads what was migrated.
@@ -235,7 +242,7 @@ def test_trap_4_repeated_memory_is_refused() -> None:
     cache[0].keys = cache[0].values = mx.broadcast_to(mx.array(1.0), (1, HEADS, 8, DIM))
     cache[0].offset = 8
     with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys\.stride\[1\] is 0, expected"):
-        adapter.cache_view(cache, facts())
+        adapter.cache_view(cache, facts(tiny()))
 
 
 # ---- refusals ----
@@ -243,21 +250,21 @@ def test_trap_4_repeated_memory_is_refused() -> None:
 
 def test_other_caches_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"cache\[0\] is a ArraysCache, expected one of KV"):
-        adapter.cache_view([ArraysCache(2)], facts())
+        adapter.cache_view([ArraysCache(2)], facts(tiny()))
     with pytest.raises(UnsupportedError, match="layers of ChunkedKVCache, KVCache, expected one"):
-        adapter.cache_view([KVCache(), ChunkedKVCache(8)], facts())
+        adapter.cache_view([KVCache(), ChunkedKVCache(8)], facts(tiny()))
     with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys is None, expected"):
-        adapter.cache_view([KVCache()], facts())
+        adapter.cache_view([KVCache()], facts(tiny()))
     few = QuantizedKVCache(64, 4)
     few.update_and_fetch(*(mx.zeros((1, HEADS, 5, DIM)) for _ in "kv"))
     with pytest.raises(UnsupportedError, match=r"cache\[0\]\.bits is 4, expected 8"):
-        adapter.cache_view([few], facts())
+        adapter.cache_view([few], facts(tiny()))
 
 
 def test_layers_of_other_lengths_are_refused() -> None:
     cache = [numbered(KVCache(), 5), numbered(KVCache(), 6)]
     with pytest.raises(InvalidArgumentError, match=r"cache\[1\] has offset 6 .* offset is 5"):
-        adapter.span(cache, facts())
+        adapter.span(cache, facts(tiny()))
 
 
 def test_a_batch_has_no_positions() -> None:
@@ -266,7 +273,7 @@ def test_a_batch_has_no_positions() -> None:
         adapter.positions(batch)
     batch.update_and_fetch(*(mx.zeros((2, HEADS, 5, DIM)) for _ in "kv"))
     with pytest.raises(InvalidArgumentError, match="first is 1, expected None for a BatchKVCache"):
-        adapter.span([batch], facts(), first=1)
+        adapter.span([batch], facts(tiny()), first=1)
 
 
 def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
@@ -278,9 +285,9 @@ def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
 
 
 def test_facts_of_quantized_layers_are_lossy() -> None:
-    assert facts(quantized=True).lossy == "u8_bias"
-    assert facts().lossy is None
-    assert hf.cache_facts(tiny_model.model()).rotary == facts().rotary
+    assert facts(tiny(), quantized=True).lossy == "u8_bias"
+    assert facts(tiny()).lossy is None
+    assert hf.cache_facts(tiny_model.model()).rotary == facts(tiny()).rotary
 
 
 def test_the_page() -> None:

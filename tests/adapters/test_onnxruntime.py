@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kvx_adapters import onnxruntime as adapter
+from kvx_adapters.cli.engines.live_onnxruntime import Live, facts, session
+from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_core import CacheSpan, InvalidArgumentError, UnsupportedError, verify
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back
-from tests.engines.live_onnxruntime import FACTS, Live, session
-from tests.engines.live_transformers import Live as HF
+from tests.engines.tiny_model import tiny
 
 COUNT = 12
 K0 = "past_key_values.0.key"
@@ -23,7 +24,7 @@ K0 = "past_key_values.0.key"
 
 @pytest.mark.parametrize("num_tokens", [2, 37, 100])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
-    there = Live()
+    there = Live(tiny())
     before = {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
     check_there_and_back(there, num_tokens)
     assert before == {name: buffer.ctypes.data for name, buffer in there.buffers.items()}
@@ -34,7 +35,7 @@ def test_the_engine_alone_and_a_cache_of_zeros() -> None:
 
 
 def test_the_view_is_the_engines_memory() -> None:
-    engine = Live(8)
+    engine = Live(tiny(), 8)
     layer = engine.view().view.layers[1]
     assert layer.k.data == engine.buffers["past_key_values.1.key"].ctypes.data
     assert layer.k.shape == (1, 2, 8, 64)
@@ -45,7 +46,7 @@ def test_the_view_is_the_engines_memory() -> None:
 
 
 def buffers(**changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = dict(adapter.reserve(session(), batch_size=1, num_tokens=8))
+    found: dict[str, Any] = dict(adapter.reserve(session(tiny()), batch_size=1, num_tokens=8))
     return found | changes
 
 
@@ -62,25 +63,27 @@ def buffers(**changes: Any) -> dict[str, Any]:
 )
 def test_buffers_are_compared_with_the_session(given: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        adapter.cache_view(session(), buffers(**{K0: given}), FACTS)
+        adapter.cache_view(session(tiny()), buffers(**{K0: given}), facts(tiny()))
 
 
 def test_buffers_are_compared_with_each_other() -> None:
     other = np.zeros((1, 2, 9, 64), np.float32)
     with pytest.raises(InvalidArgumentError, match="1 rows of 9 tokens, expected 1 of 8"):
-        adapter.cache_view(session(), buffers(**{"past_key_values.3.value": other}), FACTS)
+        adapter.cache_view(
+            session(tiny()), buffers(**{"past_key_values.3.value": other}), facts(tiny())
+        )
     few = {name: buffer for name, buffer in buffers().items() if name != K0}
     with pytest.raises(
         InvalidArgumentError, match=r"lacks \['past_key_values.0.key'\] and has \[\]"
     ):
-        adapter.cache_view(session(), few, FACTS)
+        adapter.cache_view(session(tiny()), few, facts(tiny()))
 
 
 def test_only_contiguous_buffers_are_bound() -> None:
     strided = buffers(**{K0: torch.zeros(1, 8, 2, 64).transpose(1, 2)})
-    adapter.cache_view(session(), strided, FACTS)
+    adapter.cache_view(session(tiny()), strided, facts(tiny()))
     with pytest.raises(InvalidArgumentError, match="expected contiguous"):
-        adapter.bind(session().io_binding(), session(), strided)
+        adapter.bind(session(tiny()).io_binding(), session(tiny()), strided)
 
 
 def of(*inputs: tuple[str, str, list[Any]]) -> Any:
@@ -108,7 +111,7 @@ def test_sessions_with_other_caches_are_refused() -> None:
 
 
 def test_facts() -> None:
-    assert (FACTS.rotary, FACTS.rotary_dim, FACTS.window) == ("half", 64, 0)
+    assert (facts(tiny()).rotary, facts(tiny()).rotary_dim, facts(tiny()).window) == ("half", 64, 0)
     sizes = {"num_layers": 1, "num_kv_heads": 1}
     found = adapter.cache_facts(
         **sizes, do_rotary=True, rotary_interleaved=True, rotary_dim=8, local_window_size=16
@@ -122,11 +125,13 @@ def test_facts() -> None:
 
 def test_the_page() -> None:
     source = prefilled()
-    names = Document("onnxruntime.md").run({"source": source, "session": session()})
-    assert verify(source, adapter.cache_view(session(), names["buffers"], names["facts"]), [99]).ok
+    names = Document("onnxruntime.md").run({"source": source, "session": session(tiny())})
+    assert verify(
+        source, adapter.cache_view(session(tiny()), names["buffers"], names["facts"]), [99]
+    ).ok
 
 
 def prefilled() -> CacheSpan:
-    hf = HF()
+    hf = HF(tiny())
     hf.prefill(tiny_model.prompt(99))
     return hf.view()

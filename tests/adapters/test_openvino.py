@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvx_adapters import openvino as adapter
+from kvx_adapters.cli.engines.live_openvino import Live
+from kvx_adapters.cli.engines.live_transformers import Live as HF
+from kvx_adapters.cli.engines.openvino_model import compiled
 from kvx_adapters.transformers import cache_desc as describe_layer
 from kvx_core import (
     CacheView,
@@ -26,23 +29,21 @@ from kvx_core import (
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back
-from tests.engines.live_openvino import Live
-from tests.engines.live_transformers import Live as HF
-from tests.engines.openvino_model import compiled
+from tests.engines.tiny_model import tiny
 
 COUNT = 12
 
 
 def prefilled(num_tokens: int) -> HF:
     """All but the last token of a prompt, in transformers."""
-    found = HF()
+    found = HF(tiny())
     found.prefill(tiny_model.prompt(num_tokens)[:-1])
     return found
 
 
 @pytest.mark.parametrize("num_tokens", [2, 65, 100])
 def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
-    check_there_and_back(Live(), num_tokens)
+    check_there_and_back(Live(tiny()), num_tokens)
 
 
 def test_the_engine_alone_and_a_cache_of_zeros() -> None:
@@ -51,7 +52,7 @@ def test_the_engine_alone_and_a_cache_of_zeros() -> None:
 
 def test_a_float16_cache_continues() -> None:
     ids, want = tiny_model.prompt(100), list(tiny_model.greedy(100, COUNT))
-    there, back = Live(precision="f16"), HF()
+    there, back = Live(tiny(), precision="f16"), HF(tiny())
     there.reserve(99)
     migrate(prefilled(100).view(), there.view(), [99])
     assert there.decode(4, after=ids[-1]) == want[:4]
@@ -70,7 +71,7 @@ def test_bfloat16_pools() -> None:
     model = model_of(ov.Type.bf16, [-1, 2, 32, 64])
     pools = adapter.reserve(model, 2)
     assert {pool.dtype for pool in pools.values()} == {np.dtype(np.float16)}
-    facts = replace(Live().view().view.facts, num_layers=1)
+    facts = replace(Live(tiny()).view().view.facts, num_layers=1)
     hf = prefilled(40).cache.layers[0]
     src = CacheView((describe_layer(hf),), facts, dense=True)
     migrate(src, adapter.cache_view(model, pools, facts).at([[1, 0]]), [39])
@@ -96,7 +97,7 @@ def numbers(engine: Live, name: str) -> NDArray[np.float32]:
 
 
 def test_the_default_cache_is_u8_and_reads_as_the_engine_wrote_it() -> None:
-    engine, dst = Live(precision="default"), HF()
+    engine, dst = Live(tiny(), precision="default"), HF(tiny())
     assert {found.dtype for found in adapter.cache_inputs(engine.compiled).values()} == {
         DType.U8_ZERO
     }
@@ -113,7 +114,7 @@ def test_the_default_cache_is_u8_and_reads_as_the_engine_wrote_it() -> None:
 def test_u8_written_from_outside_continues() -> None:
     """Equal tokens are not sure with eight bits: these are."""
     ids = tiny_model.prompt(100)
-    alone, there, zeros = (Live(precision="u8") for _ in range(3))
+    alone, there, zeros = (Live(tiny(), precision="u8") for _ in range(3))
     alone.prefill(ids[:-1])
     there.reserve(99)
     zeros.reserve(99)
@@ -131,7 +132,7 @@ def test_u8_written_from_outside_continues() -> None:
 def test_a_part_filled_block_is_requantized_if_asked() -> None:
     """Tokens 40 to 47 go behind 40 that are there: in the second block, whose scales change."""
     hf = prefilled(100)
-    whole, there = Live(precision="u8"), Live(precision="u8")
+    whole, there = Live(tiny(), precision="u8"), Live(tiny(), precision="u8")
     whole.reserve(48)
     there.reserve(48)
     migrate(hf.view(), whole.view(), [48])
@@ -164,7 +165,7 @@ def test_tables_and_lengths() -> None:
 
 
 def test_pools_are_compared_with_the_model() -> None:
-    engine = Live(precision="f32")
+    engine = Live(tiny(), precision="f32")
     view = engine.view().view
     assert view.layers[2].v is not None
     assert view.layers[2].v.data == engine.pools["value_cache.2"].ctypes.data
@@ -219,13 +220,15 @@ def test_models_without_paged_attention_are_refused() -> None:
 
 
 def test_facts() -> None:
-    facts = adapter.cache_facts(compiled("u8"), rotary="half", rotary_dim=64)
+    facts = adapter.cache_facts(compiled(tiny(), "u8"), rotary="half", rotary_dim=64)
     assert (facts.num_layers, facts.total_kv_heads, facts.lossy) == (4, 2, "u8_zero")
-    exact = adapter.cache_facts(compiled("f32"), rotary="half", rotary_dim=64, version="2026.4.1")
+    exact = adapter.cache_facts(
+        compiled(tiny(), "f32"), rotary="half", rotary_dim=64, version="2026.4.1"
+    )
     assert (exact.engine, exact.lossy) == ("openvino 2026.4.1", None)
 
 
 def test_the_page() -> None:
     source = prefilled(100).view()
-    names = Document("openvino.md").run({"source": source, "compiled": compiled("f32")})
+    names = Document("openvino.md").run({"source": source, "compiled": compiled(tiny(), "f32")})
     assert verify(source, names["view"].at([[5, 2, 7, 0]]), [99]).ok

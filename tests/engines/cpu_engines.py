@@ -1,6 +1,6 @@
 """The caches of OpenVINO, mlx-lm and ONNX Runtime: K and V apart, (blocks, heads, tokens, dims).
 
-tests/engines/live_NAME.py has the engines themselves; here is only their memory, and of MLX its own
+kvx_adapters/cli/engines has the engines themselves; here is only their memory, and of MLX its own
 arrays and KVCache.
 """
 

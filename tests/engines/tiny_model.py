@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import transformers
 
+from kvx_adapters.cli.engines import Model
+from tests.engines.engine import FINGERPRINT
+
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 256
 INTERMEDIATE_SIZE = 640
@@ -49,6 +52,12 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
     made = transformers.LlamaForCausalLM(config).eval().requires_grad_(False).to(dtype)
     torch.random.set_rng_state(state)
     return made
+
+
+@cache
+def tiny() -> Model:
+    """The model in float32, as the engines take it."""
+    return Model(model(), FINGERPRINT)
 
 
 def prompt(num_tokens: int) -> list[int]:

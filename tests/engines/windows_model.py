@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import transformers
 
+from kvx_adapters.cli.engines import Model
 from tests.engines import tiny_model as sizes
+from tests.engines.engine import FINGERPRINT
 
 WINDOW = 16
 
@@ -41,3 +43,9 @@ def model() -> Any:
     made = transformers.Olmo3ForCausalLM(config).eval().requires_grad_(False)
     torch.random.set_rng_state(state)
     return made
+
+
+@cache
+def windowed() -> Model:
+    """The model as the engines take it."""
+    return Model(model(), FINGERPRINT)

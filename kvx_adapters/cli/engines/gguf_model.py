@@ -1,4 +1,4 @@
-"""The tiny models as GGUF files, by gguf-py."""
+"""Models as GGUF files, by gguf-py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from gguf import GGUFWriter
 
-from tests.engines import tiny_model, windows_model
+from kvx_adapters.cli.engines import Model
 
 Architecture = Literal["llama", "qwen2", "olmo2"]
 _LAYER = {
@@ -35,34 +35,47 @@ _TOP = {
 }
 
 
-def write(path: Path, architecture: Architecture) -> None:
+def head_dim(source: Model) -> int:
+    """Olmo3's config has none."""
+    config = source.config
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def write(path: Path, source: Model, architecture: Architecture) -> None:
     """Writes the file.
 
     architecture: "llama" rotates neighbouring dims, so that the rows of its query and key weights
                   are reordered, as conversion does; "qwen2" rotates halves, as transformers does;
-                  "olmo2" has the weights of windows_model.py
+                  "olmo2" is for an Olmo3ForCausalLM, whose last layer has no window
     """
-    model = tiny_model
-    writer = GGUFWriter(path, architecture)
-    writer.add_context_length(model.MAX_TOKENS)
-    writer.add_embedding_length(model.HIDDEN_SIZE)
-    writer.add_block_count(model.NUM_LAYERS)
-    writer.add_feed_forward_length(model.INTERMEDIATE_SIZE)
-    writer.add_head_count(model.NUM_HEADS)
-    writer.add_head_count_kv(model.NUM_KV_HEADS)
-    writer.add_layer_norm_rms_eps(model.RMS_NORM_EPS)
-    writer.add_rope_freq_base(model.ROPE_THETA)
-    writer.add_rope_dimension_count(model.HEAD_DIM)
-    writer.add_vocab_size(model.VOCAB_SIZE)
-    writer.add_tokenizer_model("none")
-    heads = {"attn_q": model.NUM_HEADS, "attn_k": model.NUM_KV_HEADS, "attn_v": model.NUM_KV_HEADS}
+    config = source.config
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    dim = head_dim(source)
     windows = architecture == "olmo2"
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(source.rope_theta)
+    writer.add_rope_dimension_count(dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    heads = {"attn_q": num_heads, "attn_k": num_kv_heads, "attn_v": num_kv_heads}
     if windows:
-        writer.add_sliding_window(windows_model.WINDOW)
-        writer.add_sliding_window_pattern([True] * (model.NUM_LAYERS - 1) + [False])
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern(
+            [kind == "sliding_attention" for kind in config.layer_types]
+        )
     names = _OLMO2 if windows else _LAYER
-    source = windows_model.model() if windows else model.model()
-    for name, tensor in source.state_dict().items():
+    for name, tensor in source.llama.state_dict().items():
         weights = tensor.numpy()
         stored = _TOP.get(name)
         if stored is None:
@@ -70,10 +83,10 @@ def write(path: Path, architecture: Architecture) -> None:
             kind = names[rest.removesuffix(".weight")]
             stored = f"blk.{layer}.{kind}.weight"
             if architecture == "llama" and kind in ("attn_q", "attn_k"):
-                halves = weights.reshape(heads[kind], 2, model.HEAD_DIM // 2, -1)
+                halves = weights.reshape(heads[kind], 2, dim // 2, -1)
                 weights = halves.swapaxes(1, 2).reshape(weights.shape)
             if architecture == "qwen2" and kind in heads:
-                bias = np.zeros(heads[kind] * model.HEAD_DIM, np.float32)
+                bias = np.zeros(heads[kind] * dim, np.float32)
                 writer.add_tensor(f"blk.{layer}.{kind}.bias", bias)
         writer.add_tensor(stored, np.ascontiguousarray(weights))
     writer.write_header_to_file()

@@ -1,4 +1,4 @@
-"""The tiny model for OpenVINO: traced, made stateful, and given paged attention."""
+"""A Llama for OpenVINO: traced, made stateful, and given paged attention."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from openvino._offline_transformations import (
 )
 from torch import Tensor
 
-from tests.engines import tiny_model as tiny
-
-HEADS, KV_HEADS, DIM = tiny.NUM_HEADS, tiny.NUM_KV_HEADS, tiny.HEAD_DIM
+from kvx_adapters.cli.engines import Model
 
 
 class Traceable(torch.nn.Module):
     """The weights and modules of transformers in a graph whose caches are inputs and outputs."""
 
+    def __init__(self, llama: Any) -> None:
+        super().__init__()
+        self.llama = llama
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        model = tiny.model()
+        model, config = self.llama, self.llama.config
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         x = model.model.embed_tokens(input_ids)
         cos, sin = (part[:, None] for part in model.model.rotary_emb(x, position_ids))
         count, new = attention_mask.shape[1], input_ids.shape[1]
@@ -38,58 +41,62 @@ class Traceable(torch.nn.Module):
         for i, layer in enumerate(model.model.layers):
             attention, y = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
-                part(y).view(*y.shape[:2], heads, DIM).transpose(1, 2)
+                part(y).view(*y.shape[:2], heads, config.head_dim).transpose(1, 2)
                 for part, heads in (
-                    (attention.q_proj, HEADS),
-                    (attention.k_proj, KV_HEADS),
-                    (attention.v_proj, KV_HEADS),
+                    (attention.q_proj, num_heads),
+                    (attention.k_proj, num_kv_heads),
+                    (attention.v_proj, num_kv_heads),
                 )
             )
             k = torch.cat([past[2 * i], rotated(k, cos, sin)], 2)
             v = torch.cat([past[2 * i + 1], v], 2)
             present += [k, v]
+            each = num_heads // num_kv_heads
             y = F.scaled_dot_product_attention(
-                rotated(q, cos, sin), repeated(k), repeated(v), attn_mask=mask
+                rotated(q, cos, sin), repeated(k, each), repeated(v, each), attn_mask=mask
             )
-            x = x + attention.o_proj(y.transpose(1, 2).reshape(x.shape))
+            x = x + attention.o_proj(y.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return model.lm_head(model.model.norm(x)), *present
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = DIM // 2
+    half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-def repeated(x: Tensor) -> Tensor:
+def repeated(x: Tensor, each: int) -> Tensor:
     """K or V for each query head."""
-    shape = x.shape[0], KV_HEADS, HEADS // KV_HEADS, x.shape[2], DIM
-    return x[:, :, None].expand(shape).reshape(x.shape[0], HEADS, x.shape[2], DIM)
+    batch, heads, count, dim = x.shape
+    spread = x[:, :, None].expand(batch, heads, each, count, dim)
+    return spread.reshape(batch, heads * each, count, dim)
 
 
 @cache
-def compiled(precision: str) -> Any:
+def compiled(model: Model, precision: str) -> Any:
     """The compiled model. precision: KV_CACHE_PRECISION, or "default"."""
     hint = "bf16" if precision == "bf16" else "f32"
     options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": 1}
     if precision != "default":
         options["KV_CACHE_PRECISION"] = precision
-    return ov.Core().compile_model(_paged().clone(), "CPU", options)
+    return ov.Core().compile_model(_paged(model).clone(), "CPU", options)
 
 
 @cache
-def _paged() -> Any:
+def _paged(source: Model) -> Any:
     """Caches become states behind Gather(beam_idx), each with an initial value: the transformation
     to paged attention looks for that, and takes them out again."""
-    count = 2 * tiny.NUM_LAYERS
+    config = source.config
+    count = 2 * config.num_hidden_layers
+    heads, dim = config.num_key_value_heads, config.head_dim
     example = (
         torch.ones(1, 2, dtype=torch.int64),
         torch.ones(1, 5, dtype=torch.int64),
         torch.tensor([[3, 4]]),
-        [torch.zeros(1, KV_HEADS, 3, DIM)] * count,
+        [torch.zeros(1, heads, 3, dim)] * count,
     )
     with torch.no_grad():
-        model = ov.convert_model(Traceable(), example_input=example)
+        model = ov.convert_model(Traceable(source.llama), example_input=example)
     beam = op.parameter([-1], np.int32, name="beam_idx")
     beam.output(0).get_tensor().set_names({"beam_idx"})
     for i in range(count):
@@ -113,7 +120,7 @@ def _paged() -> Any:
         op.constant(np.array([0])),
         op.constant(np.int64(0)),
     )
-    shape = op.concat([rows, op.constant(np.array([KV_HEADS, 0, DIM]))], 0)
+    shape = op.concat([rows, op.constant(np.array([heads, 0, dim]))], 0)
     initial = op.broadcast(op.constant(np.float32(0)), shape)
     for node in model.get_ops():
         if node.get_type_name() == "ReadValue":

@@ -1,4 +1,4 @@
-"""The tiny model in OpenVINO's paged attention, on pools and a block table of the test's."""
+"""A Llama in OpenVINO's paged attention, on pools and a block table of our own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 import openvino as ov
 
 from kvx_adapters import openvino as adapter
+from kvx_adapters.cli.engines import Model
+from kvx_adapters.cli.engines.openvino_model import compiled
 from kvx_core import CacheSpan, DType
-from tests.engines import tiny_model
-from tests.engines.engine import FINGERPRINT
-from tests.engines.openvino_model import compiled
 
 BLOCK_SIZE = 32
 
@@ -22,8 +21,9 @@ class Live:
     precision: KV_CACHE_PRECISION, or "default"
     """
 
-    def __init__(self, num_tokens: int = 256, precision: str = "f32") -> None:
-        self.compiled = compiled(precision)
+    def __init__(self, model: Model, num_tokens: int = 256, precision: str = "f32") -> None:
+        self._model = model
+        self.compiled = compiled(model, precision)
         self._request = self.compiled.create_infer_request()
         used = -(-num_tokens // BLOCK_SIZE)
         self.blocks = [2 * i + 1 for i in reversed(range(used))]  # neither in order nor adjacent
@@ -52,9 +52,9 @@ class Live:
         facts = adapter.cache_facts(
             self.compiled,
             rotary="half",
-            rotary_dim=tiny_model.HEAD_DIM,
+            rotary_dim=self._model.config.head_dim,
             version=ov.__version__,
-            fingerprint=FINGERPRINT,
+            fingerprint=self._model.fingerprint,
         )
         return adapter.cache_view(self.compiled, self.pools, facts).at([self.blocks])
 
@@ -76,5 +76,5 @@ class Live:
             "block_indices_begins": np.array([0, len(blocks)], np.int32),
             "max_context_len": np.array(self._held, np.int32),
         }
-        logits = self._request.infer(inputs)[0].reshape(-1, tiny_model.VOCAB_SIZE)
+        logits = self._request.infer(inputs)[0].reshape(-1, self._model.config.vocab_size)
         return int(logits[-1].argmax())

@@ -1,4 +1,4 @@
-"""The tiny model as an ONNX graph with the inputs, outputs and attention of onnxruntime-genai's.
+"""A Llama as an ONNX graph with the inputs, outputs and attention of onnxruntime-genai's.
 
 Source: onnxruntime-genai 0.18.0 models/builders/base.py, make_attention_op
 """
@@ -6,6 +6,7 @@ Source: onnxruntime-genai 0.18.0 models/builders/base.py, make_attention_op
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,19 +14,23 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from tests.engines import tiny_model as tiny
+from kvx_adapters.cli.engines import Model
 
 CONTRIB = "com.microsoft"
 
 
 class Graph:
-    """Nodes and weights, added one after the other."""
+    """Nodes and weights, added one after the other.
 
-    def __init__(self) -> None:
+    epsilon: of its norms
+    """
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
 
-    def add(self, kind: str, *inputs: str, outputs: tuple[str, ...] = (), **options: object) -> str:
+    def add(self, kind: str, *inputs: str, outputs: tuple[str, ...] = (), **options: Any) -> str:
         """A node; returns the name of its first output."""
         outputs = outputs or (f"{kind}_{len(self.nodes)}",)
         self.nodes.append(helper.make_node(kind, list(inputs), list(outputs), **options))
@@ -40,14 +45,15 @@ class Graph:
 
     def norm(self, x: str, name: str, weight: Tensor) -> str:
         scale = self.weight(name, weight)
-        return self.add("SimplifiedLayerNormalization", x, scale, epsilon=tiny.RMS_NORM_EPS)
+        return self.add("SimplifiedLayerNormalization", x, scale, epsilon=self.epsilon)
 
 
 @cache
-def model_bytes() -> bytes:
+def model_bytes(source: Model) -> bytes:
     """The model, as InferenceSession takes it."""
-    g, model = Graph(), tiny.model()
-    angles = torch.arange(tiny.MAX_TOKENS)[:, None] * model.model.rotary_emb.inv_freq
+    model, config = source.llama, source.config
+    g = Graph(config.rms_norm_eps)
+    angles = torch.arange(config.max_position_embeddings)[:, None] * model.model.rotary_emb.inv_freq
     cos, sin = g.weight("cos", angles.cos()), g.weight("sin", angles.sin())
     axis, one = g.weight("axis", np.array([1])), g.weight("one", np.array(1, np.int32))
     counted = g.add("ReduceSum", "attention_mask", axis, keepdims=0)
@@ -59,10 +65,10 @@ def model_bytes() -> bytes:
         helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", extent])
         for name, extent in (("input_ids", "new"), ("attention_mask", "all"))
     ]
-    shape = ["batch", tiny.NUM_KV_HEADS, "room", tiny.HEAD_DIM]
+    shape: list[str | int | None] = ["batch", config.num_key_value_heads, "room", config.head_dim]
     outputs = [
         helper.make_tensor_value_info(
-            "logits", TensorProto.FLOAT, ["batch", "new", tiny.VOCAB_SIZE]
+            "logits", TensorProto.FLOAT, ["batch", "new", config.vocab_size]
         )
     ]
     for i, layer in enumerate(model.model.layers):
@@ -79,8 +85,8 @@ def model_bytes() -> bytes:
             *(q, k, v, *past, last, total, cos, sin),
             outputs=(f"attention{i}", *present),
             domain=CONTRIB,
-            num_heads=tiny.NUM_HEADS,
-            kv_num_heads=tiny.NUM_KV_HEADS,
+            num_heads=config.num_attention_heads,
+            kv_num_heads=config.num_key_value_heads,
             do_rotary=1,
             rotary_interleaved=0,
         )
@@ -95,7 +101,7 @@ def model_bytes() -> bytes:
         x = g.add("Add", x, y)
     x = g.norm(x, "norm", model.model.norm.weight)
     g.add("MatMul", x, g.weight("head", model.lm_head.weight.T), outputs=("logits",))
-    graph = helper.make_graph(g.nodes, "tiny", inputs, outputs, g.weights)
+    graph = helper.make_graph(g.nodes, "llama", inputs, outputs, g.weights)
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid(CONTRIB, 1)]
     made = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     serialized: bytes = made.SerializeToString()

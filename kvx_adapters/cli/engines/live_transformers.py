@@ -1,4 +1,4 @@
-"""The tiny model in transformers, with a DynamicCache."""
+"""A Llama in transformers, with a DynamicCache."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import torch
 import transformers
 
 from kvx_adapters import transformers as adapter
+from kvx_adapters.cli.engines import Model
 from kvx_core import CacheSpan
-from tests.engines import tiny_model
-from tests.engines.engine import FINGERPRINT
 
 
 class Live:
     """See LiveEngine."""
 
-    def __init__(self, num_tokens: int = 256) -> None:
+    def __init__(self, model: Model, num_tokens: int = 256) -> None:
         del num_tokens  # a DynamicCache grows
-        self._model = tiny_model.model()
-        self.cache = transformers.DynamicCache(config=self._model.config)
+        self._model = model
+        self.cache = transformers.DynamicCache(config=model.config)
 
     @property
     def lengths(self) -> list[int]:
@@ -29,10 +28,10 @@ class Live:
         self._forward(tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        adapter.reserve(self.cache, self._model, batch_size=1, num_tokens=num_tokens)
+        adapter.reserve(self.cache, self._model.llama, batch_size=1, num_tokens=num_tokens)
 
     def view(self) -> CacheSpan:
-        facts = adapter.cache_facts(self._model, fingerprint=FINGERPRINT)
+        facts = adapter.cache_facts(self._model.llama, fingerprint=self._model.fingerprint)
         return adapter.cache_view(self.cache, facts).at()
 
     def decode(self, count: int, *, after: int) -> list[int]:
@@ -44,4 +43,5 @@ class Live:
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int]) -> int:
         ids = torch.tensor([list(tokens)])
-        return int(self._model(input_ids=ids, past_key_values=self.cache).logits[0, -1].argmax())
+        logits = self._model.llama(input_ids=ids, past_key_values=self.cache).logits
+        return int(logits[0, -1].argmax())

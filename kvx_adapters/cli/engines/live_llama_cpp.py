@@ -1,4 +1,4 @@
-"""The tiny model in llama.cpp v0.5.0, its cache read and written in place."""
+"""A model in llama.cpp v0.5.0, its cache read and written in place."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from weakref import finalize
 import numpy as np
 
 from kvx_adapters import llama_cpp as adapter
+from kvx_adapters.cli.engines import Model, gguf_model
+from kvx_adapters.cli.engines.llama_cpp_abi import I64, EvalCallback, Tensor, library
 from kvx_core import CacheSpan, CacheView
-from tests.engines import gguf_model, tiny_model
-from tests.engines.engine import FINGERPRINT
-from tests.engines.llama_cpp_abi import I64, EvalCallback, Tensor, library
 
 _FOLDER = tempfile.TemporaryDirectory()
 
 
 @cache
-def _model(architecture: gguf_model.Architecture) -> int:
+def _loaded(model: Model, architecture: gguf_model.Architecture) -> int:
     """A loaded llama_model, kept until the process ends."""
-    path = Path(_FOLDER.name) / f"{architecture}.gguf"
-    gguf_model.write(path, architecture)
+    path = Path(_FOLDER.name) / f"{id(model)}-{architecture}.gguf"
+    gguf_model.write(path, model, architecture)
     llama = library()
     found = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
-    assert found
+    if not found:
+        raise RuntimeError(f"llama.cpp does not load {path.name}")
     return int(found)
 
 
 class Context:
-    """A llama_context with the tiny model, and what its eval callback sees.
+    """A llama_context with a model, and what its eval callback sees.
 
     cells:   of each token of each sequence in layer 0, in order of positions
     full_cells: the same in the last layer, which differ in a model with sliding windows
@@ -43,6 +43,7 @@ class Context:
 
     def __init__(
         self,
+        model: Model,
         num_tokens: int = 256,
         *,
         architecture: gguf_model.Architecture = "llama",
@@ -52,7 +53,8 @@ class Context:
         num_sequences: int = 1,
         unified: bool = False,
     ) -> None:
-        self.model, self.architecture = _model(architecture), architecture
+        self._source, self.architecture = model, architecture
+        self.model = _loaded(model, architecture)
         self.k_dtype, self.v_dtype = k_dtype, v_dtype
         self.v_transposed: bool | None = None  # as seen in the graph
         self.cells: dict[int, list[int]] = {}
@@ -73,7 +75,8 @@ class Context:
             lambda node, ask, _: _see(node.contents, tensors, indices) and not ask
         )
         self.context = llama.llama_init_from_model(self.model, params)
-        assert self.context
+        if not self.context:
+            raise RuntimeError("llama.cpp makes no context of these options")
         self.close = finalize(self, llama.llama_free, self.context)
 
     def run(self, tokens: Sequence[int], sequence: int = 0) -> int:
@@ -87,14 +90,15 @@ class Context:
         self.indices.clear()
         status = llama.llama_decode(self.context, batch)
         llama.llama_batch_free(batch)
-        assert status == 0, status
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
         k, v = (self.indices[f"cache_{kv}_l0"] for kv in "kv")
         self.v_transposed = adapter.v_transposed(len(k), len(v))
         held += k.tolist()
-        last = self.indices[f"cache_k_l{tiny_model.NUM_LAYERS - 1}"]
+        last = self.indices[f"cache_k_l{self._source.config.num_hidden_layers - 1}"]
         self.full_cells.setdefault(sequence, []).extend(last.tolist())
         logits = llama.llama_get_logits_ith(self.context, len(tokens) - 1)
-        return int(np.ctypeslib.as_array(logits, (tiny_model.VOCAB_SIZE,)).argmax())
+        return int(np.ctypeslib.as_array(logits, (self._source.config.vocab_size,)).argmax())
 
     def decode(self, count: int, *, after: int, sequence: int = 0) -> list[int]:
         """Greedy tokens, as LiveEngine.decode."""
@@ -111,7 +115,7 @@ class Context:
 
     @property
     def rotation(self) -> adapter.Rotation:
-        dim = tiny_model.HEAD_DIM
+        dim = gguf_model.head_dim(self._source)
         return adapter.rotation(self.k_dtype, self.v_dtype, k_head_dim=dim, v_head_dim=dim)
 
     def facts(self, **changes: Any) -> Any:
@@ -127,7 +131,7 @@ class Context:
             v_dtype=self.v_dtype,
             rotation=self.rotation,
             window=self._llama.llama_model_n_swa(self.model),
-            fingerprint=FINGERPRINT,
+            fingerprint=self._source.fingerprint,
         )
         return replace(facts, **changes)
 
@@ -193,8 +197,8 @@ def _see(node: Tensor, tensors: dict[str, Tensor], indices: dict[str, np.ndarray
 class Live:
     """See LiveEngine: architecture llama, whose K has interleaved dims, float32, V transposed."""
 
-    def __init__(self, num_tokens: int = 256) -> None:
-        self.context = Context(num_tokens)
+    def __init__(self, model: Model, num_tokens: int = 256) -> None:
+        self.context = Context(model, num_tokens)
         self.context.cells[0] = []
 
     @property

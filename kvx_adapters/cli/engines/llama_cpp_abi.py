@@ -1,4 +1,4 @@
-"""The C API of llama.cpp v0.5.0, as far as the tests call it, by ctypes.
+"""The C API of llama.cpp v0.5.0, as far as live_llama_cpp.py and tests call it, by ctypes.
 
 Source: llama.cpp v0.5.0 include/llama.h, ggml/include/ggml.h
 """
@@ -9,7 +9,8 @@ import ctypes as c
 from functools import cache
 from typing import Any
 
-from tests.engines.llama_cpp_library import LIBGGML, LIBLLAMA, folder
+from kvx_adapters.cli.engines import llama_cpp_library
+from kvx_adapters.cli.engines.llama_cpp_library import LIBGGML, LIBLLAMA, folder
 
 I64 = 27  # GGML_TYPE_I64
 
@@ -136,9 +137,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, arguments
 }
 
 
-@LogCallback
-def _no_log(*_: Any) -> None:
-    pass
+_no_log = LogCallback(lambda *_: None)
 
 
 @cache
@@ -147,7 +146,7 @@ def library() -> Any:
     at = folder()
     if not (at / LIBLLAMA).exists():
         raise FileNotFoundError(
-            f"{at / LIBLLAMA} is missing: python tests/engines/llama_cpp_library.py installs it"
+            f"{at / LIBLLAMA} is missing: python -m {llama_cpp_library.__name__} installs it"
         )
     ggml = c.CDLL(str(at / LIBGGML), c.RTLD_GLOBAL)
     llama = c.CDLL(str(at / LIBLLAMA), c.RTLD_GLOBAL)

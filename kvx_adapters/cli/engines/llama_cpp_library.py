@@ -1,8 +1,8 @@
 """The shared libraries of llama.cpp v0.5.0, from node-llama-cpp's prebuilt npm package.
 
-`python tests/engines/llama_cpp_library.py` puts them into the environment that runs it; make does
-that during set-up. Without npm it takes one of PyPI's for the moment. Uses only the standard
-library, since it runs before the build.
+`python -m kvx_adapters.cli.engines.llama_cpp_library` puts them into the environment that runs it;
+make runs the file during set-up. Without npm it takes one of PyPI's for the moment. Uses only the
+standard library, since it runs before the build.
 """
 
 from __future__ import annotations

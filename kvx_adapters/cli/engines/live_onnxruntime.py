@@ -1,44 +1,47 @@
-"""The tiny model in ONNX Runtime, past and present bound to one buffer per layer."""
+"""A Llama in ONNX Runtime, past and present bound to one buffer per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnxruntime
 
 from kvx_adapters import onnxruntime as adapter
-from kvx_core import CacheSpan
-from tests.engines import onnx_model, tiny_model
-from tests.engines.engine import FINGERPRINT
+from kvx_adapters.cli.engines import Model, onnx_model
+from kvx_core import CacheFacts, CacheSpan
 
 
 @cache
-def session() -> onnxruntime.InferenceSession:
+def session(model: Model) -> Any:
+    """An InferenceSession with the model."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(
-        onnx_model.model_bytes(), options, providers=["CPUExecutionProvider"]
+        onnx_model.model_bytes(model), options, providers=["CPUExecutionProvider"]
     )
 
 
-FACTS = adapter.cache_facts(
-    num_layers=tiny_model.NUM_LAYERS,
-    num_kv_heads=tiny_model.NUM_KV_HEADS,
-    do_rotary=True,
-    rotary_interleaved=False,
-    rotary_dim=tiny_model.HEAD_DIM,
-    version=onnxruntime.__version__,
-    fingerprint=FINGERPRINT,
-)
+def facts(model: Model) -> CacheFacts:
+    return adapter.cache_facts(
+        num_layers=model.config.num_hidden_layers,
+        num_kv_heads=model.config.num_key_value_heads,
+        do_rotary=True,
+        rotary_interleaved=False,
+        rotary_dim=model.config.head_dim,
+        version=onnxruntime.__version__,
+        fingerprint=model.fingerprint,
+    )
 
 
 class Live:
     """See LiveEngine."""
 
-    def __init__(self, num_tokens: int = 256) -> None:
-        self.buffers = adapter.reserve(session(), batch_size=1, num_tokens=num_tokens)
+    def __init__(self, model: Model, num_tokens: int = 256) -> None:
+        self._session, self._facts = session(model), facts(model)
+        self.buffers = adapter.reserve(self._session, batch_size=1, num_tokens=num_tokens)
         self._held = 0
 
     @property
@@ -52,7 +55,7 @@ class Live:
         self._held = num_tokens
 
     def view(self) -> CacheSpan:
-        return adapter.cache_view(session(), self.buffers, FACTS).at()
+        return adapter.cache_view(self._session, self.buffers, self._facts).at()
 
     def decode(self, count: int, *, after: int) -> list[int]:
         tokens = [after]
@@ -62,10 +65,10 @@ class Live:
 
     def _run(self, tokens: Sequence[int]) -> int:
         self._held += len(tokens)
-        binding = session().io_binding()
+        binding = self._session.io_binding()
         binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
         binding.bind_cpu_input("attention_mask", np.ones((1, self._held), np.int64))
         binding.bind_output("logits")
-        adapter.bind(binding, session(), self.buffers)
-        session().run_with_iobinding(binding)
+        adapter.bind(binding, self._session, self.buffers)
+        self._session.run_with_iobinding(binding)
         return int(binding.get_outputs()[0].numpy()[0, -1].argmax())
