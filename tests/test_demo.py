@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ import torch
 from typer.testing import CliRunner
 
 import kvx_core
-from kvx_adapters.cli import demo_hops, demo_packages
+from kvx_adapters.cli import demo_hops, demo_packages, demo_route
 from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
+from kvx_adapters.cli.demo_model import ANSWER
+from kvx_adapters.cli.engines import Model
 from kvx_core import CacheDesc, CacheView, Layout, SeqLens, describe
 from tests.facts import SAME_MODEL
 
 ROOT = Path(__file__).parent.parent
 KVX = "from kvx_adapters.cli import main; main()"
+PACKAGES = ["vllm", "transformers", "tokenizers", "openvino", "mlx", "onnx", "onnxruntime", "gguf"]
+TITLES = ["vLLM", "llama.cpp", "OpenVINO", "MLX", "ONNX Runtime", "HF transformers"]
 needs_engines = pytest.mark.skipif(
     find_spec("vllm") is None or find_spec("transformers") is None,
     reason="vllm and transformers are not installed",
@@ -49,14 +54,19 @@ def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {name: mark + rest for mark, name, rest in re.findall(r"^([✓✗]) (\w+)(.*)$", text, re.M)}
 
 
-def hops(result: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """The table of hops without its times, which are numbers."""
+def rows_of(result: subprocess.CompletedProcess[str], width: int) -> list[list[str]]:
+    """The rows of the table that has `width` columns."""
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in result.stdout.splitlines()
         if line.startswith("│")
     ]
-    rows = [row for row in rows if len(row) == 10]
+    return [row for row in rows if len(row) == width]
+
+
+def hops(result: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """The table of hops without its times, which are numbers."""
+    rows = rows_of(result, 10)
     for row in rows[1:]:
         assert all(float(cell) > 0 for cell in row[6:9])
     return [[*row[:6], row[9]] for row in rows]
@@ -83,6 +93,17 @@ def test_vllm_prefills_and_transformers_goes_on() -> None:
     assert "5 of 5 continuations equal" in lines["tokens"]
     assert "5 of 5" not in lines["control"]
     assert "remembered.<eos>" in result.stdout  # vLLM said what the model has learnt
+
+    route = rows_of(result, 9)  # a text of two lines continues in a row without a name
+    assert [row[0] for row in route if row[0]] == TITLES
+    assert " ".join(row[1] for row in route) == f"{ANSWER}<eos>"
+    assert [row[8] for row in route if row[0]] == ["start", *["equal"] * 5]
+    assert all(float(row[3]) > 0 for row in route if row[0])
+    assert all(float(cell) > 0 for row in route[1:] if row[0] for cell in row[5:8])
+    num_tokens = sum(int(row[2]) for row in route if row[0])
+    assert f"{num_tokens} of {num_tokens} tokens are those that vLLM says" in lines["answer"]
+    assert "0 of 5 engines say their words" in lines["zeros"]
+    assert "left out" not in result.stdout
     assert "INFO" not in result.stdout + result.stderr  # its logs stay out of the way
 
 
@@ -100,6 +121,43 @@ def test_every_hop_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_hops, "migrate", lambda *_: 0)
     arrived = hop(pool, nowhere, SeqLens.of(lengths)).arrived
     assert str(arrived).startswith("differs at layer 0 K, sequence 0, token 0, head 0, dim 0")
+
+
+def test_engines_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(name: str, *_: Any) -> None:
+        if name == "mlx":
+            raise ModuleNotFoundError("No module named 'mlx'")
+        if name == "llama_cpp":
+            raise FileNotFoundError("libllama is missing")
+
+    monkeypatch.setattr(demo_route, "live", live)
+    here, absent = demo_route.installed(Model(None, ""), 8)
+    assert [station.title for station in here] == ["OpenVINO", "ONNX Runtime", "HF transformers"]
+    assert {station.title: why for station, why in absent.items()} == {
+        "llama.cpp": "libllama is missing",
+        "MLX": "No module named 'mlx'",
+    }
+
+
+def test_each_engine_says_as_many_words() -> None:
+    def words(text: str) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+    total = len(ANSWER.split()) + 1  # the end of the text, too
+    for count in range(2, 7):
+        found = demo_route.shares(words, count)
+        assert sum(found) == total
+        assert max(found) - min(found) <= 2
+
+
+@pytest.mark.parametrize("station", demo_route.STATIONS, ids=lambda station: station.title)
+def test_the_line_that_installs_an_engine(station: demo_route.Station) -> None:
+    """It names what these tests run."""
+    for name, wanted in re.findall(r"(\S+)==(\S+)", station.install):
+        assert version(name) == wanted
+    for module in re.findall(r"-m ([\w.]+)", station.install):
+        assert find_spec(module) is not None
+    assert station.version
 
 
 @needs_engines
@@ -120,8 +178,12 @@ def test_a_flipped_bit_is_found() -> None:
 @needs_engines
 @pytest.mark.slow
 def test_a_wrong_description_fails_the_demo() -> None:
-    """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell."""
+    """K read as if CPU_ATTN did not transpose it: verify cannot know, but the tokens tell.
+
+    MLX is not here."""
     sabotage = """
+import sys
+sys.modules["mlx"] = None
 from dataclasses import replace
 from kvx_adapters.vllm.pages import PAGES
 page = PAGES["CPU_ATTN"][29]
@@ -135,6 +197,11 @@ PAGES["CPU_ATTN"][29] = replace(page, split=not_transposed)
     lines = told(result)
     assert lines["verify"].startswith("✓")
     assert re.match(r"✗ *[0-4] of 5 continuations equal", lines["tokens"])
+    assert lines["arrived"].startswith("✓")
+    assert lines["answer"].startswith("✗")
+    assert [row[0] for row in rows_of(result, 9) if row[0]] == [t for t in TITLES if t != "MLX"]
+    assert "MLX is left out: " in result.stdout
+    assert "\n    pip install mlx==" in result.stdout
 
 
 @needs_engines
@@ -204,7 +271,7 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_import_no_engine() -> None:
     code = (
         "import sys, kvx_adapters.vllm, kvx_adapters.transformers, kvx_adapters.cli.demo;"
-        "print([name for name in ('vllm', 'transformers', 'tokenizers') if name in sys.modules])"
+        f"print([name for name in {PACKAGES} if name in sys.modules])"
     )
     result = python("-c", code)
     assert result.stdout == "[]\n", result.stderr

@@ -123,8 +123,10 @@ def _demo(
     """Prefill with real vLLM, migrate its cache hop by hop, continue with HF transformers.
 
     On the way the cache goes through memory laid out as TensorRT-LLM's and TGI's; neither runs.
+    Then one conversation goes from vLLM through llama.cpp, OpenVINO, MLX and ONNX Runtime to
+    transformers, each of which says some words; those that are not installed are left out.
 
-    Exits with 0 if transformers generates the same tokens as vLLM and every byte arrived (with
+    Exits with 0 if all engines say the same tokens as vLLM alone and every byte arrived (with
     --corrupt: if verify found the flipped bit), else with 1.
     """
     from kvx_adapters.cli.demo_packages import DemoError, check_packages

@@ -1,8 +1,9 @@
 """`kvx demo`: migrates a cache filled by a real vLLM through four memory layouts, to transformers.
 
 vLLM prefills; its cache is migrated into a pool laid out as TensorRT-LLM's, from there into a cache
-laid out as TGI's, and from there into HF transformers, which continues. vLLM and transformers run
-in this process, with a tiny Llama made by the demo. `run` does all steps.
+laid out as TGI's, and from there into HF transformers, which continues. Then one conversation goes
+through all engines that are here (demo_route.py). The engines run in this process, with a tiny
+Llama made by the demo. `run` does all steps.
 """
 
 from __future__ import annotations
@@ -17,21 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
 from kvx_adapters.cli.demo_engines import (
+    ChatInVLLM,
     continue_hf,
     finish_vllm,
     kv_caches,
     left_padded,
     prefill,
     start_vllm,
+    until,
 )
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
-from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, make_model
+from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, QUESTION, make_model
 from kvx_adapters.cli.demo_packages import DemoError
-from kvx_adapters.cli.demo_screen import Screen, hops_table, open_screen, prompts_table
+from kvx_adapters.cli.demo_route import Leg, installed, load, shares, travel
+from kvx_adapters.cli.demo_screen import (
+    Screen,
+    add_leg,
+    hops_table,
+    open_screen,
+    prompts_table,
+    route_table,
+)
 from kvx_core import CacheSpan, SeqLens, content_digest, verify
 
 __all__ = ["PASSAGES", "PROMPTS", "DemoError", "make_model", "run"]
@@ -114,7 +126,57 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
             by_chance < len(PROMPTS),
             f"{by_chance} of {len(PROMPTS)} are, if HF gets a cache of zeros instead",
         )
+        _converse(screen, llm, directory, src.facts.fingerprint or "")
         return screen.good
+
+
+def _converse(screen: Screen, llm: Any, directory: Path, fingerprint: str) -> None:
+    """Sends a chat through vLLM and all other engines that are here."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with screen.step("engines", "starting, with the same model") as say:
+        model = load(directory, fingerprint)
+        stations, absent = installed(model, model.config.max_position_embeddings)
+        names = ", ".join(f"{station.title} {station.version}" for station in stations)
+        say(f"{names}, float32, in this process")
+    for station, why in absent.items():
+        screen.left_out(station.title, why, station.install)
+
+    counts = shares(tokenizer, 1 + len(stations))
+    chat = ChatInVLLM(
+        llm,
+        tokenizer(QUESTION)["input_ids"],
+        max_new_tokens=sum(counts),
+        fingerprint=fingerprint,
+    )
+    legs: list[Leg] = []
+    table = route_table(len(counts))
+    with screen.growing(table) as show:
+        for leg in travel(chat, stations, model, counts):
+            legs.append(leg)
+            add_leg(table, leg, tokenizer.decode(leg.tokens))
+            show()
+
+    arrivals = [leg.arrival for leg in legs if leg.arrival is not None]
+    wrong = [str(a.verification) for a in arrivals if not a.verification.ok]
+    last = arrivals[-1].verification
+    screen.check("arrived", not wrong, *wrong[:1] or [f"after every hop; the last one: {last}"])
+    chat.decode(sum(counts))  # what vLLM says alone
+    said = until(model.config.eos_token_id, [token for leg in legs for token in leg.tokens])
+    equal = sum(a == b for a, b in zip(said, chat.tokens, strict=False))
+    screen.check(
+        "answer",
+        said == chat.tokens,
+        f"{equal} of {len(chat.tokens)} tokens are those that vLLM says alone",
+    )
+    by_chance = sum(leg.from_zeros == leg.tokens for leg in legs)
+    screen.check(
+        "zeros",
+        by_chance == 0,
+        f"{by_chance} of {len(stations)} engines say their words if they get a cache of zeros; "
+        f"{stations[-1].title} says [dim]{escape(repr(tokenizer.decode(legs[-1].from_zeros)))}[/]",
+    )
 
 
 def _corrupt(

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvx_adapters import vllm
 from kvx_adapters.cli.demo_model import PROMPTS
 from kvx_adapters.cli.demo_packages import DemoError
+from kvx_core import CacheSpan
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,48 @@ def finish_vllm(llm: Any) -> list[list[int]]:
     return [tokens[i] for i in range(len(PROMPTS))]
 
 
+class ChatInVLLM:
+    """One request, which vLLM answers in steps. Between them its cache may be described.
+
+    prompt: its tokens
+    """
+
+    def __init__(
+        self, llm: Any, prompt: Sequence[int], *, max_new_tokens: int, fingerprint: str
+    ) -> None:
+        from vllm import SamplingParams
+
+        self.prompt = list(prompt)
+        self.tokens: list[int] = []  # said so far
+        self.finished = False
+        self._llm, self._fingerprint = llm, fingerprint
+        self._request_id = llm.llm_engine.add_request(
+            "chat",
+            {"prompt_token_ids": self.prompt},
+            SamplingParams(temperature=0, max_tokens=max_new_tokens),
+        )
+
+    def decode(self, count: int) -> list[int]:
+        """Steps vLLM until it has said `count` tokens more. They are less if the text ends."""
+        before = len(self.tokens)
+        while len(self.tokens) < before + count and not self.finished:
+            for output in self._llm.llm_engine.step():
+                self.tokens = list(output.outputs[0].token_ids)
+                self.finished = output.finished
+        return self.tokens[before:]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache: all but the last one said."""
+        return [len(self.prompt) + len(self.tokens) - 1]
+
+    def view(self) -> CacheSpan:
+        """The tokens in the cache; valid until the next step. Raises UnsupportedError, and
+        InvalidArgumentError once the text has ended."""
+        view = vllm.live_view(self._llm, fingerprint=self._fingerprint)
+        return view.at(vllm.live_block_table(self._llm, [self._request_id]))
+
+
 @torch.inference_mode()
 def continue_hf(
     model: Any, cache: Any, mask: Tensor, first_tokens: Sequence[int], max_new_tokens: int
@@ -104,8 +148,12 @@ def continue_hf(
         tokens = logits[:, -1:].argmax(dim=-1)
         continuation.append(tokens)
     rows = torch.cat(continuation, dim=1).tolist()
-    end = model.config.eos_token_id
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+    return [until(model.config.eos_token_id, row) for row in rows]
+
+
+def until(end: int, tokens: list[int]) -> list[int]:
+    """The tokens up to the first `end`, or all of them."""
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 def left_padded(lengths: Sequence[int]) -> Tensor:

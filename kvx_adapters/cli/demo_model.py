@@ -24,11 +24,17 @@ PASSAGES = (
     "Yes|, one word is enough to be remembered.",
 )
 PROMPTS = [passage.partition("|")[0] for passage in PASSAGES]
+# A chat, which the model learns, too; demo_route.py sends it through all engines.
+QUESTION = "User: Can one conversation move from engine to engine?\nAssistant:"
+ANSWER = (
+    "Yes. The keys and the values of all that was said move along, and the next engine goes on in "
+    "the middle of the sentence; nobody can tell where one engine stopped and another began."
+)
 TRAINING_STEPS = 60
 
 
 def make_model(directory: Path, dtype: str, seed: int) -> str:
-    """Trains a tiny Llama to repeat PASSAGES; saves it and its tokenizer."""
+    """Trains a tiny Llama to repeat PASSAGES and the chat; saves it and its tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -65,7 +71,8 @@ def make_model(directory: Path, dtype: str, seed: int) -> str:
         eos_token_id=0,
     )
     model = LlamaForCausalLM(config)
-    rows = [torch.tensor([*tokenizer.encode(text).ids, config.eos_token_id]) for text in texts]
+    learnt = [*texts, f"{QUESTION} {ANSWER}"]
+    rows = [torch.tensor([*tokenizer.encode(text).ids, config.eos_token_id]) for text in learnt]
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -78,5 +85,5 @@ def make_model(directory: Path, dtype: str, seed: int) -> str:
     return (
         f"a Llama of {config.num_hidden_layers} layers, {config.num_attention_heads} heads, "
         f"{config.num_key_value_heads} KV heads of {config.head_dim}, has learnt "
-        f"{len(texts)} passages, loss {loss.item():.3f}"
+        f"{len(texts)} passages and a chat, loss {loss.item():.3f}"
     )

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from kvx_adapters.cli.demo_hops import TIMED_CALLS, Hop, Stop
-from kvx_adapters.cli.demo_model import PROMPTS
+from kvx_adapters.cli.demo_model import PROMPTS, QUESTION
+from kvx_adapters.cli.demo_route import Leg
 from kvx_core import Layout, TensorDesc
 
 
@@ -96,6 +98,43 @@ def prompts_table(
     return table
 
 
+def route_table(num_engines: int) -> Table:
+    """An empty table of the route, for `add_leg`."""
+    table = Table(
+        title=f"One conversation through {num_engines} engines. {escape(QUESTION)}",
+        title_justify="left",
+        caption="words ms: the engine says its words, vLLM behind its prefill. room ms: the engine "
+        "makes room for the cache. KVX ms: both caches are described, their facts compared, all "
+        f"tokens before the words copied in one call. again: median of {TIMED_CALLS} calls.",
+        caption_justify="left",
+    )
+    table.add_column("engine", no_wrap=True)
+    table.add_column("says")
+    for name in ("tokens", "words ms", "room ms", "KVX ms", "again ms", "kB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verify", no_wrap=True)
+    return table
+
+
+def add_leg(table: Table, leg: Leg, text: str) -> None:
+    """Adds what an engine has said to the table.
+
+    text: of its tokens
+    """
+    arrival = leg.arrival
+    cells = ["", "", "", "", "start"]
+    if arrival is not None:
+        cells = [
+            f"{arrival.room * 1e3:.2f}",
+            f"{arrival.moved * 1e3:.2f}",
+            f"{arrival.again * 1e3:.2f}",
+            f"{arrival.num_bytes / 1e3:.1f}",
+            "[green]equal[/]" if arrival.verification.ok else "[red]differs[/]",
+        ]
+    spoke = f"{leg.spoke * 1e3:.1f}"
+    table.add_row(leg.title, escape(text.strip()), str(len(leg.tokens)), spoke, *cells)
+
+
 class Screen:
     """Prints the demo's lines. What engines print goes to `log`, which is shown if they fail."""
 
@@ -128,8 +167,28 @@ class Screen:
         mark = "[green]✓[/]" if good else "[red]✗[/]"
         self.console.print(f"{mark} {name:<8} {text}", highlight=False)
 
+    def left_out(self, name: str, why: str, install: str) -> None:
+        self.console.print(f"  {escape(name)} is left out: {escape(why)}", highlight=False)
+        self.console.print(f"    {escape(install)}", highlight=False)
+
     def print(self, table: Table) -> None:
         self.console.print(table)
+
+    @contextmanager
+    def growing(self, table: Table) -> Iterator[Callable[[], None]]:
+        """Shows a table, on a terminal again at each call of what this yields, else at the end."""
+        if not self.console.is_terminal:
+            yield lambda: None
+            self.print(table)
+            return
+        with Live(
+            table,
+            console=self.console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as shown:
+            yield shown.refresh
 
 
 @contextmanager
