@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -20,7 +21,7 @@ import kvx_core
 from kvx_adapters.cli import demo_hops, demo_packages, demo_route
 from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
-from kvx_adapters.cli.demo_model import ANSWER
+from kvx_adapters.cli.demo_model import ANSWER, QUESTION
 from kvx_adapters.cli.engines import Model
 from kvx_core import CacheDesc, CacheView, Layout, SeqLens, describe
 from tests.facts import SAME_MODEL
@@ -162,9 +163,21 @@ def test_the_line_that_installs_an_engine(station: demo_route.Station) -> None:
 
 @needs_engines
 def test_a_flipped_bit_is_found() -> None:
-    result = python("-c", KVX, "demo", "--corrupt", "--dtype", "bfloat16", "--seed", "5")
+    options = ("--corrupt", "--dtype", "bfloat16", "--seed", "5", "--json")
+    result = python("-c", KVX, "demo", *options)
     assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["good"]
+    assert found["corrupt"]
+    assert "route" not in found
+    assert [hop["to"] for hop in found["hops"]] == ["TensorRT-LLM *", "TGI *", "HF transformers"]
+    assert all(hop["verified"] for hop in found["hops"])
+    steps = {check["name"]: check for check in found["checks"]}
+    assert steps["model"]["seconds"] > 0
+
+    result.stdout = result.stderr  # where the lines are
     lines = told(result)
+    assert " ".join(steps["mended"]["text"].split()) in " ".join(lines["mended"].split())
     flipped = re.search(
         r"bit \d+ of ([KV]), layer (\d+), (sequence \d+, token \d+, head \d+, dim \d+) of the",
         lines["corrupt"],
@@ -192,9 +205,24 @@ def not_transposed(cache, num_kv_heads, rows):
     return k.transpose(2, 3).flatten(2).unflatten(2, v.shape[2:]), v
 PAGES["CPU_ATTN"][29] = replace(page, split=not_transposed)
 """
-    result = python("-c", sabotage + KVX, "demo")
+    result = python("-c", sabotage + KVX, "demo", "--json")
     assert result.returncode == 1, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert (found["good"], found["dtype"], found["seed"]) == (False, "float32", 0)
+    route = found["route"]
+    assert [engine["engine"] for engine in route["engines"]] == [t for t in TITLES if t != "MLX"]
+    assert [left["engine"] for left in route["left_out"]] == ["MLX"]
+    assert all(engine["verified"] for engine in route["engines"][1:])
+    assert "".join(engine["says"] for engine in route["engines"]) == route["said"]
+    assert f"{route['question']}{route['vllm_alone']}" == f"{QUESTION} {ANSWER}<eos>"
+    assert route["said"] != route["vllm_alone"]
+    assert not all(prompt["equal"] for prompt in found["prompts"])
+
+    result.stdout = result.stderr  # where the lines are
     lines = told(result)
+    assert [check["name"] for check in found["checks"] if not check["good"]] == [
+        name for name, line in lines.items() if line.startswith("✗")
+    ]
     assert lines["verify"].startswith("✓")
     assert re.match(r"✗ *[0-4] of 5 continuations equal", lines["tokens"])
     assert lines["arrived"].startswith("✓")
@@ -266,6 +294,11 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = " ".join(result.output.split())
     assert "vllm is not installed" in message
     assert "pip install 'kvx[vllm,transformers]'" in message
+    result = CliRunner().invoke(app, ["demo", "--json"])
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["good"], found["kvx"]) == (False, kvx_core.__version__)
+    assert found["error"].startswith("vllm is not installed")
 
 
 def test_adapters_import_no_engine() -> None:

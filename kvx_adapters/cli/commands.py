@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Annotated
 
@@ -119,6 +120,10 @@ def _demo(
         bool,
         typer.Option("--corrupt", help="Flip one bit after the migration; verify must find it."),
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object; the lines go to standard error."),
+    ] = False,
 ) -> None:
     """Prefill with real vLLM, migrate its cache hop by hop, continue with HF transformers.
 
@@ -135,8 +140,19 @@ def _demo(
         check_packages()
         from kvx_adapters.cli.demo import run
 
-        good = run(dtype=dtype.value, seed=seed, max_new_tokens=max_new_tokens, corrupt=corrupt)
+        found = run(
+            dtype=dtype.value,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            corrupt=corrupt,
+            to_stderr=as_json,
+        )
     except (DemoError, kvx_core.KvxError) as error:
+        if as_json:
+            print(json.dumps({"kvx": kvx_core.__version__, "good": False, "error": str(error)}))
         Console(stderr=True).print(f"[red]kvx demo:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
-    raise typer.Exit(0 if good else 1)
+    if as_json:
+        given = {"dtype": dtype.value, "seed": seed, "corrupt": corrupt}
+        print(json.dumps({"kvx": kvx_core.__version__} | given | found))
+    raise typer.Exit(0 if found["good"] else 1)

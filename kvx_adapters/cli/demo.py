@@ -35,6 +35,7 @@ from kvx_adapters.cli.demo_engines import (
 from kvx_adapters.cli.demo_hops import Stop, hop, tgi_cache, trtllm_pool
 from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, QUESTION, make_model
 from kvx_adapters.cli.demo_packages import DemoError
+from kvx_adapters.cli.demo_report import hops_report, prompts_report, route_report
 from kvx_adapters.cli.demo_route import Leg, installed, load, shares, travel
 from kvx_adapters.cli.demo_screen import (
     Screen,
@@ -44,15 +45,26 @@ from kvx_adapters.cli.demo_screen import (
     prompts_table,
     route_table,
 )
+from kvx_adapters.cli.engines import Model
 from kvx_core import CacheSpan, SeqLens, content_digest, verify
 
 __all__ = ["PASSAGES", "PROMPTS", "DemoError", "make_model", "run"]
 
 
-def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
-    """Runs and prints the demo. Returns whether all checks passed. Raises DemoError, KvxError."""
+def run(
+    *, dtype: str, seed: int, max_new_tokens: int, corrupt: bool, to_stderr: bool = False
+) -> dict[str, Any]:
+    """Runs and prints the demo. Returns what it found, as `--json` prints it: "good" if all checks
+    passed, "checks", "hops" and, without `corrupt`, "prompts" and "route".
+
+    to_stderr: print to standard error
+    Raises DemoError, KvxError.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with tempfile.TemporaryDirectory(prefix="kvx-demo-") as temporary, open_screen() as screen:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvx-demo-") as temporary,
+        open_screen(to_stderr=to_stderr) as screen,
+    ):
         directory = Path(temporary)
         with screen.step("model") as say:
             say(make_model(directory, dtype, seed))
@@ -64,7 +76,7 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
             prompt_lens = prefilled.prompt_lens
             say(f"by vLLM: {len(PROMPTS)} prompts of {_list(prompt_lens)} tokens")
         with screen.step("HF") as say:
-            from transformers import AutoModelForCausalLM, DynamicCache
+            from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
             say(f"transformers {sys.modules['transformers'].__version__}, with an empty cache")
@@ -96,6 +108,7 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
         seq_lens = SeqLens.of(prompt_lens)
         hops = [hop(*ends, seq_lens) for ends in pairwise(stops)]
         screen.print(hops_table(stops, hops))
+        screen.report["hops"] = hops_report(stops, hops)
         found = [*(h.arrived for h in hops), verify(src_span, dst_span, seq_lens)]
         wrong = [str(verification) for verification in found if not verification.ok]
         screen.check(
@@ -105,7 +118,7 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
         )
         if corrupt:
             _corrupt(screen, cache, src_span, dst_span, prompt_lens, seed)
-            return screen.good
+            return screen.report | {"good": screen.good}
 
         with screen.step("decode") as say:
             from_vllm = finish_vllm(llm)
@@ -115,7 +128,11 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
         hf.reserve(zeros, model, batch_size=len(PROMPTS), num_tokens=mask.shape[1])
         from_zeros = continue_hf(model, zeros, mask, prefilled.first_tokens, max_new_tokens)
 
-        screen.print(prompts_table(directory, prompt_lens, from_vllm, from_hf, hops[-1].num_bytes))
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        screen.print(
+            prompts_table(tokenizer.decode, prompt_lens, from_vllm, from_hf, hops[-1].num_bytes)
+        )
+        screen.report["prompts"] = prompts_report(prompt_lens, from_vllm, from_hf, tokenizer.decode)
         equal = _num_equal(from_vllm, from_hf)
         screen.check(
             "tokens", equal == len(PROMPTS), f"{equal} of {len(PROMPTS)} continuations equal"
@@ -126,17 +143,13 @@ def run(*, dtype: str, seed: int, max_new_tokens: int, corrupt: bool) -> bool:
             by_chance < len(PROMPTS),
             f"{by_chance} of {len(PROMPTS)} are, if HF gets a cache of zeros instead",
         )
-        _converse(screen, llm, directory, src.facts.fingerprint or "")
-        return screen.good
+        _converse(screen, llm, tokenizer, load(directory, src.facts.fingerprint or ""))
+        return screen.report | {"good": screen.good}
 
 
-def _converse(screen: Screen, llm: Any, directory: Path, fingerprint: str) -> None:
+def _converse(screen: Screen, llm: Any, tokenizer: Any, model: Model) -> None:
     """Sends a chat through vLLM and all other engines that are here."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     with screen.step("engines", "starting, with the same model") as say:
-        model = load(directory, fingerprint)
         stations, absent = installed(model, model.config.max_position_embeddings)
         names = ", ".join(f"{station.title} {station.version}" for station in stations)
         say(f"{names}, float32, in this process")
@@ -148,7 +161,7 @@ def _converse(screen: Screen, llm: Any, directory: Path, fingerprint: str) -> No
         llm,
         tokenizer(QUESTION)["input_ids"],
         max_new_tokens=sum(counts),
-        fingerprint=fingerprint,
+        fingerprint=model.fingerprint,
     )
     legs: list[Leg] = []
     table = route_table(len(counts))
@@ -170,6 +183,7 @@ def _converse(screen: Screen, llm: Any, directory: Path, fingerprint: str) -> No
         said == chat.tokens,
         f"{equal} of {len(chat.tokens)} tokens are those that vLLM says alone",
     )
+    screen.report["route"] = route_report(stations, absent, legs, chat.tokens, tokenizer.decode)
     by_chance = sum(leg.from_zeros == leg.tokens for leg in legs)
     screen.check(
         "zeros",

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvx_adapters.cli.demo_hops import TIMED_CALLS, Hop, Stop
 from kvx_adapters.cli.demo_model import PROMPTS, QUESTION
@@ -70,15 +72,16 @@ def _in_memory(half: TensorDesc) -> str:
 
 
 def prompts_table(
-    directory: Path,
+    text: Callable[[list[int]], str],
     prompt_lens: list[int],
     from_vllm: list[list[int]],
     from_hf: list[list[int]],
     num_bytes: int,
 ) -> Table:
-    from transformers import AutoTokenizer
+    """A table of how the prompts go on.
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text: of tokens
+    """
     table = Table(title="Prompts, and how they go on", title_justify="left")
     table.add_column("prompt ends")
     table.add_column("tokens", justify="right")
@@ -91,8 +94,8 @@ def prompts_table(
             escape(prompt if len(prompt) <= 16 else f"…{prompt[-15:]}"),
             str(length),
             f"{num_bytes * length / sum(prompt_lens) / 1e3:.1f}",
-            escape(tokenizer.decode(ours)),
-            escape(tokenizer.decode(theirs)),
+            escape(text(ours)),
+            escape(text(theirs)),
             "[green]yes[/]" if ours == theirs else "[red]no[/]",
         )
     return table
@@ -136,12 +139,21 @@ def add_leg(table: Table, leg: Leg, text: str) -> None:
 
 
 class Screen:
-    """Prints the demo's lines. What engines print goes to `log`, which is shown if they fail."""
+    """Prints the demo's lines. What engines print goes to `log`, which is shown if they fail.
+
+    report: what the demo has found, for machines. "checks" are the lines so far: the name of each,
+            whether it is good, its text, and of a step its seconds
+    """
 
     def __init__(self, console: Console, log: Path) -> None:
         self.console = console
         self.log = log
-        self.good = True  # every check so far
+        self.report: dict[str, Any] = {"checks": []}
+
+    @property
+    def good(self) -> bool:
+        """Whether every check so far is good."""
+        return all(check["good"] for check in self.report["checks"])
 
     @contextmanager
     def step(self, name: str, doing: str = "") -> Iterator[Callable[[str], None]]:
@@ -157,13 +169,22 @@ class Screen:
             self.console.print(f"[red]✗[/] {name:<8} failed. The engines' last words:")
             self.console.print(escape("\n".join(self.log.read_text().splitlines()[-30:])))
             raise
-        self.done(name, f"{' '.join(said)} [dim]{time.perf_counter() - start:.1f} s[/]")
+        seconds = time.perf_counter() - start
+        self._line(name, True, f"{' '.join(said)} [dim]{seconds:.1f} s[/]")
+        self._note(name, True, " ".join(said), seconds=seconds)
 
     def done(self, name: str, text: str) -> None:
         self.check(name, True, text)
 
     def check(self, name: str, good: bool, text: str) -> None:
-        self.good = self.good and good
+        self._line(name, good, text)
+        self._note(name, good, text)
+
+    def _note(self, name: str, good: bool, text: str, **more: float) -> None:
+        plain = Text.from_markup(text).plain
+        self.report["checks"].append({"name": name, "good": good, "text": plain, **more})
+
+    def _line(self, name: str, good: bool, text: str) -> None:
         mark = "[green]✓[/]" if good else "[red]✗[/]"
         self.console.print(f"{mark} {name:<8} {text}", highlight=False)
 
@@ -192,8 +213,11 @@ class Screen:
 
 
 @contextmanager
-def open_screen() -> Iterator[Screen]:
-    """Sends file descriptors 1 and 2, which the engines print to, to a file; yields the screen."""
+def open_screen(*, to_stderr: bool = False) -> Iterator[Screen]:
+    """Sends file descriptors 1 and 2, which the engines print to, to a file; yields the screen.
+
+    to_stderr: the screen is standard error, not standard output
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     with (
@@ -202,12 +226,15 @@ def open_screen() -> Iterator[Screen]:
         os.fdopen(os.dup(2), "w", encoding="utf-8") as err,
     ):
         log = Path(directory) / "engines.log"
-        console = Console(file=out)
+        shown = err if to_stderr else out
+        console = Console(file=shown)
         with log.open("w", encoding="utf-8") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
             try:
-                yield Screen(console if console.is_terminal else Console(file=out, width=120), log)
+                yield Screen(
+                    console if console.is_terminal else Console(file=shown, width=120), log
+                )
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
