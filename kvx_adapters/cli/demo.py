@@ -152,7 +152,7 @@ def _converse(screen: Screen, llm: Any, tokenizer: Any, model: Model) -> None:
     with screen.step("engines", "starting, with the same model") as say:
         stations, absent = installed(model, model.config.max_position_embeddings)
         names = ", ".join(f"{station.title} {station.version}" for station in stations)
-        say(f"{names}, float32, in this process")
+        say(f"{names}, float32")
     for station, why in absent.items():
         screen.left_out(station.title, why, station.install)
 
