@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from kvx_adapters.cli.demo_engines import ChatInVLLM, DemoError
+from kvx_adapters.cli.demo_engines import ChatInVLLM
 from kvx_adapters.cli.demo_hops import TIMED_CALLS
 from kvx_adapters.cli.demo_model import ANSWER
+from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.doctor_engines import LLAMA_CPP
 from kvx_adapters.cli.engines import LiveEngine, Model, live, llama_cpp_library
 from kvx_core import CacheSpan, Verification, migrate, verify
