@@ -75,8 +75,14 @@ class Bare:
 
 
 def make(folder: Path) -> Bare:
-    """Makes the environment in an empty folder, in about a second."""
-    home, tree, tools = folder / "env", folder / "tree", folder / "tools"
+    """Makes the environment in an empty folder, in about a second.
+
+    It lies where `make` puts its own: then PyPI's nvcc, whose headers lie in it, compiles what the
+    cache of `make` knows.
+    """
+    tree, tools = folder / "tree", folder / "tools"
+    home = tree / ".venv"
+    copy_tree(tree)
     venv.create(home, with_pip=False, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
     names = closure([*DISTRIBUTIONS, *(f"nvidia-{name}" for name in NVCC)])
@@ -92,7 +98,6 @@ def make(folder: Path) -> Bare:
         found = shutil.which(name)
         if found:
             (tools / name).symlink_to(found)
-    copy_tree(tree)
     return Bare(python, os.pathsep.join(map(str, (home / "bin", tools))), tree)
 
 

@@ -33,9 +33,14 @@ void launch_channels(const AffineParams &params, dim3 grid, cudaStream_t stream)
 
 }  // namespace kvx::cuda
 
-// At the end of a kernel's file: its launch for one layer and for a model.
-#define KVX_INSTANTIATE(launch)                                                              \
-  template void kvx::cuda::launch(const kvx::cuda::Small &, const kvx::cuda::Choice &, dim3, \
-                                  cudaStream_t);                                             \
-  template void kvx::cuda::launch(const kvx::cuda::Large &, const kvx::cuda::Choice &, dim3, \
+// At the end of a kernel's file: its launch for few pairs and for many.
+#define KVX_INSTANTIATE_FOR(launch, P)                                                   \
+  template void kvx::cuda::launch(const kvx::cuda::P &, const kvx::cuda::Choice &, dim3, \
                                   cudaStream_t)
+#ifdef KVX_ONE_SIZE
+#define KVX_INSTANTIATE(launch) KVX_INSTANTIATE_FOR(launch, Large)
+#else
+#define KVX_INSTANTIATE(launch)       \
+  KVX_INSTANTIATE_FOR(launch, Small); \
+  KVX_INSTANTIATE_FOR(launch, Large)
+#endif

@@ -7,7 +7,14 @@
 
 namespace kvx::cuda {
 
-constexpr uint32_t kMaxLayers = 256;  // of one launch; kernel parameters hold at most 32764 bytes
+// Pairs of planes of one launch: one layer's, as a decode step has them, and a model's.
+constexpr uint32_t kFewPairs = 2;
+#ifdef KVX_ONE_SIZE  // builds that compile for minutes compile each kernel once
+constexpr uint32_t kMostPairs = 2 * kFewPairs;
+#else
+constexpr uint32_t kMostPairs = 512;  // kernel parameters hold at most 32764 bytes
+#endif
+constexpr uint32_t kMostAffine = 64;        // of pairs with zero points
 constexpr uint64_t kMostItems = INT32_MAX;  // chunks x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
 // Threads of a block, in every kernel. Four blocks share a multiprocessor, so a thread has 64
@@ -115,8 +122,6 @@ struct Params : Common {
   bool is_v[kPairs];
 };
 
-constexpr uint32_t kMostAffine = 64;  // pairs of one launch
-
 // The base addresses of the scales and zero points of one pair.
 struct UnitBases {
   uint8_t *src_scales, *src_zeros, *dst_scales, *dst_zeros;
@@ -128,8 +133,12 @@ struct AffineParams : Params<kMostAffine> {
   UnitBases beside[kMostAffine];
 };
 
-using Small = Params<2>;               // one layer: what a decode step launches
-using Large = Params<2 * kMaxLayers>;  // a model
+using Large = Params<kMostPairs>;
+#ifdef KVX_ONE_SIZE
+using Small = Large;
+#else
+using Small = Params<kFewPairs>;
+#endif
 static_assert(sizeof(Large) <= 32764);
 
 }  // namespace kvx::cuda

@@ -12,7 +12,7 @@ namespace kvx::cuda {
 namespace {
 
 constexpr uint64_t kBlocksPerSm = 32;  // about four waves: enough to balance, few enough to start
-constexpr uint64_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
+constexpr uint32_t kBackgroundBlocks = 16;  // of a launch: as many multiprocessors at most
 
 // Pairs are of one kind if they differ only in their pointers. Two lookups fit into a launch.
 PlanePair without_pointers(PlanePair pair) {
@@ -348,8 +348,8 @@ Choice choice_of(const Plan &plan, uint32_t first) {
 
 // The most pairs of a launch of the same kind as pair `first`.
 uint32_t most_pairs(const Plan &plan, uint32_t first) {
-  if (plan.background) return kBackgroundBlocks;
-  return plan.pairs[first].affine ? kMostAffine : 2 * kMaxLayers;
+  const uint32_t most = plan.pairs[first].affine ? kMostAffine : kMostPairs;
+  return plan.background ? std::min(most, kBackgroundBlocks) : most;
 }
 
 // Runs all pairs of the same kind as pair `first`, in as few launches as their pointers, or the
@@ -367,7 +367,7 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
     common.lookups[i] = {KernelLookup(plan.lookups[first_lookup + i].src),
                          KernelLookup(plan.lookups[first_lookup + i].dst)};
   for (uint32_t next = first; next < plan.pairs.size();) {
-    const PlanePair *pairs[2 * kMaxLayers];
+    const PlanePair *pairs[std::max(kMostPairs, kMostAffine)];
     common.num_pairs = 0;
     // The first pair that uses a lookup reports its faults.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
@@ -380,9 +380,9 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
       pairs[common.num_pairs++] = &pair;
     }
     cut(choice, &common);
-    const auto run = plan.pairs[first].affine ? launch<AffineParams>
-                     : common.num_pairs <= 2  ? launch<Small>
-                                              : launch<Large>;
+    const auto run = plan.pairs[first].affine        ? launch<AffineParams>
+                     : common.num_pairs <= kFewPairs ? launch<Small>
+                                                     : launch<Large>;
     KVX_TRY(run(plan, common, choice, pairs, most_blocks, stream));
   }
   return KVX_STATUS_OK;
