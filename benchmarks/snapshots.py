@@ -23,7 +23,7 @@ from benchmarks import report
 from benchmarks.cases import on_threads
 from benchmarks.rounds import Goal, once
 from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, describe, migrate
-from kvx_core.snapshot import MemoryPool, Section, host_memory
+from kvx_core.snapshot import Chunks, MemoryPool, Section, host_memory, restore_all
 from kvx_core.snapshot.memory import PAGE
 from kvx_core.tables import BlockTable
 
@@ -87,13 +87,13 @@ class _Prompt:
         self._verify()
 
     def capture(self) -> list[Snapshot]:
-        chunks = []
-        for start in range(0, self.num_tokens, _CHUNK):
-            ids = np.arange(start, start + _CHUNK)
-            chunk = Snapshot.reserve(ids, [self.section], start=start, pool=self.pool)
-            assert chunk is not None
-            chunk.fill(self.section)
-            chunks.append(chunk)
+        run = Chunks([self.section], 0, self.num_tokens, pool=self.pool)
+        ids = np.arange(self.num_tokens)
+        starts = range(0, self.num_tokens, _CHUNK)
+        found = (Snapshot.reserve_of(run, ids[at : at + _CHUNK], start=at) for at in starts)
+        chunks = [chunk for chunk in found if chunk is not None]
+        assert len(chunks) == len(starts)
+        Snapshot.fill_all(chunks, self.section)
         return chunks
 
     def cases(self) -> dict[str, tuple[dict[str, Callable[[], object]], Sequence[Goal]]]:
@@ -121,12 +121,17 @@ class _Prompt:
                 file.write(data.data)
 
     def load(self) -> None:
-        room, views = host_memory(self.chunks[0].num_bytes + PAGE), {}  # as PrefixStore.load does
-        for i, chunk in enumerate(self.chunks):
-            start = chunk.header.start
-            with Snapshot.open(self.folder / f"{i}.safetensors") as file:
-                read = file.read(self.section.layers, room, views)
-            read.restore(self.section, start, start + _CHUNK)
+        """As PrefixStore.load does."""
+        layers, step = self.section.layers, -(-self.chunks[0].num_bytes // PAGE) * PAGE
+        together = max(1, (8 << 20) // step)
+        room, views = host_memory(together * step), {}
+        for first in range(0, len(self.chunks), together):
+            read = []
+            for i in range(first, min(first + together, len(self.chunks))):
+                with Snapshot.open(self.folder / f"{i}.safetensors") as file:
+                    read.append(file.read(layers, room[(i - first) * step :], views))
+            stop = (first + len(read)) * _CHUNK
+            restore_all(read, self.section, first * _CHUNK, stop)
 
     def read(self) -> None:
         for i, data in enumerate(self.memory):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,18 +27,23 @@ Sections = Callable[[BlockIds, int], list[Section]]
 
 
 @dataclass(slots=True)
-class _Span:
-    """One chunk that is being copied, to be stored."""
+class _Copied:
+    """The chunks of one save that are being copied, to be stored."""
 
     store: PrefixStore
-    snapshot: Snapshot
     sections: list[Section]
+    snapshots: list[Snapshot]
     missing: set[int]  # layers that have not been copied
+    refused: StoreError | None = None  # why chunks after these are not copied
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(snapshot.num_bytes for snapshot in self.snapshots)
 
     def fill(self, layers: Collection[int]) -> None:
         for section in self.sections:
             if held := [layer for layer in section.layers if layer in layers]:
-                self.snapshot.fill(section.of(held))
+                Snapshot.fill_all(self.snapshots, section.of(held))
         self.missing = self.missing.difference(layers)
 
 
@@ -64,7 +69,7 @@ class Saver:
         )
         self._pool: MemoryPool | None = None  # of the first save
         self._open_step: object = None  # for which save_layer was called
-        self._open: dict[RequestId, list[_Span]] = {}  # its spans, by request
+        self._open: dict[RequestId, _Copied] = {}  # by request
         self._open_bytes = 0  # of these
         self._lock = threading.Lock()  # of all below
         self._pending_bytes = 0  # copied, not yet written
@@ -79,15 +84,13 @@ class Saver:
             self._open_step, self._open, self._open_bytes = step, {}, 0
             for save in saves:
                 with self._saving(save):
-                    spans = self._open[save.request_id] = []
-                    for span in self._reserve(save):
-                        spans.append(span)
-                        self._open_bytes += span.snapshot.num_bytes
+                    copied = self._open[save.request_id] = self._reserve(save)
+                    self._open_bytes += copied.num_bytes
         for save in saves:
             with self._saving(save):
-                for span in self._open.get(save.request_id, ()):
-                    if layer in span.missing:
-                        span.fill([layer])
+                found = self._open.get(save.request_id)
+                if found is not None and layer in found.missing:
+                    found.fill([layer])
 
     def save(self, step: object, saves: Sequence[Save]) -> None:
         """Copies what a step has computed. Threads write the files later."""
@@ -96,11 +99,14 @@ class Saver:
         for save in saves:
             begin, num_tokens = time.perf_counter(), 0
             with self._saving(save):
-                for span in opened.get(save.request_id) or self._reserve(save):
-                    span.fill(span.missing)
-                    span.snapshot.settle(span.sections)
-                    num_tokens += len(span.snapshot.tokens)
-                    self._hand_over(span)
+                copied = opened.get(save.request_id) or self._reserve(save)
+                copied.fill(copied.missing)
+                for snapshot in copied.snapshots:
+                    snapshot.settle(copied.sections)
+                    num_tokens += len(snapshot.tokens)
+                    self._hand_over(copied.store, snapshot)
+                if copied.refused is not None:
+                    raise copied.refused
                 self._confirm_later(self._stores[save.salt])
             if num_tokens:
                 seconds = time.perf_counter() - begin
@@ -119,30 +125,33 @@ class Saver:
         """Waits until all files are written, or shutdown_seconds. Returns whether all were."""
         return self._writers.shutdown(self._settings.shutdown_seconds)
 
-    def _reserve(self, save: Save) -> Iterator[_Span]:
-        """Allocates memory for the chunks of a save that are not stored yet."""
+    def _reserve(self, save: Save) -> _Copied:
+        """Memory for the chunks of a save that are not stored yet."""
         store = self._stores[save.salt]
         sections = self._sections(save.block_ids, save.stop)
+        copied = _Copied(store, sections, [], set(self._layers))
         if self._pool is None:
             self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)
         chain = store.chain_of(save.tokens, save.node)
+        chunks, limit = None, self._settings.max_pending_bytes
+        with self._lock:
+            pending = self._pending_bytes + self._open_bytes
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
             if not self._is_missing(store, save.tokens, start, stop, node, save.start):
                 continue
-            with self._lock:
-                pending, limit = self._pending_bytes, self._settings.max_pending_bytes
-            pending += self._open_bytes
             if pending > limit:
-                raise StoreError(
+                copied.refused = StoreError(
                     f"{pending} bytes wait to be written, expected at most {limit}, as "
                     "max_pending_bytes says"
                 )
-            snapshot = store.reserve(
-                save.tokens, start, stop, sections, node=node, base=save.start, pool=self._pool
-            )
+                break
+            chunks = chunks or store.chunks(sections, start, save.stop, pool=self._pool)
+            snapshot = store.reserve(save.tokens, start, stop, chunks, node=node, base=save.start)
             if snapshot is not None:  # None: some of these tokens have left a sliding window
-                yield _Span(store, snapshot, sections, set(self._layers))
+                copied.snapshots.append(snapshot)
+                pending += snapshot.num_bytes
+        return copied
 
     def _is_missing(
         self,
@@ -185,27 +194,26 @@ class Saver:
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )
 
-    def _hand_over(self, span: _Span) -> None:
+    def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
         """Passes a chunk to the threads that write."""
-        num_bytes, name = span.snapshot.num_bytes, span.store.name_of(span.snapshot)
-        index = span.store.index
+        num_bytes, name, index = snapshot.num_bytes, store.name_of(snapshot), store.index
         index.expect(name)  # so that it is not copied again meanwhile
         self._wait_to_be_written(num_bytes)
         try:
-            self._writers.submit(lambda: self._write(span, num_bytes, name))
+            self._writers.submit(lambda: self._write(store, snapshot, name))
         except BaseException:
             self._wait_to_be_written(-num_bytes)
             index.missed(name)
             raise
 
-    def _write(self, span: _Span, num_bytes: int, name: str) -> None:
+    def _write(self, store: PrefixStore, snapshot: Snapshot, name: str) -> None:
         """Runs in a thread."""
         with self._boundary.guard("could not write to its store", count="dropped_saves") as guard:
-            self._commit(span.store, span.snapshot)
-        self._wait_to_be_written(-num_bytes)
+            self._commit(store, snapshot)
+        self._wait_to_be_written(-snapshot.num_bytes)
         if guard.failed:
             with self._boundary.guard("does not know what is stored"):
-                span.store.index.missed(name)
+                store.index.missed(name)
 
     def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
         """Stores a chunk, unless another process or request has."""

@@ -8,18 +8,22 @@ signing    keys                                 text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
 planes     planes of a section                   dense     tensors in memory, as caches
 storage_format  what K and V are converted to    rows     units that span heads
-pool       memory that snapshots reuse
+pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
+nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
 """
 
 from kvx_core.snapshot.capture import token_ids
+from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
 from kvx_core.snapshot.memory import host_memory
+from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision
 from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
+from kvx_core.snapshot.side_by_side import restore_all
 from kvx_core.snapshot.signing import Key, read_key
 from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.storage_format import StorageFormat
@@ -29,10 +33,12 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "VALUES",
     "Accept",
+    "Chunks",
     "CorruptError",
     "Header",
     "Key",
     "MemoryPool",
+    "Nulls",
     "Part",
     "PlaneKind",
     "Precision",
@@ -45,5 +51,6 @@ __all__ = [
     "host_memory",
     "read_key",
     "read_tokens",
+    "restore_all",
     "token_ids",
 ]

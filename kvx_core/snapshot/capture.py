@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvx_core.snapshot.contents import (
     Part,
     Stored,
     group_scale,
+    head_dim_of,
     scale_name,
     shape_of_kv,
 )
@@ -43,13 +44,8 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
     return int64_array("tokens", tokens)
 
 
-def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section], start: int) -> None:
-    """Raises InvalidArgumentError if these tokens and sections cannot be one snapshot.
-
-    start: position in the sequence of the first token
-    """
-    if not len(ids):
-        raise InvalidArgumentError("tokens is empty, expected at least 1 token")
+def check_sections(sections: Sequence[Section]) -> None:
+    """Raises InvalidArgumentError if these sections cannot be in one snapshot."""
     if not sections:
         raise InvalidArgumentError("sections is empty, expected at least 1 section")
     layers = [layer for section in sections for layer in section.layers]
@@ -64,16 +60,25 @@ def check_capture(ids: npt.NDArray[np.int64], sections: Sequence[Section], start
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
+
+
+def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None:
+    """Raises InvalidArgumentError if planes of the sections have no entries of just these tokens.
+
+    start: position in the sequence of the first token
+    """
+    for section in sections:
         for kind in kinds_of(section.view):
             if kind.tokens_per_entry and start % kind.tokens_per_entry:
                 raise InvalidArgumentError(
                     f"start is {start}, expected a multiple of {kind.tokens_per_entry}: an entry "
                     f"of {kind.words} stands for so many tokens"
                 )
-            if not kind.tokens_per_entry and section.state_tokens != start + len(ids):
+            if not kind.tokens_per_entry and section.state_tokens != start + num_tokens:
                 raise InvalidArgumentError(
-                    f"section.state_tokens is {section.state_tokens}, expected {start + len(ids)}: "
-                    f"{kind.words} belongs to a prefix of one length, and the tokens end there"
+                    f"section.state_tokens is {section.state_tokens}, expected "
+                    f"{start + num_tokens}: {kind.words} belongs to a prefix of one length, and "
+                    "the tokens end there"
                 )
 
 
@@ -158,6 +163,20 @@ def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:
         if is_kv(plane) and plane.layer in wanted:
             dims[name_of(plane)] = plane.extent(Axis.DIM) * plane.dtype.numbers
     return dims
+
+
+def unlike_head_dims(
+    section: Section,
+    layers: Sequence[int],
+    tensors: Mapping[str, Stored],
+    heads: tuple[int, int],
+) -> Iterator[str]:
+    """Why K and V of these layers in a snapshot of these heads do not fit into the section."""
+    for name, head_dim in head_dims(section, layers).items():
+        tensor = tensors.get(name)
+        stored = 0 if tensor is None else head_dim_of(tensor, heads[1] - heads[0])
+        if stored != head_dim:
+            yield f"{name} has head_dim {stored}, expected {head_dim} as the cache has"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,24 @@ class Dense:
             v_scales=beside("v_scale"),
             dense=True,
         )
+
+    def blocks(self, layers: Sequence[int], num_blocks: int, block_bytes: int) -> CacheView:
+        """K and V of layers in as many snapshots that lie side by side, as those of a paged cache.
+
+        The tensors are those of the first snapshot; each other one begins block_bytes after the one
+        before it, a multiple of each element's bytes.
+        """
+
+        def paged(block: TensorDesc) -> TensorDesc:
+            stride = block_bytes // block.dtype.itemsize, *block.stride[1:]
+            return replace(block, shape=(num_blocks, *block.shape[1:]), stride=stride)
+
+        def cache(one: CacheDesc) -> CacheDesc:
+            tensors = {name: paged(tensor) for name, tensor in one.tensors.items()}
+            return CacheDesc.from_kv(tensors["k"], tensors.get("v"))
+
+        layers_of_one = self._view(layers, scales=False).layers
+        return CacheView(layers=tuple(map(cache, layers_of_one)), facts=CacheFacts())
 
     def planes(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
         """What there is of these planes of a cache; K and V in NVFP4 with scales in any case."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
+from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
@@ -24,7 +25,6 @@ from kvx_core.snapshot.header import (
     XXH3,
     header_bytes,
     in_file_order,
-    parse_header,
 )
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.seal import check_seal, sealed_counts
@@ -116,7 +116,7 @@ class SnapshotFile:
         Raises CorruptError, StoreError.
         """
         try:
-            return parse_header(
+            return header_cache.parse(
                 found.raw,
                 len(found.tokens),
                 found.num_data_bytes,

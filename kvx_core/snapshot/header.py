@@ -174,7 +174,7 @@ def parse_header(
     if reason is not None:
         raise CorruptError(f"{name}: {reason[:500]}")
     return header, {
-        n: replace(stored, checksum=f"{kind}:{checksums[n]}") for n, stored in tensors.items()
+        n: stored.with_checksum(f"{kind}:{checksums[n]}") for n, stored in tensors.items()
     }
 
 

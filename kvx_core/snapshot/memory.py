@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,15 +48,23 @@ def laid_out(
     tensors: dict[str, Stored] = {}
     offset = 0
     for name, stored in entries:
-        tensors[name] = replace(stored, offset=offset, checksum="", coded_bytes=0)
-        offset += -(-tensors[name].num_bytes // _ALIGN) * _ALIGN
+        tensors[name] = placed = Stored(
+            stored.dtype,
+            stored.shape,
+            offset,
+            original=stored.original,
+            coding=stored.coding,
+        )
+        offset += -(-placed.num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
     """[work(item) for item in items], in several threads if num_bytes is large."""
+    if num_bytes < _THREADED_BYTES:
+        return [work(item) for item in items]
     num_threads = min(os.cpu_count() or 1, 4, len(items))
-    if num_bytes < _THREADED_BYTES or num_threads < 2:
+    if num_threads < 2:
         return [work(item) for item in items]
     results: list[Any] = [None] * len(items)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import lcm
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,28 +19,65 @@ from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
+from kvx_core.tables import BlockTable
 from kvx_core.view import CacheSpan, CacheView
 
+_ALIGN = 64  # bytes, of each snapshot in a slab
 _MAX_KINDS = 16  # of snapshots; an engine has one or two
 _MAX_LENGTHS = 256  # of snapshots of one kind, whose tensors are remembered
+_MAX_SPANS = 256  # of a slab, which are remembered
+_SLAB_BYTES = 256 << 20  # of a slab of more than one block
 
 
-class _Block:
-    """Memory of one snapshot at a time, and the caches that copies into it take."""
+class _Slab:
+    """Blocks that lie side by side, each the memory of one snapshot at a time.
 
-    __slots__ = ("_dense", "_spans", "memory")
+    So K of a layer, in all of its snapshots, is a tensor of blocks, and a copy into many snapshots
+    is one into a paged cache.
+    """
 
-    def __init__(self, tensors: dict[str, Stored], memory: Bytes) -> None:
-        self.memory = memory
-        self._dense = Dense(tensors, memory)
-        self._spans: dict[tuple[int, ...], CacheSpan] = {}
+    def __init__(
+        self,
+        tensors: dict[str, Stored],
+        block_bytes: int,
+        num_blocks: int,
+        block_tokens: int,
+        *,
+        pinned: bool,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
+        self._dense = Dense(tensors, self.memory)
+        self._block_bytes, self._num_blocks = block_bytes, num_blocks
+        self._views: dict[tuple[int, ...], CacheView] = {}
+        self._spans: dict[tuple[tuple[int, ...], tuple[int, ...]], CacheSpan] = {}
 
-    def span(self, layers: tuple[int, ...]) -> CacheSpan:
-        """K and V of these layers, as one block."""
-        span = self._spans.get(layers)
-        if span is None:
-            span = self._spans[layers] = self._dense.view(layers, scales=False).at()
-        return span
+    def block(self, index: int) -> Bytes:
+        """The memory of one snapshot."""
+        return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
+
+    def span(self, layers: tuple[int, ...], blocks: tuple[int, ...], device: Any) -> CacheSpan:
+        """K and V of these layers in blocks, as those of one sequence.
+
+        device: that reads the block table; None: the host
+        """
+        key = layers, blocks
+        found = self._spans.get(key) if device is None else None
+        if found is None:
+            table = table_on(BlockTable.packed(np.array([blocks], np.int32)), device)
+            found = self._view(layers).at(block_table=table)
+            if device is None:
+                if len(self._spans) >= _MAX_SPANS:
+                    self._spans.clear()
+                self._spans[key] = found
+        return found
+
+    def _view(self, layers: tuple[int, ...]) -> CacheView:
+        found = self._views.get(layers)
+        if found is None:
+            found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
+            self._views[layers] = found
+        return found
 
 
 class Lease:
@@ -47,74 +86,132 @@ class Lease:
     The arrays of the snapshot are views of numpy.asarray(lease), which refers to the lease.
     """
 
-    def __init__(self, kind: _Kind, block: _Block) -> None:
-        self._kind, self._block = kind, block
-        self._is_settled = True  # no device writes to it
+    def __init__(self, kind: _Kind | None, slab: _Slab, block: int) -> None:
+        """kind: to which the block goes back; None: it is not used again"""
+        self._kind, self.slab, self.block = kind, slab, block
+        self.is_settled = True  # no device writes to it
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self._block.memory.__array_interface__
-
-    def fill(self, section: Section, start: int, num_tokens: int) -> None:
-        """Copies tokens of layers of a section, from token `start` of its sequence on.
-
-        On a device the copies are complete after `settled`.
-        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
-        """
-        device = device_of([section])
-        self._is_settled = device is None
-        src = section.view.at(
-            block_table=table_on(section.block_table, device), starts=ints_on([start], device)
-        )
-        copy_tokens(src, self._block.span(section.layers), ints_on([num_tokens], device))
+        return self.slab.block(self.block).__array_interface__
 
     def settled(self) -> None:
-        """The copies of `fill` are complete."""
-        self._is_settled = True
+        """The copies into the block are complete."""
+        self.is_settled = True
 
     def __del__(self) -> None:
         # A copy that failed may still run on a device: nobody else may have its memory.
-        if self._is_settled:
-            self._kind.give_back(self._block)
+        if self._kind is not None and self.is_settled:
+            self._kind.free.append((self.slab, self.block))
 
 
-@dataclass(slots=True)
+class Leased(NamedTuple):
+    """A snapshot that tokens are copied into."""
+
+    lease: Lease
+    start: int  # position in the sequence of its first token
+    num_tokens: int
+
+    def is_followed_by(self, other: Leased, block_tokens: int) -> bool:
+        """Whether one copy can fill both."""
+        is_full = self.num_tokens == block_tokens
+        follows = self.start + self.num_tokens == other.start
+        return is_full and follows and self.lease.slab is other.lease.slab
+
+
+def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
+    """Copies tokens of a sequence, of the layers of a section, into memory of a pool.
+
+    On a device the copies are complete after Lease.settled.
+    Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+    """
+    device = device_of([section])
+    table = table_on(section.block_table, device)
+    for run in _runs(snapshots):
+        for one in run:
+            one.lease.is_settled = device is None
+        src = section.view.at(block_table=table, starts=ints_on([run[0].start], device))
+        blocks = tuple(one.lease.block for one in run)
+        dst = run[0].lease.slab.span(section.layers, blocks, device)
+        copy_tokens(src, dst, ints_on([sum(one.num_tokens for one in run)], device))
+
+
+def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
+    """Snapshots that one copy can fill."""
+    run: list[Leased] = []
+    for one in snapshots:
+        if run and not run[-1].is_followed_by(one, one.lease.slab.block_tokens):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
 class _Kind:
     """Snapshots of the same layers of the same caches in one format, of at most so many tokens."""
 
-    views: tuple[CacheView, ...]  # keeps them, so that their ids stay theirs
-    parts: tuple[Part, ...]
-    tensors: dict[str, Stored]  # of as many tokens as there can be
-    num_bytes: int
-    is_pinned: bool
-    max_free: int  # blocks
-    free: deque[_Block] = field(default_factory=deque)
-    lengths: dict[int, dict[str, Stored]] = field(default_factory=dict)
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        parts: tuple[Part, ...],
+        tensors: dict[str, Stored],
+        num_bytes: int,
+        num_tokens: int,
+        free_bytes: int,
+    ) -> None:
+        """tensors: of a snapshot of num_tokens tokens, which takes num_bytes"""
+        self.parts, self.num_tokens = parts, num_tokens
+        self.free: deque[tuple[_Slab, int]] = deque()
+        self._views = [section.view for section in sections]  # kept, so that their ids stay theirs
+        self._tensors = tensors
+        step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
+        self._block_bytes = -(-num_bytes // step) * step
+        self._is_pinned = device_of(sections) is not None
+        self._max_blocks = free_bytes // self._block_bytes  # that are kept
+        self._num_blocks = 0  # of these
+        self._lengths: dict[int, dict[str, Stored]] = {}
+        self._lock = threading.Lock()  # of num_blocks
 
     def of_length(self, num_tokens: int) -> dict[str, Stored]:
         """The tensors of a snapshot of so many tokens."""
-        found = self.lengths.get(num_tokens)
+        found = self._lengths.get(num_tokens)
         if found is None:
             found = {
                 name: replace(stored, shape=(num_tokens, *stored.shape[1:]))
-                for name, stored in self.tensors.items()
+                for name, stored in self._tensors.items()
             }
-            if len(self.lengths) >= _MAX_LENGTHS:
-                self.lengths.clear()
-            self.lengths[num_tokens] = found
-        return found
+            if len(self._lengths) >= _MAX_LENGTHS:
+                self._lengths.clear()
+            self._lengths[num_tokens] = found
+        return dict(found)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Gets memory for snapshots of so many tokens in all, if it may be kept."""
+        missing = -(-num_tokens // self.num_tokens) - len(self.free)
+        with self._lock:
+            allowed = self._max_blocks - self._num_blocks
+            wanted = min(max(missing, self._num_blocks), max(1, _SLAB_BYTES // self._block_bytes))
+            num_blocks = min(wanted, allowed)
+            if missing <= 0 or num_blocks <= 0:
+                return
+            slab = self._slab(num_blocks)
+            self._num_blocks += num_blocks
+        self.free.extend((slab, block) for block in reversed(range(num_blocks)))
 
     def lend(self) -> Lease:
+        """Raises StoreError if there is not enough memory."""
+        if not self.free:
+            self.prepare(self.num_tokens)
         try:
-            block = self.free.pop()
-        except IndexError:
-            block = _Block(self.tensors, host_memory(self.num_bytes, pinned=self.is_pinned))
-        return Lease(self, block)
+            return Lease(self, *self.free.pop())
+        except IndexError:  # as much as may be kept is in use
+            return Lease(None, self._slab(1), 0)
 
-    def give_back(self, block: _Block) -> None:
-        """May be called in any thread, at any time."""
-        if len(self.free) < self.max_free:
-            self.free.append(block)
+    def _slab(self, num_blocks: int) -> _Slab:
+        return _Slab(
+            self._tensors, self._block_bytes, num_blocks, self.num_tokens, pinned=self._is_pinned
+        )
 
 
 class MemoryPool:
@@ -127,35 +224,33 @@ class MemoryPool:
 
     def __init__(self, num_tokens: int, free_bytes: int = 1 << 30) -> None:
         """num_tokens: of the longest snapshot; longer ones have new memory
-        free_bytes: that are kept at most of each kind of snapshot while nobody uses them
+        free_bytes: that are kept at most of each kind of snapshot
         """
         self._num_tokens, self._free_bytes = num_tokens, free_bytes
         self._kinds: dict[Any, _Kind | None] = {}
 
-    def reserve(
+    def kind(
         self,
         sections: Sequence[Section],
-        num_tokens: int,
         format: StorageFormat,
         carried: Precision,
-    ) -> tuple[tuple[Part, ...], dict[str, Stored], Bytes, Lease] | None:
-        """Parts, tensors and memory of a snapshot; None if it has to have new memory.
+        num_tokens: int,
+    ) -> _Kind | None:
+        """Lends memory for snapshots of these sections; None if they have to have new memory.
 
-        carried: the coarsest precision that the values had before
+        carried:    the coarsest precision that the values had before
+        num_tokens: of all snapshots that are captured now
         Raises StoreError if there is not enough memory.
         """
-        if num_tokens > self._num_tokens:
-            return None
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), format, carried
         if key not in self._kinds:
             if len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
             self._kinds[key] = self._kind(sections, format, carried)
         kind = self._kinds.get(key)
-        if kind is None:
-            return None
-        lease = kind.lend()
-        return kind.parts, dict(kind.of_length(num_tokens)), np.asarray(lease), lease
+        if kind is not None:
+            kind.prepare(num_tokens)
+        return kind
 
     def _kind(
         self, sections: Sequence[Section], format: StorageFormat, carried: Precision
@@ -168,14 +263,8 @@ class MemoryPool:
             return None
         if any(s.dtype.format.grouped or is_row(s, num_heads) for s in tensors.values()):
             return None
-        return _Kind(
-            views=tuple(section.view for section in sections),
-            parts=tuple(part_of(section, format, carried) for section in sections),
-            tensors=tensors,
-            num_bytes=num_bytes,
-            is_pinned=device_of(sections) is not None,
-            max_free=self._free_bytes // num_bytes,
-        )
+        parts = tuple(part_of(section, format, carried) for section in sections)
+        return _Kind(sections, parts, tensors, num_bytes, self._num_tokens, self._free_bytes)
 
 
 def _is_plain(view: CacheView) -> bool:

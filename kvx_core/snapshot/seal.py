@@ -53,6 +53,12 @@ def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def end_of_seal(raw: bytes) -> int:
+    """Bytes of the seal at the start of a header that has one."""
+    found = _SEAL.match(raw, 0, _MAX_BYTES)
+    return 0 if found is None else found.end()
+
+
 def check_seal(raw: bytes, tokens: bytes, num_data_bytes: int, name: str, key: Key | None) -> None:
     """Raises CorruptError if header or tokens have changed since they were written, UnsignedError
     if they are not signed with this key.

@@ -134,19 +134,22 @@ class Section:
 
         Raises OutOfRangeError if a table is too short, or has block ids that are out of range.
         """
-        return any(null.any() for null in self._null(start, stop))
+        return any(null.any() for null in self.nulls(start, stop))
 
     def check_tables(self, start: int, stop: int) -> None:
         """Raises OutOfRangeError as `has_null`, for any tensor. Reads tables alone."""
-        for _ in self._null(start, stop):
+        for _ in self.nulls(start, stop):
             pass
 
     def is_null(self, start: int, stop: int) -> bool:
         """Whether all of them are stored nowhere, in all tensors. Raises OutOfRangeError."""
-        return all(null.all() for null in self._null(start, stop))
+        return all(null.all() for null in self.nulls(start, stop))
 
-    def _null(self, start: int, stop: int) -> Iterator[npt.NDArray[np.bool_]]:
-        """Which tokens or entries are in null blocks, of all tensors that may differ in this."""
+    def nulls(self, start: int, stop: int) -> Iterator[npt.NDArray[np.bool_]]:
+        """Which tokens or entries are stored nowhere, of all tensors that may differ in this.
+
+        Raises OutOfRangeError as `has_null`.
+        """
         self._check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()
         planes = tuple(plane.of_parts() for plane in self.view.planes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -25,19 +26,16 @@ from kvx_core.ops import device_status
 from kvx_core.planes import Plane
 from kvx_core.snapshot.capture import (
     Copy,
-    check_capture,
-    head_dims,
-    part_of,
-    to_capture_all,
     token_ids,
+    unlike_head_dims,
 )
+from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
     Header,
     PlaneKind,
     Stored,
     cache_bytes_of,
-    head_dim_of,
     is_row,
     is_scale,
     scale_name,
@@ -55,7 +53,7 @@ from kvx_core.snapshot.planes import (
     unlike_planes,
     view_of_planes,
 )
-from kvx_core.snapshot.pool import Lease, MemoryPool
+from kvx_core.snapshot.pool import Lease, Leased, MemoryPool, copy_into
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.rows import capture_rows, restore_rows, unlike_rows
 from kvx_core.snapshot.scales import (
@@ -144,25 +142,39 @@ class Snapshot:
         pool: whose memory this snapshot has as long as it lives; None: new memory
         """
         ids = token_ids(tokens)
-        format = StorageFormat.of(format)
-        check_capture(ids, sections, start)
-        for section in sections:
-            format.check(section)
-        stop = start + len(ids)
-        if any(section.has_null(start, stop) for section in sections):
+        if not len(ids):
+            raise InvalidArgumentError("tokens is empty, expected at least 1 token")
+        chunks = Chunks(
+            sections, start, start + len(ids), precision=precision, format=format, pool=pool
+        )
+        return cls.reserve_of(chunks, ids, start=start, prefix=prefix)
+
+    @classmethod
+    def reserve_of(
+        cls, chunks: Chunks, tokens: npt.NDArray[np.int64], *, start: int, prefix: str = ""
+    ) -> Self | None:
+        """`reserve` for one of the chunks of a run of tokens: quicker, if there are several.
+
+        tokens: those of the run from position `start` on
+        """
+        room = chunks.room(start, len(tokens))
+        if room is None:
             return None
-        carried = precision or Precision()
-        taken = pool and pool.reserve(sections, len(ids), format, carried)
-        if taken:
-            parts, tensors, memory, lease = taken
-        else:
-            parts, lease = tuple(part_of(section, format, carried) for section in sections), None
-            tensors, num_bytes = laid_out(to_capture_all(sections, len(ids), format))
-            memory = host_memory(num_bytes, pinned=device_of(sections) is not None)
-        header = Header(start=start, prefix=prefix, heads=sections[0].heads, parts=parts)
-        snapshot = cls(header, ids, tensors, memory, lease=lease)
-        snapshot.array("tokens")[:] = ids
+        header = Header(start=start, prefix=prefix, heads=chunks.heads, parts=room.parts)
+        snapshot = cls(header, tokens, room.tensors, room.memory, lease=room.lease)
+        snapshot.array("tokens")[:] = tokens
         return snapshot
+
+    @staticmethod
+    def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:
+        """`fill` for each of these snapshots of one sequence, with as few copies as can be."""
+        leased = []
+        for one in snapshots:
+            if one.lease is None:
+                one.fill(section)
+            else:
+                leased.append(Leased(one.lease, one.header.start, len(one.tokens)))
+        copy_into(leased, section)
 
     def fill(self, section: Section) -> None:
         """Copies the layers of a section given to `reserve`, or of Section.of some of its layers.
@@ -171,8 +183,7 @@ class Snapshot:
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         if self.lease is not None:
-            self.lease.fill(section, self.header.start, len(self.tokens))
-            return
+            return self.fill_all([self], section)
         rows = self._rows(section.layers)
         if rows:
             capture_rows(section.of(rows), self._dense, self.header.start)
@@ -287,9 +298,12 @@ class Snapshot:
         return [name for name in names if name in self.tensors]
 
     def memory_for(self, layers: Iterable[int]) -> int:
-        """Bytes of memory that `read` needs for these layers: a multiple of PAGE."""
-        num_bytes = laid_out((n, self.tensors[n]) for n in self.names_of(layers))[1]
-        return -(-num_bytes // PAGE) * PAGE
+        """Bytes of memory that `read` needs for these layers: a multiple of PAGE, and of each
+        element's bytes, so that `restore_all` can take snapshots that follow one another there.
+        """
+        tensors, num_bytes = laid_out((n, self.tensors[n]) for n in self.names_of(layers))
+        step = lcm(PAGE, *{stored.dtype.itemsize for stored in tensors.values()})
+        return -(-num_bytes // step) * step
 
     def read(
         self, layers: Iterable[int], memory: Bytes | None = None, views: Views | None = None
@@ -328,7 +342,7 @@ class Snapshot:
                 first_kv_head=facts.first_kv_head,
             )
             reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
-            reasons += self._unlike(section, shared)
+            reasons += unlike_head_dims(section, shared, self.tensors, self.header.heads)
             reasons += unlike_rows(section, self._rows(shared), self.tensors)
             reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
         return [reason[:_MAX_REASON] for reason in reasons]
@@ -475,16 +489,3 @@ class Snapshot:
         """The planes of a view of which the snapshot has an entry, without K and V of `rows`."""
         held = [plane for plane in view.planes if name_of(plane) in self.tensors]
         return [plane for plane in held if not (is_kv(plane) and plane.layer in rows)]
-
-    def _unlike(self, section: Section, layers: Sequence[int]) -> list[str]:
-        """Why keys and values of these layers do not fit into the section."""
-        reasons = []
-        for name, head_dim in head_dims(section, layers).items():
-            tensor = self.tensors.get(name)
-            heads = self.header.heads[1] - self.header.heads[0]
-            stored = 0 if tensor is None else head_dim_of(tensor, heads)
-            if stored != head_dim:
-                reasons.append(
-                    f"{name} has head_dim {stored}, expected {head_dim} as the cache has"
-                )
-        return reasons

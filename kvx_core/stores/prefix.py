@@ -19,6 +19,7 @@ from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     Accept,
+    Chunks,
     Key,
     MemoryPool,
     PlaneKind,
@@ -301,41 +302,53 @@ class PrefixStore:
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        snapshot = self.reserve(tokens, start, stop, sections, node=node, base=base)
+        node, ids = self._span(tokens, start, stop, node, base)
+        chunks = self.chunks(sections, start, stop)
+        snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
         if snapshot is not None:
             for section in sections:
                 snapshot.fill(section)
             snapshot.settle(sections)
         return snapshot
 
-    def reserve(
+    def chunks(
         self,
-        tokens: Sequence[int] | npt.NDArray[Any],
+        sections: Sequence[Section],
         start: int,
         stop: int,
-        sections: Sequence[Section],
         *,
-        node: str | None = None,
-        base: int = 0,
         pool: MemoryPool | None = None,
-    ) -> Snapshot | None:
-        """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve."""
-        node, ids = self._span(tokens, start, stop, node, base)
+    ) -> Chunks:
+        """What is held here of tokens `start` to `stop` of a sequence, to capture chunks of it.
+
+        sections: all hold the same heads; their tables must not change until chunks are captured
+        pool:     whose memory the chunks have as long as they live; None: new memory
+        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+        """
         sections = [self._of_model(section) for section in sections]
         for section in sections:
             self._check_exact(section)
         precision = self.carried
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
-        return Snapshot.reserve(
-            ids,
-            sections,
-            start=start,
-            prefix=node,
-            precision=precision,
-            format=self.format,
-            pool=pool,
-        )
+        return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
+
+    def reserve(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        start: int,
+        stop: int,
+        chunks: Chunks,
+        *,
+        node: str | None = None,
+        base: int = 0,
+    ) -> Snapshot | None:
+        """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve.
+
+        chunks: of a run of tokens that `start` and `stop` lie in
+        """
+        node, ids = self._span(tokens, start, stop, node, base)
+        return Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
-from kvx_core.snapshot import MemoryPool, Section
+from kvx_core.migrate import copy_tokens
+from kvx_core.snapshot import Chunks, MemoryPool, Section
+from kvx_core.snapshot import pool as pool_module
 from kvx_core.tables import BlockTable
 
 CHUNK = 24
@@ -92,6 +95,57 @@ def test_layer_by_layer() -> None:
         for layer in (2, 0, 1):
             found.fill(held.of([layer]))
         assert found.digest() == expected.digest()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("format", [None, "f16", "q8_0", "f8_e4m3"])
+def test_chunks_together_are_the_chunks_one_by_one(seed: int, format: str | None) -> None:
+    """With and without a pool, by layers, the last chunk cut, some left out."""
+    held = section(seed, layout="UNITS")
+    spans = [(3, 3 + CHUNK), (3 + CHUNK, 40)]
+    expected = [capture(held, start, stop, None, format=format) for start, stop in spans]
+    ids = np.arange(40)
+    for pool in (None, MemoryPool(CHUNK), MemoryPool(CHUNK, free_bytes=0)):
+        for chosen in ([0, 1], [1], [0]) * 2:
+            run = Chunks([held], 3, 40, format=format, pool=pool)
+            found = [
+                Snapshot.reserve_of(run, ids[start:stop], start=start)
+                for start, stop in (spans[i] for i in chosen)
+            ]
+            chunks = [chunk for chunk in found if chunk is not None]
+            for layers in ([1], [0, 2]):
+                Snapshot.fill_all(chunks, held.of(layers))
+            assert [c.digest() for c in chunks] == [expected[i].digest() for i in chosen]
+            assert [c.header for c in chunks] == [expected[i].header for i in chosen]
+
+
+def test_chunks_together_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, pool, copies = section(0), MemoryPool(4), []
+
+    def counted(*arguments: Any) -> None:
+        copies.append(arguments)
+        copy_tokens(*arguments)
+
+    monkeypatch.setattr(pool_module, "copy_tokens", counted)
+    for _ in range(3):
+        run = Chunks([held], 0, 40, pool=pool)
+        found = [
+            Snapshot.reserve_of(run, np.arange(at, at + 4), start=at) for at in range(0, 40, 4)
+        ]
+        Snapshot.fill_all([chunk for chunk in found if chunk is not None], held)
+        assert len(copies) == 1
+        copies.clear()
+        del found
+        gc.collect()
+
+
+def test_null_blocks_cost_their_chunks_alone() -> None:
+    held = section(0)
+    blocks = np.array([[0, 1, 2, -1, 4, 5, 6, 7, 8, 9]])
+    held = replace(held, block_table=BlockTable.packed(blocks))
+    run = Chunks([held], 0, 40, pool=MemoryPool(8))
+    found = [Snapshot.reserve_of(run, np.arange(at, at + 8), start=at) for at in range(0, 40, 8)]
+    assert [chunk is None for chunk in found] == [False, True, False, False, False]
 
 
 def test_memory_is_taken_again_when_nothing_refers_to_it() -> None:

@@ -1,0 +1,86 @@
+"""Chunks: what the captures of the chunks of one sequence share, found once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvx_core.snapshot.capture import check_sections, check_span, part_of, to_capture_all
+from kvx_core.snapshot.contents import Part, Stored
+from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
+from kvx_core.snapshot.nulls import Nulls
+from kvx_core.snapshot.pool import Lease, MemoryPool
+from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.section import Section, device_of
+from kvx_core.snapshot.storage_format import StorageFormat
+from kvx_core.types import DType
+
+
+class Room(NamedTuple):
+    """Where a snapshot goes."""
+
+    parts: tuple[Part, ...]
+    tensors: dict[str, Stored]
+    memory: Bytes
+    lease: Lease | None  # of memory of a pool
+
+
+class Chunks:
+    """A run of tokens of one sequence, of which snapshots are captured, each of a part of it.
+
+    Sections are checked, and null blocks looked for, once for the whole run. The block tables of
+    the sections must not change as long as snapshots are reserved.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        start: int,
+        stop: int,
+        *,
+        precision: Precision | None = None,
+        format: StorageFormat | DType | str | None = None,
+        pool: MemoryPool | None = None,
+    ) -> None:
+        """start, stop: positions in the sequence: the run that all snapshots lie in
+        precision, format, pool: see Snapshot.reserve
+
+        Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
+        """
+        check_sections(sections)
+        self.sections = tuple(sections)
+        self._format = StorageFormat.of(format)
+        for section in sections:
+            self._format.check(section)
+        self._has_planes = any(section.view.planes for section in sections)
+        self._nulls = [Nulls(section, start, stop) for section in self.sections]
+        carried = precision or Precision()
+        self._kind = pool and pool.kind(self.sections, self._format, carried, stop - start)
+        if self._kind:
+            self._parts = self._kind.parts
+        else:
+            self._parts = tuple(part_of(s, self._format, carried) for s in sections)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """First, and one past the last."""
+        return self.sections[0].heads
+
+    def room(self, start: int, num_tokens: int) -> Room | None:
+        """Memory for a snapshot of tokens of the run, from `start` on; None if a block is null.
+
+        Raises InvalidArgumentError if the caches cannot give these tokens, OutOfRangeError,
+        StoreError if there is not enough memory.
+        """
+        if self._has_planes:
+            check_span(self.sections, start, num_tokens)
+        if any(null.any(start, start + num_tokens) for null in self._nulls):
+            return None
+        if self._kind and num_tokens <= self._kind.num_tokens:
+            lease = self._kind.lend()
+            return Room(self._parts, self._kind.of_length(num_tokens), np.asarray(lease), lease)
+        tensors, num_bytes = laid_out(to_capture_all(self.sections, num_tokens, self._format))
+        memory = host_memory(num_bytes, pinned=device_of(self.sections) is not None)
+        return Room(self._parts, tensors, memory, None)
