@@ -28,7 +28,7 @@ def test_hostile_calls(isa: str) -> None:
     print(output)
     line = re.compile(r"(\w+): (\d+) calls, (\d+) accepted, (\d+) refused, (\d+) of them out")
     counts = {name: list(map(int, numbers)) for name, *numbers in line.findall(output)}
-    assert counts.keys() == {"validate", "write", "gather", "migrate", "hybrid"}
+    assert counts.keys() == {"validate", "write", "gather", "migrate", "hybrid", "attend"}
     # Half of the work would be missing if nearly all calls were refused, or nearly none.
     for operation, (calls, accepted, refused, out_of_range) in counts.items():
         assert calls > 10 * SECONDS, operation

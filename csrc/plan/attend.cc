@@ -10,7 +10,9 @@ namespace {
 Scales scales_from(const kvx_scale_desc_t *scales, kvx_dtype_t dtype, uint32_t block,
                    uint32_t start) {
   if (!scales || !scales->data || !is_fp8(dtype)) return {};
-  const auto step = [&](int axis) { return scales->stride[axis] * size_of(scales->dtype); };
+  const auto step = [&](int axis) {
+    return scales->shape[axis] > 1 ? scales->stride[axis] * size_of(scales->dtype) : 0;
+  };
   Scales found = {static_cast<const uint8_t *>(scales->data), scales->dtype, 0, 0, 0};
   switch (scales->granularity) {
     case KVX_SCALE_PER_BLOCK:
@@ -35,13 +37,16 @@ Scales scales_from(const kvx_scale_desc_t *scales, kvx_dtype_t dtype, uint32_t b
 Vectors vectors_of(const kvx_tensor_desc_t &half, const kvx_scale_desc_t *scales,
                    const kvx_attend_desc_t &attend) {
   const Axes axes = axes_of(half);
-  const int64_t token_stride = stride_bytes(half, axes.token);
+  // Of an axis without a second element any stride is right.
+  const auto step = [&](int axis) {
+    return half.shape[axis] > 1 ? stride_bytes(half, axis) : int64_t{0};
+  };
+  const int64_t token_stride = step(axes.token);
   const auto *const base = static_cast<const uint8_t *>(half.data) +
-                           attend.block * stride_bytes(half, axes.block) +
-                           attend.start * token_stride;
+                           attend.block * step(axes.block) + attend.start * token_stride;
   return {base,
           token_stride,
-          stride_bytes(half, axes.head),
+          step(axes.head),
           static_cast<uint32_t>(dim_of(half)),
           half.dtype,
           scales_from(scales, half.dtype, attend.block, attend.start)};

@@ -25,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "attend.h"
 #include "bury.h"
 #include "call.h"
 #include "generate.h"
@@ -39,14 +40,14 @@ extern "C" __attribute__((weak)) unsigned long hostgrid_accesses();
 namespace fuzz {
 namespace {
 
-constexpr int kHybrid = kOps, kCounted = kOps + 1;
+constexpr int kHybrid = kOps, kAttend = kOps + 1, kCounted = kOps + 2;
 
 struct Counts {
   uint64_t calls[kCounted]{}, accepted[kCounted]{}, refused[kCounted]{}, out_of_range[kCounted]{};
   uint64_t unfair = 0;
 };
 
-constexpr const char *kOpNames[] = {"validate", "write", "gather", "migrate", "hybrid"};
+constexpr const char *kOpNames[] = {"validate", "write", "gather", "migrate", "hybrid", "attend"};
 
 std::string g_where = "fuzz threads";  // for the report of a sanitizer or of the hostgrid
 
@@ -95,25 +96,29 @@ bool run_on_device(Random random, Counts *counts, bool big) {
   return oracle.complaint.empty() ? true : fail(c, oracle.complaint);
 }
 
-bool run_hybrid(Random random, Counts *counts) {
-  const bool changes = random.one_in(3);
-  HybridCase c(random, changes);
+// A call of a kind with a case of its own.
+template <class T>
+bool run_other(T &&c, int kind, Counts *counts) {
   kvx_status_t status = KVX_STATUS_OK;
   bool called = false;
   const std::string wrong = c.run(&status, &called);
   if (!called) return ++counts->unfair, true;
-  ++counts->calls[kHybrid];
-  ++(status == KVX_STATUS_OK ? counts->accepted : counts->refused)[kHybrid];
-  if (status == KVX_STATUS_OUT_OF_RANGE) ++counts->out_of_range[kHybrid];
+  ++counts->calls[kind];
+  ++(status == KVX_STATUS_OK ? counts->accepted : counts->refused)[kind];
+  if (status == KVX_STATUS_OUT_OF_RANGE) ++counts->out_of_range[kind];
   if (wrong.empty()) return true;
-  std::printf("FAILED: %s\nhybrid: %s\n%s", g_where.c_str(), wrong.c_str(), c.story().c_str());
+  std::printf("FAILED: %s\n%s: %s\n%s", g_where.c_str(), kOpNames[kind], wrong.c_str(),
+              c.story().c_str());
   return false;
 }
 
 // threads: calls run at the same time. They are valid, and write no byte twice: the library's
 // threads would race for it.
 bool run_one(Random random, Counts *counts, bool threads, bool big) {
-  if (!threads && random.one_in(6)) return run_hybrid(random, counts);
+  if (!threads && random.one_in(6))
+    return run_other(HybridCase(random, random.one_in(3)), kHybrid, counts);
+  if (!threads && random.one_in(8))
+    return run_other(AttendCase(random, random.one_in(2), big), kAttend, counts);
   const bool validate = !threads && random.one_in(8);
   const Op op = validate ? kValidate : random.pick({kWrite, kGather, kMigrate});
   const bool hostile = !threads && random.one_in(3);

@@ -204,14 +204,12 @@ T load(const void *at) {
   return value;
 }
 
-inline void mutate(Random &random, Case *c) {
-  Fields fields = fields_of(c);
+inline void mutate(Random &random, Fields &fields, Memory *memory, std::string *story) {
   Field &field = random.pick(fields.all);
   const auto store = [&](auto value) {
     std::memcpy(field.at, &value, sizeof value);
-    c->story += "  " + field.name + " = " + std::to_string(static_cast<long long>(value)) + "\n";
+    *story += "  " + field.name + " = " + std::to_string(static_cast<long long>(value)) + "\n";
   };
-  c->mutated = true;
   if (random.one_in(4)) {  // another field's value, so that two agree where they should not
     const Field &other = random.pick(fields.all);
     if (other.kind == field.kind && field.kind == Field::kExtent)
@@ -242,10 +240,16 @@ inline void mutate(Random &random, Case *c) {
     }
     case Field::kPointer: {
       const auto was = load<uintptr_t>(field.at);
-      const bool shift = was && c->memory.find(load<void *>(field.at)) && random.one_in(2);
+      const bool shift = was && memory->find(load<void *>(field.at)) && random.one_in(2);
       return store(shift ? was + 1 : uintptr_t{0});
     }
   }
+}
+
+inline void mutate(Random &random, Case *c) {
+  Fields fields = fields_of(c);
+  mutate(random, fields, &c->memory, &c->story);
+  c->mutated = true;
 }
 
 inline bool tensor_fits(Memory &memory, const kvx_tensor_desc_t &tensor, const uint8_t *data) {
