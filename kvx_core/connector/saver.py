@@ -200,17 +200,17 @@ class Saver:
         index.expect(name)  # so that it is not copied again meanwhile
         self._wait_to_be_written(num_bytes)
         try:
-            self._writers.submit(lambda: self._write(store, snapshot, name))
+            self._writers.submit(lambda: self._write(store, snapshot, num_bytes, name))
         except BaseException:
             self._wait_to_be_written(-num_bytes)
             index.missed(name)
             raise
 
-    def _write(self, store: PrefixStore, snapshot: Snapshot, name: str) -> None:
+    def _write(self, store: PrefixStore, snapshot: Snapshot, num_bytes: int, name: str) -> None:
         """Runs in a thread."""
         with self._boundary.guard("could not write to its store", count="dropped_saves") as guard:
             self._commit(store, snapshot)
-        self._wait_to_be_written(-snapshot.num_bytes)
+        self._wait_to_be_written(-num_bytes)
         if guard.failed:
             with self._boundary.guard("does not know what is stored"):
                 store.index.missed(name)
