@@ -313,9 +313,13 @@ class Generator {
                                    KVX_SCALE_PER_BLOCK_HEAD, KVX_SCALE_PER_TOKEN_HEAD}));
   }
   kvx_scale_desc_t make_scale(const Geometry &of, kvx_scale_granularity_t granularity) {
+    return make_scale(of, granularity, random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16}));
+  }
+  kvx_scale_desc_t make_scale(const Geometry &of, kvx_scale_granularity_t granularity,
+                              kvx_dtype_t dtype) {
     kvx_scale_desc_t scale{};
     scale.size = sizeof scale;
-    scale.dtype = random.pick({KVX_DTYPE_F32, KVX_DTYPE_F16, KVX_DTYPE_BF16});
+    scale.dtype = dtype;
     scale.granularity = granularity;
     const auto set = [&](std::initializer_list<int64_t> shape) {
       scale.ndim = static_cast<uint32_t>(shape.size());
@@ -395,6 +399,37 @@ class Generator {
     random_strides(made.ndim, made.shape, made.stride);
     made.data = allocate(span_of(made.ndim, made.shape, made.stride) * size_of(made.dtype));
     return made;
+  }
+
+  // The scales of E2M1's groups, of any value, and the one that multiplies them. Spec: E.18
+  void make_group_scales(const Geometry &of, End *end) {
+    for (int kv = 0; kv < 2; ++kv) {
+      const kvx_tensor_desc_t &first = kv ? end->layers[0].v : end->layers[0].k;
+      if (is_absent(first) || first.dtype != KVX_DTYPE_F4_E2M1) continue;
+      const bool mx = random.one_in(3);
+      const int64_t groups = of.dim[kv] / (mx ? 32 : 16);
+      const bool fours = of.block_size % 4 == 0 && groups % 4 == 0 && random.one_in(2);
+      kvx_scale_desc_t zero{};
+      zero.size = sizeof zero;
+      if (!mx && random.one_in(2)) {
+        zero = make_scale(of, KVX_SCALE_PER_TENSOR, KVX_DTYPE_F32);
+        write_scale(zero.dtype, false,
+                    const_cast<uint8_t *>(static_cast<const uint8_t *>(zero.data)));
+      }
+      for (size_t l = 0; l < end->layers.size(); ++l) {
+        kvx_scale_desc_t made{};
+        made.size = sizeof made;
+        made.dtype = mx ? KVX_DTYPE_F8_E8M0 : KVX_DTYPE_F8_E4M3;
+        made.granularity = fours ? KVX_SCALE_PER_GROUP_4X4 : KVX_SCALE_PER_GROUP;
+        made.ndim = 4;
+        const int64_t shape[] = {of.blocks, of.block_size, of.heads, groups};
+        std::copy_n(shape, made.ndim, made.shape);
+        random_strides(made.ndim, made.shape, made.stride);
+        made.data = allocate(span_of(made.ndim, made.shape, made.stride));
+        end->scales[kv].push_back(made);
+        end->zeros[kv].push_back(zero);
+      }
+    }
   }
 
   void make_affine(const Geometry &of, bool may_cover_tokens, End *end) {
@@ -692,12 +727,14 @@ class Generator {
       for (kvx_dtype_t &dtype : *made) dtype = random.pick({KVX_DTYPE_U8_ZERO, KVX_DTYPE_U8_BIAS});
     };
     if (affine && (same_pool || random.one_in(2))) make_dtypes_affine(&dtypes);
-    const bool finds = !affine && !opaque && !(device && in_units) && !pool && !other_pool &&
-                       !g.no_v && random.one_in(6);
+    const bool fp4 = !device && in_units && !pool && !other_pool && !g.no_v && random.one_in(3);
+    if (fp4 && (same_pool || random.one_in(2))) dtypes[0] = dtypes[1] = KVX_DTYPE_F4_E2M1;
+    const bool finds = !affine && !fp4 && !opaque && !(device && in_units) && !pool &&
+                       !other_pool && !g.no_v && random.one_in(6);
     if (finds && same_pool)
       for (kvx_dtype_t &dtype : dtypes) dtype = fp8_dtype();
-    const bool stacks[2] = {!pool && !affine && !(finds && same_pool) && random.one_in(5),
-                            !other_pool && !affine && !finds && random.one_in(5)};
+    const bool stacks[2] = {!pool && !affine && !fp4 && !(finds && same_pool) && random.one_in(5),
+                            !other_pool && !affine && !fp4 && !finds && random.one_in(5)};
     if (stacks[0]) {
       make_stacks(g, dtypes, layers, &c.src);
     } else {
@@ -709,6 +746,7 @@ class Generator {
       Dtypes types;
       random_dtypes(types);
       if (affine && random.one_in(2)) make_dtypes_affine(&types);
+      if (fp4 && random.one_in(2)) types[0] = types[1] = KVX_DTYPE_F4_E2M1;
       if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
       if (finds)
         for (kvx_dtype_t &dtype : types) dtype = fp8_dtype();
@@ -721,7 +759,7 @@ class Generator {
     c.migrate.size = sizeof c.migrate;
     c.migrate.flags = random.one_in(3) ? KVX_FLAG_ZERO_FILL : 0;
     if (finds) c.migrate.flags |= KVX_FLAG_FIND_SCALES;
-    if (!finds && !affine && !opaque && random.one_in(6)) rotate();
+    if (!finds && !affine && !fp4 && !opaque && random.one_in(6)) rotate();
     // Units over tokens at the destination: rows have blocks of their own, in order.
     const bool covers = affine && random.one_in(2);
     const bool requantizes = covers && random.one_in(2);
@@ -802,6 +840,7 @@ class Generator {
       }
       finds &&e == 1 ? make_room_for_scales(*geometry[e], &end) : make_scales(*geometry[e], &end);
       make_affine(*geometry[e], e == 0 || covers, &end);
+      make_group_scales(*geometry[e], &end);
       if (!end.zeros[0].empty()) give(&span.k_zeros);
       if (!end.zeros[1].empty()) give(&span.v_zeros);
       if (!end.scales[0].empty()) give(&span.k_scales);

@@ -134,6 +134,7 @@ inline int64_t size_of(kvx_dtype_t dtype) {
 inline int64_t numbers_of(kvx_dtype_t dtype) {
   if (dtype >= KVX_DTYPE_TQ2 && dtype <= KVX_DTYPE_TQ4) return 128;
   if (dtype >= KVX_DTYPE_Q4_K && dtype <= KVX_DTYPE_Q6_K) return 256;
+  if (dtype == KVX_DTYPE_F4_E2M1) return 2;
   const bool is_unit = dtype == KVX_DTYPE_Q8_0 || dtype == KVX_DTYPE_Q4_0 ||
                        dtype == KVX_DTYPE_MXFP4 ||
                        (dtype >= KVX_DTYPE_Q4_1 && dtype <= KVX_DTYPE_Q5_1);
@@ -148,6 +149,9 @@ inline bool is_fp8(kvx_dtype_t dtype) {
 inline bool is_affine(kvx_dtype_t dtype) {
   return dtype == KVX_DTYPE_U8_ZERO || dtype == KVX_DTYPE_U8_BIAS;
 }
+
+// Numbers with a scale, and perhaps more, for each group of them. Spec: E.14, E.18
+inline bool has_groups(kvx_dtype_t dtype) { return is_affine(dtype) || dtype == KVX_DTYPE_F4_E2M1; }
 
 inline bool is_absent(const kvx_tensor_desc_t &tensor) { return !tensor.data && tensor.ndim == 0; }
 

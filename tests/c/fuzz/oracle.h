@@ -209,7 +209,7 @@ struct Oracle {
 
   // The scale of an element must be usable.
   void use_scale(const End &end, int kv, size_t layer, const Place &place, int64_t head) {
-    if (!scaled(end, kv, layer) || place.block < 0 || is_affine(dtype_of(end, kv, layer))) return;
+    if (!scaled(end, kv, layer) || place.block < 0 || has_groups(dtype_of(end, kv, layer))) return;
     use_scale(end.scales[kv][layer], place, head);
   }
   void use_scale(const kvx_scale_desc_t &s, const Place &place, int64_t head) {
@@ -239,12 +239,18 @@ struct Oracle {
     return (kv ? end.layers[layer].v : end.layers[layer].k).dtype;
   }
 
-  // Bytes at one end, and what they have beside them. Spec: E.14
+  // Numbers at one end, and what they have beside them. Spec: E.14, E.18
   struct Affine {
     kvx_dtype_t dtype;
     const kvx_scale_desc_t &scales, &zeros;
     bool covers_tokens() const { return scales.granularity == KVX_SCALE_PER_CHANNEL; }
     int64_t groups() const { return scales.ndim == 4 ? scales.shape[3] : 1; }
+    bool has_zeros() const { return is_affine(dtype); }
+    // What scales are multiplied by.
+    float tensor_scale() const {
+      const bool given = !has_zeros() && zeros.data;
+      return given ? read_scale(static_cast<const uint8_t *>(zeros.data), zeros.dtype) : 1;
+    }
   };
   static Affine affine_of(const End &end, int kv, size_t l) {
     return {dtype_of(end, kv, l), end.scales[kv][l], end.zeros[kv][l]};
@@ -252,20 +258,26 @@ struct Oracle {
 
   // Scales and zero points of a token and head.
   static uint64_t bytes_beside(const Affine &a) {
-    return static_cast<uint64_t>(a.groups() * (size_of(a.scales.dtype) + size_of(a.zeros.dtype)));
+    const int64_t zero = a.has_zeros() ? size_of(a.zeros.dtype) : 0;
+    return static_cast<uint64_t>(a.groups() * (size_of(a.scales.dtype) + zero));
   }
 
   static bool is_like(const Affine &a, const Affine &b) {
     return a.dtype == b.dtype && a.covers_tokens() == b.covers_tokens() &&
            a.groups() == b.groups() && a.scales.dtype == b.scales.dtype &&
-           a.zeros.dtype == b.zeros.dtype;
+           (a.has_zeros() ? a.zeros.dtype == b.zeros.dtype : a.tensor_scale() == b.tensor_scale());
   }
   // Whether tokens are copied with their scales and zero points.
   static bool copies(const Affine &from, const Affine &to) {
     return is_like(from, to) && !to.covers_tokens();
   }
 
-  static uint8_t *group_at(const kvx_scale_desc_t &s, const Place &place, int64_t head, int64_t g) {
+  static uint8_t *group_at(const kvx_scale_desc_t &s, Place place, int64_t head, int64_t g) {
+    if (s.granularity == KVX_SCALE_PER_GROUP_4X4) {
+      const int64_t quarter = s.shape[3] / 4, t = place.offset;
+      place.offset = 4 * (t / 4) + g / quarter;
+      g = g % quarter * 4 + t % 4;
+    }
     const int64_t at = s.granularity == KVX_SCALE_PER_CHANNEL
                            ? place.block * s.stride[0] + head * s.stride[1] + g * s.stride[2]
                            : place.block * s.stride[0] + place.offset * s.stride[1] +
@@ -278,6 +290,7 @@ struct Oracle {
   void mark_affine(const Affine *from, const Affine &to, const Place (&place)[2], int64_t src_head,
                    int64_t dst_head, int64_t groups, bool is_zero) {
     for (const bool zeros : {false, true}) {
+      if (zeros && !to.has_zeros()) break;
       const kvx_scale_desc_t &stored = zeros ? to.zeros : to.scales;
       for (int64_t g = 0; g < groups; ++g) {
         uint8_t *const at = group_at(stored, place[1], dst_head, g);
@@ -317,7 +330,7 @@ struct Oracle {
   std::map<CoveredKey, CoveredUnit> covered{};                             // row, column
 
   bool covers(const End &end, int kv, size_t l) const {
-    return is_affine(dtype_of(end, kv, l)) && affine_of(end, kv, l).covers_tokens();
+    return has_groups(dtype_of(end, kv, l)) && affine_of(end, kv, l).covers_tokens();
   }
 
   // What units over tokens hold afterwards. Spec: E.14
@@ -336,10 +349,10 @@ struct Oracle {
     if (!any) return;
     const bool one_by_one = c.src.span.slots || (c.src.span.block_table &&
                                                  c.src.table.format == KVX_BLOCK_TABLE_RAGGED);
-    const bool same = all_of_one_block && unit.tokens.begin()->first == 0 &&
-                      (!one_by_one || unit.tokens.size() == 1) &&
-                      is_affine(dtype_of(c.src, kv, l)) && source.block_size == target.block_size &&
-                      is_like(affine_of(c.src, kv, l), to);
+    const bool same =
+        all_of_one_block && unit.tokens.begin()->first == 0 &&
+        (!one_by_one || unit.tokens.size() == 1) && has_groups(dtype_of(c.src, kv, l)) &&
+        source.block_size == target.block_size && is_like(affine_of(c.src, kv, l), to);
     const int64_t heads = c.migrate.num_heads ? c.migrate.num_heads : source.num_kv_heads;
     const int64_t dim = dim_of(kv ? target.v : target.k);
     for (int64_t h = 0; h < heads; ++h) {
@@ -398,10 +411,10 @@ struct Oracle {
   void look_at_scales(const End &end) {
     for (const int kv : {0, 1})
       for (size_t l = 0; l < end.scales[kv].size(); ++l)
-        if (!is_affine(dtype_of(end, kv, l)) && !(c.finds_scales() && &end == &c.dst))
+        if (!has_groups(dtype_of(end, kv, l)) && !(c.finds_scales() && &end == &c.dst))
           look_at_scale(end.scales[kv][l]);
     for (const PlaneCase &plane : end.planes)
-      if (plane.desc.scale && !is_affine(plane.desc.dtype)) look_at_scale(plane.scale);
+      if (plane.desc.scale && !has_groups(plane.desc.dtype)) look_at_scale(plane.scale);
   }
   void look_at_scale(const kvx_scale_desc_t &s) {
     Block *block = s.data ? c.memory.find(s.data) : nullptr;
@@ -599,7 +612,7 @@ struct Oracle {
             if (place[1].block < 0 || (place[0].block < 0 && !zero_fill)) continue;
             const kvx_tensor_desc_t &from = kv ? caches[0]->v : caches[0]->k,
                                     &to = kv ? caches[1]->v : caches[1]->k;
-            const bool both_affine = is_affine(from.dtype) && is_affine(to.dtype);
+            const bool both_affine = has_groups(from.dtype) && has_groups(to.dtype);
             const bool same = both_affine ? copies(affine_of(c.src, kv, l), affine_of(c.dst, kv, l))
                                           : from.dtype == to.dtype && !is_rotated(kv) &&
                                                 !scaled(c.src, kv, l) && !scaled(c.dst, kv, l);
@@ -615,7 +628,7 @@ struct Oracle {
               const bool is_zero = place[0].block < 0;
               if (c.finds_scales())
                 mark_found_scale(c.dst.scales[kv][l], place[1], dst_head, is_zero);
-              if (is_affine(to.dtype)) {
+              if (has_groups(to.dtype)) {
                 const Affine target = affine_of(c.dst, kv, l);
                 if (both_affine && same && !is_zero) {
                   const Affine source = affine_of(c.src, kv, l);
@@ -727,10 +740,10 @@ struct Oracle {
       return reinterpret_cast<const void *>(extent_of(both[e]->desc, KVX_AXIS_BLOCK));
     };
     const Finders name = own ? Finders{name_of(0), name_of(1)} : Finders{};
-    const bool scaled[2] = {from.desc.scale && from.scale.data && !is_affine(src.dtype),
-                            to.desc.scale && to.scale.data && !is_affine(dst.dtype)};
+    const bool scaled[2] = {from.desc.scale && from.scale.data && !has_groups(src.dtype),
+                            to.desc.scale && to.scale.data && !has_groups(dst.dtype)};
     const Affine beside[2] = {{src.dtype, from.scale, from.zero}, {dst.dtype, to.scale, to.zero}};
-    const bool both_affine = is_affine(src.dtype) && is_affine(dst.dtype);
+    const bool both_affine = has_groups(src.dtype) && has_groups(dst.dtype);
     const bool same = both_affine ? copies(beside[0], beside[1])
                                   : src.dtype == dst.dtype && !scaled[0] && !scaled[1];
     const bool cuts = c.migrate.num_heads && !(src.flags & KVX_PLANE_REPLICATED);
@@ -758,7 +771,7 @@ struct Oracle {
           const int64_t dst_head = h + (cuts ? c.dst.span.head_start : 0);
           if (reads && scaled[0]) use_scale(from.scale, place[0], src_head);
           if (reads && scaled[1]) use_scale(to.scale, place[1], dst_head);
-          if (is_affine(dst.dtype)) {
+          if (has_groups(dst.dtype)) {
             const bool copied = both_affine && same;
             mark_affine(copied && reads ? &beside[0] : nullptr, beside[1], place, src_head,
                         dst_head, beside[1].groups(), !reads);
