@@ -25,6 +25,7 @@ from kvx_core.errors import (
     UnsupportedError,
 )
 from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare
+from kvx_core.layer_writes import WriteLayersPlan, write_layers
 from kvx_core.migrate import migrate
 from kvx_core.migrate_plan import MigratePlan
 from kvx_core.model_files import model_files_digest
@@ -186,6 +187,7 @@ __all__ = [
     "Transfer",
     "UnsupportedError",
     "Verification",
+    "WriteLayersPlan",
     "WritePlan",
     "__version__",
     "backend_info",
@@ -203,4 +205,5 @@ __all__ = [
     "use_openmp",
     "verify",
     "write_kv",
+    "write_layers",
 ]

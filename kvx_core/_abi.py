@@ -305,6 +305,13 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         POINTER(kvx_write_options_t),
         c_void_p,
     ),
+    "kvx_write_layers": (
+        POINTER(POINTER(kvx_cache_desc_t)),
+        POINTER(POINTER(kvx_write_desc_t)),
+        c_uint32,
+        POINTER(kvx_write_options_t),
+        c_void_p,
+    ),
     "kvx_gather_kv": (POINTER(kvx_cache_desc_t), POINTER(kvx_gather_desc_t), c_void_p),
     "kvx_gather_kv_ext": (
         POINTER(kvx_cache_desc_t),

@@ -26,6 +26,7 @@ from ctypes import (
     c_int,
     c_int64,
     c_ssize_t,
+    c_uint32,
     c_uint64,
     c_void_p,
     py_object,
@@ -134,6 +135,23 @@ def write(
     return _bind("write_kv_ext", binding, cache, like, options)
 
 
+def write_layers(
+    binding: Binding,
+    caches: Sequence[_abi.kvx_cache_desc_t],
+    likes: Sequence[_abi.kvx_write_desc_t],
+    options: _abi.kvx_write_options_t,
+) -> Call:
+    """Binds kvx_write_layers: a call of (slots, the key of each layer, the value or None of each),
+    the rest as in `likes`.
+
+    Keeps and takes the same as `write`.
+    """
+    layers = len(caches)
+    pointers = _abi.pointer_array(caches, _abi.kvx_cache_desc_t)
+    array = (_abi.kvx_write_desc_t * layers)(*likes)
+    return _bind("write_layers", binding, pointers, array, c_uint32(layers), options, to="layers")
+
+
 def gather(
     binding: Binding,
     cache: _abi.kvx_cache_desc_t,
@@ -173,7 +191,8 @@ def run_plan(
     return _bind("plan_run", binding, plan, c_uint64(token_bytes), *skipped)
 
 
-def _bind(name: str, binding: Binding, *args: Any) -> Call:
+def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Call:
+    """Binds kvx_`name` with kvx_python_`to`, by default the first word of `name`."""
     type_ = _torch_type() if binding.reads_tensors else None
     stream = binding.stream
     fixed, ask = (None, stream) if callable(stream) else (stream, None)
@@ -183,7 +202,7 @@ def _bind(name: str, binding: Binding, *args: Any) -> Call:
         type_ or _TensorType(), held, binding.memory, binding.index_memory, fixed, ask, kept
     )
     function = ctypes.cast(getattr(_abi.library(), f"kvx_{name}"), c_void_p)
-    bind = getattr(_library(), f"kvx_python_{name.partition('_')[0]}")
+    bind = getattr(_library(), f"kvx_python_{to or name.partition('_')[0]}")
     by_reference = (byref(arg) if isinstance(arg, ctypes.Structure) else arg for arg in args)
     call: Call = bind(byref(struct), function, *by_reference)
     return call
@@ -237,7 +256,7 @@ def _library() -> Any:
         py_object,
     )
     library.kvx_python_in_place.restype = py_object
-    for name in ("write", "gather", "migrate", "plan"):
+    for name in ("write", "layers", "gather", "migrate", "plan"):
         getattr(library, f"kvx_python_{name}").restype = py_object
     return library
 

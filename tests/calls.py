@@ -284,7 +284,7 @@ class Backend:
         """The same without what a device has skipped; returns the stream."""
         library, mirror = self.library(), self.mirror
         stream = self.stream if mirror is None else mirror.stream
-        arguments = [None if struct is None else ctypes.byref(struct) for struct in structs]
+        arguments = [ctypes.byref(s) if isinstance(s, ctypes.Structure) else s for s in structs]
         if mirror is not None:
             mirror.upload()
         status = getattr(library, function)(*arguments, stream)

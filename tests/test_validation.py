@@ -190,6 +190,26 @@ def write_with_options(on: Backend) -> Call:
     return replace(call, function="kvx_write_kv_ext", arguments=arguments)
 
 
+def write_layers(on: Backend) -> Call:
+    """3 tokens into each of 3 layers of 5 blocks of 4 tokens, 2 heads of 16."""
+    cache = LAYOUTS["nhd"](Geometry(num_layers=3), BF16, 1)
+    key, value = torch.zeros(2, 3, 2, 16, dtype=BF16)
+    slots = torch.tensor([3, -1, 17])
+    writes = [
+        _abi.kvx_write_desc_t(io=on.io(key, value, 3), slots=on.slots(slots)) for _ in cache.layers
+    ]
+    caches = [on.layer(layer) for layer in cache.layers]
+    roots = {
+        "caches": _abi.pointer_array(caches, _abi.kvx_cache_desc_t),
+        "writes": _abi.pointer_array(writes, _abi.kvx_write_desc_t),
+        "num_layers": 3,
+        "options": _abi.kvx_write_options_t(),
+        "slots": slots,
+    }
+    arguments = ("caches", "writes", "num_layers", "options")
+    return Call(on, "kvx_write_layers", arguments, roots, (key, value, writes), (cache,))
+
+
 def write_found(on: Backend) -> Call:
     """Scales PER_TOKEN_HEAD, which the call finds."""
     call = write_with_options(on)
@@ -855,6 +875,7 @@ CALLS: dict[str, Callable[[Backend], Call]] = {name: hybrid_call(name) for name 
         write_one_scale,
         write_unit_scale,
         write_with_options,
+        write_layers,
         write_found,
         gather,
         gather_fp8,

@@ -8,6 +8,7 @@
 #include "desc/scale.h"
 #include "plan/plan_affine.h"
 #include "plan/plan_lookups.h"
+#include "plan/write_layers.h"
 
 namespace kvx {
 namespace {
@@ -225,10 +226,9 @@ void add_planes(Plan *plan, const kvx_migrate_desc_t &migrate) {
   }
 }
 
-}  // namespace
-
-void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
-                Plan *plan) {
+// What the writes of one layer and of several have in common: one row of tokens to slots.
+void begin_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                 Plan *plan) {
   plan->rows.count = 1;
   plan->rows.rows_per_len = 1;
   plan->rows.uniform_len = plan->rows.max_len = write.io.num_tokens;
@@ -237,6 +237,10 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
   LookupPair &lookup = plan->lookups.add();
   set_dense(&lookup.src, 1, write.io.num_tokens);
   set_slots(&lookup.dst, {cache.num_blocks, cache.block_size}, write.slots);
+}
+
+void add_written_layer(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                       Plan *plan) {
   for (const bool is_v : {false, true}) {
     const kvx_tensor_desc_t &io = is_v ? write.io.value : write.io.key;
     const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
@@ -254,6 +258,22 @@ void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, ui
     finish(&pair, is_readable(tensor.memory) && is_readable(io.memory));
   }
   end_layer(plan);
+}
+
+}  // namespace
+
+void plan_write(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write, uint32_t flags,
+                Plan *plan) {
+  begin_write(cache, write, flags, plan);
+  add_written_layer(cache, write, flags, plan);
+}
+
+void plan_write_layers(const kvx_cache_desc_t *const *caches, const kvx_write_desc_t *const *writes,
+                       uint32_t num_layers, uint32_t flags, Plan *plan) {
+  begin_write(*caches[0], *writes[0], flags, plan);
+  plan->pairs.reserve(size_t{2} * num_layers);
+  plan->layers.reserve(num_layers);
+  for (uint32_t l = 0; l < num_layers; ++l) add_written_layer(*caches[l], *writes[l], flags, plan);
 }
 
 void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,

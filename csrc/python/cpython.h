@@ -39,6 +39,7 @@ PyObject *PyLong_FromLong(long value);
 long PyLong_AsLong(PyObject *number);
 void *PyLong_AsVoidPtr(PyObject *number);
 PyObject *PyErr_Occurred(void);
+PyObject *PyErr_NoMemory(void);
 void PyErr_Clear(void);
 PyThreadState *PyEval_SaveThread(void);
 void PyEval_RestoreThread(PyThreadState *state);

@@ -10,14 +10,15 @@ namespace kvx {
 namespace {
 
 // Checks the scales of K or V of a write against both.
-kvx_status_t check_write_scales_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
+kvx_status_t check_write_scales_apart(const Path &cache_path, const kvx_cache_desc_t &cache,
+                                      const Path &path, const kvx_write_desc_t &write,
                                       const Array &slots, bool is_v, bool finds_scales) {
   const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
   const void *const pointer = is_v ? write.v_scale : write.k_scale;
   if (!desc.data && !pointer) return KVX_STATUS_OK;
   const char *const name =
       desc.data ? (is_v ? "v_scale_desc" : "k_scale_desc") : (is_v ? "v_scale" : "k_scale");
-  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"}, scale{&path, name};
+  const Path scale{&path, name};
   const kvx_scale_desc_t scales = scale_or_pointer(desc, pointer);
   if (finds_scales) KVX_TRY(check_array_apart(slots, scale, extent_of(scales)));
   KVX_TRY(check_scales_apart(scale, scales, {&cache_path, "k"}, cache.k));
@@ -31,16 +32,17 @@ kvx_status_t check_write_scales_apart(const kvx_cache_desc_t &cache, const kvx_w
 
 }  // namespace
 
-kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
-                         bool finds_scales) {
+kvx_status_t check_apart(const Path &cache_path, const kvx_cache_desc_t &cache, const Path &path,
+                         const kvx_write_desc_t &write, const char *owner, bool finds_scales) {
   if (write.io.num_tokens == 0) return KVX_STATUS_OK;
-  const Path path{nullptr, "cache"};
-  const Array slots = array_of("write", write.slots);
-  KVX_TRY(check_array_apart(slots, {&path, "k"}, cache.k));
-  if (!is_absent(cache.v)) KVX_TRY(check_array_apart(slots, {&path, "v"}, cache.v));
+  const Array slots = array_of(owner, write.slots);
+  KVX_TRY(check_array_apart(slots, {&cache_path, "k"}, cache.k));
+  if (!is_absent(cache.v)) KVX_TRY(check_array_apart(slots, {&cache_path, "v"}, cache.v));
   if (!has_scales(write)) return KVX_STATUS_OK;
-  KVX_TRY(check_write_scales_apart(cache, write, slots, /*is_v=*/false, finds_scales));
-  return check_write_scales_apart(cache, write, slots, /*is_v=*/true, finds_scales);
+  for (const bool is_v : {false, true}) {
+    KVX_TRY(check_write_scales_apart(cache_path, cache, path, write, slots, is_v, finds_scales));
+  }
+  return KVX_STATUS_OK;
 }
 
 kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,

@@ -3,12 +3,14 @@
 #pragma once
 
 #include "kvx/kvx_migrate.h"
+#include "rules/path.h"
 
 namespace kvx {
 
-// Checks slots and scales against K and V. `finds_scales`: the scales are written too. Spec: 7
-kvx_status_t check_apart(const kvx_cache_desc_t &cache, const kvx_write_desc_t &write,
-                         bool finds_scales);
+// Checks slots and scales against K and V. `owner`: of the slots, in errors; `finds_scales`: the
+// scales are written too. Spec: 7
+kvx_status_t check_apart(const Path &cache_path, const kvx_cache_desc_t &cache, const Path &path,
+                         const kvx_write_desc_t &write, const char *owner, bool finds_scales);
 
 // Checks table, lengths and scales against key and value; the secondary pool against the primary.
 // Spec: 7, E.8

@@ -10,6 +10,9 @@ namespace kvx {
 kvx_status_t validate_cache(const kvx_cache_desc_t *cache);
 kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
                             const kvx_write_options_t *options);
+kvx_status_t validate_write_layers(const kvx_cache_desc_t *const *caches,
+                                   const kvx_write_desc_t *const *writes, uint32_t num_layers,
+                                   const kvx_write_options_t *options);
 kvx_status_t validate_gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
                              const kvx_gather_options_t *options);
 kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate);

@@ -1,4 +1,7 @@
-// Rules of kvx_write_desc_t and kvx_write_options_t.
+#include "rules/write.h"
+
+#include <initializer_list>
+
 #include "desc/scale.h"
 #include "rules/apart.h"
 #include "rules/cache.h"
@@ -12,9 +15,10 @@ namespace kvx {
 namespace {
 
 // Checks the scales of K or V: a descriptor or, if that is empty, a pointer to one F32.
-kvx_status_t check_write_scales(const Path &path, const kvx_cache_desc_t &cache,
-                                const kvx_write_desc_t &write, bool is_v, bool finds_scales) {
-  const Path cache_path{nullptr, "cache"}, tensor_path{&cache_path, is_v ? "v" : "k"};
+kvx_status_t check_write_scales(const Path &cache_path, const kvx_cache_desc_t &cache,
+                                const Path &path, const kvx_write_desc_t &write, bool is_v,
+                                bool finds_scales) {
+  const Path tensor_path{&cache_path, is_v ? "v" : "k"};
   const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
   const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
   const void *const pointer = is_v ? write.v_scale : write.k_scale;
@@ -30,19 +34,20 @@ kvx_status_t check_write_scales(const Path &path, const kvx_cache_desc_t &cache,
 
 }  // namespace
 
-kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
-                            const kvx_write_options_t *options) {
-  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"}, with{nullptr, "options"};
-  KVX_TRY(check_cache(cache_path, cache));
-  uint32_t flags = 0;
-  if (options) {
-    KVX_TRY(check_struct(with, options));
-    flags = options->flags;
-    KVX_TRY(check_flags(with, flags,
-                        KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES));
-  }
+kvx_status_t check_write_options(const kvx_write_options_t *options, uint32_t *flags) {
+  const Path path{nullptr, "options"};
+  *flags = 0;
+  if (!options) return KVX_STATUS_OK;
+  KVX_TRY(check_struct(path, options));
+  *flags = options->flags;
+  return check_flags(path, *flags,
+                     KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES);
+}
+
+kvx_status_t check_write(const Path &cache_path, const kvx_cache_desc_t &cache, const Path &path,
+                         const kvx_write_desc_t *write, const char *owner, uint32_t flags) {
   KVX_TRY(check_struct(path, write));
-  KVX_TRY(check_input({&path, "io"}, *cache, write->io));
+  KVX_TRY(check_input({&path, "io"}, cache, write->io));
   const Path slots{&path, "slots"};
   KVX_TRY(check_slots(slots, write->slots));
   if (write->slots.token_count != write->io.num_tokens) {
@@ -51,10 +56,19 @@ kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_
   }
   const bool finds_scales = flags & KVX_FLAG_FIND_SCALES;
   if (finds_scales || has_scales(*write)) {
-    KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/false, finds_scales));
-    KVX_TRY(check_write_scales(path, *cache, *write, /*is_v=*/true, finds_scales));
+    for (const bool is_v : {false, true})
+      KVX_TRY(check_write_scales(cache_path, cache, path, *write, is_v, finds_scales));
   }
-  return check_apart(*cache, *write, finds_scales);
+  return check_apart(cache_path, cache, path, *write, owner, finds_scales);
+}
+
+kvx_status_t validate_write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
+                            const kvx_write_options_t *options) {
+  const Path cache_path{nullptr, "cache"}, path{nullptr, "write"};
+  KVX_TRY(check_cache(cache_path, cache));
+  uint32_t flags;
+  KVX_TRY(check_write_options(options, &flags));
+  return check_write(cache_path, *cache, path, write, path.name, flags);
 }
 
 }  // namespace kvx

@@ -626,6 +626,8 @@ static void test_migrate(void) {
 static void test_zeros(void) {
   static uint16_t k[kElements], v[kElements], key_out[sizeof(f.key_out) / 2];
   kvx_write_options_t write_options;
+  const kvx_cache_desc_t *caches[2];
+  const kvx_write_desc_t *writes[2];
   kvx_gather_options_t options;
   kvx_cache_desc_t target;
   const kvx_cache_desc_t *from = &f.cache, *to = &target;
@@ -662,6 +664,11 @@ static void test_zeros(void) {
   migrate.seq_lens = &f.gather.seq_lens;
   memset(k, kSentinel, sizeof(k));
   CHECK(kvx_migrate_kv(&migrate, NULL) == KVX_STATUS_OK);
+  CHECK(memcmp(k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
+  writes[0] = writes[1] = &f.write;
+  caches[0] = &f.cache, caches[1] = &target;
+  memset(k, kSentinel, sizeof(k));
+  CHECK(kvx_write_layers(caches, writes, 2, &write_options, NULL) == KVX_STATUS_OK);
   CHECK(memcmp(k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
   src.null_block_plus_1 = KVX_NULL_BLOCK(0);
   memset(k, kSentinel, sizeof(k));

@@ -362,6 +362,10 @@ def options(*names: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
 
 def calls() -> dict[str, Case]:
     write, write_also = options(*WRITE_OPTIONS)
+    layers, layers_also = options("find_scales", "transfer", "stream")
+    layers |= {"k_scales": None, "v_scales": None}
+    scales = OPTIONAL | {"list", "list of floats", "torch table"}
+    layers_also |= {"k_scales": scales, "v_scales": scales}
     gather, gather_also = options(*GATHER_OPTIONS)
     move, move_also = options("zero_fill", "find_scales", "transfer", "stream")
     ends = {"src": VIEW, "dst": OTHER, "seq_lens": [1, 0, 0, 0]}
@@ -608,6 +612,26 @@ def calls() -> dict[str, Case]:
             kvx.write_kv,
             {"cache": CACHE, "key": KEY, "value": VALUE, "slots": [1]} | write,
             {"cache": {"cache"}, "key": DESC, "value": DESC, "slots": LISTS} | write_also,
+        ),
+        "write_layers": case(
+            kvx.write_layers,
+            {"caches": [CACHE], "keys": [KEY], "values": [VALUE], "slots": [1]} | layers,
+            {"caches": {"caches"}, "keys": set(), "values": set(), "slots": LISTS} | layers_also,
+            {"keys": "key", "values": "value", "k_scales": "k_scale", "v_scales": "v_scale"},
+        ),
+        "WriteLayersPlan": case(
+            kvx.WriteLayersPlan,
+            {"caches": [CACHE]} | layers | {"stream": None},
+            {"caches": {"caches"}}
+            | layers_also
+            | {"stream": INTS | OPTIONAL | {"function", "type"}},
+            {"k_scales": "k_scale", "v_scales": "v_scale"},
+        ),
+        "WriteLayersPlan()": case(
+            kvx.WriteLayersPlan([CACHE]).__call__,
+            {"keys": [KEY], "values": [VALUE], "slots": [1]},
+            {"keys": set(), "values": set(), "slots": LISTS},
+            {"keys": "key", "values": "value"},
         ),
         "WritePlan": case(
             WritePlan,

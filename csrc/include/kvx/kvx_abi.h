@@ -3,9 +3,9 @@
  * A KVX descriptor says where the K and V of every token of a cache lie, without owning or moving
  * a byte of it. This header has the v1 descriptors and the two v1 operations: write new tokens into
  * a cache, and gather cached tokens out of it. Everything beyond v1 is in headers by concern:
- * kvx_error.h, kvx_host.h, kvx_ops.h, kvx_migrate.h, kvx_plane.h, kvx_plan.h, kvx_lookup.h,
- * kvx_blocks.h, kvx_encode.h, kvx_lossless.h, kvx_turboquant.h, kvx_attend.h; kvx_ext.h includes
- * them all.
+ * kvx_error.h, kvx_host.h, kvx_ops.h, kvx_layers.h, kvx_migrate.h, kvx_plane.h, kvx_plan.h,
+ * kvx_lookup.h, kvx_blocks.h, kvx_encode.h, kvx_lossless.h, kvx_turboquant.h, kvx_attend.h;
+ * kvx_ext.h includes them all.
  * "Spec:" refers to sections of docs/spec.md.
  *
  * Conventions

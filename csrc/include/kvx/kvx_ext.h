@@ -9,6 +9,7 @@
 #include "kvx/kvx_error.h"      /* why a call has failed */
 #include "kvx/kvx_host.h"       /* version, build and machine, threads, tokens a device skipped */
 #include "kvx/kvx_hybrid.h"     /* DeepSeek-V4's windows, tails and compressed entries */
+#include "kvx/kvx_layers.h"     /* the new tokens of several layers in one call */
 #include "kvx/kvx_lookup.h"     /* where the tokens of a span lie */
 #include "kvx/kvx_lossless.h"   /* bfloat16 in fewer bytes, for stores and wires */
 #include "kvx/kvx_migrate.h"    /* from one cache into another */

@@ -1,0 +1,176 @@
+// What every bound call has: its arguments, and the objects and memory that it is bound to.
+// bound.cc says what bound calls are.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpython.h"
+#include "function.h"
+#include "kvx/kvx_ext.h"
+#include "tensors.h"
+
+namespace kvx {
+namespace {
+
+constexpr double kBriefBytes = 16 << 10;  // takes microseconds in any memory
+constexpr uint32_t kBriefLayers = 8;      // whose checks are as brief
+
+// The arguments that a call leaves to Python; _bound.py has the same numbers.
+enum Left : long {
+  kMoved = 1,  // the memory of a bound tensor has moved
+  kKey = 2,    // key, as the others below, is not a tensor that C can read
+  kValue = 4,
+  kIndices = 8,  // slots or block_table
+  kLens = 16,
+  kSizes = 32,  // the tensors can be read, but give no number of tokens
+};
+constexpr int kFailed = 8;  // migrate: minus (a status << kFailed)
+
+PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
+
+// The arguments of a call: its tensors, then optionally a stream, then descriptions of the tensors:
+// the address of a C struct, or None for one that is read here.
+struct Arguments {
+  PyObject *const *args;
+  Py_ssize_t num_tensors, num_args;
+
+  PyObject *tensor(Py_ssize_t i) const { return args[i]; }
+  bool have_stream() const { return num_args > num_tensors; }
+  bool are_described() const { return num_args > num_tensors + 1; }
+
+  template <class Struct>
+  const Struct *described(Py_ssize_t i) const {
+    if (!are_described() || is_none(args[num_tensors + 1 + i])) return nullptr;
+    return static_cast<const Struct *>(PyLong_AsVoidPtr(args[num_tensors + 1 + i]));
+  }
+};
+
+// The objects and memory that every call is bound to; _Binding of kvx_core/_bound.py.
+struct Binding {
+  TensorType type;
+  Held held[2];              // the described torch tensors: of cache and scales, of src and dst
+  kvx_memory_type_t memory;  // of keys and values
+  kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
+  void *stream;
+  PyObject *ask_stream;  // a function that each call asks for the stream, or None
+  PyObject *kept;        // owner of all this; the function keeps it alive
+
+  // Where Python describes tensors, it has checked this itself.
+  long moved(const Arguments &given) const {
+    const bool is_in_place =
+        given.are_described() || (held[0].are_in_place(type) && held[1].are_in_place(type));
+    return is_in_place ? 0L : kMoved;
+  }
+
+  // Reads a key or value in the cache's memory. `desc` has only its size set.
+  bool read(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
+    if (const auto *described = given.described<kvx_tensor_desc_t>(i)) {
+      *desc = *described;
+      return true;
+    }
+    DLTensor found;
+    if (!type.read(given.tensor(i), &found) || !is_in(memory, found)) return false;
+    desc->dtype = dtype_of(found);
+    desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
+    desc->memory = memory;
+    desc->ndim = static_cast<uint32_t>(found.ndim);
+    std::copy_n(found.shape, found.ndim, desc->shape);
+    std::copy_n(found.strides, found.ndim, desc->stride);
+    desc->data = address_of(found);
+    return desc->dtype != KVX_DTYPE_INVALID;
+  }
+
+  bool read_value(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
+    return is_none(given.tensor(i)) || read(given, i, desc);
+  }
+
+  bool read(PyObject *object, int32_t ndim, Indices *indices) const {
+    DLTensor found;
+    if (!type.read(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
+      return false;
+    }
+    int64_t size = 1;
+    for (int32_t i = ndim - 1; i >= 0; --i) {
+      const int64_t extent = found.shape[i];
+      if (extent > UINT32_MAX || (extent > 1 && found.strides[i] != size)) return false;
+      indices->shape[i] = static_cast<uint32_t>(extent);
+      size *= extent;
+    }
+    indices->dtype = dtype_of(found);
+    indices->data = address_of(found);
+    return indices->dtype != KVX_DTYPE_INVALID && size <= UINT32_MAX;
+  }
+
+  bool read(const Arguments &given, Py_ssize_t i, kvx_slot_mapping_t *slots) const {
+    if (const auto *described = given.described<kvx_slot_mapping_t>(i)) {
+      *slots = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 1, &found)) return false;
+    slots->dtype = found.dtype;
+    slots->token_count = found.shape[0];
+    slots->slots = found.data;
+    return true;
+  }
+
+  bool read(const Arguments &given, Py_ssize_t i, kvx_block_table_t *table) const {
+    if (const auto *described = given.described<kvx_block_table_t>(i)) {
+      *table = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 2, &found)) return false;
+    table->index_dtype = found.dtype;
+    table->seq_count = found.shape[0];
+    table->max_blocks_per_seq = found.shape[1];
+    table->indices = found.data;
+    table->indices_count = found.shape[0] * found.shape[1];
+    return true;
+  }
+
+  bool read(const Arguments &given, Py_ssize_t i, kvx_seq_lens_t *lens) const {
+    if (const auto *described = given.described<kvx_seq_lens_t>(i)) {
+      *lens = *described;
+      return true;
+    }
+    Indices found;
+    if (!read(given.tensor(i), 1, &found)) return false;
+    lens->dtype = found.dtype;
+    lens->seq_count = found.shape[0];
+    lens->lengths = found.data;
+    return true;
+  }
+
+  // Makes the call `run(stream)`. Releases the GIL, unless the call is too brief for other threads
+  // to use it. False with a Python exception. The caller's arguments keep the tensors alive.
+  template <class Run>
+  bool call(const Arguments &given, bool is_brief, kvx_status_t *status, const Run &run) const {
+    void *now = stream;
+    if (given.have_stream() && !is_none(given.args[given.num_tensors])) {
+      now = PyLong_AsVoidPtr(given.args[given.num_tensors]);
+      if (!now && PyErr_Occurred()) return false;
+    } else if (!given.are_described() && !is_none(ask_stream)) {
+      PyObject *answer = PyObject_CallObject(ask_stream, nullptr);
+      if (!answer) return false;
+      now = is_none(answer) ? nullptr : PyLong_AsVoidPtr(answer);
+      Py_DecRef(answer);
+      if (!now && PyErr_Occurred()) return false;
+    }
+    PyThreadState *state = is_brief ? nullptr : PyEval_SaveThread();
+    *status = run(now);
+    if (state) PyEval_RestoreThread(state);
+    return true;
+  }
+
+  bool is_brief(const kvx_kv_io_desc_t &io) const {
+    const auto v_head_dim =
+        io.value.ndim ? static_cast<double>(io.value.shape[io.value.ndim - 1]) : 0.0;
+    const double heads = double{1} * io.num_tokens * io.num_kv_heads;
+    return memory == KVX_MEMORY_HOST && 2 * heads * (io.head_dim + v_head_dim) <= kBriefBytes;
+  }
+};
+
+}  // namespace
+}  // namespace kvx
