@@ -14,6 +14,7 @@ _DEFAULT = ("cpu_copy", "in_cache", "call_overhead")
 _QUIET_CORES = 0.1  # that others may use without a remark
 _ALL = (
     *_DEFAULT,
+    "layer_writes",
     "blocks",
     "formats",
     "packed",
@@ -72,6 +73,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import call_overhead
 
         return call_overhead.run(rounds)
+    if name == "layer_writes":
+        from benchmarks import layer_writes
+
+        return layer_writes.run(rounds)
     if name == "blocks":
         from benchmarks import blocks
 

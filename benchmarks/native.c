@@ -219,6 +219,30 @@ EXPORT double bench_write(kvx_status_t (*write_kv)(const kvx_cache_desc_t *,
   return (now() - begin) / (double)repeats;
 }
 
+/* A call for each layer, one after the other. */
+EXPORT double bench_write_each(kvx_status_t (*write_kv)(const kvx_cache_desc_t *,
+                                                        const kvx_write_desc_t *, void *),
+                               const kvx_cache_desc_t *const *caches,
+                               const kvx_write_desc_t *const *writes, uint32_t num_layers,
+                               size_t repeats) {
+  const double begin = now();
+  for (size_t r = 0; r < repeats; ++r)
+    for (uint32_t l = 0; l < num_layers; ++l)
+      if (write_kv(caches[l], writes[l], NULL) != KVX_STATUS_OK) return -1;
+  return (now() - begin) / (double)repeats;
+}
+
+EXPORT double bench_write_layers(
+    kvx_status_t (*write_layers)(const kvx_cache_desc_t *const *, const kvx_write_desc_t *const *,
+                                 uint32_t, const kvx_write_options_t *, void *),
+    const kvx_cache_desc_t *const *caches, const kvx_write_desc_t *const *writes,
+    uint32_t num_layers, size_t repeats) {
+  const double begin = now();
+  for (size_t r = 0; r < repeats; ++r)
+    if (write_layers(caches, writes, num_layers, NULL, NULL) != KVX_STATUS_OK) return -1;
+  return (now() - begin) / (double)repeats;
+}
+
 EXPORT double bench_gather(kvx_status_t (*gather_kv)(const kvx_cache_desc_t *,
                                                      const kvx_gather_desc_t *, void *),
                            const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,

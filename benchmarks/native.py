@@ -67,6 +67,8 @@ def library() -> Any:
         "bench_copy": [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t],
         "bench_rows": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t],
         "bench_write": [*[ctypes.c_void_p] * 3, ctypes.c_size_t],
+        "bench_write_each": [*[ctypes.c_void_p] * 3, ctypes.c_uint32, ctypes.c_size_t],
+        "bench_write_layers": [*[ctypes.c_void_p] * 3, ctypes.c_uint32, ctypes.c_size_t],
         "bench_gather": [*[ctypes.c_void_p] * 3, ctypes.c_size_t],
         "bench_migrate": [*[ctypes.c_void_p] * 2, ctypes.c_size_t],
     }.items():
@@ -172,6 +174,28 @@ def timed(function: str, *structs: ctypes.Structure) -> Callable[[int], float]:
 
     def call(repeats: int) -> float:
         seconds: float = bench(address, *map(ctypes.addressof, structs), repeats)
+        if seconds < 0:
+            raise RuntimeError(_abi.library().kvx_last_error().decode())
+        return seconds
+
+    return call
+
+
+def timed_layers(
+    function: str, bench: str, caches: Sequence[Any], writes: Sequence[Any]
+) -> Callable[[int], float]:
+    """Writes of several layers, timed in C: a function of the repeats that returns seconds for all.
+
+    function: of libkvx; bench: of native.c, which calls it
+    caches, writes: C structs, one of each layer
+    """
+    address = ctypes.cast(getattr(_abi.library(), function), ctypes.c_void_p)
+    to_caches = _abi.pointer_array(caches, _abi.kvx_cache_desc_t)
+    to_writes = _abi.pointer_array(writes, _abi.kvx_write_desc_t)
+
+    def call(repeats: int) -> float:
+        layers = len(to_caches)
+        seconds: float = getattr(library(), bench)(address, to_caches, to_writes, layers, repeats)
         if seconds < 0:
             raise RuntimeError(_abi.library().kvx_last_error().decode())
         return seconds

@@ -5,6 +5,8 @@ plain tensors and without CacheFacts, and raise what those raise.
 
     write_kv       mutates the named slots of k_cache and v_cache
     write_kv_find_scales  the same into FP8; mutates their scales, per token and head, too
+    write_layers   mutates the named slots of k_caches and v_caches, one tensor per layer, in one
+                   call; values and v_caches are empty if there is no V
     gather_kv      returns new (key, value), zero for tokens without a source; without v_cache the
                    head_dim of value is 0
     gather_kv_out  mutates key and value; tokens without a source keep what they held
@@ -44,6 +46,7 @@ from kvx_core.cache import CacheDesc
 from kvx_core.calls import token_desc
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import CacheFacts
+from kvx_core.layer_writes import WriteLayersPlan
 from kvx_core.migrate import copy_tokens
 from kvx_core.scales import ScaleDesc
 from kvx_core.streams import current_stream
@@ -62,6 +65,10 @@ _SCHEMAS = {
     "write_kv_find_scales": """(Tensor key, Tensor? value, Tensor(a!) k_cache, Tensor(b!)? v_cache,
         Tensor slots, Tensor(c!) k_scale, Tensor(d!)? v_scale, str layout, str? v_layout=None, *,
         ScalarType? cache_dtype=None) -> ()""",
+    "write_layers": """(Tensor[] keys, Tensor[] values, Tensor(a!)[] k_caches,
+        Tensor(b!)[] v_caches, Tensor slots, str layout, str? v_layout=None, *,
+        ScalarType? cache_dtype=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None,
+        str scale_granularity="PER_TENSOR") -> ()""",
     "gather_kv": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
         SymInt max_seq_len, {_CACHE}, ScalarType? dtype=None, int null_block_id=-1)
         -> (Tensor, Tensor)""",
@@ -121,6 +128,47 @@ def write_kv_find_scales(
     plan(key, value, slots)
 
 
+def write_layers(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    slots: Tensor,
+    layout: str,
+    v_layout: str | None = None,
+    *,
+    cache_dtype: torch.dtype | None = None,
+    k_scales: Sequence[Tensor] | None = None,
+    v_scales: Sequence[Tensor] | None = None,
+    scale_granularity: str = "PER_TENSOR",
+) -> None:
+    lists = k_caches, v_caches, k_scales or (), v_scales or ()
+    tensors = [tensor for tensors in lists for tensor in tensors]
+    identity = tuple(_identity(*tensors[i : i + 4]) for i in range(0, len(tensors), 4))
+    words = layout, v_layout, cache_dtype, scale_granularity
+    call = WriteLayersPlan, identity, *map(len, lists), words
+    plan: WriteLayersPlan | None = _plans.get(call)
+    if plan is None:
+        layers = _layers(k_caches, v_caches, layout, v_layout, cache_dtype)
+        plan = WriteLayersPlan(
+            [
+                CacheDesc.from_kv(replace(layer.k, owner=None), _unowned(layer.v))
+                for layer in layers
+            ],
+            k_scales=_scales(k_scales, scale_granularity),
+            v_scales=_scales(v_scales, scale_granularity),
+            stream=current_stream(*k_caches, *keys),
+        )
+        _keep(call, plan)
+    plan(tuple(keys), tuple(values) or None, slots)
+
+
+def _keep(call: tuple[Any, ...], plan: Any) -> None:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[call] = plan
+
+
 _Plan = TypeVar("_Plan", WritePlan, GatherPlan)
 
 
@@ -148,9 +196,7 @@ def _plan(
             stream=current_stream(k_cache, key),
             **options,
         )
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[call] = plan
+        _keep(call, plan)
     return plan
 
 
@@ -332,10 +378,26 @@ def _view(
     dtype: torch.dtype | None,
     null_block_id: int,
 ) -> CacheView:
+    layers = _layers(k, v, layout, v_layout, dtype)
+    return CacheView(tuple(layers), CacheFacts(), null_block_id=null_block_id, dense=True)
+
+
+def _layers(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    layout: str,
+    v_layout: str | None,
+    dtype: torch.dtype | None,
+) -> list[CacheDesc]:
     if v and len(v) != len(k):
         raise InvalidArgumentError(f"V has {len(v)} layers, expected {len(k)} as K, or none")
-    layers = [_cache(k[i], v[i] if v else None, layout, v_layout, dtype) for i in range(len(k))]
-    return CacheView(tuple(layers), CacheFacts(), null_block_id=null_block_id, dense=True)
+    return [_cache(k[i], v[i] if v else None, layout, v_layout, dtype) for i in range(len(k))]
+
+
+def _scales(scales: Sequence[Tensor] | None, granularity: str) -> list[ScaleDesc | None] | None:
+    if not scales:
+        return None
+    return [_unowned(_scale(scale, granularity)) for scale in scales]
 
 
 def _scale(scale: Tensor | None, granularity: str) -> ScaleDesc | None:

@@ -62,6 +62,34 @@ SAMPLES: dict[str, Any] = {
             "scale_granularity": "PER_HEAD",
         },
     ),
+    "write layers": lambda: (
+        "write_layers",
+        (
+            [tokens(5), tokens(5, 1)],
+            [tokens(5, 2), tokens(5, 3)],
+            [halves(new_kv())[0] for _ in range(2)],
+            [halves(new_kv())[1] for _ in range(2)],
+            SLOTS,
+            "BLOCK_HND",
+        ),
+        {},
+    ),
+    "write layers fp8 without V": lambda: (
+        "write_layers",
+        (
+            [tokens(5), tokens(5, 1)],
+            [],
+            [halves(new_kv(torch.uint8))[0] for _ in range(2)],
+            [],
+            SLOTS,
+            "BLOCK_HND",
+        ),
+        {
+            "cache_dtype": torch.float8_e4m3fn,
+            "k_scales": [torch.tensor([0.5, 2.0]), torch.tensor([1.0, 4.0])],
+            "scale_granularity": "PER_HEAD",
+        },
+    ),
     "gather": lambda: ("gather_kv", (*halves(new_kv()), TABLE, LENS, 13, "BLOCK_HND"), {}),
     "gather without V": lambda: (
         "gather_kv",
@@ -135,6 +163,7 @@ def test_schemas_name_what_is_mutated() -> None:
     assert mutated == {
         "write_kv": ["k_cache", "v_cache"],
         "write_kv_find_scales": ["k_cache", "v_cache", "k_scale", "v_scale"],
+        "write_layers": ["k_caches", "v_caches"],
         "gather_kv": [],
         "gather_kv_out": ["key", "value"],
         "migrate_kv": ["dst_k", "dst_v"],
@@ -184,6 +213,25 @@ def test_compile_write_to_given_halves(backend: str, dynamic: bool | None) -> No
         total = compiled(*halves(kv), key, value, slots)
         torch.testing.assert_close(total, expected.float().sum((0, 2)))
         assert torch.equal(kv, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compile_write_layers(backend: str) -> None:
+    """All layers in one op leave what one op for each leaves."""
+
+    def run(kvs: list[torch.Tensor], key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        k, v = zip(*(kv.split(DIM, dim=-1) for kv in kvs), strict=True)
+        keys, values = [key * 2, key + 1, key], [value, value * 3, value - 1]
+        torch.ops.kvx.write_layers(keys, values, k, v, SLOTS, "BLOCK_HND")
+        return kvs[2].float().sum()
+
+    torch._dynamo.reset()
+    kvs, key, value = [new_kv() for _ in range(3)], tokens(5), tokens(5, 1)
+    total = torch.compile(run, fullgraph=True, backend=backend)(kvs, key, value)
+    pairs = [(key * 2, value), (key + 1, value * 3), (key, value - 1)]
+    expected = [written(new_kv(), k, v, SLOTS) for k, v in pairs]
+    assert all(map(torch.equal, kvs, expected))
+    torch.testing.assert_close(total, expected[2].float().sum())
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -364,7 +364,7 @@ def calls() -> dict[str, Case]:
     write, write_also = options(*WRITE_OPTIONS)
     layers, layers_also = options("find_scales", "transfer", "stream")
     layers |= {"k_scales": None, "v_scales": None}
-    scales = OPTIONAL | {"list", "list of floats", "torch table"}
+    scales = OPTIONAL | {"list", "list of floats", "torch table", "torch list"}
     layers_also |= {"k_scales": scales, "v_scales": scales}
     gather, gather_also = options(*GATHER_OPTIONS)
     move, move_also = options("zero_fill", "find_scales", "transfer", "stream")
