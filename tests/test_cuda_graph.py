@@ -14,6 +14,7 @@ from kvx_core import (
     CacheView,
     Layout,
     OutOfRangeError,
+    WriteLayersPlan,
     describe,
     device_status,
     gather_kv,
@@ -88,6 +89,26 @@ def test_write_replayed_with_other_tokens_and_slots(stream: torch.cuda.Stream) -
         written = slots >= 0
         rows = expected.view(-1, HEADS, 2 * DIM)
         rows[slots[written]] = torch.cat(tuple(tokens[:, written]), dim=-1)
+        graph.replay()
+        assert torch.equal(storage, expected)
+
+
+def test_write_layers_replayed_with_other_tokens_and_slots(stream: torch.cuda.Stream) -> None:
+    storage, tokens = (
+        random(LAYERS, BLOCKS, SIZE, HEADS, 2 * DIM),
+        random(2, LAYERS, TOKENS, HEADS, DIM),
+    )
+    slots = permuted(BLOCKS * SIZE, TOKENS)
+    plan = WriteLayersPlan(described(storage))
+    graph = capture(lambda: plan(tokens[0], tokens[1], slots), stream)
+    for skipped in range(3):
+        tokens.copy_(random(*tokens.shape))
+        slots.copy_(permuted(BLOCKS * SIZE, TOKENS))
+        slots[skipped] = -1
+        expected = storage.clone()
+        written = slots >= 0
+        rows = expected.view(LAYERS, -1, HEADS, 2 * DIM)
+        rows[:, slots[written]] = torch.cat(tuple(tokens[:, :, written]), dim=-1)
         graph.replay()
         assert torch.equal(storage, expected)
 

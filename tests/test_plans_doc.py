@@ -81,8 +81,14 @@ def test_python_examples(capsys: object) -> None:
     names |= {"cache": CacheDesc.from_kv(*(describe(t, Layout.BLOCK_NHD) for t in stored))}
     names |= {"key": key, "value": value, "slots": torch.arange(3, 9)}
     names |= {"block_table": torch.tensor([[0, 1, 2]]), "seq_lens": torch.tensor([6])}
+    layers, keys = torch.zeros(2, 5, 3, 4, 2, 8), torch.randn(5, 6, 2, 8)
+    caches = [
+        CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+        for k, v in zip(*layers, strict=True)
+    ]
+    names |= {"caches": caches, "keys": keys, "values": -keys}
     blocks = PAGE.snippets()
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         PAGE.run(names, block)
         if "Plan.write" not in block:
@@ -100,6 +106,8 @@ def test_python_examples(capsys: object) -> None:
     assert torch.equal(stored[1].view(12, 2, 8)[:6], value)  # as the last of them gathered it
     assert torch.equal(stored[0].view(12, 2, 8)[:6], key)
     assert not key[:3].any()
+    assert torch.equal(layers[0].view(5, 12, 2, 8)[:, 3:9], keys)
+    assert torch.equal(layers[1], -layers[0])
     assert list(map(without_figures, printed[: len(expected)])) == list(
         map(without_figures, expected)
     )
