@@ -23,8 +23,8 @@ from kvx_core.tensors import TensorLike, is_torch
 from kvx_core.types import Memory, Transfer
 from kvx_core.words import instance, wrong
 
-_Tokens = Sequence[TensorLike | TensorDesc]
-_Values = Sequence[TensorLike | TensorDesc | None]
+_Tokens = Sequence[TensorLike | TensorDesc] | TensorLike  # the layers are its first axis
+_Values = Sequence[TensorLike | TensorDesc | None] | TensorLike
 _Scales = Sequence[Scale | None]
 
 

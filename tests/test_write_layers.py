@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -279,7 +280,7 @@ def test_python_writes_what_write_kv_writes(form: str) -> None:
     slots = torch.tensor([3, 19, -1, 0, 8])
     for cache, key, value in zip(others, keys, values, strict=True):
         kvx.write_kv(cache, key, value, slots)
-    forms = {
+    forms: dict[str, tuple[Any, Any, Any]] = {
         "stacked": (keys, values, slots),
         "lists": (list(keys), list(values), slots),
         "numpy": ([k.numpy() for k in keys], list(values), slots),
