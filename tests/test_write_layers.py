@@ -314,7 +314,7 @@ def test_python_refuses_with_a_sentence() -> None:
     with pytest.raises(InvalidArgumentError, match="caches is empty"):
         kvx.write_layers([], keys, values, slots)
     with pytest.raises(InvalidArgumentError, match=r"caches\[1\] is"):
-        kvx.write_layers([caches[0], keys], keys, values, slots)  # type: ignore[list-item]
+        kvx.write_layers([caches[0], keys], keys, values, slots)
     with pytest.raises(InvalidArgumentError, match=r"caches\[2\]\.k\.data is that of caches\[0\]"):
         kvx.write_layers([caches[0], caches[1], caches[0]], keys, values, slots)
     with pytest.raises(OutOfRangeError, match=r"slots\.slots\[1\] is 20"):
