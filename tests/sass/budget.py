@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import gather, migrate, write
@@ -21,6 +21,24 @@ from tests.sass.machine import Launch, Machine
 RESULTS = ROOT / "benchmarks/results/sass.json"
 MOST = 1.05  # of what `before` in RESULTS executed, in every case
 MOST_MEAN = 1.01  # geometric
+
+
+class Bound(NamedTuple):
+    """Instructions per 512 bytes."""
+
+    goal: int
+    most: int  # above the goal where the code does not meet it yet
+
+
+BOUNDS = {
+    "slots_kernel": Bound(150, 150),
+    "vectors_kernel": Bound(110, 150),  # past 110 only where blocks of threads have little work
+    "blocks_kernel": Bound(110, 125),  # likewise
+    "remap_kernel": Bound(110, 120),
+    "tile_kernel": Bound(150, 205),
+    "convert_kernel": Bound(160, 225),
+    "quantize_kernel": Bound(160, 305),
+}
 
 # As many tokens as fill an H100, so that work is cut up as there.
 _FILLS = Size(64 << 20, 8, 256, (1, 16, 256), (4096,), 1)
@@ -96,6 +114,17 @@ def ratios(found: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
     """found / before, by case, for cases that both have."""
     key = "instructions_per_512_bytes"
     return {name: found[name][key] / before[name][key] for name in found if name in before}
+
+
+def executed(found: dict[str, Any]) -> dict[str, float]:
+    """The most that any case makes a kernel execute per 512 bytes, by the kernel's name."""
+    most: dict[str, float] = {}
+    for case in found.values():
+        for name, kernel in case["kernels"].items():
+            family = name.partition("<")[0]
+            now = kernel["instructions_per_512_bytes"]
+            most[family] = max(now, most.get(family, 0))
+    return most
 
 
 def mean(compared: dict[str, float]) -> float:
