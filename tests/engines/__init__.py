@@ -8,6 +8,7 @@ from functools import partial
 
 from tests.engines import (
     cpu_engines,
+    flashinfer,
     kv_store,
     llama_cpp,
     packed,
@@ -57,6 +58,8 @@ ENGINES: dict[str, Engine] = {
     "tgi paged ipex xpu": Engine(tgi.paged_xpu, 16, ALL, unscaled=FP8),
     "tgi paged ipex cpu": Engine(tgi.paged_cpu, 16, WITH_E5M2, unscaled=(E5M2,)),
     "tgi gaudi": Engine(tgi.gaudi, 128, FLOATS),
+    "flashinfer NHD": Engine(flashinfer.nhd, 11, ALL),
+    "flashinfer HND": Engine(flashinfer.hnd, 13, ALL),
     "hf DynamicCache": Engine(transformers.dynamic_cache, 41, FLOATS, whole=True),
     "hf StaticCache": Engine(transformers.static_cache, 53, FLOATS, whole=True),
     "llama.cpp": Engine(llama_cpp.Cells, 59, FLOATS, whole=True),
