@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvx_core import CacheSpan, CacheView
+from kvx_core import CacheFacts, CacheSpan, CacheView
 
 SENTINEL = 0x5A  # every byte of a new cache
 FINGERPRINT = "of one model"
@@ -102,6 +102,24 @@ class Refused:
     build: Callable[[Sizes], EngineCache]  # raises UnsupportedError
     reason: str  # what the message says among other things
     dtype: torch.dtype = torch.bfloat16
+
+
+def facts_of(sizes: Sizes, engine: str) -> CacheFacts:
+    """Of a cache whose keys are rotated in halves, and nothing else is special."""
+    return CacheFacts(
+        engine=engine,
+        fingerprint=FINGERPRINT,
+        rotary="half",
+        rotary_dim=sizes.head_dim,
+        rope_applied=True,
+        hadamard=False,
+        scale_convention="multiply",
+        num_layers=sizes.num_layers,
+        first_layer=0,
+        window=0,
+        total_kv_heads=sizes.heads_of_model,
+        first_kv_head=sizes.first_kv_head,
+    )
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

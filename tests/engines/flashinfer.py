@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from kvx_adapters import flashinfer
-from kvx_core import CacheFacts, CacheSpan, ScaleDesc
-from tests.engines.engine import FINGERPRINT, Sizes, bytes_of, filled
+from kvx_core import CacheSpan, ScaleDesc
+from tests.engines.engine import Sizes, bytes_of, facts_of, filled
 
 
 class Pages:
@@ -25,20 +25,7 @@ class Pages:
         shape = (sizes.num_blocks, 2, *axes, sizes.head_dim)
         self.layers = [filled(shape, sizes.dtype) for _ in range(sizes.num_layers)]
         self.raw = [bytes_of(layer) for layer in self.layers]
-        facts = CacheFacts(
-            engine="flashinfer",
-            fingerprint=FINGERPRINT,
-            rotary="half",
-            rotary_dim=sizes.head_dim,
-            rope_applied=True,
-            hadamard=False,
-            scale_convention="multiply",
-            num_layers=sizes.num_layers,
-            first_layer=0,
-            window=0,
-            total_kv_heads=sizes.heads_of_model,
-            first_kv_head=sizes.first_kv_head,
-        )
+        facts = facts_of(sizes, "flashinfer")
         view = flashinfer.cache_view(self.layers, facts, kv_layout)
         scales = {
             name: tuple(map(ScaleDesc.of, given))

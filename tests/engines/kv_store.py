@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvx_core import CacheFacts, CacheSpan, KvCacheStore
-from tests.engines.engine import FINGERPRINT, SENTINEL, Sizes, bytes_of, poisoned_table
+from kvx_core import CacheSpan, KvCacheStore
+from tests.engines.engine import SENTINEL, Sizes, bytes_of, facts_of, poisoned_table
 
 
 class Store:
@@ -28,20 +28,7 @@ class Store:
         self.store.append_zeros(num_tokens)
         reads = self.store.read_key_storage, self.store.read_value_storage
         self.raw = [bytes_of(read(0).data).fill_(SENTINEL) for read in reads]
-        facts = CacheFacts(
-            engine="kvx store",
-            fingerprint=FINGERPRINT,
-            rotary="half",
-            rotary_dim=sizes.head_dim,
-            rope_applied=True,
-            hadamard=False,
-            scale_convention="multiply",
-            num_layers=sizes.num_layers,
-            first_layer=0,
-            window=0,
-            total_kv_heads=sizes.heads_of_model,
-            first_kv_head=sizes.first_kv_head,
-        )
+        facts = facts_of(sizes, "kvx store")
         self.view = self.store.cache_view(facts, block_size=sizes.block_size)
 
     def span(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvx_core import CacheFacts, CacheSpan, PackedKVCache, packed_view
-from tests.engines.engine import FINGERPRINT, Sizes, bytes_of, filled, poisoned_table
+from kvx_core import CacheSpan, PackedKVCache, packed_view
+from tests.engines.engine import Sizes, bytes_of, facts_of, filled, poisoned_table
 
 
 class PackedCaches:
@@ -21,20 +21,7 @@ class PackedCaches:
         for cache in self.caches:
             cache.set_packed(filled(shape, sizes.dtype), filled(shape, sizes.dtype))
         self.raw = [bytes_of(half) for cache in self.caches for half in self.halves(cache)]
-        facts = CacheFacts(
-            engine="kvx packed",
-            fingerprint=FINGERPRINT,
-            rotary="half",
-            rotary_dim=sizes.head_dim,
-            rope_applied=True,
-            hadamard=False,
-            scale_convention="multiply",
-            num_layers=sizes.num_layers,
-            first_layer=0,
-            window=0,
-            total_kv_heads=sizes.heads_of_model,
-            first_kv_head=sizes.first_kv_head,
-        )
+        facts = facts_of(sizes, "kvx packed")
         self.view = packed_view(self.caches, facts, sizes.num_kv_heads)
 
     def halves(self, cache: PackedKVCache) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, Layout, ScaleDesc, describe
-from tests.engines.engine import FINGERPRINT, Sizes, bytes_of, filled, poisoned_table
+from kvx_core import CacheDesc, CacheSpan, CacheView, Layout, ScaleDesc, describe
+from tests.engines.engine import Sizes, bytes_of, facts_of, filled, poisoned_table
 
 
 class TorchCache:
@@ -29,20 +29,7 @@ class TorchCache:
             for _ in range(sizes.num_layers)
         ]
         self.raw = [bytes_of(tensor) for layer in self.layers for tensor in layer]
-        facts = CacheFacts(
-            engine="torch",
-            fingerprint=FINGERPRINT,
-            rotary="half",
-            rotary_dim=sizes.head_dim,
-            rope_applied=True,
-            hadamard=False,
-            scale_convention="multiply",
-            num_layers=sizes.num_layers,
-            first_layer=0,
-            window=0,
-            total_kv_heads=sizes.heads_of_model,
-            first_kv_head=sizes.first_kv_head,
-        )
+        facts = facts_of(sizes, "torch")
         k_scales, v_scales = (
             None if scales is None else tuple(map(ScaleDesc.of, scales))
             for scales in (sizes.k_scales, sizes.v_scales)
