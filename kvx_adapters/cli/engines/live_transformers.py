@@ -30,6 +30,12 @@ class Live:
     def reserve(self, num_tokens: int) -> None:
         adapter.reserve(self.cache, self._model.llama, batch_size=1, num_tokens=num_tokens)
 
+    def keep(self, num_tokens: int) -> None:
+        """Drops all tokens held but the first `num_tokens`."""
+        surplus = self.lengths[0] - num_tokens
+        if surplus:
+            self.cache.crop(-surplus)
+
     def view(self) -> CacheSpan:
         facts = adapter.cache_facts(self._model.llama, fingerprint=self._model.fingerprint)
         return adapter.cache_view(self.cache, facts).at()
