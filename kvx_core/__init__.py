@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvx_core import _abi
+from kvx_core.c_files import include_dir, library_path
 from kvx_core.cache import CacheDesc, PoolDesc
 from kvx_core.content_digest import content_digest
 from kvx_core.errors import (
@@ -197,7 +198,9 @@ __all__ = [
     "describe",
     "device_status",
     "gather_kv",
+    "include_dir",
     "kvcache_append",
+    "library_path",
     "migrate",
     "model_files_digest",
     "packed_view",
