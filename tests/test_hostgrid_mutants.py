@@ -54,8 +54,9 @@ def mutated(mutant: Mutant, library: Path, folder: Path) -> Path:
     run([*flags, "-o", changed, "-c", copy])
     objects = [o for o in build.glob("CMakeFiles/kvx.dir/**/*.o") if o.name != f"{source.name}.o"]
     sanitize = [f for f in flags if f.startswith("-fsanitize=address")]
-    run([flags[0], "-shared", *sanitize, *objects, changed, "-o", folder / "libkvx.so", "-pthread"])
-    return folder / "libkvx.so"
+    wrong = folder / "libkvx.so.1"  # the name that programs ask for
+    run([flags[0], "-shared", *sanitize, *objects, changed, "-o", wrong, "-pthread"])
+    return wrong
 
 
 @pytest.mark.parametrize("name", MUTANTS)
