@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # What one build has compiled, the others take: the editable install, the wheel, those of the tests.
 # Paths below this folder do not tell two compilations apart, nor does the folder of a build, nor
-# does a compiler's path.
+# does a compiler's path, nor does the language of its messages.
 CMAKE_CXX_COMPILER_LAUNCHER ?= $(abspath $(BIN)/ccache)
 ifeq ($(CMAKE_CXX_COMPILER_LAUNCHER),$(abspath $(BIN)/ccache))
   export CMAKE_CXX_COMPILER_LAUNCHER
@@ -38,6 +38,7 @@ ifeq ($(CMAKE_CXX_COMPILER_LAUNCHER),$(abspath $(BIN)/ccache))
   export CCACHE_BASEDIR   := $(CURDIR)
   export CCACHE_NOHASHDIR := 1
   export CCACHE_COMPILERCHECK := %compiler% --version
+  export CCACHE_SLOPPINESS := locale
   AHEAD := $(VENV)/.kvx-2-compiled
 endif
 

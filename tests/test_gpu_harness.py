@@ -36,7 +36,7 @@ WITH_PYDANTIC = ("kvx_core.geometry", "kvx_core.snapshot", "kvx_core.stores", "k
 # What `make` sets for builds that take each other's objects, and the compiler, whose name counts.
 CACHED = (
     *("CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"),
-    *("CCACHE_DIR", "CCACHE_NOHASHDIR", "CCACHE_COMPILERCHECK", "CUDA_ARCHS"),
+    *("CCACHE_DIR", "CCACHE_NOHASHDIR", "CCACHE_COMPILERCHECK", "CCACHE_SLOPPINESS", "CUDA_ARCHS"),
 )
 
 
