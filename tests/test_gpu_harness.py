@@ -161,8 +161,10 @@ def test_a_rehearsal_on_a_bare_machine(machine: Bare, hostgrid: Path, tmp_path: 
     assert summary.startswith("# Rehearsal without a GPU: its times mean nothing\n")
     assert "| memcheck | not there: it needs a GPU | 0 |" in summary
     assert "| split, fp8 |" in summary
+    assert "| convert: another dtype | 2 |" in summary
+    assert "gather: split, fp8" in (tmp_path / "shares.svg").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("gather.json", "log.txt", "steps.json", "summary.md")
+        *("gather.json", "log.txt", "shares.svg", "steps.json", "summary.md")
     }
 
 

@@ -89,13 +89,13 @@ def of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run_tests(text: str, **options: Any) -> Outcome:
+    def run_tests(text: str, seconds: float = 60, **options: Any) -> Outcome:
         file = tmp_path / "test_some.py"
         file.write_text(text)
         command = schedule._pytest("-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
-        return run(Step("step", "", command, 6, tests=True, **options), out)
+        return run(Step("step", "", command, seconds, tests=True, **options), out)
 
     return run_tests
 
@@ -115,7 +115,7 @@ def of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
         (
             PASSES + "def test_hangs(): import time; time.sleep(60)\n",
             TIMED_OUT,
-            "killed after 6 s\n1 passed; in test_some.py::test_hangs",
+            "killed after 15 s\n1 passed; in test_some.py::test_hangs",
         ),
         (
             PASSES + "def test_crashes(): import os; os.abort()\n",
@@ -125,7 +125,7 @@ def of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
     ],
 )
 def test_a_step_of_tests(of_tests: Any, text: str, verdict: str, said: str) -> None:
-    outcome = of_tests(text)
+    outcome = of_tests(text, 15 if verdict == TIMED_OUT else 60)
     assert outcome.verdict == verdict
     assert outcome.said.endswith(said)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from kvx_core import (
     SlotMapping,
     TensorDesc,
     Transfer,
+    WriteLayersPlan,
     describe,
     gather_kv,
     write_kv,
@@ -52,6 +54,15 @@ def write(
         find_scales=find_scales,
         transfer=transfer,
     )
+
+
+def write_layers(
+    place: Place, layers: Sequence[Layer], keys: Tensor, values: Tensor, slots: Tensor
+) -> Call:
+    """All layers in one call. keys, values: (num_layers, num_tokens, num_kv_heads, head_dim)"""
+    plan = WriteLayersPlan([layer.desc for layer in layers])
+    described = ([_dense(place, token) for token in half] for half in (keys, values))
+    return partial(plan, *described, indices(place, SlotMapping.of(slots)))
 
 
 def gather(

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.caches import Cache, Shape
+from benchmarks.gpu.caches import Shape
+from benchmarks.gpu.families import Family
 from benchmarks.gpu.places import Call, Place
 from benchmarks.rounds import Contestant, Goal, Timing, compete
 from kvx_core import Transfer
@@ -46,23 +47,6 @@ QUICK = Size(64 << 20, 8, 64, (1, 64), (8192,), 5)
 REHEARSAL = Size(512 << 10, 2, 3, (1, 3), (32,), 1)
 
 
-# The share of a plain copy's speed to reach, by what the addresses at both ends ask for.
-_ROWS = 0.90  # long contiguous runs
-_REMAP = 0.80  # units of 16 bytes in another order
-_TILE = 0.80  # transposed elements
-_CONVERT = 0.75  # another dtype
-
-
-def copy_goal(*caches: Cache) -> Goal:
-    """Of a copy between these, or between one and dense bfloat16 tokens."""
-    if any(cache.shape.dtype != torch.bfloat16 for cache in caches):
-        return Goal("copy", _CONVERT)
-    layouts = {cache.layout for cache in caches}
-    if "transposed V" in layouts:
-        return Goal("copy", _TILE)
-    return Goal("copy", _REMAP if "packed-x" in layouts else _ROWS)
-
-
 def name_of(
     what: str,
     shape: Shape,
@@ -82,14 +66,15 @@ class Case:
     """What is timed.
 
     ways:      by name, the calls that do the same work: of one layer each, or one for all layers.
-               "torch" says what is right
+               "torch" says what is right, and by its calls how many parts the work has
     outputs:   what the ways write
-    num_bytes: (bytes read + bytes written) / 2 of one call
+    num_bytes: (bytes read + bytes written) / 2 of one of torch's calls; times are of as much
     """
 
     ways: Mapping[str, Sequence[Call]]
     outputs: Sequence[Tensor]
     num_bytes: int
+    family: Family
     goals: Sequence[Goal] = ()
 
 
@@ -127,9 +112,10 @@ def run(place: Place, named: Named, copy: PlainCopy, rounds: int) -> dict[str, A
     failed: dict[str, str] = {}
     timing, num_bytes = Timing({}), 0
     goals: Sequence[Goal] = ()
+    family = "failed"
     try:
         case = named.build()
-        goals, num_bytes = case.goals, case.num_bytes
+        goals, num_bytes, family = case.goals, case.num_bytes, case.family.name
         timing = _time(place, case, copy, rounds, failed)
     except Exception as error:  # the next case may fare better
         failed["case"] = _sentence(error)
@@ -137,6 +123,7 @@ def run(place: Place, named: Named, copy: PlainCopy, rounds: int) -> dict[str, A
     others = [name for name in names if name != "kvx"] if "kvx" in names else []
     return {
         "case": named.name,
+        "family": family,
         "bytes": num_bytes,
         "failed": failed,
         "median_us": {name: round(1e6 * timing.median(name), 3) for name in names},
@@ -151,16 +138,17 @@ def run(place: Place, named: Named, copy: PlainCopy, rounds: int) -> dict[str, A
 
 def _time(place: Place, case: Case, copy: PlainCopy, rounds: int, failed: dict[str, str]) -> Timing:
     expected = _results(case.ways["torch"], case.outputs)
+    parts = len(case.ways["torch"])
     contestants: dict[str, Contestant] = {}
     for name, calls in case.ways.items():
         try:
             _check(_results(calls, case.outputs), expected)
-            contestants[name] = place.contestant(calls)
+            contestants[name] = place.contestant(calls, parts)
         except Exception as error:  # of a peer, as of KVX
             failed[name] = _sentence(error)
     del expected
-    plain = copy.calls(case.num_bytes, len(case.ways["torch"]))
-    return compete(contestants | {"copy": place.contestant(plain)}, rounds, before=place.flush)
+    plain = place.contestant(copy.calls(case.num_bytes, parts), parts)
+    return compete(contestants | {"copy": plain}, rounds, before=place.flush)
 
 
 def _sentence(error: Exception) -> str:

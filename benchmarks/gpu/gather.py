@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import calls, fp8
+from benchmarks.gpu import calls, families, fp8
 from benchmarks.gpu.caches import BASE, VLLM_ORDERS, Layer, Shape, new, random_blocks
-from benchmarks.gpu.cases import Case, Named, Size, copy_goal, name_of
+from benchmarks.gpu.cases import Case, Named, Size, name_of
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Call, Place
 from kvx_core import Transfer
@@ -72,8 +72,10 @@ def _build(gather: Gather, place: Place, size: Size) -> Case:
     kvx = calls.gather(place, layer, *where, *out, scales=described, transfer=gather.transfer)
     torch_way = partial(_torch, layer, table.view(-1), out, scales)
     ways: dict[str, list[Call]] = {"kvx": [kvx], "torch": [torch_way]}
-    goals = [copy_goal(cache)] if gather.transfer is Transfer.KERNEL else []
-    return Case(ways, [out], shape.moved_bytes(num_tokens), goals)
+    by_kernel = gather.transfer is Transfer.KERNEL
+    family = families.of(cache) if by_kernel else families.BESIDE
+    goals = [family.goal] if by_kernel else []
+    return Case(ways, [out], shape.moved_bytes(num_tokens), family, goals)
 
 
 def _torch(layer: Layer, blocks: Tensor, out: Tensor, scales: Tensor | None) -> None:

@@ -11,13 +11,12 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu import families
 from benchmarks.gpu.cases import Case, Named, Size
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Place
 from benchmarks.hybrid import CASES
-from benchmarks.rounds import Goal
 
-_FLOOR = Goal("copy", 1 / 1.2)
 _ONE_LAUNCH = ("append: rings", "append: pages", "flush: blocks", "flush: rotation")
 
 
@@ -34,4 +33,5 @@ def _build(name: str, tokens: int, place: Place, size: Size) -> Case:
         layers = [CASES[name](tokens) for _ in range(size.num_layers)]
     ways = {way: [layer.ways[way] for layer in layers] for way in ("kvx", "torch")}
     outputs = [output for layer in layers for output in layer.outputs]
-    return Case(ways, outputs, layers[0].num_bytes, [_FLOOR])
+    family = families.HYBRID
+    return Case(ways, outputs, layers[0].num_bytes, family, [family.goal])

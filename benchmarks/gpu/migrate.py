@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import calls, fp8
+from benchmarks.gpu import calls, families, fp8
 from benchmarks.gpu.caches import BASE, VLLM_ORDERS, Cache, Shape, new, random_blocks
-from benchmarks.gpu.cases import Case, Named, Size, copy_goal, name_of
+from benchmarks.gpu.cases import Case, Named, Size, name_of
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Call, Place
 from benchmarks.rounds import Goal
@@ -101,13 +101,16 @@ def _build(migration: Migration, place: Place, size: Size, peers: Peers) -> Case
         "torch": [partial(_torch, src, src_table, dst, dst_table, scales)],
         "staged": [_Staged(src, src_table, dst, dst_table, scales, place)],
     }
-    goals = [copy_goal(src, dst)] if migration.transfer is Transfer.KERNEL else []
+    by_kernel = migration.transfer is Transfer.KERNEL
+    family = families.of(src, dst) if by_kernel else families.BESIDE
+    goals = [family.goal] if by_kernel else []
     if migration.src_layout in ("split", "LBNHC") and migration.dst_layout == "trtllm":
         goals += [Goal("torch", 3.0), Goal("staged", 2.0)]
     if (migration.src_layout, migration.dst_layout) == ("split", "trtllm") and scales is None:
         for name, migrator in peers.migrators.items():
             ways[name] = [migrator(src, src_table, dst, dst_table)]
-    return Case(ways, outputs, num_layers * dst_shape.moved_bytes(num_tokens), goals)
+    num_bytes = num_layers * dst_shape.moved_bytes(num_tokens)
+    return Case(ways, outputs, num_bytes, family, goals)
 
 
 def _table(cache: Cache, place: Place) -> Tensor:

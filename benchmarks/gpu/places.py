@@ -25,8 +25,8 @@ class Place(Protocol):
     def located(self, desc: _Desc) -> _Desc:
         """`desc` with the memory that descriptors have here."""
 
-    def contestant(self, calls: Sequence[Call]) -> Contestant:
-        """`calls`, one after the other, timed together: seconds per call."""
+    def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
+        """`calls`, one after the other, timed together: seconds for one of `parts`."""
 
     def flush(self, contestant: str) -> None:
         """Goes ahead of every timing and empties the caches."""
@@ -48,7 +48,7 @@ class Gpu:
     def located(self, desc: _Desc) -> _Desc:
         return desc
 
-    def contestant(self, calls: Sequence[Call]) -> Contestant:
+    def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
         """The calls as a CUDA graph, timed by events around a replay.
 
         The replay is queued while the flush before it still runs, so that no time of the host
@@ -65,7 +65,7 @@ class Gpu:
             graph.replay()
             end.record()
             end.synchronize()
-            return begin.elapsed_time(end) * 1e-3 / len(calls)
+            return begin.elapsed_time(end) * 1e-3 / parts
 
         return run
 
@@ -90,7 +90,7 @@ class Rehearsal:
     def located(self, desc: _Desc) -> _Desc:
         return replace(desc, memory=self._memory)
 
-    def contestant(self, calls: Sequence[Call]) -> Contestant:
+    def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
         def run() -> None:
             for call in calls:
                 call()

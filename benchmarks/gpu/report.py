@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.report import goal_text
 
 _WIDTH = 50
-_VERSUS = ("copy", "torch", "vllm", "flashinfer", "lmcache", "staged")
+_VERSUS = ("copy", "torch", "layers", "vllm", "flashinfer", "lmcache", "staged")
 
 
 def print_head() -> None:

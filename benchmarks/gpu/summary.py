@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import facts, report
+from benchmarks.gpu import facts, families, picture, report
 from benchmarks.gpu.schedule import BENCHMARKS
 from benchmarks.gpu.steps import Outcome
 
@@ -17,7 +17,8 @@ REHEARSAL = "Rehearsal without a GPU: its times mean nothing"
 def clear(out: Path) -> None:
     """Makes the folder; removes what an earlier run left there."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("steps.json", "summary.md", "log.txt", *(f"{name}.json" for name in BENCHMARKS)):
+    named = ("steps.json", "summary.md", "shares.svg", "log.txt")
+    for name in (*named, *(f"{name}.json" for name in BENCHMARKS)):
         (out / name).unlink(missing_ok=True)
 
 
@@ -28,6 +29,17 @@ def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehe
         out / "steps.json", json.dumps({**found, "rehearsal": rehearse, "steps": steps}, indent=1)
     )
     _replace(out / "summary.md", _text(found, outcomes, _results(out), rehearse))
+    draw(out, found, rehearse=rehearse)
+
+
+def draw(out: Path, found: dict[str, Any], *, rehearse: bool) -> Path | None:
+    """Draws shares.svg if there is a result; returns its path."""
+    rows = picture.rows_of(_results(out))
+    if not rows:
+        return None
+    path = out / "shares.svg"
+    _replace(path, picture.draw(rows, _title(found, rehearse)))
+    return path
 
 
 def short(out: Path, outcomes: Sequence[Outcome]) -> str:
@@ -37,6 +49,8 @@ def short(out: Path, outcomes: Sequence[Outcome]) -> str:
         rows = result["results"]
         lines.append(f"{result['benchmark']}: {report.tally(rows)}")
         lines += [f"  {row['case']}: {report.missed(row)}" for row in rows if report.missed(row)]
+    if rows := picture.rows_of(_results(out)):
+        lines += ["", families.table(rows)]
     return "\n".join(lines)
 
 
@@ -46,18 +60,24 @@ def _text(
     results: Sequence[dict[str, Any]],
     rehearse: bool,
 ) -> str:
-    gpu = found.get("gpu")
-    parts = [f"# {REHEARSAL if rehearse else gpu['name'] if gpu else 'No GPU'}"]
+    parts = [f"# {_title(found, rehearse)}"]
     if found:
         parts += facts.lines(found)
     parts.append("\n".join(["| step | | s |", "| --- | --- | --: |", *map(_row, outcomes)]))
     for outcome in outcomes:
         if outcome.failed:
             parts += [f"## {outcome.name}: {outcome.verdict}", _quoted(outcome)]
+    if rows := picture.rows_of(results):
+        parts += ["## Families", families.table(rows), "![share of a plain copy](shares.svg)"]
     for result in results:
         parts += [f"## {result['benchmark']}", report.table(result["results"])]
         parts += [f"{name} is not there: {why}" for name, why in result["absent"].items()]
     return "\n\n".join(parts) + "\n"
+
+
+def _title(found: dict[str, Any], rehearse: bool) -> str:
+    gpu = found.get("gpu")
+    return REHEARSAL if rehearse else str(gpu["name"]) if gpu else "No GPU"
 
 
 def _row(outcome: Outcome) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import calls, fp8
-from benchmarks.gpu.caches import BASE, VLLM_ORDERS, Layer, Shape, new, random_blocks
-from benchmarks.gpu.cases import Case, Named, Size, copy_goal, name_of
+from benchmarks.gpu import calls, families, fp8
+from benchmarks.gpu.caches import BASE, VLLM_ORDERS, Cache, Layer, Shape, new, random_blocks
+from benchmarks.gpu.cases import Case, Named, Size, name_of
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Call, Place
 from benchmarks.rounds import Goal
@@ -111,12 +111,23 @@ def _build(write: Write, place: Place, size: Size, peers: Peers) -> Case:
             k, v = (half[:, :, :, 0] for half in layer.halves)
             ways[name].append(writer(k, v, key, value, slots))
 
-    goals = []
-    if num_layers == 1 and write.transfer is Transfer.KERNEL:
-        goals.append(copy_goal(cache))
+    if num_layers > 1:
+        ways["layers"] = [_all_layers(cache, tokens, slots, place)]
+    family, goals = families.of(cache), []
+    if write.transfer is not Transfer.KERNEL:
+        family = families.BESIDE
+    elif num_layers == 1:
+        goals.append(family.goal)
+    elif write.is_decode:
+        family = families.DECODE
     if write.layout in VLLM_ORDERS:
         goals.append(Goal("vllm", 1.0 if write.is_decode else 1.5))
-    return Case(ways, outputs, shape.moved_bytes(num_tokens), goals)
+    return Case(ways, outputs, shape.moved_bytes(num_tokens), family, goals)
+
+
+def _all_layers(cache: Cache, tokens: Tensor, slots: Tensor, place: Place) -> Call:
+    keys, values = tokens.unbind(1)
+    return calls.write_layers(place, cache.layers, keys, values, slots)
 
 
 def _suits_peers(write: Write) -> bool:
