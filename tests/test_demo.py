@@ -50,8 +50,12 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What each line of the demo says, by its name; the lines that rich wrapped are joined."""
-    text = re.sub(r"\n(?![✓✗┏ ])", " ", result.stdout)
+    """What each line of the demo says, by its name; a line that is wrapped is joined."""
+    return lines_of(result.stdout)
+
+
+def lines_of(text: str) -> dict[str, str]:
+    text = re.sub(r" *\n {11}", " ", text)
     return {name: mark + rest for mark, name, rest in re.findall(r"^([✓✗]) (\w+)(.*)$", text, re.M)}
 
 

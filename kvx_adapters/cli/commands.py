@@ -147,7 +147,7 @@ def _demo(
             corrupt=corrupt,
             to_stderr=as_json,
         )
-    except (DemoError, kvx_core.KvxError) as error:
+    except DemoError as error:
         if as_json:
             print(json.dumps({"kvx": kvx_core.__version__, "good": False, "error": str(error)}))
         Console(stderr=True).print(f"[red]kvx demo:[/] {escape(str(error))}", highlight=False)

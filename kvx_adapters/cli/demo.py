@@ -37,14 +37,8 @@ from kvx_adapters.cli.demo_model import PASSAGES, PROMPTS, QUESTION, make_model
 from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.demo_report import hops_report, prompts_report, route_report
 from kvx_adapters.cli.demo_route import Leg, installed, load, shares, travel
-from kvx_adapters.cli.demo_screen import (
-    Screen,
-    add_leg,
-    hops_table,
-    open_screen,
-    prompts_table,
-    route_table,
-)
+from kvx_adapters.cli.demo_screen import Screen, open_screen
+from kvx_adapters.cli.demo_tables import add_leg, hops_table, prompts_table, route_table
 from kvx_adapters.cli.engines import Model
 from kvx_core import CacheSpan, SeqLens, content_digest, verify
 
@@ -58,7 +52,7 @@ def run(
     passed, "checks", "hops" and, without `corrupt`, "prompts" and "route".
 
     to_stderr: print to standard error
-    Raises DemoError, KvxError.
+    Raises DemoError.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     with (
@@ -107,7 +101,7 @@ def run(
         # Each hop migrates K and V of all layers and all prompts in one call.
         seq_lens = SeqLens.of(prompt_lens)
         hops = [hop(*ends, seq_lens) for ends in pairwise(stops)]
-        screen.print(hops_table(stops, hops))
+        screen.print(hops_table(stops, hops, wide=screen.wide))
         screen.report["hops"] = hops_report(stops, hops)
         found = [*(h.arrived for h in hops), verify(src_span, dst_span, seq_lens)]
         wrong = [str(verification) for verification in found if not verification.ok]
@@ -130,7 +124,14 @@ def run(
 
         tokenizer = AutoTokenizer.from_pretrained(directory)
         screen.print(
-            prompts_table(tokenizer.decode, prompt_lens, from_vllm, from_hf, hops[-1].num_bytes)
+            prompts_table(
+                tokenizer.decode,
+                prompt_lens,
+                from_vllm,
+                from_hf,
+                hops[-1].num_bytes,
+                wide=screen.wide,
+            )
         )
         screen.report["prompts"] = prompts_report(prompt_lens, from_vllm, from_hf, tokenizer.decode)
         equal = _num_equal(from_vllm, from_hf)
@@ -164,11 +165,12 @@ def _converse(screen: Screen, llm: Any, tokenizer: Any, model: Model) -> None:
         fingerprint=model.fingerprint,
     )
     legs: list[Leg] = []
-    table = route_table(len(counts))
+    wide = screen.wide
+    table = route_table(len(counts), wide=wide)
     with screen.growing(table) as show:
         for leg in travel(chat, stations, model, counts):
             legs.append(leg)
-            add_leg(table, leg, tokenizer.decode(leg.tokens))
+            add_leg(table, leg, tokenizer.decode(leg.tokens), wide=wide)
             show()
 
     arrivals = [leg.arrival for leg in legs if leg.arrival is not None]

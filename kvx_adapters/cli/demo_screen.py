@@ -1,153 +1,42 @@
-"""What the demo prints: its steps and checks, and two tables."""
+"""What the demo prints: its steps, its checks and its tables, on a terminal or into a file."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from kvx_adapters.cli.demo_hops import TIMED_CALLS, Hop, Stop
-from kvx_adapters.cli.demo_model import PROMPTS, QUESTION
-from kvx_adapters.cli.demo_route import Leg
-from kvx_core import Layout, TensorDesc
+from kvx_adapters.cli.demo_packages import DemoError
+from kvx_adapters.cli.demo_tables import WIDE
+from kvx_core import KvxError
 
-
-def hops_table(stops: Sequence[Stop], hops: Sequence[Hop]) -> Table:
-    """A table of the caches, with the migration into each of them."""
-    table = Table(
-        title="The prompts' keys and values, from cache to cache",
-        title_justify="left",
-        caption="K and V in a block: H heads, T tokens, D dims, as their bytes follow each other. "
-        f"again: median of {TIMED_CALLS} calls.\n* memory laid out and addressed as that engine's; "
-        "the engine itself is not running",
-        caption_justify="left",
-    )
-    for name in ("cache of", "K in a block", "V in a block"):
-        table.add_column(name)
-    table.add_column("tokens", justify="right")
-    table.add_column("found by")
-    for name in ("MB", "first ms", "again ms", "GB/s"):
-        table.add_column(name, justify="right")
-    table.add_column("verify")
-    for stop, hop in zip(stops, (None, *hops), strict=True):
-        layer = stop.span.view.layers[0]
-        cells = [
-            stop.cache_of,
-            *(escape(_in_memory(half)) for half in layer.tensors.values()),
-            str(layer.block_size),
-            stop.found_by,
-        ]
-        if hop is None:
-            cells += ["", "", "", "", "source"]
-        else:
-            cells += [
-                f"{hop.num_bytes / 1e6:.2f}",
-                f"{hop.first * 1e3:.2f}",
-                f"{hop.again * 1e3:.2f}",
-                f"{hop.num_bytes / hop.again / 1e9:.1f}",
-                "[green]equal[/]" if hop.arrived.ok else "[red]differs[/]",
-            ]
-        table.add_row(*cells)
-    return table
-
-
-def _in_memory(half: TensorDesc) -> str:
-    """The axes of a block of K or V, the one with the longest step first."""
-    axes = ["T", "H", "D"] if half.layout is Layout.BLOCK_NHD else ["H", "T", "D"]
-    if half.ndim == 5:
-        axes = ["H", f"D/{half.shape[4]}", "T", str(half.shape[4])]
-    steps = sorted(zip(half.stride[1:], axes, strict=True), key=lambda step: -step[0])
-    return f"[{', '.join(axis for _, axis in steps)}]"
-
-
-def prompts_table(
-    text: Callable[[list[int]], str],
-    prompt_lens: list[int],
-    from_vllm: list[list[int]],
-    from_hf: list[list[int]],
-    num_bytes: int,
-) -> Table:
-    """A table of how the prompts go on.
-
-    text: of tokens
-    """
-    table = Table(title="Prompts, and how they go on", title_justify="left")
-    table.add_column("prompt ends")
-    table.add_column("tokens", justify="right")
-    table.add_column("kB moved", justify="right")
-    table.add_column("vLLM goes on")
-    table.add_column("HF goes on from the migrated cache")
-    table.add_column("equal")
-    for prompt, length, ours, theirs in zip(PROMPTS, prompt_lens, from_vllm, from_hf, strict=True):
-        table.add_row(
-            escape(prompt if len(prompt) <= 16 else f"…{prompt[-15:]}"),
-            str(length),
-            f"{num_bytes * length / sum(prompt_lens) / 1e3:.1f}",
-            escape(text(ours)),
-            escape(text(theirs)),
-            "[green]yes[/]" if ours == theirs else "[red]no[/]",
-        )
-    return table
-
-
-def route_table(num_engines: int) -> Table:
-    """An empty table of the route, for `add_leg`."""
-    table = Table(
-        title=f"One conversation through {num_engines} engines. {escape(QUESTION)}",
-        title_justify="left",
-        caption="words ms: the engine says its words, vLLM behind its prefill. room ms: the engine "
-        "makes room for the cache. KVX ms: both caches are described, their facts compared, all "
-        f"tokens before the words copied in one call. again: median of {TIMED_CALLS} calls.",
-        caption_justify="left",
-    )
-    table.add_column("engine", no_wrap=True)
-    table.add_column("says")
-    for name in ("tokens", "words ms", "room ms", "KVX ms", "again ms", "kB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verify", no_wrap=True)
-    return table
-
-
-def add_leg(table: Table, leg: Leg, text: str) -> None:
-    """Adds what an engine has said to the table.
-
-    text: of its tokens
-    """
-    arrival = leg.arrival
-    cells = ["", "", "", "", "start"]
-    if arrival is not None:
-        cells = [
-            f"{arrival.room * 1e3:.2f}",
-            f"{arrival.moved * 1e3:.2f}",
-            f"{arrival.again * 1e3:.2f}",
-            f"{arrival.num_bytes / 1e3:.1f}",
-            "[green]equal[/]" if arrival.verification.ok else "[red]differs[/]",
-        ]
-    spoke = f"{leg.spoke * 1e3:.1f}"
-    table.add_row(leg.title, escape(text.strip()), str(len(leg.tokens)), spoke, *cells)
+_COLUMNS = 120  # of what goes to a file or a pipe
 
 
 class Screen:
-    """Prints the demo's lines. What engines print goes to `log`, which is shown if they fail.
+    """Prints the demo's lines.
 
     report: what the demo has found, for machines. "checks" are the lines so far: the name of each,
             whether it is good, its text, and of a step its seconds
     """
 
-    def __init__(self, console: Console, log: Path) -> None:
+    def __init__(self, console: Console) -> None:
         self.console = console
-        self.log = log
         self.report: dict[str, Any] = {"checks": []}
 
     @property
@@ -155,42 +44,53 @@ class Screen:
         """Whether every check so far is good."""
         return all(check["good"] for check in self.report["checks"])
 
+    @property
+    def wide(self) -> bool:
+        """Whether tables have their wide form."""
+        return self.console.width >= WIDE
+
     @contextmanager
     def step(self, name: str, doing: str = "") -> Iterator[Callable[[str], None]]:
         """Shows that step `name` is running, then its result and how long it took."""
         said: list[str] = []
         start = time.perf_counter()
         if doing and not self.console.is_terminal:
-            self.console.print(f"  {name:<8} {doing} ...", highlight=False)
+            self._line(" ", name, f"{doing} ...")
         try:
-            with self.console.status(f"{name} {doing}"):
+            with self._live(Spinner("dots", f"{name} {doing}"), turning=True):
                 yield said.append
         except Exception:
-            self.console.print(f"[red]✗[/] {name:<8} failed. The engines' last words:")
-            self.console.print(escape("\n".join(self.log.read_text().splitlines()[-30:])))
+            self._line("[red]✗[/]", name, "failed")
             raise
         seconds = time.perf_counter() - start
-        self._line(name, True, f"{' '.join(said)} [dim]{seconds:.1f} s[/]")
+        self._line("[green]✓[/]", name, f"{' '.join(said)} [dim]{seconds:.1f} s[/]")
         self._note(name, True, " ".join(said), seconds=seconds)
 
     def done(self, name: str, text: str) -> None:
         self.check(name, True, text)
 
     def check(self, name: str, good: bool, text: str) -> None:
-        self._line(name, good, text)
+        self._line("[green]✓[/]" if good else "[red]✗[/]", name, text)
         self._note(name, good, text)
 
     def _note(self, name: str, good: bool, text: str, **more: float) -> None:
         plain = Text.from_markup(text).plain
         self.report["checks"].append({"name": name, "good": good, "text": plain, **more})
 
-    def _line(self, name: str, good: bool, text: str) -> None:
-        mark = "[green]✓[/]" if good else "[red]✗[/]"
-        self.console.print(f"{mark} {name:<8} {text}", highlight=False)
+    def _line(self, mark: str, name: str, text: str) -> None:
+        """Prints a line; where it is too long, the next one begins below its text."""
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_column()
+        line.add_column(min_width=8, no_wrap=True)
+        line.add_column(overflow="fold")
+        line.add_row(mark, name, text)
+        self.console.print(line, highlight=False)
 
     def left_out(self, name: str, why: str, install: str) -> None:
-        self.console.print(f"  {escape(name)} is left out: {escape(why)}", highlight=False)
-        self.console.print(f"    {escape(install)}", highlight=False)
+        text = Text(f"{name} is left out: {why}")
+        self.console.print(Padding(text, (0, 0, 0, 2)), highlight=False)
+        # Not broken into lines, so that it can be copied.
+        self.console.print(f"    {escape(install)}", highlight=False, soft_wrap=True)
 
     def print(self, table: Table) -> None:
         self.console.print(table)
@@ -202,41 +102,72 @@ class Screen:
             yield lambda: None
             self.print(table)
             return
-        with Live(
-            table,
+        with self._live(table, turning=False) as shown:
+            yield shown.refresh
+
+    def _live(self, shown: RenderableType, *, turning: bool) -> Live:
+        """Shows what changes: a spinner, which turns and goes, or a table, which stays.
+
+        rich would replace sys.stdout by default, and print what engines send there, now and later.
+        """
+        return Live(
+            shown,
             console=self.console,
-            auto_refresh=False,
+            auto_refresh=turning,
+            transient=turning,
             redirect_stdout=False,
             redirect_stderr=False,
-        ) as shown:
-            yield shown.refresh
+        )
 
 
 @contextmanager
 def open_screen(*, to_stderr: bool = False) -> Iterator[Screen]:
     """Sends file descriptors 1 and 2, which the engines print to, to a file; yields the screen.
 
+    The file is removed at the end, but kept if the demo fails; the traceback is its last lines.
+
     to_stderr: the screen is standard error, not standard output
+    Raises DemoError, which names the file, for any exception.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    log = Path(tempfile.mkdtemp(prefix="kvx-log-")) / "engines.log"
     with (
-        tempfile.TemporaryDirectory(prefix="kvx-log-") as directory,
         os.fdopen(os.dup(1), "w", encoding="utf-8") as out,
         os.fdopen(os.dup(2), "w", encoding="utf-8") as err,
     ):
-        log = Path(directory) / "engines.log"
-        shown = err if to_stderr else out
-        console = Console(file=shown)
         with log.open("w", encoding="utf-8") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
-            try:
-                yield Screen(
-                    console if console.is_terminal else Console(file=shown, width=120), log
-                )
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
+        try:
+            yield Screen(_console(err if to_stderr else out))
+        except Exception as error:
+            traceback.print_exc()
+            raise DemoError(f"{_sentence(error)}. The log of the engines is {log}") from error
+        except BaseException:
+            shutil.rmtree(log.parent)
+            raise
+        else:
+            shutil.rmtree(log.parent)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+
+
+def _console(shown: TextIO) -> Console:
+    """As wide as the terminal that `shown` is. rich would ask file descriptors 0 to 2."""
+    try:
+        columns, rows = os.get_terminal_size(shown.fileno())
+    except OSError:
+        columns, rows = _COLUMNS, 0
+    return Console(file=shown, width=columns or 80, height=rows or 24)
+
+
+def _sentence(error: Exception) -> str:
+    """What KVX says; of another error its type and first line."""
+    if isinstance(error, (DemoError, KvxError)):
+        return str(error).rstrip(".")
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}".rstrip(".: ")

@@ -1,0 +1,119 @@
+"""The demo on a pseudo-terminal: no line of an engine's log, no line wider than the terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.native import ROOT
+from tests.terminal import Session, run_on_terminal
+from tests.test_demo import KVX, TITLES, lines_of, needs_engines
+
+# An engine that prints in every way, as vLLM's logger does: to the sys.stdout of its first import.
+PROGRAM = """
+import logging, os, sys, time
+from kvx_adapters.cli.demo_screen import open_screen
+
+with open_screen() as screen:
+    with screen.step("engine", "starting") as say:
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+        logging.info("through the logger")
+        print("by Python")
+        print("to standard error", file=sys.stderr)
+        os.system("echo by another program")
+        time.sleep(0.3)  # the spinner turns
+        say("started " * 12)
+    with screen.step("decode") as say:
+        logging.info("through the logger, later")
+        say("done")
+    screen.left_out("an engine", "not installed", "pip install " + 9 * "something ")
+    %s
+"""
+
+
+def screen_of(last: str, columns: int, **environment: str) -> Session:
+    return run_on_terminal(
+        [sys.executable, "-c", PROGRAM % last],
+        columns=columns,
+        cwd=ROOT,
+        environment={"PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+def test_what_an_engine_prints_stays_off_the_terminal() -> None:
+    done = screen_of("", columns=60, COLUMNS="200")
+    assert done.returncode == 0, done.output
+    assert [re.sub(r"\d+\.\d s", "0.0 s", line) for line in done.lines] == [
+        "✓ engine   started started started started started started",
+        "           started started started started started started",
+        "           0.0 s",
+        "✓ decode   done 0.0 s",
+        "  an engine is left out: not installed",
+        "    pip install " + " ".join(9 * ["something"]),
+        "",
+    ]
+    assert "engine starting" in done.output  # beside the spinner
+
+
+def test_a_failure_names_the_log(tmp_path: Path) -> None:
+    done = screen_of("raise RuntimeError('no memory\\nfor the engine')", 100, TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    (log,) = tmp_path.glob("kvx-log-*/engines.log")
+    text = " ".join(done.output.split())
+    assert text.endswith(f"DemoError: RuntimeError: no memory. The log of the engines is {log}")
+    kept = log.read_text()
+    for printed in ("through the logger", "by Python", "to standard error", "by another program"):
+        assert printed in kept
+    assert kept.endswith("RuntimeError: no memory\nfor the engine\n")
+
+
+@needs_engines
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [130, 60])
+def test_the_demo_fits(columns: int, tmp_path: Path) -> None:
+    done = run_on_terminal(
+        [sys.executable, "-c", KVX, "demo"],
+        columns=columns,
+        rows=24,
+        cwd=ROOT,
+        environment={"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.output
+    assert list(tmp_path.glob("kvx-*")) == []
+    for sign in ("INFO", "WARNING", "it/s", "Loading", "vllm.", "%|"):
+        assert sign not in done.output
+    shown = done.lines
+    assert max(map(len, shown)) <= columns
+    text = "\n".join(shown)
+    lines = lines_of(text)
+    assert list(lines) == [
+        *("model", "vLLM", "prefill", "HF", "describe", "verify", "decode", "tokens", "control"),
+        *("engines", "arrived", "answer", "zeros"),
+    ]
+    assert all(line.startswith("✓") for line in lines.values())
+
+    tables = re.findall(r"^┏.*?^└[^\n]*", text, re.M | re.S)
+    assert len(tables) == 3
+    for table in tables:  # all borders are straight
+        assert len({len(line) for line in table.splitlines()}) == 1
+        assert (
+            len(
+                {
+                    tuple(m.start() for m in re.finditer("[│┃]", line))
+                    for line in table.splitlines()
+                    if line[0] in "│┃"
+                }
+            )
+            == 1
+        )
+    first_cells = [re.findall(r"^│ (.*?) +│", table, re.M) for table in tables]
+    for name in ("vLLM", "TensorRT-LLM *", "TGI *", "HF transformers"):
+        assert name in first_cells[0]
+    assert tables[0].count("equal") == 3
+    assert len(re.findall(r" yes +│", tables[1])) == 5
+    assert [cell for cell in first_cells[2] if cell in TITLES] == TITLES
+    assert tables[2].count("equal") == 5
+    assert tables[2].count("kB") == (1 if columns == 130 else 5)
