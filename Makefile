@@ -24,6 +24,8 @@ NVCC       := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bi
 CUDA_ARCHS ?= $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
     2>/dev/null | tr -d .) 90)-real
 
+DRY_RUN := $(findstring n,$(firstword -$(MAKEFLAGS)))
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -129,9 +131,10 @@ distclean: clean
 
 # ---- set-up ----
 
-# Two steps at a time: packages are fetched and unpacked while libkvx is compiled.
+# Two steps at a time: packages are fetched and unpacked while libkvx is compiled. What they print
+# goes to a file; a line that begins with [1/4] goes to the screen, too.
 setup: prerequisites
-	@$(MAKE) --no-print-directory -j2 installed
+	@$(if $(DRY_RUN),,$(PYTHON) cmake/set_up.py build/setup.log) $(MAKE) --no-print-directory -j2 installed
 
 installed: $(INSTALLED) $(VENV)/.kvx-llama-cpp
 	@:
@@ -163,29 +166,26 @@ prerequisites:
 	       "Debian, Ubuntu: sudo apt install g++-12, then make $(MAKECMDGOALS) CXX=g++-12"
 
 $(VENV)/.kvx-1-python:
-	@echo "[1/4] $$($(PYTHON) --version), $$($(CXX) --version | head -n 1)"
+	@echo "[1/4] $$($(PYTHON) --version), $$($(CXX) --version | head -n 1), build tools"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(VENV)/.kvx-1-tools: $(VENV)/.kvx-1-python
-	@echo "[1/4] build tools"
-	$(PIP) install --quiet $(BUILD_TOOLS)
-	$(if $(NVCC),,$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \
+	$(PIP) install $(BUILD_TOOLS)
+	$(if $(NVCC),,$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load( \
 	    open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["nvcc"])'))
 	@touch $@
 
 # The editable install, later, takes the objects from the cache. Ninja would look for make's jobs.
 $(VENV)/.kvx-2-compiled: $(VENV)/.kvx-1-tools
-	@echo "[2/4] libkvx, meanwhile"
-	@mkdir -p build
 	@nice $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S . -B build/ahead \
 	    -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=Release \
-	    "-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)" > build/ahead.log 2>&1
-	@MAKEFLAGS= nice $(BIN)/cmake --build build/ahead >> build/ahead.log 2>&1 || { cat build/ahead.log; exit 1; }
+	    "-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)"
+	@MAKEFLAGS= nice $(BIN)/cmake --build build/ahead
 	@touch $@
 
 $(VENV)/.kvx-2-torch: | $(VENV)/.kvx-1-tools
-	@echo "[2/4] $(TORCH)"
+	@echo "[2/4] $(TORCH)$(if $(AHEAD),; meanwhile libkvx is compiled)"
 	$(PIP) install "$(TORCH)"
 	@touch $@
 
@@ -200,16 +200,16 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	    if "extra ==" not in line and not re.match(r"torch(vision|audio|codec)?\b", line)), sep="\n")' \
 	    > $(VENV)/vllm-requirements.txt
 	$(PIP) install --no-warn-conflicts -r $(VENV)/vllm-requirements.txt "$(TORCH)"
-	$(PIP) -qq uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # llama.cpp as shared libraries, for the demo and its tests. Where they cannot be had, set-up goes on.
 $(VENV)/.kvx-llama-cpp: kvx_adapters/cli/engines/llama_cpp_library.py | $(INSTALLED)
-	@$(BIN)/python $< && touch $@ || true
+	@$(BIN)/python $< && touch $@ || echo "[4/4] without llama.cpp; build/setup.log says why"
 
 $(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
-	$(PIP) install --quiet --no-deps $(ENGINES)
-	MAKEFLAGS= $(PIP) install --quiet --no-build-isolation --editable ".[test,lint,docs]" \
+	$(PIP) install --no-deps $(ENGINES)
+	MAKEFLAGS= $(PIP) install --no-build-isolation --editable ".[test,lint,docs]" \
 	    "--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)"
 	@touch $@
