@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+if len(sys.argv) not in (1, 3):
+    sys.exit("Give a model and a prompt, or nothing: hf_prefill_vllm_decode.py [MODEL PROMPT]")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process starts sooner
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

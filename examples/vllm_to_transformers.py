@@ -8,6 +8,8 @@ MODEL: a directory or a hub name of a Llama-like model; both engines run here, o
 import os
 import sys
 
+if len(sys.argv) != 3:
+    sys.exit("Give a model and a prompt: python examples/vllm_to_transformers.py MODEL PROMPT")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM's cache must be in this process
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 
@@ -19,7 +21,7 @@ from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
 from kvx_core import migrate, verify
 
-name, prompt = sys.argv[1:]
+_, name, prompt = sys.argv
 
 # vLLM computes the prompt. After the step that gives the first token, its cache holds all of it.
 llm = LLM(name, dtype="float32", enforce_eager=True, block_size=32, max_model_len=512)

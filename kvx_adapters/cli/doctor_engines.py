@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from kvx_adapters.cli.extras import pip_install
+
 LLAMA_CPP = "v0.5.0"
 
 
@@ -19,15 +21,15 @@ class Package:
     engine: str
     distribution: str
     tested: str  # version that KVX's tests run
-    install: str  # what pip is given
+    install: str  # the line that installs it
 
 
 PACKAGES = (
-    Package("transformers", "transformers", "5.19.0", "'kvx[transformers]'"),
-    Package("OpenVINO", "openvino", "2026.4.1", "openvino==2026.4.1"),
-    Package("MLX", "mlx-lm", "0.32.2", "mlx-lm==0.32.2 mlx-cpu==0.32.4"),
-    Package("ONNX Runtime", "onnxruntime", "1.31.1", "onnxruntime==1.31.1"),
-    Package("FlashInfer", "flashinfer-python", "", "flashinfer-python"),
+    Package("transformers", "transformers", "5.19.0", pip_install("transformers")),
+    Package("OpenVINO", "openvino", "2026.4.1", pip_install("openvino")),
+    Package("MLX", "mlx-lm", "0.32.2", pip_install("mlx")),
+    Package("ONNX Runtime", "onnxruntime", "1.31.1", pip_install("onnxruntime")),
+    Package("FlashInfer", "flashinfer-python", "", "pip install flashinfer-python"),
 )
 
 
@@ -38,7 +40,7 @@ def engines() -> Iterator[tuple[str, str]]:
         try:
             found = version(package.distribution)
         except PackageNotFoundError:
-            yield package.engine, f"not installed: pip install {package.install}; {tested}"
+            yield package.engine, f"not installed: {package.install}; {tested}"
             continue
         yield package.engine, f"{package.distribution} {found}, {tested}"
     yield "llama.cpp", f"the libllama of the program that calls KVX, tested with {LLAMA_CPP}"

@@ -69,7 +69,7 @@ def _ls(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> N
             "salt": _salt(space),
             "entries": f"{space.num_entries:,}",
             "tokens": f"{space.num_tokens:,}",
-            "size": _size(space.num_bytes),
+            "size": size_text(space.num_bytes),
             "precision": " ".join(space.precisions),
             "last used": f"{_age(space.used)} ago",
         }
@@ -91,7 +91,7 @@ def _stat(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) ->
     for name, value in facts.items():
         words = name.replace("_", " ").removeprefix("num ")
         if name.endswith("bytes"):
-            value = _size(value)
+            value = size_text(value)
         elif name.endswith("seconds"):
             words, value = words.removesuffix(" seconds"), "-" if value is None else _span(value)
         table.add_row(words, f"{value:,}" if isinstance(value, int) else str(value))
@@ -219,8 +219,8 @@ def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool) -> None
                 step()
     would = "Would delete" if dry_run else "Deleted"
     print(
-        f"{would} {len(files):,} files, {_size(num_bytes)}; "
-        f"{_size(found.num_bytes - num_bytes)} stay."
+        f"{would} {len(files):,} files, {size_text(num_bytes)}; "
+        f"{size_text(found.num_bytes - num_bytes)} stay."
     )
 
 
@@ -280,7 +280,7 @@ def _seconds(text: str) -> float:
     return float(found[1]) * _AGES[found[2]]
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     size, unit = float(num_bytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if size < 1000 or unit == "PB":
