@@ -75,7 +75,7 @@ help:
 	@echo "make bench     the benchmarks                 ARGS goes to them"
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
-	@echo "make wheel     dist/kvx-*.whl, one wheel for every Python"
+	@echo "make wheel     dist/kvx-*.whl, a manylinux wheel for every Python"
 	@echo "make setup     the environment in VENV (.venv): 4 GB, some minutes, once"
 	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
 
@@ -119,7 +119,9 @@ build: setup
 	@MAKEFLAGS= $(BIN)/cmake --build build/editable
 
 wheel: setup
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	@rm -rf build/wheel
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/kvx-*.whl
 
 clean:
 	rm -rf build dist kvx_core/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -19,7 +19,7 @@ from tests.native import CC, ROOT, hostgrid_library, run, tool
 
 EXAMPLE = ROOT / "examples/c"
 DOCUMENT = Document("c.md")
-(PRINTED,) = DOCUMENT.snippets("text")
+PRINTED, BY_THE_EXTENSION = DOCUMENT.snippets("text")
 NINJA = ("-G", "Ninja")
 
 
@@ -99,22 +99,34 @@ def test_the_library_names_itself(prefix: Path) -> None:
         )
 
 
-def test_the_commands_of_the_document(installed: Path, tmp_path: Path) -> None:
-    """As a user of the wheel types them: `python` knows no editable install of this tree."""
-    (commands,) = DOCUMENT.snippets("sh")
+@pytest.fixture
+def of_a_user(installed: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables of a user of the wheel: `python` knows no editable install of this tree."""
     python = tmp_path / "bin/python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -P "$@"\n')
     python.chmod(0o755)
     folders = [python.parent, Path(tool("cmake")).parent, os.environ["PATH"]]
-    environment = {
+    return {
         "PATH": os.pathsep.join(map(str, folders)),
         "PYTHONPATH": os.pathsep.join([str(installed), sysconfig.get_path("purelib"), *sys.path]),
         "CMAKE_GENERATOR": "Ninja",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    printed = run(["sh", "-ec", commands.replace("build/", f"{tmp_path}/build/")], env=environment)
+
+
+def test_the_commands_of_the_document(of_a_user: dict[str, str], tmp_path: Path) -> None:
+    (commands,) = DOCUMENT.snippets("sh")
+    moved = commands.replace("build/", f"{tmp_path}/build/")
+    printed = run(["sh", "-ec", moved], env=of_a_user)
     assert printed.count(PRINTED) == 2
     assert printed.endswith(PRINTED)
+
+
+@pytest.mark.slow  # torch's headers compile for half a minute
+def test_the_torch_extension(of_a_user: dict[str, str]) -> None:
+    (command,) = re.findall(r"    (python examples/torch_extension/.*)", DOCUMENT.text)
+    assert run(["sh", "-ec", command], env=of_a_user).endswith(BY_THE_EXTENSION)
 
 
 def test_where_the_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
