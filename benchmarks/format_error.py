@@ -264,10 +264,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             points = [row["rows"][name] for row in lossy]
             x, y = ([point[k] for point in points] for k in ("bits", key))
             panel.scatter(x, y, s=16, color=colour, label=name, zorder=2)
-        for text, x_, y_ in _labels(lossy, key):
-            panel.annotate(text, (x_, y_), xytext=(5, -2), textcoords="offset points", fontsize=7)
         panel.set_yscale("log")
-        panel.margins(x=0.25)  # for texts
+        panel.margins(x=0.35)  # for texts
         panel.set_xlabel("bits per number, scales included")
         panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
@@ -276,8 +274,25 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     bound = [4.0**-b for b in line]
     panels[0].plot(line, bound, "--", color="grey", lw=1, label="least for Gaussian numbers")
     panels[0].legend(fontsize=8, loc="lower left")
+    figure.draw_without_rendering()  # fixes the axes, in which texts are placed
+    for panel, key in zip(panels, ("relative_mse", "inner_product"), strict=True):
+        _write(panel, _labels([row for row in found if is_drawn(row)], key))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def _write(panel: Any, labels: list[tuple[str, float, float]]) -> None:
+    """Writes each text to the right of its point, lower where another one is already."""
+    scale = 72 / panel.figure.dpi  # pixels to points
+    taken: list[tuple[float, float, float]] = []  # left, right, middle
+    for text, x, y in sorted(labels, key=lambda label: -label[2]):
+        left, middle = panel.transData.transform((x, y)) * scale + (5, 0)
+        right, lower = left + 4.1 * len(text), middle
+        while any(a < right and left < b and abs(at - lower) < 8 for a, b, at in taken):
+            lower -= 1
+        taken.append((left, right, lower))
+        offset = (5, lower - middle - 2)
+        panel.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=7)
 
 
 def _labels(found: list[dict[str, Any]], key: str) -> list[tuple[str, float, float]]:

@@ -48,6 +48,7 @@ _VERSUS = {
     "bulk": "all at once",
 }
 _MAX_OTHERS_CORES = 0.2
+_NUMBER_INCHES = 0.36  # that a number takes, at most
 _COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
 
 
@@ -206,6 +207,7 @@ def _bars(axes: Any, rows: list[dict[str, Any]], versus: str, *, names: bool) ->
     cases = list(dict.fromkeys(row["case"] for row in rows))
     threads = sorted({row["threads"] for row in rows})
     height = 0.8 / len(threads)
+    numbers = []  # (value, y, goals)
     for row in rows:
         if versus not in row["kvx_speedup"]:
             continue
@@ -213,16 +215,32 @@ def _bars(axes: Any, rows: list[dict[str, Any]], versus: str, *, names: bool) ->
         y = cases.index(row["case"]) + (i - (len(threads) - 1) / 2) * height
         value = row["kvx_speedup"][versus]
         axes.barh(y, value, height, color=_COLORS.get(row["threads"], "#777777"))
-        axes.text(value, y, f" {value:.2f}", va="center", fontsize=7)
-        for goal in row["goals"]:
-            if goal["versus"] == versus:
-                x = goal["at_least"]
-                axes.plot([x, x], [y - height / 2, y + height / 2], color="black", linewidth=2)
+        goals = [goal["at_least"] for goal in row["goals"] if goal["versus"] == versus]
+        for x in goals:
+            axes.plot([x, x], [y - height / 2, y + height / 2], color="black", linewidth=2)
+        numbers.append((value, y, goals))
+    axes.margins(x=0.15)
+    _write_numbers(axes, numbers)
     axes.axvline(1, color="#999999", linewidth=0.8)
     axes.set_yticks(range(len(cases)), cases if names else [""] * len(cases), fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
     axes.set_title(f"x {_VERSUS[versus]}", fontsize=10)
+
+
+def _write_numbers(axes: Any, numbers: list[tuple[float, float, list[float]]]) -> None:
+    """Writes each value behind its bar, or behind the tick or the line at 1 that would cross it.
+
+    numbers: value, y, goals
+    """
+    left, right = axes.get_xlim()
+    inches = axes.get_position().width * axes.figure.get_figwidth()
+    text_width = (right - left) * _NUMBER_INCHES / inches
+    for value, y, goals in numbers:
+        x = value
+        for mark in sorted({*goals, 1.0}):
+            if x <= mark < x + text_width:
+                x = mark
+        axes.text(x, y, f" {value:.2f}", va="center", fontsize=7)
 
 
 if __name__ == "__main__":
