@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import random
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
+from kvx_adapters.cli.demo_hops import Hop, Stop, tgi_cache, trtllm_pool
+from kvx_adapters.cli.demo_route import Arrival, Leg
+from kvx_adapters.cli.demo_tables import WIDE, add_leg, hops_table, prompts_table, route_table
+from kvx_core import CacheDesc, CacheView, describe, verify
+from tests.facts import SAME_MODEL
 from tests.native import ROOT
 from tests.terminal import Session, run_on_terminal
 from tests.test_demo import KVX, TITLES, lines_of, needs_engines
@@ -68,6 +77,39 @@ def test_a_failure_names_the_log(tmp_path: Path) -> None:
     for printed in ("through the logger", "by Python", "to standard error", "by another program"):
         assert printed in kept
     assert kept.endswith("RuntimeError: no memory\nfor the engine\n")
+
+
+@pytest.mark.parametrize("columns", [WIDE, WIDE - 1, 80, 60])
+def test_tables_fit(columns: int) -> None:
+    """Also at the width at which they change their form: nothing is cut off."""
+    lengths = [70, 1, 17]
+    k, v = torch.randn(2, 3, 70, 2, 64)
+    layer = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    view = CacheView(layers=(layer,), facts=SAME_MODEL, dense=True)
+    chance = random.Random(0)
+    stops = [Stop("HF transformers", "block table", view.at())]
+    stops += [make(view, lengths, chance) for make in (trtllm_pool, tgi_cache)]
+    arrived = verify(stops[0].span, stops[0].span, lengths)
+    hops = [Hop(12_340_000, 0.01234, 0.01234, arrived)] * 2
+    arrival = Arrival(110, 450_600, 0.01234, 0.01234, 0.01234, arrived)
+    wide = columns >= WIDE
+    route = route_table(6, wide=wide)
+    add_leg(route, Leg("HF transformers", [1] * 22, 0.1105, arrival, []), "a word", wide=wide)
+    console = Console(file=io.StringIO(), width=columns)
+    with console.capture() as shown:
+        console.print(hops_table(stops, hops, wide=wide))
+        console.print(
+            prompts_table(
+                lambda _: "a word", [91, 39, 29, 9, 1], [[1]] * 5, [[1]] * 5, 692_000, wide=wide
+            )
+        )
+        console.print(route)
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= columns
+    assert re.search(r"(?<!│ )…", text) is None  # only the prompts' ends begin so
+    for word in ("HF transformers", "TensorRT-LLM *", "[H, D/4, T, 4]", "KV_OFFSETS", "12.34"):
+        assert word in text
+    assert text.count("equal") >= 3
 
 
 def test_doctor_fits(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvx_adapters.cli.demo_model import PROMPTS, QUESTION
 from kvx_adapters.cli.demo_route import Leg
 from kvx_core import Layout, TensorDesc, Verification
 
-WIDE = 110  # columns that the widest row of names and numbers takes
+WIDE = 120  # columns that the table of hops takes, and one
 
 
 def hops_table(stops: Sequence[Stop], hops: Sequence[Hop], *, wide: bool) -> Table:
