@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvx_adapters.cli import doctor, doctor_engines
+from kvx_adapters.cli import doctor, doctor_engines, doctor_model
 from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.engines import llama_cpp_library
 from kvx_core import backend_info
@@ -417,6 +417,21 @@ def test_a_model_that_cannot_be_read(text: str, sentence: str, tmp_path: Path) -
     status, found = kvx_json("--model", tmp_path)
     assert (status, found["model"]["good"]) == (1, False)
     assert sentence in found["model"]["problem"]
+
+
+@pytest.mark.parametrize("name", ["transformers", None])
+def test_what_reads_a_model_is_missing(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise ImportError("it is missing", name=name)
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(doctor_model, "_read", fail)
+    status, found = kvx_json("--model", tmp_path)
+    assert status == 1
+    assert found["model"]["text"] == f"{name or 'torch'} is not installed"
+    assert found["model"]["problem"].endswith("pip install 'torch>=2.13' 'transformers>=5.16,<6'")
 
 
 def test_a_model_is_not_looked_up() -> None:

@@ -52,8 +52,9 @@ def check_model(path: Path) -> Iterator[Check]:
     try:
         config, layers = _read(file)
     except ImportError as error:
-        problem = f"{error.name} reads the configuration: {pip_install('transformers')}"
-        yield Check("model", f"{error.name} is not installed", problem)
+        missing = error.name or "torch"  # transformers without torch does not name it
+        problem = f"transformers and torch read the configuration: {pip_install('transformers')}"
+        yield Check("model", f"{missing} is not installed", problem)
         return
     except KeyError as error:  # DeepSeek-V4's layers, for instance
         problem = f"a DynamicCache of this transformers has no layers of the kind {error}"
