@@ -369,7 +369,55 @@ def test_what_a_start_tells(tmp_path: Path) -> None:
         r"at most 50\.0 GB, free there: [0-9.]+ GB",
         settings.told("a" * 64, 128),
     )
-    assert ", no limit, " in StoreSettings(path=tmp_path).told("a" * 64, 128)
+
+
+def opened(path: Path, **settings: Any) -> tuple[StoreSettings, Directory]:
+    """The settings of an engine that has opened its store, and the directory as it uses it."""
+    found = StoreSettings(path=path, **settings)
+    store = found.store(
+        fingerprint="a model",
+        num_layers=2,
+        total_kv_heads=2,
+        precision=Precision.of(torch.float32, torch.float32),
+    )
+    directory = store._blobs
+    assert isinstance(directory, Directory)
+    return found, directory
+
+
+def test_a_new_store_has_a_limit(tmp_path: Path) -> None:
+    """Half of what is free; engines that come later take it from the store."""
+    free = Directory(tmp_path).free_bytes()
+    first, directory = opened(tmp_path / "store")
+    limit = directory.max_bytes
+    assert limit is not None
+    assert 0.4 * free < limit < 0.6 * free
+    assert json.loads((tmp_path / "store/kvx-store.json").read_text())["max_bytes"] == limit
+    assert f", at most {limit / 1e9:.1f} GB, " in first.told("a" * 64, 128)
+    assert first.warned() == ""
+
+    _, directory = opened(tmp_path / "store")
+    assert directory.max_bytes == limit
+    third, directory = opened(tmp_path / "store", max_bytes="5GB")
+    assert directory.max_bytes == 5 * 10**9
+    assert ", at most 5.0 GB, " in third.told("a" * 64, 128)
+
+
+def test_a_store_keeps_the_limit_of_the_engine_that_made_it(tmp_path: Path) -> None:
+    opened(tmp_path, max_bytes="5GB")
+    _, directory = opened(tmp_path)
+    assert directory.max_bytes == 5 * 10**9
+
+
+def test_a_store_of_an_earlier_version_keeps_what_it_has(tmp_path: Path) -> None:
+    text = '{"format": 2, "chunk_tokens": 128}'
+    (tmp_path / "kvx-store.json").write_text(text)
+    settings, directory = opened(tmp_path)
+    assert directory.max_bytes is None
+    assert (tmp_path / "kvx-store.json").read_text() == text
+    assert ", no limit, " in settings.told("a" * 64, 128)
+    assert settings.warned().endswith("Set `max_bytes`, such as '50GB'")
+    assert opened(tmp_path, max_bytes="5GB")[0].warned() == ""
 
 
 PAGE = Document("operations.md")

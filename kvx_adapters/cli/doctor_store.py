@@ -12,7 +12,7 @@ from pathlib import Path
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.store import size_text
 from kvx_core.stores import Directory, StoreError
-from kvx_core.stores.config import stored_chunk_tokens
+from kvx_core.stores.config import read_config
 from kvx_core.stores.inventory import Inventory
 
 _LITTLE = 100_000_000  # bytes
@@ -36,7 +36,7 @@ def check_store(path: Path) -> Iterator[Check]:
     yield _space(path)
     directory = Directory(path)
     try:
-        yield Check("format", _format(directory, path))
+        yield Check("format", _format(directory))
         yield Check("entries", _entries(directory))
     except StoreError as error:
         yield Check("format", "cannot be read", str(error))
@@ -87,22 +87,23 @@ def _space(path: Path) -> Check:
     disk = shutil.disk_usage(path)
     if not disk.total:
         return Check("space", "the file system does not say", "expected one on a disk")
-    text = (
-        f"{size_text(disk.free)} of {size_text(disk.total)} free; the limit of the store is "
-        "`max_bytes` in the settings of each engine"
-    )
+    text = f"{size_text(disk.free)} of {size_text(disk.total)} free"
     if disk.free < _LITTLE:
         way_out = f"almost full: `kvx store trim {path} SIZE` deletes what was not used for longest"
         return Check("space", text, way_out)
     return Check("space", text)
 
 
-def _format(directory: Directory, path: Path) -> str:
+def _format(directory: Directory) -> str:
     """Raises StoreError if this version of KVX cannot read it."""
-    if not (path / "kvx-store.json").exists():  # asking would write one
+    config = read_config(directory)
+    if config is None:
         return "none yet: the first engine writes kvx-store.json"
-    chunk_tokens = stored_chunk_tokens(directory, None, 1)
-    return f"this version of KVX reads it; chunks of {chunk_tokens} tokens"
+    limit = "none" if config.max_bytes is None else size_text(config.max_bytes)
+    return (
+        f"this version of KVX reads it; chunks of {config.chunk_tokens} tokens; limit of engines "
+        f"without `max_bytes`: {limit}"
+    )
 
 
 def _entries(directory: Directory) -> str:

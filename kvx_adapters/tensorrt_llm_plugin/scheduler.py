@@ -105,6 +105,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._policy: Policy | None = None  # of what is saved
         if self._store is not None:
             api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
+            if warning := self._settings.warned():
+                api.logger.warning(warning)
             self._policy = Policy(
                 Salted(self._store),
                 self._boundary,

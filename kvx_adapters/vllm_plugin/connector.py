@@ -65,6 +65,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(self._stores, Stores):
                 stores = self._stores
                 logger.info("%s", self._settings.told(stores.fingerprint, stores.chunk_tokens))
+                if warning := self._settings.warned():
+                    logger.warning("%s", warning)
 
     def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:
         transfer = self._vllm_config.kv_transfer_config

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.blobs import Directory
+from kvx_core.stores.config import read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
@@ -28,7 +30,7 @@ class StoreSettings(BaseModel):
     min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
     max_bytes: int | None = Field(
         default=None, gt=0
-    )  # of the directory; then the least recently used files are deleted
+    )  # of the directory; then the least recently used files are deleted. None: see `store`
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
     format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
@@ -63,9 +65,18 @@ class StoreSettings(BaseModel):
         precision: Precision,
         new_chunk_tokens: int = 128,
     ) -> PrefixStore:
-        """The store of a model: see PrefixStore. Raises InvalidArgumentError, StoreError."""
+        """The store of a model: see PrefixStore.
+
+        Without max_bytes, its limit is the one that the store was made with: that of the engine
+        that made it or, if its settings had none, half of what was free on the disk. A store that
+        an earlier version of KVX made without a limit keeps what it has.
+        Raises InvalidArgumentError, StoreError.
+        """
+        directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
+        if self.max_bytes is None and read_config(directory) is None:
+            directory.max_bytes = max(directory.free_bytes() // 2, 1)
         store = PrefixStore(
-            Directory(self.path.expanduser(), self.max_bytes, group=self.group),
+            directory,
             fingerprint=fingerprint,
             num_layers=num_layers,
             total_kv_heads=total_kv_heads,
@@ -77,20 +88,43 @@ class StoreSettings(BaseModel):
             key=None if self.key_file is None else read_key(self.key_file.expanduser()),
         )
         store.index.fresh_seconds = self.fresh_seconds
+        config = read_config(directory)
+        if self.max_bytes is None and config is not None:  # another engine may have made it
+            directory.max_bytes = config.max_bytes
         return store
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """One line for the log of an engine that has started: where its prefixes go."""
-        path = self.path.expanduser().absolute()
-        limit = "no limit" if self.max_bytes is None else f"at most {self.max_bytes / 1e9:.1f} GB"
+        directory = Directory(self.path.expanduser().absolute())
+        path = directory.root
         try:
-            free = f"{Directory(path).free_bytes() / 1e9:.1f} GB"
+            max_bytes = self._limit_of(directory)
+            limit = "no limit" if max_bytes is None else f"at most {max_bytes / 1e9:.1f} GB"
+            free = f"{directory.free_bytes() / 1e9:.1f} GB"
         except StoreError as error:
-            free = f"unknown ({error})"
+            limit, free = "limit unknown", f"unknown ({error})"
         return (
             f"KVX keeps prefixes in {path}: model {fingerprint[:12]}, chunks of {chunk_tokens} "
             f"tokens, {limit}, free there: {free}"
         )
+
+    def warned(self) -> str:
+        """A warning for the same log if the store has no limit, else ""."""
+        directory = Directory(self.path.expanduser().absolute())
+        with suppress(StoreError):
+            if read_config(directory) is not None and self._limit_of(directory) is None:
+                return (
+                    f"The KVX store {directory.root} has no limit: it grows until the disk is "
+                    "full. Set `max_bytes`, such as '50GB'"
+                )
+        return ""
+
+    def _limit_of(self, directory: Directory) -> int | None:
+        """The limit of a store that has been made. Raises StoreError."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        config = read_config(directory)
+        return None if config is None else config.max_bytes
 
 
 class Salted:

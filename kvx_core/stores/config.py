@@ -1,10 +1,10 @@
-"""kvx-store.json: the chunk size and the format of a store."""
+"""kvx-store.json: the format of a store, its chunk size, and the limit that it was made with."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import FORMAT, StoreError
@@ -16,33 +16,59 @@ _MAX_BYTES = 4096
 _MAX_CHUNK_TOKENS = 999_999_999  # names of files have 9 digits
 
 
-def stored_chunk_tokens(blobs: BlobStore, requested: int | None, otherwise: int) -> int | None:
-    """The chunk_tokens of a store.
-
-    requested: what the caller asks for, or None
-    otherwise: for a new store, if nothing is requested
-    Returns None if there is no store yet and none can be made here.
-    Raises InvalidArgumentError if the store has another number than is requested, StoreError if it
-    has another format or cannot be read.
+class StoreConfig(NamedTuple):
+    """chunk_tokens: tokens of a full chunk
+    max_bytes:    on the disk, for engines whose settings name no limit; None: it was made without
     """
-    root = getattr(blobs, "root", None)
-    where = _NAME if root is None else f"{root}/{_NAME}"
-    raw = _read(blobs, where)
-    if raw is None:
+
+    chunk_tokens: int
+    max_bytes: int | None
+
+
+def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> StoreConfig | None:
+    """The description of a store; a new one has the limit of `blobs`, if that has one.
+
+    requested: chunk_tokens that the caller asks for, or None
+    otherwise: those of a new store, if nothing is requested
+    Returns None if there is no store yet and none can be made here.
+    Raises InvalidArgumentError if the store has another chunk_tokens than is requested, StoreError
+    if it has another format or cannot be read.
+    """
+    config = read_config(blobs)
+    if config is None:
         wanted = {"format": FORMAT, "chunk_tokens": requested or otherwise}
+        limit = getattr(blobs, "max_bytes", None)
+        if limit is not None:
+            wanted["max_bytes"] = limit
 
         def write(file: BinaryIO) -> None:
             file.write(json.dumps(wanted).encode() + b"\n")
 
         with suppress(StoreError):  # a store that this process may only read can still be empty
             blobs.put(_NAME, write)
-        raw = _read(blobs, where)
-        if raw is None:
-            return None
+        config = read_config(blobs)
+    if config is not None and requested not in (None, config.chunk_tokens):
+        raise InvalidArgumentError(
+            f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
+            "Leave it out, or use another directory"
+        )
+    return config
+
+
+def read_config(blobs: BlobStore) -> StoreConfig | None:
+    """The description of a store; None if there is none yet.
+
+    Raises StoreError if it has another format or cannot be read.
+    """
+    where = _path(blobs)
+    raw = _read(blobs, where)
+    if raw is None:
+        return None
     try:
         config = strict_json(raw)
         found, chunk_tokens = config["format"], config["chunk_tokens"]
-    except (ValueError, TypeError, KeyError) as error:
+        max_bytes = config.get("max_bytes")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{where} is not the description of a KVX store: {error!r}") from None
     if type(found) is int and 0 < found < FORMAT:
         raise StoreError(
@@ -59,12 +85,14 @@ def stored_chunk_tokens(blobs: BlobStore, requested: int | None, otherwise: int)
             f"{where} has format {found!r} and chunk_tokens {chunk_tokens!r}, expected format "
             f"{FORMAT} and a number of tokens"
         )
-    if requested not in (None, chunk_tokens):
-        raise InvalidArgumentError(
-            f"chunk_tokens is {requested}, expected {chunk_tokens} as {where} says. Leave it out, "
-            "or use another directory"
-        )
-    return chunk_tokens
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
+        raise StoreError(f"{where} has max_bytes {max_bytes!r}, expected a number greater than 0")
+    return StoreConfig(chunk_tokens, max_bytes)
+
+
+def _path(blobs: BlobStore) -> str:
+    root = getattr(blobs, "root", None)
+    return _NAME if root is None else f"{root}/{_NAME}"
 
 
 def _read(blobs: BlobStore, where: str) -> bytes | None:

@@ -30,7 +30,7 @@ from kvx_core.snapshot import (
     token_ids,
 )
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.config import stored_chunk_tokens
+from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
@@ -125,7 +125,7 @@ class PrefixStore:
         self._entries = Entries(blobs, key, limit)
         self._space = self._space_of(salt)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
-        self._chunk_tokens = stored_chunk_tokens(blobs, chunk_tokens, new_chunk_tokens)
+        self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
         self._planes.check_chunks(self.chunk_tokens)
 
     def salted(self, salt: str) -> Self:
@@ -147,9 +147,11 @@ class PrefixStore:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
-        if self._chunk_tokens is None:
-            self._chunk_tokens = stored_chunk_tokens(self._blobs, self._requested, self._otherwise)
-        return self._chunk_tokens or self._requested or self._otherwise
+        if self._config is None:
+            self._config = stored_config(self._blobs, self._requested, self._otherwise)
+        if self._config is None:
+            return self._requested or self._otherwise
+        return self._config.chunk_tokens
 
     @property
     def accept(self) -> Accept:

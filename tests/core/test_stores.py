@@ -750,6 +750,9 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
     ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 8}',
      '{"format": 2, "chunk_tokens": 0}', '{"format": 2, "chunk_tokens": true}', "[" * 4000,
      '{"format": 2, "format": 2, "chunk_tokens": 8}', '{"format": 2, "chunk_tokens": 1000000000}',
+     '{"format": 2, "chunk_tokens": 8, "max_bytes": 0}',
+     '{"format": 2, "chunk_tokens": 8, "max_bytes": "5GB"}',
+     '{"format": 2, "chunk_tokens": 8, "max_bytes": true}',
      '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 8}' + " " * 4096,
      '{"format": 2, "chunk_tokens": ' + "9" * 4000 + "}"],
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -396,7 +397,22 @@ def test_a_start_tells_where_prefixes_go(
     start()
     (line,) = told
     assert line.startswith(f"KVX keeps prefixes in {tmp_path}/store: model ")
-    assert f", chunks of {CHUNK} tokens, no limit, free there: " in line
+    assert re.search(rf", chunks of {CHUNK} tokens, at most [\d.]+ GB, free there: ", line)
+
+
+def test_a_start_warns_of_a_store_without_a_limit(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.vllm_plugin import connector
+
+    (tmp_path / "store").mkdir()
+    config = f'{{"format": 2, "chunk_tokens": {CHUNK}}}'  # as earlier versions made it
+    (tmp_path / "store/kvx-store.json").write_text(config)
+    warned: list[str] = []
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *args: warned.append(text % args))
+    start()
+    (line,) = warned
+    assert line.startswith(f"The KVX store {tmp_path}/store has no limit")
 
 
 def test_blocks_stay_until_the_end_is_saved(start: Any) -> None:
