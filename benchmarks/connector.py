@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, Directory, Layout, PrefixStore, describe
-from kvx_core.connector import threads
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Salted
 from kvx_core.snapshot import Precision, Section
+from kvx_core.stores import pace
 
 TOKENS, FILES, BLOCK, CHUNK, STEP = 131_072, 100_000, 16, 128, 8192
 GOALS = {
@@ -226,21 +226,21 @@ def _fill_with_names(root: Path, store: PrefixStore) -> None:
 def _stretches() -> Any:
     """CPU seconds between pauses of threads that look up."""
     found: list[float] = []
-    breathe = threads.Pace.breathe
+    breathe = pace.Pace.breathe
     last = threading.local()
 
-    def measured(pace: threads.Pace) -> None:
+    def measured(of_work: pace.Pace) -> None:
         now = time.thread_time()
-        if getattr(last, "pace", None) is pace:
+        if hasattr(last, "time"):
             found.append(now - last.time)
-        breathe(pace)
-        last.pace, last.time = pace, time.thread_time()
+        breathe(of_work)
+        last.time = time.thread_time()
 
-    threads.Pace.breathe = measured  # type: ignore[method-assign]
+    pace.Pace.breathe = measured  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        threads.Pace.breathe = breathe  # type: ignore[method-assign]
+        pace.Pace.breathe = breathe  # type: ignore[method-assign]
 
 
 def _summary(times: list[float]) -> dict[str, float]:

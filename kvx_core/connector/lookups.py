@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import RequestId
-from kvx_core.connector.threads import Pace, Workers
+from kvx_core.connector.threads import Workers
 from kvx_core.stores.index import Unknown
 from kvx_core.stores.match import Match
+from kvx_core.stores.pace import Pace
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk

@@ -25,6 +25,7 @@ from kvx_core.stores.beneath import (
     open_beneath,
     sync_folder,
 )
+from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
 from kvx_core.stores.temporary import (
     Temporaries,
@@ -171,6 +172,7 @@ class Directory:
         if folder:
             _check_name(folder)
         found: list[str] = []
+        pace = Pace()
         with suppress(OSError, StoreError):
             root = self._open_root(folder, "read")
             try:
@@ -180,7 +182,9 @@ class Directory:
             try:
                 with os.scandir(handle) as entries:
                     words = (entry.name for entry in entries if _is_word(entry.name))
-                    found.extend(islice(words, _MAX_NAMES))
+                    for word in islice(words, _MAX_NAMES):
+                        found.append(word)
+                        pace.breathe()
             finally:
                 os.close(handle)
         return found

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from threading import Lock
 
 from kvx_core.stores.keys import EntryFile, Ids
+from kvx_core.stores.pace import Pace
 
 _MAX_NAMES = 1 << 18  # of files, of files held, and of folders' entries: at most 100 MB each
 _MAX_TOKENS = 1 << 23  # tokens of files that are remembered, 64 MB
 _NAME_TOKENS = 64  # what a file's name takes of that
 _MAX_LISTED = 1 << 16  # a folder with so many names may have more: BlobStore.names is bounded
 _MAX_RELISTED = 1 << 12
+_AT_ONCE = 1 << 10  # names that are copied in one go
 _MAX_COMPARED = 16  # names that one lookup from memory looks through
 
 
@@ -52,7 +54,11 @@ class Index:
 
     def listed(self, folder: str, names: list[str]) -> None:
         """A folder had these names just now."""
-        found = dict.fromkeys(names)  # takes long for many: without the lock
+        found: dict[str, None] = {}
+        pace = Pace()
+        for i in range(0, len(names), _AT_ONCE):  # takes long for many: without the lock
+            found.update(dict.fromkeys(names[i : i + _AT_ONCE]))
+            pace.breathe()
         with self._lock:
             self._forget_folder(folder)
             self._folders[folder] = _Folder(found, self._clock())

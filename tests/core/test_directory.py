@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
-from kvx_core.stores import beneath
+from kvx_core.stores import beneath, pace
+from kvx_core.stores.index import Index
 
 ENOSPC, EDQUOT = errno.ENOSPC, errno.EDQUOT
 PAGE = 4096
@@ -695,3 +697,29 @@ def test_a_tree_that_vanishes_while_it_is_trimmed(tmp_path: Path) -> None:
     stop.set()
     thread.join()
     assert not failures, failures[0]
+
+
+def test_other_threads_run_while_a_large_folder_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause every half millisecond, in the listing and where an index takes the names."""
+    (tmp_path / "folder").mkdir()
+    for i in range(5000):
+        (tmp_path / f"folder/{i:05}").touch()
+    pauses: list[float] = []
+    now, step = 0.0, 1e-5  # seconds: of the clock, and for a name
+
+    def clock() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    own_time = SimpleNamespace(sleep=pauses.append, perf_counter=clock)
+    monkeypatch.setattr(pace, "time", own_time)
+    names = Directory(tmp_path).names("folder")
+    assert len(names) == len(set(names)) == 5000
+    assert 5000 / 55 < len(pauses) < 5000 / 45
+    pauses.clear()
+    step = 1e-3  # for a thousand
+    Index().listed("folder", names)
+    assert len(pauses) == 5
