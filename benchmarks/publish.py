@@ -29,7 +29,13 @@ _NAMES = (
     "in_cache",
     "call_overhead",
     "migrate_vs_lmcache",
+    "blocks",
     "packed",
+    "formats",
+    "encodings",
+    "compression",
+    "kv_store",
+    "snapshots",
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
@@ -46,6 +52,13 @@ _VERSUS = {
     "hf": "DynamicCache",
     "numpy": "numpy",
     "bulk": "all at once",
+    "list": "lists of tensors",
+    "gguf": "gguf-py",
+    "2 GB/s": "2 GB/s",
+    "1k": "the same at 1024 tokens",
+    "decode": "decoding, then attention",
+    "migrate": "one migration",
+    "plain": "plain files",
 }
 _MAX_OTHERS_CORES = 0.2
 _NUMBER_INCHES = 0.36  # that a number takes, at most
