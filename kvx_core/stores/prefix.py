@@ -45,6 +45,7 @@ from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
+from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
@@ -123,6 +124,7 @@ class PrefixStore:
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
         limit += self._planes.header_bytes
         self._entries = Entries(blobs, key, limit)
+        self._superseded = Superseded(blobs, self.index)
         self._space = self._space_of(salt)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
@@ -356,7 +358,8 @@ class PrefixStore:
         """Stores what `capture` of this store returned. May be called from any thread.
 
         Returns the bytes of its file; 0 if the file existed already. snapshot.cache_bytes is what K
-        and V take without a format.
+        and V take without a format. Entries whose tokens it begins with are deleted half a minute
+        later, by the next commits.
         Raises StoreError if nothing was stored.
         """
         name, num_bytes = self.name_of(snapshot), 0
@@ -368,6 +371,8 @@ class PrefixStore:
 
         is_new = self._blobs.put(name, write)
         self.index.wrote(name)
+        if is_new and not self._planes.kinds:  # of other planes, a part of an entry may be no use
+            self._superseded.wrote(self.finder, snapshot.header.prefix, snapshot.tokens)
         return num_bytes if is_new else 0
 
     def name_of(self, snapshot: Snapshot) -> str:

@@ -107,6 +107,20 @@ def test_a_state_is_loaded_for_its_own_prefix_alone(tmp_path: Path) -> None:
     assert_same(dst, expected)
 
 
+def test_entries_of_planes_stay(tmp_path: Path) -> None:
+    """A part of a longer one may hold less: states belong to the end of an entry."""
+    source = engine(1)
+    for state in (False, True):
+        store = store_in(tmp_path / str(state), source.planes(state=state))
+        for stop in (8, 12):
+            captured = store.capture(TOKENS, 0, stop, section(source, state=state, tokens=stop))
+            assert captured is not None
+            assert store.commit(captured) > 0
+        assert not store._superseded._found
+        for stop in (8, 12):
+            assert store.lookup(TOKENS[:stop]).num_tokens == stop
+
+
 def test_what_stores_refuse(tmp_path: Path) -> None:
     source = engine(1)
     planes = source.planes(state=False)
