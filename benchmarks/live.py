@@ -14,6 +14,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -110,8 +111,14 @@ def run(*, quick: bool) -> list[dict[str, Any]]:
     """
     torch.set_num_threads(1)
     count = 10 if quick else _MIGRATIONS
-    print(f"\n{'':30} {'pause p50':>10} {'p99':>8} {'in KVX':>8} {'step of A':>10}   goal, ms")
-    return [_measured(src, dst, count) for src, dst in PAIRS]
+    print(f"\n{'':34} {'pause p50':>10} {'p99':>8} {'in KVX':>8} {'step of A':>10}   goal, ms")
+    results = [_printed(_measured(src, dst, count)) for src, dst in PAIRS]
+    if find_spec("vllm") is None:
+        print("vllm -> vllm is left out: vllm is not installed. Run `make setup`")
+        return results
+    from benchmarks import live_vllm
+
+    return results + [_printed(result) for result in live_vllm.run(count)]
 
 
 def _measured(src: str, dst: str, count: int) -> dict[str, Any]:
@@ -137,9 +144,14 @@ def _measured(src: str, dst: str, count: int) -> dict[str, Any]:
         "step_of_b_ms": 1e3 * statistics.median(one.step_b for one in found),
         "pauses_ms": [round(1e3 * one.pause, 4) for one in found],
     }
+    return result
+
+
+def _printed(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with its goal, printed as a line."""
     met = result["pause_p50_ms"] < result["step_of_a_ms"]
     print(
-        f"{result['case']:30} {result['pause_p50_ms']:>10.2f} {result['pause_p99_ms']:>8.2f} "
+        f"{result['case']:34} {result['pause_p50_ms']:>10.2f} {result['pause_p99_ms']:>8.2f} "
         f"{result['kvx_p50_ms']:>8.2f} {result['step_of_a_ms']:>10.2f}   "
         f"p50 below a step {'met' if met else 'NOT MET'}",
         flush=True,

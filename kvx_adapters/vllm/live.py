@@ -51,7 +51,7 @@ def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
     Raises UnsupportedError, InvalidArgumentError.
     Source: vllm 0.32 v1/core/kv_cache_manager.py, KVCacheManager.get_block_ids
     """
-    scheduler = _engine_core(llm).scheduler
+    scheduler = engine_core(llm).scheduler
     gone = [request_id for request_id in request_ids if request_id not in scheduler.requests]
     if gone:
         raise InvalidArgumentError(
@@ -67,7 +67,11 @@ def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
     )
 
 
-def _engine_core(llm: Any) -> Any:
+def engine_core(llm: Any) -> Any:
+    """vLLM's EngineCore of a vllm.LLM that runs in this process, one rank.
+
+    Raises UnsupportedError.
+    """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is None:
         raise UnsupportedError(
@@ -90,7 +94,7 @@ def _engine_core(llm: Any) -> Any:
 
 
 def _model_runner(llm: Any) -> Any:
-    return _engine_core(llm).model_executor.driver_worker.worker.model_runner
+    return engine_core(llm).model_executor.driver_worker.worker.model_runner
 
 
 def _vllm_version(llm: Any) -> str:

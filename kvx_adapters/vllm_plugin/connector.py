@@ -37,6 +37,7 @@ from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.lookups import Lookups
+from kvx_core.connector.plan import Save
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.prefix import PrefixStore
 
@@ -185,6 +186,15 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KVXStats(counts) if counts else None
         return None
 
+    def save_now(self, save: Save) -> bool:
+        """Stores what `to_hand_over` has planned before it returns. Returns whether all is stored.
+
+        Not one of vLLM's hooks: handover.py calls it.
+        """
+        with self._guard("did not hand over", f"request {save.request_id}"):
+            return self._worker is not None and self._worker.save_now(save)
+        return False
+
     def shutdown(self) -> None:
         with self._guard("did not shut down"):
             if self._worker is not None:
@@ -233,6 +243,15 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return self._half.has_finished(request, block_ids), None
         self._half.ended(request.request_id)
         return False, None
+
+    def to_hand_over(self, request: Any) -> Save | None:
+        """What the store lacks of a running request, for `save_now` of the worker's connector.
+
+        Not one of vLLM's hooks: handover.py calls it. None: it may not be saved now.
+        """
+        with self._guard("did not hand over", f"request {request.request_id}"):
+            return self._half.to_hand_over(request)
+        return None
 
     def update_connector_output(self, connector_output: Any) -> None:
         with self._guard("did not read which loads have failed") as guard:

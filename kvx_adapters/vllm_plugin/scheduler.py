@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvx_adapters.vllm_plugin.steps import StepPlan
-from kvx_core.connector.plan import BlockIds
+from kvx_core.connector.plan import BlockIds, Save
 from kvx_core.connector.policy import Policy
 
 # If a request ends in another way, vLLM may not have accepted what it computed.
@@ -56,6 +56,10 @@ class SchedulerHalf(Policy):
         """Forgets a request. Returns whether its blocks have to stay until they are saved."""
         is_good = request.status.name in _FINISHED
         return self.finished(request, block_ids, request.num_computed_tokens if is_good else 0)
+
+    def to_hand_over(self, request: Any) -> Save | None:
+        """See Policy.handed_over. Raises StoreError."""
+        return self.handed_over(request.request_id, request.num_computed_tokens)
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:

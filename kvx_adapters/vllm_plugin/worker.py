@@ -17,7 +17,7 @@ from kvx_core import CacheView
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader
-from kvx_core.connector.plan import BlockIds, SaltedStores
+from kvx_core.connector.plan import BlockIds, SaltedStores, Save
 from kvx_core.connector.saver import Saver
 from kvx_core.snapshot import Section
 
@@ -99,6 +99,10 @@ class WorkerHalf:
     def save(self, step: StepPlan) -> None:
         """Copies what this step has computed. Threads write the files later."""
         self._saver.save(step, step.saves)
+
+    def save_now(self, save: Save) -> bool:
+        """Stores tokens of a running request before it returns: see Saver.save_now."""
+        return self._saver.save_now(save)
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Cancels the loads of requests that have ended."""

@@ -247,6 +247,27 @@ class Policy:
         for request_id in self._loading:
             self.forget(request_id)
 
+    def handed_over(self, request_id: RequestId, num_computed_tokens: int) -> Save | None:
+        """What the store lacks of a running request, no tokens if it lacks none; None: it may not
+        be saved, or its blocks are still being loaded.
+
+        num_computed_tokens: as the engine counts them; drafts of the last step do not matter
+        Raises StoreError.
+        """
+        tracked = self._tracked.get(request_id)
+        is_loading = self.asynchronous and request_id in self._loading
+        if tracked is None or tracked.is_stale or is_loading or not self.produces:
+            return None
+        known = len(tracked.request.all_token_ids)
+        if known <= tracked.hold:
+            return None
+        stop = min(known - 1, num_computed_tokens)
+        chain = self._chain(tracked.request, tracked.salt)
+        if stop > tracked.saved:
+            return self._save_of(tracked, stop, chain)
+        blocks = _lists(tracked.block_ids)
+        return Save(request_id, tracked.salt, chain.node(0), stop, chain.ids(stop, stop), blocks)
+
     def reset(self) -> None:
         """Saves nothing that was computed until now: the model's weights may have changed."""
         self._epoch = secrets.token_hex(16)

@@ -72,6 +72,7 @@ class Saver:
         self._open: dict[RequestId, _Copied] = {}  # by request
         self._open_bytes = 0  # of these
         self._lock = threading.Lock()  # of all below
+        self._written = threading.Condition(self._lock)  # some bytes wait no more
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[RequestId] = set()
 
@@ -114,6 +115,46 @@ class Saver:
             if save.final:
                 with self._lock:
                     self._saved.add(save.request_id)
+
+    def save_now(self, save: Save) -> bool:
+        """Stores tokens of a running request, and all that waits to be written, before it returns.
+
+        It waits for at most shutdown_seconds. Returns whether all tokens of `save` are stored: not
+        those that have left a sliding window.
+        """
+        begin, stored = time.perf_counter(), 0
+        with self._saving(save):
+            copied = self._reserve(save)
+            copied.fill(copied.missing)
+            for snapshot in copied.snapshots:
+                snapshot.settle(copied.sections)
+                self._commit(copied.store, snapshot)
+                stored += len(snapshot.tokens)
+            self._counts.add(saved_tokens=stored, save_seconds=time.perf_counter() - begin)
+            if copied.refused is not None:
+                raise copied.refused
+        with self._written:
+            seconds = self._settings.shutdown_seconds
+            written = self._written.wait_for(lambda: self._pending_bytes <= 0, seconds)
+        return written and self._has(save)
+
+    def _has(self, save: Save) -> bool:
+        """Whether memory knows that all tokens of a save are stored."""
+        with self._saving(save):
+            store = self._stores[save.salt]
+            chain = store.chain_of(save.tokens, save.node)
+            return not any(
+                self._is_missing(
+                    store,
+                    save.tokens,
+                    start,
+                    stop,
+                    chain.node((start - save.start) // store.chunk_tokens),
+                    save.start,
+                )
+                for start, stop in store.spans(save.stop, save.start)
+            )
+        return False
 
     def take_saved(self) -> set[RequestId]:
         """Requests whose final save has been copied since the last call."""
@@ -233,3 +274,4 @@ class Saver:
     def _wait_to_be_written(self, num_bytes: int) -> None:
         with self._lock:
             self._pending_bytes += num_bytes
+            self._written.notify_all()

@@ -25,11 +25,13 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(directory: Path, seed: int = 0) -> Path:
-    """A Llama of random weights."""
+def llama(directory: Path, seed: int = 0, **sizes: Any) -> Path:
+    """A Llama of random weights; sizes: in place of SIZES and three layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=3, **SIZES), directory, seed)
+    return _save(
+        LlamaForCausalLM, LlamaConfig(**({"num_hidden_layers": 3} | SIZES | sizes)), directory, seed
+    )
 
 
 def gemma(directory: Path) -> Path:
