@@ -72,7 +72,6 @@ class Saver:
         self._open: dict[RequestId, _Copied] = {}  # by request
         self._open_bytes = 0  # of these
         self._lock = threading.Lock()  # of all below
-        self._written = threading.Condition(self._lock)  # some bytes wait no more
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[RequestId] = set()
 
@@ -133,10 +132,7 @@ class Saver:
             self._counts.add(saved_tokens=stored, save_seconds=time.perf_counter() - begin)
             if copied.refused is not None:
                 raise copied.refused
-        with self._written:
-            seconds = self._settings.shutdown_seconds
-            written = self._written.wait_for(lambda: self._pending_bytes <= 0, seconds)
-        return written and self._has(save)
+        return self._writers.wait(self._settings.shutdown_seconds) and self._has(save)
 
     def _has(self, save: Save) -> bool:
         """Whether memory knows that all tokens of a save are stored."""
@@ -274,4 +270,3 @@ class Saver:
     def _wait_to_be_written(self, num_bytes: int) -> None:
         with self._lock:
             self._pending_bytes += num_bytes
-            self._written.notify_all()
