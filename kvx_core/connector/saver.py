@@ -135,7 +135,7 @@ class Saver:
         return self._writers.wait(self._settings.shutdown_seconds) and self._has(save)
 
     def _has(self, save: Save) -> bool:
-        """Whether memory knows that all tokens of a save are stored."""
+        """Whether all tokens of a save are stored, also by other engines. Asks the disk."""
         with self._saving(save):
             store = self._stores[save.salt]
             chain = store.chain_of(save.tokens, save.node)
@@ -147,6 +147,7 @@ class Saver:
                     stop,
                     chain.node((start - save.start) // store.chunk_tokens),
                     save.start,
+                    from_memory=False,
                 )
                 for start, stop in store.spans(save.stop, save.start)
             )
