@@ -54,14 +54,14 @@ class Superseded:
         and drops those that are due.
 
         None while layers or heads of this one are missing. For stores of K and V alone, of whose
-        entries readers take any part.
+        entries readers take any part. A store that fails now costs no more than room.
         """
-        if len(ids) > OPENING_TOKENS:
-            found = self._useless(finder, node, ids)
+        with suppress(StoreError):  # the entry is stored: what cannot be listed now stays
+            found = self._useless(finder, node, ids) if len(ids) > OPENING_TOKENS else None
             if found is not None:
                 with self._lock:
                     self._found.append(found)
-        self.drop()
+            self.drop()
 
     def drop(self) -> None:
         """Deletes what is due, unless the longer entry has gone meanwhile."""

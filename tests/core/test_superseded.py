@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvx_core import Directory, PrefixStore
-from kvx_core.snapshot import Precision
+from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.superseded import Superseded
 from tests.core.test_stores import HEADS, Engine, files_of, save, store_in
 
@@ -122,6 +122,17 @@ def test_a_store_that_cannot_be_written(tmp_path: Path, clock: Clock) -> None:
     save(store, range(9))
     save(store, range(13))
     later(store, clock)
+    assert lengths(tmp_path) == [9, 13]
+
+
+def test_a_folder_that_cannot_be_listed_fails_no_commit(tmp_path: Path, clock: Clock) -> None:
+    class Unlisted(Directory):
+        def names(self, folder: str) -> list[str]:
+            raise StoreError(f"{folder} cannot be listed")
+
+    store = timed(store_in(Unlisted(tmp_path)), clock)
+    assert all(save(store, range(9)))
+    assert all(save(store, range(13)))
     assert lengths(tmp_path) == [9, 13]
 
 
