@@ -2,8 +2,8 @@
 
 A policy as plugins have it, without an engine: prompts of 131,072 tokens, some of them stored, in a
 directory of 100,000 files. A call's time is the CPU time of the calling thread. A stretch is the
-CPU time that a lookup's thread computes between two pauses, in which it may hold the GIL. Run with
-`python -m benchmarks connector`.
+CPU time that a lookup's thread takes between two pauses: it holds the GIL no longer than that. Run
+with `python -m benchmarks connector`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Salted
+from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import Precision, Section
 from kvx_core.stores import pace
 
@@ -224,23 +225,38 @@ def _fill_with_names(root: Path, store: PrefixStore) -> None:
 
 @contextmanager
 def _stretches() -> Any:
-    """CPU seconds between pauses of threads that look up."""
+    """CPU seconds of jobs beside the steps, from a pause to the next."""
     found: list[float] = []
-    breathe = pace.Pace.breathe
     last = threading.local()
 
-    def measured(of_work: pace.Pace) -> None:
-        now = time.thread_time()
-        if hasattr(last, "time"):
-            found.append(now - last.time)
-        breathe(of_work)
+    def begin() -> None:
         last.time = time.thread_time()
 
-    pace.Pace.breathe = measured  # type: ignore[method-assign]
+    def end() -> None:
+        found.append(time.thread_time() - last.time)
+
+    def measured_pause() -> None:
+        is_a_job = hasattr(last, "time")
+        if is_a_job:
+            end()
+        pause()
+        if is_a_job:
+            begin()
+
+    def measured_submit(workers: Workers, job: Callable[[], object], key: Hashable = None) -> None:
+        def measured() -> None:
+            begin()
+            job()
+            end()
+
+        submit(workers, measured, key)
+
+    pause, submit = pace.pause, Workers.submit
+    pace.pause, Workers.submit = measured_pause, measured_submit  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        pace.Pace.breathe = breathe  # type: ignore[method-assign]
+        pace.pause, Workers.submit = pause, submit  # type: ignore[method-assign]
 
 
 def _summary(times: list[float]) -> dict[str, float]:

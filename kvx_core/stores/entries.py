@@ -12,6 +12,7 @@ from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, rea
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.index import Index
 from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
+from kvx_core.stores.pace import drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Entries:
         return self.index.tokens_of(name) is not None
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder."""
-        names = self.blobs.names(folder)
+        """The names in a folder: a list of the caller's."""
+        names = list(self.blobs.names(folder))
         self.index.listed(folder, names)
         return names
 
@@ -42,7 +43,8 @@ class Entries:
         Not again if it is large: that takes longer than the lookups that it spares.
         """
         if self.index.is_worth_listing(folder):
-            self.names(folder)
+            for _ in drain(self.names(folder)):
+                pass
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Raises StoreError."""

@@ -23,6 +23,7 @@ from kvx_core.stores.keys import (
     parse_name,
     shared_tokens,
 )
+from kvx_core.stores.pace import Pace, drain
 
 _MAX_OPENED = 64  # files of other sequences that one lookup opens to compare tokens
 
@@ -97,8 +98,12 @@ class Finder:
             self.entries.glance(f"{self.space}/{node}")
             return  # entries in other folders share fewer tokens
         names, first = self.entries.names(f"{self.space}/{node}"), own[:2]
-        openings = [name for name in names if name.startswith(first) and name != own]
-        bounds = {opening: common_tokens(opening, own) for opening in openings}
+        bounds = {
+            opening: common_tokens(opening, own)
+            for part in drain(names)
+            for opening in part
+            if opening.startswith(first) and opening != own
+        }
         for opening in sorted(bounds, key=bounds.__getitem__, reverse=True):
             yield f"{self.space}/{node}/{opening}", bounds[opening]
 
@@ -148,8 +153,13 @@ class Finder:
         return 2, -precision.digits
 
     def parsed(self, folder: str) -> list[EntryFile]:
-        found = (self._parse(f"{folder}/{name}") for name in self.entries.names(folder))
-        return [file for file in found if file is not None]
+        pace, found = Pace(), list[EntryFile]()
+        for name in self.entries.names(folder):
+            file = self._parse(f"{folder}/{name}")
+            if file is not None:
+                found.append(file)
+            pace.breathe()
+        return found
 
     def file(self, name: str) -> EntryFile:
         file = self._parse(name)

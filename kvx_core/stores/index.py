@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from threading import Lock
 
 from kvx_core.stores.keys import EntryFile, Ids
-from kvx_core.stores.pace import Pace
 
 _MAX_NAMES = 1 << 18  # of files, of files held, and of folders' entries: at most 100 MB each
 _MAX_TOKENS = 1 << 23  # tokens of files that are remembered, 64 MB
 _NAME_TOKENS = 64  # what a file's name takes of that
-_MAX_LISTED = 1 << 16  # a folder with so many names may have more: BlobStore.names is bounded
-_MAX_RELISTED = 1 << 12
-_AT_ONCE = 1 << 10  # names that are copied in one go
+_MAX_LISTED = 1 << 12  # a folder with so many names is large: they are not remembered
 _MAX_COMPARED = 16  # names that one lookup from memory looks through
 
 
@@ -28,6 +25,7 @@ class Unknown(Exception):
 class _Folder:
     names: dict[str, None]
     seen: float
+    is_large: bool  # it has names that are not known
 
 
 class Index:
@@ -54,15 +52,12 @@ class Index:
 
     def listed(self, folder: str, names: list[str]) -> None:
         """A folder had these names just now."""
-        found: dict[str, None] = {}
-        pace = Pace()
-        for i in range(0, len(names), _AT_ONCE):  # takes long for many: without the lock
-            found.update(dict.fromkeys(names[i : i + _AT_ONCE]))
-            pace.breathe()
+        is_large = len(names) >= _MAX_LISTED
+        found = {} if is_large else dict.fromkeys(names)
         with self._lock:
             self._forget_folder(folder)
-            self._folders[folder] = _Folder(found, self._clock())
-            self._num_names += 1 + len(names)
+            self._folders[folder] = _Folder(found, self._clock(), is_large)
+            self._num_names += 1 + len(found)
             self._forget_folders()
 
     def saw(self, name: str) -> None:
@@ -132,7 +127,7 @@ class Index:
             found = self._folders.get(folder)
             if found is None:
                 return True
-            return not self._is_fresh(found.seen) and len(found.names) < _MAX_RELISTED
+            return not self._is_fresh(found.seen) and not found.is_large
 
     # ---- what memory answers ----
 
@@ -198,7 +193,7 @@ class Index:
 
     def _fresh_names(self, folder: str) -> dict[str, None] | None:
         found = self._folders.get(folder)
-        if found is None or not self._is_fresh(found.seen) or len(found.names) >= _MAX_LISTED:
+        if found is None or not self._is_fresh(found.seen) or found.is_large:
             return None
         return found.names
 

@@ -21,7 +21,7 @@ import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import beneath, pace
-from kvx_core.stores.index import Index
+from kvx_core.stores.index import Index, Unknown
 
 ENOSPC, EDQUOT = errno.ENOSPC, errno.EDQUOT
 PAGE = 4096
@@ -702,7 +702,7 @@ def test_a_tree_that_vanishes_while_it_is_trimmed(tmp_path: Path) -> None:
 def test_other_threads_run_while_a_large_folder_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pause every half millisecond, in the listing and where an index takes the names."""
+    """A pause every half millisecond, in the listing and where the names are freed."""
     (tmp_path / "folder").mkdir()
     for i in range(5000):
         (tmp_path / f"folder/{i:05}").touch()
@@ -721,5 +721,18 @@ def test_other_threads_run_while_a_large_folder_is_listed(
     assert 5000 / 55 < len(pauses) < 5000 / 45
     pauses.clear()
     step = 1e-3  # for a thousand
-    Index().listed("folder", names)
+    assert sorted(name for part in pace.drain(names) for name in part) == sorted(
+        f"{i:05}" for i in range(5000)
+    )
+    assert names == []
     assert len(pauses) == 5
+
+
+def test_an_index_does_not_answer_for_a_large_folder() -> None:
+    index = Index()
+    index.listed("small", [str(i) for i in range(4095)])
+    index.listed("large", [str(i) for i in range(4096)])
+    assert not index.is_there("small/x")
+    with pytest.raises(Unknown):
+        index.is_there("large/x")
+    assert not index.is_worth_listing("large")
