@@ -122,12 +122,12 @@ class Lookups:
         if walk.is_over and num_tokens <= _OWN_TOKENS:
             return walk.match
         lookup = _Lookup(store, walk, begun, is_over=walk.is_over)
-        is_idle = self._workers.is_idle
+        is_alone = not self._pending and self._workers.has_free_thread
         self._workers.submit(lambda: self._look(lookup), request_id)
         if walk.is_over:
             return walk.match
         self._pending[request_id] = lookup
-        if is_idle:
+        if is_alone:
             with self._lookup_is_over:
                 self._lookup_is_over.wait_for(lambda: lookup.is_over, _PATIENCE_SECONDS)
         return self._answer(request_id, lookup)
@@ -148,6 +148,8 @@ class Lookups:
         with self._lookup_is_over:
             lookup.is_over = True
             self._lookup_is_over.notify_all()
+        with self._boundary.guard("did not list a folder"):
+            lookup.store.remember()
         if not lookup.is_forgotten:
             self._compute_keys(walk.chain, walk.num_tokens)
 

@@ -66,9 +66,9 @@ class Workers:
         return time.monotonic() - max(begun) if len(begun) == self._num_threads else 0.0
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no job is queued or runs."""
-        return not self._jobs and not self._running
+    def has_free_thread(self) -> bool:
+        """Whether a job that is submitted now begins at once."""
+        return len(self._jobs) + len(self._running) < self._num_threads
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until all jobs have ended; returns whether they have."""

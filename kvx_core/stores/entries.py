@@ -38,13 +38,22 @@ class Entries:
         return names
 
     def glance(self, folder: str) -> None:
-        """Lists a folder for the index, so that memory knows what it does not have.
+        """Notes that a folder is worth listing: see `list_noted`.
 
         Not again if it is large: that takes longer than the lookups that it spares.
         """
         if self.index.is_worth_listing(folder):
-            for _ in drain(self.names(folder)):
-                pass
+            self.index.note(folder)
+
+    def list_noted(self) -> None:
+        """Lists folders that lookups have glanced at, so that memory knows what they do not have.
+
+        Takes longer than a lookup that finds nothing: called when it has its answer.
+        """
+        for folder in self.index.take_noted():
+            if self.index.is_worth_listing(folder):  # no other thread has done so
+                for _ in drain(self.names(folder)):
+                    pass
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Raises StoreError."""

@@ -14,6 +14,7 @@ _MAX_NAMES = 1 << 18  # of files, of files held, and of folders' entries: at mos
 _MAX_TOKENS = 1 << 23  # tokens of files that are remembered, 64 MB
 _NAME_TOKENS = 64  # what a file's name takes of that
 _MAX_LISTED = 1 << 12  # a folder with so many names is large: they are not remembered
+_MAX_NOTED = 16  # folders
 _MAX_COMPARED = 16  # names that one lookup from memory looks through
 
 
@@ -45,6 +46,7 @@ class Index:
         self._held: OrderedDict[str, None] = OrderedDict()  # see `held`
         self._doubted: dict[str, None] = {}  # of these, what to ask the disk about
         self._folders: OrderedDict[str, _Folder] = OrderedDict()
+        self._noted: dict[str, None] = {}  # folders to list
         self._tokens: OrderedDict[str, Ids] = OrderedDict()  # of files that were found good
         self._num_names = self._num_tokens = 0
 
@@ -128,6 +130,18 @@ class Index:
             if found is None:
                 return True
             return not self._is_fresh(found.seen) and not found.is_large
+
+    def note(self, folder: str) -> None:
+        """A folder is to be listed soon."""
+        with self._lock:
+            if len(self._noted) < _MAX_NOTED:
+                self._noted[folder] = None
+
+    def take_noted(self) -> list[str]:
+        """Folders that were noted since the last call."""
+        with self._lock:
+            noted, self._noted = self._noted, {}
+        return list(noted)
 
     # ---- what memory answers ----
 

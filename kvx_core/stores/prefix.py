@@ -240,6 +240,10 @@ class PrefixStore:
         """
         return Walk(tokens, num_tokens, at_least)
 
+    def remember(self) -> None:
+        """Lists folders that walks have passed, so that `known` has more answers."""
+        self._entries.list_noted()
+
     def missing(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],

@@ -75,11 +75,32 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found[:2] == [61, 32]
     assert found[2] in (20, 21)  # the next token may be the same
     assert asked.answer(prompt(40, 13)) == 0
+    assert asked.lookups._workers.wait(60)  # until the folder of beginnings has been listed
     calls = asked.blobs.num_calls
     for other, expected in zip([tokens, *others], [69, *found], strict=True):
         assert asked.at_once(other) == expected
     assert asked.at_once(prompt(40, 4)) == 0  # the folder of beginnings does not have it
     assert asked.blobs.num_calls == calls
+
+
+def test_a_miss_does_not_wait_until_a_folder_is_listed(tmp_path: Path) -> None:
+    """It is answered first; one that comes meanwhile too."""
+    fill(tmp_path, prompt(40, 1))
+    asked, listed, go_on = Asked(tmp_path), threading.Event(), threading.Event()
+    names = asked.blobs.names
+
+    def slow(folder: str) -> list[str]:
+        if folder.count("/") == 1:  # of beginnings
+            listed.set()
+            assert go_on.wait(60)
+        return names(folder)
+
+    asked.blobs.names = slow  # type: ignore[method-assign]
+    assert asked.answer(prompt(40, 2)) == 0
+    assert listed.wait(60)
+    assert asked.answer(prompt(40, 1)) == 39
+    go_on.set()
+    asked.lookups.shutdown()
 
 
 def test_every_match_is_that_of_the_store(tmp_path: Path) -> None:
