@@ -208,6 +208,22 @@ def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Cal
     return call
 
 
+def append(keys: Any, values: Any) -> Callable[..., bool] | None:
+    """Binds the room of a packed cache, (batch, capacity, dim) each: a call of (new keys, new
+    values, seq_len) that copies token `seq_len` of every sequence, (batch, 1, dim), behind those
+    held.
+
+    The call returns False, and has written nothing, for tensors that C cannot read, of another
+    shape, dtype or device, where there is no room, and where the storage of keys or values has been
+    resized. None: C cannot append to these, such as those of a device.
+    """
+    held = Held([keys, values])
+    if held.type is None:
+        return None
+    function = _library().kvx_python_append(byref(held.type), held.array, (held.type, held))
+    return function or None
+
+
 def identity() -> Callable[..., bytes | int]:
     """Address, device, dtype, shape and strides of up to 4 tensors or None, as bytes."""
     tensors = _torch_type()
@@ -256,6 +272,8 @@ def _library() -> Any:
         py_object,
     )
     library.kvx_python_in_place.restype = py_object
+    library.kvx_python_append.argtypes = (POINTER(_TensorType), POINTER(_HeldTensor), py_object)
+    library.kvx_python_append.restype = py_object
     for name in ("write", "layers", "gather", "migrate", "plan"):
         getattr(library, f"kvx_python_{name}").restype = py_object
     return library

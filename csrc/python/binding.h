@@ -27,7 +27,7 @@ enum Left : long {
 };
 constexpr int kFailed = 8;  // migrate: minus (a status << kFailed)
 
-PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
+inline PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
 
 // The arguments of a call: its tensors, then optionally a stream, then descriptions of the tensors:
 // the address of a C struct, or None for one that is read here.

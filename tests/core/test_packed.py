@@ -297,6 +297,41 @@ def test_numbers_that_libkvx_does_not_know_are_held_too(dtype: torch.dtype) -> N
     assert torch.equal(known(cache.packed_keys()), wanted)
 
 
+def test_a_storage_that_was_resized_is_not_written_behind_its_end() -> None:
+    cache = PackedKVCache()
+    keys, values = some(1)
+    cache.append_packed(keys, values)
+    known(cache.packed_values()).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage"):
+        cache.append_packed(keys, values)
+    assert cache.seq_len == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_single_tokens_of_any_strides(seed: int) -> None:
+    """What C appends and what it leaves to torch: rows apart, numbers apart, expanded rows, the
+    cache's own tokens, a Parameter, one that needs a gradient that is not recorded."""
+    random = torch.Generator().manual_seed(seed)
+    batch, dim = 3, 7
+    cache, wanted = PackedKVCache(), torch.empty(batch, 0, dim)
+    for shape, view in (
+        ((batch, 2, dim), lambda t: t[:, 1:]),
+        ((batch, 1, 2 * dim), lambda t: t[:, :, ::2]),
+        ((dim, 1, batch), lambda t: t.permute(2, 1, 0)),
+        ((1, 1, dim), lambda t: t.expand(batch, 1, dim)),
+        ((batch, 1, dim), lambda t: known(cache.packed_values())[:, :1]),
+        ((batch, 1, dim), torch.nn.Parameter),
+        ((batch, 1, dim), lambda t: t.requires_grad_()),
+        ((batch, 1, dim), lambda t: t),
+    ) * 2:
+        token = view(torch.randn(shape, generator=random))
+        with torch.no_grad():
+            wanted = torch.cat((wanted, token), 1)
+            cache.append_packed(-token, token)
+    assert holds(cache, -wanted, wanted)
+    assert not known(cache.packed_keys()).requires_grad
+
+
 def test_conjugates_and_negatives_are_held_as_numbers() -> None:
     numbers = torch.randn(2, 4, 5, dtype=torch.complex64)
     cache = PackedKVCache()

@@ -12,14 +12,16 @@ truncate: the next append overwrites the dropped tokens in the views that still 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvx_core import _bound
 from kvx_core.append_op import kvcache_append
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.stores.packed.step import Step
 from kvx_core.words import instance, integer, listed, product
 
 _SPARE = 256  # tokens of room that a new allocation has, at least
@@ -29,14 +31,16 @@ _GROWTH = {"cpu": 4}
 _GROWTH_OF_DEVICES = 2
 
 
-class Held(NamedTuple):
-    """The tensors of a cache. The object is replaced, never changed."""
+@dataclass(slots=True)
+class Held:
+    """The tensors of a cache. Another append into the same room changes seq_len, nothing else."""
 
     keys: Tensor  # (batch, capacity, dim); from seq_len on there is room
     values: Tensor
     seq_len: int
-    is_own: bool  # allocated here: an append may write behind seq_len
-    has_dropped: bool  # views that were handed out may show what lies behind seq_len
+    is_own: bool = False  # allocated here: an append may write behind seq_len
+    has_dropped: bool = False  # views that were handed out may show what lies behind seq_len
+    step: Callable[..., bool] | None = None  # see _bound.append; None: torch copies each token
 
 
 class PackedKVCache:
@@ -47,12 +51,11 @@ class PackedKVCache:
     Raises InvalidArgumentError.
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_held", "_step")
+    __slots__ = ("__weakref__", "_capacity", "_held")
 
     def __init__(self, capacity: int = 0) -> None:
         self._capacity = integer("capacity", capacity)
         self._held: Held | None = None
-        self._step: Step | None = None  # of the tensors that are held, or were
 
     def __repr__(self) -> str:
         held = self._held
@@ -72,16 +75,22 @@ class PackedKVCache:
         the next append of each copies it."""
         other = PackedKVCache(self._capacity)
         if self._held is not None:
-            self._held = other._held = self._held._replace(is_own=False)
+            held = replace(self._held, is_own=False, step=None)
+            self._held = other._held = held
         return other
 
-    def __getstate__(self) -> tuple[int, Held | None]:
-        return self._capacity, self._held
-
-    def __setstate__(self, state: tuple[int, Held | None]) -> None:
-        self._capacity, self._held = state
+    def __getstate__(self) -> tuple[Any, ...]:
         held = self._held
-        self._step = Step.of(held.keys, held.values) if held is not None and held.is_own else None
+        if held is None:
+            return (self._capacity,)
+        return self._capacity, held.keys, held.values, held.seq_len, held.is_own, held.has_dropped
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._capacity, *fields = state
+        self._held = Held(*fields) if fields else None
+        held = self._held
+        if held is not None and held.is_own and not held.has_dropped:
+            held.step = _bound.append(held.keys, held.values)
 
     @property
     def seq_len(self) -> int:
@@ -136,26 +145,22 @@ class PackedKVCache:
         Mutates the cache, and no tensor that it was given. Raises InvalidArgumentError, and leaves
         the cache as it was.
         """
-        held, step = self._held, self._step
+        held = self._held
         if (
-            step is not None
-            and held is not None
-            and step.keys is held.keys
-            and type(new_keys) is type(new_values) is Tensor
-            and held.is_own
-            and not held.has_dropped
-            and held.seq_len < held.keys.shape[1]
+            held is not None
+            and held.step is not None
+            and held.step(new_keys, new_values, held.seq_len)
             and not (new_keys.requires_grad or new_values.requires_grad)
-            and step.append(new_keys, new_values, held.seq_len)
         ):
-            self._held = Held(held.keys, held.values, held.seq_len + 1, True, False)
+            held.seq_len += 1
             return
         if held is None:
             require_packed("new_keys", new_keys, "new_values", new_values)
-            held = Held(new_keys[:, :0], new_values[:, :0], 0, False, False)
+            held = Held(new_keys[:, :0], new_values[:, :0], 0)
         else:
             _require_follows(held, new_keys, new_values)
-        keys, values, seq_len, is_own, has_dropped = held
+        keys, values, seq_len = held.keys, held.values, held.seq_len
+        has_dropped, step = held.has_dropped, held.step
         end = seq_len + new_keys.shape[1]
         if torch.is_grad_enabled() and (
             new_keys.requires_grad
@@ -166,13 +171,13 @@ class PackedKVCache:
             keys = kvcache_append(keys[:, :seq_len], new_keys)
             values = kvcache_append(values[:, :seq_len], new_values)
             # The graph may have saved them: they are not to be written.
-            self._held = Held(keys, values, end, False, False)
+            self._held = Held(keys, values, end)
             return
-        if not is_own or end > keys.shape[1]:
+        if not held.is_own or end > keys.shape[1]:
             room = self._room_for(end, held)
             keys, values = (_with_room(half, seq_len, room) for half in (keys, values))
             has_dropped = False
-            self._step = Step.of(keys, values)
+            step = _bound.append(keys, values)
         elif has_dropped:  # the new tokens may lie where they are written to
             new_keys, new_values = (_apart(new, (keys, values)) for new in (new_keys, new_values))
         # What a graph has saved of views that were handed out stays as it was, unless truncate has
@@ -180,7 +185,7 @@ class PackedKVCache:
         at_keys, at_values = (keys, values) if has_dropped else (keys.data, values.data)
         at_keys[:, seq_len:end] = new_keys
         at_values[:, seq_len:end] = new_values
-        self._held = Held(keys, values, end, True, has_dropped)
+        self._held = Held(keys, values, end, True, has_dropped, step)
 
     def set_packed(self, keys: Tensor, values: Tensor) -> None:
         """Holds these tokens instead of what it holds, without a copy.
@@ -190,7 +195,7 @@ class PackedKVCache:
         Mutates the cache. Raises InvalidArgumentError, and leaves the cache as it was.
         """
         require_packed("keys", keys, "values", values)
-        self._held = Held(keys, values, keys.shape[1], False, False)
+        self._held = Held(keys, values, keys.shape[1])
 
     def truncate(self, num_tokens: int) -> None:
         """Drops the last `num_tokens` tokens of every sequence: as many as that, not down to that.
@@ -207,7 +212,8 @@ class PackedKVCache:
                 "that many from the end"
             )
         if held is not None and number:
-            self._held = held._replace(seq_len=held_tokens - number, has_dropped=True)
+            seq_len = held_tokens - number
+            self._held = replace(held, seq_len=seq_len, has_dropped=True, step=None)
 
     def clear(self) -> None:
         """Drops everything: the next append may have another batch, dim, dtype and device.

@@ -53,7 +53,7 @@ def packed_view(
                 "room with set_packed"
             )
         layers.append(_layer(f"caches[{i}]", held, num_kv_heads, repeats))
-        described.append((cache, held))
+        described.append((cache, replace(held)))
     return CacheView(tuple(layers), facts, dense=True, outdated=lambda: _outdated(described))
 
 
