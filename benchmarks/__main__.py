@@ -24,6 +24,7 @@ _ALL = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "decode_steps",
     "connector",
     "snapshots",
     "live",
@@ -35,6 +36,7 @@ _PACKAGES = {  # they need
     "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
+    "decode_steps": ["vllm-cpu"],
     "live": ["transformers"],
     "migrate_vs_lmcache": ["lmcache"],
 }
@@ -115,6 +117,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import vllm_connector
 
         return vllm_connector.run(rounds, quick=options.quick)
+    if name == "decode_steps":
+        from benchmarks import decode_steps
+
+        return decode_steps.run(rounds, options.only, quick=options.quick)
     if name == "connector":
         from benchmarks import connector
 

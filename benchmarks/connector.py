@@ -93,7 +93,7 @@ def run() -> dict[str, Any]:
         store = _store(blobs)
         stored = _prompt(0)
         _fill(store, stored)
-        _fill_with_names(Path(path), store)
+        fill_with_names(Path(path), store.nodes([])[0], FILES - TOKENS // CHUNK)
         gc.collect()
         gc.freeze()  # as vLLM does when it has started
         with _stretches() as stretches:
@@ -210,16 +210,16 @@ def _fill(store: PrefixStore, tokens: list[int]) -> None:
         store.commit(part)
 
 
-def _fill_with_names(root: Path, store: PrefixStore) -> None:
-    """Other entries of the same model: names as they are, 1,000 of them beside the prompt's."""
-    space = store.nodes([])[0]
+def fill_with_names(root: Path, space: str, count: int) -> None:
+    """Other entries of the same model: names as they are, 1,000 of them beside the prompt's.
+
+    space: the folder of the model's entries
+    """
     tail = ".l0-1.h0-1.pf32.safetensors"
-    for i in range(FILES - TOKENS // CHUNK):
+    for i in range(count):
         key = hashlib.sha256(str(i).encode()).hexdigest()
         node = f"{root}/{space}/{space if i < 1000 else key}"
-        if i >= 1000:
-            os.mkdir(node)
-        os.mkdir(f"{node}/{key[:16]}")
+        os.makedirs(f"{node}/{key[:16]}", exist_ok=True)
         os.close(os.open(f"{node}/{key[:16]}/{CHUNK}-{key}{tail}", os.O_CREAT | os.O_WRONLY))
 
 

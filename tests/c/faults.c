@@ -17,6 +17,8 @@
 // and what happens then, in this order:
 //
 //   delay   milliseconds to wait before the call
+//   frozen  1: the call waits as long as the file of `if` exists
+//   rate    bytes per second that all reads and writes of this rule have together
 //   kill    a signal that the process sends itself
 //   error   the call is not made and fails with this errno
 //   short   1: a read or write of several bytes handles half of them
@@ -29,6 +31,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -48,10 +51,11 @@ enum { kMaxRules = 64 };
 
 typedef struct {
   char call[128], path[256], only_if[256];
-  long after, every, times, delay, kill, short_, seed;
+  long after, every, times, delay, frozen, rate, kill, short_, seed;
   double chance;
   int error;
   atomic_long seen, struck;
+  pthread_mutex_t one_by_one;  // who reads or writes at `rate`
 } Rule;
 
 static Rule rules[kMaxRules];
@@ -82,9 +86,9 @@ static void set(Rule *rule, char *pair) {
   const struct {
     const char *key;
     long *to;
-  } numbers[] = {{"after", &rule->after}, {"every", &rule->every}, {"times", &rule->times},
-                 {"delay", &rule->delay}, {"kill", &rule->kill},   {"short", &rule->short_},
-                 {"seed", &rule->seed}};
+  } numbers[] = {{"after", &rule->after}, {"every", &rule->every},   {"times", &rule->times},
+                 {"delay", &rule->delay}, {"frozen", &rule->frozen}, {"rate", &rule->rate},
+                 {"kill", &rule->kill},   {"short", &rule->short_},  {"seed", &rule->seed}};
   for (size_t i = 0; i < sizeof(numbers) / sizeof(*numbers); ++i) {
     if (strcmp(pair, numbers[i].key) == 0) {
       *numbers[i].to = atol(value);
@@ -127,11 +131,13 @@ __attribute__((constructor)) static void read_environment(void) {
     rule->every = 1;
     rule->times = LONG_MAX;
     rule->chance = 1;
+    pthread_mutex_init(&rule->one_by_one, NULL);
     for (char *pair = strtok_r(one, ", \n", &inner); pair; pair = strtok_r(NULL, ", \n", &inner)) {
       set(rule, pair);
     }
     if (rule->call[0] == 0) refuse("KVX_FAULTS has a rule without a call", given);
     if (rule->every < 1) refuse("KVX_FAULTS has every < 1", given);
+    if (rule->frozen > 0 && rule->only_if[0] == 0) refuse("KVX_FAULTS: frozen needs if", given);
     ++num_rules;
   }
   free(text);
@@ -179,26 +185,41 @@ static void note(const char *function, const char *path, const char *what) {
   syscall(SYS_close, file);
 }
 
-// Whether a call fails, with errno set. length: of what it handles, cut by a short one; or NULL.
+static bool exists(const char *path) { return syscall(SYS_faccessat, AT_FDCWD, path, F_OK) == 0; }
+
+static void wait_for(double seconds) {
+  struct timespec wait = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+  nanosleep(&wait, NULL);
+}
+
+// Whether a call fails, with errno set. length: of what it handles at first, cut by a short one; or
+// NULL. more: bytes that it handles after these.
 static bool strike(const char *kind, const char *function, int handle, const char *path,
-                   size_t *length) {
+                   size_t *length, size_t more) {
   int before = errno;
   char found[2 * PATH_MAX] = "";
   for (Rule *rule = rules; rule < rules + num_rules; ++rule) {
     if (!is_named(rule->call, kind, function)) continue;
     if (found[0] == 0 && (rule->path[0] != 0 || log_path != NULL)) find_path(handle, path, found);
     if (rule->path[0] != 0 && strstr(found, rule->path) == NULL) continue;
-    if (rule->only_if[0] != 0 && syscall(SYS_faccessat, AT_FDCWD, rule->only_if, F_OK) != 0) {
-      continue;
-    }
+    if (rule->only_if[0] != 0 && !exists(rule->only_if)) continue;
     long at = atomic_fetch_add(&rule->seen, 1) + 1 - rule->after;
     if (at <= 0 || at % rule->every != 0) continue;
     if (draw((uint64_t)rule->seed << 32 ^ (uint64_t)at) >= rule->chance) continue;
     if (atomic_fetch_add(&rule->struck, 1) >= rule->times) continue;
     if (rule->delay > 0) {
-      struct timespec wait = {rule->delay / 1000, rule->delay % 1000 * 1000000};
       note(function, found, "delayed");
-      nanosleep(&wait, NULL);
+      wait_for((double)rule->delay / 1e3);
+    }
+    if (rule->frozen > 0) {
+      note(function, found, "frozen");
+      while (exists(rule->only_if)) wait_for(0.01);
+    }
+    if (rule->rate > 0 && length != NULL) {
+      note(function, found, "slow");
+      pthread_mutex_lock(&rule->one_by_one);
+      wait_for((double)(*length + more) / (double)rule->rate);
+      pthread_mutex_unlock(&rule->one_by_one);
     }
     if (rule->kill > 0) {
       note(function, found, "killed");
@@ -221,28 +242,28 @@ static bool strike(const char *kind, const char *function, int handle, const cha
 // --- Functions -----------------------------------------------------------------------------------
 
 // Defines a function of libc that fails where `strike` says so and else calls the real one.
-#define FUNCTION(result, name, kind, failed, handle, path, length, parameters, ...) \
-  result name parameters {                                                          \
-    static result(*real) parameters;                                                \
-    if (real == NULL) real = (result(*) parameters)dlsym(RTLD_NEXT, #name);         \
-    if (num_rules > 0 && strike(kind, #name, handle, path, length)) return failed;  \
-    return real(__VA_ARGS__);                                                       \
+#define FUNCTION(result, name, kind, failed, handle, path, length, parameters, ...)   \
+  result name parameters {                                                            \
+    static result(*real) parameters;                                                  \
+    if (real == NULL) real = (result(*) parameters)dlsym(RTLD_NEXT, #name);           \
+    if (num_rules > 0 && strike(kind, #name, handle, path, length, 0)) return failed; \
+    return real(__VA_ARGS__);                                                         \
   }
 
 // The same with a mode that is there only where a file is made.
-#define OPEN(name, handle, parameters, ...)                                    \
-  int name parameters {                                                        \
-    static int(*real) parameters;                                              \
-    if (real == NULL) real = (int(*) parameters)dlsym(RTLD_NEXT, #name);       \
-    mode_t mode = 0;                                                           \
-    if (flags & (O_CREAT | (O_TMPFILE & ~O_DIRECTORY))) {                      \
-      va_list more;                                                            \
-      va_start(more, flags);                                                   \
-      mode = va_arg(more, mode_t);                                             \
-      va_end(more);                                                            \
-    }                                                                          \
-    if (num_rules > 0 && strike("open", #name, handle, path, NULL)) return -1; \
-    return real(__VA_ARGS__, mode);                                            \
+#define OPEN(name, handle, parameters, ...)                                       \
+  int name parameters {                                                           \
+    static int(*real) parameters;                                                 \
+    if (real == NULL) real = (int(*) parameters)dlsym(RTLD_NEXT, #name);          \
+    mode_t mode = 0;                                                              \
+    if (flags & (O_CREAT | (O_TMPFILE & ~O_DIRECTORY))) {                         \
+      va_list more;                                                               \
+      va_start(more, flags);                                                      \
+      mode = va_arg(more, mode_t);                                                \
+      va_end(more);                                                               \
+    }                                                                             \
+    if (num_rules > 0 && strike("open", #name, handle, path, NULL, 0)) return -1; \
+    return real(__VA_ARGS__, mode);                                               \
   }
 
 OPEN(open, AT_FDCWD, (const char *path, int flags, ...), path, flags)
@@ -270,7 +291,9 @@ FUNCTION(ssize_t, pwrite64, "write", -1, fd, NULL, &count,
     if (real == NULL) real = (ssize_t(*) parameters)dlsym(RTLD_NEXT, #name); \
     if (num_rules == 0 || count < 1) return real(__VA_ARGS__);               \
     struct iovec first = pieces[0];                                          \
-    if (strike(kind, #name, fd, NULL, &first.iov_len)) return -1;            \
+    size_t rest = 0;                                                         \
+    for (int i = 1; i < count; ++i) rest += pieces[i].iov_len;               \
+    if (strike(kind, #name, fd, NULL, &first.iov_len, rest)) return -1;      \
     if (first.iov_len == pieces[0].iov_len) return real(__VA_ARGS__);        \
     pieces = &first;                                                         \
     count = 1;                                                               \
@@ -349,7 +372,7 @@ long syscall(long number, ...) {
   for (int i = 0; i < 6; ++i) given[i] = va_arg(more, long);
   va_end(more);
   if (number == SYS_openat2 && num_rules > 0 &&
-      strike("open", "openat2", (int)given[0], (const char *)given[1], NULL)) {
+      strike("open", "openat2", (int)given[0], (const char *)given[1], NULL, 0)) {
     return -1;
   }
   return real(number, given[0], given[1], given[2], given[3], given[4], given[5]);

@@ -1,0 +1,288 @@
+"""Engines for benchmarks: a real vLLM without KVXConnector and one with it, on CPU.
+
+Each runs in a process of its own, with a model of random weights. One of them works at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+_ENVIRONMENT = {  # of the engines
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Others:
+    """Requests that arrive while the others run, and leave before they are answered."""
+
+    prompts: Sequence[Sequence[int]]
+    every: int  # steps after which the next one arrives
+    patience: int  # steps after which its client gives up
+    flag: str | None = None  # a file that exists meanwhile: see tests/c/faults.c
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of some requests."""
+
+    steps: list[float]  # seconds of each
+    decode_steps: list[float]  # of these, which computed one token of each request and nothing else
+    num_cached_tokens: int  # of the prompts: not computed
+    inside: float  # seconds of those steps that were spent in KVXConnector
+    counters: Mapping[str, float]  # what it counted: see vllm_plugin/stats.py
+
+
+class Engine:
+    """An engine in another process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, others: Others | None = None
+    ) -> Run:
+        """Runs all prompts at once, until everything of them is stored."""
+        self._connection.send((prompts, max_tokens, others))
+        answer: Run = self._connection.recv()
+        return answer
+
+
+def tokens(num_tokens: int, seed: int) -> list[int]:
+    """A prompt that no other seed gives."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[int] = torch.randint(
+        1, MODEL["vocab_size"], (num_tokens,), generator=generator
+    ).tolist()
+    return found
+
+
+@contextmanager
+def engines(
+    model: Mapping[str, Any], sequences: int, batched_tokens: int, **environment: str
+) -> Iterator[tuple[Engine, Engine, Path]]:
+    """An engine without a connector and one with it, of random weights, and the store's folder.
+
+    model: its config
+    sequences: that run at once, at most
+    batched_tokens: that a step computes, at most
+    environment: variables of both processes
+    """
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvx-bench-")))
+        (directory / "config.json").write_text(json.dumps(model))
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvx-bench-", dir=memory))
+        store = Path(folder) / "store"
+        options = {
+            "model": str(directory),
+            "max_model_len": model["max_position_embeddings"],
+            "max_num_batched_tokens": batched_tokens,
+            "max_num_seqs": sequences,
+            "kv_cache_memory_bytes": 1 << 30,
+        }
+        with _variables(_ENVIRONMENT | environment):
+            alone = stack.enter_context(_engine(options))
+            ours = stack.enter_context(_engine(options, store))
+        for each in (alone, ours, ours):  # first touches
+            each.run([tokens(64, 0)], 2)
+        yield alone, ours, store
+
+
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Variables of processes that are started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _engine(options: Mapping[str, Any], store: Path | None = None) -> Iterator[Engine]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, options, store))
+    process.start()
+    there.close()
+    try:
+        yield Engine(here)
+    finally:
+        here.close()
+        process.join()
+
+
+# ---- in the engine's process ----
+
+
+def _serve(connection: Connection, options: Mapping[str, Any], store: Path | None) -> None:
+    """Answers each call of Engine.run until the other end is closed."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = store and KVTransferConfig(
+        kv_connector="KVXConnector",
+        kv_connector_module_path="kvx_adapters.vllm_plugin.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"path": str(store), "fingerprint": "random weights"},
+    )
+    llm = LLM(
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_transfer_config=transfer,
+        **options,
+    )
+    scheduled = _Scheduled(llm)
+    connector = _Connector(llm) if store else None
+    while True:
+        try:
+            prompts, max_tokens, others = connection.recv()
+        except EOFError:
+            return
+        llm.reset_prefix_cache()  # what is not computed comes from the store
+        found = _steps(llm, scheduled, prompts, max_tokens, others)
+        inside, counters = connector.settle() if connector else (0.0, {})
+        connection.send(Run(*found, inside, counters))
+
+
+def _steps(
+    llm: Any,
+    scheduled: _Scheduled,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    others: Others | None,
+) -> tuple[list[float], list[float], int]:
+    """Steps until all prompts are answered: `steps`, `decode_steps`, `num_cached_tokens` of Run."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    waiting = list(others.prompts) if others else []
+    arrived: dict[str, int] = {}  # ids of others, and when they came
+    steps, decode_steps, last = list[float](), list[float](), dict[str, Any]()
+    while sum(output.finished for output in last.values()) < len(prompts):
+        now = len(decode_steps)
+        if others and now:  # all prompts are computed
+            if others.flag:
+                Path(others.flag).touch()
+            gone = [name for name, then in arrived.items() if now - then >= others.patience]
+            engine.abort_request(gone, internal=True)
+            for name in gone:
+                del arrived[name]
+            if waiting and not arrived and now % others.every == 0:
+                prompt = waiting.pop(0)
+                name = engine.add_request(
+                    f"other {len(waiting)}", {"prompt_token_ids": prompt}, params
+                )
+                arrived[name] = now
+        begin = time.perf_counter()
+        outputs = engine.step()
+        steps.append(time.perf_counter() - begin)
+        if scheduled.now == [1] * len(prompts):
+            decode_steps.append(steps[-1])
+        last.update(
+            (output.request_id, output) for output in outputs if output.request_id.isdecimal()
+        )
+    engine.abort_request(list(arrived), internal=True)
+    if others and others.flag:
+        Path(others.flag).unlink(missing_ok=True)
+    return steps, decode_steps, sum(output.num_cached_tokens for output in last.values())
+
+
+class _Scheduled:
+    """What the last step of an engine computed."""
+
+    def __init__(self, llm: Any) -> None:
+        self.now: list[int] = []  # tokens of each request
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def seen(*arguments: Any, **keywords: Any) -> Any:
+            output = schedule(*arguments, **keywords)
+            self.now = list(output.num_scheduled_tokens.values())
+            return output
+
+        scheduler.schedule = seen
+
+
+class _Connector:
+    """Both halves of the KVXConnector of an engine: how long they take, and what they count."""
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._llm = llm
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._worker = get_kv_transfer_group()
+        self._seconds = 0.0
+        self._counters: dict[str, float] = {}
+        for half in (self._scheduler.connector, self._worker):
+            for name in vars(type(half)):
+                if not name.startswith("_") and inspect.ismethod(getattr(half, name)):
+                    setattr(half, name, self._timed(getattr(half, name)))
+        self._take = self._worker.get_kv_connector_stats
+        self._worker.get_kv_connector_stats = self._count
+
+    def settle(self) -> tuple[float, dict[str, float]]:
+        """Waits until everything is stored; seconds and counts since the last time."""
+        seconds = self._seconds
+        while self._scheduler.has_requests():  # whose last tokens are not copied yet
+            self._llm.llm_engine.step()
+        self._worker._worker._saver._writers.wait()  # after all files
+        self._count()
+        counters, self._counters, self._seconds = self._counters, {}, 0.0
+        return seconds, counters
+
+    def _count(self) -> Any:
+        stats = self._take()
+        if stats is not None:
+            for name, value in stats.data.items():
+                self._counters[name] = self._counters.get(name, 0) + value
+        return stats
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                self._seconds += time.perf_counter() - begin
+
+        return timed
