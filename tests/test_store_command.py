@@ -426,6 +426,11 @@ STATS = set(  # of the connector
         r'^    "(\w+)": "', (ROOT / "kvx_adapters/vllm_plugin/stats.py").read_text(), re.MULTILINE
     )
 )
+HISTOGRAMS = set(
+    re.findall(
+        r'^HISTOGRAMS = {"(\w+)": ', (ROOT / "kvx_adapters/vllm_plugin/stats.py").read_text(), re.M
+    )
+)
 
 
 def test_the_commands_of_the_document(path: Path) -> None:
@@ -490,11 +495,12 @@ def test_the_alerts() -> None:
     """They ask for metrics that the connector has."""
     _, _, rules = PAGE.snippets("yaml")
     (group,) = yaml.safe_load(rules)["groups"]
-    asked = {
-        name for rule in group["rules"] for name in re.findall(r"kvx_(\w+)_total", rule["expr"])
-    }
+    texts = [rule["expr"] for rule in group["rules"]]
+    asked = {name for text in texts for name in re.findall(r"kvx_(\w+)_total", text)}
     assert asked == {"load_failures", "dropped_saves", "lookup_failures", "errors"}
     assert asked <= STATS
+    buckets = {name for text in texts for name in re.findall(r"kvx_(\w+)_bucket", text)}
+    assert buckets == {"lookup_seconds"} == HISTOGRAMS
 
 
 def test_a_month(tmp_path: Path) -> None:

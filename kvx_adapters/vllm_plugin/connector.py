@@ -182,8 +182,10 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._guard("did not report its stats"):
             if self._worker is not None:
                 return self._worker.take_stats()
-            counts = self._boundary.take_counts()
-            return KVXStats(counts) if counts else None
+            stats = KVXStats(self._boundary.take_counts())
+            if self._scheduler is not None:
+                stats.add(**self._scheduler.lookups.take_counts())
+            return None if stats.is_empty() else stats
         return None
 
     def save_now(self, save: Save) -> bool:

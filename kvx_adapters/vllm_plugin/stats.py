@@ -21,20 +21,39 @@ COUNTERS = {
     "loaded_bytes": "Bytes loaded from the KVX store",
     "load_seconds": "Seconds spent loading from the KVX store",
     "load_failures": "Loads that failed; vLLM treats them as kv_load_failure_policy says",
+    "evictions": "Files of the KVX store deleted to make room, per worker",
+    "evicted_bytes": "Bytes of the KVX store deleted to make room, per worker",
+    "lookup_hits": "Lookups that found at least min_tokens tokens in the KVX store",
+    "lookup_misses": "Lookups that found fewer, failed or took longer than lookup_seconds",
     "lookup_failures": "Lookups that failed; vLLM computed the tokens",
     "errors": "Other errors that were caught; the engine continued",
 }
 
+# Last values, and their descriptions. A metric is vllm:kvx_<name>. Of the workers the most counts.
+GAUGES = {
+    "store_bytes": "Bytes of all files of the KVX store, as far as a worker that writes knows",
+    "store_files": "Files of the KVX store, as far as a worker that writes knows",
+}
+# Lists of values since the last report, and their descriptions. A metric is vllm:kvx_<name>.
+HISTOGRAMS = {"lookup_seconds": "Seconds from a request's first lookup to its answer"}
+_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_MOST = 4096  # values of a histogram in one report; the last ones
+
 
 class KVXStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums by the names of COUNTERS."""
+    """Sums by the names of COUNTERS, values by those of GAUGES, lists by those of HISTOGRAMS."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=dict(data or {}))
 
-    def add(self, **values: float) -> None:
+    def add(self, **values: float | list[float]) -> None:
         for name, value in values.items():
-            self.data[name] = self.data.get(name, 0) + value
+            if isinstance(value, list):
+                self.data[name] = [*self.data.get(name, ()), *value][-_MOST:]
+            elif name in GAUGES:
+                self.data[name] = max(self.data.get(name, 0), value)
+            else:
+                self.data[name] = self.data.get(name, 0) + value
 
     def reset(self) -> None:
         self.data.clear()
@@ -44,30 +63,52 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {f"KVX {name.replace('_', ' ')}": round(n, 6) for name, n in self.data.items()}
+        """Sums as they are, and of lists the mean and the greatest value."""
+        reduced: dict[str, int | float] = {}
+        for name, found in self.data.items():
+            title = f"KVX {name.replace('_', ' ')}"
+            if name not in HISTOGRAMS:
+                reduced[title] = round(found, 6)
+            elif found:
+                reduced[f"{title}, mean"] = round(sum(found) / len(found), 6)
+                reduced[f"{title}, most"] = round(max(found), 6)
+        return reduced
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
 
 class KVXPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter per name of COUNTERS and engine."""
+    """A counter, a gauge or a histogram per name and engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._counters = {
-            name: {
-                engine: counter.labels(*values)
-                for engine, values in self.per_engine_labelvalues.items()
-            }
-            for name, text in COUNTERS.items()
-            for counter in (
-                self._counter_cls(
-                    name=f"vllm:kvx_{name}", documentation=text, labelnames=self._labelnames
-                ),
-            )
+            name: self._by_engine(self._counter_cls, name, text) for name, text in COUNTERS.items()
+        }
+        self._gauges = {
+            name: self._by_engine(self._gauge_cls, name, text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
+        self._histograms = {
+            name: self._by_engine(self._histogram_cls, name, text, buckets=_BUCKETS)
+            for name, text in HISTOGRAMS.items()
+        }
+
+    def _by_engine(self, kind: Any, name: str, text: str, **options: Any) -> dict[int, Any]:
+        metric = kind(
+            name=f"vllm:kvx_{name}", documentation=text, labelnames=self._labelnames, **options
+        )
+        return {
+            engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(value)
+            if name in HISTOGRAMS:
+                for one in value:
+                    self._histograms[name][engine_idx].observe(one)
+            elif name in GAUGES:
+                self._gauges[name][engine_idx].set(value)
+            else:
+                self._counters[name][engine_idx].inc(value)

@@ -1,23 +1,28 @@
-"""Counts: sums by name, which threads add to and a step takes."""
+"""Counts: sums and last values by name, which threads make and a step takes."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 
 class Counts:
-    """Sums since they were last taken."""
+    """What was added and set since it was last taken."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
 
     def add(self, **values: float) -> None:
         with self._lock:
-            self._sums.update(values)
+            for name, value in values.items():
+                self._sums[name] = self._sums.get(name, 0) + value
+
+    def set(self, **values: float) -> None:
+        """Replaces values: a name is either added to or set."""
+        with self._lock:
+            self._sums |= values
 
     def take(self) -> dict[str, float]:
         with self._lock:
-            sums, self._sums = self._sums, Counter()
-        return dict(sums)
+            sums, self._sums = self._sums, {}
+        return sums

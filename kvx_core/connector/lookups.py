@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from kvx_core.stores.walk import Walk
 _OWN_SECONDS = 5e-5  # that a lookup in memory may take of the engine's thread
 _PATIENCE_SECONDS = 5e-4  # that it waits for a thread that is free: a step later takes much longer
 _OWN_TOKENS = 4096  # of a longer prompt, the keys are computed in a thread
+_MOST = 4096  # durations that are kept until they are taken
 NOTHING = Match(0, ())
 
 
@@ -48,6 +50,8 @@ class Lookups:
         self._workers = Workers(threads, "kvx-lookup", exit_seconds=0)
         self._pending: dict[RequestId, _Lookup] = {}
         self._lookup_is_over = threading.Condition()
+        self._num_hits = self._num_misses = 0
+        self._durations: deque[float] = deque(maxlen=_MOST)
 
     def ask(
         self,
@@ -66,8 +70,36 @@ class Lookups:
             self.forget(request_id)
             lookup = None
         if lookup is None:
-            return self._begin(request_id, store, chain, num_tokens, at_least)
-        return self._answer(request_id, lookup)
+            begun = time.monotonic()
+            match = self._begin(request_id, store, chain, num_tokens, at_least)
+        else:
+            begun = lookup.begun
+            match = self._answer(request_id, lookup)
+        if match is not None:
+            self._durations.append(time.monotonic() - begun)
+            if match.num_tokens >= max(at_least, 1):
+                self._num_hits += 1
+            else:
+                self._num_misses += 1
+        return match
+
+    def take_counts(self) -> dict[str, int | list[float]]:
+        """The answers since the last call; empty if there were none.
+
+        lookup_hits:    answers with at least `at_least` tokens
+        lookup_misses:  all others, also those of lookups that have failed or took too long
+        lookup_seconds: from the first `ask` to the answer; of the last 4,096 answers
+        """
+        if not self._durations:
+            return {}
+        taken: dict[str, int | list[float]] = {
+            "lookup_hits": self._num_hits,
+            "lookup_misses": self._num_misses,
+            "lookup_seconds": list(self._durations),
+        }
+        self._num_hits = self._num_misses = 0
+        self._durations.clear()
+        return taken
 
     def _answer(self, request_id: RequestId, lookup: _Lookup) -> Match | None:
         if lookup.is_over:

@@ -21,6 +21,7 @@ from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
 from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.usage import Used
 
 # The sections of the first tokens of a request: blocks, number of tokens.
 Sections = Callable[[BlockIds, int], list[Section]]
@@ -74,6 +75,7 @@ class Saver:
         self._lock = threading.Lock()  # of all below
         self._pending_bytes = 0  # copied, not yet written
         self._saved: set[RequestId] = set()
+        self._used = Used()  # of which evictions are counted
 
     def save_layer(self, step: object, saves: Sequence[Save], layer: int) -> None:
         """Copies one layer of what a step saves. `save` copies the remaining layers.
@@ -263,10 +265,26 @@ class Saver:
         ):
             store.index.doubt(store.name_of(snapshot))  # nobody has read it here
             return
-        written = store.commit(snapshot)
+        try:
+            written = store.commit(snapshot)
+        finally:
+            self._count_used(store)
         self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
         if written and self._settings.format is not None:
             self._counts.add(spared_bytes=max(0, snapshot.cache_bytes - written))
+
+    def _count_used(self, store: PrefixStore) -> None:
+        """Counts what was deleted to make room since the last call, and what there is now."""
+        with self._lock:
+            used, before = store.used, self._used
+            self._used = used
+        if used.evicted_files > before.evicted_files:
+            self._counts.add(
+                evictions=used.evicted_files - before.evicted_files,
+                evicted_bytes=used.evicted_bytes - before.evicted_bytes,
+            )
+        if used.files is not None and used.num_bytes is not None:
+            self._counts.set(store_files=used.files, store_bytes=used.num_bytes)
 
     def _wait_to_be_written(self, num_bytes: int) -> None:
         with self._lock:

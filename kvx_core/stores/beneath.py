@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
@@ -12,6 +13,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO waits for a writer.
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # for fstat only, of any kind of file
+
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # no folder of this name
 
 # openat2 (Linux 5.6) walks a whole path in one call; a call per folder takes three times as long.
 # Source: linux include/uapi/linux/openat2.h, struct open_how
@@ -132,3 +135,25 @@ def sync_folder(handle: int) -> None:
 def _how(flags: int) -> ctypes.Array[ctypes.c_uint64]:
     """struct open_how: flags, mode, resolve."""
     return (ctypes.c_uint64 * 3)(flags, 0, _RESOLVE_NO_SYMLINKS)
+
+
+def remove_beneath(root: int, name: str, remove: Callable[..., None]) -> int | None:
+    """Deletes a file or an empty folder if it exists; its bytes, or None. Raises OSError."""
+    path, _, last = name.rpartition("/")
+    try:
+        folder = open_beneath(root, path, FOLDER)
+        try:
+            status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            remove(last, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return None
+    return allocated(status) or status.st_size
+
+
+def allocated(status: os.stat_result) -> int:
+    """Bytes on the disk; 0 on file systems that do not say."""
+    return status.st_blocks * 512

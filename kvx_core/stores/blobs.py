@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, BinaryIO
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
+    ABSENT,
     FILE,
     FOLDER,
     NOTHING,
+    allocated,
     make_folders,
     open_beneath,
+    remove_beneath,
     sync_folder,
 )
 from kvx_core.stores.pace import Pace
@@ -33,6 +36,7 @@ from kvx_core.stores.temporary import (
     delete_if_abandoned,
     is_temporary,
 )
+from kvx_core.stores.usage import Usage
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -43,8 +47,7 @@ _TRIES = 5  # when other processes delete what a call is using
 _NO_HELP_SECONDS = 60  # pause after dropping files did not help
 _FUTURE_SECONDS = 60  # a time of last use further ahead than this is wrong
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # no folder of this name
-_NO_FILE = (*_ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
+_NO_FILE = (*ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
 _GONE = (errno.ENOENT, errno.ESTALE)  # deleted during use; NFS may report it late (ESTALE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -90,6 +93,7 @@ class Directory:
             raise InvalidArgumentError(f"group is {group!r}, expected one of {', '.join(MODES)}")
         self.root = Path(root)
         self.max_bytes = max_bytes
+        self.usage = Usage()
         self._root = Root(self.root, group)
         self._folder_mode, file_mode = MODES[group]
         self._temporaries = Temporaries(self._folder_mode, file_mode)
@@ -114,7 +118,7 @@ class Directory:
             finally:
                 with suppress(OSError):
                     status = os.fstat(handle)
-                    reached = status.st_size + _allocated(status)  # some set the size first
+                    reached = status.st_size + allocated(status)  # some set the size first
 
         while True:
             before, reached = reached, 0
@@ -131,8 +135,10 @@ class Directory:
                     raise
                 else:
                     raise self._failure(name, "written", error) from error
-        if num_bytes is not None and self.max_bytes is not None:
-            self._make_room(num_bytes, self.max_bytes)
+        if num_bytes is not None:
+            self.usage.changed(1, num_bytes)
+            if self.max_bytes is not None:
+                self._make_room(num_bytes, self.max_bytes)
         return num_bytes is not None
 
     def open(self, name: str) -> BinaryIO | None:
@@ -191,22 +197,29 @@ class Directory:
 
     def delete(self, name: str) -> None:
         """As BlobStore.delete; deletes folders that become empty as well."""
+        self._delete(name)
+
+    def _delete(self, name: str) -> bool:
+        """Returns whether this call has deleted it."""
         _check_name(name)
         try:
             root = self._open_root(name, "deleted")
         except FileNotFoundError:
-            return
+            return False
         try:
-            _remove(root, name, os.unlink)
+            num_bytes = remove_beneath(root, name, os.unlink)
             folder = name.rpartition("/")[0]
             with suppress(OSError):  # not empty, or of another user
                 while folder:
-                    _remove(root, folder, os.rmdir)
+                    remove_beneath(root, folder, os.rmdir)
                     folder = folder.rpartition("/")[0]
         except OSError as error:
             raise self._failure(name, "deleted", error) from error
         finally:
             os.close(root)
+        if num_bytes is not None:
+            self.usage.changed(-1, -num_bytes)
+        return num_bytes is not None
 
     def trim(self) -> int:
         """Deletes temporary files whose writer is dead and, if files have more than max_bytes, the
@@ -259,7 +272,7 @@ class Directory:
                 os.fsync(temporary.file)
                 status = os.fstat(temporary.file)
                 is_new = self._publish(root, temporary, name)
-            return (_allocated(status) or status.st_size) if is_new else None
+            return (allocated(status) or status.st_size) if is_new else None
         finally:
             os.close(root)
 
@@ -338,7 +351,8 @@ class Directory:
             if freed >= num_bytes:
                 break
             with suppress(StoreError):
-                self.delete(name)
+                if self._delete(name):  # else another process was first
+                    self.usage.evicted(size)
                 freed += size
         return freed
 
@@ -360,15 +374,17 @@ class Directory:
         finally:
             os.close(root)
         # Some file systems do not say how much is allocated: all their files have 0.
-        is_said = any(_allocated(status) for _, status in found)
-        return sorted(
+        is_said = any(allocated(status) for _, status in found)
+        files = sorted(
             (
                 status.st_mtime if now is None else min(status.st_mtime, now),
-                _allocated(status) if is_said else status.st_size,
+                allocated(status) if is_said else status.st_size,
                 name,
             )
             for name, status in found
         )
+        self.usage.counted(len(files), sum(num_bytes for _, num_bytes, _ in files))
+        return files
 
     def _open_root(self, name: str, verb: str) -> int:
         """Raises FileNotFoundError if it does not exist, StoreError if it cannot be opened."""
@@ -414,20 +430,6 @@ def _check_name(name: str) -> None:
 
 def _is_word(text: str) -> bool:
     return text.isascii() and text.isprintable() and text[:1] not in ("", ".")
-
-
-def _remove(root: int, name: str, remove: Callable[..., None]) -> None:
-    """Deletes a file or an empty folder if it exists. Raises OSError."""
-    path, _, last = name.rpartition("/")
-    try:
-        folder = open_beneath(root, path, FOLDER)
-        try:
-            remove(last, dir_fd=folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
 
 
 def _link(temporary: Temporary, folder: int, name: str) -> bool:
@@ -476,10 +478,6 @@ def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.sta
                             yield name, status
         finally:
             os.close(folder)
-
-
-def _allocated(status: os.stat_result) -> int:
-    return status.st_blocks * 512
 
 
 def _code(error: BaseException | None, handled: BaseException | None) -> int | None:

@@ -47,6 +47,7 @@ from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
+from kvx_core.stores.usage import Usage, Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
 
@@ -378,6 +379,15 @@ class PrefixStore:
         if is_new and not self._planes.kinds:  # of other planes, a part of an entry may be no use
             self._superseded.wrote(self.finder, snapshot.header.prefix, snapshot.tokens)
         return num_bytes if is_new else 0
+
+    @property
+    def used(self) -> Used:
+        """What is known in memory of the directory's files; also of those of other models.
+
+        Used() for blobs that do not count. Stores made by `salted` have the same.
+        """
+        usage: Usage | None = getattr(self._blobs, "usage", None)
+        return Used() if usage is None else usage.now
 
     def name_of(self, snapshot: Snapshot) -> str:
         """The name of the file that `commit` writes."""

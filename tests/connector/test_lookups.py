@@ -280,3 +280,29 @@ def test_a_shutdown_waits_no_longer_than_it_is_told() -> None:
     go.set()
     assert workers.wait(60)
     assert done == []
+
+
+def test_answers_are_counted(tmp_path: Path) -> None:
+    tokens = prompt(70, 1)
+    fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    assert asked.lookups.take_counts() == {}
+    assert asked.answer(tokens) == 69
+    assert asked.answer(tokens[:33]) == 32
+    assert asked.answer(prompt(40, 13)) == 0
+    counts = asked.lookups.take_counts()
+    assert (counts["lookup_hits"], counts["lookup_misses"]) == (2, 1)
+    seconds = counts["lookup_seconds"]
+    assert isinstance(seconds, list)
+    assert len(seconds) == 3
+    assert all(0 < one < 60 for one in seconds)
+    assert asked.lookups.take_counts() == {}
+
+
+def test_a_short_match_is_a_miss(tmp_path: Path) -> None:
+    """`answer` needs 8 tokens at least."""
+    tokens = prompt(70, 1)
+    fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    assert asked.answer(tokens[:4] + prompt(40, 14)) == 0
+    assert asked.lookups.take_counts()["lookup_misses"] == 1

@@ -21,7 +21,9 @@ import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import beneath, pace
+from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.usage import Used
 
 ENOSPC, EDQUOT = errno.ENOSPC, errno.EDQUOT
 PAGE = 4096
@@ -211,6 +213,27 @@ def test_every_folder_that_is_made_is_synced(
     blobs.put("a/b/d", writing(b""))
     assert len(synced) == 2
     assert synced[1] == str(root / "a/b")
+
+
+def test_what_is_used_is_known_without_a_walk(tmp_path: Path, monkeypatch: Any) -> None:
+    blobs, other = Directory(tmp_path, max_bytes=10 * PAGE), Directory(tmp_path)
+    fill(other, "a/1")
+    assert blobs.usage.now == Used()
+    fill(blobs, "a/2", "a/3", "a/4")  # counts after the first file
+    with monkeypatch.context() as patch:
+        patch.delattr(blobs_module, "_walk")
+        assert blobs.usage.now == Used(4, 4 * PAGE)
+        blobs.delete("a/2")
+        blobs.delete("a/none")
+        assert blobs.usage.now == Used(3, 3 * PAGE)
+        fill(blobs, *(f"b/{i}" for i in range(6)))
+        assert blobs.usage.now == Used(9, 9 * PAGE)
+    fill(other, "c/1")
+    fill(blobs, "c/2")  # makes room for both
+    found = blobs.usage.now
+    assert found.evicted_files == found.evicted_bytes // PAGE == 2
+    assert (found.files, found.num_bytes) == (9, 9 * PAGE)
+    assert len(other.files()) == 9
 
 
 def test_nothing_stays_open(tmp_path: Path) -> None:
@@ -541,7 +564,7 @@ def test_a_file_system_that_says_nothing_of_blocks(
 ) -> None:
     from kvx_core.stores import blobs as module
 
-    monkeypatch.setattr(module, "_allocated", lambda status: 0)
+    monkeypatch.setattr(module, "allocated", lambda status: 0)
     blobs = Directory(tmp_path, max_bytes=10 * PAGE)
     fill(blobs, *(f"a/{i}" for i in range(20)))
     assert 8 * PAGE <= blobs.trim() <= 10 * PAGE
@@ -570,6 +593,8 @@ def test_a_full_disk_makes_room(max_bytes: int | None, code: int, tmp_path: Path
             assert sorted(blobs.names("old")) == [f"{i:02}" for i in range(4, 40)]
     assert len(blobs.names("new")) == 40
     assert blobs.names("old") == []
+    used = blobs.usage.now
+    assert (used.evicted_files, used.evicted_bytes) == (40, 40 * PAGE)
     assert not temporaries(tmp_path)
 
 

@@ -30,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 
+_SUFFIXES = ("_total", "_sum", "_count", "kvx_store_bytes", "kvx_store_files")
+
 
 def connector(store: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
     """kv_transfer_config for an engine with KVXConnector; extra: its own settings."""
@@ -102,7 +104,7 @@ class Engine:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Totals and sums by name, as Prometheus gets them. Needs disable_log_stats=False."""
+        """Metrics by name, as Prometheus has them. Needs disable_log_stats=False."""
         found: dict[str, float] = self.call("metrics")
         return found
 
@@ -273,7 +275,7 @@ class Server:
         from prometheus_client import REGISTRY  # LLM.get_metrics cuts counters down to integers
 
         samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
-        return {s.name: s.value for s in samples if s.name.endswith(("_total", "_sum"))}
+        return {s.name: s.value for s in samples if s.name.endswith(_SUFFIXES)}
 
     def on_next_load(self, delete: str) -> None:
         """Deletes a directory's files after the next lookup that hit, before its load."""

@@ -29,6 +29,11 @@ def test_metrics(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     assert found["vllm:kvx_saved_tokens_total"] == num_tokens
     assert found["vllm:kvx_save_seconds_total"] > 0
     assert found["vllm:kvx_loaded_tokens_total"] == found["vllm:kvx_dropped_saves_total"] == 0
+    assert found["vllm:kvx_lookup_hits_total"] == 0
+    assert found["vllm:kvx_lookup_misses_total"] == len(prompts)
+    assert found["vllm:kvx_lookup_seconds_count"] == len(prompts)
+    assert 0 < found["vllm:kvx_lookup_seconds_sum"] < len(prompts)
+    assert again["vllm:kvx_lookup_seconds_count"] == 2 * len(prompts)
     assert again["vllm:kvx_saved_tokens_total"] == num_tokens
     # Threads write while vLLM goes on, so it may hear of the last file a step later.
     num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
@@ -41,6 +46,28 @@ def test_metrics(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     assert found["vllm:kvx_loaded_tokens_total"] == num_tokens - len(prompts)
     assert found["vllm:kvx_loaded_bytes_total"] == (num_tokens - len(prompts)) * TOKEN_BYTES
     assert found["vllm:kvx_load_seconds_total"] > 0
+    assert found["vllm:kvx_lookup_hits_total"] == len(prompts)
+    assert found["vllm:kvx_lookup_misses_total"] == found["vllm:kvx_evictions_total"] == 0
     assert found["vllm:kvx_load_failures_total"] == found["vllm:kvx_saved_tokens_total"] == 0
     # vLLM's own count of prompt tokens that it did not have to compute.
     assert found["vllm:external_prefix_cache_hits_total"] == num_tokens - len(prompts)
+
+
+def test_metrics_of_evictions(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    """A store of 800 KB, and six prompts of 256 tokens, 786 KB each."""
+    options = {
+        "disable_log_stats": False,
+        "kv_transfer_config": connector(tmp_path, save_generated=False, max_bytes="800KB"),
+    }
+    with engines.engine(llama, block_size=32, **options) as engine:
+        for seed in range(6):
+            engine.generate([prompt(256, seed=60 + seed)])
+        found = engine.metrics()
+    evictions, num_bytes = (
+        found[f"vllm:kvx_{name}_total"] for name in ("evictions", "evicted_bytes")
+    )
+    assert 1 <= evictions <= 12  # files, of 128 tokens each
+    assert num_bytes >= evictions * 128 * TOKEN_BYTES
+    paths = list(tmp_path.rglob("*.safetensors"))
+    assert 0 < found["vllm:kvx_store_files"] <= len(paths) + 2  # of the last report
+    assert 0 < found["vllm:kvx_store_bytes"] <= 800_000 + 2 * 450_000
