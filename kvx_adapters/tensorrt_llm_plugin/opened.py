@@ -14,6 +14,7 @@ def opened_store(model: Model, settings: Settings) -> PrefixStore | None:
 
     Raises InvalidArgumentError.
     """
+    settings.check(writes=True)
     try:
         store = model.store(settings)
         store.chunk_tokens  # noqa: B018

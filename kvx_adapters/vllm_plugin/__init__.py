@@ -100,10 +100,37 @@ def _register_connector() -> None:
     Importing the factory takes a second, which processes without an engine should not spend.
     """
     if _FACTORY in sys.modules:
+        factory = sys.modules[_FACTORY].KVConnectorFactory
         with suppress(ValueError):  # it is registered already
-            sys.modules[_FACTORY].KVConnectorFactory.register_connector(*_CONNECTOR)
+            factory.register_connector(*_CONNECTOR)
+        _check_settings_early(factory)
     elif not any(isinstance(finder, _WaitForFactory) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitForFactory())
+
+
+def _check_settings_early(factory: Any) -> None:
+    """Has vLLM check the connector's settings when it first asks for the class of the connector.
+
+    That is while it makes its configuration, in the process that the user has started. No hook of
+    a connector sees the settings there in all cases, and an error in an engine's own process ends
+    up in the middle of the log.
+    Source: vllm 0.32 config/vllm.py, VllmConfig.__post_init__
+    """
+    get = factory.get_connector_class
+    if getattr(get, "checks_kvx", False):
+        return
+    checked: list[Any] = []
+
+    def get_connector_class(kv_transfer_config: Any) -> Any:
+        if kv_transfer_config.kv_connector == _CONNECTOR[0] and kv_transfer_config not in checked:
+            from kvx_adapters.vllm_plugin.settings import check_settings
+
+            check_settings(kv_transfer_config)
+            checked.append(kv_transfer_config)
+        return get(kv_transfer_config)
+
+    get_connector_class.checks_kvx = True  # type: ignore[attr-defined]
+    factory.get_connector_class = staticmethod(get_connector_class)
 
 
 class _WaitForFactory(MetaPathFinder):

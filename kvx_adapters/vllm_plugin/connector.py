@@ -30,7 +30,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
 from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
-from kvx_adapters.vllm_plugin.settings import Settings, Stores, check_engine
+from kvx_adapters.vllm_plugin.settings import Settings, Stores, check_engine, check_settings
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
@@ -55,6 +55,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = Settings.of(vllm_config)
         check_engine(vllm_config, self._settings)
+        check_settings(vllm_config.kv_transfer_config)
         windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
         self._stores = _stores(vllm_config, self._settings, shortest)

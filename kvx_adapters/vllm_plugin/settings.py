@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import model_record
-from kvx_core import DType, InvalidArgumentError, UnsupportedError
+from kvx_core import DType, InvalidArgumentError, KvxError, Status, UnsupportedError
 from kvx_core.connector.settings import Salted, StoreSettings
 from kvx_core.snapshot import Precision
 
@@ -23,7 +23,12 @@ class Settings(StoreSettings):
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
         """Raises InvalidArgumentError, which names every wrong field."""
-        found = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return cls.read(vllm_config.kv_transfer_config)
+
+    @classmethod
+    def read(cls, transfer: Any) -> Self:
+        """transfer: vllm's KVTransferConfig. Raises InvalidArgumentError as `of` does."""
+        found = dict(transfer.kv_connector_extra_config)
         try:
             return cls(**found)
         except ValidationError as error:
@@ -34,6 +39,27 @@ class Settings(StoreSettings):
             raise InvalidArgumentError(
                 f"{wrong}. KVXConnector needs at least {{'path': '/the/stores/directory'}}"
             ) from None
+
+
+def check_settings(transfer: Any) -> None:
+    """Ends a start whose settings can never work, before vLLM starts its engine processes.
+
+    transfer: vllm's KVTransferConfig
+    Raises SettingsError.
+    """
+    try:
+        Settings.read(transfer).check(writes=transfer.is_kv_producer)
+    except (KvxError, ValueError) as error:
+        raise SettingsError(f"KVX cannot start with these settings: {error}") from None
+
+
+class SettingsError(KvxError, RuntimeError):
+    """Settings of the connector can never work.
+
+    No ValueError: pydantic would put the sentence in the middle of a report on VllmConfig.
+    """
+
+    status = Status.INVALID_ARGUMENT
 
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:

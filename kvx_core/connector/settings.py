@@ -8,8 +8,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
+from kvx_core.stores.access import check_access
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import read_config
+from kvx_core.stores.config import check_chunk_tokens, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
@@ -92,6 +93,21 @@ class StoreSettings(BaseModel):
         if self.max_bytes is None and config is not None:  # another engine may have made it
             directory.max_bytes = config.max_bytes
         return store
+
+    def check(self, *, writes: bool) -> None:
+        """Checks what can be known of the settings before an engine's model is loaded.
+
+        writes: whether the engine saves
+        Reads the key, and asks for the rights to the directory; makes nothing. Raises
+        InvalidArgumentError for what can never work; a store that is broken, or on a disk that
+        does not answer, is none.
+        """
+        if self.key_file is not None:
+            read_key(self.key_file.expanduser())
+        directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
+        check_access(directory, writes=writes)
+        with suppress(StoreError):
+            check_chunk_tokens(directory, read_config(directory), self.chunk_tokens)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """One line for the log of an engine that has started: where its prefixes go."""

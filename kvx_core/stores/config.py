@@ -47,12 +47,17 @@ def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> St
         with suppress(StoreError):  # a store that this process may only read can still be empty
             blobs.put(_NAME, write)
         config = read_config(blobs)
+    check_chunk_tokens(blobs, config, requested)
+    return config
+
+
+def check_chunk_tokens(blobs: BlobStore, config: StoreConfig | None, requested: int | None) -> None:
+    """Raises InvalidArgumentError if the store has another chunk_tokens than is requested."""
     if config is not None and requested not in (None, config.chunk_tokens):
         raise InvalidArgumentError(
             f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
             "Leave it out, or use another directory"
         )
-    return config
 
 
 def read_config(blobs: BlobStore) -> StoreConfig | None:

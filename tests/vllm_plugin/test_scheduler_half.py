@@ -585,9 +585,10 @@ def test_aborted_before_its_load_has_failed(start: Any, stored: None) -> None:
 def test_a_store_that_appears_and_is_another_one(role: str, start: Any, tmp_path: Path) -> None:
     """Requests are computed, and the engine goes on."""
     root = tmp_path / "disk"
-    root.touch()  # not a directory: nothing can be put there yet
+    (root / "store").mkdir(parents=True)
+    (root / "store/.tmp").touch()  # not a folder: nothing can be put there yet
     steps = start({"path": str(root / "store"), "chunk_tokens": 32}, role=role)
-    root.unlink()
+    (root / "store/.tmp").unlink()
     fill(root / "store", STORED)  # chunks of 64 tokens
     steps.add("a", STORED, max_tokens=20)
     assert loads(steps.plan()) == []
