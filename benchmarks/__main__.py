@@ -27,6 +27,7 @@ _ALL = (
     "decode_steps",
     "connector",
     "snapshots",
+    "encryption",
     "live",
     "migrate_vs_lmcache",
 )
@@ -125,6 +126,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import connector
 
         return [connector.run()]
+    if name == "encryption":
+        from benchmarks import encryption
+
+        return encryption.run(threads, rounds, options.only, quick=options.quick)
     if name == "snapshots":
         from benchmarks import snapshots
 

@@ -28,7 +28,7 @@ from kvx_core.snapshot.memory import PAGE
 from kvx_core.tables import BlockTable
 
 _BLOCK, _CHUNK, _DIM = 16, 128, 128
-_MODELS = {"32 layers, 8 heads": (32, 8, 2048), "4 layers, 2 heads": (4, 2, 8192)}
+MODELS = {"32 layers, 8 heads": (32, 8, 2048), "4 layers, 2 heads": (4, 2, 8192)}
 _FACTS = CacheFacts(
     fingerprint="a model", rotary="half", rotary_dim=_DIM, rope_applied=True, first_kv_head=0
 )
@@ -40,9 +40,9 @@ def run(threads: Sequence[int], rounds: int, only: str, *, quick: bool) -> list[
     """Measures every case whose name contains `only`; prints and returns the results."""
     results = []
     report.print_head(_VERSUS)
-    for model, (num_layers, num_heads, num_tokens) in _MODELS.items():
-        with _folder() as folder:
-            prompt = _Prompt(num_layers, num_heads, num_tokens // (4 if quick else 1), folder)
+    for model, (num_layers, num_heads, num_tokens) in MODELS.items():
+        with folder() as path:
+            prompt = Prompt(num_layers, num_heads, num_tokens // (4 if quick else 1), path)
             for name, (calls, goals) in prompt.cases().items():
                 if only in f"{name}, {model}":
                     work = {n: once(call) for n, call in calls.items()}
@@ -59,7 +59,7 @@ def run(threads: Sequence[int], rounds: int, only: str, *, quick: bool) -> list[
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """A folder in memory where there is one, so that no disk is measured."""
     shared = Path("/dev/shm")
     path = Path(tempfile.mkdtemp(prefix="kvx-", dir=shared if shared.is_dir() else None))
@@ -69,7 +69,7 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-class _Prompt:
+class Prompt:
     """A prompt in an engine's caches, and its chunks."""
 
     def __init__(self, num_layers: int, num_heads: int, num_tokens: int, folder: Path) -> None:

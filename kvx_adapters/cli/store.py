@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvx_core import InvalidArgumentError, KvxError
 from kvx_core.stores import CorruptError, Directory, StoreError, read_key
+from kvx_core.stores.encrypted import Encryption
 from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
 
 app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_args_is_help=True)
@@ -40,18 +41,26 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 
 StorePath = Annotated[Path, typer.Argument(help="The directory: `path` of the connector.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Its secret signs the files: key_file.")]
+EncryptionKeyFile = Annotated[
+    Path | None, typer.Option(help="Its secret encrypts the files: encryption_key_file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")]
 
 
 @app.command("ls")
-def _ls(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> None:
+def _ls(
+    path: StorePath,
+    key_file: KeyFile = None,
+    encryption_key_file: EncryptionKeyFile = None,
+    as_json: AsJson = False,
+) -> None:
     """List models and salts: entries, tokens, bytes, precisions, and when they were last used.
 
     A space is the hash of a model, a salt and a key. A salt cannot be read from it.
     """
     with _errors():
-        spaces = _inventory(path, key_file).spaces()
+        spaces = _inventory(path, key_file, encryption_key_file).spaces()
     if as_json:
         print(json.dumps([_facts(space) for space in spaces], indent=1))
         return
@@ -78,10 +87,15 @@ def _ls(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> N
 
 
 @app.command("stat")
-def _stat(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) -> None:
+def _stat(
+    path: StorePath,
+    key_file: KeyFile = None,
+    encryption_key_file: EncryptionKeyFile = None,
+    as_json: AsJson = False,
+) -> None:
     """Show totals: files, entries, tokens, bytes, ages, and the space left on the disk."""
     with _errors():
-        found = _inventory(path, key_file)
+        found = _inventory(path, key_file, encryption_key_file)
         spaces = found.spaces()
         facts = _totals(found, spaces)
     if as_json:
@@ -102,6 +116,7 @@ def _stat(path: StorePath, key_file: KeyFile = None, as_json: AsJson = False) ->
 def _verify(
     path: StorePath,
     key_file: KeyFile = None,
+    encryption_key_file: EncryptionKeyFile = None,
     as_json: AsJson = False,
     delete: Annotated[bool, typer.Option("--delete", help="Delete files that are bad.")] = False,
 ) -> None:
@@ -111,7 +126,7 @@ def _verify(
     and stays.
     """
     with _errors():
-        found = _inventory(path, key_file)
+        found = _inventory(path, key_file, encryption_key_file)
         num_files = sum(len(space.files) for space in found.spaces())
         bad: list[tuple[StoredFile, str]] = []
         unknown: list[tuple[StoredFile, str]] = []
@@ -154,7 +169,7 @@ def _trim(
     """
     with _errors():
         most = num_bytes_of(to, "to")
-        found = _inventory(path, None)
+        found = _inventory(path, None, None)
         files = sorted(
             (file for space in found.spaces() for file in space.files), key=lambda file: file.used
         )
@@ -180,6 +195,7 @@ def _rm(
         str | None, typer.Option(help="Not used for this long: 90s, 30m, 12h, 7d, 4w.")
     ] = None,
     key_file: KeyFile = None,
+    encryption_key_file: EncryptionKeyFile = None,
     dry_run: DryRun = False,
 ) -> None:
     """Delete the files to which all that is given applies.
@@ -188,7 +204,7 @@ def _rm(
     """
     with _errors():
         before = None if older is None else time.time() - _seconds(older)
-        found = _inventory(path, key_file)
+        found = _inventory(path, key_file, encryption_key_file)
         chosen, unknown = found.chosen(salt=salt, model=model, before=before)
         _delete(found, chosen, dry_run=dry_run)
     for space in unknown:
@@ -202,13 +218,23 @@ def _rm(
     raise typer.Exit(1 if unknown else 0)
 
 
-def _inventory(path: Path, key_file: Path | None) -> Inventory:
+def _inventory(path: Path, key_file: Path | None, encryption_key_file: Path | None) -> Inventory:
     if not path.is_dir():
         raise StoreError(
             f"path is {path}, expected the directory of a store: `path` of the connector's settings"
         )
     with Console(stderr=True).status("reading the names of files"):
-        return Inventory(Directory(path), None if key_file is None else read_key(key_file))
+        return Inventory(
+            Directory(path),
+            None if key_file is None else read_key(key_file),
+            None
+            if encryption_key_file is None
+            else Encryption(read_key(encryption_key_file, "encryption_key_file")),
+        )
+
+
+def _encryption(path: Path | None) -> Encryption | None:
+    return None if path is None else Encryption(read_key(path, "encryption_key_file"))
 
 
 def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.access import check_access
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import check_chunk_tokens, read_config
+from kvx_core.stores.config import check_config, read_config
+from kvx_core.stores.encrypted import Encrypted, Encryption, secret_of_variable
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
@@ -36,6 +39,8 @@ class StoreSettings(BaseModel):
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
     format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
     key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
+    encryption_key_file: Path | None = None  # its secret encrypts files with AES-256-GCM
+    encryption_key_variable: str | None = None  # the same, in an environment variable
     writer_threads: int = Field(default=1, ge=1)
     loader_threads: int = Field(default=2, ge=1)
     max_pending_bytes: int = Field(
@@ -77,7 +82,7 @@ class StoreSettings(BaseModel):
         if self.max_bytes is None and read_config(directory) is None:
             directory.max_bytes = max(directory.free_bytes() // 2, 1)
         store = PrefixStore(
-            directory,
+            self._blobs(directory),
             fingerprint=fingerprint,
             num_layers=num_layers,
             total_kv_heads=total_kv_heads,
@@ -94,6 +99,20 @@ class StoreSettings(BaseModel):
             directory.max_bytes = config.max_bytes
         return store
 
+    def _blobs(self, directory: Directory) -> BlobStore:
+        """The directory, encrypted if a key is set. Raises InvalidArgumentError."""
+        if self.encryption_key_file is not None and self.encryption_key_variable is not None:
+            raise InvalidArgumentError(
+                "encryption_key_file and encryption_key_variable are set, expected one of them"
+            )
+        if self.encryption_key_file is not None:
+            secret = read_key(self.encryption_key_file.expanduser(), "encryption_key_file")
+        elif self.encryption_key_variable is not None:
+            secret = secret_of_variable(self.encryption_key_variable)
+        else:
+            return directory
+        return Encrypted(directory, Encryption(secret))
+
     def check(self, *, writes: bool) -> None:
         """Checks what can be known of the settings before an engine's model is loaded.
 
@@ -107,7 +126,7 @@ class StoreSettings(BaseModel):
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
         check_access(directory, writes=writes)
         with suppress(StoreError):
-            check_chunk_tokens(directory, read_config(directory), self.chunk_tokens)
+            check_config(self._blobs(directory), read_config(directory), self.chunk_tokens)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """One line for the log of an engine that has started: where its prefixes go."""

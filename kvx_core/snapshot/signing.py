@@ -48,8 +48,10 @@ class Key:
         return self.digest(b"", b"kvx name")
 
 
-def read_key(path: Path) -> bytes:
+def read_key(path: Path, field: str = "key_file") -> bytes:
     """Reads a key: all bytes of a file that only its owner can read.
+
+    field: what errors call it
 
     Raises InvalidArgumentError if it is no regular file, too short or too long, or if others can
     read it.
@@ -59,26 +61,26 @@ def read_key(path: Path) -> bytes:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidArgumentError(
-            f"key_file {path} cannot be read: {error}. Make it with: "
+            f"{field} {path} cannot be read: {error}. Make it with: "
             f"(umask 077; head -c 32 /dev/urandom > {path})"
         ) from None
     try:
         mode = os.fstat(file).st_mode
         if not stat.S_ISREG(mode):
-            raise InvalidArgumentError(f"key_file {path} is no regular file, expected one")
+            raise InvalidArgumentError(f"{field} {path} is no regular file, expected one")
         if mode & 0o077:
             raise InvalidArgumentError(
-                f"key_file {path} has mode {mode & 0o777:04o}, expected 0600 or stricter: others "
+                f"{field} {path} has mode {mode & 0o777:04o}, expected 0600 or stricter: others "
                 f"must not read it. Run: chmod 600 {path}"
             )
         secret = os.read(file, _MAX_BYTES + 1)
     except OSError as error:
-        raise InvalidArgumentError(f"key_file {path} cannot be read: {error}") from None
+        raise InvalidArgumentError(f"{field} {path} cannot be read: {error}") from None
     finally:
         os.close(file)
     if not _MIN_BYTES <= len(secret) <= _MAX_BYTES:
         raise InvalidArgumentError(
-            f"key_file {path} has {'more than ' if len(secret) > _MAX_BYTES else ''}"
+            f"{field} {path} has {'more than ' if len(secret) > _MAX_BYTES else ''}"
             f"{min(len(secret), _MAX_BYTES)} bytes, expected {_MIN_BYTES} to {_MAX_BYTES}. Make it "
             f"with: (umask 077; head -c 32 /dev/urandom > {path})"
         )

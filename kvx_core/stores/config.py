@@ -13,16 +13,19 @@ from kvx_core.stores.blob_store import BlobStore
 
 _NAME = "kvx-store.json"
 _MAX_BYTES = 4096
+_ENCRYPTED = f"{FORMAT} AES-256-GCM"  # so that earlier versions take no file for a damaged one
 _MAX_CHUNK_TOKENS = 999_999_999  # names of files have 9 digits
 
 
 class StoreConfig(NamedTuple):
-    """chunk_tokens: tokens of a full chunk
+    """key_check:    of the key that files are encrypted with; None: they are not encrypted
+    chunk_tokens: tokens of a full chunk
     max_bytes:    on the disk, for engines whose settings name no limit; None: it was made without
     """
 
     chunk_tokens: int
     max_bytes: int | None
+    key_check: str | None = None
 
 
 def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> StoreConfig | None:
@@ -36,7 +39,10 @@ def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> St
     """
     config = read_config(blobs)
     if config is None:
-        wanted = {"format": FORMAT, "chunk_tokens": requested or otherwise}
+        wanted: dict[str, object] = {"format": FORMAT, "chunk_tokens": requested or otherwise}
+        key_check = getattr(blobs, "key_check", None)
+        if key_check is not None:
+            wanted |= {"format": _ENCRYPTED, "key_check": key_check}
         limit = getattr(blobs, "max_bytes", None)
         if limit is not None:
             wanted["max_bytes"] = limit
@@ -47,12 +53,27 @@ def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> St
         with suppress(StoreError):  # a store that this process may only read can still be empty
             blobs.put(_NAME, write)
         config = read_config(blobs)
-    check_chunk_tokens(blobs, config, requested)
+    check_config(blobs, config, requested)
     return config
 
 
-def check_chunk_tokens(blobs: BlobStore, config: StoreConfig | None, requested: int | None) -> None:
-    """Raises InvalidArgumentError if the store has another chunk_tokens than is requested."""
+def check_config(blobs: BlobStore, config: StoreConfig | None, requested: int | None) -> None:
+    """Raises InvalidArgumentError if the store has another chunk_tokens than is requested, or
+    another encryption key than `blobs`.
+    """
+    key_check = getattr(blobs, "key_check", None)
+    if config is not None and config.key_check != key_check:
+        if config.key_check is None:
+            found, way_out = "is not encrypted", "Leave the encryption key out"
+        elif key_check is None:
+            found, way_out = "is encrypted", "Give the key: encryption_key_file"
+        else:
+            found, way_out = "is encrypted with another key", "Give its key"
+        given = "no key is given" if key_check is None else "an encryption key is given"
+        raise InvalidArgumentError(
+            f"{given}, and the store {found}, as {_path(blobs)} says. {way_out}, or use another "
+            "directory"
+        )
     if config is not None and requested not in (None, config.chunk_tokens):
         raise InvalidArgumentError(
             f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
@@ -72,7 +93,9 @@ def read_config(blobs: BlobStore) -> StoreConfig | None:
     try:
         config = strict_json(raw)
         found, chunk_tokens = config["format"], config["chunk_tokens"]
-        max_bytes = config.get("max_bytes")
+        max_bytes, key_check = config.get("max_bytes"), None
+        if found == _ENCRYPTED:
+            found, key_check = FORMAT, config["key_check"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{where} is not the description of a KVX store: {error!r}") from None
     if type(found) is int and 0 < found < FORMAT:
@@ -92,7 +115,9 @@ def read_config(blobs: BlobStore) -> StoreConfig | None:
         )
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise StoreError(f"{where} has max_bytes {max_bytes!r}, expected a number greater than 0")
-    return StoreConfig(chunk_tokens, max_bytes)
+    if key_check is not None and (type(key_check) is not str or not key_check):
+        raise StoreError(f"{where} has key_check {key_check!r}, expected a text")
+    return StoreConfig(chunk_tokens, max_bytes, key_check)
 
 
 def _path(blobs: BlobStore) -> str:

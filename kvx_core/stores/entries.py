@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, read_tokens
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.encrypted import Encrypted
 from kvx_core.stores.index import Index
 from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
 from kvx_core.stores.pace import drain
@@ -57,18 +58,24 @@ class Entries:
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Raises StoreError."""
-        file = self.blobs.open(name)
-        if file is not None:
-            file.close()
+        if isinstance(self.blobs, Encrypted):  # whose `open` reads the whole file
+            found = self.blobs.is_there(name)
+        else:
+            file = self.blobs.open(name)
+            found = file is not None
+            if file is not None:
+                file.close()
+        if found:
             self.index.saw(name)
         else:
             self.index.missed(name)
-        return file is not None
+        return found
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
         """The file, closed at the end of the context. Raises StoreError if it does not exist."""
-        file = self.blobs.open(name)
+        with self.discarding(name):
+            file = self.blobs.open(name)
         if file is None:
             self.index.missed(name)
             raise StoreError(f"{name} is not in the store (any more)")

@@ -6,10 +6,14 @@ salt, key and lossy format. Files are not trusted: neither their names nor their
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import (
@@ -22,6 +26,8 @@ from kvx_core.snapshot import (
     UnsignedError,
 )
 from kvx_core.stores.blobs import Directory
+from kvx_core.stores.config import check_config, read_config
+from kvx_core.stores.encrypted import Encrypted, Encryption, is_encrypted
 from kvx_core.stores.keys import EntryFile, parse_name, space_of
 
 _MOST_LAYERS = 1024  # of a model: a name could claim billions, and each is a number in memory
@@ -133,12 +139,21 @@ class Space:
 class Inventory:
     """What a directory has. A snapshot of the moment: other processes may write and delete."""
 
-    def __init__(self, directory: Directory, key: bytes | None = None) -> None:
-        """key: that files are signed with. Without it signed files are counted, and not read.
+    def __init__(
+        self,
+        directory: Directory,
+        key: bytes | None = None,
+        encryption: Encryption | None = None,
+    ) -> None:
+        """key:        that files are signed with. Without it signed files are counted, and not read
+        encryption: of an encrypted store. Without it files are counted, and not read
 
-        Raises StoreError if the directory cannot be read.
+        Raises StoreError if the directory cannot be read; InvalidArgumentError if `encryption` has
+        another key than the store, or the store is not encrypted.
         """
-        self.directory, self._key = directory, key
+        self.directory, self._key, self._encryption = directory, key, encryption
+        if encryption is not None:
+            check_config(Encrypted(directory, encryption), read_config(directory), None)
         self.num_other_files = 0  # that are not KVX's
         self._spaces: dict[str, Space] = {}
         known: dict[tuple[int, ...], tuple[int, ...]] = {}  # so that files share their layers
@@ -222,7 +237,7 @@ class Inventory:
 
     def _verify(self, file: StoredFile) -> None:
         path = self.directory.root / file.file.name
-        with Snapshot.open(path, name=file.file.name, key=self._key) as found:
+        with self._opened(path, file, self._key) as found:
             held = tuple(layer for part in found.header.parts for layer in part.layers)
             shown = len(found.tokens), sorted(held), found.header.heads
             expected = file.file.num_tokens, sorted(file.file.layers), file.file.heads
@@ -233,6 +248,29 @@ class Inventory:
                 )
             for layer in held:
                 found.read([layer])
+
+    @contextmanager
+    def _opened(
+        self, path: Path, file: StoredFile, key: bytes | None, name: str = ""
+    ) -> Iterator[Snapshot]:
+        """The snapshot in a file, decrypted. Its time of last use stays. Raises StoreError.
+
+        name: for messages; "": that of the file
+        """
+        name = name or file.file.name
+        try:
+            raw: BinaryIO = io.FileIO(
+                os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            )
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
+        with raw:
+            if self._encryption is not None:
+                raw = self._encryption.opened(file.file.name, raw, name)
+            elif is_encrypted(raw):
+                raise StoreError(f"{name} is encrypted. Give its key: --encryption-key-file")
+            with raw, Snapshot.open(raw, name=name, key=key) as found:
+                yield found
 
     def _look_at(self, space: Space) -> None:
         """Reads headers of the last used files: one that is good, and one for each other layers."""
@@ -255,7 +293,7 @@ class Inventory:
         path = self.directory.root / file.file.name
         for key in (None,) if self._key is None else (self._key, None):
             try:
-                with Snapshot.open(path, key=key) as found:
+                with self._opened(path, file, key, name=str(path)) as found:
                     space.is_signed = key is not None
                     return found.header
             except StoreError as error:

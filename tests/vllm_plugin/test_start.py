@@ -33,7 +33,7 @@ def last_line(error: EngineError) -> str:
         ({"path": "FILE/store"}, r"path is .*/file/store, made below .*/file, which is a file, "),
         ({"max_bytes": "much"}, r"kv_connector_extra_config\.max_bytes: .*max_bytes is 'much', "),
         ({"format": "q9"}, r"kv_connector_extra_config\.format: .*format is 'q9', expected None "),
-        ({"key_file": "FILE.none"}, r"key is .*|.*file\.none.*"),
+        ({"key_file": "FILE.none"}, r"key_file .*/file\.none cannot be read: "),
         ({"chunk_tokens": 64}, r"chunk_tokens is 64, expected 128 as .*/kvx-store\.json says\. "),
     ],
 )

@@ -1,0 +1,238 @@
+"""Encrypted stores: nothing readable on the disk, no file under another name, no other key."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_core import Directory, InvalidArgumentError, PrefixStore, StoreError
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.stores.encrypted import Encrypted, Encryption
+from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
+from tests.test_store_command import kvx, listed
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+TOKENS = [i * 7 % 1009 for i in range(40)]  # chunks of 16, 16 and 8
+HEAD, TAG = 28, 16
+
+
+def encrypted(path: Path, key: bytes = KEY, **options: Any) -> PrefixStore:
+    return store_in(Encrypted(Directory(path), Encryption(key)), **options)
+
+
+def loaded(store: PrefixStore) -> int:
+    """Loads what is found of TOKENS, checks it, and returns how many tokens that were."""
+    match = store.lookup(TOKENS)
+    engine = Engine(num_tokens=80, seed=1)
+    if match.num_tokens:
+        store.load(match, 0, match.num_tokens, engine.sections())
+        engine.check(TOKENS, 0, match.num_tokens)
+    return match.num_tokens
+
+
+def key_file(path: Path, key: bytes = KEY) -> Path:
+    path.write_bytes(key)
+    path.chmod(0o600)
+    return path
+
+
+def test_what_is_stored_is_found_and_cannot_be_read(tmp_path: Path) -> None:
+    plain, secret = tmp_path / "plain", tmp_path / "secret"
+    save(store_in(plain), TOKENS)
+    save(encrypted(secret), TOKENS)
+    assert loaded(encrypted(secret)) == len(TOKENS)
+    names = [path.relative_to(secret) for path in files_of(secret)]
+    assert names == [path.relative_to(plain) for path in files_of(plain)]
+    for name in names:
+        raw, content = (secret / name).read_bytes(), (plain / name).read_bytes()
+        assert len(raw) == len(content) + HEAD + TAG
+        pieces = {content[i : i + 16] for i in range(len(content) - 16)}
+        assert not any(raw[i : i + 16] in pieces for i in range(HEAD, len(raw) - 16))
+        assert b"tokens" not in raw
+    config = json.loads((secret / "kvx-store.json").read_text())
+    assert config["format"] == "2 AES-256-GCM"
+    assert KEY.hex() not in config["key_check"]
+
+
+def test_a_nonce_is_used_once() -> None:
+    cipher = Encryption(KEY)
+    files = [b"".join(cipher.encrypt("a/b", b"the same")) for _ in range(100)]
+    assert len({raw[16:28] for raw in files}) == len(set(files)) == 100
+    assert {cipher.decrypt("a/b", raw) for raw in files} == {b"the same"}
+    assert {raw[:16] for raw in files} == {files[0][:16]}
+
+
+def test_every_byte_is_authenticated() -> None:
+    cipher = Encryption(KEY)
+    raw = b"".join(cipher.encrypt("a/b", b"some content"))
+    for at in range(len(raw)):
+        for bit in (0, 7):
+            changed = bytearray(raw)
+            changed[at] ^= 1 << bit
+            with pytest.raises(StoreError) as caught:
+                cipher.decrypt("a/b", changed)
+            # A file of another key is not known to be damaged.
+            assert isinstance(caught.value, CorruptError) == (not 8 <= at < 16)
+    for wrong in (b"", raw[:HEAD], raw[:-1], raw + b"x", b"content in the clear, long enough" * 2):
+        with pytest.raises(CorruptError):
+            cipher.decrypt("a/b", wrong)
+    with pytest.raises(CorruptError, match=r"^a/c cannot be decrypted: .* or it had another name$"):
+        cipher.decrypt("a/c", raw)
+
+
+def flipped(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def in_the_clear(path: Path) -> None:
+    root = next(up for up in path.parents if (up / "kvx-store.json").exists())
+    name = str(path.relative_to(root))
+    path.write_bytes(Encryption(KEY).decrypt(name, path.read_bytes()))
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, empty, in_the_clear])
+def test_a_damaged_file_is_a_miss_and_stored_again(damage: Any, tmp_path: Path) -> None:
+    save(encrypted(tmp_path), TOKENS)
+    last = next(path for path in files_of(tmp_path) if loaded_without(tmp_path, path) == 32)
+    damage(last)
+    reader = encrypted(tmp_path)
+    assert loaded(reader) == 32
+    assert not last.exists()
+    save(reader, TOKENS)
+    assert loaded(reader) == len(TOKENS)
+
+
+def loaded_without(root: Path, path: Path) -> int:
+    """How many tokens are found without a file."""
+    raw = path.read_bytes()
+    path.unlink()
+    found = loaded(encrypted(root))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return found
+
+
+def test_damage_after_the_lookup_fails_the_load(tmp_path: Path) -> None:
+    save(encrypted(tmp_path), TOKENS)
+    store = encrypted(tmp_path)
+    match = store.lookup(TOKENS)
+    for path in files_of(tmp_path):
+        flipped(path)
+    engine = Engine()
+    with pytest.raises(CorruptError, match="cannot be decrypted"):
+        store.load(match, 0, 40, engine.sections())
+    engine.check(TOKENS, 0, 0)
+
+
+def test_a_file_under_another_name_is_refused(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    save(store, TOKENS)
+    other = [token + 1 for token in TOKENS]
+    save(store, other)
+    files = files_of(tmp_path)
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+    assert loaded(encrypted(tmp_path)) == 0
+
+
+def test_a_file_of_another_key_stays(tmp_path: Path) -> None:
+    """Who made the directory anew meanwhile keeps what it stores."""
+    save(encrypted(tmp_path), TOKENS)
+    files = files_of(tmp_path)
+    (tmp_path / "kvx-store.json").unlink()
+    assert loaded(encrypted(tmp_path, OTHER)) == 0
+    assert files_of(tmp_path) == files
+
+
+@pytest.mark.parametrize(
+    ("made", "opened", "expected"),
+    [
+        ({"key": KEY}, {}, "no key is given, and the store is encrypted, as "),
+        ({"key": KEY}, {"key": OTHER}, "is given, and the store is encrypted with another key, "),
+        ({}, {"key": KEY}, "an encryption key is given, and the store is not encrypted, as "),
+    ],
+)
+def test_a_store_says_its_key(made: Any, opened: Any, expected: str, tmp_path: Path) -> None:
+    def settings(name: str, key: bytes | None = None) -> StoreSettings:
+        file = None if key is None else key_file(tmp_path / name, key)
+        return StoreSettings(path=tmp_path / "store", encryption_key_file=file)
+
+    def store(found: StoreSettings) -> PrefixStore:
+        return found.store(
+            fingerprint="model",
+            num_layers=LAYERS,
+            total_kv_heads=HEADS,
+            precision=Precision.of(torch.float32),
+        )
+
+    writer = settings("writer", **made)
+    save(store(writer), TOKENS)
+    writer.check(writes=True)
+    assert store(writer).lookup(TOKENS).num_tokens == 40
+    files = files_of(tmp_path)
+    reader = settings("reader", **opened)
+    for start in (lambda: reader.check(writes=True), lambda: store(reader)):
+        with pytest.raises(InvalidArgumentError, match=re.escape(expected)):
+            start()
+    assert files_of(tmp_path) == files
+
+
+def test_keys_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = StoreSettings(path=tmp_path / "store", encryption_key_variable="KVX_TEST_KEY")
+    message = "encryption_key_variable is 'KVX_TEST_KEY', an environment variable that is not set, "
+    with pytest.raises(InvalidArgumentError, match=message):
+        settings.check(writes=True)
+    monkeypatch.setenv("KVX_TEST_KEY", "x" * 31)
+    with pytest.raises(InvalidArgumentError, match="that is of 31 bytes, expected at least 32 "):
+        settings.check(writes=True)
+    monkeypatch.setenv("KVX_TEST_KEY", "ab" * 32)
+    settings.check(writes=True)
+    both = StoreSettings(
+        path=tmp_path / "store",
+        encryption_key_variable="KVX_TEST_KEY",
+        encryption_key_file=key_file(tmp_path / "key"),
+    )
+    with pytest.raises(InvalidArgumentError, match="are set, expected one of them"):
+        both.check(writes=True)
+    missing = StoreSettings(path=tmp_path, encryption_key_file=tmp_path / "none")
+    with pytest.raises(InvalidArgumentError, match=r"^encryption_key_file .*none cannot be read: "):
+        missing.check(writes=True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path, key = tmp_path / "store", key_file(tmp_path / "key")
+    save(encrypted(path), TOKENS)
+    given = ("--encryption-key-file", key)
+    (space,) = listed(path)
+    assert (space["model"], space["num_tokens"]) == (None, 40)
+    assert listed(path, *given)[0]["model"] == "model"
+    assert json.loads(kvx("stat", path, "--json").stdout)["num_files"] == 3
+    said = kvx("verify", path, "--delete", code=1).stdout
+    assert "is encrypted. Give its key: --encryption-key-file" in said
+    assert "3 cannot be judged here: they stay." in said
+    assert kvx("verify", path, *given).stdout == "3 of 3 files are good.\n"
+    flipped(files_of(path)[0])
+    said = kvx("verify", path, *given, code=1).stdout
+    assert re.search("cannot be decrypted: its bytes have changed", said)
+    other = key_file(tmp_path / "other", OTHER)
+    said = kvx("verify", path, "--encryption-key-file", other, code=2).stderr
+    assert "the store is encrypted with another key" in re.sub(r"\s+", " ", said)
+    assert kvx("rm", path, "--salt", "", code=1).stdout.startswith("Deleted 0 files")
+    assert kvx("rm", path, "--model", space["space"]).stdout.startswith("Deleted 3 files")

@@ -1,0 +1,54 @@
+"""Encrypted stores under real engines: the same tokens, and damage costs a hit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.vllm import needs_cpu_op
+from tests.vllm_plugin.conftest import Stock
+from tests.vllm_plugin.engine import EngineError, EngineProcess, connector, same_tokens
+from tests.vllm_plugin.models import prompt
+
+pytestmark = needs_cpu_op
+
+PROMPTS = [prompt(200, seed=300), prompt(257, seed=301)]
+NUM_NEW = 16
+
+
+def test_an_encrypted_store(
+    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
+) -> None:
+    store, keys = tmp_path / "store", [tmp_path / "key", tmp_path / "other"]
+    for i, key in enumerate(keys):
+        key.write_bytes(bytes([i] * 32))
+        key.chmod(0o600)
+    expected = stock(llama, PROMPTS, NUM_NEW)
+
+    def cached(block_size: int) -> list[int | None]:
+        config = connector(
+            store, "kv_both", "recompute", encryption_key_file=str(keys[0]), save_generated=False
+        )
+        with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
+            outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+        same_tokens(outputs, expected)
+        return [output.num_cached_tokens for output in outputs]
+
+    assert cached(32) == [0, 0]
+    files = sorted(store.rglob("*.safetensors"))
+    assert all(path.read_bytes().startswith(b"KVXAES1\n") for path in files)
+    assert cached(64) == [199, 256]
+    for path in files:
+        raw = bytearray(path.read_bytes())
+        raw[-20] ^= 1
+        path.write_bytes(raw)
+    # A lookup deletes the first damaged file that it meets, and the tokens are stored again.
+    assert [cached(64) for _ in range(3)] == [[0, 0], [128, 128], [199, 256]]
+    other = connector(store, encryption_key_file=str(keys[1]))
+    with (
+        pytest.raises(EngineError, match="the store is encrypted with another key"),
+        engines.engine(llama, kv_transfer_config=other),
+    ):
+        pass
+    assert sorted(store.rglob("*.safetensors")) == files
