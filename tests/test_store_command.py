@@ -8,8 +8,10 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -574,3 +576,26 @@ def test_a_large_store(num_entries: int, tmp_path: Path) -> None:
     assert 0 < space["bytes"] <= most // 10
     kvx("rm", tmp_path, "--salt", "")
     assert files(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_folders_that_cannot_be_read_are_named() -> None:
+    path = Path(tempfile.mkdtemp())
+    try:
+        save(prefix_store(path), 1)
+        save(prefix_store(path, "b"), 2)
+        for folder in (path, *path.rglob("*")):
+            folder.chmod(0o755 if folder.is_dir() else 0o644)
+        hidden = path / files(path)[0].relative_to(path).parts[0]
+        hidden.chmod(0o700)
+        os.seteuid(65534)
+        try:
+            result = kvx("stat", path, "--json")
+        finally:
+            os.seteuid(0)
+        expected = f"1 folder cannot be read, and nothing in there is counted: {hidden.name} (Perm"
+        assert expected in result.stderr
+        totals = json.loads(result.stdout)
+        assert (totals["num_files"], totals["num_unread_folders"]) == (3, 1)
+    finally:
+        shutil.rmtree(path)

@@ -99,10 +99,11 @@ def _format(directory: Directory) -> str:
     config = read_config(directory)
     if config is None:
         return "none yet: the first engine writes kvx-store.json"
+    words = " encrypted with AES-256-GCM;" if config.key_check else ""
     limit = "none" if config.max_bytes is None else size_text(config.max_bytes)
     return (
-        f"this version of KVX reads it; chunks of {config.chunk_tokens} tokens; limit of engines "
-        f"without `max_bytes`: {limit}"
+        f"this version of KVX reads it;{words} chunks of {config.chunk_tokens} tokens; limit of "
+        f"engines without `max_bytes`: {limit}"
     )
 
 
@@ -111,7 +112,9 @@ def _entries(directory: Directory) -> str:
     found = Inventory(directory)
     spaces = found.spaces()
     signed = sum(len(space.files) for space in spaces if space.is_signed)
+    hidden = sum(len(space.files) for space in spaces if "is encrypted." in space.reason)
     unread = sum(len(space.files) for space in spaces if not space.header and not space.is_signed)
+    unread -= hidden
     text = (
         f"{sum(space.num_entries for space in spaces):,} entries of "
         f"{len({space.fingerprint for space in spaces if space.header}):,} models, "
@@ -119,6 +122,10 @@ def _entries(directory: Directory) -> str:
     )
     if signed:
         text += f"; {signed:,} files are signed, and were not read"
+    if hidden:
+        text += f"; {hidden:,} files are encrypted, and were not read"
+    if found.unread:
+        text += f"; {len(found.unread):,} folders cannot be read: {', '.join(found.unread[:5])}"
     if unread:
         text += f"; {unread:,} files cannot be read: `kvx store verify {directory.root}`"
     if found.num_other_files:

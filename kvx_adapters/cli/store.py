@@ -26,6 +26,7 @@ app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SHOWN, _SHOWN_NARROW = 12, 8  # digits of hashes
+_SAID = 5  # folders in a warning
 _WIDE = 100  # columns of a terminal
 _WIDE_ONLY = ("entries", "precision")
 _COLUMNS: dict[str, Literal["left", "right"]] = {
@@ -224,13 +225,20 @@ def _inventory(path: Path, key_file: Path | None, encryption_key_file: Path | No
             f"path is {path}, expected the directory of a store: `path` of the connector's settings"
         )
     with Console(stderr=True).status("reading the names of files"):
-        return Inventory(
+        found = Inventory(
             Directory(path),
             None if key_file is None else read_key(key_file),
-            None
-            if encryption_key_file is None
-            else Encryption(read_key(encryption_key_file, "encryption_key_file")),
+            _encryption(encryption_key_file),
         )
+    if found.unread:
+        num, more = len(found.unread), "" if len(found.unread) <= _SAID else ", ..."
+        folders = _printable(", ".join(found.unread[:_SAID]))
+        print(
+            f"{num:,} folder{'s' * (num > 1)} cannot be read, and nothing in there is counted: "
+            f"{folders}{more}",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _encryption(path: Path | None) -> Encryption | None:
@@ -277,6 +285,7 @@ def _totals(found: Inventory, spaces: list[Space]) -> dict[str, Any]:
         "bytes": found.num_bytes,
         "free_bytes": found.directory.free_bytes(),
         "num_other_files": found.num_other_files,
+        "num_unread_folders": len(found.unread),
         "last_used_seconds": max(0, round(now - max(used))) if used else None,
         "least_recently_used_seconds": max(0, round(now - min(used))) if used else None,
     }

@@ -234,13 +234,14 @@ class Directory:
             left -= self._drop(found, left - self.max_bytes * 9 // 10)
         return left
 
-    def files(self) -> list[tuple[float, int, str]]:
+    def files(self, unread: list[str] | None = None) -> list[tuple[float, int, str]]:
         """Time of last use, bytes on the disk and name of each file, the least recent first.
 
+        unread: gets the folders that cannot be read, each with the reason
         Times are in seconds since 1970. Deletes nothing. Empty if there is no directory. Raises
         StoreError.
         """
-        return self._files("listed", clean=False)
+        return self._files("listed", clean=False, unread=unread)
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write on the disk, also of a directory that is not made
@@ -356,7 +357,9 @@ class Directory:
                 freed += size
         return freed
 
-    def _files(self, verb: str, *, clean: bool = True) -> list[tuple[float, int, str]]:
+    def _files(
+        self, verb: str, *, clean: bool = True, unread: list[str] | None = None
+    ) -> list[tuple[float, int, str]]:
         """As `files`; clean: deletes temporary files whose writer is dead."""
         try:
             root = self._open_root("", verb)
@@ -368,7 +371,7 @@ class Directory:
                 with suppress(OSError):  # this process may not write here
                     now = self._temporaries.now(root)
                 self._temporaries.clean(root)
-            found = list(_walk(root, "", now))
+            found = list(_walk(root, "", now, [] if unread is None else unread))
         except OSError as error:
             raise self._failure("", verb, error) from error
         finally:
@@ -449,13 +452,15 @@ def _link(temporary: Temporary, folder: int, name: str) -> bool:
     return True
 
 
-def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(
+    root: int, path: str, now: float | None, unread: list[str]
+) -> Iterator[tuple[str, os.stat_result]]:
     """The files in the folders below a folder, without those that vanish or cannot be read.
 
     now: by the clock of the file system; None: nothing is changed. Otherwise deletes abandoned
          temporary files, and sets a time of last use that lies in the future to now.
     """
-    with suppress(OSError):
+    try:
         folder = open_beneath(root, path, FOLDER)
         try:
             with os.scandir(folder) as entries:
@@ -467,7 +472,7 @@ def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.sta
                         continue
                     elif entry.is_dir(follow_symlinks=False):
                         if name.count("/") < _MAX_WORDS - 2:
-                            yield from _walk(root, name, now)
+                            yield from _walk(root, name, now, unread)
                     elif path:
                         with suppress(OSError):
                             status = entry.stat(follow_symlinks=False)
@@ -478,6 +483,9 @@ def _walk(root: int, path: str, now: float | None) -> Iterator[tuple[str, os.sta
                             yield name, status
         finally:
             os.close(folder)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            unread.append(f"{path or '.'} ({error.strerror or error})")
 
 
 def _code(error: BaseException | None, handled: BaseException | None) -> int | None:

@@ -155,9 +155,10 @@ class Inventory:
         if encryption is not None:
             check_config(Encrypted(directory, encryption), read_config(directory), None)
         self.num_other_files = 0  # that are not KVX's
+        self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
         known: dict[tuple[int, ...], tuple[int, ...]] = {}  # so that files share their layers
-        for used, num_bytes, name in directory.files():
+        for used, num_bytes, name in directory.files(self.unread):
             file = parse_name(name, _ANY_SHAPE)
             if file is None or len(file.layers) > _MOST_LAYERS:
                 self.num_other_files += 1

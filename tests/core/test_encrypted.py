@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvx_adapters.cli.doctor_store import check_store
 from kvx_core import Directory, InvalidArgumentError, PrefixStore, StoreError
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import CorruptError, Precision
@@ -236,3 +237,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert "the store is encrypted with another key" in re.sub(r"\s+", " ", said)
     assert kvx("rm", path, "--salt", "", code=1).stdout.startswith("Deleted 0 files")
     assert kvx("rm", path, "--model", space["space"]).stdout.startswith("Deleted 3 files")
+
+
+def test_the_doctor(tmp_path: Path) -> None:
+    save(encrypted(tmp_path), TOKENS)
+    checks = {check.name: check.text for check in check_store(tmp_path)}
+    assert "reads it; encrypted with AES-256-GCM; chunks of 16 tokens" in checks["format"]
+    assert checks["entries"].endswith("; 3 files are encrypted, and were not read")
