@@ -116,8 +116,8 @@ def _check_settings_early(factory: Any) -> None:
     up in the middle of the log.
     Source: vllm 0.32 config/vllm.py, VllmConfig.__post_init__
     """
-    get = factory.get_connector_class
-    if getattr(get, "checks_kvx", False):
+    get = getattr(factory, "get_connector_class", None)
+    if get is None or hasattr(get, "checks_kvx"):
         return
     checked: list[Any] = []
 
