@@ -41,8 +41,7 @@ def host_views(
     pool:      the device pool that it backs up, see `cache_view`: it knows the dtype of the bytes
     facts, k_scales, v_scales: as in `cache_view`
     A page_unified pool of several groups, each of several heads, has its heads too far apart for
-    one view. Each group has a view then; its facts say which heads it holds, and the other end of a
-    migration is at(..., head_start=) the same.
+    one view. Each group has a view then: move it with head_start at the other end, and num_heads.
     Slots are those of host_pool.alloc, from 0 on: no page is padding. Draft layers are left out.
     Raises UnsupportedError, InvalidArgumentError.
     Source: sglang 0.5.23 mem_cache/pool_host/mha.py, mla.py, init_kv_buffer; page_unified.py,
