@@ -82,6 +82,24 @@ def mla(
     return filled(pool)
 
 
+def windows(*, page: int = 5, dtype: torch.dtype = torch.float16) -> Any:
+    """An SWAKVPool whose layers 0 and 3 see 12 tokens; 1 and 2 see all."""
+    pool = wheel.swa.SWAKVPool(
+        size=60,
+        size_swa=30,
+        page_size=page,
+        dtype=dtype,
+        head_num=2,
+        head_dim=24,
+        swa_attention_layer_ids=[0, 3],
+        full_attention_layer_ids=[1, 2],
+        device="cpu",
+    )
+    filled(pool.full_kv_pool)
+    filled(pool.swa_kv_pool)
+    return pool
+
+
 def filled(pool: Any) -> Any:
     for tensor in buffers(pool):
         bytes_of(tensor).fill_(SENTINEL)

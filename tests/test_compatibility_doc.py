@@ -39,7 +39,7 @@ VERSIONS = {engine: cells for engine, *cells in rows("Versions")}
 
 def pinned(package: str) -> str:
     """The version that the Makefile installs."""
-    (version,) = re.findall(rf"\b{package}==(\S+)", MAKEFILE)
+    (version,) = re.findall(rf"\b{package}==([\w.]+)", MAKEFILE)
     return str(version)
 
 
@@ -66,6 +66,11 @@ def test_engines_that_set_up_installs(engine: str, packages: list[str]) -> None:
     described, run, *_ = VERSIONS[engine]
     assert re.findall(r"\d+(?:\.\d+)+", run) == list(map(pinned, packages))
     assert described == run
+
+
+def test_sglang() -> None:
+    described, run, *_ = VERSIONS["SGLang"]
+    assert pinned("sglang") == described.split(";")[0] == run.split(",")[0]
 
 
 def test_transformers() -> None:

@@ -17,8 +17,19 @@ from torch import Tensor
 from kvx_adapters import sglang
 from kvx_core import InvalidArgumentError, UnsupportedError, migrate, verify
 from tests import sglang_wheel as wheel
+from tests.documents import Document
 from tests.facts import SAME_MODEL
-from tests.sglang_pools import SEEDS, buffers, bytes_of, mha, mla, random_rows, store
+from tests.sglang_pools import (
+    SEEDS,
+    Requests,
+    buffers,
+    bytes_of,
+    mha,
+    mla,
+    random_rows,
+    store,
+    windows,
+)
 from tests.sglang_pools import SENTINEL as S
 
 PAGE, LAYERS = 16, 2
@@ -280,3 +291,49 @@ def test_other_host_pools_are_refused() -> None:
     host.dcp_size, host.layout = 1, "page_first_kv_split"
     with pytest.raises(UnsupportedError, match=r"host_pool\.layout is 'page_first_kv_split'"):
         sglang.host_views(host, pool, SAME_MODEL)
+
+
+# ---- docs/sglang.md ----
+
+
+def test_the_page() -> None:
+    """Its snippets move a request out of the pool, of a window, and pages from the host."""
+    pool, swa_pool = mha(), windows()
+    requests = Requests([37, 20], page=PAGE, pages=7, seed=3)
+    lengths = [37, 20]
+    for layer in range(LAYERS):
+        key, value = (random_rows(layer + i, 57, 3, 80) for i in range(2))
+        store(pool, layer, requests.all_slots, key, value)
+    other = mha(page=5, pages=30)
+    into = Requests(lengths, page=5, pages=30, seed=4)
+    mapping = torch.arange(PAGE * 8 + 1) % 30 + 5
+    swa_pool.register_mapping(mapping)
+    hosts = [host_of(pool, "page_first"), host_of(mha(heads=3), "page_unified", groups=3)]
+    document = Document("sglang.md")
+    snippets = document.snippets()
+    names: dict[str, Any] = {
+        "pool": pool,
+        "req_to_token": requests.table,
+        "req_pool_indices": requests.rows,
+        "seq_lens": lengths,
+        "swa_pool": swa_pool,
+        "host_pool": hosts[0],
+        "unified_pool": hosts[1],
+        "host_slots": hosts[0].alloc(64)[:57],
+    }
+    facts = sglang.cache_facts(
+        pool, version="0.5.23", fingerprint="of one model", rotary="half", rotary_dim=80, window=0
+    )
+    view = sglang.cache_view(other, facts)
+    names["destination"] = view.at(slots=into.all_slots)
+    names = document.run(names, snippets[0])
+    assert verify(names["view"].at(names["table"]), names["destination"], lengths).ok
+    names = document.run(names, snippets[1])
+    assert names["span"].slots.token_count == 24
+    moved_to = names["view"].at(names["table"])
+    (host,) = sglang.host_views(hosts[0], pool, facts)
+    migrate(moved_to, host.at(slots=names["host_slots"]), lengths)
+    names["destination"] = view.at(slots=into.all_slots)
+    document.run(names, snippets[2])
+    document.run(names, snippets[3])
+    assert len(snippets) == 4

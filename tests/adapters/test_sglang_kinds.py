@@ -31,11 +31,11 @@ from tests.sglang_pools import (
     Requests,
     buffers,
     bytes_of,
-    filled,
     mha,
     mla,
     random_rows,
     store,
+    windows,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -155,24 +155,6 @@ def test_packed_latents_are_refused() -> None:
 
 
 # ---- sliding windows ----
-
-
-def windows(*, page: int = 5, dtype: torch.dtype = torch.float16) -> Any:
-    """Layers 0 and 3 see 12 tokens; 1 and 2 see all."""
-    pool = wheel.swa.SWAKVPool(
-        size=60,
-        size_swa=30,
-        page_size=page,
-        dtype=dtype,
-        head_num=2,
-        head_dim=24,
-        swa_attention_layer_ids=[0, 3],
-        full_attention_layer_ids=[1, 2],
-        device="cpu",
-    )
-    filled(pool.full_kv_pool)
-    filled(pool.swa_kv_pool)
-    return pool
 
 
 @every_seed
