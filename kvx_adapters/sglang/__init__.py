@@ -12,6 +12,7 @@ tokens behind the prefix of a request, see `request_slots`.
 from kvx_adapters.sglang.groups import LayerGroup, layer_groups
 from kvx_adapters.sglang.host import host_views
 from kvx_adapters.sglang.pools import cache_desc, cache_facts, cache_view
+from kvx_adapters.sglang.states import state_view
 from kvx_adapters.sglang.tables import (
     PADDED_PAGE,
     block_table,
@@ -34,4 +35,5 @@ __all__ = [
     "request_slots",
     "seq_lens",
     "slot_mapping",
+    "state_view",
 ]

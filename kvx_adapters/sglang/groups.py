@@ -76,7 +76,7 @@ def layer_groups(
     facts:  of the whole pool; the layers of each group and its window are filled in
     window: of the sliding layers, in tokens; SWAKVPool needs it
     k_scales, v_scales: as in `cache_view`, per layer of the model that has attention, in order
-    The recurrent states of HybridLinearKVPool are no tokens, and are not described.
+    The recurrent states beside HybridLinearKVPool are not in the views: see `state_view`.
     Raises UnsupportedError, InvalidArgumentError.
     Source: sglang 0.5.23 mem_cache/swa_memory_pool.py, SWAKVPool; memory_pool.py,
     HybridLinearKVPool

@@ -31,13 +31,13 @@ def request_slots(
     Raises InvalidArgumentError for tokens that have no slot.
     Source: sglang 0.5.23 mem_cache/memory_pool.py, ReqToTokenPool
     """
-    rows, last = _list("req_pool_indices", req_pool_indices), _list("ends", ends)
-    first = [0] * len(rows) if starts is None else _list("starts", starts)
+    rows, last = numbers("req_pool_indices", req_pool_indices), numbers("ends", ends)
+    first = [0] * len(rows) if starts is None else numbers("starts", starts)
     num_rows, room = req_to_token.shape
-    for name, numbers in (("ends", last), ("starts", first)):
-        if len(numbers) != len(rows):
+    for name, counts in (("ends", last), ("starts", first)):
+        if len(counts) != len(rows):
             raise InvalidArgumentError(
-                f"{name} has {len(numbers)} entries, expected {len(rows)}, one per request of "
+                f"{name} has {len(counts)} entries, expected {len(rows)}, one per request of "
                 "req_pool_indices"
             )
     parts = []
@@ -85,7 +85,7 @@ def block_table(
     Raises InvalidArgumentError for tokens that have no slot, or do not lie in pages.
     Source: sglang 0.5.23 mem_cache/allocator/paged.py, PagedTokenToKVPoolAllocator
     """
-    page, counts = integer("page_size", page_size, 1), _list("lengths", lengths)
+    page, counts = integer("page_size", page_size, 1), numbers("lengths", lengths)
     ids = _page_ids(req_to_token, req_pool_indices, counts, page)
     rows = torch.split(ids, counts)
     width = max([-(-count // page) for count in counts], default=0)
@@ -103,7 +103,7 @@ def ragged(
 
     Arguments and errors are those of `block_table`.
     """
-    page, counts = integer("page_size", page_size, 1), _list("lengths", lengths)
+    page, counts = integer("page_size", page_size, 1), numbers("lengths", lengths)
     ids = _page_ids(req_to_token, req_pool_indices, counts, page)
     ends = torch.tensor([0, *counts]).cumsum(0).int().to(ids.device)
     return BlockTable.ragged(ids, ends)
@@ -118,8 +118,9 @@ def seq_lens(lengths: Rows) -> SeqLens:
     return SeqLens.of(lengths)
 
 
-def _list(name: str, numbers: Rows) -> list[int]:
-    found = numbers.tolist() if isinstance(numbers, Tensor) else list(numbers)
+def numbers(name: str, given: Rows) -> list[int]:
+    """Integers of at least 0, read back from a device. Raises InvalidArgumentError."""
+    found = given.tolist() if isinstance(given, Tensor) else list(given)
     return [integer(f"{name}[{i}]", number) for i, number in enumerate(found)]
 
 

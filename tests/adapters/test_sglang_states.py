@@ -1,0 +1,194 @@
+"""kvx_adapters.sglang on the wheel's MambaPool: states of requests, alone and with K and V."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvx_adapters import sglang
+from kvx_core import InvalidArgumentError, UnsupportedError, migrate, verify
+from tests import sglang_wheel as wheel
+from tests.documents import Document
+from tests.facts import SAME_MODEL
+from tests.sglang_pools import SEEDS, SENTINEL, bytes_of, filled, random_rows
+
+every_seed = pytest.mark.parametrize("seed", SEEDS)
+LAYERS = [0, 1, 3]
+config = wheel.mamba_config
+
+
+def states(*, size: int = 6, envelope: bool = False, **more: Any) -> Any:
+    """A MambaPool of Mamba-2: conv bfloat16 of 3 tokens, state float32 of 4 heads."""
+    shape = config.Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=20,
+        n_groups=1,
+        num_heads=4,
+        head_dim=5,
+        state_size=7,
+        conv_kernel=4,
+    )
+    dtype = config.Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    pool = wheel.device.MambaPool(
+        size=size,
+        spec_state_size=0,
+        cache_params=config.Mamba2CacheParams(shape=shape, dtype=dtype, layers=LAYERS),
+        mamba_layer_ids=LAYERS,
+        device="cpu",
+        envelope_layout=envelope,
+        **more,
+    )
+    for raw in raw_of(pool):
+        raw.fill_(SENTINEL)
+    return pool
+
+
+def raw_of(pool: Any) -> list[Tensor]:
+    return [bytes_of(tensor) for tensor in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)]
+
+
+def randomize(pool: Any, slots: list[int], seed: int) -> None:
+    for i, tensor in enumerate((*pool.mamba_cache.conv, pool.mamba_cache.temporal)):
+        for j, slot in enumerate(slots):
+            found = random_rows(seed + 10 * i + j, *tensor[:, slot].shape, dtype=tensor.dtype)
+            tensor[:, slot] = found
+
+
+@every_seed
+@pytest.mark.parametrize("envelopes", [(False, False), (False, True), (True, False)])
+def test_states_go_to_other_slots(envelopes: tuple[bool, bool], seed: int) -> None:
+    """Each layer apart, or all states of a slot together, in whole memories."""
+    src, found, expected = (states(envelope=e) for e in (*envelopes, envelopes[1]))
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed)) + 1
+    here, there = order[:2].tolist(), order[2:4].tolist()
+    randomize(src, here, seed)
+    randomize(expected, there, seed)
+    a = sglang.state_view(src, here, SAME_MODEL)
+    b = sglang.state_view(found, torch.tensor(there), SAME_MODEL)
+    assert [plane.layer for plane in a.planes] == LAYERS * 2
+    migrate(a.at(), b.at(), [9, 1])
+    assert all(torch.equal(x, y) for x, y in zip(raw_of(found), raw_of(expected), strict=True))
+    assert verify(a, b, [9, 1]).ok
+
+
+@every_seed
+def test_as_the_pool_copies_itself(seed: int) -> None:
+    """MambaPool.copy_from, as for a hit of the radix cache."""
+    found, expected = states(), states()
+    for pool in (found, expected):
+        randomize(pool, [2, 5], seed)
+    expected.copy_from(torch.tensor([2, 5]), torch.tensor([6, 1]))
+    a, b = (sglang.state_view(found, slots, SAME_MODEL) for slots in ([2, 5], [6, 1]))
+    migrate(a.at(), b.at(), [3, 3])
+    assert all(torch.equal(x, y) for x, y in zip(raw_of(found), raw_of(expected), strict=True))
+
+
+def test_a_state_moves_with_the_keys_and_values_of_its_request() -> None:
+    mambas = [states(), states()]
+    randomize(mambas[0], [4], 1)
+    pools = []
+    for mamba in mambas:
+        pool = wheel.device.HybridLinearKVPool(
+            size=48,
+            dtype=torch.float16,
+            page_size=16,
+            head_num=2,
+            head_dim=24,
+            full_attention_layer_ids=[2],
+            device="cpu",
+            mamba_pool=mamba,
+        )
+        filled(pool.full_kv_pool)
+        pools.append(pool)
+    key, value = (random_rows(i, 20, 2, 24) for i in range(2))
+    slots = [torch.arange(16, 36), torch.arange(32, 52)]
+    pools[0].set_kv_buffer(SimpleNamespace(layer_id=2), slots[0], key, value)
+    views = []
+    for pool, mamba, slot in zip(pools, mambas, (4, 3), strict=True):
+        (group,) = sglang.layer_groups(pool, SAME_MODEL)
+        planes = sglang.state_view(mamba, [slot], SAME_MODEL).planes
+        views.append(replace(group.view, planes=planes))
+    src, dst = (view.at(slots=of) for view, of in zip(views, slots, strict=True))
+    migrate(src, dst, [20])
+    found_k, found_v = pools[1].get_kv_buffer(2)
+    assert torch.equal(found_k[slots[1]], key)
+    assert torch.equal(found_v[slots[1]], value)
+    for a, b in zip(
+        (*mambas[0].mamba_cache.conv, mambas[0].mamba_cache.temporal),
+        (*mambas[1].mamba_cache.conv, mambas[1].mamba_cache.temporal),
+        strict=True,
+    ):
+        assert torch.equal(a[:, 4], b[:, 3])
+
+
+def test_refusals() -> None:
+    pool = states()
+    for slots, message in [
+        ([0], r"slots\[0\] is 0, expected 1 to 6: slot 0 is that of padded requests"),
+        ([3, 7], r"slots\[1\] is 7, expected 1 to 6"),
+        ([3, 3], r"slots are \[3, 3\], expected each once"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            sglang.state_view(pool, slots, SAME_MODEL)
+    with pytest.raises(UnsupportedError, match="mamba_pool is a SimpleNamespace, expected a Mamba"):
+        sglang.state_view(SimpleNamespace(), [1], SAME_MODEL)
+    a, b = (sglang.state_view(pool, [slot], SAME_MODEL) for slot in (1, 2))
+    pool.mamba_cache.conv[0] = pool.mamba_cache.conv[0].clone()
+    with pytest.raises(InvalidArgumentError, match="mamba_pool has its states elsewhere"):
+        migrate(a.at(), b.at(), [1])
+    pool.register_slot_state(object())
+    with pytest.raises(UnsupportedError, match="1 further states of a slot"):
+        sglang.state_view(pool, [1], SAME_MODEL)
+    pool = states()
+    pool.enable_linear_replayssm = True
+    with pytest.raises(UnsupportedError, match=r"in a ring \(ReplaySSM\), expected whole states"):
+        sglang.state_view(pool, [1], SAME_MODEL)
+
+
+def test_the_page() -> None:
+    """With the wheel's HybridReqToTokenPool, which gives each request a slot."""
+    pool, other = states(), states()
+    shape = config.Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=20,
+        n_groups=1,
+        num_heads=4,
+        head_dim=5,
+        state_size=7,
+        conv_kernel=4,
+    )
+    requests = wheel.device.HybridReqToTokenPool(
+        size=4,
+        mamba_size=6,
+        mamba_spec_state_size=0,
+        max_context_len=32,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=config.Mamba2CacheParams(shape=shape, layers=LAYERS),
+        mamba_layer_ids=LAYERS,
+        enable_mamba_extra_buffer=False,
+        speculative_num_draft_tokens=None,
+    )
+    requests.req_index_to_mamba_index_mapping[torch.tensor([2, 4])] = torch.tensor([5, 1]).int()
+    randomize(pool, [5, 1], 3)
+    to = sglang.state_view(other, [2, 3], SAME_MODEL)
+    Document("sglang.md").run(
+        {
+            "sglang": sglang,
+            "migrate": migrate,
+            "req_to_token_pool": requests,
+            "req_pool_indices": torch.tensor([2, 4]),
+            "mamba_pool": pool,
+            "facts": SAME_MODEL,
+            "other_states": to,
+            "seq_lens": [7, 9],
+        },
+        Document("sglang.md").snippets()[4],
+    )
+    assert verify(sglang.state_view(pool, [5, 1], SAME_MODEL), to, [7, 9]).ok
+    assert torch.equal(pool.mamba_cache.temporal[:, 5], other.mamba_cache.temporal[:, 2])
