@@ -17,7 +17,8 @@ def state_view(mamba_pool: Any, slots: Rows, facts: CacheFacts) -> CacheView:
     """The states of some requests, zero-copy: a dense view of planes, without K and V.
 
     mamba_pool: MambaPool, whose states are conv, [layers, slots, dim, kernel - 1] each, oldest
-                token first, and temporal, [layers, slots, heads, head_dim, state_size]
+                token first (KDA: kernel - 1 before dim), and temporal,
+                [layers, slots, heads, head_dim, state_size]
     slots:      (num_requests,): HybridReqToTokenPool.get_mamba_indices(req_pool_indices), from 1 on
     facts:      of the model
     A migration moves a state whole if tokens of its request move. It is that of a prefix of one

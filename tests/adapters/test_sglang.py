@@ -79,6 +79,7 @@ def test_k_and_v_are_halves_of_one_allocation() -> None:
     desc = sglang.cache_desc(pool, 1)
     assert desc.v is not None
     assert desc.v.data - desc.k.data == 80 * 2 * 64 * 2
+    assert view_of(pool).null_block_id == sglang.PADDED_PAGE == 0
     assert desc.k.data == pool.get_key_buffer(1).data_ptr()
     assert (desc.k.layout, desc.k.shape) == (Layout.BLOCK_NHD, (5, 16, 2, 64))
     assert (desc.num_blocks, desc.block_size, desc.num_kv_heads, desc.head_dim) == (5, 16, 2, 64)

@@ -22,7 +22,7 @@ LAYERS = [0, 1, 3]
 config = wheel.mamba_config
 
 
-def states(*, size: int = 6, envelope: bool = False, **more: Any) -> Any:
+def states(*, size: int = 6, envelope: bool = False, convs: int = 1) -> Any:
     """A MambaPool of Mamba-2: conv bfloat16 of 3 tokens, state float32 of 4 heads."""
     shape = config.Mamba2StateShape.create(
         tp_world_size=1,
@@ -33,6 +33,7 @@ def states(*, size: int = 6, envelope: bool = False, **more: Any) -> Any:
         state_size=7,
         conv_kernel=4,
     )
+    shape = replace(shape, conv=[(34 + 6 * i, 3) for i in range(convs)])
     dtype = config.Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     pool = wheel.device.MambaPool(
         size=size,
@@ -41,7 +42,6 @@ def states(*, size: int = 6, envelope: bool = False, **more: Any) -> Any:
         mamba_layer_ids=LAYERS,
         device="cpu",
         envelope_layout=envelope,
-        **more,
     )
     for raw in raw_of(pool):
         raw.fill_(SENTINEL)
@@ -74,6 +74,17 @@ def test_states_go_to_other_slots(envelopes: tuple[bool, bool], seed: int) -> No
     migrate(a.at(), b.at(), [9, 1])
     assert all(torch.equal(x, y) for x, y in zip(raw_of(found), raw_of(expected), strict=True))
     assert verify(a, b, [9, 1]).ok
+
+
+@every_seed
+def test_convolutions_in_tensors_of_their_own(seed: int) -> None:
+    found, expected, src = (states(convs=3) for _ in range(3))
+    randomize(src, [2], seed)
+    randomize(expected, [6], seed)
+    a, b = (sglang.state_view(*of, SAME_MODEL) for of in ((src, [2]), (found, [6])))
+    assert len({plane.role for plane in a.planes}) == 4
+    migrate(a, b, [1])
+    assert all(torch.equal(x, y) for x, y in zip(raw_of(found), raw_of(expected), strict=True))
 
 
 @every_seed
