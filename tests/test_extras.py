@@ -99,7 +99,9 @@ def test_doctor_needs_no_engine_for_a_store(cli: Path, tmp_path: Path) -> None:
     assert "0 entries" in done.stdout
 
 
-@pytest.mark.parametrize("extra", ["cli", "vllm", "transformers", "openvino", "mlx", "onnxruntime"])
+@pytest.mark.parametrize(
+    "extra", ["cli", "vllm", "transformers", "openvino", "mlx", "onnxruntime", "sglang"]
+)
 def test_the_lines_name_what_the_extras_bring(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     words = shlex.split(pip_install(extra))

@@ -29,7 +29,7 @@ PACKAGES = (
     Package("OpenVINO", "openvino", "2026.4.1", pip_install("openvino")),
     Package("MLX", "mlx-lm", "0.32.2", pip_install("mlx")),
     Package("ONNX Runtime", "onnxruntime", "1.31.1", pip_install("onnxruntime")),
-    Package("SGLang", "sglang", "0.5.23", "pip install sglang==0.5.23"),
+    Package("SGLang", "sglang", "0.5.23", pip_install("sglang")),
     Package("FlashInfer", "flashinfer-python", "", "pip install flashinfer-python"),
 )
 

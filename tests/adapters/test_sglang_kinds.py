@@ -114,6 +114,8 @@ def test_scales_are_compared_with_the_pool() -> None:
         sglang.cache_view(pool, SAME_MODEL)
     with pytest.raises(InvalidArgumentError, match=r"v_scales has 1 entries, expected 2.*v_scale,"):
         sglang.cache_view(pool, SAME_MODEL, k_scales=[1.0, 1.0], v_scales=[1.0])
+    with pytest.raises(InvalidArgumentError, match=r"k_scales\[1\] has shape \(3,\), expected one"):
+        sglang.cache_view(pool, SAME_MODEL, k_scales=[1.0, torch.ones(3)], v_scales=[1.0, 1.0])
     for other in (mha(), mla(dtype=E4M3)):
         with pytest.raises(InvalidArgumentError, match="stores it without scales"):
             sglang.cache_view(other, SAME_MODEL, k_scales=[1.0, 1.0])
