@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 if sys.version_info >= (3, 14):
     pytest.skip("sglang 0.5.23 has no wheel for Python 3.14", allow_module_level=True)
@@ -72,11 +73,13 @@ def _module(name: str) -> Any:
     return import_module(f"sglang.srt.{name}")
 
 
-envs = _module("environ").envs
-parallel = _module("runtime_context").get_parallel
-device = _module("mem_cache.memory_pool")
-swa = _module("mem_cache.swa_memory_pool")
-mha_host = _module("mem_cache.pool_host.mha")
-mla_host = _module("mem_cache.pool_host.mla")
-mamba_host = _module("mem_cache.pool_host.mamba")
-mamba_config = _module("configs.mamba_utils")
+# With a GPU they would import SGLang's kernels, which are another package.
+with pytest.MonkeyPatch.context() as _without_gpu:
+    _without_gpu.setattr(torch.cuda, "is_available", lambda: False)
+    envs = _module("environ").envs
+    parallel = _module("runtime_context").get_parallel
+    device = _module("mem_cache.memory_pool")
+    swa = _module("mem_cache.swa_memory_pool")
+    mha_host = _module("mem_cache.pool_host.mha")
+    mla_host = _module("mem_cache.pool_host.mla")
+    mamba_config = _module("configs.mamba_utils")
