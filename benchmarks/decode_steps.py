@@ -21,7 +21,7 @@ from benchmarks.vllm_engines import MODEL, Engine, Others, engines, tokens
 from tests import faults
 
 _SEQUENCES, _PROMPT_TOKENS, _NEW_TOKENS = 4, 64, 256
-_EVERY, _PATIENCE = 16, 12  # steps between other requests, and until they are given up
+_EVERY, _PATIENCE = 16, 6  # steps between other requests, and until they are given up
 _LONG, _SHORT = 131_072, 400  # tokens of other prompts
 _FILES = 100_000
 _MODEL = MODEL | {  # whose steps are short, so that what delays them shows

@@ -45,7 +45,7 @@ _ENVIRONMENT = {  # of the engines
 
 @dataclass(frozen=True)
 class Others:
-    """Requests that arrive while the others run, and leave before they are answered."""
+    """Requests for one token that arrive while those that are measured run."""
 
     prompts: Sequence[Sequence[int]]
     every: int  # steps after which the next one arrives
@@ -196,10 +196,11 @@ def _steps(
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     waiting = list(others.prompts) if others else []
     arrived: dict[str, int] = {}  # ids of others, and when they came
+    answered_at_once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     steps, decode_steps, last = list[float](), list[float](), dict[str, Any]()
     while sum(output.finished for output in last.values()) < len(prompts):
-        now = len(decode_steps)
-        if others and now:  # all prompts are computed
+        now = len(steps)
+        if others and decode_steps:  # all prompts are computed
             if others.flag:
                 Path(others.flag).touch()
             gone = [name for name, then in arrived.items() if now - then >= others.patience]
@@ -208,10 +209,10 @@ def _steps(
                 del arrived[name]
             if waiting and not arrived and now % others.every == 0:
                 prompt = waiting.pop(0)
-                name = engine.add_request(
-                    f"other {len(waiting)}", {"prompt_token_ids": prompt}, params
-                )
-                arrived[name] = now
+                name = f"other {len(waiting)}"
+                arrived[
+                    engine.add_request(name, {"prompt_token_ids": prompt}, answered_at_once)
+                ] = now
         begin = time.perf_counter()
         outputs = engine.step()
         steps.append(time.perf_counter() - begin)

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -205,6 +206,7 @@ class Server:
     def __init__(self) -> None:
         self._llm: Any = None
         self._num_scheduled: dict[str, int] = {}
+        self._longest_step = 0.0  # seconds, of the last `generate`
 
     def start(self, **arguments: Any) -> None:
         from vllm import LLM
@@ -235,6 +237,7 @@ class Server:
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         self._num_scheduled.clear()
+        self._longest_step = 0.0
         ids = [
             engine.add_request(
                 str(i),
@@ -249,8 +252,10 @@ class Server:
             aborted = [ids[i] for i, at in abort_at if at == step]
             if aborted:
                 engine.abort_request(aborted, internal=True)
+            begin = time.monotonic()
             for output in engine.step():
                 outputs[int(output.request_id)] = output
+            self._longest_step = max(self._longest_step, time.monotonic() - begin)
             step += 1
         self._drain()
         return [self._output(outputs.get(i), request_id) for i, request_id in enumerate(ids)]
@@ -267,6 +272,9 @@ class Server:
         """Forgets what vLLM itself has cached: what is not computed then comes from the store."""
         done: bool = self._llm.llm_engine.reset_prefix_cache()
         return done
+
+    def longest_step(self) -> float:
+        return self._longest_step
 
     def num_cache_groups(self) -> int:
         return len(self._scheduler.kv_cache_config.kv_cache_groups)

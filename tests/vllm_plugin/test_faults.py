@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,32 @@ def test_errors_short_reads_and_delays(
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected)
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["call=*,frozen=1", "call=read+write,rate=50000"])
+def test_a_disk_that_does_not_answer_delays_no_step(
+    fault: str, llama: Path, stock: Stock, processes: list[EngineProcess], tmp_path: Path
+) -> None:
+    """Lookups, loads and saves wait for it; what runs goes on, and what is unknown is computed."""
+    expected = stock(llama, PROMPTS, NUM_NEW)
+    store, flag, hits = tmp_path / "store", tmp_path / "flag", tmp_path / "hits"
+    rule = f"{fault},path={store}/,if={flag}"
+    process = EngineProcess(tmp_path / "log", **faults.environment(rule, log=hits))
+    processes.append(process)
+    config = connector(store, "kv_both", "recompute", chunk_tokens=32, lookup_seconds=0.2)
+    with process.engine(llama, block_size=32, kv_transfer_config=config) as engine:
+        same_tokens(engine.generate(PROMPTS[:2], max_tokens=NUM_NEW), expected[:2])
+        engine.call("reset_prefix_cache")
+        calm = engine.call("longest_step")
+        flag.touch()
+        thaw = threading.Timer(5, flag.unlink)
+        thaw.start()
+        same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+        longest = engine.call("longest_step")
+        thaw.join()
+    assert hits.read_text(), "no call met the fault"
+    assert longest < 2 + calm, f"a step took {longest:.1f} s on a disk that answers after 5 s"
 
 
 @pytest.mark.slow
