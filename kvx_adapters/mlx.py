@@ -83,12 +83,17 @@ def cache_view(cache: Sequence[Any], facts: CacheFacts) -> CacheView:
     )
 
 
-def span(cache: Sequence[Any], facts: CacheFacts, *, first: int | None = None) -> CacheSpan:
+def span(
+    cache: Sequence[Any], facts: CacheFacts, *, first: int | None = None, kept: bool = False
+) -> CacheSpan:
     """The tokens from position `first` on, as one end of a migration of `seq_lens(...)` tokens.
 
     first: None: the first position that `positions` gives. Other engines hold this token at their
            own `first`: view.at(starts=[first]). None for a BatchKVCache, whose rows begin at their
            left padding
+    kept:  True: before these tokens come those that a RotatingKVCache keeps from the beginning, as
+           `num_kept` counts them. Their positions do not go on: the other end is an engine that
+           keeps as many, or one whose attention asks for no positions
     Raises UnsupportedError, InvalidArgumentError.
     """
     view = cache_view(cache, facts)
@@ -111,12 +116,12 @@ def span(cache: Sequence[Any], facts: CacheFacts, *, first: int | None = None) -
     if type(layer).__name__ != "RotatingKVCache":
         return view.at(starts=[wanted - held.start] * rows)
     slots, room = ring_slots(layer), view.layers[0].k.shape[2]
-    taken = slots[wanted - held.start :]
+    taken = [*range(num_kept(layer) if kept else 0), *slots[wanted - held.start :]]
     return view.at(slots=[row * room + slot for row in range(rows) for slot in taken])
 
 
-def seq_lens(cache: Sequence[Any], *, first: int | None = None) -> SeqLens:
-    """Tokens of each row from position `first` on, as `span` takes it.
+def seq_lens(cache: Sequence[Any], *, first: int | None = None, kept: bool = False) -> SeqLens:
+    """Tokens of each row from position `first` on, and those `kept`, as `span` takes them.
 
     Raises UnsupportedError, InvalidArgumentError.
     """
@@ -126,6 +131,8 @@ def seq_lens(cache: Sequence[Any], *, first: int | None = None) -> SeqLens:
         return SeqLens.of([layer._idx - int(pad) for pad in layer.left_padding.tolist()])
     held = positions(layer)
     begin = held.start if first is None else first
+    if kept:
+        begin -= num_kept(layer)
     keys = layer.keys[0] if isinstance(layer.keys, (tuple, list)) else layer.keys
     return SeqLens.of([held.stop - begin] * keys.shape[0])
 
@@ -148,6 +155,17 @@ def positions(layer: Any) -> range:
     if kind == "RotatingKVCache":
         return range(layer.offset - len(ring_slots(layer)), layer.offset)
     return range(layer.offset)
+
+
+def num_kept(layer: Any) -> int:
+    """Tokens that a RotatingKVCache keeps from the beginning and that positions(layer) leaves out.
+
+    0 for a cache that has not dropped a token yet, and for all others.
+    """
+    if type(layer).__name__ != "RotatingKVCache":
+        return 0
+    slots = ring_slots(layer)
+    return 0 if not slots or 0 in slots else int(layer.keep)
 
 
 def ring_slots(layer: Any) -> list[int]:

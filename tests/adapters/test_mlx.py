@@ -122,14 +122,16 @@ def numbered(layer: Any, *counts: int) -> Any:
     return layer
 
 
-def read(layer: Any, first: int | None = None) -> list[float]:
+def read(layer: Any, first: int | None = None, *, kept: bool = False) -> list[float]:
     """The keys of the tokens in the order of their positions, through KVX."""
     one = [layer]
-    length = int(adapter.seq_lens(one, first=first).to_numpy()[0])
+    length = int(adapter.seq_lens(one, first=first, kept=kept).to_numpy()[0])
     dst: list[Any] = [KVCache()]
     adapter.reserve(dst, batch_size=1, num_tokens=length, num_kv_heads=HEADS, head_dim=DIM)
     migrate(
-        adapter.span(one, facts(tiny()), first=first), adapter.span(dst, facts(tiny())), [length]
+        adapter.span(one, facts(tiny()), first=first, kept=kept),
+        adapter.span(dst, facts(tiny())),
+        [length],
     )
     keys, values = (np.asarray(half)[0, 0, :length, 0] for half in (dst[0].keys, dst[0].values))
     assert np.array_equal(2 * keys, values)
@@ -157,6 +159,31 @@ def test_a_ring_is_read_in_order(keep: int, counts: list[int], held: range) -> N
     assert read(layer) == list(found)
     assert read(layer, first=held.stop - 3) == list(held)[-3:]
     assert len(found) >= min(held.stop, 8 - keep)
+    first = range(adapter.num_kept(layer))
+    assert read(layer, kept=True) == [*first, *found]
+    assert first in (range(keep), range(0))
+    assert first or found.start == 0 or keep == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kept_tokens_move_to_another_ring(seed: int) -> None:
+    """Both have dropped tokens; afterwards the second attends to what the first one does."""
+    more = 3 + 5 * seed
+    src = numbered(RotatingKVCache(max_size=8, keep=4), 9, *[1] * more)
+    dst = numbered(RotatingKVCache(max_size=8, keep=4), *[1] * (9 + more))
+    dst.keys, dst.values = mx.full(dst.keys.shape, -1.0), mx.full(dst.values.shape, -1.0)
+    ends = [adapter.span([layer], facts(tiny()), kept=True) for layer in (src, dst)]
+    migrate(*ends, adapter.seq_lens([src], kept=True))
+    del ends
+    for half in ("keys", "values"):
+        want, got = (np.asarray(getattr(layer, half))[0, :, :8] for layer in (src, dst))
+        assert sorted(got[0, :, 0]) == sorted(want[0, :, 0])
+    for token in range(9 + more, 12 + more):  # they go on alike
+        new = mx.full((1, HEADS, 1, DIM), float(token))
+        pairs = [layer.update_and_fetch(new, new) for layer in (src, dst)]
+        keys = [sorted(np.asarray(pair[0])[0, 0, :, 0].tolist()) for pair in pairs]
+        assert keys[0] == keys[1]
+        assert keys[0][:4] == [0, 1, 2, 3]
 
 
 def test_a_chunk_begins_where_it_was_cut() -> None:
