@@ -18,7 +18,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from benchmarks import call_overhead, report
+from benchmarks import tables
+from benchmarks.tables import VERSUS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RUNS = _ROOT / "build" / "benchmarks"
@@ -39,27 +40,10 @@ _NAMES = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "decode_steps",
+    "connector",
+    "live",
 )
-_VERSUS = {
-    "memcpy": "memcpy",
-    "copy": "plain copy",
-    "stream": "streaming copy",
-    "blocks": "streaming copy of blocks",
-    "torch": "torch",
-    "rows": "memcpy per row",
-    "lmcache": "LMCache",
-    "vllm": "vLLM",
-    "hf": "DynamicCache",
-    "numpy": "numpy",
-    "bulk": "all at once",
-    "list": "lists of tensors",
-    "gguf": "gguf-py",
-    "2 GB/s": "2 GB/s",
-    "1k": "the same at 1024 tokens",
-    "decode": "decoding, then attention",
-    "migrate": "one migration",
-    "plain": "plain files",
-}
 _MAX_OTHERS_CORES = 0.2
 _NUMBER_INCHES = 0.36  # that a number takes, at most
 _COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
@@ -106,9 +90,6 @@ def _refuse_unfit(path: Path) -> None:
         )
 
 
-# ---- Tables ----
-
-
 def _section(name: str, result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     packages = ", ".join(f"{k} {v}" for k, v in versions.items() if k not in ("kvx", "libkvx"))
@@ -121,72 +102,8 @@ def _section(name: str, result: dict[str, Any]) -> str:
 {result["settings"]["rounds"]} rounds; others used \
 {sum(result["disturbance"].values()):.2f} cores meanwhile.
 
-{_TABLES.get(name, _ratios)(result)}
+{tables.of(name, result)}
 """
-
-
-def _ratios(result: dict[str, Any]) -> str:
-    rows = result["results"]
-    versus = [v for v in _VERSUS if any(v in row["kvx_speedup"] for row in rows)]
-    head = ["case", "threads", "us", "GB/s", *(f"x {_VERSUS[v]}" for v in versus), "goals"]
-    lines = [head, ["---", *["--:"] * (len(head) - 2), "---"]]
-    for row in rows:
-        speedups = row["kvx_speedup"]
-        us = row["median_us"]["kvx"]
-        lines.append(
-            [
-                row["case"].replace("|", "\\|"),
-                str(row["threads"]),
-                f"{us:.0f}" if us >= 100 else f"{us:.2f}",
-                f"{report.gb_per_s(row):.1f}",
-                *(f"{speedups[v]:.2f}" if v in speedups else "" for v in versus),
-                ", ".join(_goal(goal) for goal in row["goals"]),
-            ]
-        )
-    return _table(lines)
-
-
-def _goal(goal: dict[str, Any]) -> str:
-    verdict = "met" if goal["met"] else "**not met**"
-    return f"{_VERSUS[goal['versus']]} >= {goal['at_least']:g} {verdict}"
-
-
-def _calls(result: dict[str, Any]) -> str:
-    lines = [["call", "us", "x floor", "goal"], ["---", "--:", "--:", "---"]]
-    for row in result["results"]:
-        goal = call_overhead.goal_text(row).replace("NOT MET", "**not met**").replace("-", "", 1)
-        lines.append([row["call"], f"{row['median_us']:.2f}", f"{row['times_floor']:.1f}", goal])
-    return _table(lines)
-
-
-def _engines(result: dict[str, Any]) -> str:
-    decode, *prompts = result["results"]
-    lines = [
-        ["prompt", "MB", "computed", "and saved", "loaded instead", "x faster", "x memcpy"],
-        ["---", *["--:"] * 6],
-    ]
-    for row in prompts:
-        ms = [
-            f"{row['median_us'][what] / 1e3:.0f} ms"
-            for what in ("compute", "compute and save", "load instead")
-        ]
-        memcpy = "save {save:.2f}, load {load:.2f}".format(**row["times_memcpy"])
-        lines.append(
-            [row["case"], f"{row['bytes'] / 1e6:.1f}", *ms, f"{row['speedup']:.1f}", memcpy]
-        )
-    us = decode["median_us"]
-    return (
-        f"A {decode['case']}: {us['vllm']:.0f} us, with KVXConnector {us['kvx']:.0f} us, "
-        f"{decode['times_vllm']:.3f} times as long; {decode['inside_us_per_request']:.0f} us of a "
-        f"request in KVXConnector, copies included.\n\n{_table(lines)}"
-    )
-
-
-_TABLES = {"call_overhead": _calls, "vllm_connector": _engines}
-
-
-def _table(lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 # ---- The drawing ----
@@ -237,7 +154,7 @@ def _bars(axes: Any, rows: list[dict[str, Any]], versus: str, *, names: bool) ->
     axes.axvline(1, color="#999999", linewidth=0.8)
     axes.set_yticks(range(len(cases)), cases if names else [""] * len(cases), fontsize=8)
     axes.invert_yaxis()
-    axes.set_title(f"x {_VERSUS[versus]}", fontsize=10)
+    axes.set_title(f"x {VERSUS[versus]}", fontsize=10)
 
 
 def _write_numbers(axes: Any, numbers: list[tuple[float, float, list[float]]]) -> None:

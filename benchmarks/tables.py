@@ -1,0 +1,144 @@
+"""Tables of results, as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import call_overhead, report
+
+VERSUS = {
+    "memcpy": "memcpy",
+    "copy": "plain copy",
+    "stream": "streaming copy",
+    "blocks": "streaming copy of blocks",
+    "torch": "torch",
+    "rows": "memcpy per row",
+    "lmcache": "LMCache",
+    "vllm": "vLLM",
+    "hf": "DynamicCache",
+    "numpy": "numpy",
+    "bulk": "all at once",
+    "list": "lists of tensors",
+    "gguf": "gguf-py",
+    "2 GB/s": "2 GB/s",
+    "1k": "the same at 1024 tokens",
+    "decode": "decoding, then attention",
+    "migrate": "one migration",
+    "plain": "plain files",
+}
+
+
+def of(name: str, result: dict[str, Any]) -> str:
+    """The table of one run."""
+    return _TABLES.get(name, _ratios)(result)
+
+
+def _ratios(result: dict[str, Any]) -> str:
+    rows = result["results"]
+    versus = [v for v in VERSUS if any(v in row["kvx_speedup"] for row in rows)]
+    head = ["case", "threads", "us", "GB/s", *(f"x {VERSUS[v]}" for v in versus), "goals"]
+    lines = [head, ["---", *["--:"] * (len(head) - 2), "---"]]
+    for row in rows:
+        speedups = row["kvx_speedup"]
+        us = row["median_us"]["kvx"]
+        lines.append(
+            [
+                row["case"].replace("|", "\\|"),
+                str(row["threads"]),
+                f"{us:.0f}" if us >= 100 else f"{us:.2f}",
+                f"{report.gb_per_s(row):.1f}",
+                *(f"{speedups[v]:.2f}" if v in speedups else "" for v in versus),
+                ", ".join(_goal(goal) for goal in row["goals"]),
+            ]
+        )
+    return _table(lines)
+
+
+def _goal(goal: dict[str, Any]) -> str:
+    verdict = "met" if goal["met"] else "**not met**"
+    return f"{VERSUS[goal['versus']]} >= {goal['at_least']:g} {verdict}"
+
+
+def _calls(result: dict[str, Any]) -> str:
+    lines = [["call", "us", "x floor", "goal"], ["---", "--:", "--:", "---"]]
+    for row in result["results"]:
+        goal = call_overhead.goal_text(row).replace("NOT MET", "**not met**").replace("-", "", 1)
+        lines.append([row["call"], f"{row['median_us']:.2f}", f"{row['times_floor']:.1f}", goal])
+    return _table(lines)
+
+
+def _engines(result: dict[str, Any]) -> str:
+    decode, *prompts = result["results"]
+    lines = [
+        ["prompt", "MB", "computed", "and saved", "loaded instead", "x faster", "x memcpy"],
+        ["---", *["--:"] * 6],
+    ]
+    for row in prompts:
+        ms = [
+            f"{row['median_us'][what] / 1e3:.0f} ms"
+            for what in ("compute", "compute and save", "load instead")
+        ]
+        memcpy = "save {save:.2f}, load {load:.2f}".format(**row["times_memcpy"])
+        lines.append(
+            [row["case"], f"{row['bytes'] / 1e6:.1f}", *ms, f"{row['speedup']:.1f}", memcpy]
+        )
+    us = decode["median_us"]
+    return (
+        f"A {decode['case']}: {us['vllm']:.0f} us, with KVXConnector {us['kvx']:.0f} us, "
+        f"{decode['times_vllm']:.3f} times as long; {decode['inside_us_per_request']:.0f} us of a "
+        f"request in KVXConnector, copies included.\n\n{_table(lines)}"
+    )
+
+
+def _decode_steps(result: dict[str, Any]) -> str:
+    lines = [
+        ["a decode step while", "vLLM p50", "p99", "with KVX p50", "p99", "p50, x as long", "p99"],
+        ["---", *["--:"] * 6],
+    ]
+    for row in result["results"]:
+        ms, times = row["ms"], row["times_vllm"]
+        both = [f"{ms[name][p]:.2f} ms" for name in ("vllm", "kvx") for p in ("p50", "p99")]
+        lines.append([row["case"], *both, f"{times['p50']:.3f}", f"{times['p99']:.3f}"])
+    return _table(lines)
+
+
+def _live(result: dict[str, Any]) -> str:
+    lines = [
+        ["from, to", "migrations", "pause p50", "p99", "a step of the first", "p50 below a step"],
+        ["---", *["--:"] * 4, "---"],
+    ]
+    for row in result["results"]:
+        ms = [f"{row[name]:.2f} ms" for name in ("pause_p50_ms", "pause_p99_ms", "step_of_a_ms")]
+        met = "met" if row["goal_met"] else "**not met**"
+        lines.append([row["case"], str(row["migrations"]), *ms, met])
+    return _table(lines)
+
+
+def _connector(result: dict[str, Any]) -> str:
+    (found,) = result["results"]
+    lines = [["CPU time of", "p50", "p99", "longest"], ["---", *["--:"] * 3]]
+    rows = found["calls"] | {
+        "a lookup's thread between two pauses": found["stretches"],
+        "the calls of a step": found["step"],
+        "the same, store frozen": found["frozen_step"],
+    }
+    for name, row in rows.items():
+        lines.append([name, *(f"{row[key]:.3f} ms" for key in ("p50", "p99", "max"))])
+    goals = [
+        f"`{name}` <= {goal:g} {'met' if found['met'][name] else '**not met**'}"
+        for name, goal in found["goals"].items()
+    ]
+    return f"{_table(lines)}\n\nGoals: {', '.join(goals)}."
+
+
+_TABLES = {
+    "call_overhead": _calls,
+    "connector": _connector,
+    "decode_steps": _decode_steps,
+    "live": _live,
+    "vllm_connector": _engines,
+}
+
+
+def _table(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
