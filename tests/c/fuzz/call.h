@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "case.h"
+#include "kvx/kvx_layers.h"
 
 namespace fuzz {
 
@@ -171,11 +172,13 @@ inline kvx_status_t call_plan(const Case &c) {
 }
 
 inline kvx_status_t call(const Case &c) {
-  if (c.op != kValidate && c.way != kCall) return call_plan(c);
+  if (c.op != kValidate && c.way != kCall && c.way != kLayers) return call_plan(c);
   Placed placed;
   if (c.op == kValidate) return kvx_validate_cache_desc(placed.put(c.dst.layers[0]));
   if (c.op == kWrite) {
     const WriteArguments given = put_write(c, &placed);
+    if (c.way == kLayers)
+      return kvx_write_layers(&given.cache, &given.write, 1, given.options, nullptr);
     if (!given.options) return kvx_write_kv(given.cache, given.write, nullptr);
     return kvx_write_kv_ext(given.cache, given.write, given.options, nullptr);
   }

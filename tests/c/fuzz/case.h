@@ -37,8 +37,8 @@ struct End {
 };
 
 // How a call is made: as one, or by a plan whose descriptors go before it runs, with other lookups
-// in between or without, or by the copies that the plan lists.
-enum Way { kCall, kPlan, kPlanOfOthers, kPlanRanges };
+// in between or without, or by the copies that the plan lists; a write also as one of layers.
+enum Way { kCall, kPlan, kPlanOfOthers, kPlanRanges, kLayers };
 
 struct Case {
   Op op;

@@ -647,6 +647,7 @@ class Generator {
 
   void random_way() {
     if (random.one_in(3)) c.way = random.pick({kPlan, kPlanOfOthers, device ? kPlan : kPlanRanges});
+    if (c.op == kWrite && c.way == kCall && random.one_in(4)) c.way = kLayers;
   }
 
   void make_write() {
