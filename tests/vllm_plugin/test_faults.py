@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_errors_short_reads_and_delays(
             (flags / phase).unlink()
             for path in list(store.rglob("*.safetensors"))[::2]:  # something to save again
                 path.unlink(missing_ok=True)
+        time.sleep(0.3)  # until no lookup remembers files that were there before: fresh_seconds
         for _ in range(2):  # calm again: all is stored, then all is there
             outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
             same_tokens(outputs, expected)
