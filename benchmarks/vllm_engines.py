@@ -272,10 +272,12 @@ class _Connector:
         return seconds, counters
 
     def _count(self) -> Any:
+        from kvx_adapters.vllm_plugin.stats import COUNTERS
+
         stats = self._take()
         if stats is not None:
-            for name, value in stats.data.items():
-                self._counters[name] = self._counters.get(name, 0) + value
+            for name in COUNTERS.keys() & stats.data.keys():
+                self._counters[name] = self._counters.get(name, 0) + stats.data[name]
         return stats
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
