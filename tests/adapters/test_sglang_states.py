@@ -22,9 +22,9 @@ LAYERS = [0, 1, 3]
 config = wheel.mamba_config
 
 
-def states(*, size: int = 6, envelope: bool = False, convs: int = 1) -> Any:
-    """A MambaPool of Mamba-2: conv bfloat16 of 3 tokens, state float32 of 4 heads."""
-    shape = config.Mamba2StateShape.create(
+def shape_of_states() -> Any:
+    """What the wheel's Mamba-2 layers ask for: 4 heads of 5 x 7, and a convolution of 34."""
+    return config.Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=20,
         n_groups=1,
@@ -33,7 +33,11 @@ def states(*, size: int = 6, envelope: bool = False, convs: int = 1) -> Any:
         state_size=7,
         conv_kernel=4,
     )
-    shape = replace(shape, conv=[(34 + 6 * i, 3) for i in range(convs)])
+
+
+def states(*, size: int = 6, envelope: bool = False, convs: int = 1) -> Any:
+    """A MambaPool of Mamba-2: conv bfloat16 of 3 tokens, state float32 of 4 heads."""
+    shape = replace(shape_of_states(), conv=[(34 + 6 * i, 3) for i in range(convs)])
     dtype = config.Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     pool = wheel.device.MambaPool(
         size=size,
@@ -164,15 +168,7 @@ def test_refusals() -> None:
 def test_the_page() -> None:
     """With the wheel's HybridReqToTokenPool, which gives each request a slot."""
     pool, other = states(), states()
-    shape = config.Mamba2StateShape.create(
-        tp_world_size=1,
-        intermediate_size=20,
-        n_groups=1,
-        num_heads=4,
-        head_dim=5,
-        state_size=7,
-        conv_kernel=4,
-    )
+    shape = shape_of_states()
     requests = wheel.device.HybridReqToTokenPool(
         size=4,
         mamba_size=6,
