@@ -71,17 +71,29 @@ class Encryption:
         head = bytes(view[:_HEAD_BYTES])
         if not head.startswith(MAGIC) or len(view) < _HEAD_BYTES + _TAG_BYTES:
             raise CorruptError(f"{name} is not encrypted, expected a file of an encrypted store")
+        content = self._authentic(name, self._head + head[-_NONCE_BYTES:], view)
         if not head.startswith(self._head):
-            raise StoreError(f"{name} is encrypted with another key than that of this reader")
+            if content is None:
+                raise StoreError(f"{name} is encrypted with another key than that of this reader")
+            raise CorruptError(
+                f"{name} is encrypted with the key of this reader, and the bytes that tell keys "
+                "apart have changed since they were written"
+            )
+        if content is None:
+            raise CorruptError(
+                f"{name} cannot be decrypted: its bytes have changed since they were written, or "
+                "it had another name"
+            )
+        return content
+
+    def _authentic(self, name: str, head: bytes, view: memoryview) -> bytes | None:
+        """The content of a file of this name that was written with this head; None: it was not."""
         try:
             return self._cipher.decrypt(
                 head[-_NONCE_BYTES:], view[_HEAD_BYTES:], head + name.encode()
             )
         except self._invalid_tag:
-            raise CorruptError(
-                f"{name} cannot be decrypted: its bytes have changed since they were written, or "
-                "it had another name"
-            ) from None
+            return None
 
     def opened(self, name: str, file: BinaryIO, shown: str) -> BinaryIO:
         """A file in memory with the content of an encrypted one. Raises as `decrypt` does.
