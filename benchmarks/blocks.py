@@ -3,7 +3,9 @@
 nl 32 and 80 layers of K and V, blocks of 16, 64 and 128 tokens, 8 heads of 128 numbers, bfloat16,
 as many blocks as make 256 MB. Ends are described once and planned; "list" is the call of
 kvx_adapters.kvbm with lists of tensors, which looks at every one of them. Every copy is beside one
-memcpy of the same bytes and torch's copy_ of each chunk. Run with `python -m benchmarks blocks`.
+memcpy of the same bytes and torch's copy_ of each chunk; the operational ones, whose chunks are
+whole at both ends, also beside "blocks": the same chunks by streaming stores, one after the other,
+on processors that have such stores. Run with `python -m benchmarks blocks`.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from torch import Tensor
 import kvx_core
 from benchmarks import report
 from benchmarks.cases import row
+from benchmarks.native import PlainCopy, stream_isa
 from benchmarks.rounds import Goal, compete, once
 from kvx_adapters import kvbm
 from kvx_core import Plan
 from kvx_core.blocks import block_stack, operational_blocks, universal_blocks
 
 _HEADS, _DIM, _OUTER = 8, 128, 2
-_VERSUS = ("memcpy", "torch", "list")
+_VERSUS = ("memcpy", "blocks", "torch", "list")
 _BYTES, _QUICK_BYTES = 256 << 20, 16 << 20
 _UNIVERSAL, _OPERATIONAL = Goal("memcpy", 0.8), Goal("memcpy", 1.0)
 
@@ -116,6 +119,9 @@ def _copies(
             contestants = {"kvx": once(plan.run), "torch": once(by_torch), "list": once(as_lists)}
             if count == 1:
                 contestants["memcpy"] = once(lambda: _memcpy(dst, src))
+            if "operational" in name and stream_isa():
+                pairs = _chunk_pairs(stack, of_operational, reverse=to_stack)
+                contestants["blocks"] = PlainCopy(pairs, "blocks", count)
             timing = compete(contestants, rounds, case=name)
             goals = [goal] if count == 1 else []
             results.append(row(name, count, nb * per_block, timing, goals))
@@ -158,6 +164,18 @@ def _to_stack(stack: list[list[Tensor]], wholes: list[Tensor]) -> None:
     for block, whole in zip(stack, wholes, strict=True):
         for chunk, begin in zip(block, whole, strict=True):
             chunk.copy_(begin)
+
+
+def _chunk_pairs(
+    stack: list[list[Tensor]], wholes: list[Tensor], *, reverse: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """(destination, source) of every chunk; reverse: the stack is the destination."""
+    pairs = [
+        (to, chunk)
+        for block, whole in zip(stack, wholes, strict=True)
+        for chunk, to in zip(block, whole, strict=True)
+    ]
+    return [pair[::-1] for pair in pairs] if reverse else pairs
 
 
 def _memcpy(dst: Tensor, src: Tensor) -> None:
