@@ -3,9 +3,10 @@
 nl 32 and 80 layers of K and V, blocks of 16, 64 and 128 tokens, 8 heads of 128 numbers, bfloat16,
 as many blocks as make 256 MB. Ends are described once and planned; "list" is the call of
 kvx_adapters.kvbm with lists of tensors, which looks at every one of them. Every copy is beside one
-memcpy of the same bytes and torch's copy_ of each chunk; the operational ones, whose chunks are
-whole at both ends, also beside "blocks": the same chunks by streaming stores, one after the other,
-on processors that have such stores. Run with `python -m benchmarks blocks`.
+memcpy of the same bytes and torch's copy_ of each chunk. Two more do what nobody can do without,
+their addresses known beforehand: "rows", a memcpy of each piece that is contiguous at both ends of
+a universal copy; "blocks", streaming stores of each chunk of an operational one, on processors that
+have such stores. Run with `python -m benchmarks blocks`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 import kvx_core
 from benchmarks import report
 from benchmarks.cases import row
-from benchmarks.native import PlainCopy, stream_isa
+from benchmarks.native import PlainCopy, RowCopy, stream_isa
 from benchmarks.rounds import Goal, compete, once
 from kvx_adapters import kvbm
 from kvx_core import Plan
 from kvx_core.blocks import block_stack, operational_blocks, universal_blocks
 
 _HEADS, _DIM, _OUTER = 8, 128, 2
-_VERSUS = ("memcpy", "blocks", "torch", "list")
+_VERSUS = ("memcpy", "blocks", "rows", "torch", "list")
 _BYTES, _QUICK_BYTES = 256 << 20, 16 << 20
 _UNIVERSAL, _OPERATIONAL = Goal("memcpy", 0.8), Goal("memcpy", 1.0)
 
@@ -111,17 +112,20 @@ def _copies(
             continue
         plan = Plan.migrate(src_end, dst_end, [nb * nt], same_model=True)
         to_stack = dst_end is blocks[0]
+        pairs = _pairs(stack, of_operational if goal is _OPERATIONAL else of_universal, to_stack)
+        rows = _row_copy(pairs, layout)
         written = [t for block in stack for t in block] if to_stack else [*universal, *operational]
-        _verify(name, written, by_torch, plan.run, as_lists)
+        _verify(name, written, by_torch, plan.run, as_lists, lambda rows=rows: rows(1))
         for count in threads:
             kvx_core.set_num_threads(count)
             torch.set_num_threads(count)
             contestants = {"kvx": once(plan.run), "torch": once(by_torch), "list": once(as_lists)}
             if count == 1:
                 contestants["memcpy"] = once(lambda: _memcpy(dst, src))
-            if "operational" in name and stream_isa():
-                pairs = _chunk_pairs(stack, of_operational, reverse=to_stack)
+            if goal is _OPERATIONAL and stream_isa():
                 contestants["blocks"] = PlainCopy(pairs, "blocks", count)
+            if goal is _UNIVERSAL and count == 1:
+                contestants["rows"] = lambda rows=rows: rows(1)
             timing = compete(contestants, rounds, case=name)
             goals = [goal] if count == 1 else []
             results.append(row(name, count, nb * per_block, timing, goals))
@@ -166,16 +170,33 @@ def _to_stack(stack: list[list[Tensor]], wholes: list[Tensor]) -> None:
             chunk.copy_(begin)
 
 
-def _chunk_pairs(
-    stack: list[list[Tensor]], wholes: list[Tensor], *, reverse: bool
+def _pairs(
+    stack: list[list[Tensor]], wholes: list[Tensor], to_stack: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(destination, source) of every chunk; reverse: the stack is the destination."""
+    """(destination, source) of every chunk."""
     pairs = [
-        (to, chunk)
+        (whole_chunk, chunk)
         for block, whole in zip(stack, wholes, strict=True)
-        for chunk, to in zip(block, whole, strict=True)
+        for chunk, whole_chunk in zip(block, whole, strict=True)
     ]
-    return [pair[::-1] for pair in pairs] if reverse else pairs
+    return [pair[::-1] for pair in pairs] if to_stack else pairs
+
+
+def _row_copy(pairs: list[tuple[Tensor, Tensor]], layout: str) -> RowCopy:
+    """A memcpy of what is contiguous at both ends: a row of NHD, the rows of a head of HND."""
+    num_dims = 2 if layout == "NHD" else 1
+    to, from_ = (_offsets(chunk, num_dims) for chunk in pairs[0])
+    row_bytes = pairs[0][0][(0,) * num_dims].nbytes
+    return RowCopy([(dst, src, to, from_) for dst, src in pairs], row_bytes)
+
+
+def _offsets(chunk: Tensor, num_dims: int) -> Tensor:
+    """Bytes from the beginning of a chunk to every index of its first dimensions."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(chunk.shape[:num_dims], chunk.stride(), strict=False):
+        steps = torch.arange(size) * stride * chunk.element_size()
+        offsets = (offsets[:, None] + steps).flatten()
+    return offsets
 
 
 def _memcpy(dst: Tensor, src: Tensor) -> None:

@@ -233,7 +233,9 @@ def _stretches() -> Any:
         last.time = time.thread_time()
 
     def end() -> None:
-        found.append(time.thread_time() - last.time)
+        now = time.thread_time()
+        found.append(now - last.time)
+        last.time = now  # what follows a job in its thread is measured too, and nothing twice
 
     def measured_pause() -> None:
         is_a_job = hasattr(last, "time")

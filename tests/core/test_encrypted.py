@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvx_adapters.cli.doctor_store import check_store
-from kvx_core import Directory, InvalidArgumentError, PrefixStore, StoreError
+from kvx_core import Directory, InvalidArgumentError, PrefixStore
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import CorruptError, Precision
 from kvx_core.stores.encrypted import Encrypted, Encryption
