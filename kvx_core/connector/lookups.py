@@ -180,6 +180,9 @@ class Lookups:
         with self._lookup_is_over:
             lookup.is_over = True
             self._lookup_is_over.notify_all()
+        if not lookup.has_failed:
+            with self._boundary.guard("did not look for more corrupt files"):
+                walk.check_rest(finder, is_enough)
         with self._boundary.guard("did not list a folder"):
             lookup.store.remember()
         if not lookup.is_forgotten:

@@ -142,7 +142,7 @@ class Entries:
         try:
             yield
         except CorruptError:
-            self.index.missed(name)
+            self.index.corrupt(name)
             with suppress(StoreError):
                 self.blobs.delete(name)
             raise

@@ -43,6 +43,11 @@ class Finder:
     accept: Accept
     whole: bool = False  # entries that continue otherwise than the prompt do not count
 
+    @property
+    def num_corrupt(self) -> int:
+        """How many files were found corrupt until now, by any thread."""
+        return self.entries.index.num_corrupt
+
     def longest(self, node: str, ids: Ids, at_least: int = 1) -> tuple[int, list[EntryFile]]:
         """How many of `ids` the best entry below a node begins with, and that entry's files.
 

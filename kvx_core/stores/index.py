@@ -49,6 +49,7 @@ class Index:
         self._noted: dict[str, None] = {}  # folders to list
         self._tokens: OrderedDict[str, Ids] = OrderedDict()  # of files that were found good
         self._num_names = self._num_tokens = 0
+        self._num_corrupt = 0
 
     # ---- what lookups see ----
 
@@ -100,6 +101,17 @@ class Index:
             if listing := self._folders.get(folder):
                 self._num_names -= last in listing.names
                 listing.names.pop(last, None)
+
+    def corrupt(self, name: str) -> None:
+        """A file was corrupt just now, and is deleted."""
+        self.missed(name)
+        with self._lock:
+            self._num_corrupt += 1
+
+    @property
+    def num_corrupt(self) -> int:
+        """How many files were found corrupt until now."""
+        return self._num_corrupt
 
     def doubt(self, name: str) -> None:
         """A file may not be there or not be good: memory does not answer for it any more."""

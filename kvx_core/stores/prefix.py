@@ -223,6 +223,7 @@ class PrefixStore:
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
         walk.go_on(self.finder)
+        walk.check_rest(self.finder)
         return walk.match
 
     def chain_of(

@@ -21,6 +21,7 @@ class Walk:
     num_tokens: int
     at_least: int = 1
     is_over: bool = False
+    _is_cut: bool = False  # a corrupt file ended it
     _at: int = 0
     _spans: list[StoredSpan] = field(default_factory=list)
 
@@ -48,11 +49,28 @@ class Walk:
             if not len(rest):
                 self.is_over = True
                 return
+            num_corrupt = finder.num_corrupt
             shared, files = finder.longest(node, rest, 1 if at else self.at_least)
             if shared:
                 names = tuple(file.name for file in files)
                 self._spans.append(StoredSpan(at, at + shared, files[0].num_tokens, names))
                 self._at += shared
             self.is_over = shared < step or self._at == self.num_tokens
+            self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt
             if is_enough():
                 return
+
+    def check_rest(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Opens what is stored behind a corrupt file that ended the walk, if one did.
+
+        The corrupt files among it are deleted at once, and not one at each lookup of the prompt. It
+        ends at the first chunk of which nothing is stored. The match stays as it is.
+        """
+        step = self.chain.chunk_tokens
+        at = self._at - self._at % step + step
+        while self._is_cut and at < self.num_tokens and not is_enough():
+            num_corrupt = finder.num_corrupt
+            ids = self.chain.ids(at, min(at + step, self.num_tokens))
+            shared, _ = finder.longest(self.chain.node(at // step), ids)
+            self._is_cut = shared > 0 or finder.num_corrupt > num_corrupt
+            at += step

@@ -103,6 +103,45 @@ def test_a_miss_does_not_wait_until_a_folder_is_listed(tmp_path: Path) -> None:
     asked.lookups.shutdown()
 
 
+@pytest.mark.parametrize("damage", ["cut", "a hostile sibling"])
+def test_one_lookup_finds_all_corrupt_files(tmp_path: Path, damage: str) -> None:
+    """Those behind the first one too, up to the first chunk of which nothing is stored."""
+    tokens = prompt(90, 1)
+    store = fill(tmp_path, tokens)
+    paths = [tmp_path / span.names[0] for span in store.lookup(tokens).spans]
+    assert [path.stat().st_size > 100 for path in paths] == [True] * 6
+    good = {path: path.read_bytes() for path in paths}
+
+    def bad_files(numbers: tuple[int, ...]) -> list[Path]:
+        bad = []
+        for number in numbers:
+            path = paths[number]
+            data = good[path][:100]
+            if damage != "cut":  # beside what the prompt needs, which is not there
+                path.unlink()
+                count, _, rest = path.name.partition("-")
+                path = path.with_name(f"{count}-{'0' * 64}.{rest.partition('.')[2]}")
+            path.write_bytes(data)
+            bad.append(path)
+        return bad
+
+    bad = bad_files((1, 2, 4, 5))
+    asked = Asked(tmp_path)
+    assert asked.answer(tokens) == 16
+    assert asked.lookups._workers.wait(60)
+    assert [path for path in bad if path.exists()] == []
+    assert paths[0].exists()
+    assert paths[3].exists()
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(good[path])
+
+    bad = bad_files((0, 3))
+    paths[1].unlink()  # nothing is stored here: what lies behind is not looked at
+    assert store_in(Frozen(tmp_path)).lookup(tokens).num_tokens == 0
+    assert [path.exists() for path in bad] == [False, True]
+
+
 def test_every_match_is_that_of_the_store(tmp_path: Path) -> None:
     """Whatever memory knows, its answer is the one of a lookup on the disk."""
     generator = np.random.default_rng(5)
