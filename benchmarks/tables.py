@@ -119,6 +119,7 @@ def _connector(result: dict[str, Any]) -> str:
     lines = [["CPU time of", "p50", "p99", "longest"], ["---", *["--:"] * 3]]
     rows = found["calls"] | {
         "a lookup's thread between two pauses": found["stretches"],
+        "a collection of garbage in it": found["collections"],
         "the calls of a step": found["step"],
         "the same, store frozen": found["frozen_step"],
     }

@@ -14,7 +14,7 @@ class Pace:
     `breathe` is called between pieces of work, each of which takes much less than a millisecond.
     """
 
-    def __init__(self, seconds: float = 0.0005) -> None:
+    def __init__(self, seconds: float = 0.0004) -> None:
         self._seconds = seconds
         self._last = time.perf_counter()
 
