@@ -43,8 +43,11 @@ def test_an_encrypted_store(
         raw = bytearray(path.read_bytes())
         raw[-20] ^= 1
         path.write_bytes(raw)
-    # A lookup deletes the first damaged file that it meets, and the tokens are stored again.
-    assert [cached(64) for _ in range(3)] == [[0, 0], [128, 128], [199, 256]]
+    # A lookup deletes all damaged files of a prompt, and the tokens are stored again: at once, unless
+    # its thread is slower than the request.
+    assert cached(64) == [0, 0]
+    assert cached(64) in ([128, 128], [128, 256], [199, 128], [199, 256])
+    assert cached(64) == [199, 256]
     other = connector(store, encryption_key_file=str(keys[1]))
     with (
         pytest.raises(EngineError, match="the store is encrypted with another key"),
