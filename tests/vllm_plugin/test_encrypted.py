@@ -43,8 +43,8 @@ def test_an_encrypted_store(
         raw = bytearray(path.read_bytes())
         raw[-20] ^= 1
         path.write_bytes(raw)
-    # A lookup deletes all damaged files of a prompt, and the tokens are stored again: at once, unless
-    # its thread is slower than the request.
+    # A lookup deletes all damaged files of a prompt, and the tokens are stored again: at once,
+    # unless its thread is slower than the request.
     assert cached(64) == [0, 0]
     assert cached(64) in ([128, 128], [128, 256], [199, 128], [199, 256])
     assert cached(64) == [199, 256]
