@@ -214,8 +214,8 @@ class PrefixStore:
         """The longest prefix of `tokens` that is stored, exact to the token.
 
         An entry counts if accepted files together hold all its layers and heads; the most precise
-        files are chosen. Corrupt files do not count, and are deleted. Files that cannot be read
-        now, or are not signed with the store's key, do not count. Of entries that begin like the
+        files are chosen. Corrupt files do not count, and are deleted, those behind the first one
+        too. Files that cannot be read now, or are not signed with the store's key, do not count. Of entries that begin like the
         prompt and continue differently, a lookup opens at most 64 that were not opened before;
         where the model has states, of one prefix each, such entries do not count. Reads no keys or
         values.
