@@ -215,10 +215,10 @@ class PrefixStore:
 
         An entry counts if accepted files together hold all its layers and heads; the most precise
         files are chosen. Corrupt files do not count, and are deleted, those behind the first one
-        too. Files that cannot be read now, or are not signed with the store's key, do not count. Of entries that begin like the
-        prompt and continue differently, a lookup opens at most 64 that were not opened before;
-        where the model has states, of one prefix each, such entries do not count. Reads no keys or
-        values.
+        too. Files that cannot be read now, or are not signed with the store's key, do not count. Of
+        entries that begin like the prompt and continue differently, a lookup opens at most 64 that
+        were not opened before; where the model has states, of one prefix each, such entries do not
+        count. Reads no keys or values.
         Raises InvalidArgumentError if `tokens` are no integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
