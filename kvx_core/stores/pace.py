@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+PERIOD_SECONDS = 4e-4  # between two pauses
 _AT_ONCE = 1 << 10  # names: freeing them takes less than a tenth of a millisecond
 
 
@@ -14,7 +15,7 @@ class Pace:
     `breathe` is called between pieces of work, each of which takes much less than a millisecond.
     """
 
-    def __init__(self, seconds: float = 0.0004) -> None:
+    def __init__(self, seconds: float = PERIOD_SECONDS) -> None:
         self._seconds = seconds
         self._last = time.perf_counter()
 

@@ -727,7 +727,7 @@ def test_a_tree_that_vanishes_while_it_is_trimmed(tmp_path: Path) -> None:
 def test_other_threads_run_while_a_large_folder_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pause every half millisecond, in the listing and where the names are freed."""
+    """A pause every `PERIOD_SECONDS`, in the listing and where the names are freed."""
     (tmp_path / "folder").mkdir()
     for i in range(5000):
         (tmp_path / f"folder/{i:05}").touch()
@@ -743,7 +743,8 @@ def test_other_threads_run_while_a_large_folder_is_listed(
     monkeypatch.setattr(pace, "time", own_time)
     names = Directory(tmp_path).names("folder")
     assert len(names) == len(set(names)) == 5000
-    assert 5000 / 55 < len(pauses) < 5000 / 45
+    expected = 5000 * step / pace.PERIOD_SECONDS
+    assert 0.9 * expected < len(pauses) < 1.1 * expected
     pauses.clear()
     step = 1e-3  # for a thousand
     assert sorted(name for part in pace.drain(names) for name in part) == sorted(
