@@ -38,6 +38,7 @@ from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
+from kvx_core.connector.spread import Spread
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.prefix import PrefixStore
 
@@ -108,6 +109,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             consumes=consumes,
             asynchronous=settings.async_load or shares or hybrid or bool(window),
             window=window,
+            spread=Spread(self._stores.chunk_tokens),
         )
 
     # ---- worker ----

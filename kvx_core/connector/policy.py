@@ -19,6 +19,7 @@ from typing import Protocol
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, SaltedStores, Save
+from kvx_core.connector.spread import Spread
 from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
@@ -82,6 +83,7 @@ class Policy:
     consumes: bool = True
     asynchronous: bool = False  # loads run beside other requests' steps
     window: int = 0  # the shortest sliding window of a group of layers; 0: there is none
+    spread: Spread | None = None  # None: a step saves all that it completes
     _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, _Found] = field(default_factory=dict)
     _chains: dict[RequestId, TokenChain] = field(default_factory=dict)
@@ -162,6 +164,8 @@ class Policy:
         self.forget(request_id)
         self._chains.pop(request_id, None)
         self._given_up.discard(request_id)
+        if self.spread is not None:
+            self.spread.forget(request_id)
         self._doubt(self._loading.pop(request_id, None))  # its load may have failed
 
     def has_loaded(self, request_id: RequestId, stop: int) -> None:
@@ -183,6 +187,8 @@ class Policy:
         block_ids: new ones, which follow those known before; are_new: they replace them
         An error is caught: then nothing more of the request is saved.
         """
+        if self.spread is not None:
+            self.spread.computes(stop - num_computed_tokens)
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
@@ -203,6 +209,10 @@ class Policy:
         """The plan of this step, for the workers. Steps without a forward pass wait for lookups."""
         plan, self._next = self._next, Plan()
         plan.is_idle = is_idle
+        if self.spread is not None:
+            if is_idle:  # there may be no other step soon
+                plan.saves += self.spread.take_all()
+            self._next.saves += self.spread.next_step()
         if is_idle and not plan.saves and not plan.loads:
             self.lookups.wait(_PATIENCE_SECONDS)
         return plan
@@ -226,7 +236,12 @@ class Policy:
         tracked.block_ids = block_ids
         if chain is None:
             chain = self.stores[tracked.salt].chain_of(request.all_token_ids)
-        self._next.saves.append(self._save_of(tracked, stop, chain, final=True))
+        save = self._save_of(tracked, stop, chain, final=True)
+        if self.spread is None:
+            self._next.saves.append(save)
+        else:
+            self.spread.wait(save, chain)
+            self._next.saves += self.spread.take()
         return True
 
     def reported(
@@ -340,9 +355,14 @@ class Policy:
                     tracked.is_prepared = True
                     num_tokens = min(known, num_prompt_tokens)
                     self.lookups.prepare(request.request_id, chain, num_tokens)
+        start = tracked.saved - tracked.saved % chunk
+        if self.spread is not None and not self.window:
+            full = self.spread.cut(start, full)
         if full > tracked.saved:
             self._next.saves.append(self._save_of(tracked, full, chain))
             tracked.saved = full
+            if self.spread is not None:
+                self.spread.saves(full - start)
 
     def _save_of(
         self, tracked: _Tracked, stop: int, chain: TokenChain, *, final: bool = False

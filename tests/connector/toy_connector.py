@@ -15,6 +15,7 @@ from kvx_core.connector.plan import BlockIds, Plan
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Salted, StoreSettings
+from kvx_core.connector.spread import Spread
 from kvx_core.snapshot import Precision, Section
 from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
 
@@ -41,6 +42,7 @@ class ToyConnector:
             self.store.chunk_tokens,
             min_tokens=settings.min_tokens,
             asynchronous=True,
+            spread=Spread(self.store.chunk_tokens),
         )
         self.saver = Saver(
             stores, settings, boundary, self.counts, self.sections, self.layers, (0, HEADS)
