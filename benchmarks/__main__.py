@@ -27,6 +27,7 @@ _ALL = (
     "decode_steps",
     "connector",
     "snapshots",
+    "durable",
     "encryption",
     "live",
     "migrate_vs_lmcache",
@@ -134,6 +135,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import snapshots
 
         return snapshots.run(threads, rounds, options.only, quick=options.quick)
+    if name == "durable":
+        from benchmarks import durable
+
+        return durable.run(rounds, options.only, quick=options.quick)
     if name == "live":
         from benchmarks import live
 

@@ -37,6 +37,7 @@ _NAMES = (
     "compression",
     "kv_store",
     "snapshots",
+    "durable",
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",

@@ -266,7 +266,7 @@ class _Connector:
         seconds = self._seconds
         while self._scheduler.has_requests():  # whose last tokens are not copied yet
             self._llm.llm_engine.step()
-        self._worker._worker._saver._writers.wait()  # after all files
+        self._worker._worker._saver._writer.threads.wait()  # after all files
         self._count()
         counters, self._counters, self._seconds = self._counters, {}, 0.0
         return seconds, counters

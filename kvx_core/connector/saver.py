@@ -1,4 +1,4 @@
-"""Saver: copies tokens out of an engine's blocks, and writes them to the store in threads.
+"""Saver: copies tokens out of an engine's blocks; a Writer writes them to the store.
 
 A save copies to host memory before its step ends, because the engine may give the blocks to other
 requests afterwards.
@@ -18,10 +18,9 @@ from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.plan import BlockIds, RequestId, SaltedStores, Save
 from kvx_core.connector.settings import StoreSettings
-from kvx_core.connector.threads import Workers
+from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
 from kvx_core.stores.prefix import PrefixStore
-from kvx_core.stores.usage import Used
 
 # The sections of the first tokens of a request: blocks, number of tokens.
 Sections = Callable[[BlockIds, int], list[Section]]
@@ -65,17 +64,13 @@ class Saver:
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections = counts, sections
         self._layers, self._heads = layers, heads
-        self._writers = Workers(
-            settings.writer_threads, "kvx-save", exit_seconds=settings.shutdown_seconds
-        )
+        self._writer = Writer(settings, boundary, counts, self._is_stored)
         self._pool: MemoryPool | None = None  # of the first save
         self._open_step: object = None  # for which save_layer was called
         self._open: dict[RequestId, _Copied] = {}  # by request
         self._open_bytes = 0  # of these
-        self._lock = threading.Lock()  # of all below
-        self._pending_bytes = 0  # copied, not yet written
+        self._lock = threading.Lock()  # of _saved
         self._saved: set[RequestId] = set()
-        self._used = Used()  # of which evictions are counted
 
     def save_layer(self, step: object, saves: Sequence[Save], layer: int) -> None:
         """Copies one layer of what a step saves. `save` copies the remaining layers.
@@ -106,7 +101,7 @@ class Saver:
                 for snapshot in copied.snapshots:
                     snapshot.settle(copied.sections)
                     num_tokens += len(snapshot.tokens)
-                    self._hand_over(copied.store, snapshot)
+                    self._writer.add(copied.store, snapshot)
                 if copied.refused is not None:
                     raise copied.refused
                 self._confirm_later(self._stores[save.salt])
@@ -129,12 +124,18 @@ class Saver:
             copied.fill(copied.missing)
             for snapshot in copied.snapshots:
                 snapshot.settle(copied.sections)
-                self._commit(copied.store, snapshot)
+            for snapshot, error in zip(
+                copied.snapshots,
+                self._writer.commit(copied.store, copied.snapshots),
+                strict=True,
+            ):
+                if error is not None:
+                    raise error
                 stored += len(snapshot.tokens)
             self._counts.add(saved_tokens=stored, save_seconds=time.perf_counter() - begin)
             if copied.refused is not None:
                 raise copied.refused
-        return self._writers.wait(self._settings.shutdown_seconds) and self._has(save)
+        return self._writer.threads.wait(self._settings.shutdown_seconds) and self._has(save)
 
     def _has(self, save: Save) -> bool:
         """Whether all tokens of a save are stored, also by other engines. Asks the disk."""
@@ -163,7 +164,7 @@ class Saver:
 
     def shutdown(self) -> bool:
         """Waits until all files are written, or shutdown_seconds. Returns whether all were."""
-        return self._writers.shutdown(self._settings.shutdown_seconds)
+        return self._writer.threads.shutdown(self._settings.shutdown_seconds)
 
     def _reserve(self, save: Save) -> _Copied:
         """Memory for the chunks of a save that are not stored yet."""
@@ -174,8 +175,7 @@ class Saver:
             self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)
         chain = store.chain_of(save.tokens, save.node)
         chunks, limit = None, self._settings.max_pending_bytes
-        with self._lock:
-            pending = self._pending_bytes + self._open_bytes
+        pending = self._writer.pending_bytes + self._open_bytes
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
             if not self._is_missing(store, save.tokens, start, stop, node, save.start):
@@ -216,12 +216,20 @@ class Saver:
             from_memory=from_memory,
         )
 
+    def _is_stored(self, store: PrefixStore, snapshot: Snapshot) -> bool:
+        """Whether a chunk that was copied is stored already. Asks the disk."""
+        header, tokens = snapshot.header, snapshot.tokens
+        start, stop = header.start, header.start + len(tokens)
+        return not self._is_missing(
+            store, tokens, start, stop, header.prefix, start, from_memory=False
+        )
+
     def _confirm_later(self, store: PrefixStore) -> None:
         """Has a thread ask the disk for what memory took for stored, so that what others have
         deleted is saved again the next time.
         """
         if store.index.has_doubted:
-            self._writers.submit(lambda: self._confirm(store))
+            self._writer.threads.submit(lambda: self._confirm(store))
 
     def _confirm(self, store: PrefixStore) -> None:
         """Runs in a thread."""
@@ -233,59 +241,3 @@ class Saver:
         return self._boundary.guard(
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )
-
-    def _hand_over(self, store: PrefixStore, snapshot: Snapshot) -> None:
-        """Passes a chunk to the threads that write."""
-        num_bytes, name, index = snapshot.num_bytes, store.name_of(snapshot), store.index
-        index.expect(name)  # so that it is not copied again meanwhile
-        self._wait_to_be_written(num_bytes)
-        try:
-            self._writers.submit(lambda: self._write(store, snapshot, num_bytes, name))
-        except BaseException:
-            self._wait_to_be_written(-num_bytes)
-            index.missed(name)
-            raise
-
-    def _write(self, store: PrefixStore, snapshot: Snapshot, num_bytes: int, name: str) -> None:
-        """Runs in a thread."""
-        with self._boundary.guard("could not write to its store", count="dropped_saves") as guard:
-            self._commit(store, snapshot)
-        self._wait_to_be_written(-num_bytes)
-        if guard.failed:
-            with self._boundary.guard("does not know what is stored"):
-                store.index.missed(name)
-
-    def _commit(self, store: PrefixStore, snapshot: Snapshot) -> None:
-        """Stores a chunk, unless another process or request has."""
-        begin = time.perf_counter()
-        header, tokens = snapshot.header, snapshot.tokens
-        start, stop = header.start, header.start + len(tokens)
-        if not self._is_missing(
-            store, tokens, start, stop, header.prefix, start, from_memory=False
-        ):
-            store.index.doubt(store.name_of(snapshot))  # nobody has read it here
-            return
-        try:
-            written = store.commit(snapshot)
-        finally:
-            self._count_used(store)
-        self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
-        if written and self._settings.format is not None:
-            self._counts.add(spared_bytes=max(0, snapshot.cache_bytes - written))
-
-    def _count_used(self, store: PrefixStore) -> None:
-        """Counts what was deleted to make room since the last call, and what there is now."""
-        with self._lock:
-            used, before = store.used, self._used
-            self._used = used
-        if used.evicted_files > before.evicted_files:
-            self._counts.add(
-                evictions=used.evicted_files - before.evicted_files,
-                evicted_bytes=used.evicted_bytes - before.evicted_bytes,
-            )
-        if used.files is not None and used.num_bytes is not None:
-            self._counts.set(store_files=used.files, store_bytes=used.num_bytes)
-
-    def _wait_to_be_written(self, num_bytes: int) -> None:
-        with self._lock:
-            self._pending_bytes += num_bytes

@@ -8,12 +8,12 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
@@ -21,28 +21,19 @@ from kvx_core.stores.beneath import (
     ABSENT,
     FILE,
     FOLDER,
-    NOTHING,
     allocated,
-    make_folders,
     open_beneath,
     remove_beneath,
-    sync_folder,
 )
+from kvx_core.stores.new_files import NewFiles, Written, syncs_together
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
-from kvx_core.stores.temporary import (
-    Temporaries,
-    Temporary,
-    delete_if_abandoned,
-    is_temporary,
-)
+from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_temporary
 from kvx_core.stores.usage import Usage
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _MAX_WORDS = 8  # of a name
 _MAX_NAMES = 1 << 16  # that `names` returns
+_FEW = 4  # files, from which on it is quicker to sync them together
 _TRIES = 5  # when other processes delete what a call is using
 _NO_HELP_SECONDS = 60  # pause after dropping files did not help
 _FUTURE_SECONDS = 60  # a time of last use further ahead than this is wrong
@@ -63,6 +54,8 @@ _WAYS_OUT = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
     errno.ENOENT: "Its folders are being deleted by somebody else",
 }
+
+Put = bool | StoreError  # what a put returns: whether the name is new; or why it was not stored
 
 
 class Directory:
@@ -95,8 +88,9 @@ class Directory:
         self.max_bytes = max_bytes
         self.usage = Usage()
         self._root = Root(self.root, group)
-        self._folder_mode, file_mode = MODES[group]
-        self._temporaries = Temporaries(self._folder_mode, file_mode)
+        folder_mode, file_mode = MODES[group]
+        self._temporaries = Temporaries(folder_mode, file_mode)
+        self._new = NewFiles(self._root, self.root, folder_mode, self._temporaries)
         self._room = 0  # bytes to put until the next trim
         self._next_drop = 0.0
         self._lock, self._process = Lock(), os.getpid()
@@ -136,10 +130,47 @@ class Directory:
                 else:
                     raise self._failure(name, "written", error) from error
         if num_bytes is not None:
-            self.usage.changed(1, num_bytes)
-            if self.max_bytes is not None:
-                self._make_room(num_bytes, self.max_bytes)
+            self._has_grown(1, num_bytes)
         return num_bytes is not None
+
+    def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
+        """`put` for each name and `write`, and what it returns or raises.
+
+        On a disk of this machine they are synced together: 64 files of 0.5 MB in a tenth of the
+        time. All are open at once. A file that cannot be written with the others is put alone.
+        """
+        done: dict[int, Put] = {}
+        with suppress(OSError, StoreError), self._new.root() as root, ExitStack() as stack:
+            if len(files) >= _FEW and syncs_together(root):
+                written: dict[int, Written] = {}
+                for i, (name, write) in enumerate(files):
+                    _check_name(name)
+                    with suppress(OSError, StoreError):
+                        one = stack.enter_context(self._new.written(root, name, write))
+                        if one is None:
+                            done[i] = False
+                        else:
+                            written[i] = one
+                found = self._new.publish_all(root, tuple(written.values()))
+                for (i, one), is_new in zip(written.items(), found, strict=True):
+                    if isinstance(is_new, OSError):
+                        done[i] = self._failure(one.name, "written", is_new)
+                    elif is_new is not None:
+                        done[i] = is_new
+                sizes = [written[i].num_bytes for i in written if done.get(i) is True]
+                self._has_grown(len(sizes), sum(sizes))
+        for i, (name, write) in enumerate(files):
+            if i not in done:
+                try:
+                    done[i] = self.put(name, write)
+                except StoreError as error:
+                    done[i] = error
+        return [done[i] for i in range(len(files))]
+
+    def _has_grown(self, num_files: int, num_bytes: int) -> None:
+        self.usage.changed(num_files, num_bytes)
+        if self.max_bytes is not None:
+            self._make_room(num_bytes, self.max_bytes)
 
     def open(self, name: str) -> BinaryIO | None:
         """As BlobStore.open."""
@@ -258,63 +289,10 @@ class Directory:
 
     def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
         """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
-        try:
-            root = self._root.open()
-        except FileNotFoundError:
-            self._root.make()
-            root = self._root.open()
-        try:
-            if self._is_there(root, name):
+        with self._new.root() as root, self._new.written(root, name, write) as written:
+            if written is None or not self._new.publish(root, written):
                 return None
-            with self._temporaries.new(root) as temporary:
-                with _NewFile(temporary.file, "r+b", closefd=False) as file:
-                    file.name = f"{self.root}/{name}"
-                    write(file)
-                os.fsync(temporary.file)
-                status = os.fstat(temporary.file)
-                is_new = self._publish(root, temporary, name)
-            return (allocated(status) or status.st_size) if is_new else None
-        finally:
-            os.close(root)
-
-    def _is_there(self, root: int, name: str) -> bool:
-        try:
-            handle = open_beneath(root, name, NOTHING)
-        except FileNotFoundError:
-            return False
-        try:
-            mode = os.fstat(handle).st_mode
-        finally:
-            os.close(handle)
-        if not stat.S_ISREG(mode):
-            raise StoreError(
-                f"{self.root}/{name} cannot be written: what lies there ({stat.filemode(mode)}) is "
-                "no file. Delete it"
-            )
-        return True
-
-    def _publish(self, root: int, temporary: Temporary, name: str) -> bool:
-        """Gives a complete file its name; False if another writer was first."""
-        path, _, last = name.rpartition("/")
-        tries = 0
-        unsynced: list[int] = []  # synced after the file has its name
-        try:
-            while True:
-                folder = make_folders(root, path, self._folder_mode, unsynced)
-                unsynced.insert(0, folder)
-                try:
-                    is_new = _link(temporary, folder, last)
-                    break
-                except FileNotFoundError:  # another process deleted the empty folder
-                    tries += 1
-                    if tries == _TRIES:
-                        raise
-            for folder in unsynced:
-                sync_folder(folder)
-            return is_new
-        finally:
-            for folder in unsynced:
-                os.close(folder)
+            return written.num_bytes
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
         """Trims if enough was put since the last trim to exceed max_bytes."""
@@ -411,17 +389,6 @@ class Directory:
         return StoreError(f"{path} cannot be {verb}: {reason}" + (way_out and f". {way_out}"))
 
 
-class _NewFile(io.FileIO):
-    """A file whose `write` writes everything. io.FileIO.write may write only a part."""
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        view = memoryview(data).cast("B")
-        num_bytes = len(view)
-        while view:
-            view = view[super().write(view) :]
-        return num_bytes
-
-
 def _check_name(name: str) -> None:
     words = name.split("/")
     if len(words) > _MAX_WORDS or not all(map(_is_word, words)):
@@ -433,23 +400,6 @@ def _check_name(name: str) -> None:
 
 def _is_word(text: str) -> bool:
     return text.isascii() and text.isprintable() and text[:1] not in ("", ".")
-
-
-def _link(temporary: Temporary, folder: int, name: str) -> bool:
-    """Gives a file its name in a folder; False if the name exists. Raises OSError."""
-    try:
-        os.link(  # does not replace a file
-            temporary.name,
-            name,
-            src_dir_fd=temporary.folder,
-            dst_dir_fd=folder,
-            follow_symlinks=False,
-        )
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links. A file it replaces has the same content
-        os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
-    return True
 
 
 def _walk(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.snapshot.signing import Key
-from kvx_core.stores.blobs import Directory
+from kvx_core.stores.blobs import Directory, Put
 from kvx_core.stores.usage import Usage
 
 if TYPE_CHECKING:
@@ -144,8 +144,20 @@ class Encrypted:
 
     def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         """As BlobStore.put. `write` writes to memory."""
+        return self._directory.put(name, self._encrypting(name, write))
+
+    def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
+        """As Directory.put_all."""
+        return self._directory.put_all(
+            [(name, self._encrypting(name, write)) for name, write in files]
+        )
+
+    def _encrypting(
+        self, name: str, write: Callable[[BinaryIO], None]
+    ) -> Callable[[BinaryIO], None]:
+        """`write`, with what it writes encrypted."""
         if "/" not in name:
-            return self._directory.put(name, write)
+            return write
 
         def encrypted(file: BinaryIO) -> None:
             with in_memory(name) as plain:
@@ -156,7 +168,7 @@ class Encrypted:
             for part in self._encryption.encrypt(name, memoryview(content)):
                 file.write(part)
 
-        return self._directory.put(name, encrypted)
+        return encrypted
 
     def open(self, name: str) -> BinaryIO | None:
         """As BlobStore.open: a file in memory. Raises CorruptError too, see Encryption.decrypt."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy.typing as npt
 
@@ -27,20 +27,16 @@ from kvx_core.snapshot import (
     Section,
     Snapshot,
     StorageFormat,
+    StoreError,
     token_ids,
 )
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.commits import commit_files
 from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
-from kvx_core.stores.keys import (
-    Ids,
-    entry_of,
-    name_of,
-    opening_of,
-    space_of,
-)
+from kvx_core.stores.keys import Ids, entry_of, name_of, opening_of, space_of
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
@@ -368,18 +364,27 @@ class PrefixStore:
         later, by the next commits.
         Raises StoreError if nothing was stored.
         """
-        name, num_bytes = self.name_of(snapshot), 0
+        (stored,) = self.commit_all([snapshot])
+        if isinstance(stored, StoreError):
+            raise stored
+        return stored
 
-        def write(file: BinaryIO) -> None:
-            nonlocal num_bytes
-            snapshot.save(file, key=self._entries.key)
-            num_bytes = file.tell()
+    def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
+        """`commit` for each of these, and what it returns or raises.
 
-        is_new = self._blobs.put(name, write)
-        self.index.wrote(name)
-        if is_new and not self._planes.kinds:  # of other planes, a part of an entry may be no use
-            self._superseded.wrote(self.finder, snapshot.header.prefix, snapshot.tokens)
-        return num_bytes if is_new else 0
+        On a disk of this machine they are synced together, in a fraction of the time. All files are
+        open meanwhile: 64 are as quick as more.
+        """
+        names = [self.name_of(snapshot) for snapshot in snapshots]
+        files = list(zip(names, snapshots, strict=True))
+        stored = commit_files(self._blobs, files, self._entries.key)
+        for (name, snapshot), num_bytes in zip(files, stored, strict=True):
+            if isinstance(num_bytes, StoreError):
+                continue
+            self.index.wrote(name)
+            if num_bytes and not self._planes.kinds:  # else a part of an entry may be no use
+                self._superseded.wrote(self.finder, snapshot.header.prefix, snapshot.tokens)
+        return stored
 
     @property
     def used(self) -> Used:

@@ -314,6 +314,7 @@ VECTOR(pwritev64v2, "write", (PIECES, off64_t offset, int flags), fd, pieces, co
 
 FUNCTION(int, fsync, "sync", -1, fd, NULL, NULL, (int fd), fd)
 FUNCTION(int, fdatasync, "sync", -1, fd, NULL, NULL, (int fd), fd)
+FUNCTION(int, syncfs, "sync", -1, fd, NULL, NULL, (int fd), fd)
 FUNCTION(int, ftruncate, "write", -1, fd, NULL, NULL, (int fd, off_t length), fd, length)
 FUNCTION(int, ftruncate64, "write", -1, fd, NULL, NULL, (int fd, off64_t length), fd, length)
 FUNCTION(int, flock, "lock", -1, fd, NULL, NULL, (int fd, int operation), fd, operation)

@@ -56,7 +56,7 @@ def test_the_other_engine_computes_one_token(serve: Serve, num_tokens: int, said
     while len(request.answer) < said:
         first.step()
     assert hand_over(first, request)
-    assert first.connector.saver._writers.wait(0)  # nothing waits to be written
+    assert first.connector.saver._writer.threads.wait(0)  # nothing waits to be written
     assert sorted(first.free) == list(range(1, 200))
     after = second.ask(request.all_token_ids, 20 - said)
     assert request.answer + after.answer == alone(tokens, 20)
@@ -68,7 +68,7 @@ def test_what_is_stored_already_is_not_stored_again(serve: Serve, store: Path) -
     request = engine.add(tokens, 20)
     while not request.answer:
         engine.step()
-    assert engine.connector.saver._writers.wait(60)
+    assert engine.connector.saver._writer.threads.wait(60)
     files = sorted(store.rglob("*.safetensors"))
     assert hand_over(engine, request)
     assert sorted(store.rglob("*.safetensors")) == files
@@ -78,7 +78,7 @@ def test_blocks_that_are_being_loaded_are_not_stored(serve: Serve) -> None:
     """The engine counts their tokens as computed, and nobody has written them."""
     tokens, first, second = prompt(70, 42), serve(), serve()
     first.ask(tokens, 8)
-    assert first.connector.saver._writers.wait(60)
+    assert first.connector.saver._writer.threads.wait(60)
     loader = second.connector.loader
     loader.start = lambda load: None  # it never begins
     request = second.add(tokens, 8)

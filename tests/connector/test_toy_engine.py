@@ -45,7 +45,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def written(engine: Engine) -> None:
-    assert engine.connector.saver._writers.wait(60)
+    assert engine.connector.saver._writer.threads.wait(60)
 
 
 def alone(tokens: list[int], max_tokens: int = 8) -> list[int]:

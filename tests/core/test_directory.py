@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
-from kvx_core.stores import beneath, pace
+from kvx_core.stores import beneath, new_files, pace
 from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.usage import Used
@@ -213,6 +213,100 @@ def test_every_folder_that_is_made_is_synced(
     blobs.put("a/b/d", writing(b""))
     assert len(synced) == 2
     assert synced[1] == str(root / "a/b")
+
+
+def test_files_that_are_put_together_get_their_names_when_all_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs, seen = Directory(tmp_path), []
+    assert blobs.put("a/2", writing(b"old"))
+    sync = new_files._syncfs
+
+    def note(handle: int) -> None:
+        sync(handle)
+        complete = sum(path.stat().st_size == 3 for path in temporaries(tmp_path))
+        seen.append((complete, len(list(tmp_path.glob("a/*")))))
+
+    monkeypatch.setattr(new_files, "_syncfs", note)
+    monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
+    names = [f"a/{i}" for i in range(5)]
+    files = [(name, writing(b"new")) for name in (*names, "a/0")]
+    assert blobs.put_all(files) == [True, True, False, True, True, False]
+    assert seen == [(5, 1), (5, 5)]
+    assert [read(blobs, name) for name in names] == [b"new", b"new", b"old", b"new", b"new"]
+    assert not temporaries(tmp_path)
+    assert blobs.trim() == 5 * PAGE
+    assert blobs.usage.now.files == 5
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_file_that_fails_does_not_keep_others_from_being_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """As put does, each error is that of its own file."""
+    monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: together)
+    blobs = Directory(tmp_path)
+    blobs.put("file", writing(b""))
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise StoreError("no more")
+
+    writes = [writing(b"%d" % i) for i in range(6)]
+    names = ["a/0", "a/1", "file/2", "a/3", "a/4", "a/5"]
+    writes[3] = fail
+    put = blobs.put_all(list(zip(names, writes, strict=True)))
+    assert [each is True for each in put] == [True, True, False, False, True, True]
+    assert "file/2 cannot be written: Not a directory" in str(put[2])
+    assert str(put[3]) == "no more"
+    assert [read(blobs, name) for name in names] == [b"0", b"1", None, None, b"4", b"5"]
+    assert not temporaries(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="the name of a blob"):
+        blobs.put_all([(name, writing(b"")) for name in ("a/6", "a/7", "a/8", "../a")])
+
+
+def test_a_sync_of_all_that_fails_is_tried_file_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(new_files, "_syncfs", fail)
+    monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
+    blobs = Directory(tmp_path)
+    assert blobs.put_all([(f"a/{i}", writing(b"x")) for i in range(4)]) == [True] * 4
+    assert len(list(tmp_path.glob("a/*"))) == 4
+
+
+def test_names_that_may_not_be_on_the_disk_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail_later(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(new_files, "_syncfs", fail_later)
+    monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
+    put = Directory(tmp_path).put_all([(f"a/{i}", writing(b"x")) for i in range(4)])
+    assert [str(each) for each in put] == [
+        f"{tmp_path}/a/{i} cannot be written: Input/output error" for i in range(4)
+    ]
+
+
+def test_file_systems_that_sync_together(tmp_path: Path) -> None:
+    """/dev/shm is a tmpfs; that of /proc is none that stores files."""
+    for path, expected in (("/dev/shm", True), ("/proc", False)):
+        handle = os.open(path, os.O_RDONLY)
+        assert new_files.syncs_together(handle) is expected
+        os.close(handle)
+    blobs = Directory("/dev/shm/" + tmp_path.name)
+    try:
+        assert blobs.put_all([(f"a/{i}", writing(b"x")) for i in range(9)]) == [True] * 9
+    finally:
+        shutil.rmtree(blobs.root)
 
 
 def test_what_is_used_is_known_without_a_walk(tmp_path: Path, monkeypatch: Any) -> None:

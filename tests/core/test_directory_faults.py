@@ -137,6 +137,10 @@ for rule in range(int(sys.argv[3])):
                 except StoreError as error:
                     assert "cannot be" in str(error), error
                     failed += 1
+        names = [f"together/{turn}{i}/{rule}" for i in range(6)]
+        for name, put in zip(names, blobs.put_all([(n, writing(n.encode() * 700)) for n in names])):
+            assert put is True or "cannot be" in str(put), put
+            done, failed = done + (put is True), failed + (put is not True)
     switch.unlink()
     assert len(os.listdir("/proc/self/fd")) == before, (rule, before)
     print(rule, done, failed)

@@ -37,7 +37,7 @@ def serve_two(serve: Factory, source: Path) -> None:
     engine.close()
     assert [len(request.answer) for request in requests] == [12, 3]
     assert engine.scheduler._requests == {}
-    assert engine.ranks[0].worker._saver._pending_bytes == 0
+    assert engine.ranks[0].worker._saver._writer._pending_bytes == 0
 
 
 def test_whatever_it_meets(serve: Factory, tmp_path: Path) -> None:

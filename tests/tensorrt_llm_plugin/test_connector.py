@@ -399,7 +399,7 @@ def test_a_bound_on_what_waits_to_be_written(serve: Factory, trtllm: ModuleType)
     serve.set(max_pending_bytes=1)
     engine = serve()
     worker = engine.ranks[0].worker
-    worker._saver._pending_bytes = 2
+    worker._saver._writer._pending_bytes = 2
     engine.ask(prompt(100, 25))
     engine.close()
     assert trtllm.logger.warnings() == [
@@ -414,7 +414,7 @@ def test_a_plan_that_stays_bound_is_done_once(serve: Factory) -> None:
     saved(serve, tokens)
     engine = serve()
     engine.ask(tokens + prompt(30, 30))
-    assert engine.ranks[0].worker._saver._writers.wait(60)  # all files are there
+    assert engine.ranks[0].worker._saver._writer.threads.wait(60)  # all files are there
     for path in serve.store.rglob("*.safetensors"):
         path.unlink()
     (rank,) = engine.ranks

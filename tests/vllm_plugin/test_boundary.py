@@ -271,7 +271,7 @@ def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
         loaded.append("beside")
     connector.get_kv_connector_stats()
     connector.shutdown()
-    assert worker.half._saver._pending_bytes == worker.half._loader.num_loading == 0
+    assert worker.half._saver._writer._pending_bytes == worker.half._loader.num_loading == 0
     assert worker.half._saver._open == {}
     return wanted, loaded
 

@@ -318,7 +318,7 @@ def test_whatever_fails_a_save_the_engine_goes_on(
     worker = Worker(Strange(tmp_path))
     worker.fill()
     worker.save([3, 1, 5], final=True)  # its thread cannot write
-    assert worker.half._saver._writers.wait(60)
+    assert worker.half._saver._writer.threads.wait(60)
     assert worker.stats()["dropped_saves"] == 2
 
     def fails(*arguments: Any, **keywords: Any) -> None:

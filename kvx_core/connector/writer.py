@@ -1,0 +1,143 @@
+"""Writer: writes chunks that a Saver has copied to the store, in threads.
+
+What waits is written together: on a disk, one sync of many files takes hardly longer than of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.threads import Workers
+from kvx_core.snapshot import Snapshot
+from kvx_core.stores.prefix import PrefixStore
+from kvx_core.stores.usage import Used
+
+_TOGETHER = 64  # chunks that are synced together, at most: so many files are open
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A chunk that waits to be written."""
+
+    store: PrefixStore
+    snapshot: Snapshot
+    num_bytes: int
+    name: str
+
+
+class Writer:
+    """The threads that write. A chunk that cannot be written costs a later hit, nothing else."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        boundary: Boundary,
+        counts: Counts,
+        is_stored: Callable[[PrefixStore, Snapshot], bool],
+    ) -> None:
+        """is_stored: whether another process or request has stored a chunk; asks the disk"""
+        self._boundary, self._counts, self._is_stored = boundary, counts, is_stored
+        self._converts = settings.format is not None
+        self.threads = Workers(
+            settings.writer_threads, "kvx-save", exit_seconds=settings.shutdown_seconds
+        )
+        self._lock = threading.Lock()  # of all below
+        self._waiting: list[_Waiting] = []  # oldest first
+        self._pending_bytes = 0
+        self._used = Used()  # of which evictions are counted
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of chunks that are not written yet."""
+        return self._pending_bytes
+
+    def add(self, store: PrefixStore, snapshot: Snapshot) -> None:
+        """Has a thread write a chunk. Raises RuntimeError after a shutdown or a fork."""
+        one = _Waiting(store, snapshot, snapshot.num_bytes, store.name_of(snapshot))
+        store.index.expect(one.name)  # so that it is not copied again meanwhile
+        with self._lock:
+            self._pending_bytes += one.num_bytes
+            self._waiting.append(one)
+        try:
+            self.threads.submit(self._write)
+        except BaseException:
+            with self._lock:
+                self._pending_bytes -= one.num_bytes
+                self._waiting.remove(one)
+            store.index.missed(one.name)
+            raise
+
+    def commit(self, store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[Exception | None]:
+        """Stores chunks, unless another process or request has. Why each is not stored, or None."""
+        begin = time.perf_counter()
+        errors: list[Exception | None] = [None] * len(snapshots)
+        missing: list[int] = []
+        for i, snapshot in enumerate(snapshots):
+            try:
+                if self._is_stored(store, snapshot):
+                    store.index.doubt(store.name_of(snapshot))  # nobody has read it here
+                else:
+                    missing.append(i)
+            except Exception as error:
+                errors[i] = error
+        if not missing:
+            return errors
+        results: Sequence[int | Exception]
+        try:
+            results = store.commit_all([snapshots[i] for i in missing])
+        except Exception as error:
+            results = [error] * len(missing)
+        written = spared = 0
+        for i, num_bytes in zip(missing, results, strict=True):
+            if isinstance(num_bytes, Exception):
+                errors[i] = num_bytes
+            elif num_bytes:
+                written += num_bytes
+                spared += max(0, snapshots[i].cache_bytes - num_bytes) if self._converts else 0
+        self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
+        if spared:
+            self._counts.add(spared_bytes=spared)
+        self._count_used(store)
+        return errors
+
+    def _write(self) -> None:
+        """Runs in a thread. Writes the chunks of one store that have waited longest."""
+        with self._lock:
+            together = self._waiting[:1]
+            for one in self._waiting[1:_TOGETHER]:
+                if one.store is not together[0].store:
+                    break
+                together.append(one)
+            del self._waiting[: len(together)]
+        if not together:  # an earlier job has written what this one is for
+            return
+        store = together[0].store
+        try:
+            errors = self.commit(store, [one.snapshot for one in together])
+        finally:
+            with self._lock:
+                self._pending_bytes -= sum(one.num_bytes for one in together)
+        for one, error in zip(together, errors, strict=True):
+            if error is not None:
+                self._boundary.caught(error, "could not write to its store", "", "dropped_saves")
+                with self._boundary.guard("does not know what is stored"):
+                    store.index.missed(one.name)
+
+    def _count_used(self, store: PrefixStore) -> None:
+        """Counts what was deleted to make room since the last call, and what there is now."""
+        with self._lock:
+            used, before = store.used, self._used
+            self._used = used
+        if used.evicted_files > before.evicted_files:
+            self._counts.add(
+                evictions=used.evicted_files - before.evicted_files,
+                evicted_bytes=used.evicted_bytes - before.evicted_bytes,
+            )
+        if used.files is not None and used.num_bytes is not None:
+            self._counts.set(store_files=used.files, store_bytes=used.num_bytes)

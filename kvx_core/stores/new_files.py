@@ -1,0 +1,211 @@
+"""Files of a store on their way: written under `.tmp`, brought to the disk, given their names."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.beneath import (
+    NOTHING,
+    allocated,
+    make_folders,
+    open_beneath,
+    sync_folder,
+)
+from kvx_core.stores.root import Root
+from kvx_core.stores.temporary import Temporaries, Temporary
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_TRIES = 5  # when other processes delete the folder that a call is using
+
+# File systems whose syncfs brings all to the disk that fsync does, by statfs.f_type: ext4, XFS,
+# Btrfs, F2FS, tmpfs. FUSE's does not, and of network file systems only the server knows.
+# Source: Linux include/uapi/linux/magic.h
+_SYNC_TOGETHER = frozenset((0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A complete file that has no name in the store yet."""
+
+    name: str
+    temporary: Temporary
+
+    @property
+    def num_bytes(self) -> int:
+        """On the disk. Raises OSError."""
+        status = os.fstat(self.temporary.file)
+        return allocated(status) or status.st_size
+
+
+class NewFiles:
+    """Writes the files of one directory."""
+
+    def __init__(self, root: Root, shown: Path, folder_mode: int, temporaries: Temporaries) -> None:
+        """shown: the root's path, for messages"""
+        self._root, self._shown = root, shown
+        self._folder_mode, self._temporaries = folder_mode, temporaries
+
+    @contextmanager
+    def root(self) -> Iterator[int]:
+        """A handle of the root, which is made if it is missing. Raises OSError."""
+        try:
+            root = self._root.open()
+        except FileNotFoundError:
+            self._root.make()
+            root = self._root.open()
+        try:
+            yield root
+        finally:
+            os.close(root)
+
+    @contextmanager
+    def written(
+        self, root: int, name: str, write: Callable[[BinaryIO], None]
+    ) -> Iterator[Written | None]:
+        """What `write` writes; None if the name exists. Without a name it is gone afterwards.
+
+        Raises OSError, StoreError.
+        """
+        if self._is_there(root, name):
+            yield None
+            return
+        with self._temporaries.new(root) as temporary:
+            with _NewFile(temporary.file, "r+b", closefd=False) as file:
+                file.name = f"{self._shown}/{name}"
+                write(file)
+            yield Written(name, temporary)
+
+    def publish(self, root: int, written: Written) -> bool:
+        """Brings a file to the disk and gives it its name; False if another writer was first.
+
+        Then its name and its folders are on the disk, too. Raises OSError.
+        """
+        os.fsync(written.temporary.file)
+        unsynced: list[int] = []  # synced after the file has its name
+        try:
+            is_new = self._name(root, written, unsynced)
+            for folder in unsynced:
+                sync_folder(folder)
+        finally:
+            for folder in unsynced:
+                os.close(folder)
+        return is_new
+
+    def publish_all(self, root: int, files: Sequence[Written]) -> list[bool | OSError | None]:
+        """`publish` for each, on a file system that `syncs_together`, and what it returns.
+
+        None: a file has no name yet, and has to be published alone; an error: its name may not be
+        on the disk. The disk is asked twice, not three times for each file; all other writes to the
+        file system are synced with them. Raises OSError if no file has its name.
+        """
+        _syncfs(root)
+        named: list[bool | OSError | None] = []
+        for written in files:
+            unsynced: list[int] = []
+            try:
+                named.append(self._name(root, written, unsynced))
+            except OSError:
+                named.append(None)
+            finally:
+                for folder in unsynced:
+                    os.close(folder)
+        try:
+            _syncfs(root)
+        except OSError as error:
+            return [error if is_new else is_new for is_new in named]
+        return named
+
+    def _is_there(self, root: int, name: str) -> bool:
+        try:
+            handle = open_beneath(root, name, NOTHING)
+        except FileNotFoundError:
+            return False
+        try:
+            mode = os.fstat(handle).st_mode
+        finally:
+            os.close(handle)
+        if not stat.S_ISREG(mode):
+            raise StoreError(
+                f"{self._shown}/{name} cannot be written: what lies there ({stat.filemode(mode)}) "
+                "is no file. Delete it"
+            )
+        return True
+
+    def _name(self, root: int, written: Written, unsynced: list[int]) -> bool:
+        """Gives a complete file its name; False if another writer was first. Raises OSError.
+
+        unsynced: gets handles of the folders that have changed, for the caller to close
+        """
+        path, _, last = written.name.rpartition("/")
+        for tries_left in reversed(range(_TRIES)):
+            folder = make_folders(root, path, self._folder_mode, unsynced)
+            unsynced.insert(0, folder)
+            try:
+                return _link(written.temporary, folder, last)
+            except FileNotFoundError:  # another process deleted the empty folder
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+
+class _NewFile(io.FileIO):
+    """A file whose `write` writes everything. io.FileIO.write may write only a part."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        num_bytes = len(view)
+        while view:
+            view = view[super().write(view) :]
+        return num_bytes
+
+
+def syncs_together(handle: int) -> bool:
+    """Whether all files of this handle's file system can be brought to the disk in one go."""
+    found = ctypes.create_string_buffer(256)  # struct statfs, which begins with f_type, a long
+    libc = _libc()
+    if libc is None or libc.fstatfs(handle, found):
+        return False
+    return (ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF) in _SYNC_TOGETHER
+
+
+def _syncfs(handle: int) -> None:
+    libc = _libc()
+    assert libc is not None  # syncs_together has said so
+    if libc.syncfs(handle):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc if hasattr(libc, "syncfs") and hasattr(libc, "fstatfs") else None
+
+
+def _link(temporary: Temporary, folder: int, name: str) -> bool:
+    """Gives a file its name in a folder; False if the name exists. Raises OSError."""
+    try:
+        os.link(  # does not replace a file
+            temporary.name,
+            name,
+            src_dir_fd=temporary.folder,
+            dst_dir_fd=folder,
+            follow_symlinks=False,
+        )
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links. A file it replaces has the same content
+        os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
+    return True
