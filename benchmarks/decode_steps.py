@@ -73,7 +73,8 @@ def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
     rows = []
     print(f"\n{'':32}{'vLLM':>16}{'with KVX':>18}{'times as long':>18}")
     print(f"{'a decode step, ms, while':32}" + f"{'p50':>9}{'p99':>9}" * 3)
-    with engines(_MODEL, _SEQUENCES + 2, 512, **environment) as (alone, ours, store):
+    with engines(_MODEL, _SEQUENCES + 2, 512, **environment) as found:
+        alone, ours, store = found.alone, found.ours, found.store
         for case in CASES:
             if only not in case.name:
                 continue

@@ -1,9 +1,9 @@
 """A long prompt of a small model, brought to a disk: chunks of a store beside plain files.
 
 131,072 tokens, 4 layers, 2 heads x 128, bfloat16: 1,024 chunks of 128 tokens, which have been
-captured. KVX commits them as a connector's threads do, 64 at a time, each time until they are on
-the disk. Beside it as many plain files of the same bytes are written, and then one sync brings them
-there. Both into new folders of the file system of the current directory. Run with
+captured. A connector's two threads write them, 64 at a time, each time until they are on the disk.
+Beside it as many plain files of the same bytes are written, and then one sync brings them there.
+Both into new folders of the file system of the current directory. Run with
 `python -m benchmarks durable`.
 """
 
@@ -23,10 +23,14 @@ from benchmarks import report
 from benchmarks.cases import on_threads
 from benchmarks.rounds import Contestant, Goal, once
 from benchmarks.snapshots import MODELS, Prompt
-from kvx_core import BlockTable, Directory, PrefixStore, Snapshot, StoreError
+from kvx_core import BlockTable, Directory, PrefixStore, Snapshot
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import Precision
 
-_MODEL, _CHUNK, _TOGETHER = "4 layers, 2 heads", 128, 64
+_MODEL, _CHUNK = "4 layers, 2 heads", 128
 _PIECE = 8192  # tokens of the caches
 _GOAL = 1 / 1.3  # of the speed of plain files and one sync
 
@@ -45,10 +49,17 @@ def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
 
         def commit() -> None:
             store = _store(num_layers, num_heads, folder / "store")
-            for first in range(0, len(chunks), _TOGETHER):
-                for stored in store.commit_all(chunks[first : first + _TOGETHER]):
-                    assert not isinstance(stored, StoreError), stored
-                    assert stored
+            counts = Counts()
+            writer = Writer(
+                StoreSettings(path=folder / "store"),
+                Boundary(print),
+                counts,
+                lambda store, chunk: _is_stored(store, chunk, num_layers, num_heads),
+            )
+            for chunk in chunks:
+                writer.add(store, chunk)
+            assert writer.threads.shutdown()
+            assert counts.take()["saved_bytes"] > sum(chunk.num_bytes for chunk in chunks)
 
         def write() -> None:
             (folder / "plain").mkdir()
@@ -77,6 +88,21 @@ def _store(num_layers: int, num_heads: int, path: Path) -> PrefixStore:
         total_kv_heads=num_heads,
         precision=Precision.of("bfloat16"),
         new_chunk_tokens=_CHUNK,
+    )
+
+
+def _is_stored(store: PrefixStore, chunk: Snapshot, num_layers: int, num_heads: int) -> bool:
+    """As a Saver asks."""
+    start, tokens = chunk.header.start, chunk.tokens
+    return not store.missing(
+        tokens,
+        start,
+        start + len(tokens),
+        range(num_layers),
+        (0, num_heads),
+        node=chunk.header.prefix,
+        base=start,
+        from_memory=False,
     )
 
 

@@ -88,16 +88,31 @@ def tokens(num_tokens: int, seed: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class Engines:
+    """Engines of the same random weights."""
+
+    alone: Engine  # without a connector
+    ours: Engine  # with a store in memory
+    store: Path  # of `ours`
+    on_disk: Engine | None  # with a store in the current directory's file system
+
+
 @contextmanager
 def engines(
-    model: Mapping[str, Any], sequences: int, batched_tokens: int, **environment: str
-) -> Iterator[tuple[Engine, Engine, Path]]:
-    """An engine without a connector and one with it, of random weights, and the store's folder.
+    model: Mapping[str, Any],
+    sequences: int,
+    batched_tokens: int,
+    *,
+    with_disk: bool = False,
+    **environment: str,
+) -> Iterator[Engines]:
+    """An engine without a connector, one with it and, if `with_disk`, another one.
 
     model: its config
     sequences: that run at once, at most
     batched_tokens: that a step computes, at most
-    environment: variables of both processes
+    environment: variables of their processes
     """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvx-bench-")))
@@ -115,9 +130,13 @@ def engines(
         with _variables(_ENVIRONMENT | environment):
             alone = stack.enter_context(_engine(options))
             ours = stack.enter_context(_engine(options, store))
-        for each in (alone, ours, ours):  # first touches
+            on_disk = None
+            if with_disk:
+                disk = stack.enter_context(tempfile.TemporaryDirectory(prefix=".kvx-", dir="."))
+                on_disk = stack.enter_context(_engine(options, Path(disk).absolute()))
+        for each in filter(None, (alone, ours, ours, on_disk, on_disk)):  # first touches
             each.run([tokens(64, 0)], 2)
-        yield alone, ours, store
+        yield Engines(alone, ours, store, on_disk)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class StoreSettings(BaseModel):
     key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
     encryption_key_file: Path | None = None  # its secret encrypts files with AES-256-GCM
     encryption_key_variable: str | None = None  # the same, in an environment variable
-    writer_threads: int = Field(default=1, ge=1)
+    writer_threads: int = Field(default=2, ge=1)
     loader_threads: int = Field(default=2, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
