@@ -78,7 +78,8 @@ def _engines(result: dict[str, Any]) -> str:
     ]
     for row in prompts:
         calls = "compute", "compute and save", "compute and save on a disk", "load instead"
-        ms = [f"{row['median_us'][what] / 1e3:.0f} ms" for what in calls]
+        found = row["median_us"]
+        ms = [f"{found[what] / 1e3:.0f} ms" if what in found else "" for what in calls]
         memcpy = "save {save:.2f}, load {load:.2f}".format(**row["times_memcpy"])
         lines.append(
             [row["case"], f"{row['bytes'] / 1e6:.1f}", *ms, f"{row['speedup']:.1f}", memcpy]

@@ -6,8 +6,10 @@ import io
 import os
 import stat
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +33,7 @@ from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
 
 MAX_HEADER_BYTES = 16 << 20
+_MOST_PARTS = 1024  # that one writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
 _FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
 # Without O_NONBLOCK, opening a FIFO waits for its other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -210,10 +213,11 @@ def write(
 
 def _coded(stored: Stored, data: Bytes) -> tuple[Stored, Bytes]:
     """A tensor as the file has it: encoded, unless that saves nothing."""
-    if stored.coding:
-        encoded = CODINGS[stored.coding].encode(data)
-        if len(encoded) < len(data):
-            return replace(stored, coded_bytes=len(encoded)), encoded
+    if not stored.coding:
+        return stored, data
+    encoded = CODINGS[stored.coding].encode(data)
+    if len(encoded) < len(data):
+        return replace(stored, coded_bytes=len(encoded)), encoded
     return replace(stored, coding=""), data
 
 
@@ -230,9 +234,17 @@ def _opened(path: Path, flags: int, mode: str) -> _OwnFile:
 
 
 def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
-    for view in parts:
-        while view:
-            view = view[file.write(view) :]
+    """Writes all parts: with one call if the file is unbuffered, so that the GIL is taken once."""
+    left = deque(parts)
+    while left:
+        if isinstance(file, io.FileIO):
+            written = os.writev(file.fileno(), list(islice(left, _MOST_PARTS)))
+        else:
+            written = file.write(left[0])
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]
 
 
 def checksum(data: Bytes, kind: str, key: Key | None) -> str:
