@@ -34,23 +34,16 @@ def find_tokens(
     Spec: E.12
     """
     span.held("src")  # refuses arrays that have moved
-    view = span.view.without_scales()
-    if any(one.memory is Memory.DEVICE for one in view.planes):
-        view = replace(view, planes=tuple(map(_with_indices_on_host, view.planes)))
-    on_host = replace(
-        span,
-        view=view,
-        block_table=None if span.block_table is None else span.block_table.on_host(),
-        slots=None if span.slots is None else span.slots.on_host(),
-        starts=None if span.starts is None else SeqLens.of(span.starts.to_numpy()),
-    )
+    on_host = _with_tables_on_host(span)
+    view = on_host.view
+    if lens.memory is Memory.DEVICE:
+        lens = SeqLens.of(lens.to_numpy())
     lengths = lens.to_numpy()
     beams = 1
     if span.block_table is not None and span.block_table.seq_count == len(lengths):
         beams = max(span.block_table.beam_width, 1)
     tokens_per_entry = 1 if plane is None else view.planes[plane].tokens_per_entry
     places = np.zeros(int(num_entries(lengths, tokens_per_entry).sum()) * beams, _PLACE)
-    lens = SeqLens.of(lengths)
     desc = _abi.kvx_find_desc_t(
         is_v=v,
         layer=layer,
@@ -62,6 +55,23 @@ def find_tokens(
     )
     _abi.check(_abi.library().kvx_find_tokens(desc))
     return places
+
+
+def _with_tables_on_host(span: CacheSpan) -> CacheSpan:
+    """The span as one of stored bytes, whose tables, slots and starts the host can read."""
+    view = span.view.without_scales()
+    if any(one.memory is Memory.DEVICE for one in view.planes):
+        view = replace(view, planes=tuple(map(_with_indices_on_host, view.planes)))
+    indices = span.block_table, span.slots, span.starts
+    if view is span.view and all(one is None or one.memory is Memory.HOST for one in indices):
+        return span
+    return replace(
+        span,
+        view=view,
+        block_table=None if span.block_table is None else span.block_table.on_host(),
+        slots=None if span.slots is None else span.slots.on_host(),
+        starts=None if span.starts is None else SeqLens.of(span.starts.to_numpy()),
+    )
 
 
 def num_entries(lengths: npt.NDArray[np.int64], tokens_per_entry: int) -> npt.NDArray[np.int64]:

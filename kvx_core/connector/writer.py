@@ -100,7 +100,8 @@ class Writer:
             elif num_bytes:
                 written += num_bytes
                 spared += max(0, snapshots[i].cache_bytes - num_bytes) if self._converts else 0
-        self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
+        if not all(isinstance(each, Exception) for each in results):
+            self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
         if spared:
             self._counts.add(spared_bytes=spared)
         self._count_used(store)

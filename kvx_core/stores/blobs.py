@@ -24,8 +24,9 @@ from kvx_core.stores.beneath import (
     allocated,
     open_beneath,
     remove_beneath,
+    syncs_together,
 )
-from kvx_core.stores.new_files import NewFiles, Written, syncs_together
+from kvx_core.stores.new_files import NewFiles, Written
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
 from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_temporary

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -19,6 +17,7 @@ from kvx_core.stores.beneath import (
     allocated,
     make_folders,
     open_beneath,
+    sync_file_system,
     sync_folder,
 )
 from kvx_core.stores.root import Root
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _TRIES = 5  # when other processes delete the folder that a call is using
-
-# File systems whose syncfs brings all to the disk that fsync does, by statfs.f_type: ext4, XFS,
-# Btrfs, F2FS, tmpfs. FUSE's does not, and of network file systems only the server knows.
-# Source: Linux include/uapi/linux/magic.h
-_SYNC_TOGETHER = frozenset((0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +104,7 @@ class NewFiles:
         on the disk. The disk is asked twice, not three times for each file; all other writes to the
         file system are synced with them. Raises OSError if no file has its name.
         """
-        _syncfs(root)
+        sync_file_system(root)
         named: list[bool | OSError | None] = []
         for written in files:
             unsynced: list[int] = []
@@ -122,7 +116,7 @@ class NewFiles:
                 for folder in unsynced:
                     os.close(folder)
         try:
-            _syncfs(root)
+            sync_file_system(root)
         except OSError as error:
             return [error if is_new else is_new for is_new in named]
         return named
@@ -169,29 +163,6 @@ class _NewFile(io.FileIO):
         while view:
             view = view[super().write(view) :]
         return num_bytes
-
-
-def syncs_together(handle: int) -> bool:
-    """Whether all files of this handle's file system can be brought to the disk in one go."""
-    found = ctypes.create_string_buffer(256)  # struct statfs, which begins with f_type, a long
-    libc = _libc()
-    if libc is None or libc.fstatfs(handle, found):
-        return False
-    return (ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF) in _SYNC_TOGETHER
-
-
-def _syncfs(handle: int) -> None:
-    libc = _libc()
-    assert libc is not None  # syncs_together has said so
-    if libc.syncfs(handle):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc if hasattr(libc, "syncfs") and hasattr(libc, "fstatfs") else None
 
 
 def _link(temporary: Temporary, folder: int, name: str) -> bool:

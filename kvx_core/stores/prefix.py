@@ -36,7 +36,7 @@ from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
-from kvx_core.stores.keys import Ids, entry_of, name_of, opening_of, space_of
+from kvx_core.stores.keys import Ids, entry_of, name_of, space_of
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
@@ -268,15 +268,18 @@ class PrefixStore:
         """
         node, ids = self._span(tokens, start, stop, node, base)
         own = self._precision.meet(self.carried)
-        held, key = list(layers), entry_of(node, ids)
+        held = list(layers)
         name = name_of(self._space, node, ids, held, heads, own)
         if from_memory and self.index.is_held(name):
             return False
         finder = self.known if from_memory else self.finder
         try:
-            found = finder.parsed(f"{self._space}/{node}/{opening_of(node, ids)}")
+            found = finder.parsed(name.rpartition("/")[0])
         except Unknown:
             return True
+        if not found:
+            return True
+        key = entry_of(node, ids)
         files = [file for file in found if file.entry == key and file.precision.includes(own)]
         return not finder.cover(files)[0][held, slice(*heads)].all()
 

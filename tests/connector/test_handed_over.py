@@ -106,11 +106,11 @@ def test_a_store_that_takes_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatc
     while len(request.answer) < 3:
         first.step()
 
-    def commit(store: PrefixStore, snapshot: object) -> int:
-        raise StoreError("no space is left, as a test says")
+    def commit(store: PrefixStore, snapshots: list[object]) -> list[StoreError]:
+        return [StoreError("no space is left, as a test says")] * len(snapshots)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixStore, "commit", commit)
+        patch.setattr(PrefixStore, "commit_all", commit)
         assert not hand_over(first, request)
     after = second.ask(request.all_token_ids, 17)
     assert request.answer + after.answer == alone(tokens, 20)

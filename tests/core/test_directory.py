@@ -220,14 +220,14 @@ def test_files_that_are_put_together_get_their_names_when_all_are_on_the_disk(
 ) -> None:
     blobs, seen = Directory(tmp_path), []
     assert blobs.put("a/2", writing(b"old"))
-    sync = new_files._syncfs
+    sync = new_files.sync_file_system
 
     def note(handle: int) -> None:
         sync(handle)
         complete = sum(path.stat().st_size == 3 for path in temporaries(tmp_path))
         seen.append((complete, len(list(tmp_path.glob("a/*")))))
 
-    monkeypatch.setattr(new_files, "_syncfs", note)
+    monkeypatch.setattr(new_files, "sync_file_system", note)
     monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
     names = [f"a/{i}" for i in range(5)]
     files = [(name, writing(b"new")) for name in (*names, "a/0")]
@@ -271,7 +271,7 @@ def test_a_sync_of_all_that_fails_is_tried_file_by_file(
     def fail(handle: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(new_files, "_syncfs", fail)
+    monkeypatch.setattr(new_files, "sync_file_system", fail)
     monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
     blobs = Directory(tmp_path)
     assert blobs.put_all([(f"a/{i}", writing(b"x")) for i in range(4)]) == [True] * 4
@@ -288,7 +288,7 @@ def test_names_that_may_not_be_on_the_disk_are_told(
         if len(calls) == 2:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(new_files, "_syncfs", fail_later)
+    monkeypatch.setattr(new_files, "sync_file_system", fail_later)
     monkeypatch.setattr(blobs_module, "syncs_together", lambda handle: True)
     put = Directory(tmp_path).put_all([(f"a/{i}", writing(b"x")) for i in range(4)])
     assert [str(each) for each in put] == [
@@ -300,7 +300,7 @@ def test_file_systems_that_sync_together(tmp_path: Path) -> None:
     """/dev/shm is a tmpfs; that of /proc is none that stores files."""
     for path, expected in (("/dev/shm", True), ("/proc", False)):
         handle = os.open(path, os.O_RDONLY)
-        assert new_files.syncs_together(handle) is expected
+        assert beneath.syncs_together(handle) is expected
         os.close(handle)
     blobs = Directory("/dev/shm/" + tmp_path.name)
     try:

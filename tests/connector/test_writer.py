@@ -1,0 +1,162 @@
+"""Chunks that wait to be written: together, in order, and each with its own error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from kvx_core import BlockTable, Directory, PrefixStore, Section, Snapshot, StoreError
+from kvx_core.connector import writer as writer_module
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.writer import Writer
+from kvx_core.stores.blobs import Put
+from tests.connector.test_toy_engine import prompt, store_in
+from tests.connector.toy_connector import view_of
+from tests.connector.toy_engine import BLOCK_SIZE, LAYERS, Engine
+
+CHUNK = 16
+
+
+class Gated(Directory):
+    """Writes nothing before it is told to; the files of each call."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.calls: list[int] = []
+        self.refused = ""
+
+    def _wait(self, names: Sequence[str]) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        self.calls.append(len(names))
+
+    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+        if not name.endswith(".json"):
+            self._wait([name])
+        return super().put(name, write)
+
+    def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
+        self._wait([name for name, _ in files])
+        return [
+            StoreError(f"{name} is refused") if name == self.refused else Directory.put(self, *file)
+            for file in files
+            for name in file[:1]
+        ]
+
+
+class Writing:
+    """A Writer of one thread, which waits, and a prompt in chunks."""
+
+    def __init__(self, path: Path, num_chunks: int, seed: int = 0) -> None:
+        self.blobs, self.log, self.counts = Gated(path), list[str](), Counts()
+        self.store = store_in(self.blobs)
+        settings = StoreSettings(path=path, writer_threads=1)
+        boundary = Boundary(self.log.append)
+        self.boundary = boundary
+        self.writer = Writer(settings, boundary, self.counts, lambda store, chunk: False)
+        self.chunks = chunks_of(self.store, prompt(num_chunks * CHUNK, seed))
+
+    def add_all(self) -> None:
+        """The first chunk is being written while the others wait."""
+        for chunk in self.chunks:
+            self.writer.add(self.store, chunk)
+            assert self.blobs.begun.wait(60)
+
+    def finish(self) -> None:
+        self.blobs.go.set()
+        assert self.writer.threads.wait(60)
+
+    def names(self) -> list[str]:
+        return [self.store.name_of(chunk) for chunk in self.chunks]
+
+
+def chunks_of(store: PrefixStore, tokens: list[int]) -> list[Snapshot]:
+    engine = Engine()
+    engine.decoder.caches.normal_()
+    blocks = list(range(1, 1 + -(-len(tokens) // BLOCK_SIZE)))
+    section = Section(tuple(range(LAYERS)), view_of(engine), BlockTable.packed([blocks]))
+    found = [store.capture(tokens, *span, [section]) for span in store.spans(len(tokens))]
+    return [chunk for chunk in found if chunk is not None]
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[Writing]:
+    made = Writing(tmp_path, 8)
+    yield made
+    made.blobs.go.set()
+    made.writer.threads.shutdown(60)
+
+
+def test_what_waits_is_written_together(writing: Writing) -> None:
+    writing.add_all()
+    pending = sum(chunk.num_bytes for chunk in writing.chunks)
+    assert writing.writer.pending_bytes == pending
+    writing.finish()
+    assert writing.blobs.calls == [1, 7]
+    assert writing.writer.pending_bytes == 0
+    files = [writing.blobs.root / name for name in writing.names()]
+    assert writing.counts.take()["saved_bytes"] == sum(file.stat().st_size for file in files)
+    assert writing.boundary.take_counts() == {}
+
+
+def test_so_many_at_most(writing: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_TOGETHER", 3)
+    writing.add_all()
+    writing.finish()
+    assert writing.blobs.calls == [1, 3, 3, 1]
+
+
+def test_stores_of_other_salts_are_written_apart(writing: Writing) -> None:
+    salted = writing.store.salted("other")
+    others = chunks_of(salted, prompt(2 * CHUNK, 5))
+    writing.add_all()
+    for chunk in others:
+        writing.writer.add(salted, chunk)
+    writing.finish()
+    assert writing.blobs.calls == [1, 7, 2]
+    assert all((writing.blobs.root / salted.name_of(chunk)).is_file() for chunk in others)
+
+
+def test_one_that_fails_costs_no_other(writing: Writing) -> None:
+    """And is saved again the next time: memory does not take it for stored."""
+    writing.blobs.refused = writing.names()[3]
+    writing.add_all()
+    writing.finish()
+    assert writing.boundary.take_counts() == {"dropped_saves": 1}
+    assert len(writing.log) == 1
+    assert "KVX could not write to its store" in writing.log[0]
+    assert "is refused" in writing.log[0]
+    there = [(writing.blobs.root / name).is_file() for name in writing.names()]
+    assert there == [True, True, True, False, True, True, True, True]
+    assert writing.writer.pending_bytes == 0
+    errors = writing.writer.commit(writing.store, writing.chunks[2:5])
+    assert [str(error).endswith("is refused") for error in errors] == [False, True, False]
+
+
+def test_an_error_that_nobody_expects_fails_those_of_one_call(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit_all(store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[int]:
+        raise ZeroDivisionError
+
+    writing.add_all()
+    monkeypatch.setattr(PrefixStore, "commit_all", commit_all)
+    writing.finish()
+    assert writing.boundary.take_counts() == {"dropped_saves": 7}
+    assert len(writing.log) == 1
+    assert writing.writer.pending_bytes == 0
+
+
+def test_nothing_is_written_after_a_shutdown(writing: Writing) -> None:
+    writing.blobs.go.set()
+    assert writing.writer.threads.shutdown(60)
+    with pytest.raises(RuntimeError, match="shut down"):
+        writing.writer.add(writing.store, writing.chunks[0])
+    assert writing.writer.pending_bytes == 0
