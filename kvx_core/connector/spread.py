@@ -22,11 +22,12 @@ class Spread:
 
     So four sequences that complete a chunk in the same decode step cost four steps a copy each, not
     one step all of them. Saves never fall behind: a sequence completes no more tokens than steps
-    compute.
+    compute. Less than a chunk that a step has not saved is left for the next one, so that a long
+    prompt is saved as it is computed, wherever its steps end.
     """
 
     chunk_tokens: int
-    _computed: int = 0  # tokens of the step that is being planned, as far as is known
+    _computed: int = 0  # tokens of the step that is being planned, as far as is known, and before
     _saved: int = 0  # tokens that its plan saves
     _waiting: list[_Waiting] = field(default_factory=list)  # oldest first
 
@@ -59,7 +60,8 @@ class Spread:
 
     def next_step(self) -> list[Save]:
         """Begins the plan of the next step; what `take` returns for it."""
-        self._computed = self._saved = 0
+        left = min(max(0, self._computed - self._saved), self.chunk_tokens - 1)
+        self._computed, self._saved = left, 0
         return self.take()
 
     def take(self) -> list[Save]:

@@ -103,6 +103,18 @@ def test_a_step_saves_as_many_tokens_as_it_computes(tmp_path: Path) -> None:
     planned.check("short", 16)
 
 
+def test_what_is_less_than_a_chunk_is_left_for_the_next_step(tmp_path: Path) -> None:
+    planned = Planned(tmp_path)
+    planned.add("a", 90)
+    assert [planned.step(a=n) for n in (24, 24, 24, 18)] == [[16], [32], [16], [26]]
+    planned.check("a", 90)
+    planned.add("b", 4)
+    planned.add("c", 4)
+    planned.step(b=4, c=4)
+    assert [planned.step(b=1, c=1) for _ in range(12)] == [[]] * 11 + [[16]]
+    assert planned.step(b=1, c=1) == [16]  # many decode steps leave no more than that
+
+
 def test_a_step_that_computes_little_saves_one_chunk_of_many(tmp_path: Path) -> None:
     """Tokens that were not saved when they were computed, as their keys were not known."""
     planned = Planned(tmp_path)
