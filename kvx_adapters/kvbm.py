@@ -18,7 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvx_core import CacheSpan, InvalidArgumentError, Memory, SeqLens, TensorLike
+from kvx_core import (
+    CacheSpan,
+    InvalidArgumentError,
+    Memory,
+    SeqLens,
+    TensorLike,
+    UnsupportedError,
+)
 from kvx_core.block_copies import (
     BACKENDS,
     backend_number,
@@ -167,6 +174,8 @@ def _universal(
             f"head_start is {first}, expected at most {nh - num_heads}: the {num_heads} heads of "
             f"blocks[0][0] reach past the {nh} of universals[0] (spec E.15)"
         )
+    if 0 in stack.shape:
+        return
     if ends.are_alike:
         copy_universal(stack, whole, layout, first, to_universal, stream)
         return
@@ -196,6 +205,8 @@ def _operational(
     nl, no, nt, nh, _ = whole.shape
     ends = _Ends(stack, planes, whole, "operationals", to_stack=not to_operational)
     ends.check(nl * no, convert)
+    if 0 in stack.shape:
+        return
     if ends.are_alike:
         copy_operational(stack, whole, to_operational, number, stream)
         return
@@ -241,6 +252,12 @@ class _Ends:
                 f"{self.name}[0].dtype is {whole.label}, expected {stack.label} as blocks[0][0] "
                 "has. Give convert=True to convert numbers on the way (spec E.15)"
             )
+        for found, named in ((stack, "blocks[0][0]"), (whole, f"{self.name}[0]")):
+            if stack.label != whole.label and found.is_bytes:
+                raise UnsupportedError(
+                    f"{named}.dtype is {found.label}, whose numbers KVX copies and does not "
+                    "convert. Pass both ends in one dtype (spec E.15)"
+                )
         if stack.memory is not whole.memory:
             raise InvalidArgumentError(
                 f"{self.name}[0] is in {whole.memory.name} memory, expected {stack.memory.name} as "
@@ -251,7 +268,8 @@ class _Ends:
             raise InvalidArgumentError(
                 f"{name} has read-only memory, expected writable. Pass writable copies"
             )
-        if len(set(written.addresses.tolist())) != len(written.tensors):
+        has_bytes = 0 not in written.shape
+        if has_bytes and len(set(written.addresses.tolist())) != len(written.tensors):
             raise InvalidArgumentError(
                 f"{name} has a tensor twice, expected memory of its own for each: the call writes "
                 "them (spec E.15)"

@@ -95,6 +95,11 @@ class Tensors:
         )
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether KVX copies these numbers and does not know their format."""
+        return self.dtype is DType.U8 and self.label != DType.U8.label
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """The shape in numbers, as the tensors' library has it."""
         return (*self.shape[:-1], self.shape[-1] // self.itemsize)

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +25,8 @@ constexpr uint64_t kBytesPerHostThread = 32 << 10;  // the same for a thread tha
 constexpr uint64_t kScatteredBytes = 16;     // cost of an element that has a cache line of its own
 constexpr uint64_t kBytesPerItem = 4 << 20;  // of one layer, K and V together
 constexpr uint64_t kSmallBytes = 512 << 10;  // the nearer caches hold source and destination
+constexpr uint64_t kMostOfPlane = 1 << 20;   // bytes of a plane's block, for the order of blocks
+constexpr uint64_t kBytesPerRow = 1 << 10;   // as many move in the time that skips rows of a walk
 
 // A run of tokens: at both ends each token is a token_stride after the one before.
 struct TokenRun {
@@ -159,8 +162,48 @@ void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)
   });
 }
 
+// Whether most chunks of the first block in a table of addresses lie nearer to the following chunk
+// than to that of their plane in the second block.
+bool chunks_follow(const Lookup &lookup) {
+  const uint64_t planes = lookup.planes_per_entry;
+  if (lookup.max_blocks_per_seq < 2) return false;
+  const auto distance = [&](uint64_t i, uint64_t j) {
+    const int64_t a = lookup.indices[i], b = lookup.indices[j];
+    return a < b ? b - a : a - b;
+  };
+  uint64_t near = 0;
+  for (uint64_t i = 0; i + 1 < planes; ++i) near += distance(i, i + 1) < distance(i, i + planes);
+  return near * 2 >= planes;
+}
+
+// Whether planes of a block lie nearer to each other than a plane's blocks do: in one piece, in a
+// pool whose blocks have all layers, or in memory of their own that was allocated block by block.
+bool blocks_come_first(const Lookup &lookup, const Plane &first, const Plane &second) {
+  switch (lookup.mode) {
+    case LookupMode::kDense:
+    case LookupMode::kSlots:
+      return false;
+    case LookupMode::kPointers:
+      return !lookup.planes_per_entry || chunks_follow(lookup);
+    default:
+      return std::abs(second.base - first.base) < first.block_stride;
+  }
+}
+
+// Whether two pairs are copied by the same loops.
+bool copies_alike(const PlanePair &a, const PlanePair &b) {
+  const auto are_alike = [](const Plane &one, const Plane &other) {
+    return one.token_stride == other.token_stride && one.head_stride == other.head_stride &&
+           one.outer_stride == other.outer_stride && one.inner_stride == other.inner_stride &&
+           one.pack == other.pack && one.dtype == other.dtype && !one.token_pack;
+  };
+  return !a.convert && !a.affine && a.num_heads == b.num_heads && a.head_dim == b.head_dim &&
+         are_alike(a.src, b.src) && are_alike(a.dst, b.dst);
+}
+
 // The plan, cut into items: a range of tokens of one layer, V right after K, so that data
-// prefetched for K serves V.
+// prefetched for K serves V. Where blocks come first at both ends, an item is a block of all
+// layers.
 class Job {
  public:
   Job(const Plan &plan, uint64_t tokens) : plan_(plan), lengths_(tokens) {
@@ -193,9 +236,11 @@ class Job {
     tokens_per_item_ = std::max<uint64_t>(kBytesPerItem / widest_layer_, 1);
     if (lent || cost_ > bytes_)  // a few tokens are worth sharing
       tokens_per_item_ = std::min(tokens_per_item_, (tokens_ - 1) / (wanted + 1) + 1);
-    items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
     streaming_ = bytes_ >= stream_bytes();
-    if (__builtin_mul_overflow(items_per_layer_, plan_.layers.size(), &items_)) items_ = UINT64_MAX;
+    block_by_block_ = streaming_ && cut_blocks(wanted + 1);
+    items_per_layer_ = (tokens_ - 1) / tokens_per_item_ + 1;
+    const uint64_t layers = block_by_block_ ? 1 : plan_.layers.size();
+    if (__builtin_mul_overflow(items_per_layer_, layers, &items_)) items_ = UINT64_MAX;
     return std::min(wanted, items_ - 1);
   }
 
@@ -246,7 +291,11 @@ class Job {
   }
 
   void work(Stages *stages) {
-    for (uint64_t item; (item = next_++) < items_;) move_item(item, stages);
+    if (block_by_block_) {
+      move_blocks();
+    } else {
+      for (uint64_t item; (item = next_++) < items_;) move_item(item, stages);
+    }
     finish();
   }
 
@@ -262,6 +311,63 @@ class Job {
     const uint64_t begin = item % items_per_layer_ * tokens_per_item_;
     const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
     move_layer(item / items_per_layer_, begin, end, stages);
+  }
+
+  // Cuts a job of several blocks for each of `threads` into items of a block each, if all planes
+  // are copied by the same loops, and both ends have blocks of one size that come before their
+  // planes.
+  bool cut_blocks(uint64_t threads) {
+    if (plan_.layers.size() < 2 || plan_.lookups.size() > 1 || plan_.zero_fill) return false;
+    if (plan_.begin_of(0) == plan_.end_of(0) || plan_.begin_of(1) == plan_.end_of(1)) return false;
+    const PlanePair &first = *plan_.begin_of(0), &second = *plan_.begin_of(1);
+    const Lookup &src = plan_.lookups[0].src, &dst = plan_.lookups[0].dst;
+    const uint64_t tokens = dst.block_size, bytes = widest_layer_ * tokens;
+    if (src.tokens_per_entry != 1 || src.block_size != tokens || tokens * 2 * threads > tokens_)
+      return false;
+    if (bytes > kMostOfPlane || bytes < plan_.rows.count * kBytesPerRow) return false;
+    for (const PlanePair &pair : plan_.pairs)
+      if (!copies_alike(pair, first)) return false;
+    if (!blocks_come_first(src, first.src, second.src) ||
+        !blocks_come_first(dst, first.dst, second.dst)) {
+      return false;
+    }
+    tokens_per_item_ = tokens;
+    return true;
+  }
+
+  // Moves items, all planes of each. Tokens of many planes are found before they are moved: what
+  // the search reads would otherwise wait behind the stores of the plane before.
+  void move_blocks() {
+    const PlanePair &first = plan_.pairs[0];
+    Copier copy(first.src, first.dst, first.num_heads, first.head_dim, streaming_);
+    struct Run {
+      uint8_t *dst;
+      const uint8_t *src;
+      int64_t tokens;
+    };
+    std::array<Run, 256> found;
+    size_t count = 0;
+    const auto move = [&] {
+      for (size_t i = 0; i < count; ++i) {
+        const Run &run = found[i], &next = found[i + 1 < count ? i + 1 : i];
+        copy(run.dst, run.src, {next.dst, next.src}, run.tokens);
+      }
+      count = 0;
+    };
+    for (uint64_t item; (item = next_++) < items_; move()) {
+      const uint64_t begin = item * tokens_per_item_;
+      const uint64_t end = std::min(tokens_per_item_, tokens_ - begin) + begin;
+      for (const PlanePair &pair : plan_.pairs) {
+        walk(plan_, pair, begin, end,
+             [&](uint64_t, const Place &from, const Place &to, uint64_t tokens) {
+               if (from.block < 0 || to.block < 0) return KVX_STATUS_OK;
+               if (count == found.size()) move();
+               found[count++] = {address_of(pair.dst, to), address_of(pair.src, from),
+                                 static_cast<int64_t>(tokens)};
+               return KVX_STATUS_OK;
+             });
+      }
+    }
   }
 
   void move_layer(size_t layer, uint64_t begin, uint64_t end, Stages *stages) {
@@ -290,7 +396,7 @@ class Job {
   uint64_t widest_layer_ = 0;      // bytes of one token
   uint64_t bytes_ = 0, cost_ = 0;  // of the job; the dense bytes that would take as long
   uint64_t tokens_per_item_ = 1, items_per_layer_ = 0, items_ = 0;
-  bool streaming_ = false;
+  bool streaming_ = false, block_by_block_ = false;
   std::optional<Stages> callers_stages_;
   std::atomic<uint64_t> next_{0};
 };

@@ -316,6 +316,33 @@ def test_other_refusals() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64], ids=str)
+def test_what_is_copied_as_bytes_is_not_converted(dtype: torch.dtype) -> None:
+    blocks, universals = good()
+    label = str(dtype).removeprefix("torch.")
+    sentence = (
+        f"{{}}.dtype is {label}, whose numbers KVX copies and does not convert. Pass both ends"
+    )
+    odd = [[t.to(dtype) for t in block] for block in blocks]
+    text = refusal(lambda: kvbm.block_to_universal(odd, universals, convert=True), UnsupportedError)
+    assert text.startswith(sentence.format("blocks[0][0]"))
+    wide = [torch.zeros(2, 2, 60, dtype=dtype) for _ in blocks]
+    text = refusal(lambda: kvbm.block_to_operational(blocks, wide, convert=True), UnsupportedError)
+    assert text.startswith(sentence.format("operationals[0]"))
+    for universal in universals:
+        assert same(universal, filled(1, universal.shape, torch.float16)[0])
+
+
+@pytest.mark.parametrize("dims", [Dims(0, 2, 2, 4, 8, 2), Dims(3, 2, 2, 0, 8, 2)], ids=["nh", "nt"])
+def test_blocks_of_no_numbers_are_no_work(dims: Dims) -> None:
+    blocks, universals = good(dims)
+    operationals = filled(dims.nb, dims.operational, torch.float16)
+    kvbm.block_to_universal(blocks, universals)
+    kvbm.universal_to_block(universals, blocks)
+    kvbm.block_to_operational(blocks, operationals)
+    kvbm.operational_to_block(operationals, blocks)
+
+
 def test_tensors_that_overlap_are_refused() -> None:
     """Two universal blocks of one buffer, half a block apart; a block that is its own source."""
     blocks, _ = good(ONE_CHUNK)

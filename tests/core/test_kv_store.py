@@ -262,6 +262,20 @@ def test_presets() -> None:
         KvCacheStore.from_preset("best", 2, 3, DIM, 8)
 
 
+def test_a_preset_of_units_that_span_heads() -> None:
+    """Two heads of 64 are one unit of TurboQuant: the bytes of a head of 128."""
+    keys, values = torch.randn(2, 5, 2, 64, generator=torch.Generator().manual_seed(4))
+    spans = KvCacheStore.from_preset("balanced", 1, 2, 64, 8)
+    whole = KvCacheStore.from_preset("balanced", 1, 1, 128, 8)
+    spans.append(0, keys, values)
+    whole.append(0, keys.view(5, 1, 128), values.view(5, 1, 128))
+    assert spans.memory_report().used_bytes == whole.memory_report().used_bytes == 2 * 5 * 66
+    assert torch.equal(spans.read_key_storage(0).data, whole.read_key_storage(0).data)
+    assert torch.equal(
+        spans.read_values(0).transpose(0, 1).reshape(5, 128), whole.read_values(0)[0]
+    )
+
+
 def test_formats_that_do_not_fit() -> None:
     with pytest.raises(
         InvalidArgumentError,

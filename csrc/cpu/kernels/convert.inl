@@ -38,7 +38,7 @@ KVX_INLINE void compute_piece(uint8_t *dst, const void *src, int64_t count, cons
     return compute_run<Src, Dst>(dst, src, count, how.scaling);
   alignas(64) typename Dst::Bits stage[kPiece];
   compute_run<Src, Dst>(stage, src, count, how.scaling);
-  stream_vectors(dst, reinterpret_cast<const uint8_t *>(stage), num_bytes, 0);
+  stream_vectors(dst, reinterpret_cast<const uint8_t *>(stage), num_bytes, {0, 0});
 }
 
 #if KVX_VECTOR_BYTES == 64

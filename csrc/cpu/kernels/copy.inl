@@ -66,19 +66,40 @@ KVX_INLINE void copy_run(uint8_t *dst, const uint8_t *src, int64_t n) {
   if (n) store(dst + n - kVector, load(src + n - kVector));
 }
 
-// Copies whole vectors to an aligned address, past the caches. `ahead`: bytes from here to the same
-// position in the next source, which is prefetched.
-KVX_INLINE void stream_vectors(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
+// What is prefetched of the next source. Processors follow a long piece by themselves, within a
+// page: of each page its beginning is enough there, and all of it would cost more than it saves.
+struct Ahead {
+  int64_t bytes;   // from here to the same position in the next source
+  uintptr_t lead;  // bytes at the beginning of each page
+
+  static constexpr uintptr_t kPage = 4 << 10, kLead = 1 << 10;
+  static constexpr int64_t kLongPiece = 16 << 10;
+
+  // piece: bytes of the source that follow each other
+  static Ahead of(int64_t bytes, int64_t piece) {
+    if (bytes == 0) return {0, 0};
+    return {bytes, piece >= kLongPiece || bytes == piece ? kLead : kPage};
+  }
+  KVX_MEMBER bool wants(const uint8_t *src) const {
+    return ((reinterpret_cast<uintptr_t>(src) + static_cast<uintptr_t>(bytes)) & (kPage - 1)) <
+           lead;
+  }
+};
+
+// Copies whole vectors to an aligned address, past the caches.
+KVX_INLINE void stream_vectors(uint8_t *dst, const uint8_t *src, int64_t n, const Ahead &ahead) {
   constexpr int64_t kVector = KVX_VECTOR_BYTES;
   for (; n >= 4 * kVector; n -= 4 * kVector, dst += 4 * kVector, src += 4 * kVector) {
-    for (int64_t line = 0; line < 4 * kVector; line += kLineBytes) prefetch(src + ahead + line);
+    if (ahead.wants(src))
+      for (int64_t line = 0; line < 4 * kVector; line += kLineBytes)
+        prefetch(src + ahead.bytes + line);
     const Vector a = load(src), b = load(src + kVector), c = load(src + 2 * kVector),
                  d = load(src + 3 * kVector);
     store_streaming(dst, a), store_streaming(dst + kVector, b);
     store_streaming(dst + 2 * kVector, c), store_streaming(dst + 3 * kVector, d);
   }
   for (; n > 0; n -= kVector, dst += kVector, src += kVector) {
-    prefetch(src + ahead);
+    if (ahead.wants(src)) prefetch(src + ahead.bytes);
     store_streaming(dst, load(src));
   }
 }
@@ -98,7 +119,7 @@ KVX_INLINE void copy_row(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ah
 }
 
 // Bytes at both ends that do not fill a vector go through the caches.
-KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, int64_t ahead) {
+KVX_INLINE void stream_run(uint8_t *dst, const uint8_t *src, int64_t n, const Ahead &ahead) {
   const int64_t head = bytes_to_alignment(dst);
   if (n < head + KVX_VECTOR_BYTES) return copy_run(dst, src, n);
   const int64_t whole = (n - head) & -KVX_VECTOR_BYTES;
@@ -121,8 +142,8 @@ KVX_INLINE void scatter(uint8_t *dst, int64_t step, const uint8_t *src, int64_t 
 
 // A run size known at compile time becomes a few instructions.
 template <bool kStreaming>
-KVX_INLINE void copy_runs(const Loop &dim, int64_t run, uint8_t *dst, const uint8_t *src,
-                          int64_t ahead) {
+KVX_INLINE void copy_runs(const Loop dim, const int64_t run, uint8_t *dst, const uint8_t *src,
+                          const Ahead ahead) {
   const auto each = [&](auto copy) __attribute__((always_inline)) {
     for (int64_t i = 0; i < dim.count; ++i, dst += dim.dst, src += dim.src) copy();
   };
@@ -337,7 +358,7 @@ class StreamingTranspose {
     if (filled_.dst_step == filled_.run) filled_.run *= filled_.count, filled_.count = 1;
     for (int64_t i = 0; i < filled_.count; ++i)
       stream_run(filled_.dst + i * filled_.dst_step, filled_.stage + i * filled_.run, filled_.run,
-                 0);
+                 {0, 0});
     filled_.count = 0;
   }
 
@@ -348,8 +369,15 @@ class StreamingTranspose {
 
 // ---- The loops ----
 
+// The bytes of the source that follow each other from where it begins.
+KVX_INLINE int64_t first_piece(const Loops &loops) {
+  int64_t bytes = loops.run;
+  for (int i = loops.count - 1; i >= 0 && loops.at[i].src == bytes; --i) bytes *= loops.at[i].count;
+  return bytes;
+}
+
 template <bool kStreaming>
-void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ahead) {
+void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, const Ahead &ahead) {
   constexpr int kOuter = 4;
   const int inner = loops.transposes ? 2 : 1;
   if (loops.count - inner > kOuter) {  // tokens and dim are split, differently at the two ends
@@ -379,7 +407,7 @@ void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ah
   } else if (kStreaming) {
     StreamingTranspose transpose;
     each([&](uint8_t *to, const uint8_t *from) {
-      transpose.add(loops.run, last[-1], *last, to, from, ahead);
+      transpose.add(loops.run, last[-1], *last, to, from, ahead.bytes);
     });
   } else {
     each([&](uint8_t *to, const uint8_t *from) {
@@ -389,8 +417,9 @@ void copy_loops(const Loops &loops, uint8_t *dst, const uint8_t *src, int64_t ah
 }
 
 void copy(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next, bool streaming) {
-  if (streaming) return copy_loops<true>(loops, dst, src, next.src - src);
-  if (loops.count) return copy_loops<false>(loops, dst, src, 0);
+  if (streaming)
+    return copy_loops<true>(loops, dst, src, Ahead::of(next.src - src, first_piece(loops)));
+  if (loops.count) return copy_loops<false>(loops, dst, src, {0, 0});
   if (loops.run >= kLeastRow && loops.run <= kMostRow)
     return copy_row(dst, src, loops.run, next.dst - dst);
   copy_run(dst, src, loops.run);

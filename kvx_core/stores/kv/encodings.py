@@ -16,8 +16,8 @@ class Preset(NamedTuple):
     value: DType
 
 
-# The one place that says what a preset is. TurboQuant's units hold 128 numbers: other sizes of
-# heads than multiples of 128 are refused.
+# The one place that says what a preset is. TurboQuant's units hold 128 numbers, of a head or of
+# several: where they divide neither head_dim nor num_heads * head_dim, a preset is refused.
 # Source: SKaiNET, KvCacheStore.kt, fromPreset
 PRESETS = {
     "safe-lowbit": Preset(DType.Q8_0, DType.TQ4),

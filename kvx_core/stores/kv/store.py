@@ -89,7 +89,7 @@ class KvCacheStore:
         """A store with the formats of a preset: "safe-lowbit", "balanced" or "experimental-max".
 
         kvx_core.stores.kv.PRESETS has their formats. All have TurboQuant's, whose units hold 128
-        numbers: head_dim is a multiple of 128.
+        numbers: head_dim or num_heads * head_dim is a multiple of 128.
         Raises InvalidArgumentError.
         """
         of_keys, of_values = of_preset(preset)
