@@ -202,7 +202,13 @@ def seq_lens(past_lens: Any, subsequence_begins: Any) -> SeqLens:
             f"subsequence_begins has shape {begins.shape}, expected ({past.size + 1},): one more "
             "than past_lens"
         )
-    return SeqLens.of((past + np.diff(begins)).astype(np.int64))
+    new = np.diff(begins)
+    if begins[0] != 0 or (new < 0).any() or (past < 0).any():
+        raise InvalidArgumentError(
+            f"subsequence_begins is {begins.tolist()} and past_lens {past.tolist()}, expected to "
+            "rise from 0, and counts of at least 0"
+        )
+    return SeqLens.of((past + new).astype(np.int64))
 
 
 def cache_facts(

@@ -182,6 +182,9 @@ def test_tables_and_lengths() -> None:
         adapter.block_table([5, 2, 9], [0, 2])
     with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
         adapter.seq_lens([40, 0], [0, 1])
+    for past, begins in (([1], [5, 2]), ([1], [3, 5]), ([-4], [0, 9])):
+        with pytest.raises(InvalidArgumentError, match="expected to rise from 0, and counts of"):
+            adapter.seq_lens(past, begins)
 
 
 def test_pools_are_compared_with_the_model() -> None:
