@@ -152,7 +152,7 @@ def test_the_demo_fits(columns: int, tmp_path: Path) -> None:
     lines = lines_of(text)
     assert list(lines) == [
         *("model", "vLLM", "prefill", "HF", "describe", "verify", "decode", "tokens", "control"),
-        *("engines", "arrived", "answer", "zeros"),
+        *("engines", "arrived", "flipped", "answer", "zeros"),
     ]
     assert all(line.startswith("✓") for line in lines.values())
 
