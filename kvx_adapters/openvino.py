@@ -80,7 +80,23 @@ def cache_inputs(compiled: Any) -> dict[str, Input]:
             f"the model has the cache inputs {sorted(found)}, expected key_cache.I and "
             "value_cache.I for I from 0. Apply paged_attention_transformation before compile_model"
         )
-    return {name: _input(name, found[name]) for name in names}
+    inputs = {name: _input(name, found[name]) for name in names}
+    if inputs["value_cache.0"].dtype is DType.U8_ZERO:
+        _require_a_scale_per_vector(compiled, inputs["value_cache.0"].head_dim)
+    return inputs
+
+
+def _require_a_scale_per_vector(compiled: Any, head_dim: int) -> None:
+    """The shape of a pool does not tell groups from a larger head_dim; the model does.
+
+    Source: OpenVINO 2026.4.1, CompiledModel.get_property
+    """
+    size = int(compiled.get_property("VALUE_CACHE_GROUP_SIZE"))
+    if size not in (0, head_dim):
+        raise UnsupportedError(
+            f"VALUE_CACHE_GROUP_SIZE is {size}, expected 0: scales and zero points of the groups "
+            "of a vector lie between its numbers. Compile the model without it"
+        )
 
 
 def _input(name: str, given: Any) -> Input:
@@ -186,7 +202,13 @@ def seq_lens(past_lens: Any, subsequence_begins: Any) -> SeqLens:
             f"subsequence_begins has shape {begins.shape}, expected ({past.size + 1},): one more "
             "than past_lens"
         )
-    return SeqLens.of((past + np.diff(begins)).astype(np.int64))
+    new = np.diff(begins)
+    if begins[0] != 0 or (new < 0).any() or (past < 0).any():
+        raise InvalidArgumentError(
+            f"subsequence_begins is {begins.tolist()} and past_lens {past.tolist()}, expected to "
+            "rise from 0, and counts of at least 0"
+        )
+    return SeqLens.of((past + new).astype(np.int64))
 
 
 def cache_facts(

@@ -32,6 +32,9 @@ class CacheFacts:
     rotary_dim: int | None = None
     rope_applied: bool | None = None  # K is stored after its rotation
     hadamard: bool | None = None  # K or V is stored Hadamard-rotated
+    # Where it is: how many numbers of each vector of K, and of V, are rotated together; 0: none.
+    hadamard_k: int | None = None
+    hadamard_v: int | None = None
     scale_convention: Literal["multiply", "divide"] | None = None  # KVX: value = stored * scale
     num_layers: int | None = None  # layers of the model held here
     first_layer: int | None = None  # index in the model of the first of them
@@ -58,6 +61,8 @@ _EQUAL = (
 )
 
 
+# Compared where both ends are rotated.
+_ROTATIONS = ("hadamard_k", "hadamard_v")
 # What one engine does alike for one model, and another may not.
 _OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
 
@@ -113,22 +118,27 @@ def compare(
     src_head_start: int = 0,
     dst_head_start: int = 0,
     same_model: bool = False,
-    rotates: bool = False,
+    hadamard_k: int = 0,
+    hadamard_v: int = 0,
 ) -> Comparison:
     """Whether bytes copied from `src` to `dst` would mean the same, and what the copy has to do.
 
     src_head_start, dst_head_start: the first head to be copied at either end, counted from the
     first that the end holds; both have to be the same head of the model.
     same_model: the caller knows that both ends serve the same model and store it alike
-    rotates: the copy rotates K or V by Hadamard's matrix: one end, and only one, stores them so.
-    It then reorders no dims.
+    hadamard_k, hadamard_v: the copy rotates groups of so many numbers of K, or V, by Hadamard's
+    matrix; 0: none. One end, and only one, stores them so. It then reorders no dims.
     A fact that only one end knows is a reason too. So is a fingerprint that neither end knows, and
     a rotation that neither knows where two engines may differ, unless same_model is set. If the
     facts do not say which part of the model a cache holds, the caller must know it.
     `migrate` does the transforms; a caller that does none uses `reasons_as_is`.
     """
-    if rotates:
-        turned = src if src.hadamard is None else replace(src, hadamard=not src.hadamard)
+    if hadamard_k or hadamard_v:
+        turned = _turned(src, hadamard_k, hadamard_v)
+        if isinstance(turned, str):
+            return Comparison((turned,))
+        if dst.hadamard_k is None and dst.hadamard_v is None:  # it does not say how it is rotated
+            turned = replace(turned, hadamard_k=None, hadamard_v=None)
         found = compare(
             turned,
             dst,
@@ -160,6 +170,9 @@ def _compared(
                 reasons.append(found)
         else:
             reasons += unequal
+    if src.hadamard and dst.hadamard:
+        for name in _ROTATIONS:
+            reasons += _unequal(name, getattr(src, name), getattr(dst, name), src, dst)
     if not same_model:
         reasons += _unknown(src, dst)
     src_head = None if src.first_kv_head is None else src.first_kv_head + src_head_start
@@ -175,9 +188,31 @@ def _compared(
     return Comparison(tuple(reasons), tuple(transforms))
 
 
+def _turned(facts: CacheFacts, *orders: int) -> CacheFacts | str:
+    """The facts of what a copy has made of a source that it rotates, or why they are not known.
+
+    orders: of K and of V, as in `compare`
+    """
+    if facts.hadamard is None:
+        return facts
+    before = [getattr(facts, name) if facts.hadamard else 0 for name in _ROTATIONS]
+    if None in before:
+        return replace(facts, hadamard=not facts.hadamard, hadamard_k=None, hadamard_v=None)
+    after = []
+    for name, stored, order in zip(_ROTATIONS, before, orders, strict=True):
+        if stored and order and stored != order:
+            return (
+                f"{name} is {stored} at the {_named('source', facts)} and the copy rotates {order} "
+                f"numbers together: {name}={stored} undoes the rotation"
+            )
+        after.append(0 if stored == order else stored or order)
+    k, v = after if any(after) else (None, None)
+    return replace(facts, hadamard=any(after), hadamard_k=k, hadamard_v=v)
+
+
 def _of_rotated(reason: str) -> str:
     """A reason of a copy that rotates K or V."""
-    return f"after the rotation, {reason}" if reason.startswith("hadamard ") else reason
+    return f"after the rotation, {reason}" if reason.startswith("hadamard") else reason
 
 
 def _reorder_rotary(
@@ -200,7 +235,7 @@ def _reorder_rotary(
             f"{difference}, and hadamard is unknown at both: K can be reordered if it is False, "
             "set CacheFacts.hadamard of both"
         )
-    if src.hadamard:
+    if src.hadamard and (src.hadamard_k, dst.hadamard_k) != (0, 0):
         return f"{difference}, and K is stored Hadamard-rotated, which mixes its dims"
     if rotary_dim <= 2:
         return None  # one pair stands alike in both orders, and so does none

@@ -12,9 +12,11 @@ from math import lcm
 from time import perf_counter
 from typing import Unpack
 
+from kvx_core import facts
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.migrate import migrate
 from kvx_core.options import MoveKeywords, MoveOptions
+from kvx_core.reorder import describe_destination
 from kvx_core.tables import BlockTableFormat, SeqLens
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import flag, integer
@@ -70,6 +72,7 @@ class LiveMigration:
         "_copied",
         "_dst",
         "_finished",
+        "_is_described",
         "_options",
         "_running",
         "_same_model",
@@ -95,6 +98,7 @@ class LiveMigration:
         self._copied = 0
         self._running = Copied()
         self._finished = False
+        self._is_described = False
 
     def __repr__(self) -> str:
         state = "finished" if self._finished else "running"
@@ -205,6 +209,8 @@ class LiveMigration:
 
     def _move(self, source: CacheSpan, last: int) -> Copied:
         """Copies the tokens from those that were copied to `last`."""
+        if not self._is_described:
+            self._describe(source)
         first, count = self._copied, last - self._copied
         if count <= 0:
             return Copied()
@@ -218,6 +224,18 @@ class LiveMigration:
         )
         self._copied = last
         return Copied(count, num_bytes, 1, perf_counter() - begin)
+
+    def _describe(self, source: CacheSpan) -> None:
+        """Describes the destination in the source's order of K's dims, once: the source is another
+        object in each call.
+        """
+        view = self._dst.view
+        found = facts.compare(source.view.facts, view.facts, same_model=self._same_model)
+        for transform in found.transforms:
+            describe_destination(
+                view, transform, find_scales=self._options.get("find_scales", False)
+            )
+        self._is_described = not found.reasons
 
 
 _ROOM = {

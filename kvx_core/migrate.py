@@ -56,7 +56,7 @@ def migrate(
     hadamard_k, hadamard_v: rotate groups of so many numbers of each vector of K, or V, by
                Hadamard's matrix: a power of two from 2 to 4096 that divides head_dim; 0: none. The
                same rotation undoes it, but for the rounding of float32 and of the destination's
-               dtype. One end, and only one, stores K and V so (CacheFacts.hadamard)
+               dtype. One end, and only one, stores K, or V, so (CacheFacts.hadamard)
     same_model: both ends serve the same model and store it alike, even if facts do not say so
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
@@ -79,7 +79,8 @@ def migrate(
             src_head_start=src.head_start,
             dst_head_start=dst.head_start,
             same_model=same_model,
-            rotates=chosen.rotates,
+            hadamard_k=chosen.hadamard_k,
+            hadamard_v=chosen.hadamard_v,
         )
         if found.reasons:
             raise FactsMismatchError(found.reasons)

@@ -46,7 +46,8 @@ def plan_migrate(
         src_head_start=src.head_start,
         dst_head_start=dst.head_start,
         same_model=flag("same_model", same_model),
-        rotates=chosen.rotates,
+        hadamard_k=chosen.hadamard_k,
+        hadamard_v=chosen.hadamard_v,
     )
     if found.reasons:
         raise FactsMismatchError(found.reasons)

@@ -167,11 +167,6 @@ class MoveOptions(_Options):
         found = _abi.flags(self.zero_fill, self.find_scales, self.requantize)
         return found | rotated | self.transfer
 
-    @property
-    def rotates(self) -> bool:
-        """Whether K or V is rotated on its way."""
-        return bool(self.hadamard_k or self.hadamard_v)
-
 
 def _set_key(options: object, key: str) -> None:
     object.__setattr__(options, "key", key)

@@ -53,7 +53,11 @@ def reordered(
         )
     reasons: dict[str, None] = {}
     # Either end can be described anew. An end with packed dims often cannot, so both are tried.
-    for order in (transform.dst, transform.src):
+    orders = [transform.dst, transform.src]
+    key = ("dst", transform.dst, transform.src, transform.rotary_dim, find_scales)
+    if isinstance(dst.view.reordered.get(key), CacheView):
+        orders.reverse()  # the destination is described already
+    for order in orders:
         asked = order, transform.rotary_dim, find_scales
         from_view = _in_order("src", src.view, transform.src, *asked)
         to_view = _in_order("dst", dst.view, transform.dst, *asked)
@@ -61,6 +65,16 @@ def reordered(
             return replace(src, view=from_view), replace(dst, view=to_view)
         reasons |= dict.fromkeys(found for found in (from_view, to_view) if isinstance(found, str))
     raise FactsMismatchError(f"{transform.difference}: {reason}" for reason in reasons)
+
+
+def describe_destination(
+    dst: CacheView, transform: ReorderRotary, *, find_scales: bool = False
+) -> None:
+    """Describes `dst` anew now, so that `reordered` takes it for sources that change every time.
+
+    Where strides cannot describe it, `reordered` takes the source.
+    """
+    _in_order("dst", dst, transform.dst, transform.src, transform.rotary_dim, find_scales)
 
 
 def _in_order(

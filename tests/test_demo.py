@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_vllm_prefills_and_transformers_goes_on() -> None:
     assert all(float(cell) > 0 for row in route[1:] if row[0] for cell in row[5:8])
     num_tokens = sum(int(row[2]) for row in route if row[0])
     assert f"{num_tokens} of {num_tokens} tokens are those that vLLM says" in lines["answer"]
+    assert "5 of 5 are found; the last one differs at layer" in lines["flipped"]
     assert "0 of 5 engines say their words" in lines["zeros"]
     assert "left out" not in result.stdout
     assert "INFO" not in result.stdout + result.stderr  # its logs stay out of the way
@@ -142,6 +144,27 @@ def test_engines_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch)
         "llama.cpp": "libllama is missing",
         "MLX": "No module named 'mlx'",
     }
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 30))
+def test_a_bit_is_flipped_and_flipped_back(num_tokens: int) -> None:
+    halves = torch.randn(2, 2, 1, 30, 2, 16)  # two layers of one sequence
+    layers = [[describe(half, Layout.BLOCK_NHD) for half in layer] for layer in halves]
+    cache = tuple(CacheDesc.from_kv(*layer) for layer in layers)
+    dst = CacheView(layers=cache, facts=SAME_MODEL, dense=True)
+    copies = [[describe(half.clone(), Layout.BLOCK_NHD) for half in layer] for layer in halves]
+    src = replace(dst, layers=tuple(CacheDesc.from_kv(*layer) for layer in copies))
+    before = halves.clone()
+    flip = demo_route._flip(src.at(), dst.at(), num_tokens)
+    assert flip.is_found
+    place = flip.found.difference
+    assert place is not None
+    assert place.token < num_tokens
+    assert place.src_value != place.dst_value
+    assert torch.equal(before, halves)
+    assert not replace(flip, layer=1 - flip.layer).is_found
+    assert not replace(flip, mended=flip.found).is_found
+    assert not replace(flip, found=flip.mended).is_found
 
 
 def test_each_engine_says_as_many_words() -> None:
@@ -217,6 +240,7 @@ PAGES["CPU_ATTN"][29] = replace(page, split=not_transposed)
     assert [engine["engine"] for engine in route["engines"]] == [t for t in TITLES if t != "MLX"]
     assert [left["engine"] for left in route["left_out"]] == ["MLX"]
     assert all(engine["verified"] for engine in route["engines"][1:])
+    assert all(engine["flipped_bit_found"] for engine in route["engines"][1:])
     assert "".join(engine["says"] for engine in route["engines"]) == route["said"]
     assert f"{route['question']}{route['vllm_alone']}" == f"{QUESTION} {ANSWER}<eos>"
     assert route["said"] != route["vllm_alone"]

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from kvx_adapters.cli.demo_hops import Hop, Stop, tgi_cache, trtllm_pool
-from kvx_adapters.cli.demo_route import Arrival, Leg
+from kvx_adapters.cli.demo_route import Arrival, Flip, Leg
 from kvx_adapters.cli.demo_tables import WIDE, add_leg, hops_table, prompts_table, route_table
 from kvx_core import CacheDesc, CacheView, describe, verify
 from tests.facts import SAME_MODEL
@@ -91,7 +91,8 @@ def test_tables_fit(columns: int) -> None:
     stops += [make(view, lengths, chance) for make in (trtllm_pool, tgi_cache)]
     arrived = verify(stops[0].span, stops[0].span, lengths)
     hops = [Hop(12_340_000, 0.01234, 0.01234, arrived)] * 2
-    arrival = Arrival(110, 450_600, 0.01234, 0.01234, 0.01234, arrived)
+    flip = Flip(0, "K", arrived, arrived)
+    arrival = Arrival(110, 450_600, 0.01234, 0.01234, 0.01234, arrived, flip)
     wide = columns >= WIDE
     route = route_table(6, wide=wide)
     add_leg(route, Leg("HF transformers", [1] * 22, 0.1105, arrival, []), "a word", wide=wide)
@@ -151,7 +152,7 @@ def test_the_demo_fits(columns: int, tmp_path: Path) -> None:
     lines = lines_of(text)
     assert list(lines) == [
         *("model", "vLLM", "prefill", "HF", "describe", "verify", "decode", "tokens", "control"),
-        *("engines", "arrived", "answer", "zeros"),
+        *("engines", "arrived", "flipped", "answer", "zeros"),
     ]
     assert all(line.startswith("✓") for line in lines.values())
 

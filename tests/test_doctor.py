@@ -202,13 +202,18 @@ def test_a_wrong_description(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith(sentence)
 
 
-def test_other_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_mlx(name: str) -> str:
         if name != "mlx-lm":
             raise PackageNotFoundError(name)
         return "0.32.2"
 
     monkeypatch.setattr(doctor_engines, "version", only_mlx)
+    here = llama_cpp_library.folder()
+    assert dict(doctor_engines.engines())["llama.cpp"] == (
+        f"libllama v0.5.0 in {here}, tested with v0.5.0"
+    )
+    monkeypatch.setattr(llama_cpp_library, "folder", lambda: tmp_path)
     assert dict(doctor_engines.engines()) == {
         "transformers": "not installed: pip install 'torch>=2.13' 'transformers>=5.16,<6'; "
         "tested with 5.19.0",
@@ -217,7 +222,8 @@ def test_other_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "ONNX Runtime": "not installed: pip install onnxruntime==1.31.1; tested with 1.31.1",
         "SGLang": "not installed: pip install sglang==0.5.23; tested with 0.5.23",
         "FlashInfer": "not installed: pip install flashinfer-python; its page tables, untested",
-        "llama.cpp": "the libllama of the program that calls KVX, tested with v0.5.0",
+        "llama.cpp": "not installed: python -m kvx_adapters.cli.engines.llama_cpp_library; tested "
+        "with v0.5.0",
     }
 
 

@@ -168,6 +168,28 @@ def test_tokens_that_the_source_has_dropped_are_copied_again() -> None:
     assert torch.equal(held(at_b(dst), 75), TOKENS[:, :, :75])
 
 
+@pytest.mark.parametrize("rotary_dim", [DIM, 4])
+def test_the_destination_is_described_once_in_the_order_of_the_source(rotary_dim: int) -> None:
+    """The source is another view in each call: what is computed for one would be lost."""
+    own = {"rotary_dim": rotary_dim, "rope_applied": True, "hadamard": False}
+    src = paged(13, 12, Layout.BLOCK_NHD, rotary="half", **own)
+    dst = target(rotary="interleaved", **own)
+    write(src, 0, 110)
+    moving = LiveMigration(at_b(dst))
+    for written in (1, 97, 110):
+        now = replace(src)
+        move = moving.copy if written < 110 else moving.finish
+        move(at_a(now), written)
+        whole = [found for found in now.reordered.values() if isinstance(found, CacheView)]
+        assert len(whole) == (1 if rotary_dim < DIM and written > 1 else 0)  # two parts of a head
+    assert len(dst.reordered) == 1
+    got, want = held(at_b(dst), 110), TOKENS[:, :, :110]
+    half = rotary_dim // 2
+    order = [i // 2 + half * (i % 2) for i in range(rotary_dim)] + [*range(rotary_dim, DIM)]
+    assert torch.equal(got[:, 0], want[:, 0][..., order])
+    assert torch.equal(got[:, 1], want[:, 1])
+
+
 def test_a_thread_copies_while_the_source_writes() -> None:
     src, written = source(), [0]
     dst = paged(31, 4, Layout.BLOCK_HND).at(block_table=[list(range(30))])

@@ -177,6 +177,14 @@ def _converse(screen: Screen, llm: Any, tokenizer: Any, model: Model) -> None:
     wrong = [str(a.verification) for a in arrivals if not a.verification.ok]
     last = arrivals[-1].verification
     screen.check("arrived", not wrong, *wrong[:1] or [f"after every hop; the last one: {last}"])
+    flips = [arrival.flip for arrival in arrivals]
+    found = sum(flip.is_found for flip in flips)
+    screen.check(
+        "flipped",
+        found == len(flips),
+        f"a bit of each engine's cache, and back: {found} of {len(flips)} are found; the last one "
+        f"{flips[-1].found}",
+    )
     chat.decode(sum(counts))  # what vLLM says alone
     said = until(model.config.eos_token_id, [token for leg in legs for token in leg.tokens])
     equal = sum(a == b for a, b in zip(said, chat.tokens, strict=False))

@@ -98,5 +98,6 @@ def _leg_report(leg: Leg, version: str, text: Callable[[list[int]], str]) -> dic
         "kvx_seconds": leg.arrival.moved,
         "again_seconds": leg.arrival.again,
         "verified": leg.arrival.verification.ok,
+        "flipped_bit_found": leg.arrival.flip.is_found,
         "says_from_zeros": text(leg.from_zeros),
     }

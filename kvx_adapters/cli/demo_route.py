@@ -7,6 +7,8 @@ the demo's model; vLLM meanwhile says the whole answer alone, to compare with.
 
 from __future__ import annotations
 
+import ctypes
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from kvx_adapters.cli.demo_packages import DemoError
 from kvx_adapters.cli.doctor_engines import LLAMA_CPP
 from kvx_adapters.cli.engines import LiveEngine, Model, live, llama_cpp_library
 from kvx_adapters.cli.extras import pip_install
-from kvx_core import CacheSpan, Verification, migrate, verify
+from kvx_core import CacheSpan, Plan, Verification, migrate, verify
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,26 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Flip:
+    """One bit of a destination, flipped and flipped back."""
+
+    layer: int
+    kv: str  # "K" or "V"
+    found: Verification  # with the bit flipped
+    mended: Verification  # and flipped back
+
+    @property
+    def is_found(self) -> bool:
+        """Whether verify has named the layer, K or V, and has nothing to say afterwards."""
+        place = self.found.difference
+        return (
+            place is not None
+            and (place.layer, place.kv) == (self.layer, self.kv)
+            and self.mended.ok
+        )
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A cache that has come to the next engine."""
 
@@ -79,6 +101,7 @@ class Arrival:
     moved: float  # seconds in which KVX described both ends, compared their facts and copied
     again: float  # median seconds of TIMED_CALLS more, of the same two ends
     verification: Verification
+    flip: Flip
 
 
 @dataclass(frozen=True)
@@ -174,4 +197,19 @@ def _hop(src: Source, dst: LiveEngine) -> Arrival:
         moved=moved - made_room,
         again=statistics.median(seconds),
         verification=verify(source, destination, [num_tokens]),
+        flip=_flip(source, destination, num_tokens),
     )
+
+
+def _flip(src: CacheSpan, dst: CacheSpan, num_tokens: int) -> Flip:
+    """Flips a bit of what `migrate` has written and lets verify find it; then flips it back."""
+    chance = random.Random(num_tokens)
+    with Plan.migrate(src, dst, [num_tokens]) as plan:
+        written = plan.ranges()
+    run = written[chance.randrange(len(written))]
+    plane, at = int(run["plane"]), int(run["dst"]) + chance.randrange(int(run["bytes"]))
+    byte, bit = ctypes.c_uint8.from_address(at), 1 << chance.randrange(8)
+    byte.value ^= bit
+    found = verify(src, dst, [num_tokens])
+    byte.value ^= bit
+    return Flip(plane // 2, "KV"[plane % 2], found, verify(src, dst, [num_tokens]))

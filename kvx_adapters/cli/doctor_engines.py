@@ -1,6 +1,7 @@
 """What `kvx doctor` says of the engines beside vLLM: which are installed, and as tested or not.
 
-Imports no engine. llama.cpp is no package of Python: a program brings its own libllama.
+Imports no engine. llama.cpp is no package of Python: here are the libraries that the demo and the
+tests run, and a program brings its own libllama.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from kvx_adapters.cli.engines import llama_cpp_library
 from kvx_adapters.cli.extras import pip_install
 
 LLAMA_CPP = "v0.5.0"
@@ -44,4 +46,12 @@ def engines() -> Iterator[tuple[str, str]]:
             yield package.engine, f"not installed: {package.install}; {tested}"
             continue
         yield package.engine, f"{package.distribution} {found}, {tested}"
-    yield "llama.cpp", f"the libllama of the program that calls KVX, tested with {LLAMA_CPP}"
+    yield "llama.cpp", _llama_cpp()
+
+
+def _llama_cpp() -> str:
+    tested = f"tested with {LLAMA_CPP}"
+    folder = llama_cpp_library.folder()
+    if (folder / llama_cpp_library.LIBLLAMA).exists():
+        return f"libllama {LLAMA_CPP} in {folder}, {tested}"
+    return f"not installed: python -m {llama_cpp_library.__name__}; {tested}"

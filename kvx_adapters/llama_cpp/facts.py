@@ -86,6 +86,7 @@ def cache_facts(
         raise InvalidArgumentError(
             f"rotation is {rotation!r}, expected a Rotation: call llama_cpp.rotation"
         )
+    rotated = bool(rotation.k or rotation.v)
     rotary = _ROTARY.get(integer("rope_type", rope_type, -1))
     dims = {"none": 0, None: None}.get(rotary, integer("rotary_dim", rotary_dim, 0))
     return CacheFacts(
@@ -94,7 +95,9 @@ def cache_facts(
         rotary=rotary,
         rotary_dim=dims,
         rope_applied=None if rotary is None else True,
-        hadamard=bool(rotation.k or rotation.v),
+        hadamard=rotated,
+        hadamard_k=rotation.k if rotated else None,
+        hadamard_v=rotation.v if rotated else None,
         scale_convention="multiply",  # units bring their scales
         num_layers=integer("num_layers", num_layers, 1),
         first_layer=first_layer,

@@ -43,7 +43,7 @@ def unrotated(
     copy, arrays = _dense(src.view, seq_lens, src.view.facts)
     migrate(src, copy, seq_lens, same_model=True)
     _rotate(arrays, rotation)
-    return replace(copy, facts=replace(copy.facts, hadamard=False))
+    return replace(copy, facts=_plain(copy.facts))
 
 
 def migrate_rotated(
@@ -64,11 +64,16 @@ def migrate_rotated(
     was written.
     """
     _require_rotated("dst", dst.view.facts, rotation)
-    plain = replace(dst.view.facts, hadamard=False, lossy=None)
+    plain = replace(_plain(dst.view.facts), lossy=None)
     copy, arrays = _dense(dst.view, seq_lens, plain)
     migrate(src, copy, seq_lens, same_model=same_model)
     _rotate(arrays, rotation)
     return migrate(replace(copy, facts=dst.view.facts), dst, seq_lens, same_model=True)
+
+
+def _plain(facts: CacheFacts) -> CacheFacts:
+    """Facts of the same numbers without the rotation."""
+    return replace(facts, hadamard=False, hadamard_k=None, hadamard_v=None)
 
 
 def _require_rotated(name: str, facts: CacheFacts, rotation: Rotation) -> None:
@@ -77,6 +82,13 @@ def _require_rotated(name: str, facts: CacheFacts, rotation: Rotation) -> None:
             f"{name}.view.facts.hadamard is {facts.hadamard} and rotation is {rotation}, expected "
             "the same of both. Where nothing is rotated, call kvx_core.migrate"
         )
+    for half, order in zip("kv", rotation, strict=True):
+        known = getattr(facts, f"hadamard_{half}")
+        if known is not None and known != order:
+            raise InvalidArgumentError(
+                f"{name}.view.facts.hadamard_{half} is {known} and rotation is {rotation}, "
+                "expected the same of both. Pass the rotation of that cache"
+            )
 
 
 def _dense(

@@ -162,10 +162,29 @@ def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     facts: see `cache_facts`
     Raises UnsupportedError, InvalidArgumentError.
     """
-    described = tuple(map(cache_desc, cache.layers))
-    return CacheView(
-        described, facts, dense=True, outdated=partial(outdated, cache.layers, described)
-    )
+    layers = layers_of(cache)
+    described = tuple(map(cache_desc, layers))
+    return CacheView(described, facts, dense=True, outdated=partial(outdated, layers, described))
+
+
+def layers_of(cache: Any) -> Sequence[Any]:
+    """The layers of a Cache. Raises UnsupportedError for what is none, InvalidArgumentError for one
+    that has no layers yet.
+
+    Source: transformers 5.19 cache_utils.py, Cache, EncoderDecoderCache
+    """
+    layers: Sequence[Any] | None = getattr(cache, "layers", None)
+    if layers is None:
+        raise UnsupportedError(
+            f"cache is a {type(cache).__name__}, expected a DynamicCache or StaticCache. Of an "
+            "EncoderDecoderCache pass self_attention_cache, and cross_attention_cache apart"
+        )
+    if not layers:
+        raise InvalidArgumentError(
+            "cache has no layers, expected those of the model. Make it with config=model.config "
+            "and call reserve(cache, model, ...), or run the model once"
+        )
+    return layers
 
 
 def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | None:

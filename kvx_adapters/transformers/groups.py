@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvx_adapters.transformers.cache import SLIDING_LAYERS, cache_desc, layer_desc, outdated
+from kvx_adapters.transformers.cache import (
+    SLIDING_LAYERS,
+    cache_desc,
+    layer_desc,
+    layers_of,
+    outdated,
+)
 from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, InvalidArgumentError
 
 _STATIC = "StaticSlidingWindowLayer"
@@ -64,7 +70,7 @@ def layer_groups(cache: Any, facts: CacheFacts) -> tuple[LayerGroup, ...]:
     Source: transformers 5.19 cache_utils.py, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
     """
     found: dict[tuple[int, int, int], list[tuple[int, CacheDesc]]] = {}
-    for i, layer in enumerate(cache.layers):
+    for i, layer in enumerate(layers_of(cache)):
         sliding = type(layer).__name__ in SLIDING_LAYERS
         desc = layer_desc(layer) if sliding else cache_desc(layer)
         found.setdefault((_window(layer), *_held(layer, desc)), []).append((i, desc))

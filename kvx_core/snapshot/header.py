@@ -116,8 +116,13 @@ def header_bytes(
     of_parts: dict[str, Any] = {}
     if not any(part.planes for part in header.parts):
         of_parts["planes"] = True
-    if all(part.facts.lossy is None for part in header.parts):
-        of_parts["facts"] = {"lossy"}
+    unknown = {
+        name
+        for name in ("lossy", "hadamard_k", "hadamard_v")
+        if all(getattr(part.facts, name) is None for part in header.parts)
+    }
+    if unknown:
+        of_parts["facts"] = unknown
     if of_parts:
         left_out["header"] = {"parts": {"__all__": of_parts}}
     text = _FILE_HEADER.dump_json(content, exclude=left_out).decode()

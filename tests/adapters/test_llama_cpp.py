@@ -292,6 +292,30 @@ def test_a_rotation_is_never_copied_as_if_there_were_none() -> None:
     assert context.state() == before
 
 
+def test_k_alone_may_be_rotated() -> None:
+    """Both caches are rotated, and not alike: each would read the other's numbers as its own."""
+    own = {"flash_attention": True}
+    k_only = Context(tiny(), k_dtype="Q8_0", **own)
+    others = [Context(tiny(), k_dtype=k, v_dtype="Q8_0", **own) for k in ("F32", "Q8_0")]
+    prompt = tiny_model.prompt(9)
+    for context in (k_only, *others):
+        context.run(prompt)
+    facts = k_only.facts()
+    assert (facts.hadamard, facts.hadamard_k, facts.hadamard_v) == (True, 64, 0)
+    for context in others:
+        before = context.state()
+        with pytest.raises(FactsMismatchError, match="hadamard_v is 0 at the source"):
+            migrate(k_only.span(), context.span(), [9])
+        assert context.state() == before
+    # On its way V is rotated: then both ends mean the same.
+    migrate(k_only.span(), others[1].span(), [9], hadamard_v=64)
+    assert np.array_equal(rows(others[1], "k"), rows(k_only, "k"))
+    v, want = (
+        llama_cpp.unrotated(c.span(), [9], c.rotation).layers[0] for c in (others[1], k_only)
+    )
+    assert np.abs(v.v.owner - want.v.owner).max() < ERROR["Q8_0"]
+
+
 def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
     context = Context(tiny())
     context.run([0] * 6)
@@ -304,6 +328,10 @@ def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
     view = replace(context.cache(), facts=context.facts(hadamard=None))
     with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard is None and rotation is"):
         llama_cpp.unrotated(view.at(slots=[0]), [1], context.rotation)
+    quantized = Context(tiny(), k_dtype="Q8_0", flash_attention=True)
+    quantized.run([0] * 6)
+    with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard_v is 0 and rotation is"):
+        llama_cpp.unrotated(quantized.span(), [6], rotated)
 
 
 def test_which_caches_are_rotated() -> None:

@@ -13,7 +13,10 @@ import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
     ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -215,6 +218,19 @@ def test_a_prompt_cache_file_holds_what_was_migrated(tmp_path: Path, kind: Any) 
     assert back.decode(3, after=ids[-1]) == list(tiny_model.greedy(100, 3))
 
 
+@pytest.mark.parametrize("counts", [[12], [1] * 12])
+@pytest.mark.parametrize("kind", [partial(RotatingKVCache, 8, 2), partial(ChunkedKVCache, 8)])
+def test_rings_and_chunks_in_a_file(tmp_path: Path, kind: Any, counts: list[int]) -> None:
+    layer = numbered(kind(), *counts)
+    if isinstance(layer, ChunkedKVCache):
+        layer.maybe_trim_front()
+    name = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(name, [layer])
+    (loaded,) = load_prompt_cache(name)
+    assert adapter.positions(loaded) == adapter.positions(layer)
+    assert read(loaded) == list(adapter.positions(layer))
+
+
 # ---- memory ----
 
 
@@ -278,6 +294,10 @@ def test_trap_4_repeated_memory_is_refused() -> None:
 def test_other_caches_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"cache\[0\] is a ArraysCache, expected one of KV"):
         adapter.cache_view([ArraysCache(2)], facts(tiny()))
+    for other in (BatchRotatingKVCache(8, [0]), ConcatenateKVCache(), CacheList(KVCache())):
+        name = type(other).__name__
+        with pytest.raises(UnsupportedError, match=rf"cache\[0\] is a {name}, expected one of KV"):
+            adapter.cache_view([other], facts(tiny()))
     with pytest.raises(UnsupportedError, match="layers of ChunkedKVCache, KVCache, expected one"):
         adapter.cache_view([KVCache(), ChunkedKVCache(8)], facts(tiny()))
     with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys is None, expected"):

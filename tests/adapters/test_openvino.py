@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from kvx_adapters import openvino as adapter
 from kvx_adapters.cli.engines.live_openvino import Live
 from kvx_adapters.cli.engines.live_transformers import Live as HF
-from kvx_adapters.cli.engines.openvino_model import compiled
+from kvx_adapters.cli.engines.openvino_model import _paged, compiled
 from kvx_adapters.transformers import cache_desc as describe_layer
 from kvx_core import (
     CacheView,
@@ -77,6 +78,25 @@ def test_bfloat16_pools() -> None:
     migrate(src, adapter.cache_view(model, pools, facts).at([[1, 0]]), [39])
     stored = torch.from_numpy(pools["value_cache.0"]).view(torch.bfloat16)
     assert torch.equal(torch.cat([stored[1], stored[0, :, :7]], 1), hf.values[0].bfloat16())
+
+
+def test_bfloat16_in_the_engine() -> None:
+    """Where the processor has bf16, OpenVINO's own pools are read; elsewhere it refuses them."""
+    refused = ""
+    try:
+        engine = Live(tiny(), precision="bf16")
+    except RuntimeError as error:
+        refused = str(error)
+    if refused:
+        assert "expect kvcache type f32, current: bf16" in refused
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+        assert not flags & {"avx512_bf16", "amx_bf16"}
+        return
+    engine.prefill(tiny_model.prompt(40)[:-1])
+    back, exact = HF(tiny()), prefilled(40)
+    hop_back(engine, back)
+    got, want = back.cache.layers[0].values, exact.cache.layers[0].values
+    assert float((got - want).abs().max()) < 0.1
 
 
 # ---- u8: scales and zero points in the pools ----
@@ -162,6 +182,9 @@ def test_tables_and_lengths() -> None:
         adapter.block_table([5, 2, 9], [0, 2])
     with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
         adapter.seq_lens([40, 0], [0, 1])
+    for past, begins in (([1], [5, 2]), ([1], [3, 5]), ([-4], [0, 9])):
+        with pytest.raises(InvalidArgumentError, match="expected to rise from 0, and counts of"):
+            adapter.seq_lens(past, begins)
 
 
 def test_pools_are_compared_with_the_model() -> None:
@@ -212,6 +235,22 @@ def model_of(kind: ov.Type, shape: list[int]) -> Any:
 def test_other_caches_are_refused(kind: ov.Type, shape: list[int], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         adapter.cache_inputs(model_of(kind, shape))
+
+
+@pytest.mark.parametrize("size", [0, 32, 64])
+def test_groups_of_a_vector_are_refused(size: int) -> None:
+    """A pool with two groups of 32 has the shape of one with vectors of 72."""
+    options = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "u8",
+        "VALUE_CACHE_GROUP_SIZE": size,
+    }
+    model = ov.Core().compile_model(_paged(tiny()).clone(), "CPU", options)
+    if size != 32:
+        assert adapter.cache_inputs(model)["value_cache.0"].head_dim == 64
+        return
+    with pytest.raises(UnsupportedError, match="VALUE_CACHE_GROUP_SIZE is 32, expected 0: scales"):
+        adapter.cache_inputs(model)
 
 
 def test_models_without_paged_attention_are_refused() -> None:

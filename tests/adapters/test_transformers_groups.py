@@ -212,6 +212,20 @@ def test_quantized_layers_are_refused() -> None:
         hf.cache_desc(layer)
 
 
+@pytest.mark.parametrize("describe_all", [hf.cache_view, hf.layer_groups])
+def test_what_is_no_cache_of_one_decoder(models: dict[str, Any], describe_all: Any) -> None:
+    like = models["full"]
+    own, cross = empty("dynamic", like), empty("dynamic", like)
+    both = transformers.EncoderDecoderCache(own, cross)
+    for given, name in ((both, "EncoderDecoderCache"), (None, "NoneType"), ((), "tuple")):
+        with pytest.raises(UnsupportedError, match=f"cache is a {name}, .*self_attention_cache"):
+            describe_all(given, facts(like))
+    with pytest.raises(InvalidArgumentError, match="cache has no layers, expected those of the"):
+        describe_all(transformers.DynamicCache(), facts(like))
+    run(like, both.self_attention_cache, prompt(5))
+    assert describe_all(both.self_attention_cache, facts(like))
+
+
 # ---- the paged cache of continuous batching ----
 
 PAGE = 4

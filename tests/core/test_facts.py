@@ -53,7 +53,72 @@ def test_equal_facts_agree() -> None:
 
 def test_every_fact_is_compared_or_known_not_to_be() -> None:
     not_compared = {"compute_dtype", "engine", "lossy", "negative_slots", "scale_convention"}
-    assert {field.name for field in fields(CacheFacts)} == set(OTHER) | not_compared
+    of_rotated = {"hadamard_k", "hadamard_v"}
+    assert {field.name for field in fields(CacheFacts)} == set(OTHER) | not_compared | of_rotated
+
+
+# ---- rotated K and V ----
+
+
+def rotated(k: int | None, v: int | None, facts: CacheFacts = FACTS) -> CacheFacts:
+    return replace(facts, hadamard=True, hadamard_k=k, hadamard_v=v)
+
+
+def test_rotations_are_compared_half_by_half() -> None:
+    """That both ends are rotated is not enough: K alone may be, or V in other groups."""
+    assert compare(rotated(64, 0), rotated(64, 0, THERE)) == ALIKE
+    assert compare(rotated(None, None), rotated(None, None, THERE)) == ALIKE
+    assert compare(rotated(64, 0), rotated(64, 64, THERE)).reasons == (
+        "hadamard_v is 0 at the source (here 1.0) and 64 at the destination (there 2.0)",
+    )
+    assert len(compare(rotated(128, 64), rotated(64, 0, THERE)).reasons) == 2
+    assert compare(rotated(64, None), rotated(64, 64, THERE), same_model=True).reasons == (
+        "hadamard_v is 64 at the destination (there 2.0) and unknown at the source (here 1.0): set "
+        "CacheFacts.hadamard_v of the source",
+    )
+
+
+@pytest.mark.parametrize(
+    ("src", "orders", "dst"),
+    [
+        (FACTS, (64, 0), rotated(64, 0, THERE)),
+        (FACTS, (128, 64), rotated(128, 64, THERE)),
+        (rotated(128, 64), (128, 64), THERE),
+        (rotated(128, 64), (0, 64), rotated(128, 0, THERE)),
+        (rotated(64, 0), (0, 64), rotated(64, 64, THERE)),
+        (rotated(64, 0), (64, 32), rotated(0, 32, THERE)),
+        (FACTS, (64, 0), rotated(None, None, THERE)),
+        (rotated(None, None), (64, 64), THERE),
+    ],
+)
+def test_a_copy_that_rotates(src: CacheFacts, orders: tuple[int, int], dst: CacheFacts) -> None:
+    k, v = orders
+    assert compare(src, dst, hadamard_k=k, hadamard_v=v) == ALIKE
+    known = [facts.hadamard_k is not None for facts in (src, dst) if facts.hadamard]
+    if all(known):
+        for other in ((k or 32, v), (k, v or 32), (2 * k, v), (k, 2 * v)):
+            if other != orders:
+                assert compare(src, dst, hadamard_k=other[0], hadamard_v=other[1]).reasons
+
+
+def test_a_rotation_is_undone_by_itself_alone() -> None:
+    assert compare(rotated(64, 64), THERE, hadamard_k=128, hadamard_v=64).reasons == (
+        "hadamard_k is 64 at the source (here 1.0) and the copy rotates 128 numbers together: "
+        "hadamard_k=64 undoes the rotation",
+    )
+    assert compare(FACTS, rotated(64, 64, THERE), hadamard_k=64).reasons == (
+        "after the rotation, hadamard_v is 0 at the source (here 1.0) and 64 at the destination "
+        "(there 2.0)",
+    )
+
+
+def test_dims_of_keys_that_are_not_rotated_are_reordered() -> None:
+    """V may be rotated."""
+    there = replace(THERE, rotary="interleaved")
+    assert compare(rotated(0, 64), rotated(0, 64, there)).transforms
+    for k in (64, None):
+        (reason,) = compare(rotated(k, 64), rotated(k, 64, there)).reasons
+        assert reason.endswith("K is stored Hadamard-rotated, which mixes its dims")
 
 
 def test_facts_that_only_inform_do_not_keep_apart() -> None:

@@ -295,7 +295,21 @@ def test_files_without_a_format_are_as_they_were(tmp_path: Path) -> None:
     text = json_of(tmp_path / "file")
     assert text.keys() == {"header", "checksums", "checksum"}
     facts = text["header"]["parts"][0]["facts"]
-    assert facts.keys() == {field.name for field in fields(CacheFacts)} - {"lossy"}
+    added = {"lossy", "hadamard_k", "hadamard_v"}
+    assert facts.keys() == {field.name for field in fields(CacheFacts)} - added
+
+
+def test_a_file_says_how_k_and_v_are_rotated(tmp_path: Path) -> None:
+    rotated = {"hadamard": True, "hadamard_k": 64, "hadamard_v": 0}
+    src = Engine(torch.bfloat16, 5, 1, **rotated)
+    read = reopened(Snapshot.capture(range(19), [src.section]), tmp_path / "file")
+    facts = read.header.parts[0].facts
+    assert (facts.hadamard, facts.hadamard_k, facts.hadamard_v) == (True, 64, 0)
+    alike, other = (Engine(torch.bfloat16, 5, 2, **rotated | {"hadamard_v": v}) for v in (0, 64))
+    read.restore(alike.section, 0, 19)
+    assert torch.equal(alike.tokens(0, 0, 0, 19), src.tokens(0, 0, 0, 19))
+    with pytest.raises(StoreError, match=r"hadamard_v is 0 at the source .* and 64 at the dest"):
+        read.restore(other.section, 0, 19)
 
 
 def test_what_was_rounded_stays_so_in_later_snapshots() -> None:

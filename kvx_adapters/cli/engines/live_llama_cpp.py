@@ -216,8 +216,10 @@ class Live:
         self.context.run(tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """llama.cpp hands out cells when it computes, so it computes any tokens."""
-        self.context.run([0] * num_tokens)
+        """llama.cpp hands out cells when it computes, so it computes any tokens, the last of them
+        alone: the next step finds its graph as it is then."""
+        for count in filter(None, (num_tokens - 1, 1)):
+            self.context.run([0] * count)
         for layer in self.context.cache().layers:
             for tensor in layer.tensors.values():
                 np.asarray(tensor.owner)[:] = 0

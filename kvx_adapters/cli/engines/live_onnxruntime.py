@@ -40,8 +40,9 @@ class Live:
     """See LiveEngine."""
 
     def __init__(self, model: Model, num_tokens: int = 256) -> None:
-        self._session, self._facts = session(model), facts(model)
+        self._session = session(model)
         self.buffers = adapter.reserve(self._session, batch_size=1, num_tokens=num_tokens)
+        self._view = adapter.cache_view(self._session, self.buffers, facts(model))
         self._held = 0
 
     @property
@@ -55,7 +56,7 @@ class Live:
         self._held = num_tokens
 
     def view(self) -> CacheSpan:
-        return adapter.cache_view(self._session, self.buffers, self._facts).at()
+        return self._view.at()
 
     def decode(self, count: int, *, after: int) -> list[int]:
         tokens = [after]

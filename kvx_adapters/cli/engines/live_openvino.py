@@ -37,6 +37,14 @@ class Live:
             self._tensors.append(tensor)
             self._request.set_tensor(name, tensor)
         self._held = 0
+        facts = adapter.cache_facts(
+            self.compiled,
+            rotary="half",
+            rotary_dim=model.config.head_dim,
+            version=ov.__version__,
+            fingerprint=model.fingerprint,
+        )
+        self._view = adapter.cache_view(self.compiled, self.pools, facts)  # the pools do not move
 
     @property
     def lengths(self) -> list[int]:
@@ -49,14 +57,7 @@ class Live:
         self._held = num_tokens
 
     def view(self) -> CacheSpan:
-        facts = adapter.cache_facts(
-            self.compiled,
-            rotary="half",
-            rotary_dim=self._model.config.head_dim,
-            version=ov.__version__,
-            fingerprint=self._model.fingerprint,
-        )
-        return adapter.cache_view(self.compiled, self.pools, facts).at([self.blocks])
+        return self._view.at([self.blocks])
 
     def decode(self, count: int, *, after: int) -> list[int]:
         tokens = [after]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import transformers
 
 from kvx_adapters import transformers as adapter
 from kvx_adapters.cli.engines import Model
-from kvx_core import CacheSpan
+from kvx_core import CacheFacts, CacheSpan
+
+
+@cache
+def facts(model: Model) -> CacheFacts:
+    """Of every cache of a model."""
+    return adapter.cache_facts(model.llama, fingerprint=model.fingerprint)
 
 
 class Live:
@@ -37,8 +44,7 @@ class Live:
             self.cache.crop(-surplus)
 
     def view(self) -> CacheSpan:
-        facts = adapter.cache_facts(self._model.llama, fingerprint=self._model.fingerprint)
-        return adapter.cache_view(self.cache, facts).at()
+        return adapter.cache_view(self.cache, facts(self._model)).at()
 
     def decode(self, count: int, *, after: int) -> list[int]:
         tokens = [after]
