@@ -46,6 +46,7 @@ def stop(llm):
 shared = KVTransferConfig(
     kv_connector="KVXConnector",
     kv_role="kv_both",
+    kv_load_failure_policy="recompute",
     kv_connector_extra_config={"path": str(store), "chunk_tokens": CHUNK_TOKENS},
 )
 params = SamplingParams(temperature=0, max_tokens=64)

@@ -68,6 +68,7 @@ llm = LLM(
     kv_transfer_config=KVTransferConfig(
         kv_connector="KVXConnector",
         kv_role="kv_consumer",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"path": str(path)},
     ),
 )

@@ -46,6 +46,7 @@ def answers(prompts, block_size, **options):
 shared = KVTransferConfig(
     kv_connector="KVXConnector",
     kv_role="kv_both",
+    kv_load_failure_policy="recompute",
     kv_connector_extra_config={"path": str(store)},
 )
 first = answers([long], block_size=32, kv_transfer_config=shared)
