@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit(f"benchmarks need torch, which {sys.executable} does not have: run `make bench`")
 
 from benchmarks import machine, report
 from benchmarks.pools import Shape

@@ -8,6 +8,7 @@ python examples/deepseek_v4_decode.py
 
 from __future__ import annotations
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 from torch import Tensor
 

@@ -17,6 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from vllm import LLM, SamplingParams
@@ -67,6 +68,7 @@ llm = LLM(
     kv_transfer_config=KVTransferConfig(
         kv_connector="KVXConnector",
         kv_role="kv_consumer",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config={"path": str(path)},
     ),
 )

@@ -3,6 +3,7 @@
 python examples/long_context_in_8_bits.py
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 

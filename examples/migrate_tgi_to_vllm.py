@@ -6,6 +6,7 @@ Neither engine runs: two caches on the CPU are laid out as theirs. On a GPU the 
 KVCache.key and .value and vLLM's kv_caches, and tables and lengths are there too.
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import tgi, vllm

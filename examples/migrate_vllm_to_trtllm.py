@@ -6,6 +6,7 @@ Neither engine runs: two caches on the CPU are laid out as theirs. On a GPU the 
 kv_caches and TensorRT-LLM's get_unique_primary_pool(), and tables and lengths are there too.
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import tensorrt_llm, vllm

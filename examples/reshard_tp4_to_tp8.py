@@ -9,6 +9,7 @@ one process; between processes a store does the same, as in share_a_prefix.py.
 
 import time
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import vllm

@@ -10,6 +10,7 @@ same calls take CUDA tensors.
 
 import time
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import kvbm

@@ -15,6 +15,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process st
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
+import needed  # noqa: F401  says what to install if a package is missing
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -45,6 +46,7 @@ def answers(prompts, block_size, **options):
 shared = KVTransferConfig(
     kv_connector="KVXConnector",
     kv_role="kv_both",
+    kv_load_failure_policy="recompute",
     kv_connector_extra_config={"path": str(store)},
 )
 first = answers([long], block_size=32, kv_transfer_config=shared)

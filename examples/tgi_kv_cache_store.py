@@ -7,6 +7,7 @@ not on PyPI, so here, on CPU, a class that allocates as TGI's does stands in for
 are slices of one projection, as in TGI's models: KVX takes their strides and copies nothing first.
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import tgi

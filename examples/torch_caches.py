@@ -3,6 +3,7 @@
 python examples/torch_caches.py
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_core import (

@@ -6,6 +6,7 @@ TensorRT-LLM does not run: the pools are CPU memory of its layout, and its tenso
 written out. In its process they come from KVCacheManager; pools are then Memory.DEVICE.
 """
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 
 from kvx_adapters import tensorrt_llm

@@ -13,6 +13,7 @@ if len(sys.argv) != 3:
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM's cache must be in this process
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from vllm import LLM, SamplingParams

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvx_core import _abi
 from tests.native import CC, ROOT, compile_program, run
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page."""
+
+    language: str  # "": indented, without one
+    text: str
+    line: int  # of its first line, or of the fence above it
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page in Markdown, fenced and indented."""
+    found: list[Block] = []
+    lines = page.read_text().split("\n")
+    at = 0
+    while at < len(lines):
+        begin = at
+        fence = re.fullmatch(r"```(\w*)", lines[at])
+        if fence:
+            at = lines.index("```", at + 1)
+            found.append(Block(fence[1], "\n".join(lines[begin + 1 : at]) + "\n", begin + 1))
+        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1]):
+            while at + 1 < len(lines) and re.match("    |$", lines[at + 1]):
+                at += 1
+            text = "\n".join(line[4:] for line in lines[begin : at + 1]).rstrip("\n")
+            found.append(Block("", f"{text}\n", begin + 1))
+        at += 1
+    return found
 
 
 class Document:

@@ -202,6 +202,22 @@ def test_a_wrong_description(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith(sentence)
 
 
+SGLANG = (
+    "pip install sglang==0.5.23"
+    if sys.version_info < (3, 14)
+    else f"it has packages for Python 3.11 to 3.13, this is 3.{sys.version_info[1]}"
+)
+
+
+def test_an_engine_without_packages_for_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctor names no line that pip refuses."""
+    (package,) = (p for p in doctor_engines.PACKAGES if p.engine == "SGLang")
+    monkeypatch.setattr(doctor_engines.sys, "version_info", (3, 14, 2))
+    assert package.way_out == "it has packages for Python 3.11 to 3.13, this is 3.14"
+    monkeypatch.setattr(doctor_engines.sys, "version_info", (3, 13, 0))
+    assert package.way_out == "pip install sglang==0.5.23"
+
+
 def test_other_engines_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_mlx(name: str) -> str:
         if name != "mlx-lm":
@@ -220,7 +236,7 @@ def test_other_engines_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "OpenVINO": "not installed: pip install openvino==2026.4.1; tested with 2026.4.1",
         "MLX": "mlx-lm 0.32.2, tested with 0.32.2",
         "ONNX Runtime": "not installed: pip install onnxruntime==1.31.1; tested with 1.31.1",
-        "SGLang": "not installed: pip install sglang==0.5.23; tested with 0.5.23",
+        "SGLang": f"not installed: {SGLANG}; tested with 0.5.23",
         "FlashInfer": "not installed: pip install flashinfer-python; its page tables, untested",
         "llama.cpp": "not installed: python -m kvx_adapters.cli.engines.llama_cpp_library; tested "
         "with v0.5.0",

@@ -62,3 +62,19 @@ def test_texts_have_room(name: str) -> None:
             if top < y < top + height and x <= (left + right) / 2 <= x + room and room > 60:
                 assert x <= left, words
                 assert right <= x + room, words
+
+
+def test_the_prompt_of_the_hub_is_that_of_the_page() -> None:
+    """As many squares as docs/vllm.md shows tokens: loaded and computed by the second server."""
+    text = (ROOT / "docs/hub.svg").read_text().partition(">A prompt of 39 tokens")[2]
+    shown = (ROOT / "docs/vllm.md").read_text()
+    tokens = {
+        source: int(number)
+        for source, number in re.findall(r'source="(\w+)"\} (\d+)\.0', shown)[:3]
+    }
+    colours = re.findall(r'<rect[^>]*fill="(#\w+)"', text)
+    loaded, computed = tokens["external_kv_transfer"], tokens["local_compute"]
+    assert [colours.count(colour) for colour in dict.fromkeys(colours)] == [loaded, computed]
+    assert f">{loaded} loaded: " in text
+    assert f">{computed} computed<" in text
+    assert loaded + computed == 39

@@ -21,6 +21,7 @@ START_VLLM = {  # and take their time
     "vllm_to_transformers",
 }
 IN_DOCS = {"tgi_kv_cache_store"}  # tests/adapters/test_tgi_docs.py runs it
+IMPORTED = {"needed"}  # by all others; tests/test_extras.py
 # What each prints, a regular expression per line.
 PRINTED = {
     "deepseek_v4_decode": [
@@ -63,7 +64,10 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
     threads = torch.get_num_threads()
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     torch.set_num_threads(threads)
@@ -75,4 +79,4 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_example_is_run() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert found == START_VLLM | IN_DOCS | set(PRINTED)
+    assert found == START_VLLM | IN_DOCS | IMPORTED | set(PRINTED)

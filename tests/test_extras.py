@@ -5,6 +5,7 @@ An environment's site-packages hold links to the distributions that it has, as i
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import tomllib
@@ -97,6 +98,53 @@ def test_doctor_needs_no_engine_for_a_store(cli: Path, tmp_path: Path) -> None:
     done = kvx(cli, "doctor", "--store", tmp_path)
     assert done.returncode == 0, done.stdout
     assert "0 entries" in done.stdout
+
+
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("kvx_is_there", [True, False])
+def test_an_example_says_what_to_install(path: Path, kvx_is_there: bool, bare: Path) -> None:
+    done = subprocess.run(
+        [bare, path, *(("model", "prompt") if path.stem == "vllm_to_transformers" else ())],
+        env={"PYTHONPATH": str(ROOT)} if kvx_is_there else {},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if path.stem == "needed":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        return
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert re.match(
+        rf"{path.name} needs (torch|vllm), which is not installed\. `make setup` in the clone", line
+    )
+    assert f"then: .venv/bin/python {path}. " in line
+    (extra,) = re.findall(r"pip install '\.\[(\w+)\]'$", line)
+    assert (
+        extra
+        in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )
+
+
+@pytest.mark.parametrize("module", ["benchmarks", "benchmarks.gpu"])
+def test_benchmarks_say_that_torch_is_missing(module: str, bare: Path) -> None:
+    done = subprocess.run(
+        [bare, "-m", module, "out"],
+        cwd=ROOT,
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{module} need")
+    assert f" torch, which {bare} does not have" in line
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit(
+        f"benchmarks.gpu needs torch, which {sys.executable} does not have. Run it with a Python "
+        "whose torch sees this machine's GPU"
+    )
+
 from benchmarks.gpu import ROOT, schedule, summary, tools
 from benchmarks.gpu.facts import command_of
 from benchmarks.gpu.schedule import Request

@@ -5,8 +5,12 @@
 It needs a C++ compiler and ninja. The first run compiles for half a minute; torch keeps the result.
 """
 
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import needed  # noqa: F401  says what to install if a package is missing
 import torch
 from torch.utils.cpp_extension import load
 

@@ -6,6 +6,7 @@ tests run, and a program brings its own libllama.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,17 @@ class Package:
     distribution: str
     tested: str  # version that KVX's tests run
     install: str  # the line that installs it
+    last_python: tuple[int, int] | None = None  # that its packages are for; None: every one
+
+    @property
+    def way_out(self) -> str:
+        """How it comes to be here."""
+        if self.last_python is None or sys.version_info[:2] <= self.last_python:
+            return self.install
+        newest, here = (
+            ".".join(map(str, version[:2])) for version in (self.last_python, sys.version_info)
+        )
+        return f"it has packages for Python 3.11 to {newest}, this is {here}"
 
 
 PACKAGES = (
@@ -31,7 +43,7 @@ PACKAGES = (
     Package("OpenVINO", "openvino", "2026.4.1", pip_install("openvino")),
     Package("MLX", "mlx-lm", "0.32.2", pip_install("mlx")),
     Package("ONNX Runtime", "onnxruntime", "1.31.1", pip_install("onnxruntime")),
-    Package("SGLang", "sglang", "0.5.23", pip_install("sglang")),
+    Package("SGLang", "sglang", "0.5.23", pip_install("sglang"), (3, 13)),
     Package("FlashInfer", "flashinfer-python", "", "pip install flashinfer-python"),
 )
 
@@ -43,7 +55,7 @@ def engines() -> Iterator[tuple[str, str]]:
         try:
             found = version(package.distribution)
         except PackageNotFoundError:
-            yield package.engine, f"not installed: {package.install}; {tested}"
+            yield package.engine, f"not installed: {package.way_out}; {tested}"
             continue
         yield package.engine, f"{package.distribution} {found}, {tested}"
     yield "llama.cpp", _llama_cpp()

@@ -42,7 +42,7 @@ class Encryption:
         except ImportError as error:
             raise UnsupportedError(
                 f"an encryption key is given, and cryptography cannot be imported ({error}). "
-                "Install it: pip install kvx[encryption]"
+                "Install it: pip install 'cryptography>=42'"
             ) from None
         key = Key(secret)
         self._cipher = AESGCM(bytes.fromhex(key.digest(b"AES-256-GCM", b"kvx cipher")))

@@ -114,7 +114,10 @@ def is_described(attention: str, system: str, device: str, dtype: torch.dtype) -
     return True
 
 
-def test_the_example_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_what_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
     runpy.run_path(str(ROOT / "examples" / "tgi_kv_cache_store.py"), run_name="__main__")
     shown = TEXT.partition("$ python examples/tgi_kv_cache_store.py\n")[2].partition("```")[0]
     assert capsys.readouterr().out == shown

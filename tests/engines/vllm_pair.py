@@ -227,11 +227,11 @@ class Mover(Server):
         from kvx_core.snapshot import StoreError
         from kvx_core.stores.prefix import PrefixStore
 
-        def commit(store: Any, snapshot: Any) -> int:
-            raise StoreError("no space is left, as a test says")
+        def commit_all(store: Any, snapshots: Any) -> list[Any]:
+            return [StoreError("no space is left, as a test says") for _ in snapshots]
 
-        self._commit = getattr(self, "_commit", PrefixStore.commit)
-        PrefixStore.commit = commit if on else self._commit  # type: ignore[method-assign]
+        self._commit_all = getattr(self, "_commit_all", PrefixStore.commit_all)
+        PrefixStore.commit_all = commit_all if on else self._commit_all  # type: ignore[method-assign]
 
     def refused(self, request_id: str, *, connected: bool = True) -> str:
         """What hand_over says of a request, in an engine with KVXConnector or without."""

@@ -1,4 +1,7 @@
-"""A running conversation moves from one vLLM to another, in another process, with other blocks."""
+"""A running conversation moves from one vLLM to another, in another process, with other blocks.
+
+hand_over is called as docs/live_migration.md shows.
+"""
 
 from __future__ import annotations
 
