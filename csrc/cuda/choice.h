@@ -17,7 +17,7 @@ inline uint32_t log2_from(uint32_t number) {
 
 // kQuantize: units that a lane holds at most, and lanes of a vector at least.
 KVX_HD constexpr uint32_t units_held(uint32_t unit_bytes) {
-  return unit_bytes > kVectorBytes ? 2 : 4;
+  return unit_bytes > kVectorBytes ? 1 : 4;
 }
 inline uint32_t least_lanes(uint32_t units, uint32_t unit_bytes) {
   const uint32_t lanes = 1u << log2_from(units), held = units_held(unit_bytes);

@@ -115,11 +115,14 @@ __global__ void __launch_bounds__(kThreads, 4)
                 decode(elements[k], values);
                 store_eight(dst + k * sharing.dst_step, by.encode_finite<Dst>(values));
               }
+            } else if constexpr (kHeld == 1) {
+              decode(elements[0], values);
+              store_eight(dst, by.encode_slowly<Dst>(values));
             } else {
               // Rare, so it loads everything again
               KVX_LOOP
               for (uint32_t k = 0; k < stores; ++k) {
-                decode(loads ? load_eight<Src>(src + k * sharing.src_step) : Eight<Src>{}, values);
+                decode(load_eight<Src>(list[i].src + src_offset + k * sharing.src_step), values);
                 store_eight(dst + k * sharing.dst_step, by.encode_slowly<Dst>(values));
               }
             }
