@@ -11,8 +11,9 @@ namespace {
 constexpr uint32_t kElementsPerUnit = 8;  // of a conversion
 constexpr uint64_t kWarpsWanted = 8192;   // about what a large device runs at a time
 constexpr uint32_t kTokensPerWarp = 4;    // where there are many
-constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
-constexpr uint32_t kTileBytes = 128;      // of tokens at the inner end of a tile
+constexpr uint64_t kListsWanted = 4096;  // warps that take lists of tokens: about one round of them
+constexpr uint32_t kTokensPerRemap = 8;  // by 4 units: whole sectors of 32 bytes at both ends
+constexpr uint32_t kTileBytes = 128;     // of tokens at the inner end of a tile
 constexpr uint64_t kMostSlotVectors = kWarpsWanted * kWarp;  // one per thread; more take others
 constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large device one
 constexpr uint64_t kChunksWanted = 1024;  // of runs
@@ -322,6 +323,21 @@ void cut(const Choice &choice, Common *common) {
       while (tiles * (per_head / per_part) < kTilesWanted && per_part % (2 * kVectorBytes) == 0)
         per_part /= 2;
       parts = heads * (per_head / per_part);
+      break;
+    }
+    case Kernel::kConvert:
+    case Kernel::kQuantize: {  // a warp takes what it holds at once of some tokens
+      const uint32_t most = (units.per_token.divisor - 1) / kWarp + 1;
+      parts = most;
+      if (choice.kernel == Kernel::kQuantize) {
+        const uint32_t heads = choice.shape.num_heads;
+        const uint32_t lanes = least_lanes(units.per_head.divisor, units.bytes);
+        parts = (heads - 1) / std::max(kWarp / lanes, 1u) + 1;
+        while (2 * parts <= most && 2 * parts * tokens <= kListsWanted) parts *= 2;
+      }
+      uint32_t &chunk = common->tokens_per_chunk;
+      while (chunk < kWarp && chunk < common->row_bound && tokens * parts > kListsWanted * chunk)
+        chunk *= 2;
       break;
     }
     default:

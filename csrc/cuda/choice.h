@@ -8,6 +8,22 @@ namespace kvx::cuda {
 constexpr uint32_t kVectorBytes = 16;    // of the widest load and store
 constexpr uint32_t kMostRotated = 1024;  // numbers that kUnits rotates together
 
+// The least n with 2^n >= number.
+inline uint32_t log2_from(uint32_t number) {
+  uint32_t log2 = 0;
+  while ((uint64_t{1} << log2) < number) ++log2;
+  return log2;
+}
+
+// kQuantize: units that a lane holds at most, and lanes of a vector at least.
+KVX_HD constexpr uint32_t units_held(uint32_t unit_bytes) {
+  return unit_bytes > kVectorBytes ? 1 : 4;
+}
+inline uint32_t least_lanes(uint32_t units, uint32_t unit_bytes) {
+  const uint32_t lanes = 1u << log2_from(units), held = units_held(unit_bytes);
+  return lanes > held ? lanes / held : 1;
+}
+
 // The kernels, in the order in which they are tried. The last one moves everything.
 enum class Kernel : uint8_t {
   kSlots,     // same bytes, few tokens to slots: a decode step

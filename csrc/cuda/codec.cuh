@@ -2,6 +2,8 @@
 // them. They give the same bits, but a NaN of 16 bits may be another NaN. Spec: E.6
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/lookup.cuh"
 #include "cuda/vector.h"
 #include "formats/codec.h"
@@ -199,6 +201,58 @@ __device__ __forceinline__ Eight<Format> encode(const float (&values)[8]) {
   return eight;
 }
 
+// The largest magnitude among elements, NaN ignored.
+template <class Format>
+class Largest {
+ public:
+  __device__ __forceinline__ void add(const Eight<Format> &eight) {
+    float values[8];
+    decode(eight, values);
+#pragma unroll
+    for (const float value : values) found_ = fmaxf(found_, fabsf(value));
+  }
+  __device__ __forceinline__ float magnitude() const { return found_; }
+
+ private:
+  float found_ = 0.0f;
+};
+
+#if defined(__CUDA_ARCH__)
+
+// Two elements at a time
+template <class Format>
+class LargestOfTwos {
+ public:
+  __device__ __forceinline__ void add(const Eight<Format> &eight) {
+#pragma unroll
+    for (const uint32_t word : eight.words) found_ = larger(found_, word & 0x7fff7fffu);
+  }
+  __device__ __forceinline__ float magnitude() const {
+    const float2 two = decode_two<Format>(found_);
+    return fmaxf(two.x, two.y);
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+    uint32_t both;
+    if constexpr (std::is_same_v<Format, F16>) {
+      asm("max.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    } else {
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    }
+    return both;
+  }
+
+  uint32_t found_ = 0;
+};
+
+template <>
+class Largest<F16> : public LargestOfTwos<F16> {};
+template <>
+class Largest<Bf16> : public LargestOfTwos<Bf16> {};
+
+#endif
+
 // ---- scales ----
 
 template <class Format>
@@ -224,11 +278,16 @@ __device__ __forceinline__ float scale_at(const Scales &shape, const uint8_t *da
   return scale_of(shape, scales_at(shape, data, place), head);
 }
 
+__device__ __forceinline__ void store_scale_at(uint8_t *at, float scale, kvx_dtype_t dtype) {
+  if (dtype == KVX_DTYPE_F32) return store_as<F32>(global(at), scale);
+  dtype == KVX_DTYPE_F16 ? store_as<F16>(global(at), scale) : store_as<Bf16>(global(at), scale);
+}
+
 __device__ __forceinline__ void store_scale(const Scales &shape, uint8_t *data, const Place &place,
                                             uint32_t head, float scale) {
-  data += place.block * shape.block_stride + place.offset * shape.token_stride +
-          head * shape.head_stride;
-  store_element(data, scale, shape.dtype);
+  store_scale_at(data + place.block * shape.block_stride + place.offset * shape.token_stride +
+                     head * shape.head_stride,
+                 scale, shape.dtype);
 }
 
 __device__ __forceinline__ bool is_usable(float scale) {
@@ -253,26 +312,19 @@ class Divisor {
  public:
   __device__ __forceinline__ explicit Divisor(float scale) : scale_(scale), quotient_(scale) {}
 
-  // read(values) gives the eight numbers; a second time where they are rare ones, so that they need
-  // no registers until then.
-  template <class Format, class Read>
-  __device__ __forceinline__ Eight<Format> encode_quotients(Read read) const {
-    float values[8];
-    read(values);
-    if (quotient_.is_usual()) {
-#pragma unroll
-      for (float &value : values) value = quotient_(value);
-      const Eight<Format> codes = encode<Format>(values);
-      if (!has_nan(codes.words[0]) && !has_nan(codes.words[1])) return codes;
-      read(values);
-    }
-    return encode_slowly<Format>(values);
+  __device__ __forceinline__ bool is_usual() const { return quotient_.is_usual(); }
+
+  // False: some quotients are not finite, or the scale is not usual.
+  template <class Format>
+  __device__ __forceinline__ bool encode_quickly(const float (&values)[8],
+                                                 Eight<Format> *codes) const {
+    *codes = encode_finite<Format>(values);
+    return !have_nan(codes->words[0], codes->words[1]);
   }
 
-  // Of numbers whose quotients are finite, or that are NaN.
+  // Of a usual scale, and of numbers whose quotients are finite, or that are NaN.
   template <class Format>
   __device__ __forceinline__ Eight<Format> encode_finite(const float (&values)[8]) const {
-    if (!quotient_.is_usual()) return encode_slowly<Format>(values);
     float quotients[8];
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) quotients[i] = quotient_(values[i]);
@@ -288,9 +340,11 @@ class Divisor {
   }
 
  private:
-  // Whether one of four codes is the NaN that is encoded: 0x7f or 0xff, in E4M3 and E5M2.
-  static __device__ __forceinline__ bool has_nan(uint32_t codes) {
-    return (((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0;
+  // Whether one of eight codes is the NaN that is encoded: 0x7f or 0xff, in E4M3 and E5M2.
+  static __device__ __forceinline__ bool have_nan(uint32_t first, uint32_t last) {
+    const uint32_t carries =
+        ((first & 0x7f7f7f7fu) + 0x01010101u) | ((last & 0x7f7f7f7fu) + 0x01010101u);
+    return (carries & 0x80808080u) != 0;
   }
 
   float scale_;

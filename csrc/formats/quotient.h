@@ -12,10 +12,10 @@ namespace kvx {
 class FastQuotient {
  public:
   KVX_HD explicit FastQuotient(float scale)
-      : scale_(scale), inverse_(1.0f / scale), is_usual_(scale > 0x1p-60f && scale < 0x1p60f) {}
+      : scale_(scale), inverse_(scale > 0x1p-60f && scale < 0x1p60f ? 1.0f / scale : NAN) {}
 
-  // Whether operator() may be used: remainders are exact with scales of these sizes.
-  KVX_HD bool is_usual() const { return is_usual_; }
+  // Whether remainders are exact with a scale of this size. With others all quotients are NaN.
+  KVX_HD bool is_usual() const { return inverse_ > 0.0f; }
 
   // A number with the FP8 code of value / scale: the quotient itself, unless that is far below all
   // codes but 0. Where value or value / scale is not finite, it may be NaN instead.
@@ -27,7 +27,6 @@ class FastQuotient {
 
  private:
   float scale_, inverse_;
-  bool is_usual_;
 };
 
 }  // namespace kvx

@@ -294,6 +294,26 @@ void Warp::pack(const Instruction &i, uint32_t lane) {
   set(o[0], lane, both | integer(o[3], lane) << 16);
 }
 
+// The largest, or smallest, of three numbers of 16 bits, twice; NaN only if all three are NaN.
+void Warp::half_min_max(const Instruction &i, uint32_t lane) {
+  const std::vector<Operand> &o = i.operands;
+  const bool bfloat = i.has("BF16_V2");
+  if (i.has("NAN") || o.size() != 5) refuse(i, "of halves");
+  uint32_t both = 0;
+  for (uint32_t shift = 0; shift < 32; shift += 16) {
+    uint32_t found = 0x7fff;
+    float number = NAN;
+    for (size_t k = 1; k <= 3; ++k) {
+      const uint32_t half = bits(o[k], lane) >> shift & 0xffff;
+      const float x = bfloat ? as_float(half << 16) : half_to_float(static_cast<uint16_t>(half));
+      const bool is_first = std::isnan(number) && !std::isnan(x);
+      if (is_first || (truth(o[4], lane) ? x < number : x > number)) found = half, number = x;
+    }
+    both |= found << shift;
+  }
+  set(o[0], lane, both);
+}
+
 void Warp::run_lane(const Instruction &i, uint32_t lane) {
   const std::vector<Operand> &o = i.operands;
   const auto x = [&](size_t k) { return integer(o[k], lane); };
@@ -438,6 +458,8 @@ void Warp::run_lane(const Instruction &i, uint32_t lane) {
       return set_truth(o[0], lane, is_hard(f(1), f(2)));
     case Code::kPack:
       return pack(i, lane);
+    case Code::kHalfMinMax:
+      return half_min_max(i, lane);
     case Code::kConvertHalf: {  // .F32: one half to a float
       if (!i.has("F32")) refuse(i, "of halves");
       const uint32_t both = bits(o[2], lane);

@@ -70,6 +70,7 @@ const std::map<std::string_view, Code> kCodes = {
     {"ST", Code::kStore},
     {"STG", Code::kStore},
     {"STS", Code::kStoreShared},
+    {"VHMNMX", Code::kHalfMinMax},
     {"VIADD", Code::kAdd3},
     {"VIADDMNMX", Code::kAddMinMax},
     {"VIMNMX", Code::kMinMax},

@@ -61,6 +61,7 @@ enum class Code : uint8_t {
   kFloatMultiply,
   kFloatToInt,
   kFunnelShift,
+  kHalfMinMax,
   kIntToFloat,
   kLoadConstant,
   kLogic3,

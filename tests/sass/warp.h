@@ -54,6 +54,7 @@ struct Warp {
   void compare_floats(const Instruction &i, uint32_t lane);
   void special(const Instruction &i, uint32_t lane);
   void pack(const Instruction &i, uint32_t lane);
+  void half_min_max(const Instruction &i, uint32_t lane);
 
   // warp.cc
   bool release();
