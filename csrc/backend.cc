@@ -73,16 +73,18 @@ kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
                  [[maybe_unused]] void *stream) {
 #if KVX_WITH_CUDA
   if (on_device) {
+    cuda::Owners owners;
     for (size_t i = 0; i < count; ++i) {
       const auto &[name, tensor] = tensors[i];
       const bool on_host = tensor->memory == KVX_MEMORY_HOST;
       // Copy engines can copy all host memory, but not fill it.
       if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
       const Extent extent = extent_of(*tensor);
-      KVX_TRY(cuda::check_reachable(name, ".data", extent.begin));
+      KVX_TRY(cuda::check_reachable(name, ".data", extent.begin, &owners));
       // Pinned memory may end within a tensor.
-      if (on_host) KVX_TRY(cuda::check_reachable(name, "'s last byte", extent.end - 1));
+      if (on_host) KVX_TRY(cuda::check_reachable(name, "'s last byte", extent.end - 1, &owners));
     }
+    KVX_TRY(cuda::check_owners(owners));
     return cuda::run(plan, stream);
   }
 #endif

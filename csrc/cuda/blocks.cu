@@ -43,6 +43,7 @@ __device__ __forceinline__ void move_runs(const Runs &runs, const Places &places
 template <class P>
 __device__ __forceinline__ void find_tokens(const P &p, const Runs &runs, uint32_t index,
                                             uint32_t first, bool may_report, Places *places) {
+  if (threadIdx.x / kWarp * kWarp >= p.tokens_per_chunk) return;  // whole warps without a token
   const Pair pair = this_pair(p);
   const bool reports = pair.reports && may_report;
   const Chunk chunk = chunk_of(p, pair.lookup, index, first, reports && threadIdx.x == 0);

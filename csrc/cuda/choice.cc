@@ -9,14 +9,13 @@ namespace kvx::cuda {
 namespace {
 
 constexpr uint32_t kElementsPerUnit = 8;  // of a conversion
-constexpr uint64_t kWarpsWanted = 8192;   // about what a large device runs at a time
+constexpr uint64_t kWarpsWanted = 4096;   // about what a large device runs at a time
 constexpr uint32_t kTokensPerWarp = 4;    // where there are many
-constexpr uint64_t kListsWanted = 4096;  // warps that take lists of tokens: about one round of them
-constexpr uint32_t kTokensPerRemap = 8;  // by 4 units: whole sectors of 32 bytes at both ends
-constexpr uint32_t kTileBytes = 128;     // of tokens at the inner end of a tile
-constexpr uint64_t kMostSlotVectors = kWarpsWanted * kWarp;  // one per thread; more take others
+constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
+constexpr uint32_t kTileBytes = 128;      // of tokens at the inner end of a tile
+constexpr uint64_t kMostSlotVectors = 2 * kWarpsWanted * kWarp;  // more take other kernels
 constexpr uint64_t kTilesWanted = 256;    // give each multiprocessor of a large device one
-constexpr uint64_t kChunksWanted = 1024;  // of runs
+constexpr uint64_t kChunksWanted = 1024;  // of runs or whole heads
 constexpr uint64_t kLeastBytes = 4 << 10, kMostBytes = 32 << 10, kMostBulkBytes = 128 << 10;
 
 bool has_dense_vectors(const Plane &plane, uint32_t head_dim) {
@@ -318,11 +317,17 @@ void cut(const Choice &choice, Common *common) {
     case Kernel::kTile: {
       common->tokens_per_chunk = kTileBytes / choice.unit_bytes;
       const uint32_t heads = choice.shape.num_heads, per_head = units.per_head.divisor;
-      const uint64_t tiles = ((tokens - 1) / common->tokens_per_chunk + 1) * heads;
+      const uint64_t tiles = (tokens - 1) / common->tokens_per_chunk + 1;
       uint32_t per_part = per_head;  // an even share of a head that is still whole vectors
-      while (tiles * (per_head / per_part) < kTilesWanted && per_part % (2 * kVectorBytes) == 0)
+      while (tiles * heads * (per_head / per_part) < kTilesWanted &&
+             per_part % (2 * kVectorBytes) == 0) {
         per_part /= 2;
+      }
       parts = heads * (per_head / per_part);
+      if (per_part < per_head) break;
+      // Heads that share what finding the tokens costs
+      parts = 1;
+      while (heads % parts || (parts < heads && tiles * parts < kChunksWanted)) ++parts;
       break;
     }
     case Kernel::kConvert:
@@ -333,17 +338,19 @@ void cut(const Choice &choice, Common *common) {
         const uint32_t heads = choice.shape.num_heads;
         const uint32_t lanes = least_lanes(units.per_head.divisor, units.bytes);
         parts = (heads - 1) / std::max(kWarp / lanes, 1u) + 1;
-        while (2 * parts <= most && 2 * parts * tokens <= kListsWanted) parts *= 2;
+        while (2 * parts <= most && 2 * parts * tokens <= kWarpsWanted) parts *= 2;
       }
       uint32_t &chunk = common->tokens_per_chunk;
-      while (chunk < kWarp && chunk < common->row_bound && tokens * parts > kListsWanted * chunk)
+      while (chunk < kWarp && chunk < common->row_bound && tokens * parts > kWarpsWanted * chunk)
         chunk *= 2;
       break;
     }
     default:
-      if (tokens >= kWarpsWanted * kTokensPerWarp) {
-        common->tokens_per_chunk = kTokensPerWarp;
-      } else if (tokens < kWarpsWanted) {
+      while (common->tokens_per_chunk < kTokensPerWarp &&
+             tokens >= 2 * common->tokens_per_chunk * kWarpsWanted) {
+        common->tokens_per_chunk *= 2;
+      }
+      if (tokens < kWarpsWanted) {
         const uint32_t most = (units.per_token.divisor - 1) / kWarp + 1;
         parts = static_cast<uint32_t>(
             std::min<uint64_t>(kWarpsWanted / std::max<uint64_t>(tokens, 1), most));

@@ -145,7 +145,9 @@ struct Token {
   Place from, to;
 };
 
-// Finds token `token` of a chunk. Of all threads that find the same token, exactly one `reports`.
+// Finds token `token` of a chunk. Of all threads that find the same token, exactly one `reports`;
+// if kReportsLast, when fewer numbers are in registers.
+template <bool kReportsLast = false>
 __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, const Chunk &chunk,
                                           uint64_t token, bool reports) {
   Token t{nullptr, nullptr, {-1, 0, UINT32_MAX, false}, {}};
@@ -155,12 +157,16 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   if (token < chunk.stored)
     wrong = find(src, chunk.src, token, flat, pair.plane, &t.from) != Fault::kNone;
   if (find(dst, chunk.dst, token, flat, pair.plane, &t.to) != Fault::kNone) wrong = true;
-  if (wrong && reports) report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
+  if (!kReportsLast && wrong && reports)
+    report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
   // A token that is out of range at one end is skipped at both, zero fill or not.
-  if (wrong || t.to.block < 0 || (t.from.block < 0 && !p.zero_fill)) return t;
-  t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
-  if (t.from.block >= 0)
-    t.src = address_of(p.shape.src, pair.bases.src, pair.bases.src_secondary, t.from);
+  if (!wrong && t.to.block >= 0 && (t.from.block >= 0 || p.zero_fill)) {
+    t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
+    if (t.from.block >= 0)
+      t.src = address_of(p.shape.src, pair.bases.src, pair.bases.src_secondary, t.from);
+  }
+  if (kReportsLast && wrong && reports)
+    report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
   return t;
 }
 

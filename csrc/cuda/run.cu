@@ -202,8 +202,9 @@ kvx_status_t check_narrow_blocks(const Plan &plan, const PlanePair &pair, uint64
 
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
 kvx_status_t check_indices(const Plan &plan) {
-  const auto check = [](const char *name, const void *data, const char *field = "") {
-    return data ? check_reachable(name, field, data) : KVX_STATUS_OK;
+  Owners owners;
+  const auto check = [&](const char *name, const void *data, const char *field = "") {
+    return data ? check_reachable(name, field, data, &owners) : KVX_STATUS_OK;
   };
   for (const LookupPair &lookup : plan.lookups) {
     const FieldNames names = field_names(plan, lookup);

@@ -9,8 +9,20 @@ namespace kvx::cuda {
 // Whether there is a driver and a device; checked once.
 bool has_device();
 
+// Whose memory the tensors of a call are.
+struct Owners {
+  bool has_current = false;         // some are the current device's
+  const char *peer_name = nullptr;  // the first that is another device's
+  int peer = 0;                     // that device
+};
+
 // Checks that kernels of the current device can reach `data`, which errors call `name` `field`.
-kvx_status_t check_reachable(const char *name, const char *field, const void *data);
+// With `owners`, which it adds to, memory of another device is reached by peer access.
+kvx_status_t check_reachable(const char *name, const char *field, const void *data,
+                             Owners *owners = nullptr);
+
+// Checks that not all device memory of a call is other devices'.
+kvx_status_t check_owners(const Owners &owners);
 
 // Says why there is no device.
 const char *no_device_because();

@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t kVectorBytes = 16;
 constexpr uint32_t kRuns = 8;     // vectors of tokens in a tile
 constexpr uint32_t kUnits = 128;  // of a head
-constexpr uint32_t kUnroll = 2;   // loads in flight per thread: more would spill at 64 registers
+constexpr uint32_t kGroup = 4;    // units that a thread moves together at the inner end
 
 // V is a unit.
 template <class V>
@@ -27,17 +27,26 @@ struct Tile {
   uint32_t runs[kRuns];
   alignas(kVectorBytes) V units[kTokens][kUnits];
 
-  // The order of a token's vectors changes from token to token, so that threads that differ only in
-  // the token use different banks.
+  // The order of a token's vectors changes every kPerVector tokens, so that threads with a run each
+  // use different banks.
   __device__ __forceinline__ V *at(uint32_t token, uint32_t unit) {
-    const uint32_t vector = unit / kPerVector ^ (token + token / kPerVector) % 8;
+    const uint32_t vector = unit / kPerVector ^ token / kPerVector;
     return &units[token][vector * kPerVector + unit % kPerVector];
   }
 };
 
-// The units of a head that are in the tile.
+// The same number, of which the compiler knows nothing: what follows from it is computed here, not
+// earlier, and takes no registers while tokens are found.
+__device__ __forceinline__ uint32_t anew(uint32_t number) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(number));
+#endif
+  return number;
+}
+
+// The units of a head that are in the tile, and the thread that moves its share of them.
 struct Window {
-  uint32_t head, unit, count;
+  uint32_t head, unit, count, thread;
 };
 
 // Finds units at one end.
@@ -54,7 +63,13 @@ struct End {
 // Which accesses can have 16 bytes: those of aligned tokens at the inner end, all at the outer end.
 struct Wide {
   bool inner, outer;
+  int64_t step;  // bytes from a unit to the next of its group at the inner end
 };
+
+// Bytes from a unit of a pack to the next at the inner end.
+KVX_HD int64_t step_of(const Plane &inner, const Units &units, uint32_t unit_bytes) {
+  return units.elements == 1 ? inner.inner_stride : int64_t{unit_bytes};
+}
 
 KVX_HD uint32_t misalignment(const uint8_t *at) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) % kVectorBytes;
@@ -84,83 +99,170 @@ __device__ __forceinline__ uint32_t single_token(const Tile<V> &tile) {
   return in_run ? Tile<V>::kTokens : token;
 }
 
+// Transposes a square of kPerWord x kPerWord units, a word for each row.
+template <uint32_t kPerWord>
+__device__ __forceinline__ void transpose(uint32_t (&rows)[kPerWord]) {
+  static_assert(kPerWord == 1 || kPerWord == 2 || kPerWord == 4);
+  if constexpr (kPerWord == 2) {
+    const uint32_t first = rows[0], second = rows[1];
+    rows[0] = __byte_perm(first, second, 0x5410);
+    rows[1] = __byte_perm(first, second, 0x7632);
+  } else if constexpr (kPerWord == 4) {
+    uint32_t pairs[4];  // of the units 0 and 1, 2 and 3 of two rows
+    for (uint32_t i = 0; i < 4; ++i)
+      pairs[i] = __byte_perm(rows[i / 2 * 2], rows[i / 2 * 2 + 1], i % 2 ? 0x7362 : 0x5140);
+    for (uint32_t i = 0; i < 4; ++i)
+      rows[i] = __byte_perm(pairs[i / 2], pairs[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);
+  }
+}
+
 // Moves all tokens between the tile and the outer end; each thread moves every kStep-th W: one unit
 // or a vector of them.
 template <class W, bool kStore, class V>
 __device__ __forceinline__ void move_outer(Tile<V> &tile, const End &end, const Window &window) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-  constexpr uint32_t kAtOnce = sizeof(V) == 1 ? 1 : kUnroll;  // more would spill
-#else
-  constexpr uint32_t kAtOnce = kUnroll;
-#endif
   constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
   constexpr uint32_t kColumns = kUnits / kPerW, kStep = kThreads / kColumns;
-  const uint32_t unit = threadIdx.x % kColumns * kPerW;
+  constexpr uint32_t kAtOnce = kPerW == 1 ? 2 : Tile<V>::kTokens / kStep;  // loads in flight
+  const uint32_t unit = window.thread % kColumns * kPerW;
   if (unit >= window.count) return;
   const int64_t offset = end.offset(window, unit);
-  for (uint32_t first = threadIdx.x / kColumns; first < Tile<V>::kTokens;
+  for (uint32_t first = window.thread / kColumns; first < Tile<V>::kTokens;
        first += kAtOnce * kStep) {
     W units[kAtOnce];
+    uint8_t *at[kAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t token = first + i * kStep;
+      at[i] = tile.outer[token];
       if (kStore) {
-        units[i] = tile.inner[token] ? *reinterpret_cast<W *>(tile.at(token, unit)) : W{};
-      } else {
-        const uint8_t *const at = tile.outer[token];
-        units[i] = load<W>(at ? at + offset : nullptr);
+        units[i] = *reinterpret_cast<W *>(tile.at(token, unit));
+      } else if (at[i]) {
+        units[i] = load<W>(at[i] + offset);
       }
     }
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t token = first + i * kStep;
-      if (!kStore) {
-        *reinterpret_cast<W *>(tile.at(token, unit)) = units[i];
-      } else if (uint8_t *const at = tile.outer[token]) {
-        store(at + offset, units[i]);
+      if (!at[i]) continue;
+      if (kStore) {
+        store(at[i] + offset, units[i]);
+      } else {
+        *reinterpret_cast<W *>(tile.at(first + i * kStep, unit)) = units[i];
       }
     }
   }
 }
 
-// Moves a W, which is `token` or a run that begins there, between the tile and the inner end; each
-// thread moves every kStep-th unit.
-template <class W, bool kStore, class V>
-__device__ __forceinline__ void move_inner(Tile<V> &tile, uint32_t token, const End &end,
-                                           const Window &window) {
-  constexpr uint32_t kPerW = sizeof(W) / sizeof(V);
-  constexpr uint32_t kAtOnce = kStore && kPerW > 8 ? 1 : kUnroll;  // parts need registers too
-  constexpr uint32_t kColumns = Tile<V>::kTokens / kPerW, kStep = kThreads / kColumns;
+// Moves a group of units of the run that begins at `token` between the tile and the inner end.
+template <bool kStore, class V>
+__device__ __forceinline__ void move_run(Tile<V> &tile, uint32_t token, const End &end,
+                                         int64_t step, const Window &window) {
+  static_assert(kThreads / kRuns * kGroup == kUnits);
+  using W = Vector<kVectorBytes>;
+  using Group = Vector<kGroup * sizeof(V)>;
+  constexpr uint32_t kPerVector = Tile<V>::kPerVector, kPerWord = sizeof(uint32_t) / sizeof(V);
+  constexpr uint32_t kWords = kVectorBytes / sizeof(uint32_t);
+  const uint32_t unit = window.thread / kRuns * kGroup;
+  if (token == Tile<V>::kTokens || unit >= window.count) return;
+  uint8_t *at = tile.inner[token] + end.offset(window, unit);
+  // Along a run the order of the vectors changes once at most.
+  const uint32_t change = kPerVector - token % kPerVector;
+  V *const begin = tile.at(token, unit);
+  V *const later = tile.at(token + kPerVector - 1, unit) - (kPerVector - 1) * kUnits;
+  const auto group_of = [&](uint32_t i) {
+    return reinterpret_cast<Group *>((i < change ? begin : later) + i * kUnits);
+  };
+  uint32_t vectors[kGroup][kWords]{};  // of a unit each
+  // The tokens of a word of each vector, from or to the tile
+  const auto move_word = [&](uint32_t word) {
+    uint32_t groups[kPerWord][kGroup / kPerWord];  // of a token each
+#pragma unroll
+    for (uint32_t k = 0; kStore && k < kPerWord; ++k) {
+      const Group group = *group_of(word * kPerWord + k);
+      memcpy(groups[k], &group, sizeof group);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kGroup / kPerWord; ++j) {
+      uint32_t square[kPerWord];
+      for (uint32_t k = 0; k < kPerWord; ++k)
+        square[k] = kStore ? groups[k][j] : vectors[j * kPerWord + k][word];
+      transpose(square);
+      for (uint32_t k = 0; k < kPerWord; ++k)
+        (kStore ? vectors[j * kPerWord + k][word] : groups[k][j]) = square[k];
+    }
+#pragma unroll
+    for (uint32_t k = 0; !kStore && k < kPerWord; ++k) {
+      Group group;
+      memcpy(&group, groups[k], sizeof group);
+      *group_of(word * kPerWord + k) = group;
+    }
+  };
+#pragma unroll
+  for (uint32_t word = 0; kStore && word < kWords; ++word) move_word(word);
+#pragma unroll
+  for (uint32_t i = 0; i < kGroup; ++i, at += step) {
+    if (unit + i >= window.count) break;
+    W vector;
+    if (kStore) {
+      memcpy(&vector, vectors[i], sizeof vector);
+      store(at, vector);
+    } else {
+      vector = load<W>(at);
+      memcpy(vectors[i], &vector, sizeof vector);
+    }
+  }
+#pragma unroll
+  for (uint32_t word = 0; !kStore && word < kWords; ++word) move_word(word);
+}
+
+// Moves the units of `token` between the tile and the inner end; each thread moves every kStep-th.
+template <bool kStore, class V>
+__device__ __forceinline__ void move_single(Tile<V> &tile, uint32_t token, const End &end,
+                                            const Window &window) {
+  constexpr uint32_t kAtOnce = 2;  // loads in flight
+  constexpr uint32_t kStep = kThreads / Tile<V>::kTokens;
   if (token == Tile<V>::kTokens) return;
   uint8_t *const at = tile.inner[token];
-  for (uint32_t first = threadIdx.x / kColumns; first < window.count; first += kAtOnce * kStep) {
-    W tokens[kAtOnce];
-    V parts[kPerW];
+  for (uint32_t first = window.thread / Tile<V>::kTokens; first < window.count;
+       first += kAtOnce * kStep) {
+    V units[kAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t unit = first + i * kStep;
       if (unit >= window.count) continue;
-      if (kStore) {
-#pragma unroll
-        for (uint32_t j = 0; j < kPerW; ++j) parts[j] = *tile.at(token + j, unit);
-        memcpy(&tokens[i], parts, sizeof(W));
-      } else {
-        tokens[i] = load<W>(at + end.offset(window, unit));
-      }
+      units[i] = kStore ? *tile.at(token, unit) : load<V>(at + end.offset(window, unit));
     }
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const uint32_t unit = first + i * kStep;
       if (unit >= window.count) continue;
       if (kStore) {
-        store(at + end.offset(window, unit), tokens[i]);
+        store(at + end.offset(window, unit), units[i]);
       } else {
-        memcpy(parts, &tokens[i], sizeof(W));
-#pragma unroll
-        for (uint32_t j = 0; j < kPerW; ++j) *tile.at(token + j, unit) = parts[j];
+        *tile.at(token, unit) = units[i];
       }
     }
   }
+}
+
+// Finds the tokens of a tile, one per thread. False: there are none.
+template <bool kToInner, class V, class P>
+__device__ __forceinline__ bool find_tokens(const P &p, uint32_t item, uint32_t skipped,
+                                            Tile<V> &tile) {
+  if (threadIdx.x >= Tile<V>::kTokens) return false;
+  const uint32_t index = p.parts.quotient(item);
+  const Pair pair = this_pair(p);
+  const bool reports = pair.reports && index * p.parts.divisor == item;
+  const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);
+  Token token{};
+  if (threadIdx.x < chunk.end - chunk.begin)
+    token = token_at<true>(p, pair, chunk, chunk.begin + threadIdx.x, reports);
+  uint8_t *const src = const_cast<uint8_t *>(token.src);
+  tile.inner[threadIdx.x] = kToInner ? token.dst : src;
+  tile.outer[threadIdx.x] = kToInner ? src : token.dst;
+  if (token.dst && !src)  // no window loads it: it stays zero in all
+    for (uint32_t unit = 0; unit < kUnits; ++unit) tile.units[threadIdx.x][unit] = V{};
+  if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = Tile<V>::kTokens;
+  return chunk.begin < chunk.end;
 }
 
 // kToInner: tokens are innermost at the destination, otherwise at the source.
@@ -168,50 +270,38 @@ template <class V, bool kToInner, class P>
 __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant__ P p, Wide wide) {
   using W = Vector<kVectorBytes>;
   constexpr uint32_t kTokens = Tile<V>::kTokens;
+  static_assert(kTokens % kWarp == 0);
   KVX_DYNAMIC_SHARED(Tile<V>, shared);
   Tile<V> &tile = *shared;
-  const Pair pair = this_pair(p);
   const Units &units = p.units;
   const Plane &inner_plane = kToInner ? p.shape.dst : p.shape.src;
   const End inner{inner_plane, kToInner ? units.dst_per_pack : units.src_per_pack,
-                  units.elements == 1 ? inner_plane.inner_stride : int64_t{sizeof(V)}};
+                  step_of(inner_plane, units, sizeof(V))};
   const End outer{kToInner ? p.shape.src : p.shape.dst,
                   kToInner ? units.src_per_pack : units.dst_per_pack, sizeof(V)};
   const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && part == 0;
-    const uint32_t last = min((part + 1) * p.units_per_part, units.per_token.divisor);
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kTokens) {
-      // Find the tokens
-      const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && threadIdx.x == 0);
-      if (threadIdx.x < kTokens) {
-        Token token{};
-        if (threadIdx.x < chunk.end - chunk.begin)
-          token = token_at(p, pair, chunk, chunk.begin + threadIdx.x, reports);
-        uint8_t *const src = const_cast<uint8_t *>(token.src);
-        tile.inner[threadIdx.x] = kToInner ? token.dst : src;
-        tile.outer[threadIdx.x] = kToInner ? src : token.dst;
-      }
-      if (threadIdx.x < kRuns) tile.runs[threadIdx.x] = kTokens;
-      // Warps may have read different lengths: all go on, or none.
-      if (!__syncthreads_or(chunk.begin < chunk.end)) {
+      // Find the tokens. Warps may have read different lengths: all go on, or none.
+      if (!__syncthreads_or(find_tokens<kToInner>(p, item, skipped, tile))) {
+        const uint32_t index = p.parts.quotient(anew(item));
         if (p.measures_rows && __syncthreads_and(is_past_rows(p, index))) return;
         break;
       }
       if (wide.inner && threadIdx.x < kTokens) find_run(tile);
       __syncthreads();
       const uint32_t run = tile.runs[threadIdx.x % kRuns], single = single_token(tile);
-
+      const auto part = p.parts.divide(anew(item)).remainder;
+      const uint32_t last = min((part + 1) * p.units_per_part, units.per_token.divisor);
       for (uint32_t unit = part * p.units_per_part; unit < last;) {
         const uint32_t head = units.per_head.quotient(unit);
         const uint32_t in_head = unit - head * units.per_head.divisor;
         const uint32_t rest = min(units.per_head.divisor - in_head, last - unit);
-        const Window window{head, in_head, min(rest, kUnits)};
+        const Window window{head, in_head, min(rest, kUnits), anew(threadIdx.x)};
         // Load
         if (!kToInner) {
-          move_inner<W, false>(tile, run, inner, window);
-          move_inner<V, false>(tile, single, inner, window);
+          move_run<false>(tile, run, inner, wide.step, window);
+          move_single<false>(tile, single, inner, window);
         } else if (wide.outer) {
           move_outer<W, false>(tile, outer, window);
         } else {
@@ -220,8 +310,8 @@ __global__ void __launch_bounds__(kThreads, 4) tile_kernel(const __grid_constant
         __syncthreads();
         // Store
         if (kToInner) {
-          move_inner<W, true>(tile, run, inner, window);
-          move_inner<V, true>(tile, single, inner, window);
+          move_run<true>(tile, run, inner, wide.step, window);
+          move_single<true>(tile, single, inner, window);
         } else if (wide.outer) {
           move_outer<W, true>(tile, outer, window);
         } else {
@@ -252,7 +342,11 @@ Wide wide_accesses(const P &p, bool to_inner, uint32_t unit_bytes) {
     outer_bits |= misalignment(to_inner ? bases.src : bases.dst) |
                   misalignment(to_inner ? bases.src_secondary : bases.dst_secondary);
   }
-  return {inner_bits % kVectorBytes == 0, outer_bits % kVectorBytes == 0};
+  // The units of a group, which begins at a multiple of kGroup, are equally far apart.
+  const bool has_step = inner_pack == 1 || inner_pack == p.units.per_head.divisor ||
+                        (inner_pack | p.units_per_part) % kGroup == 0;
+  return {inner_bits % kVectorBytes == 0 && has_step, outer_bits % kVectorBytes == 0,
+          inner_pack == 1 ? inner.outer_stride : step_of(inner, p.units, unit_bytes)};
 }
 
 template <class V, class P>

@@ -1,4 +1,4 @@
-// The part of the CUDA runtime that KVX calls, for a device whose memory is the host's and whose
+// The part of the CUDA runtime that KVX calls, for devices whose memory is the host's and whose
 // streams have always finished. Names, numbers and words are NVIDIA's.
 //
 //   HOSTGRID_PAGEABLE=1    memory is not registered, and the device cannot reach such memory
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "devices.h"
 #include "hostgrid.h"
 
 #define CUDART_VERSION 13000
@@ -26,7 +27,9 @@ enum cudaError {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
+  cudaErrorPeerAccessUnsupported = 217,
   cudaErrorIllegalAddress = 700,
+  cudaErrorPeerAccessAlreadyEnabled = 704,
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorUnknown = 999,
@@ -51,6 +54,10 @@ inline ErrorText text_of(cudaError_t error) {
        "CUDA driver version is insufficient for CUDA runtime version"},
       {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
       {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+      {cudaErrorPeerAccessUnsupported, "cudaErrorPeerAccessUnsupported",
+       "peer access is not supported between these two devices"},
+      {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled",
+       "peer access is already enabled"},
       {cudaErrorIllegalAddress, "cudaErrorIllegalAddress",
        "an illegal memory access was encountered"},
       {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
@@ -111,19 +118,37 @@ inline cudaError_t cudaDriverGetVersion(int *version) {
 }
 inline cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
 inline cudaError_t cudaGetDeviceCount(int *count) {
-  *count = 1;
+  *count = hostgrid::machine.devices;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int *device) {
-  *device = 0;
+  *device = hostgrid::machine.current;
   return cudaSuccess;
 }
 inline cudaError_t cudaSetDevice(int device) {
-  return hostgrid::returned(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+  if (!hostgrid::is_device(device)) return hostgrid::returned(cudaErrorInvalidDevice);
+  hostgrid::machine.current = device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+  if (!hostgrid::is_device(device) || !hostgrid::is_device(peer))
+    return hostgrid::returned(cudaErrorInvalidDevice);
+  *can = hostgrid::machine.peers && device != peer;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  int can = 0;
+  const cudaError_t error = cudaDeviceCanAccessPeer(&can, hostgrid::machine.current, peer);
+  if (error != cudaSuccess) return error;
+  if (!can) return hostgrid::returned(cudaErrorPeerAccessUnsupported);
+  bool &enabled = hostgrid::machine.enabled[hostgrid::machine.current][peer];
+  if (enabled) return hostgrid::returned(cudaErrorPeerAccessAlreadyEnabled);
+  enabled = true;
+  return cudaSuccess;
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
-  if (device != 0) return hostgrid::returned(cudaErrorInvalidDevice);
+  if (!hostgrid::is_device(device)) return hostgrid::returned(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
       *value = 1024;
@@ -282,7 +307,12 @@ struct cudaPointerAttributes {
 
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
   *attributes = {};
-  if (hostgrid::is_pageable() || !p) {
+  attributes->device = hostgrid::machine.current;
+  if (const hostgrid::Owned *const owned = hostgrid::owner_of(p)) {
+    attributes->type = cudaMemoryTypeDevice;
+    attributes->device = owned->device;
+    attributes->devicePointer = hostgrid::can_access(*owned) ? const_cast<void *>(p) : nullptr;
+  } else if (hostgrid::is_pageable() || !p) {
     attributes->device = cudaInvalidDeviceId;
   } else {
     attributes->type = cudaMemoryTypeHost;

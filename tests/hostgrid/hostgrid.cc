@@ -461,6 +461,7 @@ void run(Grid grid, dim3 block, size_t shared_bytes, const void *kernel, void (*
   here.launch = current.number;
   if (is_set("HOSTGRID_TRACE"))
     std::fprintf(stderr, "hostgrid: launch from %s:%d\n", grid.site.file, grid.site.line);
+  const Fence fence;
   Order order;
   std::vector<uint32_t> blocks(size_t{grid.x} * grid.y * grid.z);
   order.arrange(blocks.data(), blocks.size());
@@ -513,4 +514,23 @@ const Position *position() {
 extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_run_with(
     void (*runner)(const hostgrid::Launched *)) {
   hostgrid::runner = runner;
+}
+
+// A machine of so many devices, which own nothing yet, and of which the first is current.
+extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_machine(int devices,
+                                                                            bool peers) {
+  hostgrid::machine = {};
+  hostgrid::machine.devices = devices;
+  hostgrid::machine.peers = peers;
+}
+
+extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_use(int device) {
+  cudaSetDevice(device);
+}
+
+// Gives a device whole pages.
+extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_give(void *begin, size_t bytes,
+                                                                         int device,
+                                                                         bool is_shared) {
+  hostgrid::machine.owned.push_back({static_cast<char *>(begin), bytes, device, is_shared});
 }

@@ -32,10 +32,10 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "slots_kernel": Bound(150, 150),
-    "vectors_kernel": Bound(110, 150),  # past 110 only where blocks of threads have little work
-    "blocks_kernel": Bound(110, 125),  # likewise
-    "remap_kernel": Bound(110, 120),
-    "tile_kernel": Bound(150, 205),
+    "vectors_kernel": Bound(110, 104),
+    "blocks_kernel": Bound(110, 100),
+    "remap_kernel": Bound(110, 90),
+    "tile_kernel": Bound(150, 90),
     "convert_kernel": Bound(130, 103),
     "quantize_kernel": Bound(160, 138),
 }

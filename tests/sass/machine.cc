@@ -18,14 +18,17 @@ void run_block(const Program &program, Block &block, Counts &counts) {
     warps.push_back(std::make_unique<Warp>(program, block, i, counts));
   for (;;) {
     for (auto &warp : warps) warp->run();
-    bool lives = false, all_arrived = true;
-    block.vote = true;
+    bool lives = false, all_arrived = true, any_voted = false, all_voted = true, takes_any = false;
     for (auto &warp : warps) {
       const uint32_t waiting = warp->lanes_in(Warp::State::kBlockBarrier);
       lives |= warp->alive() != 0;
       all_arrived &= waiting == warp->alive();
-      if (waiting) block.vote &= warp->vote;
+      if (!waiting) continue;
+      takes_any = warp->takes_any;
+      any_voted |= warp->vote;
+      all_voted &= warp->vote;
     }
+    block.vote = takes_any ? any_voted : all_voted;
     if (!lives) return;
     if (!all_arrived) die("threads are missing at a barrier of " + program.name);
     for (auto &warp : warps) warp->pass_block_barrier();

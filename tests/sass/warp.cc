@@ -150,10 +150,11 @@ void Warp::execute(const Instruction &i, uint32_t lanes, uint32_t guarded) {
         refuse(i, "lanes are missing");
       return;
     case Code::kBlockBarrier:
-      vote = true;
+      takes_any = i.has("OR");
+      vote = !takes_any;
       each_lane(guarded, [&](uint32_t lane) {
         states_[lane] = State::kBlockBarrier;
-        if (i.has("RED")) vote &= truth(o[1], lane);
+        if (i.has("RED")) vote = takes_any ? vote | truth(o[1], lane) : vote & truth(o[1], lane);
       });
       return;
     case Code::kShuffle:

@@ -36,7 +36,8 @@ struct Warp {
   uint32_t lanes_in(State state) const;
   uint32_t alive() const { return ~lanes_in(State::kExited); }
 
-  bool vote = false;  // whether all lanes at BAR.RED have voted for it
+  bool vote = false;       // of the lanes at BAR.RED
+  bool takes_any = false;  // BAR.RED.OR: one vote is enough; otherwise all are needed
 
  private:
   // lane.cc
