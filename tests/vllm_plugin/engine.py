@@ -273,6 +273,25 @@ class Server:
         done: bool = self._llm.llm_engine.reset_prefix_cache()
         return done
 
+    def wait_until_saved(self) -> bool:
+        """Waits until all that was copied is written; returns whether it is."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        done: bool = get_kv_transfer_group()._worker._saver._writers.wait(60)
+        return done
+
+    def fail_once(self, method: str) -> None:
+        """The next call of this method of PrefixStore raises."""
+        from kvx_core import PrefixStore
+
+        own = getattr(PrefixStore, method)
+
+        def fail(*arguments: object, **keywords: object) -> None:
+            setattr(PrefixStore, method, own)
+            raise OSError("a test has asked for it")
+
+        setattr(PrefixStore, method, fail)
+
     def longest_step(self) -> float:
         return self._longest_step
 
@@ -292,6 +311,7 @@ class Server:
 
         def delete_and_update(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
+                connector.update_state_after_alloc = update
                 for path in Path(delete).rglob("*.safetensors"):
                     path.unlink()
             update(request, blocks, num_external_tokens)

@@ -1,0 +1,243 @@
+"""An operator's month: a store of 100,000 entries with a limit, real engines, and `kvx store`.
+
+A real vLLM answers two tenants every day. Other servers, which one writer stands for, store copies
+of its files under names of their own. The clock goes a day at a time: what was written or read on a
+day gets the time of that day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from kvx_core import Directory
+from tests import faults
+from tests.fakes.vllm import needs_cpu_op
+from tests.native import ROOT
+from tests.test_store_command import DAY, kvx, listed
+from tests.vllm_plugin.engine import Engine, EngineProcess, connector
+from tests.vllm_plugin.models import prompt
+
+pytestmark = needs_cpu_op
+
+DAYS = 30
+LENGTH = 40  # tokens of a prompt
+FILE_BYTES = 8192  # on the disk, of a chunk of 4 tokens
+TENANT = "shop"
+STATS = (ROOT / "kvx_adapters/vllm_plugin/stats.py").read_text()
+METRICS = set(re.findall(r'^    "(\w+)": "', STATS, re.M))
+GAUGES = {"store_bytes", "store_files"}
+
+
+class OtherServers:
+    """Store copies of some files under other names, day by day, within the limit of the store."""
+
+    def __init__(self, store: Path, max_bytes: int, like: list[Path]) -> None:
+        self._store, self._max_bytes, self._number = store, max_bytes, 0
+        self._like = [(file.relative_to(store), file.read_bytes()) for file in like]
+
+    def write(self, count: int) -> list[Path]:
+        """Stores so many files. Servers that have just started: they count what is there."""
+        directory = Directory(self._store, self._max_bytes)
+        written = []
+        for _ in range(count):
+            written.append(self._put(directory))
+        return written
+
+    def fill(self) -> list[Path]:
+        """Stores files until the next one would be too many."""
+        directory = Directory(self._store, self._max_bytes)
+        written = [self._put(directory)]
+        size = written[0].stat().st_blocks * 512
+        while directory.usage.now.num_bytes + 2 * size <= self._max_bytes:
+            written.append(self._put(directory))
+        return written
+
+    def _put(self, directory: Directory) -> Path:
+        """A space holds 32 entries behind each of its nodes."""
+        i, self._number = self._number, self._number + 1
+        like, raw = self._like[i % len(self._like)]
+        node, entry = (
+            hashlib.sha256(b"%s %d" % (kind, number)).hexdigest()
+            for kind, number in ((b"node", i // 32), (b"entry", i))
+        )
+        rest = like.name[like.name.index(".") :]
+        num_tokens = like.name.partition("-")[0]
+        name = f"{like.parts[0]}/{node}/{like.parts[2]}/{num_tokens}-{entry}{rest}"
+
+        def write(file: BinaryIO) -> None:
+            file.write(raw)
+
+        assert directory.put(name, write)
+        return self._store / name
+
+
+@contextmanager
+def failing(flag: Path) -> Iterator[None]:
+    """The file system fails as the flag's rule says."""
+    flag.touch()
+    yield
+    flag.unlink()
+
+
+class Server:
+    """A vLLM that starts anew now and then, whose metrics are added up."""
+
+    def __init__(self, process: EngineProcess, model: Path, config: Any) -> None:
+        self._process, self._model, self._config = process, model, config
+        self.metrics: Counter[str] = Counter()
+
+    def days(self, number: int) -> Iterator[tuple[int, Engine]]:
+        """The engine on each of so many days."""
+        with self._process.engine(
+            self._model, disable_log_stats=False, kv_transfer_config=self._config
+        ) as engine:
+            for day in range(number):
+                yield day, engine
+            found = {
+                name.removeprefix("vllm:kvx_").removesuffix("_total"): value
+                for name, value in engine.metrics().items()
+                if name.startswith("vllm:kvx_")
+            }
+        for name, value in found.items():
+            self.metrics[name] = (
+                max(self.metrics[name], value) if name in GAUGES else (self.metrics[name] + value)
+            )
+
+
+def ask(engine: Engine, seed: int, salt: str | None = None) -> int:
+    """Asks a prompt, and waits until it is stored; returns how many tokens came from the store."""
+    (output,) = engine.generate([prompt(LENGTH, seed=seed)], max_tokens=1, cache_salt=salt)
+    assert output.finish_reason == "length"
+    assert engine.call("wait_until_saved")
+    engine.call("reset_prefix_cache")
+    time.sleep(0.3)  # fresh_seconds: then memory does not answer for the disk
+    return output.num_cached_tokens or 0
+
+
+def entries(store: Path) -> set[Path]:
+    return set(store.rglob("*.safetensors"))
+
+
+def dated(files: Iterable[Path], days_ago: float) -> None:
+    """As if these files were last used so many days ago."""
+    for file in files:
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            os.utime(file, (time.time() - days_ago * DAY,) * 2)
+
+
+def stat(store: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(kvx("stat", store, "--json").stdout)
+    return found
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory, where there is such a file system: 100,000 files are to be synced."""
+    shared = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="kvx-month-", dir=shared if shared.is_dir() else None))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_entries", [100_000])
+def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) -> None:
+    store, backup = folder / "store", folder / "backup"
+    broken = {call: tmp_path / call for call in ("open", "list", "write")}
+    rules = (f"call={call},error=EIO,path={store}/,if={flag}" for call, flag in broken.items())
+    process = EngineProcess(tmp_path / "log", **faults.environment(*rules))
+    max_bytes = num_entries * FILE_BYTES
+
+    def config(path: Path) -> Any:
+        settings = {"chunk_tokens": 4, "format": "q8_0", "save_generated": False}
+        return connector(path, "kv_both", "recompute", max_bytes=max_bytes, **settings)
+
+    server = Server(process, llama, config(store))
+    try:
+        # Four days of a new store: it works, is damaged, and lies on a disk that fails.
+        for day, engine in server.days(4):
+            if day == 0:
+                assert [ask(engine, 1), ask(engine, 1, TENANT)] == [0, 0]
+                assert [ask(engine, 1), ask(engine, 1, TENANT)] == [LENGTH - 1] * 2
+            elif day == 1:  # somebody deletes what is about to be loaded
+                engine.call("on_next_load", delete=str(store))
+                assert ask(engine, 1) == 0
+            elif day == 2:
+                with failing(broken["write"]):
+                    assert ask(engine, 2) == 0
+                assert ask(engine, 2) == 0
+                for _ in range(2):  # the first finds that it is gone, the second stores it again
+                    assert ask(engine, 1, TENANT) == 0
+            else:
+                with failing(broken["list"]):
+                    ask(engine, 2)
+            dated(entries(store), DAYS - day)
+        like = [next(iter(entries(store / space["space"]))) for space in listed(store)]
+        assert len(like) == 2
+        assert {file.stat().st_blocks * 512 for file in like} == {FILE_BYTES}
+        others = OtherServers(store, max_bytes, like)
+
+        # Four weeks: other servers bring a tenth more than the store may hold.
+        for day, engine in server.days(DAYS - 6):
+            if day == 0:
+                with failing(broken["open"]):
+                    assert ask(engine, 1, TENANT) == 0
+                for method in ("walk", "remember"):
+                    engine.call("fail_once", method=method)
+                    ask(engine, 50)
+            begun = time.time() - 1
+            ask(engine, 100 + day)
+            assert ask(engine, 1, TENANT) == LENGTH - 1
+            written = others.write(num_entries * 11 // 10 // (DAYS - 6))
+            if day % 4 == 0 or day > 20:
+                assert stat(store)["bytes"] <= max_bytes
+            used = (f for f in entries(store) if f.stat().st_mtime > begun)
+            dated([*written, *used], DAYS - 4 - day)
+
+        # Two days of a full store: the engine itself makes room.
+        dated(others.fill(), 2)
+        full = stat(store)
+        assert 0.99 * num_entries <= full["num_entries"] <= num_entries
+        for day, engine in server.days(2):
+            for expected in (0, LENGTH - 1):
+                assert ask(engine, 200 + day) == ask(engine, 300 + day, TENANT) == expected
+            assert stat(store)["bytes"] <= max_bytes
+            shutil.copytree(store, backup, dirs_exist_ok=True)  # while the engine runs
+
+        moved = {name.removesuffix("_count") for name, value in server.metrics.items() if value > 0}
+        assert METRICS - moved == set()
+
+        # What the operator sees, and does.
+        assert stat(store)["least_recently_used_seconds"] > 20 * DAY
+        assert [space["num_files"] > num_entries // 3 for space in listed(store)] == [True, True]
+        kvx("rm", store, "--older", "15d")
+        assert stat(store)["least_recently_used_seconds"] < 15 * DAY
+        kvx("trim", store, max_bytes // 10)
+        assert 0.99 * max_bytes // 10 < stat(store)["bytes"] <= max_bytes // 10
+        num_files = stat(store)["num_files"]
+        assert kvx("verify", store).stdout == f"{num_files:,} of {num_files:,} files are good.\n"
+        kvx("rm", store, "--salt", TENANT)
+        (space,) = listed(store)
+        assert space["has_default_salt"]
+        kvx("rm", store, "--salt", "")
+        assert entries(store) == set()
+
+        # The backup is a store.
+        restored = Server(process, llama, config(backup))
+        for _, engine in restored.days(1):
+            assert ask(engine, 201) == ask(engine, 301, TENANT) == LENGTH - 1
+    finally:
+        process.close()
