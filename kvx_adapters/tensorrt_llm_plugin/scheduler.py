@@ -253,6 +253,10 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         model, settings, start = self._model, self._settings, read.start
         block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
         read.walk.go_on(store.finder)
+        for error in store.index.take_failures():
+            self._boundary.caught(
+                error, "did not read what a prompt may begin with", "", "lookup_failures"
+            )
         match = read.walk.match
         # At least one token is computed: its logits choose the next one.
         num_blocks = (min(match.num_tokens, read.walk.num_tokens - 1) - start) // block_size

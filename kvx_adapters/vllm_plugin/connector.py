@@ -59,8 +59,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_settings(vllm_config.kv_transfer_config)
         windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
-        self._stores = _stores(vllm_config, self._settings, shortest)
         self._boundary = Boundary(logger.warning)
+        self._stores = _stores(vllm_config, self._settings, shortest, self._boundary)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -315,8 +315,10 @@ class _BrokenStore:
         raise StoreError(f"the store was broken when the engine started: {self.error}")
 
 
-def _stores(config: Any, settings: Settings, window: int) -> Stores | _BrokenStore:
-    """The stores, or _BrokenStore: a broken store does not end an engine.
+def _stores(
+    config: Any, settings: Settings, window: int, boundary: Boundary
+) -> Stores | _BrokenStore:
+    """The stores, or _BrokenStore: a broken store does not end an engine, and counts as an error.
 
     Raises InvalidArgumentError, UnsupportedError.
     """
@@ -324,7 +326,7 @@ def _stores(config: Any, settings: Settings, window: int) -> Stores | _BrokenSto
         stores = Stores(config, settings, window)
         stores.chunk_tokens  # noqa: B018
     except StoreError as error:
-        logger.warning("KVX saves and loads nothing until the next start: %s", error)
+        boundary.caught(error, "saves and loads nothing until the next start", "", "errors")
         return _BrokenStore(error)
     return stores
 

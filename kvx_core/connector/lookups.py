@@ -176,6 +176,10 @@ class Lookups:
             finder = lookup.store.finder
             while not walk.is_over and not lookup.is_forgotten:
                 walk.go_on(finder, is_enough)
+        for error in lookup.store.index.take_failures():
+            self._boundary.caught(
+                error, "did not read what a prompt may begin with", "", "lookup_failures"
+            )
         lookup.has_failed = guard.failed
         with self._lookup_is_over:
             lookup.is_over = True

@@ -126,7 +126,10 @@ class Entries:
             try:
                 with self.opened(file.name) as opened:
                     tokens = self._read_tokens(file, opened)
-            except (StoreError, MemoryError):
+            except MemoryError:
+                return None
+            except StoreError as error:
+                self.index.failed(error)
                 return None
             self.index.keep_tokens(file.name, tokens)
             self.index.saw(file.name)

@@ -91,7 +91,8 @@ class Finder:
         file = EntryFile(name, folder, len(ids), layers, heads, self.precision)
         try:
             is_there = name not in self.entries or self.entries.is_there(name)
-        except StoreError:
+        except StoreError as error:
+            self.entries.index.failed(error)
             return None
         return file if is_there and self.entries.tokens(file) is not None else None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
+from kvx_core.snapshot import StoreError
 from kvx_core.stores.keys import EntryFile, Ids
 
 _MAX_NAMES = 1 << 18  # of files, of files held, and of folders' entries: at most 100 MB each
@@ -16,6 +17,7 @@ _NAME_TOKENS = 64  # what a file's name takes of that
 _MAX_LISTED = 1 << 12  # a folder with so many names is large: they are not remembered
 _MAX_NOTED = 16  # folders
 _MAX_COMPARED = 16  # names that one lookup from memory looks through
+_MAX_FAILURES = 16  # that are remembered
 
 
 class Unknown(Exception):
@@ -50,6 +52,7 @@ class Index:
         self._tokens: OrderedDict[str, Ids] = OrderedDict()  # of files that were found good
         self._num_names = self._num_tokens = 0
         self._num_corrupt = 0
+        self._failures: deque[StoreError] = deque(maxlen=_MAX_FAILURES)
 
     # ---- what lookups see ----
 
@@ -112,6 +115,21 @@ class Index:
     def num_corrupt(self) -> int:
         """How many files were found corrupt until now."""
         return self._num_corrupt
+
+    def failed(self, error: StoreError) -> None:
+        """A file that may be there could not be opened or read just now. For what the file system
+        did: a file that has gone, or that is of another version, is no failure.
+        """
+        if isinstance(error.__cause__ or error.__context__, OSError):
+            with self._lock:
+                self._failures.append(error)
+
+    def take_failures(self) -> list[StoreError]:
+        """What `failed` was called with since the last call: the last 16."""
+        with self._lock:
+            failures = list(self._failures)
+            self._failures.clear()
+        return failures
 
     def doubt(self, name: str) -> None:
         """A file may not be there or not be good: memory does not answer for it any more."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -345,3 +346,47 @@ def test_a_short_match_is_a_miss(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     assert asked.answer(tokens[:4] + prompt(40, 14)) == 0
     assert asked.lookups.take_counts()["lookup_misses"] == 1
+
+
+class Dying(Frozen):
+    """A directory whose disk does not give its files."""
+
+    is_dying = False
+
+    def open(self, name: str) -> BinaryIO | None:
+        if self.is_dying and name.endswith(".safetensors"):
+            error = OSError(errno.EIO, "Input/output error")
+            raise self._failure(name, "read", error) from error
+        return super().open(name)
+
+
+def test_a_disk_that_does_not_give_files_is_told(tmp_path: Path) -> None:
+    """Not a file that has gone, nor one that is corrupt: these are misses."""
+    tokens = prompt(40, 9)
+    fill(tmp_path, tokens)
+    blobs, log = Dying(tmp_path), list[str]()
+    store, boundary = store_in(blobs), Boundary(log.append)
+    store.index.fresh_seconds = 0
+    looked = Lookups(boundary, seconds=60)
+
+    def answer() -> int:
+        chain = store.chain_of(tokens)
+        while (match := looked.ask("a", store, chain, len(tokens))) is None:
+            looked.wait(0.01)
+        assert looked._workers.wait(60)
+        return match.num_tokens
+
+    blobs.is_dying = True
+    assert answer() == 0
+    assert boundary.take_counts()["lookup_failures"] > 0
+    (line,) = log
+    assert line.startswith("KVX did not read what a prompt may begin with: ")
+    assert line.endswith("cannot be read: Input/output error")
+    blobs.is_dying = False
+    assert answer() == 40
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    store = store_in(blobs)
+    assert answer() == 0
+    assert store.index.num_corrupt
+    assert boundary.take_counts() == {}
