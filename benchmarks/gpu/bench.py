@@ -7,13 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ROOT, gather, hybrid, migrate, peers, report, write
+from benchmarks.gpu import ROOT, gather, hybrid, migrate, peers, report, tiers, write
 from benchmarks.gpu.cases import FULL, QUICK, REHEARSAL, PlainCopy, Size, run
 from benchmarks.gpu.facts import command_of, facts
 from benchmarks.gpu.places import Gpu, Place, Rehearsal
 from kvx_core import Memory
 
-BENCHMARKS = {"write": write, "gather": gather, "migrate": migrate, "hybrid": hybrid}
+BENCHMARKS = {
+    "write": write,
+    "gather": gather,
+    "migrate": migrate,
+    "tiers": tiers,
+    "hybrid": hybrid,
+}
 
 
 def main() -> None:

@@ -69,12 +69,12 @@ class Cache:
 
 # What is allocated, and the (K, V) of each layer in it, as Layer has them.
 _Stored = tuple[Tensor, list[tuple[Tensor, Tensor]]]
-_Layout = Callable[[Shape, int, int, str], _Stored]
+_Layout = Callable[[Shape, int, int, Place], _Stored]
 
 
 def new(layout: str, shape: Shape, num_layers: int, num_blocks: int, place: Place) -> Cache:
     """A cache of random numbers in one of LAYOUTS."""
-    storage, layers = LAYOUTS[layout](shape, num_layers, num_blocks, place.device)
+    storage, layers = LAYOUTS[layout](shape, num_layers, num_blocks, place)
     storage.copy_(torch.randn(storage.shape, dtype=torch.bfloat16, device=place.device))
     described = []
     for i, (k, v) in enumerate(layers):
@@ -92,17 +92,17 @@ def _named(tokens: Tensor) -> tuple[Tensor, Layout]:
     return tokens.permute(0, 2, 3, 1, 4), Layout.BLOCK_HND_PACKED
 
 
-def _split(shape: Shape, num_layers: int, num_blocks: int, device: str) -> _Stored:
+def _split(shape: Shape, num_layers: int, num_blocks: int, place: Place) -> _Stored:
     """vLLM until 0.25: [layer, K/V, block, token, head, dim]."""
     token = (shape.block_size, shape.num_kv_heads, 1, shape.head_dim)
-    stored = torch.empty(num_layers, 2, num_blocks, *token, dtype=shape.dtype, device=device)
+    stored = place.empty((num_layers, 2, num_blocks, *token), shape.dtype)
     return stored, [(layer[0], layer[1]) for layer in stored]
 
 
 def _vllm(order: str) -> _Layout:
     """vLLM since 0.26: [layer, block, head, token, K | V] in one of six orders."""
 
-    def build(shape: Shape, num_layers: int, num_blocks: int, device: str) -> _Stored:
+    def build(shape: Shape, num_layers: int, num_blocks: int, place: Place) -> _Stored:
         extents = {
             "L": num_layers,
             "B": num_blocks,
@@ -111,35 +111,35 @@ def _vllm(order: str) -> _Layout:
             "C": 2 * shape.head_dim,
         }
         sizes = [extents[axis] for axis in order]
-        stored = torch.empty(sizes, dtype=shape.dtype, device=device)
+        stored = place.empty(sizes, shape.dtype)
         logical = stored.permute([order.index(axis) for axis in "LBNHC"]).unsqueeze(-2)
         return stored, [layer.split(shape.head_dim, dim=-1) for layer in logical]
 
     return build
 
 
-def _packed_x(shape: Shape, num_layers: int, num_blocks: int, device: str) -> _Stored:
+def _packed_x(shape: Shape, num_layers: int, num_blocks: int, place: Place) -> _Stored:
     """[layer, K/V, block, head, dim / x, token, x], x of 16 bytes."""
     x = 16 // shape.dtype.itemsize
     block = (shape.num_kv_heads, shape.head_dim // x, shape.block_size, x)
-    stored = torch.empty(num_layers, 2, num_blocks, *block, dtype=shape.dtype, device=device)
+    stored = place.empty((num_layers, 2, num_blocks, *block), shape.dtype)
     tokens = stored.permute(0, 1, 2, 5, 3, 4, 6)
     return stored, [(layer[0], layer[1]) for layer in tokens]
 
 
-def _transposed_v(shape: Shape, num_layers: int, num_blocks: int, device: str) -> _Stored:
+def _transposed_v(shape: Shape, num_layers: int, num_blocks: int, place: Place) -> _Stored:
     """TGI and vLLM's legacy kernels: packed-x K, and V as [block, head, dim, token]."""
-    stored, packed = _packed_x(shape, num_layers, num_blocks, device)
+    stored, packed = _packed_x(shape, num_layers, num_blocks, place)
     block = (shape.num_kv_heads, shape.head_dim, shape.block_size)
     transposed = stored[:, 1].view(num_layers, num_blocks, *block).permute(0, 1, 4, 2, 3)
     values = transposed.unsqueeze(-2)
     return stored, [(k, v) for (k, _), v in zip(packed, values, strict=True)]
 
 
-def _trtllm(shape: Shape, num_layers: int, num_blocks: int, device: str) -> _Stored:
+def _trtllm(shape: Shape, num_layers: int, num_blocks: int, place: Place) -> _Stored:
     """TensorRT-LLM's pool: [block, layer, K/V, head, token, dim]."""
     block = (num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    stored = torch.empty(num_blocks, *block, dtype=shape.dtype, device=device)
+    stored = place.empty((num_blocks, *block), shape.dtype)
     tokens = stored.permute(1, 2, 0, 4, 3, 5).unsqueeze(-2)
     return stored, [(layer[0], layer[1]) for layer in tokens]
 

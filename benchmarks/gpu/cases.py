@@ -69,6 +69,8 @@ class Case:
                "torch" says what is right, and by its calls how many parts the work has
     outputs:   what the ways write
     num_bytes: (bytes read + bytes written) / 2 of one of torch's calls; times are of as much
+    copies:    what is a plain copy of so many bytes here; None: within the GPU
+    place:     where the ways run; None: on the GPU alone
     """
 
     ways: Mapping[str, Sequence[Call]]
@@ -76,6 +78,8 @@ class Case:
     num_bytes: int
     family: Family
     goals: Sequence[Goal] = ()
+    copies: Sequence[Call] | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -137,17 +141,18 @@ def run(place: Place, named: Named, copy: PlainCopy, rounds: int) -> dict[str, A
 
 
 def _time(place: Place, case: Case, copy: PlainCopy, rounds: int, failed: dict[str, str]) -> Timing:
-    expected = _results(case.ways["torch"], case.outputs)
+    place = case.place or place
+    expected = _results(place, case.ways["torch"], case.outputs)
     parts = len(case.ways["torch"])
     contestants: dict[str, Contestant] = {}
     for name, calls in case.ways.items():
         try:
-            _check(_results(calls, case.outputs), expected)
+            _check(_results(place, calls, case.outputs), expected)
             contestants[name] = place.contestant(calls, parts)
         except Exception as error:  # of a peer, as of KVX
             failed[name] = _sentence(error)
     del expected
-    plain = place.contestant(copy.calls(case.num_bytes, parts), parts)
+    plain = place.contestant(case.copies or copy.calls(case.num_bytes, parts), parts)
     return compete(contestants | {"copy": plain}, rounds, before=place.flush)
 
 
@@ -155,12 +160,14 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _results(calls: Sequence[Call], outputs: Sequence[Tensor]) -> list[Tensor]:
+def _results(place: Place, calls: Sequence[Call], outputs: Sequence[Tensor]) -> list[Tensor]:
     """All bytes of `outputs` after the calls, which find them filled with the sentinel."""
     for output in outputs:
         output.view(torch.uint8).fill_(SENTINEL)
+    place.settle()  # before the GPU writes where the host has
     for call in calls:
         call()
+    place.settle()
     return [output.view(torch.uint8).clone() for output in outputs]
 
 

@@ -32,6 +32,8 @@ REMAP = Family("remap: units of 16 bytes in another order", 0.90)
 TILE = Family("tile: transposed elements", 0.80)
 CONVERT = Family("convert: another dtype", 0.80)
 DECODE = Family("decode: a step's writes", None)  # a launch takes longer than their bytes
+TIER = Family("tier: between the GPU and pinned memory of the host", 0.90)
+PEER = Family("peer: between two GPUs", 0.90)
 HYBRID = Family("hybrid: a step of DeepSeek-V4's cache", round(1 / 1.2, 2))
 BESIDE = Family("beside other work: background, copy engines", None)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks.rounds import Contestant, once
 from kvx_core import Memory
@@ -22,8 +24,14 @@ class Place(Protocol):
 
     device: str
 
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory here."""
+
     def located(self, desc: _Desc) -> _Desc:
         """`desc` with the memory that descriptors have here."""
+
+    def settle(self) -> None:
+        """Waits until all calls have ended."""
 
     def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
         """`calls`, one after the other, timed together: seconds for one of `parts`."""
@@ -45,8 +53,14 @@ class Gpu:
         for _ in range(_WARM_UP_FLUSHES):
             self.flush("")
 
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(sizes), dtype=dtype, device=self.device)
+
     def located(self, desc: _Desc) -> _Desc:
         return desc
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
 
     def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
         """The calls as a CUDA graph, timed by events around a replay.
@@ -87,8 +101,14 @@ class Rehearsal:
         self._memory = memory
         torch.set_num_threads(1)  # more would wait for each other longer than they work
 
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(sizes), dtype=dtype)
+
     def located(self, desc: _Desc) -> _Desc:
         return replace(desc, memory=self._memory)
+
+    def settle(self) -> None:
+        pass
 
     def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
         def run() -> None:
@@ -99,3 +119,60 @@ class Rehearsal:
 
     def flush(self, contestant: str) -> None:
         pass
+
+
+class PinnedHost:
+    """Memory of the host that the GPU of `place` reads and writes. Calls run where they do there.
+
+    Its tensors are described as they are: HOST.
+    """
+
+    device = "cpu"
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(sizes), dtype=dtype, pin_memory=self._place.device != "cpu")
+
+    def located(self, desc: _Desc) -> _Desc:
+        return desc
+
+    def settle(self) -> None:
+        self._place.settle()
+
+    def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
+        return self._place.contestant(calls, parts)
+
+    def flush(self, contestant: str) -> None:
+        self._place.flush(contestant)
+
+
+class OtherGpu:
+    """A second GPU. What runs on two is timed by the host, until both have ended."""
+
+    device = "cuda:1"
+
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(sizes), dtype=dtype, device=self.device)
+
+    def located(self, desc: _Desc) -> _Desc:
+        return desc
+
+    def settle(self) -> None:
+        for device in ("cuda:0", self.device):
+            torch.cuda.synchronize(device)
+
+    def contestant(self, calls: Sequence[Call], parts: int) -> Contestant:
+        def run() -> float:
+            self.settle()
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            self.settle()
+            return (time.perf_counter() - begin) / parts
+
+        return run
+
+    def flush(self, contestant: str) -> None:
+        """Nothing: both ends are far larger than the caches."""

@@ -12,7 +12,7 @@ from benchmarks.gpu import ROOT, tools
 from benchmarks.gpu.steps import Step
 
 # And the seconds that they may take.
-BENCHMARKS = {"write": 90, "gather": 60, "migrate": 60, "hybrid": 60}
+BENCHMARKS = {"write": 90, "gather": 60, "migrate": 60, "tiers": 60, "hybrid": 60}
 
 # Files of byte tests: they build nothing, and need torch, numpy, hypothesis and ml_dtypes alone.
 _TESTS_BEFORE = {

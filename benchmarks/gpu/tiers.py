@@ -1,0 +1,116 @@
+"""Migrations beyond one GPU: from its pool to pinned memory of the host and back, to another GPU.
+
+A tier keeps blocks in the order in which they came. Two GPUs with peer access take one call;
+elsewhere a pool goes through a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import calls, families
+from benchmarks.gpu.caches import BASE, Cache, new, random_blocks
+from benchmarks.gpu.cases import Case, Named, Size
+from benchmarks.gpu.peers import Peers
+from benchmarks.gpu.places import Call, OtherGpu, PinnedHost, Place
+from kvx_core import BlockTable, CacheFacts, CacheSpan, CacheView, Transfer
+
+_LAYOUT = "split"
+
+
+@dataclass(frozen=True)
+class End:
+    """A cache, and the blocks of its one sequence."""
+
+    cache: Cache
+    blocks: Tensor
+    is_shuffled: bool  # else they are 0, 1, 2 ...
+
+    def span(self, table: BlockTable) -> CacheSpan:
+        layers = tuple(layer.desc for layer in self.cache.layers)
+        return CacheView(layers, CacheFacts()).at(table)
+
+
+def cases(place: Place, size: Size, peers: Peers) -> Iterator[Named]:
+    has_peer = _has_peer(place, peers)
+    for transfer in (Transfer.KERNEL, Transfer.COPY_ENGINE):
+        how = "" if transfer is Transfer.KERNEL else ", copy engine"
+        yield Named(f"pool to pinned tier{how}", partial(_tier, place, size, transfer, True))
+        yield Named(f"pinned tier to pool{how}", partial(_tier, place, size, transfer, False))
+    if has_peer:
+        yield Named("one GPU to another", partial(_two_gpus, place, size))
+
+
+def _has_peer(place: Place, peers: Peers) -> bool:
+    """Whether a second GPU can be reached; if not, the results say why."""
+    count = torch.cuda.device_count() if place.device != "cpu" else 0
+    if count > 1 and torch.cuda.can_device_access_peer(0, 1):
+        return True
+    why = f"this machine has {count} GPUs" if count < 2 else "GPU 0 has no peer access to GPU 1"
+    peers.absent["a second GPU"] = why
+    return False
+
+
+def _tier(place: Place, size: Size, transfer: Transfer, to_host: bool) -> Case:
+    host = PinnedHost(place)
+    pool, tier = _end(place, size, shuffled=True), _end(host, size, shuffled=False)
+    src, dst = (pool, tier) if to_host else (tier, pool)
+    family = families.TIER if transfer is Transfer.KERNEL else families.BESIDE
+    return _case(place, src, dst, transfer, family)
+
+
+def _two_gpus(place: Place, size: Size) -> Case:
+    other = OtherGpu()
+    src, dst = _end(place, size, shuffled=True), _end(other, size, shuffled=True)
+    return _case(place, src, dst, Transfer.KERNEL, families.PEER, other)
+
+
+def _end(place: Place, size: Size, *, shuffled: bool) -> End:
+    num_blocks = size.num_tokens(BASE) // size.num_layers // BASE.block_size
+    cache = new(_LAYOUT, BASE, size.num_layers, num_blocks, place)
+    blocks = random_blocks(num_blocks, place) if shuffled else torch.arange(num_blocks)
+    return End(cache, blocks.to(place.device), shuffled)
+
+
+def _case(
+    place: Place,
+    src: End,
+    dst: End,
+    transfer: Transfer,
+    family: families.Family,
+    other: Place | None = None,
+) -> Case:
+    """All blocks of all layers. other: where the ways run, if not on the GPU alone"""
+    by_host = transfer is Transfer.COPY_ENGINE
+    where = "cpu" if by_host else place.device
+    num_tokens = len(src.blocks) * BASE.block_size
+    from_, to = (
+        end.span(calls.indices(place, BlockTable.packed(end.blocks[None].to(where)), transfer))
+        for end in (src, dst)
+    )
+    lens = torch.full((1,), num_tokens, device=where)
+    ways: dict[str, list[Call]] = {
+        "kvx": [calls.migrate(place, from_, to, lens, transfer=transfer)],
+        "torch": [partial(_torch, src, dst)],
+    }
+    storage = dst.cache.storage
+    plain = partial(storage.copy_, src.cache.storage, non_blocking=True)
+    num_bytes = len(src.cache.layers) * BASE.moved_bytes(num_tokens)
+    goals = [family.goal] if family.share is not None else []
+    return Case(ways, [storage], num_bytes, family, goals, [plain], other)
+
+
+def _torch(src: End, dst: End) -> None:
+    """Half a layer after the other, gathered and scattered where its blocks are in random order."""
+    for from_layer, to_layer in zip(src.cache.layers, dst.cache.layers, strict=True):
+        for from_half, to_half in zip(from_layer.halves, to_layer.halves, strict=True):
+            tokens = from_half.index_select(0, src.blocks) if src.is_shuffled else from_half
+            if dst.is_shuffled:
+                to_half[dst.blocks] = tokens.to(to_half.device, non_blocking=True)
+            else:
+                to_half.copy_(tokens, non_blocking=True)
