@@ -268,9 +268,9 @@ __device__ __forceinline__ const uint8_t *scales_at(const Scales &shape, const u
 __device__ __forceinline__ float scale_of(const Scales &shape, const uint8_t *scales,
                                           uint32_t head) {
   if (!scales) return 1.0f;
-  scales += head * shape.head_stride;
-  if (shape.dtype == KVX_DTYPE_F32) return load_as<F32>(scales);
-  return shape.dtype == KVX_DTYPE_F16 ? load_as<F16>(scales) : load_as<Bf16>(scales);
+  const uint8_t *const at = global(scales + head * shape.head_stride);
+  if (shape.dtype == KVX_DTYPE_F32) return load_as<F32>(at);
+  return shape.dtype == KVX_DTYPE_F16 ? load_as<F16>(at) : load_as<Bf16>(at);
 }
 
 __device__ __forceinline__ float scale_at(const Scales &shape, const uint8_t *data,

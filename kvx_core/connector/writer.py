@@ -104,7 +104,8 @@ class Writer:
             self._counts.add(saved_bytes=written, write_seconds=time.perf_counter() - begin)
         if spared:
             self._counts.add(spared_bytes=spared)
-        self._count_used(store)
+        with self._boundary.guard("did not count what the store holds"):
+            self._count_used(store)
         return errors
 
     def _write(self) -> None:
@@ -119,8 +120,11 @@ class Writer:
         if not together:  # an earlier job has written what this one is for
             return
         store = together[0].store
+        errors: Sequence[Exception | None]
         try:
             errors = self.commit(store, [one.snapshot for one in together])
+        except Exception as unexpected:
+            errors = [unexpected] * len(together)
         finally:
             with self._lock:
                 self._pending_bytes -= sum(one.num_bytes for one in together)

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from kvx_core.connector import writer
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.walk import Walk
 from tests.fakes.tensorrt_llm_executor import LlmRequest
@@ -40,7 +41,8 @@ def serve_two(serve: Factory, source: Path) -> None:
     assert engine.ranks[0].worker._saver._writer._pending_bytes == 0
 
 
-def test_whatever_it_meets(serve: Factory, tmp_path: Path) -> None:
+def test_whatever_it_meets(serve: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_TOGETHER", 1)  # the same calls every time
     engine = serve()
     engine.ask(KNOWN)
     engine.close()

@@ -277,7 +277,7 @@ class Server:
         """Waits until all that was copied is written; returns whether it is."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        done: bool = get_kv_transfer_group()._worker._saver._writers.wait(60)
+        done: bool = get_kv_transfer_group()._worker._saver._writer.threads.wait(60)
         return done
 
     def fail_once(self, method: str) -> None:

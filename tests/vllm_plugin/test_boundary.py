@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core.connector import lookups
+from kvx_core.connector import lookups, writer
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL
 from tests.injection import Injection
@@ -307,7 +307,10 @@ def stores(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["after-all-layers", "layerwise"])
-def test_whatever_the_worker_half_meets(layerwise: bool, stores: Iterator[Path]) -> None:
+def test_whatever_the_worker_half_meets(
+    layerwise: bool, stores: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_TOGETHER", 1)  # the same calls every time
     injection = Injection(OURS, ["kvx_core", "kvx_adapters.vllm."])
     with injection.recording():
         _, loaded = exchange(next(stores), layerwise)
