@@ -163,12 +163,14 @@ void move_tokens(const Plan &plan, const PlanePair &pair, Mover *const (&movers)
 }
 
 // Whether most chunks of the first block in a table of addresses lie nearer to the following chunk
-// than to that of their plane in the second block.
+// than to that of their plane in the second block. It decides the order of copies alone, so what a
+// table has there may be anything.
 bool chunks_follow(const Lookup &lookup) {
   const uint64_t planes = lookup.planes_per_entry;
   if (lookup.max_blocks_per_seq < 2) return false;
   const auto distance = [&](uint64_t i, uint64_t j) {
-    const int64_t a = lookup.indices[i], b = lookup.indices[j];
+    const auto a = static_cast<uint64_t>(lookup.indices[i]);
+    const auto b = static_cast<uint64_t>(lookup.indices[j]);
     return a < b ? b - a : a - b;
   };
   uint64_t near = 0;
