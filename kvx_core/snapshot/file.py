@@ -21,13 +21,8 @@ from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.header import (
-    CRC32,
-    SIGNED,
-    XXH3,
-    header_bytes,
-    in_file_order,
-)
+from kvx_core.snapshot.header import CRC32, SIGNED, XXH3
+from kvx_core.snapshot.layout import Layout
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
@@ -140,8 +135,8 @@ class SnapshotFile:
             if stored.coding:
                 data = np.empty(stored.coded_bytes, np.uint8)
             self._read_at(data.data, stored.offset)
-            kind = stored.checksum.partition(":")[0]
-            if checksum(data, kind, self._key) != stored.checksum:
+            kind, _, expected = stored.checksum.partition(":")
+            if digest(data, kind, self._key) != expected:
                 return False
             return not stored.coding or CODINGS[stored.coding].decode(parts[name], data)
 
@@ -186,20 +181,25 @@ def write(
 
     target: a path, overwritten if it is there, or a new file that is open for writing
     """
-    is_slow = key is not None or any(tensor.coding for tensor in tensors.values())
-    num_bytes = sum(tensor.num_bytes for tensor in tensors.values()) if is_slow else 0
-    given = list(tensors)
+    is_coded = any(tensor.coding for tensor in tensors.values())
     try:
-        coded = in_threads(lambda name: _coded(tensors[name], data_of(name)), given, num_bytes)
-        tensors = {name: stored for name, (stored, _) in zip(given, coded, strict=True)}
-        data = {name: found for name, (_, found) in zip(given, coded, strict=True)}
-        names = in_file_order(tensors)
-        sums = in_threads(lambda name: checksum(data[name], XXH3, key), names, num_bytes)
+        data = {name: data_of(name) for name in tensors}
+        # Encoding and signing take longer than starting threads.
+        num_bytes = sum(map(len, data.values())) if is_coded or key is not None else 0
+        if is_coded:
+            names = list(tensors)
+            coded = in_threads(lambda name: _coded(tensors[name], data[name]), names, num_bytes)
+            tensors = {name: stored for name, (stored, _) in zip(names, coded, strict=True)}
+            data = {name: found for name, (_, found) in zip(names, coded, strict=True)}
+        layout = Layout.of(header, tensors, is_signed=key is not None)
+        ordered = [data[name] for name in layout.names]
+        kind = XXH3 if key is None else SIGNED
+        sums = in_threads(lambda each: digest(each, kind, key), ordered, num_bytes)
         tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
-        first = header_bytes(header, tensors, dict(zip(names, sums, strict=True)), tokens, key)
+        first = layout.header(header.start, header.prefix, sums, tokens, key)
         if len(first) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
-        parts = [memoryview(first), *(data[name].data for name in names)]
+        parts = [memoryview(first), *(each.data for each in ordered)]
         if isinstance(target, Path):
             with _opened(target, os.O_WRONLY | os.O_CREAT, "w") as file:
                 file.truncate(0)
@@ -247,15 +247,14 @@ def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
             left[0] = left[0][written:]
 
 
-def checksum(data: Bytes, kind: str, key: Key | None) -> str:
-    """The kind of a checksum and its value: keyed BLAKE2b if there is a key, XXH3 or CRC-32.
+def digest(data: Bytes, kind: str, key: Key | None) -> str:
+    """A checksum of the data: keyed BLAKE2b if there is a key, else XXH3 or CRC-32.
 
     XXH3 finds faults of disks and networks at the speed of memory. CRC-32 is that of older files.
     """
     if key is not None:
-        return f"{SIGNED}:{key.digest(data.data, b'kvx tensor')}"
-    value = f"{zlib.crc32(data.data):08x}" if kind == CRC32 else xxh3_128_hexdigest(data.data)
-    return f"{kind}:{value}"
+        return key.digest(data.data, b"kvx tensor")
+    return f"{zlib.crc32(data.data):08x}" if kind == CRC32 else xxh3_128_hexdigest(data.data)
 
 
 def read_tokens(

@@ -34,8 +34,6 @@ from kvx_core.snapshot.contents import (
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.precision import NVFP4
-from kvx_core.snapshot.seal import sealed
-from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.text import strict_json
 from kvx_core.types import DType
 
@@ -89,29 +87,27 @@ def _in_file(tensor: Stored) -> tuple[DType, tuple[int, ...]]:
     return tensor.type
 
 
-def header_bytes(
+def header_body(
     header: Header,
     tensors: Mapping[str, Stored],
     checksums: dict[str, str],
-    tokens: bytes,
-    key: Key | None,
-) -> bytes:
-    """The bytes of a file before its data.
+    *,
+    is_signed: bool,
+) -> tuple[str, int]:
+    """The text of a header behind its seal, and the bytes of the data.
 
-    checksums: of each tensor, with its kind: SIGNED with a key, else XXH3
-    tokens:    int64, the first bytes of the data
+    checksums: of each tensor, in the order of the file: SIGNED ones, else XXH3
     Raises ValueError for text that is not valid Unicode.
     """
     formats = {name: _WORDS[t.dtype] for name, t in tensors.items() if t.dtype in _WORDS}
     originals = {name: t.original.name for name, t in tensors.items() if t.original is not None}
     coded = {name: _Coded(t.coding, list(t.shape)) for name, t in tensors.items() if t.coding}
-    values = {name: value.partition(":")[2] for name, value in checksums.items()}
-    kind = CRC32 if key is not None else XXH3
-    content = _FileHeader(header, values, kind, formats, originals, coded)
+    kind = CRC32 if is_signed else XXH3
+    content = _FileHeader(header, checksums, kind, formats, originals, coded)
     left_out: dict[str, Any] = {
         n: True for n in ("formats", "originals", "coded") if not getattr(content, n)
     }
-    if key is not None:
+    if is_signed:
         left_out["checksum"] = True
     of_parts: dict[str, Any] = {}
     if not any(part.planes for part in header.parts):
@@ -128,7 +124,7 @@ def header_bytes(
     text = _FILE_HEADER.dump_json(content, exclude=left_out).decode()
     entries: dict[str, Any] = {}
     offset = 0
-    for name in in_file_order(tensors):
+    for name in checksums:
         tensor = tensors[name]
         dtype, shape = _in_file(tensor)
         entries[name] = {
@@ -139,7 +135,7 @@ def header_bytes(
         offset += tensor.file_bytes
     rest = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:]
     body = f'"header":{json.dumps(text, ensure_ascii=False)}}}{"," if entries else ""}{rest}'
-    return sealed(body.encode(), tokens, offset, key)
+    return body, offset
 
 
 def parse_header(

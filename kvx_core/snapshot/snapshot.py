@@ -266,7 +266,7 @@ class Snapshot:
         key:    signs the file; None: it is not signed
         """
         signer = None if key is None else Key(key)
-        write(target, self.header, self.tensors, self._bytes, signer)
+        write(target, self.header, self.tensors, self._dense.bytes_of, signer)
 
     def close(self) -> None:
         """Closes the file if it was opened by path. Data that has been read stays."""

@@ -79,45 +79,42 @@ def open_by_folders(root: int, path: str, flags: int) -> int:
             os.close(handle)
 
 
-def make_folders(root: int, path: str, mode: int, unsynced: list[int] | None = None) -> int:
+def sync_folder(handle: int) -> None:
+    """Waits until the entries of a directory are on the disk. Raises OSError."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:  # some file systems sync files only
+            raise
+
+
+def make_folders(
+    root: int, path: str, mode: int, changed: Callable[[int], None] = sync_folder
+) -> int:
     """A handle of the folder at `path`. Missing folders are made with this mode.
 
-    unsynced: gets a handle of each folder in which one was made, for the caller to sync and close;
-              None: they are synced here
+    changed: called with a handle of each folder in which one was made
     Raises OSError.
     """
     with suppress(FileNotFoundError):
         return open_beneath(root, path, FOLDER)
-    handle = os.dup(root)
+    above, _, word = path.rpartition("/")
+    parent = make_folders(root, above, mode, changed) if above else os.dup(root)
     try:
-        for word in path.split("/"):
-            inner = _make_folder(handle, word, mode, unsynced)
+        try:
+            os.mkdir(word, 0o700, dir_fd=parent)
+        except FileExistsError:  # another process has made it
+            return os.open(word, FOLDER, dir_fd=parent)
+        handle = os.open(word, FOLDER, dir_fd=parent)
+        try:
+            set_mode(handle, mode)
+            changed(parent)
+        except BaseException:
             os.close(handle)
-            handle = inner
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _make_folder(parent: int, word: str, mode: int, unsynced: list[int] | None) -> int:
-    with suppress(FileNotFoundError):
-        return os.open(word, FOLDER, dir_fd=parent)
-    try:
-        os.mkdir(word, 0o700, dir_fd=parent)
-    except FileExistsError:  # another process has made it
-        return os.open(word, FOLDER, dir_fd=parent)
-    handle = os.open(word, FOLDER, dir_fd=parent)
-    try:
-        set_mode(handle, mode)
-        if unsynced is None:
-            sync_folder(parent)
-        else:
-            unsynced.append(os.dup(parent))
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
+            raise
+        return handle
+    finally:
+        os.close(parent)
 
 
 def set_mode(handle: int, mode: int) -> None:
@@ -126,15 +123,6 @@ def set_mode(handle: int, mode: int) -> None:
         os.fchmod(handle, mode)
     except OSError as error:
         if error.errno not in _NO_MODES:  # a file system without modes
-            raise
-
-
-def sync_folder(handle: int) -> None:
-    """Waits until the entries of a directory are on the disk. Raises OSError."""
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:  # some file systems sync files only
             raise
 
 

@@ -141,18 +141,18 @@ class Directory:
         time. All are open at once. A file that cannot be written with the others is put alone.
         """
         done: dict[int, Put] = {}
-        with suppress(OSError, StoreError), self._new.root() as root, ExitStack() as stack:
-            if len(files) >= _FEW and syncs_together(root):
+        with suppress(OSError, StoreError), self._new.place() as place, ExitStack() as stack:
+            if len(files) >= _FEW and syncs_together(place.root):
                 written: dict[int, Written] = {}
                 for i, (name, write) in enumerate(files):
                     _check_name(name)
                     with suppress(OSError, StoreError):
-                        one = stack.enter_context(self._new.written(root, name, write))
+                        one = stack.enter_context(self._new.written(place, name, write))
                         if one is None:
                             done[i] = False
                         else:
                             written[i] = one
-                found = self._new.publish_all(root, tuple(written.values()))
+                found = self._new.publish_all(place, tuple(written.values()))
                 for (i, one), is_new in zip(written.items(), found, strict=True):
                     if isinstance(is_new, OSError):
                         done[i] = self._failure(one.name, "written", is_new)
@@ -290,8 +290,8 @@ class Directory:
 
     def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
         """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
-        with self._new.root() as root, self._new.written(root, name, write) as written:
-            if written is None or not self._new.publish(root, written):
+        with self._new.place() as place, self._new.written(place, name, write) as written:
+            if written is None or not self._new.publish(place, written):
                 return None
             return written.num_bytes
 

@@ -6,8 +6,9 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -43,6 +44,18 @@ class Written:
         return allocated(status) or status.st_size
 
 
+class Place:
+    """Handles of a store's root and of the folder of temporary files, opened when it is needed."""
+
+    def __init__(self, root: int, open_temporaries: Callable[[], int]) -> None:
+        self.root, self._open_temporaries = root, open_temporaries
+
+    @cached_property
+    def temporaries(self) -> int:
+        """Raises OSError."""
+        return self._open_temporaries()
+
+
 class NewFiles:
     """Writes the files of one directory."""
 
@@ -52,36 +65,35 @@ class NewFiles:
         self._folder_mode, self._temporaries = folder_mode, temporaries
 
     @contextmanager
-    def root(self) -> Iterator[int]:
-        """A handle of the root, which is made if it is missing. Raises OSError."""
-        try:
-            root = self._root.open()
-        except FileNotFoundError:
-            self._root.make()
-            root = self._root.open()
-        try:
-            yield root
-        finally:
-            os.close(root)
+    def place(self) -> Iterator[Place]:
+        """Where files are written, for a `written` or many. Raises OSError."""
+        with ExitStack() as opened:
+            try:
+                root = self._root.open()
+            except FileNotFoundError:
+                self._root.make()
+                root = self._root.open()
+            opened.callback(os.close, root)
+            yield Place(root, lambda: opened.enter_context(self._temporaries.folder(root)))
 
     @contextmanager
     def written(
-        self, root: int, name: str, write: Callable[[BinaryIO], None]
+        self, place: Place, name: str, write: Callable[[BinaryIO], None]
     ) -> Iterator[Written | None]:
         """What `write` writes; None if the name exists. Without a name it is gone afterwards.
 
         Raises OSError, StoreError.
         """
-        if self._is_there(root, name):
+        if self._is_there(place.root, name):
             yield None
             return
-        with self._temporaries.new(root) as temporary:
+        with self._temporaries.new(place.temporaries) as temporary:
             with _NewFile(temporary.file, "r+b", closefd=False) as file:
                 file.name = f"{self._shown}/{name}"
                 write(file)
             yield Written(name, temporary)
 
-    def publish(self, root: int, written: Written) -> bool:
+    def publish(self, place: Place, written: Written) -> bool:
         """Brings a file to the disk and gives it its name; False if another writer was first.
 
         Then its name and its folders are on the disk, too. Raises OSError.
@@ -89,7 +101,9 @@ class NewFiles:
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:
-            is_new = self._name(root, written, unsynced)
+            is_new = self._name(
+                place.root, written, lambda folder: unsynced.insert(0, os.dup(folder))
+            )
             for folder in unsynced:
                 sync_folder(folder)
         finally:
@@ -97,26 +111,22 @@ class NewFiles:
                 os.close(folder)
         return is_new
 
-    def publish_all(self, root: int, files: Sequence[Written]) -> list[bool | OSError | None]:
+    def publish_all(self, place: Place, files: Sequence[Written]) -> list[bool | OSError | None]:
         """`publish` for each, on a file system that `syncs_together`, and what it returns.
 
         None: a file has no name yet, and has to be published alone; an error: its name may not be
         on the disk. The disk is asked twice, not three times for each file; all other writes to the
         file system are synced with them. Raises OSError if no file has its name.
         """
-        sync_file_system(root)
+        sync_file_system(place.root)
         named: list[bool | OSError | None] = []
         for written in files:
-            unsynced: list[int] = []
             try:
-                named.append(self._name(root, written, unsynced))
+                named.append(self._name(place.root, written))
             except OSError:
                 named.append(None)
-            finally:
-                for folder in unsynced:
-                    os.close(folder)
         try:
-            sync_file_system(root)
+            sync_file_system(place.root)
         except OSError as error:
             return [error if is_new else is_new for is_new in named]
         return named
@@ -137,20 +147,25 @@ class NewFiles:
             )
         return True
 
-    def _name(self, root: int, written: Written, unsynced: list[int]) -> bool:
+    def _name(
+        self, root: int, written: Written, changed: Callable[[int], None] = lambda folder: None
+    ) -> bool:
         """Gives a complete file its name; False if another writer was first. Raises OSError.
 
-        unsynced: gets handles of the folders that have changed, for the caller to close
+        changed: called with a handle of each folder that has changed
         """
         path, _, last = written.name.rpartition("/")
         for tries_left in reversed(range(_TRIES)):
-            folder = make_folders(root, path, self._folder_mode, unsynced)
-            unsynced.insert(0, folder)
+            folder = make_folders(root, path, self._folder_mode, changed)
             try:
-                return _link(written.temporary, folder, last)
+                is_new = _link(written.temporary, folder, last)
+                changed(folder)
+                return is_new
             except FileNotFoundError:  # another process deleted the empty folder
                 if not tries_left:
                     raise
+            finally:
+                os.close(folder)
         raise AssertionError("the last try returns or raises")
 
 

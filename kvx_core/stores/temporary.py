@@ -54,23 +54,31 @@ class Temporaries:
         self._next_cleaning = 0.0
 
     @contextmanager
-    def new(self, root: int) -> Iterator[Temporary]:
-        """A new, locked file, deleted at the end of the context. Raises OSError."""
+    def folder(self, root: int) -> Iterator[int]:
+        """A handle of the folder, which is made if it is missing. Raises OSError."""
         folder = make_folders(root, _FOLDER, self._folder_mode)
         try:
             if time.monotonic() >= self._next_cleaning:
                 self._clean(folder)
-            name, file = self._create(folder)
-            try:
-                yield Temporary(file, folder, name)
-            finally:
-                try:
-                    with suppress(OSError):  # `clean` deletes it later
-                        os.unlink(name, dir_fd=folder)
-                finally:
-                    os.close(file)
+            yield folder
         finally:
             os.close(folder)
+
+    @contextmanager
+    def new(self, folder: int) -> Iterator[Temporary]:
+        """A new, locked file, deleted at the end of the context. Raises OSError.
+
+        folder: from `folder`, open until then
+        """
+        name, file = self._create(folder)
+        try:
+            yield Temporary(file, folder, name)
+        finally:
+            try:
+                with suppress(OSError):  # `clean` deletes it later
+                    os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(file)
 
     def clean(self, root: int) -> None:
         """Deletes the files of writers that are dead."""
