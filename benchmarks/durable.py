@@ -2,22 +2,28 @@
 
 131,072 tokens, 4 layers, 2 heads x 128, bfloat16: 1,024 chunks of 128 tokens, which have been
 captured. A connector's two threads write them, 64 at a time, each time until they are on the disk.
-Beside it as many plain files of the same bytes are written, and then one sync brings them there.
-Both into new folders of the file system of the current directory. Run with
+Beside it as many plain files of the same bytes are written, and then one sync brings them there
+(`plain`); and two threads do nothing but the calls of the file system that such a store cannot do
+without (`calls`): 64 files are written, synced, get their names in folders of their own, and are
+synced again. All into new folders of the file system of the current directory. No file is deleted
+before the end: for minutes after that, ext4 takes a millisecond for each new one. Run with
 `python -m benchmarks durable`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks import report
 from benchmarks.cases import on_threads
@@ -27,8 +33,9 @@ from kvx_core import BlockTable, Directory, PrefixStore, Snapshot
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.settings import StoreSettings
-from kvx_core.connector.writer import Writer
+from kvx_core.connector.writer import TOGETHER, Writer
 from kvx_core.snapshot import Precision
+from kvx_core.stores.beneath import sync_file_system
 
 _MODEL, _CHUNK = "4 layers, 2 heads", 128
 _PIECE = 8192  # tokens of the caches
@@ -44,14 +51,14 @@ def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
         return []
     with tempfile.TemporaryDirectory(prefix=".kvx-bench-", dir=".") as here:
         folder = Path(here)
-        chunks = _chunks(num_layers, num_heads, num_tokens, folder)
+        chunks = _chunks(num_layers, num_heads, num_tokens, folder / "chunks")
         memory = [np.ones(chunk.num_bytes, np.uint8) for chunk in chunks]
 
-        def commit() -> None:
-            store = _store(num_layers, num_heads, folder / "store")
+        def commit(into: Path) -> None:
+            store = _store(num_layers, num_heads, into)
             counts = Counts()
             writer = Writer(
-                StoreSettings(path=folder / "store"),
+                StoreSettings(path=into),
                 Boundary(print),
                 counts,
                 lambda store, chunk: _is_stored(store, chunk, num_layers, num_heads),
@@ -61,23 +68,59 @@ def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
             assert writer.threads.shutdown()
             assert counts.take()["saved_bytes"] > sum(chunk.num_bytes for chunk in chunks)
 
-        def write() -> None:
-            (folder / "plain").mkdir()
+        def write(into: Path) -> None:
+            into.mkdir()
             for i, data in enumerate(memory):
-                with (folder / f"plain/{i}").open("wb", buffering=0) as file:
+                with (into / f"{i}").open("wb", buffering=0) as file:
                     file.write(data.data)
             os.sync()
 
-        report.print_head(("plain",))
+        ways = {"kvx": commit, "plain": write, "calls": lambda into: _calls(into, memory)}
+        report.print_head(("plain", "calls"))
         return on_threads(
             name,
-            {"kvx": _into_new(folder, commit), "plain": _into_new(folder, write)},
+            {way: _into_new(folder / way, call) for way, call in ways.items()},
             [1],
             max(rounds // 3, 1),
             sum(chunk.num_bytes for chunk in chunks),
             (Goal("plain", _GOAL),),
-            ("plain",),
+            ("plain", "calls"),
         )
+
+
+def _calls(into: Path, memory: list[npt.NDArray[np.uint8]]) -> None:
+    """The calls of the file system, in as many threads and as many at a time as a Writer has."""
+    (into / ".tmp").mkdir(parents=True)
+    count = len(memory)
+    parts = iter([range(i, min(i + TOGETHER, count)) for i in range(0, count, TOGETHER)])
+    with ExitStack() as opened:
+        root = os.open(into, os.O_RDONLY)
+        opened.callback(os.close, root)
+        threads = [
+            threading.Thread(target=_write_parts, args=(into, root, memory, parts))
+            for _ in range(StoreSettings(path=into).writer_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _write_parts(
+    into: Path, root: int, memory: list[npt.NDArray[np.uint8]], parts: Iterator[range]
+) -> None:
+    for part in parts:
+        for i in part:
+            with (into / f".tmp/{i}").open("xb", buffering=0) as file:
+                file.write(memory[i].data)
+        sync_file_system(root)
+        for i in part:
+            os.mkdir(into / f"{i}")
+            os.mkdir(into / f"{i}/opening")
+            os.link(into / f".tmp/{i}", into / f"{i}/opening/file")
+        sync_file_system(root)
+        for i in part:
+            os.unlink(into / f".tmp/{i}")
 
 
 def _store(num_layers: int, num_heads: int, path: Path) -> PrefixStore:
@@ -122,13 +165,16 @@ def _chunks(num_layers: int, num_heads: int, num_tokens: int, folder: Path) -> l
     return chunks
 
 
-def _into_new(folder: Path, call: Callable[[], object]) -> Contestant:
-    """The call, timed, with nothing in the folder and nothing that waits for the disk."""
+def _into_new(path: Path, call: Callable[[Path], object]) -> Contestant:
+    """The call, timed, into a folder that is not there yet; nothing waits for the disk."""
+    count = itertools.count()
 
     def run() -> float:
-        for each in folder.iterdir():
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        into = path.with_name(f"{path.name}-{next(count)}")
+        for file in into.parent.rglob("*"):
+            if file.is_file():
+                os.truncate(file, 0)  # gives the room back
         os.sync()
-        return once(call)()
+        return once(lambda: call(into))()
 
     return run

@@ -25,6 +25,7 @@ VERSUS = {
     "decode": "decoding, then attention",
     "migrate": "one migration",
     "plain": "plain files",
+    "calls": "its calls alone",
 }
 
 

@@ -18,7 +18,7 @@ from kvx_core.snapshot import Snapshot
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.usage import Used
 
-_TOGETHER = 64  # chunks that are synced together, at most: so many files are open
+TOGETHER = 64  # chunks that are synced together, at most: so many files are open
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +112,7 @@ class Writer:
         """Runs in a thread. Writes the chunks of one store that have waited longest."""
         with self._lock:
             together = self._waiting[:1]
-            for one in self._waiting[1:_TOGETHER]:
+            for one in self._waiting[1:TOGETHER]:
                 if one.store is not together[0].store:
                     break
                 together.append(one)

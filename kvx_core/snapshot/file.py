@@ -21,7 +21,7 @@ from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.header import CRC32, SIGNED, XXH3
+from kvx_core.snapshot.header import CRC32, XXH3
 from kvx_core.snapshot.layout import Layout
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.seal import check_seal, sealed_counts
@@ -193,8 +193,7 @@ def write(
             data = {name: found for name, (_, found) in zip(names, coded, strict=True)}
         layout = Layout.of(header, tensors, is_signed=key is not None)
         ordered = [data[name] for name in layout.names]
-        kind = XXH3 if key is None else SIGNED
-        sums = in_threads(lambda each: digest(each, kind, key), ordered, num_bytes)
+        sums = in_threads(lambda each: digest(each, XXH3, key), ordered, num_bytes)
         tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
         first = layout.header(header.start, header.prefix, sums, tokens, key)
         if len(first) > MAX_HEADER_BYTES:

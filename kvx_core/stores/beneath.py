@@ -98,6 +98,13 @@ def make_folders(
     """
     with suppress(FileNotFoundError):
         return open_beneath(root, path, FOLDER)
+    return make_missing(root, path, mode, changed)
+
+
+def make_missing(
+    root: int, path: str, mode: int, changed: Callable[[int], None] = sync_folder
+) -> int:
+    """The same for a folder that was missing just now."""
     above, _, word = path.rpartition("/")
     parent = make_folders(root, above, mode, changed) if above else os.dup(root)
     try:

@@ -18,6 +18,7 @@ _MAX_LISTED = 1 << 12  # a folder with so many names is large: they are not reme
 _MAX_NOTED = 16  # folders
 _MAX_COMPARED = 16  # names that one lookup from memory looks through
 _MAX_FAILURES = 16  # that are remembered
+_LATELY_SECONDS = 1.0  # see `lately`
 
 
 class Unknown(Exception):
@@ -224,6 +225,17 @@ class Index:
             if len(names) > _MAX_COMPARED:
                 raise Unknown
             return list(names)
+
+    def lately(self, folder: str) -> list[str] | None:
+        """The names in a folder that was listed less than a second ago; None: it was not.
+
+        For those to whom a name that has come since makes no difference.
+        """
+        with self._lock:
+            found = self._folders.get(folder)
+            if found is None or found.is_large or self._clock() - found.seen > _LATELY_SECONDS:
+                return None
+            return list(found.names)
 
     def _known_names(self, folder: str) -> dict[str, None]:
         names = self._fresh_names(folder)

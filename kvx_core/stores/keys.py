@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
 
 OPENING_TOKENS = 8
+# Keys that are remembered: a chunk's are needed several times while it is looked for and stored.
+_MAX_KEYS, _MAX_BYTES = 256, 1 << 15
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
 _NAME = re.compile(
     r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
@@ -75,7 +78,13 @@ def space_of(
 
 def chain(node: str, ids: Ids) -> str:
     """The key of `ids` and all tokens before them; the key of a full chunk is the next node."""
-    return hashlib.sha256(bytes.fromhex(node) + ids.tobytes()).hexdigest()
+    data = ids.tobytes()
+    return (_chain if len(data) <= _MAX_BYTES else _chain.__wrapped__)(node, data)
+
+
+@lru_cache(_MAX_KEYS)
+def _chain(node: str, data: bytes) -> str:
+    return hashlib.sha256(bytes.fromhex(node) + data).hexdigest()
 
 
 def is_node(text: str) -> bool:
@@ -90,11 +99,16 @@ def entry_of(node: str, ids: Ids) -> str:
 
 def opening_of(node: str, ids: Ids) -> str:
     """Two digits for each of the first tokens. Each depends on all tokens up to its own."""
-    data, crc, digits = ids[:OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
-    for at in range(0, len(data), ids.itemsize):
-        crc = zlib.crc32(data[at : at + ids.itemsize], crc)
-        digits += f"{crc & 0xFF:02x}"
-    return digits
+    return _opening(node, ids[:OPENING_TOKENS].tobytes())
+
+
+@lru_cache(_MAX_KEYS)
+def _opening(node: str, data: bytes) -> str:
+    crc, digits = zlib.crc32(node.encode()), bytearray()
+    for at in range(0, len(data), 8):
+        crc = zlib.crc32(data[at : at + 8], crc)
+        digits.append(crc & 0xFF)
+    return digits.hex()
 
 
 def name_of(

@@ -17,6 +17,7 @@ from kvx_core.stores.beneath import (
     NOTHING,
     allocated,
     make_folders,
+    make_missing,
     open_beneath,
     sync_file_system,
     sync_folder,
@@ -122,7 +123,8 @@ class NewFiles:
         named: list[bool | OSError | None] = []
         for written in files:
             try:
-                named.append(self._name(place.root, written))
+                # Most folders of new files are new.
+                named.append(self._name(place.root, written, _nothing, make_missing))
             except OSError:
                 named.append(None)
         try:
@@ -148,7 +150,11 @@ class NewFiles:
         return True
 
     def _name(
-        self, root: int, written: Written, changed: Callable[[int], None] = lambda folder: None
+        self,
+        root: int,
+        written: Written,
+        changed: Callable[[int], None],
+        make: Callable[..., int] = make_folders,
     ) -> bool:
         """Gives a complete file its name; False if another writer was first. Raises OSError.
 
@@ -156,7 +162,7 @@ class NewFiles:
         """
         path, _, last = written.name.rpartition("/")
         for tries_left in reversed(range(_TRIES)):
-            folder = make_folders(root, path, self._folder_mode, changed)
+            folder = make(root, path, self._folder_mode, changed)
             try:
                 is_new = _link(written.temporary, folder, last)
                 changed(folder)
@@ -178,6 +184,10 @@ class _NewFile(io.FileIO):
         while view:
             view = view[super().write(view) :]
         return num_bytes
+
+
+def _nothing(folder: int) -> None:
+    """For folders that are synced with all others."""
 
 
 def _link(temporary: Temporary, folder: int, name: str) -> bool:

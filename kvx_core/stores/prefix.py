@@ -36,7 +36,7 @@ from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
-from kvx_core.stores.keys import Ids, entry_of, name_of, space_of
+from kvx_core.stores.keys import Ids, name_of, space_of
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
@@ -273,14 +273,15 @@ class PrefixStore:
         if from_memory and self.index.is_held(name):
             return False
         finder = self.known if from_memory else self.finder
+        folder, _, last = name.rpartition("/")
         try:
-            found = finder.parsed(name.rpartition("/")[0])
+            found = finder.parsed(folder)
         except Unknown:
             return True
-        if not found:
-            return True
-        key = entry_of(node, ids)
+        key = last.partition(".")[0]
         files = [file for file in found if file.entry == key and file.precision.includes(own)]
+        if not files:
+            return True
         return not finder.cover(files)[0][held, slice(*heads)].all()
 
     def confirm(self) -> None:

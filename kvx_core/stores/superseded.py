@@ -79,11 +79,14 @@ class Superseded:
                     self._index.missed(name)
 
     def _useless(self, finder: Finder, node: str, ids: Ids) -> _Useless | None:
-        folder = f"{finder.space}/{node}/{opening_of(node, ids)}"
+        folder, own = f"{finder.space}/{node}/{opening_of(node, ids)}", entry_of(node, ids)
+        lately = self._index.lately(folder)
+        if lately is not None and all(name.startswith(f"{own}.") for name in lately):
+            return None
         by_precision: dict[object, list[EntryFile]] = {}
         for file in finder.parsed(folder):
             by_precision.setdefault(file.precision, []).append(file)
-        own, entries = entry_of(node, ids), {len(ids): entry_of(node, ids)}
+        entries = {len(ids): own}
         shorter: list[EntryFile] = []
         longer: list[EntryFile] = []
         for files in by_precision.values():

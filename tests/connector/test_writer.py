@@ -107,7 +107,7 @@ def test_what_waits_is_written_together(writing: Writing) -> None:
 
 
 def test_so_many_at_most(writing: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_TOGETHER", 3)
+    monkeypatch.setattr(writer_module, "TOGETHER", 3)
     writing.add_all()
     writing.finish()
     assert writing.blobs.calls == [1, 3, 3, 1]
