@@ -10,7 +10,7 @@ import torch
 from kvx_core import Directory, PrefixStore
 from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.superseded import Superseded
-from tests.core.test_stores import HEADS, Engine, files_of, save, store_in
+from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
 
 
 class Clock:
@@ -146,3 +146,24 @@ def test_other_salts_are_looked_at_apart(tmp_path: Path, clock: Clock) -> None:
     save(other, range(15))
     later(store, clock)
     assert lengths(tmp_path) == [9, 15]
+
+
+def test_what_was_listed_lately_hides_no_shorter_entry(tmp_path: Path, clock: Clock) -> None:
+    """A process that has just listed the folder of a chunk asks the disk for no second list, unless
+    something else lies there.
+    """
+    asked: list[str] = []
+
+    class Asked(Directory):
+        def names(self, folder: str) -> list[str]:
+            asked.append(folder)
+            return super().names(folder)
+
+    store = timed(store_in(Asked(tmp_path)), clock)
+    for length, num_lists in ((9, 0), (13, 1)):
+        assert store.missing(range(length), 0, length, range(LAYERS), (0, HEADS))
+        asked.clear()
+        assert all(save(store, range(length)))
+        assert len(asked) == num_lists
+    later(store, clock)
+    assert lengths(tmp_path) == [13]
