@@ -3,8 +3,10 @@
 A policy as plugins have it, without an engine: prompts of 131,072 tokens, some of them stored, in a
 directory of 100,000 files. A call's time is the CPU time of the calling thread. A stretch is the
 CPU time that a lookup's thread takes between two pauses, without collections of garbage, which the
-interpreter begins in any thread and which are told apart: it holds the GIL no longer than both. Run
-with `python -m benchmarks connector`.
+interpreter begins in any thread and which are told apart: it holds the GIL no longer than both. A
+miss is a prompt of 400 tokens of which nothing is stored, and takes the time until its answer: one
+in 0.3 s, for which a thread asks the file system, and one after another, for which memory answers.
+Run with `python -m benchmarks connector`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ GOALS = {
     "call_p99_ms": 0.5,  # of the engine's thread
     "stretch_max_ms": 1.0,  # of a lookup's thread, without collections of garbage
     "frozen_step_p99_ms": 0.5,  # of the calls of a step while the store does not answer
+    "miss_p50_ms": 0.3,  # of time, from the first question to the answer
+    "quick_miss_p50_ms": 0.3,
 }
+MISSES, SHORT = 60, 400  # prompts, their tokens
+APART = 0.3  # seconds: what memory knows is too old then
 
 
 @dataclass(eq=False)
@@ -49,7 +55,7 @@ class _Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return TOKENS
+        return min(TOKENS, len(self.all_token_ids))
 
 
 class _Directory(Directory):
@@ -102,6 +108,8 @@ def run() -> dict[str, Any]:
         results["calls"] = calls.summary()
         results["stretches"] = _summary([s * 1e3 for s in stretches.work])
         results["collections"] = _summary([s * 1e3 for s in stretches.collections or [0.0]])
+        results["miss"] = _summary(_misses(store, APART))
+        results["quick_miss"] = _summary(_misses(store, 0))
         running, frozen = list[float](), list[float]()
         for _ in range(3):
             running += _steps(_store(blobs), blobs, frozen=False)
@@ -113,6 +121,8 @@ def run() -> dict[str, Any]:
         "call_p99_ms": worst <= GOALS["call_p99_ms"],
         "stretch_max_ms": results["stretches"]["max"] <= GOALS["stretch_max_ms"],
         "frozen_step_p99_ms": results["frozen_step"]["p99"] <= GOALS["frozen_step_p99_ms"],
+        "miss_p50_ms": results["miss"]["p50"] <= GOALS["miss_p50_ms"],
+        "quick_miss_p50_ms": results["quick_miss"]["p50"] <= GOALS["quick_miss_p50_ms"],
     }
     _print(results)
     return results
@@ -148,6 +158,27 @@ def _serve(store: PrefixStore, prompts: Iterable[list[int]]) -> Calls:
         policy.take_plan(is_idle=False)
     policy.lookups.shutdown()
     return calls
+
+
+def _misses(store: PrefixStore, apart: float) -> list[float]:
+    """Milliseconds until unknown prompts are answered, as the connector counts them.
+
+    apart: seconds between two
+    """
+    policy, times = _policy(store), []
+    for i in range(MISSES):
+        time.sleep(apart)
+        request = _Request(f"miss {i}", _prompt(1000 + i, SHORT))
+        while (count := policy.lookup(request, "", 0)) is None:
+            policy.lookups.wait(60)
+        assert count == 0
+        policy.ended(request.request_id)
+        seconds = policy.lookups.take_counts()["lookup_seconds"]
+        assert isinstance(seconds, list)
+        assert len(seconds) == 1
+        times.append(seconds[0] * 1e3)
+    policy.lookups.shutdown()
+    return times
 
 
 def _steps(store: PrefixStore, blobs: _Directory, *, frozen: bool) -> list[float]:
@@ -193,8 +224,8 @@ def _store(blobs: Directory) -> PrefixStore:
     )
 
 
-def _prompt(seed: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(0, 128_000, TOKENS).tolist()
+def _prompt(seed: int, num_tokens: int = TOKENS) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, 128_000, num_tokens).tolist()
     return found
 
 
@@ -295,7 +326,7 @@ def _summary(times: list[float]) -> dict[str, float]:
 def _print(results: dict[str, Any]) -> None:
     print(f"{TOKENS:,} tokens, {FILES:,} files; CPU time of a call in ms")
     rows = dict(results["calls"])
-    for name in ("stretches", "collections", "step", "frozen_step"):
+    for name in ("stretches", "collections", "step", "frozen_step", "miss", "quick_miss"):
         rows[name.replace("_", " ")] = results[name]
     for name, row in rows.items():
         print(f"  {name:18} p50 {row['p50']:.3f}  p99 {row['p99']:.3f}  max {row['max']:.3f}")

@@ -125,6 +125,8 @@ def _connector(result: dict[str, Any]) -> str:
         "a collection of garbage in it": found["collections"],
         "the calls of a step": found["step"],
         "the same, store frozen": found["frozen_step"],
+        "time until a miss is answered, one in 0.3 s": found["miss"],
+        "the same, one after another": found["quick_miss"],
     }
     for name, row in rows.items():
         lines.append([name, *(f"{row[key]:.3f} ms" for key in ("p50", "p99", "max"))])

@@ -74,13 +74,18 @@ class Entries:
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
         """The file, closed at the end of the context. Raises StoreError if it does not exist."""
+        file = self._open(name)
+        if file is None:
+            raise StoreError(f"{name} is not in the store (any more)")
+        with file:
+            yield file
+
+    def _open(self, name: str) -> BinaryIO | None:
         with self.discarding(name):
             file = self.blobs.open(name)
         if file is None:
             self.index.missed(name)
-            raise StoreError(f"{name} is not in the store (any more)")
-        with file:
-            yield file
+        return file
 
     def snapshot(self, file: EntryFile, opened: BinaryIO) -> Snapshot:
         """The snapshot in an open file, checked to be what its name says. Raises StoreError."""
@@ -124,7 +129,10 @@ class Entries:
         tokens = self.index.tokens_of(file.name)
         if tokens is None:
             try:
-                with self.opened(file.name) as opened:
+                opened = self._open(file.name)
+                if opened is None:
+                    return None
+                with opened:
                     tokens = self._read_tokens(file, opened)
             except MemoryError:
                 return None
