@@ -282,11 +282,11 @@ def _stretches() -> Iterator[_Stretches]:
         found.work.append(now - last.time)
         last.time = now  # what follows a job in its thread is measured too, and nothing twice
 
-    def measured_pause() -> None:
+    def measured_pause(seconds: float) -> None:
         is_a_job = hasattr(last, "time")
         if is_a_job:
             end()
-        pause()
+        pause(seconds)
         if is_a_job:
             begin()
 

@@ -13,7 +13,7 @@ from kvx_core.connector.plan import RequestId
 from kvx_core.connector.threads import Workers
 from kvx_core.stores.index import Unknown
 from kvx_core.stores.match import Match
-from kvx_core.stores.pace import Pace, pause
+from kvx_core.stores.pace import Pace
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk
@@ -184,7 +184,7 @@ class Lookups:
         with self._lookup_is_over:
             lookup.is_over = True
             self._lookup_is_over.notify_all()
-        pause()  # who has waited for the answer goes first
+        pace.rest()  # who has waited for the answer goes first
         if not lookup.has_failed:
             with self._boundary.guard("did not look for more corrupt files"):
                 walk.check_rest(finder, is_enough)
@@ -195,7 +195,7 @@ class Lookups:
 
     def _compute_keys(self, chain: TokenChain, num_tokens: int) -> None:
         """Runs in a thread."""
-        pace = Pace()
+        pace = Pace.gentle()
         with self._boundary.guard("did not compute the keys of a prompt"):
             for chunk in range(num_tokens // chain.chunk_tokens + 1):
                 chain.node(chunk)

@@ -78,11 +78,9 @@ def space_of(
 
 def chain(node: str, ids: Ids) -> str:
     """The key of `ids` and all tokens before them; the key of a full chunk is the next node."""
-    data = ids.tobytes()
-    return (_chain if len(data) <= _MAX_BYTES else _chain.__wrapped__)(node, data)
+    return _chain(node, ids.tobytes())
 
 
-@lru_cache(_MAX_KEYS)
 def _chain(node: str, data: bytes) -> str:
     return hashlib.sha256(bytes.fromhex(node) + data).hexdigest()
 
@@ -94,7 +92,12 @@ def is_node(text: str) -> bool:
 
 def entry_of(node: str, ids: Ids) -> str:
     """The start of a file's name."""
-    return f"{len(ids)}-{chain(node, ids)}"
+    data = ids.tobytes()
+    key = _known_chain(node, data) if len(data) <= _MAX_BYTES else _chain(node, data)
+    return f"{len(ids)}-{key}"
+
+
+_known_chain = lru_cache(_MAX_KEYS)(_chain)
 
 
 def opening_of(node: str, ids: Ids) -> str:
