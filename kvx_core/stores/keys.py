@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ _NAME = re.compile(
 _NODE = re.compile("[0-9a-f]{64}")
 
 Ids = npt.NDArray[np.int64]
+_ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def space_of(
 
 def chain(node: str, ids: Ids) -> str:
     """The key of `ids` and all tokens before them; the key of a full chunk is the next node."""
-    return hashlib.sha256(bytes.fromhex(node) + ids.tobytes()).hexdigest()
+    return _key_of(node, ids.tobytes())
 
 
 def is_node(text: str) -> bool:
@@ -85,16 +87,12 @@ def is_node(text: str) -> bool:
 
 def entry_of(node: str, ids: Ids) -> str:
     """The start of a file's name."""
-    return f"{len(ids)}-{chain(node, ids)}"
+    return _place_of(node, ids.tobytes())[1]
 
 
 def opening_of(node: str, ids: Ids) -> str:
     """Two digits for each of the first tokens. Each depends on all tokens up to its own."""
-    data, crc, digits = ids[:OPENING_TOKENS].tobytes(), zlib.crc32(node.encode()), ""
-    for at in range(0, len(data), ids.itemsize):
-        crc = zlib.crc32(data[at : at + ids.itemsize], crc)
-        digits += f"{crc & 0xFF:02x}"
-    return digits
+    return _opening_of(node, ids[:OPENING_TOKENS].tobytes())
 
 
 def name_of(
@@ -106,6 +104,33 @@ def name_of(
     precision: Precision,
 ) -> str:
     """The name of the file with these layers and heads of an entry."""
+    opening, entry = _place_of(node, ids.tobytes())
+    end = _end_of(tuple(layers), heads, precision)
+    return f"{space}/{node}/{opening}/{entry}{end}"
+
+
+@lru_cache(maxsize=16)  # a chunk that is copied and written has its name asked for several times
+def _place_of(node: str, ids: bytes) -> tuple[str, str]:
+    """The opening of an entry and the start of its files' names."""
+    entry = f"{len(ids) // _ID_BYTES}-{_key_of(node, ids)}"
+    return _opening_of(node, ids[: OPENING_TOKENS * _ID_BYTES]), entry
+
+
+def _key_of(node: str, ids: bytes) -> str:
+    return hashlib.sha256(bytes.fromhex(node) + ids).hexdigest()
+
+
+def _opening_of(node: str, ids: bytes) -> str:
+    crc, opening = zlib.crc32(node.encode()), bytearray()
+    for at in range(0, len(ids), _ID_BYTES):
+        crc = zlib.crc32(ids[at : at + _ID_BYTES], crc)
+        opening.append(crc & 0xFF)
+    return opening.hex()
+
+
+@lru_cache(maxsize=64)
+def _end_of(layers: tuple[int, ...], heads: tuple[int, int], precision: Precision) -> str:
+    """The end of a file's name."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][1] == layer:
@@ -113,10 +138,7 @@ def name_of(
         else:
             runs.append([layer, layer + 1])
     ranges = "+".join(f"{lo}-{hi}" for lo, hi in runs)
-    return (
-        f"{space}/{node}/{opening_of(node, ids)}/{entry_of(node, ids)}"
-        f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
-    )
+    return f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
 
 
 def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:
