@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,25 @@ def find_tokens(
     )
     _abi.check(_abi.library().kvx_find_tokens(desc))
     return places
+
+
+def bound_find(span: CacheSpan, lens: SeqLens) -> Callable[[int], npt.NDArray[Any]]:
+    """find_tokens of K, bound to one sequence: reads its table, start and length in each call.
+
+    These are arrays of the host that stay where they are.
+    A call takes the length, and returns and raises what find_tokens does.
+    """
+    desc = _abi.kvx_find_desc_t(
+        span=_abi.pointer_to(_with_tables_on_host(span)), seq_lens=_abi.pointer_to(lens)
+    )
+
+    def find(num_tokens: int) -> npt.NDArray[Any]:
+        places = np.zeros(num_tokens, _PLACE)
+        desc.place_count, desc.places = num_tokens, places.ctypes.data
+        _abi.check(_abi.library().kvx_find_tokens(desc))
+        return places
+
+    return find
 
 
 def _with_tables_on_host(span: CacheSpan) -> CacheSpan:

@@ -27,6 +27,7 @@ from kvx_core.tensors import (
     Borrowed,
     TensorLike,
     borrow,
+    borrow_int64,
     dtype_name,
     is_tensor,
     is_torch,
@@ -108,9 +109,10 @@ class BlockTable:
                  padded with -1 to the longest. Entries past a sequence's blocks are never read.
         Raises InvalidArgumentError, UnsupportedError.
         """
-        if not is_tensor(indices):
-            indices = padded("block_table", indices)
-        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
+        if is_tensor(indices):
+            table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
+        else:
+            table = borrow_int64(padded("block_table", indices))
         seq_count, max_blocks_per_seq = table.shape
         return cls(
             format=BlockTableFormat.PACKED,

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.snapshot.section import Section
+from kvx_core.snapshot.sequences import Sequences
 
 
 class Nulls:
@@ -15,10 +16,20 @@ class Nulls:
     must not change meanwhile. Raises OutOfRangeError as Section.has_null.
     """
 
-    def __init__(self, section: Section, start: int, stop: int) -> None:
-        """start, stop: positions in the sequence"""
+    def __init__(
+        self, section: Section, start: int, stop: int, sequences: Sequences | None = None
+    ) -> None:
+        """start, stop: positions in the sequence
+        sequences:   of the section's view, if it has K and V alone; None: they are not kept
+        """
         self._section, self._start = section, start
         self._found: list[npt.NDArray[np.bool_]] | None = None
+        if sequences is not None:
+            section.check_reach(stop)
+            null = sequences.nulls(section.block_table, start, stop - start)
+            if null is not None:
+                self._found = [null]
+                return
         if not section.view.planes:  # which have entries of several tokens
             found = list(section.nulls(start, stop))
             if all(len(null) == stop - start for null in found):  # else it has beams

@@ -12,20 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.capture import part_of, to_capture_all
+from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precision
-from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
+from kvx_core.snapshot.section import Section, device_of, ints_on
+from kvx_core.snapshot.sequences import Sequences
 from kvx_core.snapshot.storage_format import StorageFormat
-from kvx_core.tables import BlockTable
-from kvx_core.view import CacheSpan, CacheView
+from kvx_core.view import CacheView
 
 _ALIGN = 64  # bytes, of each snapshot in a slab
 _MAX_KINDS = 16  # of snapshots; an engine has one or two
 _MAX_LENGTHS = 256  # of snapshots of one kind, whose tensors are remembered
-_MAX_SPANS = 256  # of a slab, which are remembered
 _SLAB_BYTES = 256 << 20  # of a slab of more than one block
 
 
@@ -49,34 +48,18 @@ class _Slab:
         self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
-        self._views: dict[tuple[int, ...], CacheView] = {}
-        self._spans: dict[tuple[tuple[int, ...], tuple[int, ...]], CacheSpan] = {}
+        self._sequences: dict[tuple[int, ...], Sequences] = {}
 
     def block(self, index: int) -> Bytes:
         """The memory of one snapshot."""
         return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
-    def span(self, layers: tuple[int, ...], blocks: tuple[int, ...], device: Any) -> CacheSpan:
-        """K and V of these layers in blocks, as those of one sequence.
-
-        device: that reads the block table; None: the host
-        """
-        key = layers, blocks
-        found = self._spans.get(key) if device is None else None
+    def sequences(self, layers: tuple[int, ...]) -> Sequences:
+        """K and V of these layers, of which the blocks of snapshots are sequences."""
+        found = self._sequences.get(layers)
         if found is None:
-            table = table_on(BlockTable.packed(np.array([blocks], np.int32)), device)
-            found = self._view(layers).at(block_table=table)
-            if device is None:
-                if len(self._spans) >= _MAX_SPANS:
-                    self._spans.clear()
-                self._spans[key] = found
-        return found
-
-    def _view(self, layers: tuple[int, ...]) -> CacheView:
-        found = self._views.get(layers)
-        if found is None:
-            found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
-            self._views[layers] = found
+            view = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
+            found = self._sequences[layers] = Sequences(view)
         return found
 
 
@@ -86,9 +69,9 @@ class Lease:
     The arrays of the snapshot are views of numpy.asarray(lease), which refers to the lease.
     """
 
-    def __init__(self, kind: _Kind | None, slab: _Slab, block: int) -> None:
-        """kind: to which the block goes back; None: it is not used again"""
-        self._kind, self.slab, self.block = kind, slab, block
+    def __init__(self, kind: _Kind, slab: _Slab, block: int, *, is_kept: bool = True) -> None:
+        """is_kept: the block goes back to its kind; False: it is not used again"""
+        self.kind, self.slab, self.block, self._is_kept = kind, slab, block, is_kept
         self.is_settled = True  # no device writes to it
 
     @property
@@ -101,8 +84,8 @@ class Lease:
 
     def __del__(self) -> None:
         # A copy that failed may still run on a device: nobody else may have its memory.
-        if self._kind is not None and self.is_settled:
-            self._kind.free.append((self.slab, self.block))
+        if self._is_kept and self.is_settled:
+            self.kind.free.append((self.slab, self.block))
 
 
 class Leased(NamedTuple):
@@ -126,14 +109,15 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
     device = device_of([section])
-    table = table_on(section.block_table, device)
     for run in _runs(snapshots):
         for one in run:
             one.lease.is_settled = device is None
-        src = section.view.at(block_table=table, starts=ints_on([run[0].start], device))
-        blocks = tuple(one.lease.block for one in run)
-        dst = run[0].lease.slab.span(section.layers, blocks, device)
-        copy_tokens(src, dst, ints_on([sum(one.num_tokens for one in run)], device))
+        lease, start = run[0].lease, run[0].start
+        num_tokens = ints_on([sum(one.num_tokens for one in run)], device)
+        blocks = np.array([one.lease.block for one in run], np.int32)
+        cache, slab = lease.kind.sequences(section.view), lease.slab.sequences(section.layers)
+        with cache.at(section.block_table, start, device) as src, slab.at(blocks, 0, device) as dst:
+            copy_tokens(src, dst, num_tokens)
 
 
 def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
@@ -163,7 +147,7 @@ class _Kind:
         """tensors: of a snapshot of num_tokens tokens, which takes num_bytes"""
         self.parts, self.num_tokens = parts, num_tokens
         self.free: deque[tuple[_Slab, int]] = deque()
-        self._views = [section.view for section in sections]  # kept, so that their ids stay theirs
+        self._sequences = {id(section.view): Sequences(section.view) for section in sections}
         self._tensors = tensors
         step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
         self._block_bytes = -(-num_bytes // step) * step
@@ -172,6 +156,12 @@ class _Kind:
         self._num_blocks = 0  # of these
         self._lengths: dict[int, dict[str, Stored]] = {}
         self._lock = threading.Lock()  # of num_blocks
+
+    def sequences(self, view: CacheView) -> Sequences:
+        """Those of one of its sections' views; of another view, such as one of some of its layers,
+        they are new.
+        """
+        return self._sequences.get(id(view)) or Sequences(view)
 
     def of_length(self, num_tokens: int) -> dict[str, Stored]:
         """The tensors of a snapshot of so many tokens."""
@@ -189,11 +179,13 @@ class _Kind:
     def prepare(self, num_tokens: int) -> None:
         """Gets memory for snapshots of so many tokens in all, if it may be kept."""
         missing = -(-num_tokens // self.num_tokens) - len(self.free)
+        if missing <= 0:
+            return
         with self._lock:
             allowed = self._max_blocks - self._num_blocks
             wanted = min(max(missing, self._num_blocks), max(1, _SLAB_BYTES // self._block_bytes))
             num_blocks = min(wanted, allowed)
-            if missing <= 0 or num_blocks <= 0:
+            if num_blocks <= 0:
                 return
             slab = self._slab(num_blocks)
             self._num_blocks += num_blocks
@@ -206,7 +198,7 @@ class _Kind:
         try:
             return Lease(self, *self.free.pop())
         except IndexError:  # as much as may be kept is in use
-            return Lease(None, self._slab(1), 0)
+            return Lease(self, self._slab(1), 0, is_kept=False)
 
     def _slab(self, num_blocks: int) -> _Slab:
         return _Slab(
@@ -240,14 +232,15 @@ class MemoryPool:
 
         carried:    the coarsest precision that the values had before
         num_tokens: of all snapshots that are captured now
-        Raises StoreError if there is not enough memory.
+        Raises StoreError if there is not enough memory, InvalidArgumentError, UnsupportedError.
         """
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), format, carried
-        if key not in self._kinds:
+        try:
+            kind = self._kinds[key]
+        except KeyError:
             if len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
-            self._kinds[key] = self._kind(sections, format, carried)
-        kind = self._kinds.get(key)
+            kind = self._kinds[key] = self._kind(sections, format, carried)
         if kind is not None:
             kind.prepare(num_tokens)
         return kind
@@ -255,6 +248,7 @@ class MemoryPool:
     def _kind(
         self, sections: Sequence[Section], format: StorageFormat, carried: Precision
     ) -> _Kind | None:
+        check_sections(sections, format)
         if not all(_is_plain(section.view) for section in sections):
             return None
         tensors, num_bytes = laid_out(to_capture_all(sections, self._num_tokens, format))
