@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import SeqLens
 from kvx_core.types import Memory
-from kvx_core.view import CacheSpan
+from kvx_core.view import CacheSpan, CacheView
 
 _PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint32)])
 
@@ -58,23 +57,15 @@ def find_tokens(
     return places
 
 
-def bound_find(span: CacheSpan, lens: SeqLens) -> Callable[[int], npt.NDArray[Any]]:
-    """find_tokens of K, bound to one sequence: reads its table, start and length in each call.
+def null_blocks(view: CacheView, blocks: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which entries of a PACKED table stand for no block. Does not check them. Spec: 5.1, E.2
 
-    These are arrays of the host that stay where they are.
-    A call takes the length, and returns and raises what find_tokens does.
+    blocks: ids of blocks of the view
     """
-    desc = _abi.kvx_find_desc_t(
-        span=_abi.pointer_to(_with_tables_on_host(span)), seq_lens=_abi.pointer_to(lens)
-    )
-
-    def find(num_tokens: int) -> npt.NDArray[Any]:
-        places = np.zeros(num_tokens, _PLACE)
-        desc.place_count, desc.places = num_tokens, places.ctypes.data
-        _abi.check(_abi.library().kvx_find_tokens(desc))
-        return places
-
-    return find
+    null: npt.NDArray[np.bool_] = blocks < 0
+    if view.null_block_id >= 0:
+        null |= blocks == view.null_block_id
+    return null
 
 
 def _with_tables_on_host(span: CacheSpan) -> CacheSpan:

@@ -142,11 +142,10 @@ class Saver:
             return not any(
                 self._is_missing(
                     store,
-                    save.tokens,
+                    save.tokens[start - save.start : stop - save.start],
                     start,
                     stop,
                     chain.node((start - save.start) // store.chunk_tokens),
-                    save.start,
                     from_memory=False,
                 )
                 for start, stop in store.spans(save.stop, save.start)
@@ -174,7 +173,8 @@ class Saver:
         pending = self._writer.pending_bytes + self._open_bytes
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
-            if not self._is_missing(store, save.tokens, start, stop, node, save.start):
+            ids = save.tokens[start - save.start : stop - save.start]
+            if not self._is_missing(store, ids, start, stop, node):
                 continue
             if pending + copied.num_bytes > limit:
                 copied.refused = StoreError(
@@ -186,7 +186,7 @@ class Saver:
                 sections = self._sections(save.block_ids, save.stop)
                 chunks = store.chunks(sections, start, save.stop, pool=self._pool)
                 copied.sections = chunks.sections
-            snapshot = store.reserve(save.tokens, start, stop, chunks, node=node, base=save.start)
+            snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
             if snapshot is not None:  # None: some of these tokens have left a sliding window
                 copied.snapshots.append(snapshot)
                 copied.num_bytes += snapshot.num_bytes
@@ -195,23 +195,25 @@ class Saver:
     def _is_missing(
         self,
         store: PrefixStore,
-        tokens: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
         start: int,
         stop: int,
         node: str,
-        base: int,
         *,
         from_memory: bool = True,
     ) -> bool:
-        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk."""
+        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk.
+
+        ids: its tokens, from `start` to `stop`
+        """
         return store.missing(
-            tokens,
+            ids,
             start,
             stop,
             self._layers,
             self._heads,
             node=node,
-            base=base,
+            base=start,
             from_memory=from_memory,
         )
 
@@ -219,9 +221,7 @@ class Saver:
         """Whether a chunk that was copied is stored already. Asks the disk."""
         header, tokens = snapshot.header, snapshot.tokens
         start, stop = header.start, header.start + len(tokens)
-        return not self._is_missing(
-            store, tokens, start, stop, header.prefix, start, from_memory=False
-        )
+        return not self._is_missing(store, tokens, start, stop, header.prefix, from_memory=False)
 
     def _confirm_later(self, store: PrefixStore) -> None:
         """Has a thread ask the disk for what memory took for stored, so that what others have

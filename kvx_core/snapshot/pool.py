@@ -14,12 +14,13 @@ import numpy as np
 from kvx_core.migrate import copy_tokens
 from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
+from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precision
-from kvx_core.snapshot.section import Section, device_of, ints_on
-from kvx_core.snapshot.sequences import Sequences
+from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
+from kvx_core.tables import BlockTable
 from kvx_core.view import CacheView
 
 _ALIGN = 64  # bytes, of each snapshot in a slab
@@ -41,25 +42,37 @@ class _Slab:
         block_bytes: int,
         num_blocks: int,
         block_tokens: int,
+        caches: Sequence[CacheView],
         *,
         pinned: bool,
     ) -> None:
+        """caches: that are copied from; others may be, too"""
         self.block_tokens = block_tokens
         self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
-        self._sequences: dict[tuple[int, ...], Sequences] = {}
+        self._caches = caches
+        self._views: dict[tuple[int, ...], CacheView] = {}
+        self._copiers: dict[int, Copiers] = {}  # by the id of the cache
 
     def block(self, index: int) -> Bytes:
         """The memory of one snapshot."""
         return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
-    def sequences(self, layers: tuple[int, ...]) -> Sequences:
-        """K and V of these layers, of which the blocks of snapshots are sequences."""
-        found = self._sequences.get(layers)
+    def view(self, layers: tuple[int, ...]) -> CacheView:
+        """K and V of these layers, of which a block is a snapshot."""
+        found = self._views.get(layers)
         if found is None:
-            view = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
-            found = self._sequences[layers] = Sequences(view)
+            found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
+            self._views[layers] = found
+        return found
+
+    def copiers(self, section: Section) -> Copiers | None:
+        """Copies of a section's cache; None for another one, such as one of some of its layers."""
+        cache = section.view
+        found = self._copiers.get(id(cache))
+        if found is None and any(known is cache for known in self._caches):
+            found = self._copiers[id(cache)] = Copiers(cache, self.view(section.layers))
         return found
 
 
@@ -69,9 +82,9 @@ class Lease:
     The arrays of the snapshot are views of numpy.asarray(lease), which refers to the lease.
     """
 
-    def __init__(self, kind: _Kind, slab: _Slab, block: int, *, is_kept: bool = True) -> None:
-        """is_kept: the block goes back to its kind; False: it is not used again"""
-        self.kind, self.slab, self.block, self._is_kept = kind, slab, block, is_kept
+    def __init__(self, kind: _Kind | None, slab: _Slab, block: int) -> None:
+        """kind: to which the block goes back; None: it is not used again"""
+        self._kind, self.slab, self.block = kind, slab, block
         self.is_settled = True  # no device writes to it
 
     @property
@@ -84,8 +97,8 @@ class Lease:
 
     def __del__(self) -> None:
         # A copy that failed may still run on a device: nobody else may have its memory.
-        if self._is_kept and self.is_settled:
-            self.kind.free.append((self.slab, self.block))
+        if self._kind is not None and self.is_settled:
+            self._kind.free.append((self.slab, self.block))
 
 
 class Leased(NamedTuple):
@@ -108,16 +121,24 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
     On a device the copies are complete after Lease.settled.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
-    device = device_of([section])
+    device, table = device_of([section]), section.block_table
+    row = row_on_host(table) if device is None else None
     for run in _runs(snapshots):
         for one in run:
             one.lease.is_settled = device is None
-        lease, start = run[0].lease, run[0].start
-        num_tokens = ints_on([sum(one.num_tokens for one in run)], device)
-        blocks = np.array([one.lease.block for one in run], np.int32)
-        cache, slab = lease.kind.sequences(section.view), lease.slab.sequences(section.layers)
-        with cache.at(section.block_table, start, device) as src, slab.at(blocks, 0, device) as dst:
-            copy_tokens(src, dst, num_tokens)
+        slab, start = run[0].lease.slab, run[0].start
+        num_tokens = sum(one.num_tokens for one in run)
+        blocks = np.array([one.lease.block for one in run], np.int64)
+        copiers = slab.copiers(section) if row is not None else None
+        if copiers is not None and row is not None:
+            copiers.copy(row, start, blocks, num_tokens)
+            continue
+        of_slab = table_on(BlockTable.packed(blocks[None]), device)
+        copy_tokens(
+            section.view.at(block_table=table_on(table, device), starts=ints_on([start], device)),
+            slab.view(section.layers).at(block_table=of_slab),
+            ints_on([num_tokens], device),
+        )
 
 
 def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
@@ -147,7 +168,7 @@ class _Kind:
         """tensors: of a snapshot of num_tokens tokens, which takes num_bytes"""
         self.parts, self.num_tokens = parts, num_tokens
         self.free: deque[tuple[_Slab, int]] = deque()
-        self._sequences = {id(section.view): Sequences(section.view) for section in sections}
+        self._views = [section.view for section in sections]  # kept, so that their ids stay theirs
         self._tensors = tensors
         step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
         self._block_bytes = -(-num_bytes // step) * step
@@ -156,12 +177,6 @@ class _Kind:
         self._num_blocks = 0  # of these
         self._lengths: dict[int, dict[str, Stored]] = {}
         self._lock = threading.Lock()  # of num_blocks
-
-    def sequences(self, view: CacheView) -> Sequences:
-        """Those of one of its sections' views; of another view, such as one of some of its layers,
-        they are new.
-        """
-        return self._sequences.get(id(view)) or Sequences(view)
 
     def of_length(self, num_tokens: int) -> dict[str, Stored]:
         """The tensors of a snapshot of so many tokens."""
@@ -198,11 +213,16 @@ class _Kind:
         try:
             return Lease(self, *self.free.pop())
         except IndexError:  # as much as may be kept is in use
-            return Lease(self, self._slab(1), 0, is_kept=False)
+            return Lease(None, self._slab(1), 0)
 
     def _slab(self, num_blocks: int) -> _Slab:
         return _Slab(
-            self._tensors, self._block_bytes, num_blocks, self.num_tokens, pinned=self._is_pinned
+            self._tensors,
+            self._block_bytes,
+            num_blocks,
+            self.num_tokens,
+            self._views,
+            pinned=self._is_pinned,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.lookup import find_tokens
@@ -22,6 +23,8 @@ from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
 
+BlockIds = npt.NDArray[np.integer[Any]]
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 _WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # with entries for V
 
 
@@ -235,6 +238,23 @@ def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
 @lru_cache(maxsize=64)  # most chunks have the same length
 def _ints_on_host(numbers: tuple[int, ...]) -> SeqLens:
     return SeqLens.of(numbers)
+
+
+def row_on_host(table: BlockTable | None) -> BlockIds | None:
+    """The block ids of a row, uncopied; None for a table of another format, or on a device."""
+    if table is None or table.format is not BlockTableFormat.PACKED:
+        return None
+    if table.memory is not Memory.HOST:
+        return None
+    owner = table.owner
+    if isinstance(owner, np.ndarray) and owner.size == table.indices_count:
+        blocks: BlockIds = owner.reshape(-1)
+        if blocks.__array_interface__["data"][0] == table.indices:
+            return blocks  # the quick case of every step
+    table.require_in_place("section.block_table")
+    num_bytes = table.indices_count * table.index_dtype.itemsize
+    dtype = table.index_dtype.array_name
+    return np.frombuffer(_abi.read(table.indices, num_bytes), dtype) if num_bytes else _NO_BLOCKS
 
 
 def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:

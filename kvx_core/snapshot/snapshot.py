@@ -160,10 +160,10 @@ class Snapshot:
         room = chunks.room(start, len(tokens))
         if room is None:
             return None
-        header = Header(start=start, prefix=prefix, heads=chunks.heads, parts=room.parts)
-        snapshot = cls(header, tokens, room.tensors, room.memory, lease=room.lease)
-        snapshot.array("tokens")[:] = tokens
-        return snapshot
+        header = Header(start, prefix, chunks.heads, room.parts)
+        first, num_bytes = room.tensors["tokens"].offset, 8 * len(tokens)
+        room.memory[first : first + num_bytes].view("<i8")[:] = tokens
+        return cls(header, tokens, room.tensors, room.memory, lease=room.lease)
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:

@@ -273,11 +273,14 @@ class PrefixStore:
         own = self._precision.meet(self.carried)
         held = list(layers)
         name = name_of(self._space, node, ids, held, heads, own)
+        folder = name.rpartition("/")[0]
         if from_memory and self.index.is_held(name):
             return False
+        if from_memory and not self.index.may_have_names(folder):
+            return True
         finder = self.known if from_memory else self.finder
         try:
-            found = finder.parsed(name.rpartition("/")[0])
+            found = finder.parsed(folder)
         except Unknown:
             return True
         if not found:
@@ -342,23 +345,6 @@ class PrefixStore:
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
         return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
-
-    def reserve(
-        self,
-        tokens: Sequence[int] | npt.NDArray[Any],
-        start: int,
-        stop: int,
-        chunks: Chunks,
-        *,
-        node: str | None = None,
-        base: int = 0,
-    ) -> Snapshot | None:
-        """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve.
-
-        chunks: of a run of tokens that `start` and `stop` lie in
-        """
-        node, ids = self._span(tokens, start, stop, node, base)
-        return Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.

@@ -1,4 +1,4 @@
-"""Sequences: a description that is used again never mixes requests, threads or block tables."""
+"""Copiers: a description that is used again never mixes requests, threads or block tables."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot import Chunks, MemoryPool, Precision, Section
-from kvx_core.snapshot.sequences import Sequences
+from kvx_core.lookup import find_tokens, null_blocks
+from kvx_core.snapshot import Chunks, MemoryPool, Nulls, Precision, Section
+from kvx_core.snapshot.copiers import Copiers
+from kvx_core.snapshot.section import row_on_host
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.keys import name_of
 from kvx_core.stores.prefix import PrefixStore
@@ -50,6 +52,12 @@ def of_request(seed: int, num_blocks: int) -> Section:
     """A request with its own blocks: none of them is block 0, which is null."""
     blocks = np.random.default_rng(seed).permutation(np.arange(1, BLOCKS))[:num_blocks]
     return EMPTY.of_sequence(BlockTable.packed([blocks.tolist()]))
+
+
+def row_of(held: Section) -> npt.NDArray[Any]:
+    row = row_on_host(held.block_table)
+    assert row is not None
+    return row
 
 
 def captured(held: Section, start: int, pool: MemoryPool | None, stop: int = 0) -> str | None:
@@ -101,33 +109,57 @@ def test_nothing_stays_of_a_longer_sequence() -> None:
     with pytest.raises(OutOfRangeError, match="holds 20 tokens, expected at least 24"):
         captured(short, 0, pool)
     # Nor does a copy find it that is not asked whether the table is long enough.
-    sequences = Sequences(VIEW)
-    dense = torch.zeros(1, 50 * BLOCK, 2, 8)
-    to = CacheView(
-        tuple(CacheDesc.from_kv(nhd(dense), nhd(dense.clone())) for _ in range(LAYERS)),
-        FACTS,
-        dense=True,
-    ).at()
-    for held, num_tokens in [(of_request(0, 50), 50 * BLOCK), (short, 5 * BLOCK)]:
-        with sequences.at(held.block_table, 0, None) as span:
-            copy_tokens(span, to, SeqLens.of([num_tokens]))
+    dense = torch.zeros(LAYERS, 2, 1, 50 * BLOCK, 2, 8)
+    to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
+    copiers, first = Copiers(VIEW, to), np.zeros(1, np.int64)
+    copiers.copy(row_of(of_request(0, 50)), 0, first, 50 * BLOCK)
+    copiers.copy(row_of(short), 0, first, 5 * BLOCK)
     dense.zero_()
-    with (
-        pytest.raises(OutOfRangeError, match=f"is {2**31 - 1}, expected"),
-        sequences.at(short.block_table, 0, None) as span,
-    ):
-        copy_tokens(span, to, SeqLens.of([5 * BLOCK + 1]))
+    with pytest.raises(OutOfRangeError, match=f"is {2**31 - 1}, expected"):
+        copiers.copy(row_of(short), 0, first, 5 * BLOCK + 1)
+    with pytest.raises(OutOfRangeError):
+        copiers.copy(row_of(of_request(0, 50)), 50 * BLOCK - 1, first, 2)
     assert not dense.any()
 
 
 def test_after_an_error_nobody_gets_its_description() -> None:
-    sequences, table = Sequences(VIEW), of_request(0, 5).block_table
-    with sequences.at(table, 0, None) as first, sequences.at(table, 4, None) as second:
-        assert first is not second
-    with pytest.raises(ZeroDivisionError), sequences.at(table, 0, None) as failed:
-        raise ZeroDivisionError
-    with sequences.at(table, 0, None) as one, sequences.at(table, 0, None) as other:
-        assert failed not in (one, other)
+    dense = torch.zeros(LAYERS, 2, 1, BLOCK, 2, 8)
+    to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
+    copiers, blocks, first = Copiers(VIEW, to), np.arange(1, 3), np.zeros(1, np.int64)
+    copiers.copy(blocks, 0, first, BLOCK)
+    (used,) = copiers._idle
+    copiers.copy(blocks, 0, first, BLOCK)
+    assert list(copiers._idle) == [used]
+    with pytest.raises(OutOfRangeError):
+        copiers.copy(np.array([BLOCKS]), 0, first, BLOCK)
+    assert not copiers._idle
+
+
+def test_memory_that_has_moved_is_refused_and_views_that_are_out_of_date() -> None:
+    caches = torch.ones(LAYERS, 2, 3, BLOCK, 2, 8)
+    dense = torch.zeros(LAYERS, 2, 1, BLOCK, 2, 8)
+    reasons: list[str] = []
+    cache, to = (
+        CacheView(
+            tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in tensors),
+            FACTS,
+            outdated=lambda: reasons[0] if reasons else None,
+        )
+        for tensors in (caches, dense)
+    )
+    copiers, blocks, first = Copiers(cache, to), np.arange(1, 3), np.zeros(1, np.int64)
+    copiers.copy(blocks, 0, first, BLOCK)
+    assert dense.all()
+    dense.zero_()
+    reasons.append("the engine sleeps")
+    with pytest.raises(InvalidArgumentError, match="src is out of date: the engine sleeps"):
+        copiers.copy(blocks, 0, first, BLOCK)
+    reasons.clear()
+    copiers.copy(blocks, 0, first, BLOCK)
+    assert dense.all()
+    caches.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="storage has been resized or replaced"):
+        copiers.copy(blocks, 0, first, BLOCK)
 
 
 def test_threads_never_mix() -> None:
@@ -164,10 +196,32 @@ def test_a_process_that_is_forked_off_has_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_tables_on_a_device_and_of_other_formats_are_described_anew() -> None:
+def test_tables_of_other_formats_and_some_layers_are_described_anew() -> None:
     ring = EMPTY.of_sequence(BlockTable.ring([[3, 5, 7, 9, 11, 13]]))
     assert captured(ring, 0, MemoryPool(CHUNK)) == captured(ring, 0, None) is not None
-    assert Sequences(VIEW).nulls(ring.block_table, 0, CHUNK) is None
+    held, pool = of_request(0, 9), MemoryPool(CHUNK)
+    run = Chunks([held], 0, CHUNK, pool=pool)
+    found = Snapshot.reserve_of(run, np.arange(CHUNK), start=0)
+    assert found is not None
+    for layer in (1, 0, 2):
+        found.fill(held.of([layer]))
+    assert found.digest() == captured(held, 0, None)
+
+
+@pytest.mark.parametrize("null_block_id", [-1, 0, 7])
+def test_null_blocks_are_those_that_a_migration_skips(null_block_id: int) -> None:
+    view = replace(VIEW, null_block_id=null_block_id)
+    blocks = np.array([[3, 0, -1, 7, 2, -5, 7, 0, 1]])
+    for start, stop in [(0, 36), (5, 30), (7, 8), (12, 16)]:
+        span = view.at(block_table=blocks, starts=[start])
+        places = find_tokens(span, SeqLens.of([stop - start]))["block"] < 0
+        null = null_blocks(view, blocks[0])
+        assert null.repeat(BLOCK)[start:stop].tolist() == places.tolist()
+        section = replace(EMPTY, view=view, block_table=BlockTable.packed(blocks))
+        for are_copied in (False, True):
+            nulls = Nulls(section, start, stop, are_copied=are_copied)
+            assert nulls.any(start, stop) == places.any()
+            assert nulls.all(start, stop) == places.all()
 
 
 def test_a_section_of_another_sequence() -> None:
