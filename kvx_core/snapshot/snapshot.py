@@ -451,7 +451,8 @@ class Snapshot:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None, views=views)
-        self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
+        dense = snapshot._dense
+        self.file.read(self.tensors, {name: dense.bytes_of(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
                 least = (
