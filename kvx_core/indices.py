@@ -49,6 +49,8 @@ def contiguous(
 def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
     """A list of rows as a table, padded with -1 to the longest."""
     expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
+    if type(rows) is list and len(rows) == 1 and type(rows[0]) is list and rows[0]:
+        return int64_array(f"{name}[0]", rows[0])[None]  # as a connector asks for in every step
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
         raise wrong(name, rows, expected)
     for i, row in enumerate(rows):

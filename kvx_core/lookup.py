@@ -13,7 +13,7 @@ from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import SeqLens
 from kvx_core.types import Memory
-from kvx_core.view import CacheSpan
+from kvx_core.view import CacheSpan, CacheView
 
 _PLACE = np.dtype([("block", np.int64), ("offset", np.uint32), ("pool", np.uint32)])
 
@@ -55,6 +55,17 @@ def find_tokens(
     )
     _abi.check(_abi.library().kvx_find_tokens(desc))
     return places
+
+
+def null_blocks(view: CacheView, blocks: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which entries of a PACKED table stand for no block. Does not check them. Spec: 5.1, E.2
+
+    blocks: ids of blocks of the view
+    """
+    null: npt.NDArray[np.bool_] = blocks < 0
+    if view.null_block_id >= 0:
+        null |= blocks == view.null_block_id
+    return null
 
 
 def _with_tables_on_host(span: CacheSpan) -> CacheSpan:

@@ -7,7 +7,7 @@ that no memory has moved, reads its lengths, and calls libkvx.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from kvx_core import _abi, _bound, facts
@@ -122,6 +122,29 @@ def copy_tokens(
     key = id(dst), chosen.key, "copy_tokens"
     move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key, (src, dst))
     _move_described(move, src, dst, lens, max_seq_len, stream)
+
+
+def bound_copy(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> Callable[[], None]:
+    """Binds copy_tokens between caches on the host: each call reads tables, starts and lengths anew
+    from their arrays, which stay where they are.
+
+    Raises InvalidArgumentError; the call what copy_tokens raises.
+    """
+    key = id(dst), _USUAL.key, "copy_tokens"
+    move = _bound_move(src, dst, _USUAL, key, (src, dst))
+    check_index_memory({"seq_lens": lens}, _first_tensors(src, dst), move.transfer)
+    struct = lens.to_c()
+    address = _abi.address_of(struct)
+
+    def copy(struct: object = struct) -> None:  # which keeps the struct
+        src.view.require_current("src")
+        dst.view.require_current("dst")
+        if (src.held("src"), dst.held("dst")) == move.held:
+            _check(move.call(None, None, address, 0))
+        else:  # the memory is the same, in another storage
+            copy_tokens(src, dst, lens)
+
+    return copy
 
 
 def _bound_move(

@@ -108,8 +108,10 @@ class BlockTable:
                  padded with -1 to the longest. Entries past a sequence's blocks are never read.
         Raises InvalidArgumentError, UnsupportedError.
         """
-        if not is_tensor(indices):
-            indices = padded("block_table", indices)
+        if not is_tensor(indices):  # in a step of an engine: described in one go
+            ids = padded("block_table", indices)
+            place, (rows, width) = ids.__array_interface__["data"][0], ids.shape
+            return cls(BlockTableFormat.PACKED, DType.S64, rows, width, place, ids.size, owner=ids)
         table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
         seq_count, max_blocks_per_seq = table.shape
         return cls(

@@ -60,6 +60,7 @@ class CacheView:
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
     # K's dims in another order, see kvx_core.reorder; a string: why that cannot be described.
     reordered: dict[Any, CacheView | str] = field(init=False, compare=False)
+    memo: dict[Any, Any] = field(init=False, compare=False)  # what others have found of it
     _held: list[_bound.Held] = field(init=False, compare=False)  # made by the first use
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class CacheView:
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
         set_("reordered", {})
+        set_("memo", {})
         set_("_held", [])
 
     def __repr__(self) -> str:

@@ -53,6 +53,7 @@ class WorkerHalf:
         by_request: bool,
     ) -> None:
         self._boundary, self._held, self._device = boundary, held, device
+        self._empty = [Section(p.group.layers, p.view, None, p.group.encoding) for p in held]
         self._by_request = by_request
         self._has_one_group = len({part.index for part in held}) == 1
         self._layer_of = {
@@ -167,12 +168,12 @@ class WorkerHalf:
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
         """Sections for the first `num_tokens` tokens of a request."""
-        sections = []
-        for part in self._held:
-            num_blocks = -(-num_tokens // part.group.specs[0].block_size)
-            ids = torch.tensor(
-                [block_ids[part.index][:num_blocks]], dtype=torch.int32, device=self._device
+        return [
+            section.of_sequence(
+                vllm.block_table(
+                    [block_ids[part.index][: -(-num_tokens // part.group.specs[0].block_size)]],
+                    kernel_blocks_per_block=part.kernel_blocks,
+                )
             )
-            table = vllm.block_table(ids, kernel_blocks_per_block=part.kernel_blocks)
-            sections.append(Section(part.group.layers, part.view, table, part.group.encoding))
-        return sections
+            for part, section in zip(self._held, self._empty, strict=True)
+        ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,11 @@ class _Copied:
     """The chunks of one save that are being copied, to be stored."""
 
     store: PrefixStore
-    sections: list[Section]
-    snapshots: list[Snapshot]
     missing: set[int]  # layers that have not been copied
+    sections: Sequence[Section] = ()  # what is copied from
+    snapshots: list[Snapshot] = field(default_factory=list)
+    num_bytes: int = 0  # of these
     refused: StoreError | None = None  # why chunks after these are not copied
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(snapshot.num_bytes for snapshot in self.snapshots)
 
     def fill(self, layers: Collection[int]) -> None:
         for section in self.sections:
@@ -145,11 +142,10 @@ class Saver:
             return not any(
                 self._is_missing(
                     store,
-                    save.tokens,
+                    save.tokens[start - save.start : stop - save.start],
                     start,
                     stop,
                     chain.node((start - save.start) // store.chunk_tokens),
-                    save.start,
                     from_memory=False,
                 )
                 for start, stop in store.spans(save.stop, save.start)
@@ -169,8 +165,7 @@ class Saver:
     def _reserve(self, save: Save) -> _Copied:
         """Memory for the chunks of a save that are not stored yet."""
         store = self._stores[save.salt]
-        sections = self._sections(save.block_ids, save.stop)
-        copied = _Copied(store, sections, [], set(self._layers))
+        copied = _Copied(store, set(self._layers))
         if self._pool is None:
             self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)
         chain = store.chain_of(save.tokens, save.node)
@@ -178,41 +173,47 @@ class Saver:
         pending = self._writer.pending_bytes + self._open_bytes
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
-            if not self._is_missing(store, save.tokens, start, stop, node, save.start):
+            ids = save.tokens[start - save.start : stop - save.start]
+            if not self._is_missing(store, ids, start, stop, node):
                 continue
-            if pending > limit:
+            if pending + copied.num_bytes > limit:
                 copied.refused = StoreError(
-                    f"{pending} bytes wait to be written, expected at most {limit}, as "
-                    "max_pending_bytes says"
+                    f"{pending + copied.num_bytes} bytes wait to be written, expected at most "
+                    f"{limit}, as max_pending_bytes says"
                 )
                 break
-            chunks = chunks or store.chunks(sections, start, save.stop, pool=self._pool)
-            snapshot = store.reserve(save.tokens, start, stop, chunks, node=node, base=save.start)
+            if chunks is None:
+                sections = self._sections(save.block_ids, save.stop)
+                chunks = store.chunks(sections, start, save.stop, pool=self._pool)
+                copied.sections = chunks.sections
+            snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
             if snapshot is not None:  # None: some of these tokens have left a sliding window
                 copied.snapshots.append(snapshot)
-                pending += snapshot.num_bytes
+                copied.num_bytes += snapshot.num_bytes
         return copied
 
     def _is_missing(
         self,
         store: PrefixStore,
-        tokens: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
         start: int,
         stop: int,
         node: str,
-        base: int,
         *,
         from_memory: bool = True,
     ) -> bool:
-        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk."""
+        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk.
+
+        ids: its tokens, from `start` to `stop`
+        """
         return store.missing(
-            tokens,
+            ids,
             start,
             stop,
             self._layers,
             self._heads,
             node=node,
-            base=base,
+            base=start,
             from_memory=from_memory,
         )
 
@@ -220,9 +221,7 @@ class Saver:
         """Whether a chunk that was copied is stored already. Asks the disk."""
         header, tokens = snapshot.header, snapshot.tokens
         start, stop = header.start, header.start + len(tokens)
-        return not self._is_missing(
-            store, tokens, start, stop, header.prefix, start, from_memory=False
-        )
+        return not self._is_missing(store, tokens, start, stop, header.prefix, from_memory=False)
 
     def _confirm_later(self, store: PrefixStore) -> None:
         """Has a thread ask the disk for what memory took for stored, so that what others have

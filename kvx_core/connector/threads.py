@@ -23,7 +23,9 @@ class Workers:
     def __init__(self, num_threads: int, name: str, *, exit_seconds: float = 60) -> None:
         """Starts the threads. Raises RuntimeError if they cannot be started."""
         self._num_threads, self._process = num_threads, os.getpid()
-        self._changed = threading.Condition()
+        lock = threading.RLock()  # of all below
+        self._job_added = threading.Condition(lock)
+        self._job_gone = threading.Condition(lock)
         self._jobs: deque[tuple[Hashable, Callable[[], object]]] = deque()
         self._running: dict[int, float] = {}  # threads that run a job, and since when
         self._is_over = False
@@ -43,25 +45,25 @@ class Workers:
                 f"the threads run in process {self._process} and not in {os.getpid()}, which was "
                 "forked off"
             )
-        with self._changed:
+        with self._job_added:
             if self._is_over:
                 raise RuntimeError("the threads have been shut down")
             self._jobs.append((key, job))
-            self._changed.notify_all()
+            self._job_added.notify()
 
     def cancel(self, key: Hashable) -> int:
         """Drops the jobs of this key that have not begun; returns how many."""
-        with self._changed:
+        with self._job_gone:
             kept = deque(job for job in self._jobs if job[0] != key)
             dropped = len(self._jobs) - len(kept)
             if dropped:
                 self._jobs = kept
-                self._changed.notify_all()
+                self._job_gone.notify_all()
         return dropped
 
     def stuck_seconds(self) -> float:
         """How long all threads have been at their jobs; 0 if one is free."""
-        with self._changed:
+        with self._job_gone:
             begun = list(self._running.values())
         return time.monotonic() - max(begun) if len(begun) == self._num_threads else 0.0
 
@@ -72,8 +74,8 @@ class Workers:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until all jobs have ended; returns whether they have."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs and not self._running, seconds)
+        with self._job_gone:
+            return self._job_gone.wait_for(lambda: not self._jobs and not self._running, seconds)
 
     def shutdown(self, seconds: float | None = None, *, drop: bool = False) -> bool:
         """Waits at most `seconds` for all jobs, then drops those that have not begun.
@@ -82,13 +84,14 @@ class Workers:
         Returns whether all jobs have ended.
         """
         atexit.unregister(self._at_exit)
-        with self._changed:
+        with self._job_gone:
             self._is_over = True
             if drop:
                 self._jobs.clear()
-            self._changed.notify_all()
+            self._job_added.notify_all()
+            self._job_gone.notify_all()
         have_ended = self.wait(seconds)
-        with self._changed:
+        with self._job_gone:
             self._jobs.clear()
         return have_ended
 
@@ -99,8 +102,8 @@ class Workers:
     def _run(self) -> None:
         own = threading.get_ident()
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._is_over)
+            with self._job_added:
+                self._job_added.wait_for(lambda: self._jobs or self._is_over)
                 if not self._jobs:
                     return
                 _, job = self._jobs.popleft()
@@ -111,6 +114,6 @@ class Workers:
                 _logger.exception("KVX: a job has raised")
             finally:
                 del job
-                with self._changed:
+                with self._job_gone:
                     del self._running[own]
-                    self._changed.notify_all()
+                    self._job_gone.notify_all()

@@ -44,8 +44,10 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
     return int64_array("tokens", tokens)
 
 
-def check_sections(sections: Sequence[Section]) -> None:
-    """Raises InvalidArgumentError if these sections cannot be in one snapshot."""
+def check_sections(sections: Sequence[Section], format: StorageFormat) -> None:
+    """Raises InvalidArgumentError, UnsupportedError if these sections cannot be in one snapshot of
+    this format.
+    """
     if not sections:
         raise InvalidArgumentError("sections is empty, expected at least 1 section")
     layers = [layer for section in sections for layer in section.layers]
@@ -60,6 +62,7 @@ def check_sections(sections: Sequence[Section]) -> None:
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
+        format.check(section)
 
 
 def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None:

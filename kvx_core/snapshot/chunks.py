@@ -49,19 +49,19 @@ class Chunks:
 
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        check_sections(sections)
         self.sections = tuple(sections)
-        self._format = StorageFormat.of(format)
-        for section in sections:
-            self._format.check(section)
-        self._has_planes = any(section.view.planes for section in sections)
-        self._nulls = [Nulls(section, start, stop) for section in self.sections]
-        carried = precision or Precision()
-        self._kind = pool and pool.kind(self.sections, self._format, carried, stop - start)
-        if self._kind:
-            self._parts = self._kind.parts
+        self._format, carried = StorageFormat.of(format), precision or Precision()
+        kind = None
+        if pool is not None:
+            kind = pool.kind(self.sections, self._format, carried, stop - start)
+        self._kind = kind
+        if kind is not None:
+            self._parts = kind.parts
         else:
+            check_sections(sections, self._format)
             self._parts = tuple(part_of(s, self._format, carried) for s in sections)
+        self._has_planes = kind is None and any(section.view.planes for section in sections)
+        self._nulls = [Nulls(s, start, stop, are_copied=True) for s in self.sections]
 
     @property
     def heads(self) -> tuple[int, int]:

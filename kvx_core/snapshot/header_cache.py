@@ -10,7 +10,7 @@ quotes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.header import parse_header
@@ -47,13 +47,11 @@ def parse(
     if begin is None:
         return parse_header(raw, num_tokens, num_data_bytes, name, is_signed=is_signed)
     start, prefix = int(begin[1]), begin[2].decode()
-    checksums: list[tuple[str, str]] = []
-
-    def cut(found: re.Match[bytes]) -> bytes:
-        checksums.append((found[1].decode(), found[2].decode()))
-        return b"\0" + found[1]
-
-    around = _CHECKSUM.sub(cut, raw[begin.end() :])
+    cut = _CHECKSUM.split(raw[begin.end() :])  # text, name, checksum, text, name, checksum, ...
+    names, values = ([word.decode() for word in cut[i::3]] for i in (1, 2))
+    checksums = list(zip(names, values, strict=True))
+    del cut[2::3]
+    around = b"\0".join(cut)
     key = around, at, len(raw), num_tokens, num_data_bytes, is_signed
     known = _known.get(key)
     if known is None:
@@ -73,4 +71,4 @@ def parse(
     tensors = dict(known.tensors)
     for n, value in checksums:
         tensors[n] = tensors[n].with_checksum(f"{known.kind}:{value}")
-    return replace(known.header, start=start, prefix=prefix), tensors
+    return Header(start, prefix, known.header.heads, known.header.parts), tensors

@@ -48,14 +48,10 @@ def laid_out(
     tensors: dict[str, Stored] = {}
     offset = 0
     for name, stored in entries:
-        tensors[name] = placed = Stored(
-            stored.dtype,
-            stored.shape,
-            offset,
-            original=stored.original,
-            coding=stored.coding,
+        tensors[name] = Stored(
+            stored.dtype, stored.shape, offset, "", stored.original, stored.coding
         )
-        offset += -(-placed.num_bytes // _ALIGN) * _ALIGN
+        offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
 
 

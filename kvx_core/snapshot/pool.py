@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.capture import part_of, to_capture_all
+from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
+from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precision
-from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
+from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.tables import BlockTable
-from kvx_core.view import CacheSpan, CacheView
+from kvx_core.view import CacheView
 
 _ALIGN = 64  # bytes, of each snapshot in a slab
 _MAX_KINDS = 16  # of snapshots; an engine has one or two
 _MAX_LENGTHS = 256  # of snapshots of one kind, whose tensors are remembered
-_MAX_SPANS = 256  # of a slab, which are remembered
 _SLAB_BYTES = 256 << 20  # of a slab of more than one block
 
 
@@ -42,41 +42,37 @@ class _Slab:
         block_bytes: int,
         num_blocks: int,
         block_tokens: int,
+        caches: Sequence[CacheView],
         *,
         pinned: bool,
     ) -> None:
+        """caches: that are copied from; others may be, too"""
         self.block_tokens = block_tokens
         self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
+        self._caches = caches
         self._views: dict[tuple[int, ...], CacheView] = {}
-        self._spans: dict[tuple[tuple[int, ...], tuple[int, ...]], CacheSpan] = {}
+        self._copiers: dict[int, Copiers] = {}  # by the id of the cache
 
     def block(self, index: int) -> Bytes:
         """The memory of one snapshot."""
         return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
-    def span(self, layers: tuple[int, ...], blocks: tuple[int, ...], device: Any) -> CacheSpan:
-        """K and V of these layers in blocks, as those of one sequence.
-
-        device: that reads the block table; None: the host
-        """
-        key = layers, blocks
-        found = self._spans.get(key) if device is None else None
-        if found is None:
-            table = table_on(BlockTable.packed(np.array([blocks], np.int32)), device)
-            found = self._view(layers).at(block_table=table)
-            if device is None:
-                if len(self._spans) >= _MAX_SPANS:
-                    self._spans.clear()
-                self._spans[key] = found
-        return found
-
-    def _view(self, layers: tuple[int, ...]) -> CacheView:
+    def view(self, layers: tuple[int, ...]) -> CacheView:
+        """K and V of these layers, of which a block is a snapshot."""
         found = self._views.get(layers)
         if found is None:
             found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
             self._views[layers] = found
+        return found
+
+    def copiers(self, section: Section) -> Copiers | None:
+        """Copies of a section's cache; None for another one, such as one of some of its layers."""
+        cache = section.view
+        found = self._copiers.get(id(cache))
+        if found is None and any(known is cache for known in self._caches):
+            found = self._copiers[id(cache)] = Copiers(cache, self.view(section.layers))
         return found
 
 
@@ -125,15 +121,24 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
     On a device the copies are complete after Lease.settled.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
-    device = device_of([section])
-    table = table_on(section.block_table, device)
+    device, table = device_of([section]), section.block_table
+    row = row_on_host(table) if device is None else None
     for run in _runs(snapshots):
         for one in run:
             one.lease.is_settled = device is None
-        src = section.view.at(block_table=table, starts=ints_on([run[0].start], device))
-        blocks = tuple(one.lease.block for one in run)
-        dst = run[0].lease.slab.span(section.layers, blocks, device)
-        copy_tokens(src, dst, ints_on([sum(one.num_tokens for one in run)], device))
+        slab, start = run[0].lease.slab, run[0].start
+        num_tokens = sum(one.num_tokens for one in run)
+        blocks = np.array([one.lease.block for one in run], np.int64)
+        copiers = slab.copiers(section) if row is not None else None
+        if copiers is not None and row is not None:
+            copiers.copy(row, start, blocks, num_tokens)
+            continue
+        of_slab = table_on(BlockTable.packed(blocks[None]), device)
+        copy_tokens(
+            section.view.at(block_table=table_on(table, device), starts=ints_on([start], device)),
+            slab.view(section.layers).at(block_table=of_slab),
+            ints_on([num_tokens], device),
+        )
 
 
 def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
@@ -189,11 +194,13 @@ class _Kind:
     def prepare(self, num_tokens: int) -> None:
         """Gets memory for snapshots of so many tokens in all, if it may be kept."""
         missing = -(-num_tokens // self.num_tokens) - len(self.free)
+        if missing <= 0:
+            return
         with self._lock:
             allowed = self._max_blocks - self._num_blocks
             wanted = min(max(missing, self._num_blocks), max(1, _SLAB_BYTES // self._block_bytes))
             num_blocks = min(wanted, allowed)
-            if missing <= 0 or num_blocks <= 0:
+            if num_blocks <= 0:
                 return
             slab = self._slab(num_blocks)
             self._num_blocks += num_blocks
@@ -210,7 +217,12 @@ class _Kind:
 
     def _slab(self, num_blocks: int) -> _Slab:
         return _Slab(
-            self._tensors, self._block_bytes, num_blocks, self.num_tokens, pinned=self._is_pinned
+            self._tensors,
+            self._block_bytes,
+            num_blocks,
+            self.num_tokens,
+            self._views,
+            pinned=self._is_pinned,
         )
 
 
@@ -240,14 +252,15 @@ class MemoryPool:
 
         carried:    the coarsest precision that the values had before
         num_tokens: of all snapshots that are captured now
-        Raises StoreError if there is not enough memory.
+        Raises StoreError if there is not enough memory, InvalidArgumentError, UnsupportedError.
         """
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), format, carried
-        if key not in self._kinds:
+        try:
+            kind = self._kinds[key]
+        except KeyError:
             if len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
-            self._kinds[key] = self._kind(sections, format, carried)
-        kind = self._kinds.get(key)
+            kind = self._kinds[key] = self._kind(sections, format, carried)
         if kind is not None:
             kind.prepare(num_tokens)
         return kind
@@ -255,6 +268,7 @@ class MemoryPool:
     def _kind(
         self, sections: Sequence[Section], format: StorageFormat, carried: Precision
     ) -> _Kind | None:
+        check_sections(sections, format)
         if not all(_is_plain(section.view) for section in sections):
             return None
         tensors, num_bytes = laid_out(to_capture_all(sections, self._num_tokens, format))

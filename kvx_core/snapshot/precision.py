@@ -116,6 +116,8 @@ class Precision:
 
     def meet(self, other: Precision) -> Precision:
         """The precision of values that went through both."""
+        if not other.formats or other.formats == self.formats:
+            return self
         return Precision(_coarsest((*self.formats, *other.formats)))
 
     def includes(self, other: Precision) -> bool:

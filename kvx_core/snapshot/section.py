@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.lookup import find_tokens
@@ -21,6 +23,8 @@ from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
 
+BlockIds = npt.NDArray[np.integer[Any]]
+_NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 _WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # with entries for V
 
 
@@ -68,11 +72,7 @@ class Section:
                 f"section.view has layers with {[layer.num_kv_heads for layer in view.layers]} "
                 "heads, expected the same number in all. Make a section of each"
             )
-        if self.block_table is not None and self.block_table.num_rows != 1:
-            raise InvalidArgumentError(
-                f"section.block_table has {self.block_table.num_rows} rows, expected the one of "
-                "the sequence"
-            )
+        self._check_rows()
         for layer, cache in zip(self.layers, view.layers, strict=False):
             for name, tensor in cache.tensors.items():
                 if (tensor.dtype is DType.U8) is (self.encoding == VALUES):
@@ -129,6 +129,15 @@ class Section:
             view, table = narrowed(view, table, chosen, planes=planes, **beside)
         return replace(self, layers=tuple(layers), view=view, block_table=table)
 
+    def of_sequence(self, block_table: BlockTable | None) -> Section:
+        """The same for another sequence: only its table is checked. Raises InvalidArgumentError."""
+        found, put = object.__new__(Section), object.__setattr__
+        for name in Section.__slots__:
+            put(found, name, getattr(self, name))
+        put(found, "block_table", block_table)
+        found._check_rows()
+        return found
+
     def has_null(self, start: int, stop: int) -> bool:
         """Whether some of tokens `start` to `stop` are stored nowhere, be it in K, V or a plane.
 
@@ -150,7 +159,7 @@ class Section:
 
         Raises OutOfRangeError as `has_null`.
         """
-        self._check_reach(stop)
+        self.check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()
         planes = tuple(plane.of_parts() for plane in self.view.planes)
         view = replace(self.view, planes=planes) if planes else self.view
@@ -168,7 +177,15 @@ class Section:
                 seen.add(key)
                 yield find_tokens(span, lens, plane=i)["block"] < 0
 
-    def _check_reach(self, stop: int) -> None:
+    def _check_rows(self) -> None:
+        table = self.block_table
+        if table is not None and table.num_rows != 1:
+            raise InvalidArgumentError(
+                f"section.block_table has {table.num_rows} rows, expected the one of the sequence"
+            )
+
+    def check_reach(self, stop: int) -> None:
+        """Raises OutOfRangeError if the table of K and V is too short for the first tokens."""
         table = self.block_table
         if not self.view.layers:
             return  # find_tokens says it of planes
@@ -212,10 +229,32 @@ def device_of(sections: Sequence[Section]) -> Any:
 def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
     """Numbers in memory that a copy on this device can read."""
     if device is None:
-        return SeqLens.of(numbers)
+        return _ints_on_host(tuple(numbers))
     import torch
 
     return SeqLens.of(torch.tensor(numbers, dtype=torch.int64, device=device))
+
+
+@lru_cache(maxsize=64)  # most chunks have the same length
+def _ints_on_host(numbers: tuple[int, ...]) -> SeqLens:
+    return SeqLens.of(numbers)
+
+
+def row_on_host(table: BlockTable | None) -> BlockIds | None:
+    """The block ids of a row, uncopied; None for a table of another format, or on a device."""
+    if table is None or table.format is not BlockTableFormat.PACKED:
+        return None
+    if table.memory is not Memory.HOST:
+        return None
+    owner = table.owner
+    if isinstance(owner, np.ndarray) and owner.size == table.indices_count:
+        blocks: BlockIds = owner.reshape(-1)
+        if blocks.__array_interface__["data"][0] == table.indices:
+            return blocks  # the quick case of every step
+    table.require_in_place("section.block_table")
+    num_bytes = table.indices_count * table.index_dtype.itemsize
+    dtype = table.index_dtype.array_name
+    return np.frombuffer(_abi.read(table.indices, num_bytes), dtype) if num_bytes else _NO_BLOCKS
 
 
 def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:

@@ -160,10 +160,10 @@ class Snapshot:
         room = chunks.room(start, len(tokens))
         if room is None:
             return None
-        header = Header(start=start, prefix=prefix, heads=chunks.heads, parts=room.parts)
-        snapshot = cls(header, tokens, room.tensors, room.memory, lease=room.lease)
-        snapshot.array("tokens")[:] = tokens
-        return snapshot
+        header = Header(start, prefix, chunks.heads, room.parts)
+        first, num_bytes = room.tensors["tokens"].offset, 8 * len(tokens)
+        room.memory[first : first + num_bytes].view("<i8")[:] = tokens
+        return cls(header, tokens, room.tensors, room.memory, lease=room.lease)
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:
@@ -451,7 +451,8 @@ class Snapshot:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory
         snapshot = replace(self, tensors=tensors, memory=memory, file=None, views=views)
-        self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
+        dense = snapshot._dense
+        self.file.read(self.tensors, {name: dense.bytes_of(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
                 least = (

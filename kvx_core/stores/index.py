@@ -216,6 +216,10 @@ class Index:
                 return False
         raise Unknown
 
+    def may_have_names(self, folder: str) -> bool:
+        """Whether `names` may know the answer: much quicker than to ask it."""
+        return folder in self._folders or folder.rpartition("/")[0] in self._folders
+
     def names(self, folder: str) -> list[str]:
         """The names in a folder; none if the folder above does not have it. Raises Unknown, also if
         there are many.

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
 
 OPENING_TOKENS = 8
-# Keys that are remembered: a chunk's are needed several times while it is looked for and stored.
-_MAX_KEYS, _MAX_BYTES = 256, 1 << 15
+# Of those that are remembered: a chunk's name is needed several times while it is copied and stored.
+_MAX_PLACES, _MAX_BYTES = 256, 1 << 15
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
 _NAME = re.compile(
     r"(?P<folder>[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{2,16})/"
@@ -36,6 +36,7 @@ _NAME = re.compile(
 _NODE = re.compile("[0-9a-f]{64}")
 
 Ids = npt.NDArray[np.int64]
+_ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,7 @@ def space_of(
 
 def chain(node: str, ids: Ids) -> str:
     """The key of `ids` and all tokens before them; the key of a full chunk is the next node."""
-    return _chain(node, ids.tobytes())
-
-
-def _chain(node: str, data: bytes) -> str:
-    return hashlib.sha256(bytes.fromhex(node) + data).hexdigest()
+    return _key_of(node, ids.tobytes())
 
 
 def is_node(text: str) -> bool:
@@ -92,26 +89,12 @@ def is_node(text: str) -> bool:
 
 def entry_of(node: str, ids: Ids) -> str:
     """The start of a file's name."""
-    data = ids.tobytes()
-    key = _known_chain(node, data) if len(data) <= _MAX_BYTES else _chain(node, data)
-    return f"{len(ids)}-{key}"
-
-
-_known_chain = lru_cache(_MAX_KEYS)(_chain)
+    return _place_of(node, ids.tobytes())[1]
 
 
 def opening_of(node: str, ids: Ids) -> str:
     """Two digits for each of the first tokens. Each depends on all tokens up to its own."""
-    return _opening(node, ids[:OPENING_TOKENS].tobytes())
-
-
-@lru_cache(_MAX_KEYS)
-def _opening(node: str, data: bytes) -> str:
-    crc, digits = zlib.crc32(node.encode()), bytearray()
-    for at in range(0, len(data), 8):
-        crc = zlib.crc32(data[at : at + 8], crc)
-        digits.append(crc & 0xFF)
-    return digits.hex()
+    return _opening_of(node, ids[:OPENING_TOKENS].tobytes())
 
 
 def name_of(
@@ -123,6 +106,39 @@ def name_of(
     precision: Precision,
 ) -> str:
     """The name of the file with these layers and heads of an entry."""
+    opening, entry = _place_of(node, ids.tobytes())
+    end = _end_of(tuple(layers), heads, precision)
+    return f"{space}/{node}/{opening}/{entry}{end}"
+
+
+def _place_of(node: str, ids: bytes) -> tuple[str, str]:
+    """The opening of an entry and the start of its files' names."""
+    return (_known_place if len(ids) <= _MAX_BYTES else _new_place)(node, ids)
+
+
+def _new_place(node: str, ids: bytes) -> tuple[str, str]:
+    entry = f"{len(ids) // _ID_BYTES}-{_key_of(node, ids)}"
+    return _opening_of(node, ids[: OPENING_TOKENS * _ID_BYTES]), entry
+
+
+_known_place = lru_cache(_MAX_PLACES)(_new_place)
+
+
+def _key_of(node: str, ids: bytes) -> str:
+    return hashlib.sha256(bytes.fromhex(node) + ids).hexdigest()
+
+
+def _opening_of(node: str, ids: bytes) -> str:
+    crc, opening = zlib.crc32(node.encode()), bytearray()
+    for at in range(0, len(ids), _ID_BYTES):
+        crc = zlib.crc32(ids[at : at + _ID_BYTES], crc)
+        opening.append(crc & 0xFF)
+    return opening.hex()
+
+
+@lru_cache(maxsize=64)
+def _end_of(layers: tuple[int, ...], heads: tuple[int, int], precision: Precision) -> str:
+    """The end of a file's name."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][1] == layer:
@@ -130,10 +146,7 @@ def name_of(
         else:
             runs.append([layer, layer + 1])
     ranges = "+".join(f"{lo}-{hi}" for lo, hi in runs)
-    return (
-        f"{space}/{node}/{opening_of(node, ids)}/{entry_of(node, ids)}"
-        f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
-    )
+    return f".l{ranges}.h{heads[0]}-{heads[1]}.p{precision.name}.safetensors"
 
 
 def parse_name(name: str, shape: tuple[int, int]) -> EntryFile | None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import numpy.typing as npt
 
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     Accept,
@@ -41,6 +40,7 @@ from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
+from kvx_core.stores.model_sections import ModelSections
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Usage, Used
@@ -117,6 +117,9 @@ class PrefixStore:
         self._precision, self._accept = precision.meet(self.format.precision), accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
+        self._sections = ModelSections(
+            fingerprint, self._shape, self._planes, self.format, self.is_lossy
+        )
         # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
         limit += self._planes.header_bytes
@@ -270,8 +273,11 @@ class PrefixStore:
         own = self._precision.meet(self.carried)
         held = list(layers)
         name = name_of(self._space, node, ids, held, heads, own)
+        folder = name.rpartition("/")[0]
         if from_memory and self.index.is_held(name):
             return False
+        if from_memory and not self.index.may_have_names(folder):
+            return True
         finder = self.known if from_memory else self.finder
         folder, _, last = name.rpartition("/")
         try:
@@ -335,30 +341,11 @@ class PrefixStore:
         pool:     whose memory the chunks have as long as they live; None: new memory
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        sections = [self._of_model(section) for section in sections]
-        for section in sections:
-            self._check_exact(section)
+        sections = [self._sections.of(section, captured=True) for section in sections]
         precision = self.carried
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
         return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
-
-    def reserve(
-        self,
-        tokens: Sequence[int] | npt.NDArray[Any],
-        start: int,
-        stop: int,
-        chunks: Chunks,
-        *,
-        node: str | None = None,
-        base: int = 0,
-    ) -> Snapshot | None:
-        """Makes the snapshot that `capture` returns, without copying: see Snapshot.reserve.
-
-        chunks: of a run of tokens that `start` and `stop` lie in
-        """
-        node, ids = self._span(tokens, start, stop, node, base)
-        return Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.
@@ -439,19 +426,9 @@ class PrefixStore:
         ends = {span.start + span.num_entry_tokens for span in match.spans}
         if start < stop:
             self._planes.check_stop(stop, ends)
-        sections = [self._of_model(section) for section in sections]
+        sections = [self._sections.of(section) for section in sections]
         loads = Loads(self._entries, self.finder, self._carried, self.format)
         return loads.load(match.spans, start, stop, sections, stream, progress or Progress())
-
-    def _check_exact(self, section: Section) -> None:
-        """Raises UnsupportedError if the format rounds a section and the store is an exact one."""
-        if not self._lossy and self.format.rounds(section):
-            raise UnsupportedError(
-                f"format is {self.format.name!r} and rounds K or V of layers {section.layers}, "
-                "expected numbers that it holds: the precision of this store says so, and its "
-                "entries are shared with exact ones. Choose a format that holds them all, or none. "
-                "If they are such numbers in a wider dtype, set facts.compute_dtype of the section"
-            )
 
     def _span(
         self,
@@ -471,30 +448,3 @@ class PrefixStore:
         if node is None:
             node = self.chain_of(token_ids(tokens[:start])).node(start // step)
         return node, token_ids(tokens[start - base : stop - base])
-
-    def _of_model(self, section: Section) -> Section:
-        """The section with the fingerprint and heads of this store's model filled in.
-
-        Raises InvalidArgumentError if it is of another model.
-        """
-        num_layers, total_kv_heads = self._shape
-        if max(section.layers) >= num_layers or section.heads[1] > total_kv_heads:
-            raise InvalidArgumentError(
-                f"section has layers {section.layers} and heads {section.heads}, expected them "
-                f"within the {num_layers} layers and {total_kv_heads} heads of the store"
-            )
-        view, facts = section.view, section.view.facts
-        self._planes.check_section(section)
-        for name, expected in (
-            ("total_kv_heads", total_kv_heads),
-            ("fingerprint", self._fingerprint),
-        ):
-            if getattr(facts, name) not in (None, expected):
-                raise InvalidArgumentError(
-                    f"section.view.facts.{name} is {getattr(facts, name)!r}, expected {expected!r} "
-                    "as the store has"
-                )
-        if facts.fingerprint is not None and facts.total_kv_heads is not None:
-            return section
-        facts = replace(facts, fingerprint=self._fingerprint, total_kv_heads=total_kv_heads)
-        return replace(section, view=replace(view, facts=facts))

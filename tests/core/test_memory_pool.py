@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
-from kvx_core.migrate import copy_tokens
 from kvx_core.snapshot import Chunks, MemoryPool, Section
-from kvx_core.snapshot import pool as pool_module
+from kvx_core.snapshot.copiers import Copiers
 from kvx_core.tables import BlockTable
 
 CHUNK = 24
@@ -121,12 +120,13 @@ def test_chunks_together_are_the_chunks_one_by_one(seed: int, format: str | None
 
 def test_chunks_together_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     held, pool, copies = section(0), MemoryPool(4), []
+    copy = Copiers.copy
 
     def counted(*arguments: Any) -> None:
         copies.append(arguments)
-        copy_tokens(*arguments)
+        copy(*arguments)
 
-    monkeypatch.setattr(pool_module, "copy_tokens", counted)
+    monkeypatch.setattr(Copiers, "copy", counted)
     for _ in range(3):
         run = Chunks([held], 0, 40, pool=pool)
         found = [

@@ -324,7 +324,7 @@ def test_whatever_fails_a_save_the_engine_goes_on(
     def fails(*arguments: Any, **keywords: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(worker.store, "reserve", fails)
+    monkeypatch.setattr(worker.store, "chunks", fails)
     worker.save([3, 1, 5], final=True)
     assert worker.half.take_results()[0] == {"a"}
     assert worker.stats() == {"dropped_saves": 1}
