@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
 
 OPENING_TOKENS = 8
-# Of those that are remembered: a chunk's name is needed several times while it is copied and stored.
+# What is remembered: a chunk's name is needed several times while it is copied and stored.
 _MAX_PLACES, _MAX_BYTES = 256, 1 << 15
 _RANGE = "[0-9]{1,9}-[0-9]{1,9}"
 _NAME = re.compile(
