@@ -7,9 +7,9 @@ import os
 import stat
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +28,10 @@ from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
 
 MAX_HEADER_BYTES = 16 << 20
-_MOST_PARTS = 1024  # that one writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
+_MOST_BYTES = 1 << 20  # of tensors that are read with one call
+_MOST_PARTS = (
+    1024  # that one preadv or writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
+)
 _FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
 # Without O_NONBLOCK, opening a FIFO waits for its other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -79,7 +82,7 @@ class SnapshotFile:
                 raise StoreError(f"{self.name} is no regular file, expected one")
             num_bytes = status.st_size
             first = bytearray(min(_FIRST_BYTES, num_bytes))
-            self._read_at(memoryview(first), 0)
+            self._read_at([memoryview(first)], 0)
             length = int.from_bytes(first[:8], "little")
             if num_bytes < 8 or not 2 <= length <= min(max_header_bytes, num_bytes - 8):
                 raise CorruptError(
@@ -98,7 +101,7 @@ class SnapshotFile:
             whole = first[:stop]
             if len(whole) < stop:
                 whole += bytes(stop - len(whole))
-                self._read_at(memoryview(whole)[len(first) :], len(first))
+                self._read_at([memoryview(whole)[len(first) :]], len(first))
             raw, tokens = bytes(whole[8 : 8 + length]), bytes(whole[8 + length :])
             check_seal(raw, tokens, num_data_bytes, self.name, self._key)
             return Sealed(raw, np.frombuffer(tokens, "<i8"), num_data_bytes)
@@ -130,37 +133,66 @@ class SnapshotFile:
         Raises CorruptError if the data is not what was written, StoreError if it cannot be read.
         """
 
-        def read(name: str) -> bool:
-            stored, data = tensors[name], parts[name]
-            if stored.coding:
-                data = np.empty(stored.coded_bytes, np.uint8)
-            self._read_at(data.data, stored.offset)
-            kind, _, expected = stored.checksum.partition(":")
-            if digest(data, kind, self._key) != expected:
-                return False
-            return not stored.coding or CODINGS[stored.coding].decode(parts[name], data)
+        def read(names: list[str]) -> list[str]:
+            """Reads tensors that follow one another; the names of those that have changed."""
+            data = [
+                np.empty(tensors[name].coded_bytes, np.uint8)
+                if tensors[name].coding
+                else parts[name]
+                for name in names
+            ]
+            self._read_at([each.data for each in data], tensors[names[0]].offset)
+            return [
+                name
+                for name, each in zip(names, data, strict=True)
+                if not self._is_good(tensors[name], each, parts[name])
+            ]
 
-        names = list(parts)
+        groups = _groups(tensors, parts)
         try:
-            good = in_threads(read, names, sum(len(part) for part in parts.values()))
+            bad = in_threads(read, groups, sum(len(part) for part in parts.values()))
         except EOFError:
             raise CorruptError(f"{self.name} is shorter than its header says") from None
         except (OSError, ValueError, MemoryError, RuntimeError) as error:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
-        for name, is_good in zip(names, good, strict=True):
-            if not is_good:
-                raise CorruptError(
-                    f"{self.name}: the bytes of {name} have changed since they were written"
-                )
+        for name in chain.from_iterable(bad):
+            raise CorruptError(
+                f"{self.name}: the bytes of {name} have changed since they were written"
+            )
 
-    def _read_at(self, view: memoryview, offset: int) -> None:
-        """Fills `view`. Raises EOFError, OSError, ValueError for a file that has been closed."""
-        file = self.file.fileno()
-        while view:
-            count = os.preadv(file, [view], offset)
+    def _is_good(self, stored: Stored, data: Bytes, part: Bytes) -> bool:
+        """Whether the bytes of a tensor are those that were written; decodes them into `part`."""
+        kind, _, expected = stored.checksum.partition(":")
+        if digest(data, kind, self._key) != expected:
+            return False
+        return not stored.coding or CODINGS[stored.coding].decode(part, data)
+
+    def _read_at(self, views: list[memoryview], offset: int) -> None:
+        """Fills all views. Raises EOFError, OSError, ValueError for a file that has been closed."""
+        file, left = self.file.fileno(), deque(view for view in views if view)
+        while left:
+            count = os.preadv(file, list(islice(left, _MOST_PARTS)), offset)
             if not count:
                 raise EOFError
-            view, offset = view[count:], offset + count
+            offset += count
+            _advance(left, count)
+
+
+def _groups(tensors: Mapping[str, Stored], names: Iterable[str]) -> list[list[str]]:
+    """Names of tensors that follow one another in a file and are read with one call: so few bytes
+    that they are still in the processor's cache when they are checked.
+    """
+    groups: list[list[str]] = []
+    stop = num_bytes = 0
+    for name in sorted(names, key=lambda name: tensors[name].offset):
+        stored = tensors[name]
+        if not groups or stored.offset != stop or num_bytes + stored.file_bytes > _MOST_BYTES:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(name)
+        num_bytes += stored.file_bytes
+        stop = stored.offset + stored.file_bytes
+    return groups
 
 
 class _OwnFile(io.FileIO):
@@ -240,10 +272,15 @@ def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
             written = os.writev(file.fileno(), list(islice(left, _MOST_PARTS)))
         else:
             written = file.write(left[0])
-        while left and written >= len(left[0]):
-            written -= len(left.popleft())
-        if written:
-            left[0] = left[0][written:]
+        _advance(left, written)
+
+
+def _advance(left: deque[memoryview], count: int) -> None:
+    """Drops the first `count` bytes of what is left to be read or written."""
+    while left and count >= len(left[0]):
+        count -= len(left.popleft())
+    if count:
+        left[0] = left[0][count:]
 
 
 def digest(data: Bytes, kind: str, key: Key | None) -> str:
