@@ -98,7 +98,6 @@ class Stored:
     dtype: DType
     shape: tuple[int, ...]
     offset: int = 0
-    checksum: str = ""  # in a file
     original: DType | None = None  # of the cache, if the numbers were converted when captured
     coding: str = ""  # of its bytes in a file: see coding.py
     coded_bytes: int = 0  # their number, in a file
@@ -106,18 +105,6 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-    def with_checksum(self, checksum: str) -> Stored:
-        """The same with another checksum: `replace` takes five times as long."""
-        return Stored(
-            self.dtype,
-            self.shape,
-            self.offset,
-            checksum,
-            self.original,
-            self.coding,
-            self.coded_bytes,
-        )
 
     @property
     def file_bytes(self) -> int:

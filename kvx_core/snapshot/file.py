@@ -54,6 +54,7 @@ class SnapshotFile:
         self.name = name  # for messages
         self._key = key
         self._opened: _OwnFile | None = None
+        self._kind, self._checksums = "", dict[str, str]()  # of the tensors, from `header`
 
     @classmethod
     def of(cls, path: Path, key: Key | None) -> SnapshotFile:
@@ -112,12 +113,13 @@ class SnapshotFile:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
     def header(self, found: Sealed) -> tuple[Header, dict[str, Stored]]:
-        """What the file contains; every field has been checked.
+        """What the file contains; every field has been checked. Called before `read`.
 
+        The tensors are shared with other files, and do not change.
         Raises CorruptError, StoreError.
         """
         try:
-            return header_cache.parse(
+            content = header_cache.parse(
                 found.raw,
                 len(found.tokens),
                 found.num_data_bytes,
@@ -126,6 +128,8 @@ class SnapshotFile:
             )
         except (MemoryError, RecursionError) as error:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
+        self._kind, self._checksums = content.kind, content.checksums
+        return content.header, content.tensors
 
     def read(self, tensors: Mapping[str, Stored], parts: Mapping[str, Bytes]) -> None:
         """Fills each of `parts` with the tensor of its name, and checks every byte.
@@ -145,7 +149,7 @@ class SnapshotFile:
             return [
                 name
                 for name, each in zip(names, data, strict=True)
-                if not self._is_good(tensors[name], each, parts[name])
+                if not self._is_good(name, tensors[name], each, parts[name])
             ]
 
         groups = _groups(tensors, parts)
@@ -160,10 +164,9 @@ class SnapshotFile:
                 f"{self.name}: the bytes of {name} have changed since they were written"
             )
 
-    def _is_good(self, stored: Stored, data: Bytes, part: Bytes) -> bool:
+    def _is_good(self, name: str, stored: Stored, data: Bytes, part: Bytes) -> bool:
         """Whether the bytes of a tensor are those that were written; decodes them into `part`."""
-        kind, _, expected = stored.checksum.partition(":")
-        if digest(data, kind, self._key) != expected:
+        if digest(data, self._kind, self._key) != self._checksums[name]:
             return False
         return not stored.coding or CODINGS[stored.coding].decode(part, data)
 

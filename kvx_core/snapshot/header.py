@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -138,9 +138,18 @@ def header_body(
     return body, offset
 
 
+class Content(NamedTuple):
+    """What a file contains. `tensors` are shared with files like it, and do not change."""
+
+    header: Header
+    tensors: dict[str, Stored]
+    kind: str  # of the checksums: SIGNED, XXH3 or CRC32
+    checksums: dict[str, str]  # of the tensors, by name
+
+
 def parse_header(
     raw: bytes, num_tokens: int, num_data_bytes: int, name: str, *, is_signed: bool
-) -> tuple[Header, dict[str, Stored]]:
+) -> Content:
     """Parses a header and checks every field; its tensors fill the data exactly.
 
     raw: the header without its length. num_tokens, is_signed: from its seal, checked before
@@ -174,9 +183,7 @@ def parse_header(
         )
     if reason is not None:
         raise CorruptError(f"{name}: {reason[:500]}")
-    return header, {
-        n: stored.with_checksum(f"{kind}:{checksums[n]}") for n, stored in tensors.items()
-    }
+    return Content(header, tensors, kind, checksums)
 
 
 def _text(found: Any, is_signed: bool) -> str:

@@ -10,10 +10,9 @@ quotes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-from kvx_core.snapshot.contents import Header, Stored
-from kvx_core.snapshot.header import parse_header
+from kvx_core.snapshot.contents import Header
+from kvx_core.snapshot.header import Content, parse_header
 from kvx_core.snapshot.seal import end_of_seal
 
 _MAX_BYTES = 1 << 16  # of a header that is remembered
@@ -25,22 +24,13 @@ _BEGIN = re.compile(
 _CHECKSUM = re.compile(rb'\\"([a-z0-9._]{1,64})\\":\\"([0-9a-f]{32,64})\\"')
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What was parsed, of a file with the same text around its own words."""
-
-    header: Header
-    tensors: dict[str, Stored]
-    kind: str  # of all checksums
-
-
 _Key = tuple[bytes, int, int, int, int, bool]
-_known: dict[_Key, _Known] = {}
+_known: dict[_Key, Content] = {}  # with the same text around its own words
 
 
 def parse(
     raw: bytes, num_tokens: int, num_data_bytes: int, name: str, *, is_signed: bool
-) -> tuple[Header, dict[str, Stored]]:
+) -> Content:
     """parse_header, quicker for a header like an earlier one. Arguments and errors are its."""
     at = end_of_seal(raw)
     begin = _BEGIN.match(raw, at) if len(raw) <= _MAX_BYTES and b"\0" not in raw else None
@@ -49,26 +39,23 @@ def parse(
     start, prefix = int(begin[1]), begin[2].decode()
     cut = _CHECKSUM.split(raw[begin.end() :])  # text, name, checksum, text, name, checksum, ...
     names, values = ([word.decode() for word in cut[i::3]] for i in (1, 2))
-    checksums = list(zip(names, values, strict=True))
+    checksums = dict(zip(names, values, strict=True))
     del cut[2::3]
     around = b"\0".join(cut)
     key = around, at, len(raw), num_tokens, num_data_bytes, is_signed
     known = _known.get(key)
     if known is None:
-        header, tensors = parse_header(raw, num_tokens, num_data_bytes, name, is_signed=is_signed)
-        kind = tensors["tokens"].checksum.partition(":")[0]
+        found = parse_header(raw, num_tokens, num_data_bytes, name, is_signed=is_signed)
         if (
-            (header.start, header.prefix) == (start, prefix)
-            and len(checksums) == len(tensors)
-            and {n: f"{kind}:{value}" for n, value in checksums}
-            == {n: stored.checksum for n, stored in tensors.items()}
-            and not any(part.planes for part in header.parts)  # what they may be depends on start
+            (found.header.start, found.header.prefix) == (start, prefix)
+            and len(names) == len(checksums)
+            and checksums == found.checksums
+            # What planes may be depends on the start.
+            and not any(part.planes for part in found.header.parts)
         ):
             if len(_known) >= _MAX_HEADERS:
                 _known.clear()
-            _known[key] = _Known(header, tensors, kind)
-        return header, dict(tensors)
-    tensors = dict(known.tensors)
-    for n, value in checksums:
-        tensors[n] = tensors[n].with_checksum(f"{known.kind}:{value}")
-    return Header(start, prefix, known.header.heads, known.header.parts), tensors
+            _known[key] = found
+        return found
+    header = Header(start, prefix, known.header.heads, known.header.parts)
+    return Content(header, known.tensors, known.kind, checksums)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvx_core.migrate import copy_tokens
 from kvx_core.ops import device_status
-from kvx_core.snapshot.contents import is_row, is_scale
+from kvx_core.snapshot.contents import Stored, is_row, is_scale
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.scales import has_vector_scales
@@ -97,10 +97,15 @@ def can_join(snapshots: Sequence[Snapshot]) -> bool:
         and len(one.tokens) == len(first.tokens)
         and one.header.heads == first.header.heads
         and one.header.parts == first.header.parts
-        and one.tensors.keys() == first.tensors.keys()
-        and all(t.type == first.tensors[n].type for n, t in one.tensors.items())
-        and all(t.offset == first.tensors[n].offset for n, t in one.tensors.items())
+        and (one.tensors is first.tensors or _are_alike(one.tensors, first.tensors))
         for i, one in enumerate(snapshots[1:], 1)
+    )
+
+
+def _are_alike(tensors: dict[str, Stored], others: dict[str, Stored]) -> bool:
+    """Whether tensors have the same names, types and offsets."""
+    return tensors.keys() == others.keys() and all(
+        (t.type, t.offset) == (others[n].type, others[n].offset) for n, t in tensors.items()
     )
 
 

@@ -43,7 +43,7 @@ from kvx_core.snapshot.contents import (
 from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, file_of, write
-from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
+from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out_alike
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
@@ -301,7 +301,7 @@ class Snapshot:
         """Bytes of memory that `read` needs for these layers: a multiple of PAGE, and of each
         element's bytes, so that `restore_all` can take snapshots that follow one another there.
         """
-        tensors, num_bytes = laid_out((n, self.tensors[n]) for n in self.names_of(layers))
+        tensors, num_bytes = laid_out_alike(self.tensors, tuple(self.names_of(layers)))
         step = lcm(PAGE, *{stored.dtype.itemsize for stored in tensors.values()})
         return -(-num_bytes // step) * step
 
@@ -446,7 +446,7 @@ class Snapshot:
     def _read(
         self, names: Sequence[str], memory: Bytes | None, views: Views | None = None
     ) -> Snapshot:
-        tensors, num_bytes = laid_out((name, self.tensors[name]) for name in names)
+        tensors, num_bytes = laid_out_alike(self.tensors, tuple(names))
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory

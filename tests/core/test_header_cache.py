@@ -88,7 +88,8 @@ def test_what_is_found_is_what_a_parser_finds(
     for path in paths:
         with Snapshot.open(path, key=key) as file:
             raw, *counts = sealed(path, key)
-            header, tensors = outcome(parse_header, raw, *counts, is_signed=key is not None)
+            content = outcome(parse_header, raw, *counts, is_signed=key is not None)
+            header, tensors = content.header, content.tensors
             assert (file.header, file.tensors) == (header, tensors)
             assert list(file.tensors) == list(tensors)
             data = file.read(file.header.layers)
