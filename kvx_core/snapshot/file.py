@@ -188,13 +188,13 @@ def _groups(tensors: Mapping[str, Stored], names: Iterable[str]) -> list[list[st
     groups: list[list[str]] = []
     stop = num_bytes = 0
     for name in sorted(names, key=lambda name: tensors[name].offset):
-        stored = tensors[name]
-        if not groups or stored.offset != stop or num_bytes + stored.file_bytes > _MOST_BYTES:
+        offset, more = tensors[name].offset, tensors[name].file_bytes
+        if not groups or offset != stop or num_bytes + more > _MOST_BYTES:
             groups.append([])
             num_bytes = 0
         groups[-1].append(name)
-        num_bytes += stored.file_bytes
-        stop = stored.offset + stored.file_bytes
+        num_bytes += more
+        stop = offset + more
     return groups
 
 

@@ -450,7 +450,7 @@ class Snapshot:
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
         memory = host_memory(num_bytes) if memory is None else memory
-        snapshot = replace(self, tensors=tensors, memory=memory, file=None, views=views)
+        snapshot = Snapshot(self.header, self.tokens, tensors, memory, views=views, name=self.name)
         dense = snapshot._dense
         self.file.read(self.tensors, {name: dense.bytes_of(name) for name in names})
         for name in names:
