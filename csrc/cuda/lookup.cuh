@@ -16,13 +16,13 @@ struct Pair {
   uint32_t plane;
 };
 
-template <uint32_t kPairs>
-__device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
+template <class P>
+__device__ __forceinline__ Pair this_pair(const P &p) {
   const uint32_t index = blockIdx.y;
   const uint8_t lookup = p.lookup[index];
   // Where each plane has entries of its own, each pair reports.
   const bool reports = index == p.reporter[lookup] || p.lookups[lookup].differs_by_plane();
-  return {p.bases[index], lookup, p.is_v[index], reports, p.plane[index]};
+  return {p.bases_of(index), lookup, p.is_v[index], reports, p.plane_of(index)};
 }
 
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
