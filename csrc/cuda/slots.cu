@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, 4) slots_kernel(const __grid_constan
     if (token >= tokens) return;
     const uint32_t unit = at.remainder, head = p.units.per_head.quotient(unit);
     const uint32_t in_head = unit - head * p.units.per_head.divisor;
-    const uint8_t *const from = p.src_of(index) + token * src.token_stride +
-                                head * src.head_stride + in_head * sizeof(V);
+    const uint8_t *const from =
+        p.src_of(index) + token * src.token_stride + head * src.head_stride + in_head * sizeof(V);
     const V vector = load<V>(from);  // before its slot is known
     Place to;
     if (place_of_slot(slots, slots.indices[token], &to) != Fault::kNone && unit == 0) {
