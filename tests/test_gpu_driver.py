@@ -1,19 +1,21 @@
-"""What `python3 -m benchmarks.gpu` asks of a driver, with a stand-in for it."""
+"""What `python3 -m benchmarks.gpu` asks of a driver, and of torch on a GPU, with stand-ins."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from benchmarks.gpu import driver
+from benchmarks import hybrid
+from benchmarks.gpu import driver, peers
 from benchmarks.gpu.cases import REHEARSAL
 from benchmarks.gpu.peers import Peers
-from benchmarks.gpu.places import Place, Rehearsal
+from benchmarks.gpu.places import Gpu, Place, Rehearsal
 from benchmarks.gpu.tiers import cases
 from benchmarks.gpu.write_combined import WriteCombinedHost
 from kvx_core import Layout, Memory, describe
@@ -103,3 +105,63 @@ def test_a_tier_that_is_read_is_measured_in_both_kinds_of_memory() -> None:
     for how in ("", ", copy engine"):
         assert f"pinned tier to pool{how}" in names
         assert f"write-combined tier to pool{how}" in names
+
+
+# ---- Cases that a machine with engines would break ----
+
+
+def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises ahead of the capture, in torch's mode for that, which ends with it."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def capture() -> Any:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", capture)
+
+    def waits() -> None:
+        assert modes == ["error"]
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    place = Gpu.__new__(Gpu)
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        place.contestant([waits], 1)
+    assert modes == ["error", "default"]
+    with pytest.raises(AssertionError, match="captured"):
+        place.contestant([lambda: None], 1)
+
+
+def test_vllms_cpu_ops_are_not_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CUDA build, on a processor that its CPU ops would run on, does not have them."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(hybrid, "find_spec", lambda name: object())
+    imported: list[str] = []
+    module = SimpleNamespace(
+        CpuPlatform=SimpleNamespace(import_kernels=lambda: imported.append("kernels"))
+    )
+    monkeypatch.setitem(sys.modules, "vllm.platforms.cpu", module)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(), raising=False)
+    with torch.device("meta"):
+        assert not hybrid._has_vllms_ops()
+    assert not imported
+    assert not hybrid._has_vllms_ops()
+    assert imported == ["kernels"]
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(save_partial_states_cpu=None))
+    assert hybrid._has_vllms_ops()
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "names"),
+    [("write", ["vllm", "flashinfer"]), ("migrate", ["lmcache"]), ("tiers", [])],
+)
+def test_a_benchmark_imports_its_own_peers_alone(
+    monkeypatch: pytest.MonkeyPatch, benchmark: str, names: list[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ImportError("not here")
+
+    for name in ("_vllm", "_flashinfer", "_lmcache"):
+        monkeypatch.setattr(peers, name, fail)
+    found = peers.find(Rehearsal(Memory.HOST), benchmark)
+    assert found.absent == dict.fromkeys(names, "ImportError: not here")
