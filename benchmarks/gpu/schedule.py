@@ -75,8 +75,8 @@ class Request:
 
 
 def machine(command: str, commit: str | None) -> Step:
-    """Goes ahead of all others, which need to know of the GPU. The first import of torch on a machine
-    reads gigabytes from a disk that may be a network's."""
+    """Goes ahead of all others, which need to know of the GPU. The first import of torch reads
+    gigabytes, perhaps from a disk of the network."""
     facts = [sys.executable, "-m", "benchmarks.gpu.facts", command, *filter(None, [commit])]
     return Step("machine", "names GPU, driver and versions", facts, 300)
 
