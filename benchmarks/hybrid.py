@@ -307,13 +307,17 @@ CASES: dict[str, Callable[[int], Work]] = {
 
 
 def _has_vllms_ops() -> bool:
-    """Loads vLLM's library, which has these ops for such processors alone."""
-    if not torch.cpu._is_avx512_bf16_supported() or find_spec("vllm") is None:
+    """Loads vLLM's library, which has these ops for such processors alone, and in its CPU build.
+
+    They are no ways on a GPU, where benchmarks.gpu makes the same cases.
+    """
+    on_cpu = torch.get_default_device().type == "cpu"
+    if not on_cpu or not torch.cpu._is_avx512_bf16_supported() or find_spec("vllm") is None:
         return False
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()
-    return True
+    return hasattr(torch.ops._C, "save_partial_states_cpu")
 
 
 def _random(*shape: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import CacheDesc, CacheSpan, ScaleDesc, SeqLens, _abi
+from kvx_core import CacheDesc, CacheSpan, Plane, ScaleDesc, SeqLens, _abi
 from kvx_core.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, Transfer
 from tests import native
@@ -236,6 +236,7 @@ class Backend:
         view = replace(
             view,
             layers=tuple(map(self.moved_layer, view.layers)),
+            planes=tuple(map(self.moved_plane, view.planes)),
             k_scales=view.k_scales and tuple(map(self.moved_scale, view.k_scales)),
             v_scales=view.v_scales and tuple(map(self.moved_scale, view.v_scales)),
             k_zeros=view.k_zeros and tuple(map(self.moved_scale, view.k_zeros)),
@@ -260,6 +261,12 @@ class Backend:
             k=self.moved(layer.k, data=0),
             v=layer.v and self.moved(layer.v, data=0),
             pool=layer.pool and self.moved(layer.pool, primary=0, secondary=0),
+        )
+
+    def moved_plane(self, plane: Plane) -> Plane:
+        scale, zero = self.moved_scale(plane.scale), self.moved_scale(plane.zero)
+        return replace(
+            self.moved(replace(plane, scale=None, zero=None), data=0), scale=scale, zero=zero
         )
 
     def moved_scale(self, scale: ScaleDesc | None) -> ScaleDesc | None:

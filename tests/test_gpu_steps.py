@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import facts, schedule, tools
+from benchmarks.gpu import driver, facts, schedule, tools
 from benchmarks.gpu.schedule import Request
 from benchmarks.gpu.steps import FAILED, NOT_THERE, PASSED, TIMED_OUT, Outcome, Step, run
 from tests.native import ROOT
@@ -192,9 +192,9 @@ def no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(path: Path) -> Path:
+def program(path: Path, says: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n")
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)
     importlib.invalidate_caches()
     return path
@@ -218,6 +218,63 @@ def test_nvcc_is_found_where_it_is_not_on_path(
     assert tools.find_nvcc() == named
     on_path = program(no_tools / "empty/nvcc")
     assert tools.find_nvcc() == on_path
+
+
+def test_the_driver_runs_what_the_nvcc_that_is_taken_builds(
+    no_tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is newer than the driver, or too old for C++20, is taken if there is no other."""
+    monkeypatch.setattr(driver, "cuda_version", lambda: (12, 4))
+    newer = program(no_tools / "local/cuda-13.0/bin/nvcc", "release 13.0, V13.0.48")
+    assert tools.find_nvcc() == newer
+    assert tools.unsuitable(newer) == (
+        f"{newer} is of CUDA 13, but this machine's driver runs CUDA 12.4 and earlier: name a "
+        "toolkit of CUDA 12 in CUDA_HOME"
+    )
+    assert tools.unsuitable(newer) in tools.missing(with_nvcc=True)
+    older = program(no_tools / "local/cuda-11.8/bin/nvcc", "release 11.8, V11.8.89")
+    assert tools.unsuitable(older) == f"{older} is of CUDA 11, expected 12 or later"
+    assert tools.find_nvcc() == newer
+    assert "KVX_PYPI_NVCC" not in schedule.environment(Request(no_tools))
+    wheel = program(no_tools / "site/nvidia/cu12/bin/nvcc", "release 12.9, V12.9.86")
+    assert tools.find_nvcc() == wheel
+    assert schedule.environment(Request(no_tools))["KVX_PYPI_NVCC"] == "1"
+    fits = program(no_tools / "local/cuda-12.6/bin/nvcc", "release 12.6, V12.6.20")
+    assert tools.find_nvcc() == fits
+    assert "KVX_PYPI_NVCC" not in schedule.environment(Request(no_tools))
+    assert not [said for said in tools.missing(with_nvcc=True) if "nvcc" in said]
+    monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
+    assert tools.find_nvcc() == newer
+
+
+def test_a_first_import_of_torch_may_take_minutes() -> None:
+    """Without the GPU's name nothing is run."""
+    assert schedule.machine("", None).seconds >= 300
+
+
+def test_what_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.6.0a0+df5bbc09d1.nv24.12", "pytest": "8.1.1"}
+    monkeypatch.setattr(tools, "version", versions.__getitem__)
+    assert [said for said in tools.missing(with_nvcc=False) if "or later" in said] == [
+        f"torch 2.11 or later: {sys.executable} has 2.6"
+    ]
+
+
+def test_sanitizers_look_at_kernels_not_at_calls(no_tools: Path) -> None:
+    program(no_tools / "empty/compute-sanitizer")
+    steps = {s.name: s for s in schedule.steps(Request(no_tools, capability="9.0"))}
+    command = steps["memcheck"].command
+    assert command[command.index("--report-api-errors") + 1] == "no"
+
+
+def test_formats_are_tested_where_gguf_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def step_of_formats() -> Step:
+        return {s.name: s for s in schedule.steps(Request(tmp_path))}["test_formats"]
+
+    monkeypatch.setattr(tools, "has", lambda name: name != "gguf")
+    assert step_of_formats().unavailable == "gguf cannot be imported: pip install gguf"
+    monkeypatch.setattr(tools, "has", lambda name: True)
+    assert step_of_formats().unavailable is None
 
 
 def test_tools_of_packages_are_found(no_tools: Path) -> None:

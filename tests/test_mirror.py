@@ -7,7 +7,7 @@ import torch
 
 from kvx_core.errors import OutOfRangeError
 from kvx_core.types import Memory, ScaleGranularity
-from tests import test_codecs, test_migrate, test_write_gather
+from tests import test_affine, test_codecs, test_migrate, test_write_gather
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes, random_values
 from tests.calls import HOSTGRID, Backend, Mirror
 
@@ -44,11 +44,12 @@ def test_copies_are_aligned_alike() -> None:
 
 
 def test_calls_in_copies_pass_the_same_tests(mirrored: Backend) -> None:
-    """Both pools, tables of every kind, scales, outputs of any strides, and what is skipped."""
+    """Both pools, tables of every kind, scales, planes, outputs of any strides, what is skipped."""
     for kinds in (("kv_offsets", "slots"), ("ragged", "kv_offsets"), ("dense", "packed64")):
         test_migrate.test_migrate_every_pair_of_ends(mirrored, *kinds)
     for granularity in (ScaleGranularity.PER_TENSOR, ScaleGranularity.PER_TOKEN_HEAD):
         test_codecs.test_every_granularity(mirrored, "nhd", granularity, torch.float16)
+    test_affine.test_planes(mirrored)
     test_write_gather.test_gather_into_any_strides(mirrored, "nhd", "strided", True)
     test_write_gather.test_write_with_the_v1_scale_pointers(mirrored)
     test_write_gather.test_a_block_out_of_range(mirrored, torch.int64)

@@ -20,7 +20,7 @@ from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError
 from kvx_core.types import Layout, ScaleGranularity
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes, random_values, scaled
-from tests.calls import BACKENDS, Backend
+from tests.calls import Backend
 from tests.reference import Layer
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -149,37 +149,6 @@ def test_many_layers(backend: Backend) -> None:
     sizes = Geometry(num_blocks=2, num_kv_heads=2, head_dim=16, num_layers=70)
     cache = LAYOUTS["nhd"](sizes, BF16, 5)
     check(backend, cache, tokens_of(cache.layers, 3, BF16, 5), torch.tensor([6, -1, 2]))
-
-
-class Launched(ctypes.Structure):
-    """Launched of tests/hostgrid/hostgrid.h."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_void_p),
-        ("grid_x", ctypes.c_uint32),
-        ("grid_y", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("parameters", ctypes.c_void_p),
-        ("parameter_bytes", ctypes.c_uint32),
-    )
-
-
-def test_layers_that_differ_in_their_addresses_are_one_launch() -> None:
-    (on,) = (backend for backend in BACKENDS if backend.name == "hostgrid")
-    cache = LAYOUTS["nhd"](Geometry(num_layers=32), BF16, 1)
-    write = Write(on, cache.layers, tokens_of(cache.layers, 1, BF16, 1), torch.tensor([3]))
-    pairs: list[int] = []
-    take = ctypes.CFUNCTYPE(None, ctypes.POINTER(Launched))(
-        lambda launched: pairs.append(launched.contents.grid_y)
-    )
-    on.library().kvx_hostgrid_run_with(take)  # nothing is written
-    try:
-        write.run()
-    finally:
-        on.library().kvx_hostgrid_run_with(None)
-        on.forget()
-    assert pairs == [64, 1]  # K and V of each layer; kvx_device_status
 
 
 @pytest.mark.parametrize("count", [0, 4])

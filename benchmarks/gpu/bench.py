@@ -26,12 +26,12 @@ def main() -> None:
     options = _options()
     place: Place = Rehearsal(Memory[options.rehearse.upper()]) if options.rehearse else Gpu()
     size = REHEARSAL if options.rehearse else QUICK if options.quick else FULL
-    found = peers.find(place)
     options.results.mkdir(parents=True, exist_ok=True)
-    for name, why in found.absent.items():
-        print(f"{name} is not there: {why}")
     failed = False
     for name in options.benchmarks or BENCHMARKS:
+        found = peers.find(place, name)
+        for peer, why in found.absent.items():
+            print(f"{peer} is not there: {why}")
         result: dict[str, Any] = {
             "benchmark": name,
             **facts(command_of("benchmarks.gpu.bench"), options.commit),

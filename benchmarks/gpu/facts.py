@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import RESULT_VARIABLE, ROOT, tools
+from benchmarks.gpu import RESULT_VARIABLE, ROOT, driver, tools
 
 # Whose versions are named where they are there.
 _PACKAGES = (
@@ -65,6 +65,7 @@ def _versions() -> dict[str, str | None]:
         "kvx": project[1] if project else None,
         "python": platform.python_version(),
         "driver": (output_of(*smi) or "").partition("\n")[0],
+        "CUDA of the driver": ".".join(map(str, driver.cuda_version() or ())),
         "CUDA of torch": _cuda_of_torch(),
         "nvcc": _number(tools.find_nvcc(), r"release [\d.]+, V([\d.]+)"),
         "cmake": _number(tools.find("cmake"), r"version ([\w.]+)"),

@@ -39,15 +39,18 @@ class Peers:
     absent: dict[str, str] = field(default_factory=dict)
 
 
-def find(place: Place) -> Peers:
-    """Imports what can be imported."""
+def find(place: Place, benchmark: str) -> Peers:
+    """Imports what can be imported of those that take part in a benchmark: others' imports would
+    take as long as its measurements."""
     peers = Peers()
-    loaders: Sequence[tuple[str, dict[str, Any], Callable[[], Any]]] = (
-        ("vllm", peers.writers, _vllm),
-        ("flashinfer", peers.writers, _flashinfer),
-        ("lmcache", peers.migrators, partial(_lmcache, place)),
+    loaders: Sequence[tuple[str, str, dict[str, Any], Callable[[], Any]]] = (
+        ("vllm", "write", peers.writers, _vllm),
+        ("flashinfer", "write", peers.writers, _flashinfer),
+        ("lmcache", "migrate", peers.migrators, partial(_lmcache, place)),
     )
-    for name, found, load in loaders:
+    for name, of, found, load in loaders:
+        if of != benchmark:
+            continue
         try:
             found[name] = load()
         except Exception as error:  # whatever an import raises, the peer is not there

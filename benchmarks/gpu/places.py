@@ -66,8 +66,15 @@ class Gpu:
         """The calls as a CUDA graph, timed by events around a replay.
 
         The replay is queued while the flush before it still runs, so that no time of the host
-        counts.
+        counts. What waits for the GPU cannot be captured, and raises before it is: a capture that
+        fails leaves torch's random numbers and its memory unusable for all later cases.
         """
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for call in calls:
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             for call in calls:

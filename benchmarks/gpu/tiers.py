@@ -1,7 +1,8 @@
 """Migrations beyond one GPU: from its pool to pinned memory of the host and back, to another GPU.
 
-A tier keeps blocks in the order in which they came. Two GPUs with peer access take one call;
-elsewhere a pool goes through a tier.
+A tier keeps blocks in the order in which they came; one from which pools are read is measured in
+write-combined memory as well. Two GPUs with peer access take one call; elsewhere a pool goes
+through a tier.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.gpu.caches import BASE, Cache, new, random_blocks
 from benchmarks.gpu.cases import Case, Named, Size
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Call, OtherGpu, PinnedHost, Place
+from benchmarks.gpu.write_combined import WriteCombinedHost
 from kvx_core import BlockTable, CacheFacts, CacheSpan, CacheView, Transfer
 
 _LAYOUT = "split"
@@ -40,8 +42,11 @@ def cases(place: Place, size: Size, peers: Peers) -> Iterator[Named]:
     has_peer = _has_peer(place, peers)
     for transfer in (Transfer.KERNEL, Transfer.COPY_ENGINE):
         how = "" if transfer is Transfer.KERNEL else ", copy engine"
-        yield Named(f"pool to pinned tier{how}", partial(_tier, place, size, transfer, True))
-        yield Named(f"pinned tier to pool{how}", partial(_tier, place, size, transfer, False))
+        pinned = partial(_tier, place, size, transfer, PinnedHost)
+        yield Named(f"pool to pinned tier{how}", partial(pinned, True))
+        yield Named(f"pinned tier to pool{how}", partial(pinned, False))
+        combined = partial(_tier, place, size, transfer, WriteCombinedHost)
+        yield Named(f"write-combined tier to pool{how}", partial(combined, False))
     if has_peer:
         yield Named("one GPU to another", partial(_two_gpus, place, size))
 
@@ -56,8 +61,10 @@ def _has_peer(place: Place, peers: Peers) -> bool:
     return False
 
 
-def _tier(place: Place, size: Size, transfer: Transfer, to_host: bool) -> Case:
-    host = PinnedHost(place)
+def _tier(
+    place: Place, size: Size, transfer: Transfer, memory: type[PinnedHost], to_host: bool
+) -> Case:
+    host = memory(place)
     pool, tier = _end(place, size, shuffled=True), _end(host, size, shuffled=False)
     src, dst = (pool, tier) if to_host else (tier, pool)
     family = families.TIER if transfer is Transfer.KERNEL else families.BESIDE

@@ -60,10 +60,12 @@ struct UnitsAt {
 };
 
 __device__ __forceinline__ UnitsAt src_units(const AffineParams &p, uint32_t pair) {
-  return {p.affine.src, p.shape.src.dtype, p.beside[pair].src_scales, p.beside[pair].src_zeros};
+  return {p.affine.src, p.shape.src.dtype, p.address_of(pair, kSrcUnitScales),
+          p.address_of(pair, kSrcUnitZeros)};
 }
 __device__ __forceinline__ UnitsAt dst_units(const AffineParams &p, uint32_t pair) {
-  return {p.affine.dst, p.shape.dst.dtype, p.beside[pair].dst_scales, p.beside[pair].dst_zeros};
+  return {p.affine.dst, p.shape.dst.dtype, p.address_of(pair, kDstUnitScales),
+          p.address_of(pair, kDstUnitZeros)};
 }
 
 // Number d of a head at the source, whose first one lies at `from`. `scale` is that of FP8. Without

@@ -16,13 +16,13 @@ struct Pair {
   uint32_t plane;
 };
 
-template <uint32_t kPairs>
-__device__ __forceinline__ Pair this_pair(const Params<kPairs> &p) {
+template <class P>
+__device__ __forceinline__ Pair this_pair(const P &p) {
   const uint32_t index = blockIdx.y;
   const uint8_t lookup = p.lookup[index];
   // Where each plane has entries of its own, each pair reports.
   const bool reports = index == p.reporter[lookup] || p.lookups[lookup].differs_by_plane();
-  return {p.bases[index], lookup, p.is_v[index], reports, p.plane[index]};
+  return {p.bases_of(index), lookup, p.is_v[index], reports, p.plane_of(index)};
 }
 
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
@@ -186,10 +186,11 @@ __device__ __forceinline__ Token token_of_lane(const Token &own, uint32_t lane) 
   return token;
 }
 
-// Calls move(token, first, last) for every token of which this warp moves units [first, last). The
-// lanes find the tokens in parallel, one each. kPlaces: move needs the token's places.
-template <bool kPlaces, class P, class Move>
-__device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
+// Calls take(own, first, last) for up to 32 tokens at a time, of which this warp moves units
+// [first, last). The lanes find the tokens in parallel, one each: `own`, of which a lane may have
+// none.
+template <class P, class Take>
+__device__ __forceinline__ void each_round_of_warp(const P &p, const Pair &pair, Take take) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t items = p.chunks * p.parts.divisor;
   for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
@@ -207,10 +208,19 @@ __device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair,
       Token own{};
       if (lane < chunk.end - chunk.begin)
         own = token_at(p, pair, chunk, chunk.begin + lane, reports);
-      for (uint32_t left = __ballot_sync(~0u, own.dst != nullptr); left; left &= left - 1)
-        move(token_of_lane<kPlaces>(own, __ffs(static_cast<int>(left)) - 1), first, last);
+      take(own, first, last);
     }
   }
+}
+
+// Calls move(token, first, last) for every token of which this warp moves units [first, last).
+// kPlaces: move needs the token's places.
+template <bool kPlaces, class P, class Move>
+__device__ __forceinline__ void each_token_of_warp(const P &p, const Pair &pair, Move move) {
+  each_round_of_warp(p, pair, [&](const Token &own, uint32_t first, uint32_t last) {
+    for (uint32_t left = __ballot_sync(~0u, own.dst != nullptr); left; left &= left - 1)
+      move(token_of_lane<kPlaces>(own, __ffs(static_cast<int>(left)) - 1), first, last);
+  });
 }
 
 // Bytes from a token's first element to unit `unit` of head `head`.

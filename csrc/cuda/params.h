@@ -7,14 +7,7 @@
 
 namespace kvx::cuda {
 
-// Pairs of planes of one launch: one layer's, as a decode step has them, and a model's.
-constexpr uint32_t kFewPairs = 2;
-#ifdef KVX_ONE_SIZE  // builds that compile for minutes compile each kernel once
-constexpr uint32_t kMostPairs = 2 * kFewPairs;
-#else
-constexpr uint32_t kMostPairs = 512;  // kernel parameters hold at most 32764 bytes
-#endif
-constexpr uint32_t kMostAffine = 64;        // of pairs with zero points
+constexpr uint32_t kFewPairs = 2;           // of one layer, as a decode step has them
 constexpr uint64_t kMostItems = INT32_MAX;  // chunks x parts: kernels count with 32 bits
 constexpr uint32_t kWarp = 32;
 // Threads of a block, in every kernel. Four blocks share a multiprocessor, so a thread has 64
@@ -114,31 +107,92 @@ struct Common {
   Status *status;
 };
 
+// Few pairs: each has all of its numbers.
 template <uint32_t kPairs>
 struct Params : Common {
   Bases bases[kPairs];
   uint32_t plane[kPairs];
   uint8_t lookup[kPairs];  // which of the two
   bool is_v[kPairs];
+
+  KVX_HD const uint8_t *src_of(uint32_t pair) const { return bases[pair].src; }
+  KVX_HD uint8_t *dst_of(uint32_t pair) const { return bases[pair].dst; }
+  KVX_HD const Bases &bases_of(uint32_t pair) const { return bases[pair]; }
+  KVX_HD uint32_t plane_of(uint32_t pair) const { return plane[pair]; }
 };
 
-// The base addresses of the scales and zero points of one pair.
-struct UnitBases {
-  uint8_t *src_scales, *src_zeros, *dst_scales, *dst_zeros;
+// What pairs of a launch may differ in: addresses, and a plane's index where tables have entries of
+// each plane. Those of scales and zero points beside the data come last.
+enum Column : uint8_t {
+  kSrc,
+  kDst,
+  kSrcSecondary,
+  kDstSecondary,
+  kSrcScales,
+  kDstScales,
+  kPlane,
+  kSrcUnitScales,
+  kSrcUnitZeros,
+  kDstUnitScales,
+  kDstUnitZeros,
+  kColumns
 };
 
-// Of pairs with zero points.
-struct AffineParams : Params<kMostAffine> {
-  AffinePair affine;  // of every pair; its pointers are in `beside`
-  UnitBases beside[kMostAffine];
+// Many pairs, in less than 4 KB: what every driver takes, and a launch copies all of it. A column
+// that is 0 in all pairs takes no room. Each pair has a source and a destination, whose columns
+// begin where the compiler knows; others lie behind these two, where fewer pairs leave room.
+template <uint32_t kPairs>
+struct CompactParams : Common {
+  uint32_t at[kColumns];  // where a column begins
+  uintptr_t numbers[2 * kPairs];
+  uint8_t lookup[kPairs];  // which of the two
+  bool is_v[kPairs];
+
+  // The most pairs that have this many columns.
+  static constexpr uint32_t most_pairs(uint32_t columns) { return kPairs / ((columns + 1) / 2); }
+
+  KVX_HD uint8_t *src_of(uint32_t pair) const { return pointer(numbers[pair]); }
+  KVX_HD uint8_t *dst_of(uint32_t pair) const { return pointer(numbers[kPairs + pair]); }
+  // Of scales and zero points; NULL: none.
+  KVX_HD uint8_t *address_of(uint32_t pair, Column column) const {
+    return at[column] ? pointer(numbers[at[column] + pair]) : nullptr;
+  }
+  // Where no pair has a secondary pool, or tables no entries of each plane, nothing asks for them:
+  // the column of the bases stands for theirs.
+  KVX_HD Bases bases_of(uint32_t pair) const {
+    return {src_of(pair),
+            pointer(numbers[at[kSrcSecondary] + pair]),
+            dst_of(pair),
+            pointer(numbers[at[kDstSecondary] + pair]),
+            address_of(pair, kSrcScales),
+            address_of(pair, kDstScales)};
+  }
+  KVX_HD uint32_t plane_of(uint32_t pair) const {
+    return static_cast<uint32_t>(numbers[at[kPlane] + pair]);
+  }
+
+ private:
+  static KVX_HD uint8_t *pointer(uintptr_t number) { return reinterpret_cast<uint8_t *>(number); }
 };
 
-using Large = Params<kMostPairs>;
-#ifdef KVX_ONE_SIZE
+#ifdef KVX_ONE_SIZE  // builds that compile for minutes compile each kernel once
+using Large = CompactParams<2 * kFewPairs>;
 using Small = Large;
 #else
+using Large = CompactParams<160>;  // K and V of 80 layers or, with scales at one end, of 40
 using Small = Params<kFewPairs>;
 #endif
-static_assert(sizeof(Large) <= 32764);
+
+// Of pairs with zero points: 72, if these are at one end.
+struct AffineParams : CompactParams<144> {
+  AffinePair affine;  // of every pair, but for its pointers
+};
+
+// Kernels have up to 64 bytes of parameters of their own, those of pairs with zero points none.
+constexpr size_t kMostParameterBytes = 4096;
+static_assert(sizeof(Small) + 64 <= kMostParameterBytes);
+static_assert(sizeof(Large) + 64 <= kMostParameterBytes);
+static_assert(sizeof(AffineParams) <= kMostParameterBytes);
+static_assert(Large::most_pairs(kSrcUnitScales) > 0 && AffineParams::most_pairs(kColumns) > 0);
 
 }  // namespace kvx::cuda

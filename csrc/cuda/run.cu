@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "cuda/columns.h"
 #include "cuda/copy_engine.h"
 #include "cuda/kernels.h"
 #include "cuda/run.h"
@@ -43,11 +44,6 @@ bool is_same(const GroupNumbers &a, const GroupNumbers &b) {
 bool is_same(const AffineEnd &a, const AffineEnd &b) {
   return is_same(a.scales, b.scales) && is_same(a.zeros, b.zeros) && a.group == b.group &&
          a.covers_tokens == b.covers_tokens;
-}
-
-// NULL: a pair without zero points.
-const AffinePair *affine_of(const Plan &plan, const PlanePair &pair) {
-  return pair.affine ? &plan.affine[pair.affine - 1] : nullptr;
 }
 
 bool is_same(const AffinePair *a, const AffinePair *b) {
@@ -238,9 +234,8 @@ void run_kernel(const AffineParams &params, const Choice &choice, dim3 grid, cud
   launch_affine(params, grid, stream);
 }
 
-template <uint32_t kPairs>
-void run_kernel(const Params<kPairs> &params, const Choice &choice, dim3 grid,
-                cudaStream_t stream) {
+template <class P>
+void run_kernel(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
   switch (choice.kernel) {
     case Kernel::kSlots:
       launch_slots(params, choice, grid, stream);
@@ -277,23 +272,18 @@ void run_kernel(const Params<kPairs> &params, const Choice &choice, dim3 grid,
 // One launch: pairs of one kind.
 template <class P>
 kvx_status_t launch(const Plan &plan, const Common &common, const Choice &choice,
-                    const PlanePair *const *pairs, uint64_t most_blocks, cudaStream_t stream) {
+                    const Columns &columns, const PlanePair *const *pairs, uint64_t most_blocks,
+                    cudaStream_t stream) {
   P params;
   static_cast<Common &>(params) = common;
+  set_columns(columns, &params);
   for (uint32_t i = 0; i < common.num_pairs; ++i) {
     const PlanePair &pair = *pairs[i];
-    params.bases[i] = {pair.src.base,        pair.src.secondary,
-                       pair.dst.base,        pair.dst.secondary,
-                       pair.src_scales.data, const_cast<uint8_t *>(pair.dst_scales.data)};
-    params.plane[i] = pair.plane;
+    set_numbers(columns, numbers_of(plan, pair), i, &params);
     params.lookup[i] = pair.lookup % 2;
     params.is_v[i] = pair.is_v;
-    if constexpr (std::is_same_v<P, AffineParams>) {
-      params.affine = *affine_of(plan, pair);
-      const AffineEnd &src = params.affine.src, &dst = params.affine.dst;
-      params.beside[i] = {src.scales.data, src.zeros.data, dst.scales.data, dst.zeros.data};
-    }
   }
+  if constexpr (std::is_same_v<P, AffineParams>) params.affine = *affine_of(plan, *pairs[0]);
   const uint32_t items = common.chunks * common.parts.divisor;
   const uint64_t blocks = (items - 1) / items_per_block(choice.kernel) + 1;
   const uint64_t most = std::max<uint64_t>(most_blocks / common.num_pairs, 1);
@@ -319,14 +309,27 @@ uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
   return from;
 }
 
-uint64_t alignment_of(const Plan &plan, uint32_t first) {
+// The pairs of the same kind as pair `first`, together.
+struct Kind {
+  uint64_t alignment;  // the largest power of two that divides all addresses of data
+  Columns columns;
+  uint32_t most_pairs;  // of a launch
+};
+
+Kind kind_of(const Plan &plan, uint32_t first) {
+  Kind kind{};
   uint64_t bits = 4096;
   for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
-    const PlanePair &pair = plan.pairs[i];
-    for (const uint8_t *at : {pair.src.base, pair.src.secondary, pair.dst.base, pair.dst.secondary})
-      bits |= reinterpret_cast<uintptr_t>(at);
+    const Numbers numbers = numbers_of(plan, plan.pairs[i]);
+    kind.columns.add(numbers);
+    for (uint32_t column = kSrc; column <= kDstSecondary; ++column) bits |= numbers[column];
   }
-  return bits & (~bits + 1);
+  kind.alignment = bits & (~bits + 1);
+  const uint32_t columns = kind.columns.count();
+  kind.most_pairs =
+      plan.pairs[first].affine ? AffineParams::most_pairs(columns) : Large::most_pairs(columns);
+  if (plan.background) kind.most_pairs = std::min(kind.most_pairs, kBackgroundBlocks);
+  return kind;
 }
 
 // Tokens of a block if both ends have the same number, else 0.
@@ -336,28 +339,23 @@ uint32_t block_tokens(const LookupPair &lookup) {
 
 using Reported = Few<bool, 2>;  // by lookup: whether a launch reports for it
 
-Choice choice_of(const Plan &plan, uint32_t first) {
+Choice choice_of(const Plan &plan, uint32_t first, const Kind &kind) {
   if (const AffinePair *const affine = affine_of(plan, plan.pairs[first]))
     return choose_affine(without_pointers(plan.pairs[first]), *affine);
   const LookupPair &lookup = plan.lookups[plan.pairs[first].lookup];
-  Choice choice = choose(without_pointers(plan.pairs[first]), alignment_of(plan, first),
-                         block_tokens(lookup), plan.background);
+  Choice choice = choose(without_pointers(plan.pairs[first]), kind.alignment, block_tokens(lookup),
+                         plan.background);
   if (is_for_slots(choice, plan.rows_of(lookup), lookup, plan.pairs.size()))
     choice.kernel = Kernel::kSlots;
   return choice;
-}
-
-// The most pairs of a launch of the same kind as pair `first`.
-uint32_t most_pairs(const Plan &plan, uint32_t first) {
-  const uint32_t most = plan.pairs[first].affine ? kMostAffine : kMostPairs;
-  return plan.background ? std::min(most, kBackgroundBlocks) : most;
 }
 
 // Runs all pairs of the same kind as pair `first`, in as few launches as their pointers, or the
 // blocks of a background transfer, allow.
 kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Common common,
                       uint32_t sms, cudaStream_t stream) {
-  const Choice choice = choice_of(plan, first);
+  const Kind kind = kind_of(plan, first);
+  const Choice choice = choice_of(plan, first, kind);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
   common.rows = plan.rows_of(plan.lookups[plan.pairs[first].lookup]);
   common.row_bound = row_bound(plan, plan.pairs[first].lookup);
@@ -368,11 +366,11 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
     common.lookups[i] = {KernelLookup(plan.lookups[first_lookup + i].src),
                          KernelLookup(plan.lookups[first_lookup + i].dst)};
   for (uint32_t next = first; next < plan.pairs.size();) {
-    const PlanePair *pairs[std::max(kMostPairs, kMostAffine)];
+    const PlanePair *pairs[std::max(Large::most_pairs(2), AffineParams::most_pairs(2))];
     common.num_pairs = 0;
     // The first pair that uses a lookup reports its faults.
     common.reporter[0] = common.reporter[1] = UINT32_MAX;
-    for (; next < plan.pairs.size() && common.num_pairs < most_pairs(plan, first);
+    for (; next < plan.pairs.size() && common.num_pairs < kind.most_pairs;
          next = next_of_kind(plan, first, next + 1)) {
       const PlanePair &pair = plan.pairs[next];
       bool &is_reported = (*reported)[pair.lookup];
@@ -384,7 +382,7 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
     const auto run = plan.pairs[first].affine        ? launch<AffineParams>
                      : common.num_pairs <= kFewPairs ? launch<Small>
                                                      : launch<Large>;
-    KVX_TRY(run(plan, common, choice, pairs, most_blocks, stream));
+    KVX_TRY(run(plan, common, choice, kind.columns, pairs, most_blocks, stream));
   }
   return KVX_STATUS_OK;
 }
@@ -425,11 +423,12 @@ void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes)
   const bool runs = !plan.copy_engine && plan.rows.count && row_bound(plan, 0);
   for (uint32_t first = 0; first < plan.pairs.size(); ++first) {
     if (next_of_kind(plan, first, 0) != first) continue;
+    const Kind kind = kind_of(plan, first);
     const char *const name =
-        plan.copy_engine ? "copy engine" : name_of(choice_of(plan, first).kernel);
+        plan.copy_engine ? "copy engine" : name_of(choice_of(plan, first, kind).kernel);
     uint32_t num_pairs = 0;
     for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
-      if (runs && num_pairs++ % most_pairs(plan, first) == 0) ++info->num_launches;
+      if (runs && num_pairs++ % kind.most_pairs == 0) ++info->num_launches;
       if (!planes) continue;
       planes[i].kernel = name;
       planes[i].launch = runs ? info->num_launches - 1 : 0;

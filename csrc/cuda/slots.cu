@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, 4) slots_kernel(const __grid_constan
     if (token >= tokens) return;
     const uint32_t unit = at.remainder, head = p.units.per_head.quotient(unit);
     const uint32_t in_head = unit - head * p.units.per_head.divisor;
-    const uint8_t *const from = p.bases[index].src + token * src.token_stride +
-                                head * src.head_stride + in_head * sizeof(V);
+    const uint8_t *const from =
+        p.src_of(index) + token * src.token_stride + head * src.head_stride + in_head * sizeof(V);
     const V vector = load<V>(from);  // before its slot is known
     Place to;
     if (place_of_slot(slots, slots.indices[token], &to) != Fault::kNone && unit == 0) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 4) slots_kernel(const __grid_constan
       if (pair.reports) report(p, pair.lookup, 0, true, token, token, pair.plane);
     }
     if (to.block < 0) continue;
-    store(p.bases[index].dst + to.block * dst.block_stride + to.offset * dst.token_stride +
+    store(p.dst_of(index) + to.block * dst.block_stride + to.offset * dst.token_stride +
               unit_offset(dst, p.units.dst_per_pack, sizeof(V), head, in_head),
           vector);
   }

@@ -338,7 +338,7 @@ Wide wide_accesses(const P &p, bool to_inner, uint32_t unit_bytes) {
   uint64_t outer_bits = outer.head_stride | packs(outer, outer_pack) | outer.block_stride |
                         outer.token_stride | unit_bytes * uint64_t{outer_pack | p.units_per_part};
   for (uint32_t i = 0; i < p.num_pairs; ++i) {
-    const Bases &bases = p.bases[i];
+    const Bases bases = p.bases_of(i);
     outer_bits |= misalignment(to_inner ? bases.src : bases.dst) |
                   misalignment(to_inner ? bases.src_secondary : bases.dst_secondary);
   }

@@ -33,43 +33,26 @@ struct EndScales {
 
 // Calls move(first, last, list, stored, tokens) with lists of up to 32 tokens, of which the first
 // `stored` have a source, and with the units [first, last) of each that this warp moves. For whole
-// warps, whose lanes find the tokens in parallel, one each.
+// warps.
 template <class P, class Move>
 __device__ __forceinline__ void each_list_of_warp(const P &p, const Pair &pair,
                                                   const EndScales &scales, TokenList &list,
                                                   Move move) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t items = p.chunks * p.parts.divisor;
-  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / kWarp; item < items;
-       item += gridDim.x * kWarps) {
-    const uint32_t index = p.parts.quotient(item), part = item - index * p.parts.divisor;
-    const bool reports = pair.reports && part == 0;
-    const uint32_t first = part * p.units_per_part;
-    const uint32_t last = min(first + p.units_per_part, p.units.per_token.divisor);
-    for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += kWarp) {
-      const Chunk chunk = chunk_of(p, pair.lookup, index, skipped, reports && lane == 0);
-      if (chunk.begin >= chunk.end) {
-        if (is_past_rows(p, index)) return;
-        break;
-      }
-      Token own{};
-      if (lane < chunk.end - chunk.begin)
-        own = token_at(p, pair, chunk, chunk.begin + lane, reports);
-      const uint32_t stored = __ballot_sync(~0u, own.dst && own.src);
-      const uint32_t zeros = __ballot_sync(~0u, own.dst && !own.src);
-      const uint32_t before = (1u << lane) - 1;
-      __syncwarp();  // all lanes have read the list before this one
-      if (own.dst) {
-        const int at = own.src ? __popc(stored & before) : __popc(stored) + __popc(zeros & before);
-        const Place &place = scales.at_src ? own.from : own.to;
-        list.tokens[at] = {own.src, own.dst, scales_at(scales.shape, scales.data, place),
-                           place.block};
-      }
-      __syncwarp();
-      move(first, last, list.tokens, static_cast<uint32_t>(__popc(stored)),
-           static_cast<uint32_t>(__popc(stored | zeros)));
+  each_round_of_warp(p, pair, [&](const Token &own, uint32_t first, uint32_t last) {
+    const uint32_t stored = __ballot_sync(~0u, own.dst && own.src);
+    const uint32_t zeros = __ballot_sync(~0u, own.dst && !own.src);
+    const uint32_t before = (1u << threadIdx.x % kWarp) - 1;
+    __syncwarp();  // all lanes have read the list before this one
+    if (own.dst) {
+      const int at = own.src ? __popc(stored & before) : __popc(stored) + __popc(zeros & before);
+      const Place &place = scales.at_src ? own.from : own.to;
+      list.tokens[at] = {own.src, own.dst, scales_at(scales.shape, scales.data, place),
+                         place.block};
     }
-  }
+    __syncwarp();
+    move(first, last, list.tokens, static_cast<uint32_t>(__popc(stored)),
+         static_cast<uint32_t>(__popc(stored | zeros)));
+  });
 }
 
 }  // namespace kvx::cuda

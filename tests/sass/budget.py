@@ -42,7 +42,7 @@ BOUNDS = {
 
 # As many tokens as fill an H100, so that work is cut up as there.
 _FILLS = Size(64 << 20, 8, 256, (1, 16, 256), (4096,), 1)
-_SMALL = Size(256 << 10, 1, 16, (1, 5), (32,), 1)
+_SMALL = Size(512 << 10, 2, 16, (1, 5), (32,), 1)
 _MULTIPROCESSORS = 132
 _SAMPLE = 12  # thread blocks of a launch
 

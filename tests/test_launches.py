@@ -1,0 +1,113 @@
+"""The launches of a call: how many, with how many bytes of parameters, and what several write."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_core.types import ScaleGranularity
+from tests import tables
+from tests.caches import LAYOUTS, Cache, Geometry, scaled
+from tests.calls import HOSTGRID, Backend
+from tests.test_migrate import check_migrate
+from tests.test_write_layers import Write, check, some_slots, tokens_of
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+PER_HEAD = ScaleGranularity.PER_HEAD
+MOST_BYTES = 4096  # of parameters, which drivers took before CUDA 12.1
+
+
+class Launched(ctypes.Structure):
+    """Launched of tests/hostgrid/hostgrid.h."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("grid_x", ctypes.c_uint32),
+        ("grid_y", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("parameters", ctypes.c_void_p),
+        ("parameter_bytes", ctypes.c_uint32),
+    )
+
+
+@pytest.fixture
+def launched() -> Iterator[Callable[[Callable[[], object]], list[tuple[int, int]]]]:
+    """Makes a call that writes nothing; (pairs, bytes of parameters) of each of its launches."""
+    found: list[tuple[int, int]] = []
+    library = HOSTGRID.library()
+    take = ctypes.CFUNCTYPE(None, ctypes.POINTER(Launched))(
+        lambda launch: found.append((launch.contents.grid_y, launch.contents.parameter_bytes))
+    )
+
+    def of(call: Callable[[], object]) -> list[tuple[int, int]]:
+        library.kvx_hostgrid_run_with(take)
+        call()
+        return found[:-1]  # without that of kvx_device_status
+
+    yield of
+    library.kvx_hostgrid_run_with(None)
+    HOSTGRID.forget()
+
+
+def filled(layout: str, num_layers: int, seed: int, dtype: torch.dtype = BF16) -> Cache:
+    """Small layers; those of E4M3 with scales."""
+    sizes = Geometry(num_blocks=3, num_kv_heads=2, head_dim=16, num_layers=num_layers)
+    cache = LAYOUTS[layout](sizes, dtype, seed).fill(seed)
+    return scaled(cache, PER_HEAD, seed) if dtype == E4M3 else cache
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_layers", "pairs"),
+    [
+        (BF16, 1, [2]),
+        (BF16, 32, [64]),
+        (BF16, 80, [160]),
+        (BF16, 126, [160, 92]),
+        (E4M3, 32, [64]),
+        (E4M3, 40, [80]),
+        (E4M3, 80, [80, 80]),
+    ],
+)
+def test_layers_that_differ_in_their_addresses_share_launches(
+    launched: Any, dtype: torch.dtype, num_layers: int, pairs: list[int]
+) -> None:
+    cache = filled("nhd", num_layers, 1, dtype)
+    tokens = tokens_of(cache.layers, 1, BF16, 1)
+    found = launched(Write(HOSTGRID, cache.layers, tokens, torch.tensor([3])).run)
+    assert [count for count, _ in found] == pairs
+    assert max(num_bytes for _, num_bytes in found) <= MOST_BYTES
+
+
+@pytest.mark.parametrize(("dtype", "num_layers"), [(BF16, 90), (E4M3, 45)])
+def test_writes_of_several_launches(backend: Backend, dtype: torch.dtype, num_layers: int) -> None:
+    cache = filled("nhd", num_layers, 5, dtype)
+    check(backend, cache, tokens_of(cache.layers, 3, BF16, 5), some_slots(cache, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), [(BF16, BF16), (BF16, E4M3), (E4M3, BF16), (E4M3, E4M3)]
+)
+@pytest.mark.parametrize(
+    ("src_layout", "dst_layout"), [("nhd", "tensorrt_llm"), ("tensorrt_llm",) * 2]
+)
+def test_migrations_with_secondary_pools_and_scales(
+    backend: Backend,
+    src_layout: str,
+    dst_layout: str,
+    src_dtype: torch.dtype,
+    dst_dtype: torch.dtype,
+) -> None:
+    """Up to six addresses of a pair, of which 53 share a launch: there are 82."""
+    src, dst = filled(src_layout, 41, 1, src_dtype), filled(dst_layout, 41, 2, dst_dtype)
+
+    def end(cache: Cache, layout: str, seed: int) -> Any:
+        make = tables.kv_offsets if layout == "tensorrt_llm" else tables.packed
+        return make(cache, [5, 3], seed, shared=False)
+
+    ends = end(src, src_layout, 3), end(dst, dst_layout, 4)
+    check_migrate(backend, src, ends[0], dst, ends[1], [5, 3])
