@@ -13,26 +13,13 @@ from kvx_core.types import ScaleGranularity
 from tests import tables
 from tests.caches import LAYOUTS, Cache, Geometry, scaled
 from tests.calls import HOSTGRID, Backend
+from tests.sass.machine import Launched
 from tests.test_migrate import check_migrate
 from tests.test_write_layers import Write, check, some_slots, tokens_of
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PER_HEAD = ScaleGranularity.PER_HEAD
 MOST_BYTES = 4096  # of parameters, which drivers took before CUDA 12.1
-
-
-class Launched(ctypes.Structure):
-    """Launched of tests/hostgrid/hostgrid.h."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_void_p),
-        ("grid_x", ctypes.c_uint32),
-        ("grid_y", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("parameters", ctypes.c_void_p),
-        ("parameter_bytes", ctypes.c_uint32),
-    )
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ ARCHITECTURE = "sm_90"  # whose instructions the interpreter knows
 _SOURCES = ("program.cc", "numbers.cc", "lane.cc", "warp.cc", "machine.cc")
 
 
-class _Launched(ctypes.Structure):
+class Launched(ctypes.Structure):
     """hostgrid::Launched"""
 
     _fields_: Sequence[tuple[str, Any]] = [
@@ -107,7 +107,7 @@ class Machine:
             for name, usage in listing.usages(self.library)[ARCHITECTURE].items()
         }
         self._loaded = ctypes.CDLL(str(self.hostgrid))
-        self._runner = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launched))(self._run)
+        self._runner = ctypes.CFUNCTYPE(None, ctypes.POINTER(Launched))(self._run)
         self._loaded.kvx_hostgrid_run_with(self._runner)
 
     def close(self) -> None:
