@@ -26,7 +26,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 READ = ("sm_80", "sm_90")  # whose code is read: without and with conversions to FP8
 OTHERS = [architecture for architecture in ARCHITECTURES if architecture not in READ]
 MAX_REGISTERS = 64  # at 256 threads a block: four blocks on a multiprocessor
-MAX_WHEEL_BYTES = 6 << 20  # five architectures, all kernels each; 28 formats
+MAX_WHEEL_BYTES = 13 << 19  # five architectures, all kernels each, for few pairs and for many
 
 # Kernels that move vectors of 16 bytes, by a part of their names.
 WIDE = (

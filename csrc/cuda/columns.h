@@ -37,6 +37,8 @@ class Columns {
     for (uint32_t column = 0; column < kColumns; ++column)
       has_ |= uint32_t{numbers[column] != 0} << column;
   }
+  // Kernels ask for the column, though all numbers may be 0.
+  void require(Column column) { has_ |= 1u << column; }
   // Calls take(column) for each.
   template <class Take>
   void each(Take take) const {

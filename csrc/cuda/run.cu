@@ -322,6 +322,7 @@ Kind kind_of(const Plan &plan, uint32_t first) {
   for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
     const Numbers numbers = numbers_of(plan, plan.pairs[i]);
     kind.columns.add(numbers);
+    if (plan.lookups[plan.pairs[i].lookup].differs_by_plane()) kind.columns.require(kPlane);
     for (uint32_t column = kSrc; column <= kDstSecondary; ++column) bits |= numbers[column];
   }
   kind.alignment = bits & (~bits + 1);

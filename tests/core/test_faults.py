@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvx_core import StoreError
-from kvx_core.snapshot import CorruptError, Snapshot, memory
+from kvx_core.snapshot import CorruptError, Snapshot, file, memory
 from kvx_core.stores import blobs
 from tests.caches import assert_same_bytes
 from tests.core.test_stores import Engine, files_of, save, store_in
@@ -63,11 +63,15 @@ def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
     engine.check(TOKENS, 0, 20)
 
 
-@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize(
+    ("is_large", "after"), [*((True, i) for i in range(6)), (False, 0), (False, 1)]
+)
 def test_a_disk_block_that_cannot_be_read(
-    after: int, stored: Path, monkeypatch: pytest.MonkeyPatch
+    is_large: bool, after: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever in a file: the reads before it go well."""
+    """Wherever in a file: the reads before it go well. Large tensors are read one by one."""
+    if is_large:
+        monkeypatch.setattr(file, "_MOST_BYTES", 1)
     files, engine, left = files_of(stored), Engine(seed=1), [after]
     store = store_in(stored)
     match = store.lookup(TOKENS)

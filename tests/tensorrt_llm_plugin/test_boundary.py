@@ -42,7 +42,7 @@ def serve_two(serve: Factory, source: Path) -> None:
 
 
 def test_whatever_it_meets(serve: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_TOGETHER", 1)  # the same calls every time
+    monkeypatch.setattr(writer, "TOGETHER", 1)  # the same calls every time
     engine = serve()
     engine.ask(KNOWN)
     engine.close()

@@ -310,7 +310,7 @@ def stores(tmp_path: Path) -> Iterator[Path]:
 def test_whatever_the_worker_half_meets(
     layerwise: bool, stores: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_TOGETHER", 1)  # the same calls every time
+    monkeypatch.setattr(writer, "TOGETHER", 1)  # the same calls every time
     injection = Injection(OURS, ["kvx_core", "kvx_adapters.vllm."])
     with injection.recording():
         _, loaded = exchange(next(stores), layerwise)
