@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class WorkerHalf:
         by_request: bool,
     ) -> None:
         self._boundary, self._held, self._device = boundary, held, device
-        self._empty = [Section(p.group.layers, p.view, None, p.group.encoding) for p in held]
         self._by_request = by_request
         self._has_one_group = len({part.index for part in held}) == 1
         self._layer_of = {
@@ -166,6 +166,11 @@ class WorkerHalf:
                 return set(ids[first // block_size : -(-load.stop // block_size)])
         return set()
 
+    @cached_property
+    def _of_no_sequence(self) -> list[Section]:
+        """Sections that `_sections` completes: made by the first save or load, which is guarded."""
+        return [Section(p.group.layers, p.view, None, p.group.encoding) for p in self._held]
+
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
         """Sections for the first `num_tokens` tokens of a request."""
         return [
@@ -175,5 +180,5 @@ class WorkerHalf:
                     kernel_blocks_per_block=part.kernel_blocks,
                 )
             )
-            for part, section in zip(self._held, self._empty, strict=True)
+            for part, section in zip(self._held, self._of_no_sequence, strict=True)
         ]
