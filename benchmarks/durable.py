@@ -158,7 +158,8 @@ def _chunks(num_layers: int, num_heads: int, num_tokens: int, folder: Path) -> l
     run, chain = store.chunks([section], 0, num_tokens), store.chain_of(tokens)
     chunks = []
     for start, stop in store.spans(num_tokens):
-        chunk = store.reserve(tokens, start, stop, run, node=chain.node(start // _CHUNK))
+        ids, node = chain.ids(start, stop), chain.node(start // _CHUNK)
+        chunk = Snapshot.reserve_of(run, ids, start=start, prefix=node)
         assert chunk is not None
         chunks.append(chunk)
         chunk.fill(run.sections[0])
