@@ -149,8 +149,10 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        if not self._settings.layerwise:  # called for every layer of every step
+            return
         with self._guard("did not save a layer"):
-            if self._worker is not None and self._settings.layerwise:
+            if self._worker is not None:
                 self._worker.save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:

@@ -138,8 +138,11 @@ class WorkerHalf:
         self._loaded |= results.loaded - self._untold
 
     def take_stats(self) -> KVXStats | None:
-        stats = KVXStats(self._counts.take())
-        stats.add(**self._boundary.take_counts())
+        counts, errors = self._counts.take(), self._boundary.take_counts()
+        if not counts and not errors:  # as in most steps
+            return None
+        stats = KVXStats(counts)
+        stats.add(**errors)
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

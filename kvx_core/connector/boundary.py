@@ -61,6 +61,8 @@ class Boundary:
 
     def take_counts(self) -> dict[str, int]:
         """How many errors were caught under each name since the last call."""
+        if not self._counts:  # as in most steps
+            return {}
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)

@@ -23,6 +23,8 @@ class Counts:
             self._sums |= values
 
     def take(self) -> dict[str, float]:
+        if not self._sums:  # as in most steps
+            return {}
         with self._lock:
             sums, self._sums = self._sums, {}
         return sums
