@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from kvx_core.stores.keys import name_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensor_desc import TensorDesc
+from tests.core.test_plans import run_in_threads
 
 BLOCKS, BLOCK, CHUNK, LAYERS = 211, 4, 24, 3
 FACTS = CacheFacts(rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)
@@ -172,16 +171,7 @@ def test_threads_never_mix() -> None:
             if captured(requests[at], 4, pool) != expected[at]:
                 wrong.append(at)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads(work, 6)
     assert wrong == []
 
 
@@ -190,8 +180,11 @@ def test_a_process_that_is_forked_off_has_its_own() -> None:
     expected = captured(held, 0, pool), captured(other, 0, pool)
     child = os.fork()
     if child == 0:
-        found = captured(other, 0, pool) == expected[1]
-        os._exit(0 if found else 1)
+        code = 1
+        try:
+            code = int(captured(other, 0, pool) != expected[1])
+        finally:
+            os._exit(code)
     assert captured(held, 0, pool) == expected[0]
     assert os.waitpid(child, 0)[1] == 0
 
