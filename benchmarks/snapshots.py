@@ -3,8 +3,9 @@
 A prompt in the caches of a model, in blocks of 16 tokens. Capture: chunks of 128 tokens out of the
 caches into memory of a pool, beside one migration of the same tokens into a cache that lies there
 already. Commit: as many files beside plain files with the same bytes, in the same folder; nothing
-is synced. Load: the files are read, checked and copied into the caches, beside plain reads of the
-same bytes into memory and the same migration back. Run with `python -m benchmarks snapshots`.
+is synced. Load: a store finds nothing anew, reads the files of the prompt, checks them and copies
+them into the caches, beside plain reads of the same bytes into memory and the same migration back.
+Run with `python -m benchmarks snapshots`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,17 @@ import torch
 from benchmarks import report
 from benchmarks.cases import on_threads
 from benchmarks.rounds import Goal, once
-from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, describe, migrate
-from kvx_core.snapshot import Chunks, MemoryPool, Section, host_memory, restore_all
-from kvx_core.snapshot.memory import PAGE
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    Directory,
+    PrefixStore,
+    Snapshot,
+    describe,
+    migrate,
+)
+from kvx_core.snapshot import Chunks, MemoryPool, Precision, Section
 from kvx_core.tables import BlockTable
 
 _BLOCK, _CHUNK, _DIM = 16, 128, 128
@@ -82,15 +92,30 @@ class Prompt:
         self.paged = view.at(block_table=table)
         self.dense = _caches(num_layers, 1, num_tokens, num_heads, dense=True).at()
         self.pool = MemoryPool(_CHUNK)
+        self.store = PrefixStore(
+            Directory(folder / "store"),
+            fingerprint=_FACTS.fingerprint or "",
+            num_layers=num_layers,
+            total_kv_heads=num_heads,
+            precision=Precision.of("bfloat16"),
+            chunk_tokens=_CHUNK,
+        )
+        self.ids = np.arange(num_tokens)
+        self.nodes = self.store.nodes(self.ids)
         self.chunks = self.capture()
+        self.store.commit_all(self.chunks)
+        self.match = self.store.lookup(self.ids)
+        assert self.match.num_tokens == num_tokens
         self.memory = [np.empty(chunk.num_bytes, np.uint8) for chunk in self.chunks]
         self._verify()
 
     def capture(self) -> list[Snapshot]:
         run = Chunks([self.section], 0, self.num_tokens, pool=self.pool)
-        ids = np.arange(self.num_tokens)
         starts = range(0, self.num_tokens, _CHUNK)
-        found = (Snapshot.reserve_of(run, ids[at : at + _CHUNK], start=at) for at in starts)
+        found = (
+            Snapshot.reserve_of(run, self.ids[at : at + _CHUNK], start=at, prefix=node)
+            for at, node in zip(starts, self.nodes, strict=False)
+        )
         chunks = [chunk for chunk in found if chunk is not None]
         assert len(chunks) == len(starts)
         Snapshot.fill_all(chunks, self.section)
@@ -121,17 +146,7 @@ class Prompt:
                 file.write(data.data)
 
     def load(self) -> None:
-        """As PrefixStore.load does."""
-        layers, step = self.section.layers, -(-self.chunks[0].num_bytes // PAGE) * PAGE
-        together = max(1, (8 << 20) // step)
-        room, views = host_memory(together * step), {}
-        for first in range(0, len(self.chunks), together):
-            read = []
-            for i in range(first, min(first + together, len(self.chunks))):
-                with Snapshot.open(self.folder / f"{i}.safetensors") as file:
-                    read.append(file.read(layers, room[(i - first) * step :], views))
-            stop = (first + len(read)) * _CHUNK
-            restore_all(read, self.section, first * _CHUNK, stop)
+        self.store.load(self.match, 0, self.num_tokens, [self.section])
 
     def read(self) -> None:
         for i, data in enumerate(self.memory):
@@ -160,4 +175,4 @@ def _caches(
     layers = tuple(
         CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in caches
     )
-    return CacheView(layers, _FACTS, dense=dense)
+    return CacheView(layers, replace(_FACTS, total_kv_heads=num_heads), dense=dense)

@@ -10,21 +10,23 @@ planes     planes of a section                   dense     tensors in memory, as
 storage_format  what K and V are converted to    rows     units that span heads
 pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
-copiers    copies that are described once
+copiers    copies that are described once       room      memory that snapshots are read into
+alike      files like one that was read before
 """
 
+from kvx_core.snapshot.alike import Alike
 from kvx_core.snapshot.capture import token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
-from kvx_core.snapshot.memory import host_memory
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision
+from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
-from kvx_core.snapshot.side_by_side import restore_all
+from kvx_core.snapshot.side_by_side import can_join, restore_all
 from kvx_core.snapshot.signing import Key, read_key
 from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.storage_format import StorageFormat
@@ -34,6 +36,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "VALUES",
     "Accept",
+    "Alike",
     "Chunks",
     "CorruptError",
     "Header",
@@ -43,13 +46,14 @@ __all__ = [
     "Part",
     "PlaneKind",
     "Precision",
+    "Room",
     "Section",
     "Snapshot",
     "StorageFormat",
     "StoreError",
     "Stored",
     "UnsignedError",
-    "host_memory",
+    "can_join",
     "read_key",
     "read_tokens",
     "restore_all",

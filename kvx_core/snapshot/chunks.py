@@ -61,7 +61,7 @@ class Chunks:
             check_sections(sections, self._format)
             self._parts = tuple(part_of(s, self._format, carried) for s in sections)
         self._has_planes = kind is None and any(section.view.planes for section in sections)
-        self._nulls = [Nulls(s, start, stop, are_copied=True) for s in self.sections]
+        self._nulls = [Nulls(s, start, stop) for s in self.sections]
 
     @property
     def heads(self) -> tuple[int, int]:

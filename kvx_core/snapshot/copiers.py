@@ -60,8 +60,10 @@ class Copiers:
         self._src, self._dst = src, dst
         self._idle: deque[_Copier] = deque()  # that no thread has
 
-    def copy(self, src: BlockIds, start: int, dst: BlockIds, num_tokens: int) -> None:
-        """Copies tokens of a sequence, from `start` on, to the beginning of another one.
+    def copy(
+        self, src: BlockIds, src_start: int, dst: BlockIds, dst_start: int, num_tokens: int
+    ) -> None:
+        """Copies tokens of a sequence, from src_start on, to dst_start on of another one.
 
         src, dst: their blocks
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
@@ -73,7 +75,7 @@ class Copiers:
             rooms = (max(_LEAST_ROOM, 2 * len(blocks)) for blocks in (src, dst))
             ends = map(_End, (self._src, self._dst), rooms)
             copier = _Copier(*ends)
-        copier.src.look_up(src, start)
-        copier.dst.look_up(dst, 0)
+        copier.src.look_up(src, src_start)
+        copier.dst.look_up(dst, dst_start)
         copier.copy(num_tokens)
         self._idle.append(copier)  # after an error nobody gets it

@@ -166,7 +166,7 @@ class SnapshotFile:
 
     def _is_good(self, name: str, stored: Stored, data: Bytes, part: Bytes) -> bool:
         """Whether the bytes of a tensor are those that were written; decodes them into `part`."""
-        if digest(data, self._kind, self._key) != self._checksums[name]:
+        if digest(data.data, self._kind, self._key) != self._checksums[name]:
             return False
         return not stored.coding or CODINGS[stored.coding].decode(part, data)
 
@@ -228,7 +228,7 @@ def write(
             data = {name: found for name, (_, found) in zip(names, coded, strict=True)}
         layout = Layout.of(header, tensors, is_signed=key is not None)
         ordered = [data[name] for name in layout.names]
-        sums = in_threads(lambda each: digest(each, XXH3, key), ordered, num_bytes)
+        sums = in_threads(lambda each: digest(each.data, XXH3, key), ordered, num_bytes)
         tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
         first = layout.header(header.start, header.prefix, sums, tokens, key)
         if len(first) > MAX_HEADER_BYTES:
@@ -286,14 +286,14 @@ def _advance(left: deque[memoryview], count: int) -> None:
         left[0] = left[0][count:]
 
 
-def digest(data: Bytes, kind: str, key: Key | None) -> str:
+def digest(data: bytes | memoryview, kind: str, key: Key | None) -> str:
     """A checksum of the data: keyed BLAKE2b if there is a key, else XXH3 or CRC-32.
 
     XXH3 finds faults of disks and networks at the speed of memory. CRC-32 is that of older files.
     """
     if key is not None:
-        return key.digest(data.data, b"kvx tensor")
-    return f"{zlib.crc32(data.data):08x}" if kind == CRC32 else xxh3_128_hexdigest(data.data)
+        return key.digest(data, b"kvx tensor")
+    return f"{zlib.crc32(data):08x}" if kind == CRC32 else xxh3_128_hexdigest(data)
 
 
 def read_tokens(

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.header import header_body, in_file_order
-from kvx_core.snapshot.seal import sealed
+from kvx_core.snapshot.seal import sealed, sealed_bytes
 from kvx_core.snapshot.signing import Key
 
 _MAX_LAYOUTS = 32  # that are remembered
+_DIGITS, _SIGNED_DIGITS = 32, 64  # of a checksum: XXH3 of 128 bits, keyed BLAKE2b of 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,9 @@ class Layout:
 
     names: tuple[str, ...]
     num_bytes: int  # of all tensors
+    is_signed: bool
     _texts: tuple[str, ...]  # around the first token, the prefix and each checksum
+    _num_text_bytes: int  # of all of these
 
     @classmethod
     def of(cls, header: Header, tensors: Mapping[str, Stored], *, is_signed: bool) -> Layout:
@@ -59,7 +62,9 @@ class Layout:
             text, found, body = body.partition(word)
             assert found
             texts.append(text)
-        return cls(tuple(names), num_bytes, (*texts, body))
+        texts.append(body)
+        num_text_bytes = len("".join(texts).encode())
+        return cls(tuple(names), num_bytes, is_signed, tuple(texts), num_text_bytes)
 
     def header(
         self, start: int, prefix: str, checksums: Sequence[str], tokens: bytes, key: Key | None
@@ -75,10 +80,19 @@ class Layout:
             words += (checksum, next(texts))
         return sealed("".join(words).encode(), tokens, self.num_bytes, key)
 
+    def num_header_bytes(self, start: int, prefix: str, num_tokens: int) -> int:
+        """Bytes of `header`, whatever the tokens and their checksums are."""
+        words = f"{start}{_escaped(_escaped(prefix))}".encode()
+        digits = len(self.names) * (_SIGNED_DIGITS if self.is_signed else _DIGITS)
+        num_body_bytes = self._num_text_bytes + len(words) + digits
+        return sealed_bytes(num_tokens, self.num_bytes, num_body_bytes, is_signed=self.is_signed)
+
 
 _layouts: dict[object, Layout] = {}
 
 
 def _escaped(text: str) -> str:
     """A text as JSON has it between quotes."""
+    if text.isalnum():  # as a key of tokens is
+        return text
     return json.dumps(text, ensure_ascii=False)[1:-1]

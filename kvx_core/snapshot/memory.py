@@ -15,7 +15,6 @@ from kvx_core.snapshot.errors import StoreError
 
 PAGE = 4096
 _ALIGN = 64  # bytes, of each tensor
-_MAX_LAID = 64  # that are remembered
 _THREADED_BYTES = 4 << 20  # below it, starting threads costs more than they save
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,26 +51,6 @@ def laid_out(
         tensors[name] = Stored(stored.dtype, stored.shape, offset, stored.original, stored.coding)
         offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
-
-
-_Laid = tuple[dict[str, Stored], dict[str, Stored], int]
-_laid: dict[tuple[int, tuple[str, ...]], _Laid] = {}
-
-
-def laid_out_alike(
-    tensors: dict[str, Stored], names: tuple[str, ...]
-) -> tuple[dict[str, Stored], int]:
-    """`laid_out` of some of these tensors: the same result for the same two, found once.
-
-    Neither `tensors` nor the result may change. Files of a prompt share them: header_cache.py.
-    """
-    key = id(tensors), names
-    found = _laid.get(key)
-    if found is None or found[0] is not tensors:
-        if len(_laid) >= _MAX_LAID:
-            _laid.clear()
-        found = _laid[key] = tensors, *laid_out((name, tensors[name]) for name in names)
-    return found[1:]
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:

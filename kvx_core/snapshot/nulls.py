@@ -16,38 +16,41 @@ class Nulls:
     must not change meanwhile. Raises OutOfRangeError as Section.has_null.
     """
 
-    def __init__(
-        self, section: Section, start: int, stop: int, *, are_copied: bool = False
-    ) -> None:
-        """start, stop: positions in the sequence
-        are_copied: all tokens that are not null are copied to new memory, which checks their blocks
-        """
+    def __init__(self, section: Section, start: int, stop: int) -> None:
+        """start, stop: positions in the sequence"""
         self._section = section
-        self._found: list[npt.NDArray[np.bool_]] | None = None
-        self._start, self._tokens = start, 1  # of an element of these
+        self._start, self._tokens = start, 1  # of an element of what is found
+        self._found = self._find(section, start, stop)
+        self._has_some = self._found is None or any(null.any() for null in self._found)
+
+    def _find(self, section: Section, start: int, stop: int) -> list[npt.NDArray[np.bool_]] | None:
+        """Which are stored nowhere, for each tensor that may differ; None: ask the section."""
         if section.view.planes:  # which have entries of several tokens
-            return
-        blocks = row_on_host(section.block_table) if are_copied else None
+            return None
+        blocks = row_on_host(section.block_table)
         if blocks is not None:
             section.check_reach(stop)
-            self._found = [null_blocks(section.view, blocks)]
-            self._start, self._tokens = 0, section.view.layers[0].block_size
-            return
+            first = section.view.layers[0]
+            begin = start // first.block_size
+            blocks = blocks[begin : -(-stop // first.block_size)]
+            if (blocks < first.num_blocks).all():  # else find_tokens says what is wrong
+                self._start, self._tokens = begin * first.block_size, first.block_size
+                return [null_blocks(section.view, blocks)]
         found = list(section.nulls(start, stop))
-        if all(len(null) == stop - start for null in found):  # else it has beams
-            self._found = found
+        # With beams, there is more than one for each token.
+        return found if all(len(null) == stop - start for null in found) else None
 
     def any(self, start: int, stop: int) -> bool:
         """Whether some of these tokens are stored nowhere, be it in K, V or a plane."""
         if self._found is None:
             return self._section.has_null(start, stop)
-        return any(null[self._part(start, stop)].any() for null in self._found)
+        return self._has_some and any(null[self._part(start, stop)].any() for null in self._found)
 
     def all(self, start: int, stop: int) -> bool:
         """Whether all of them are stored nowhere, in all tensors."""
         if self._found is None:
             return self._section.is_null(start, stop)
-        return all(null[self._part(start, stop)].all() for null in self._found)
+        return self._has_some and all(null[self._part(start, stop)].all() for null in self._found)
 
     def _part(self, start: int, stop: int) -> slice:
         first, last = start - self._start, stop - self._start

@@ -131,7 +131,7 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
         blocks = np.array([one.lease.block for one in run], np.int64)
         copiers = slab.copiers(section) if row is not None else None
         if copiers is not None and row is not None:
-            copiers.copy(row, start, blocks, num_tokens)
+            copiers.copy(row, start, blocks, 0, num_tokens)
             continue
         of_slab = table_on(BlockTable.packed(blocks[None]), device)
         copy_tokens(

@@ -33,13 +33,21 @@ def sealed(body: bytes, tokens: bytes, num_data_bytes: int, key: Key | None) -> 
     tokens: int64, the first bytes of the data
     """
     counts = len(tokens) // 8, num_data_bytes
-    num_blank = len(_words(*counts, "0" * 64, None if key is None else "0" * 64))
+    num_blank = _seal_bytes(*counts, is_signed=key is not None)
     body += b" " * (-(8 + num_blank + len(body)) % _ALIGN)
     message = _message(num_blank + len(body), num_data_bytes, body, tokens)
     digest = hashlib.sha256(message).hexdigest()
     signature = None if key is None else key.digest(message, b"kvx header")
     raw = _words(*counts, digest, signature) + body
     return len(raw).to_bytes(8, "little") + raw
+
+
+def sealed_bytes(
+    num_tokens: int, num_data_bytes: int, num_body_bytes: int, *, is_signed: bool
+) -> int:
+    """Bytes of what `sealed` returns: where the data begins, a multiple of 64."""
+    num_bytes = 8 + _seal_bytes(num_tokens, num_data_bytes, is_signed=is_signed) + num_body_bytes
+    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
@@ -69,6 +77,11 @@ def check_seal(raw: bytes, tokens: bytes, num_data_bytes: int, name: str, key: K
     if not hmac.compare_digest(found[3], hashlib.sha256(message).hexdigest().encode()):
         raise CorruptError(f"{name}: its header or tokens have changed since they were written")
     check_signature(name, key, message, found[4])
+
+
+def _seal_bytes(num_tokens: int, num_data_bytes: int, *, is_signed: bool) -> int:
+    blank = "0" * 64
+    return len(_words(num_tokens, num_data_bytes, blank, blank if is_signed else None))
 
 
 def _words(num_tokens: int, num_data_bytes: int, digest: str, signature: str | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Restores snapshots that lie side by side in memory, with one copy for all of them."""
+"""Restores snapshots that lie side by side in a room, with one copy for all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import numpy as np
 
 from kvx_core.migrate import copy_tokens
 from kvx_core.ops import device_status
-from kvx_core.snapshot.contents import Stored, is_row, is_scale
-from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.scales import has_vector_scales
-from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
+from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.tables import BlockTable
-from kvx_core.view import CacheView
 
 if TYPE_CHECKING:
     from kvx_core.snapshot.snapshot import Snapshot
@@ -28,10 +25,12 @@ def restore_all(
     stop: int,
     *,
     stream: int | None = None,
+    is_checked: bool = False,
 ) -> int:
     """Snapshot.restore of snapshots that follow one another in a sequence.
 
     start, stop: positions in the sequence: from the first snapshot into the last one
+    is_checked:  Snapshot.mismatch of these snapshots and the section has no reason
     Snapshots are copied together if `can_join` of them and the section has K and V without scales
     per vector and planes. Mutates the section's cache, except null blocks. Waits for a device.
     Returns the bytes of these tokens as the section stores them.
@@ -46,7 +45,7 @@ def restore_all(
             num_bytes += one.restore(section, max(start, begin), min(stop, end), stream=stream)
         return num_bytes
     first = snapshots[0]
-    if reasons := first.mismatch(section):
+    if not is_checked and (reasons := first.mismatch(section)):
         raise StoreError(f"{first.name}: {'; '.join(reasons)}")
     here = set(first.header.layers)
     layers = [layer for layer in section.layers if layer in here]
@@ -55,10 +54,19 @@ def restore_all(
     if not layers or begin >= end or start >= stop:
         return 0
     device, section = device_of([section]), section.of(layers)
-    blocks = np.arange(len(snapshots), dtype=np.int32)[None]
+    room, at, place = first.room, first.at, first.place
+    assert room is not None
+    assert place is not None
+    cache, index = room.cache(place, layers), at // place.num_bytes
+    blocks = np.arange(index, index + len(snapshots), dtype=np.int64)
+    row = row_on_host(section.block_table) if device is None and heads[0] == heads[1] else None
+    if row is not None and section.view is view:  # which is there for the next copy, too
+        copiers = room.copiers(cache, view)
+        copiers.copy(blocks, start - first.header.start, row, start, stop - start)
+        return (stop - start) * view.bytes_per_token(end - begin)
     copy_tokens(
-        _view(snapshots, layers).at(
-            block_table=table_on(BlockTable.packed(blocks), device),
+        cache.at(
+            block_table=table_on(BlockTable.packed(blocks[None]), device),
             starts=ints_on([start - first.header.start], device),
             head_start=begin - first.header.heads[0],
         ),
@@ -77,53 +85,23 @@ def restore_all(
 
 
 def can_join(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether one copy can take all of them: several snapshots of as many tokens, of the same
-    layers, heads and formats, K and V alone, that follow one another and lie side by side.
+    """Whether one copy can take all of them: blocks of a room that follow one another there and in
+    the sequence, of the same layers, heads and formats. All but the last are full.
     """
-    if len(snapshots) < 2:
+    if not snapshots:
         return False
-    first, second = snapshots[:2]
-    step = _address(second) - _address(first)
-    if step < sum(tensor.num_bytes for tensor in first.tensors.values()):
-        return False
-    num_heads = first.header.heads[1] - first.header.heads[0]
-    if any(step % t.dtype.itemsize or is_row(t, num_heads) for t in first.tensors.values()):
-        return False
-    if any(map(is_scale, first.tensors)) or any(part.planes for part in first.header.parts):
+    first = snapshots[0]
+    room, place = first.room, first.place
+    if room is None or place is None or place.block is None or first.at % place.num_bytes:
         return False
     return all(
-        _address(one) == _address(first) + i * step
-        and one.header.start == first.header.start + i * len(first.tokens)
-        and len(one.tokens) == len(first.tokens)
+        one.room is room
+        and one.place is not None
+        and one.place.block is place.block
+        and one.at == first.at + i * place.num_bytes
+        and one.header.start == first.header.start + i * room.num_tokens
+        and (len(one.tokens) == room.num_tokens or one is snapshots[-1])
         and one.header.heads == first.header.heads
-        and one.header.parts == first.header.parts
-        and (one.tensors is first.tensors or _are_alike(one.tensors, first.tensors))
-        for i, one in enumerate(snapshots[1:], 1)
+        and (one.header.parts is first.header.parts or one.header.parts == first.header.parts)
+        for i, one in enumerate(snapshots)
     )
-
-
-def _are_alike(tensors: dict[str, Stored], others: dict[str, Stored]) -> bool:
-    """Whether tensors have the same names, types and offsets."""
-    return tensors.keys() == others.keys() and all(
-        (t.type, t.offset) == (others[n].type, others[n].offset) for n, t in tensors.items()
-    )
-
-
-def _address(snapshot: Snapshot) -> int:
-    assert snapshot.memory is not None
-    address: int = snapshot.memory.ctypes.data
-    return address
-
-
-def _view(snapshots: Sequence[Snapshot], layers: Sequence[int]) -> CacheView:
-    """K and V of these layers, as those of a paged cache."""
-    first = snapshots[0]
-    assert first.memory is not None
-    step = _address(snapshots[1]) - _address(first)
-    types = tuple((name, t.dtype, t.shape, t.offset) for name, t in first.tensors.items())
-    key = _address(first), tuple(layers), len(snapshots), step, types
-    views = {} if first.views is None else first.views
-    found = views.get(key)
-    if found is None:
-        found = views[key] = Dense(first.tensors, first.memory).blocks(layers, len(snapshots), step)
-    return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -40,10 +39,10 @@ from kvx_core.snapshot.contents import (
     is_scale,
     scale_name,
 )
-from kvx_core.snapshot.dense import Dense, Views
+from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, file_of, write
-from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out_alike
+from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
@@ -55,6 +54,7 @@ from kvx_core.snapshot.planes import (
 )
 from kvx_core.snapshot.pool import Lease, Leased, MemoryPool, copy_into
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.room import Placed, Room, placed
 from kvx_core.snapshot.rows import capture_rows, restore_rows, unlike_rows
 from kvx_core.snapshot.scales import (
     are_good,
@@ -87,7 +87,9 @@ class Snapshot:
     memory: Bytes | None = field(default=None, repr=False, compare=False)
     file: SnapshotFile | None = field(default=None, repr=False, compare=False)  # if data is in it
     lease: Lease | None = field(default=None, repr=False, compare=False)  # of memory of a pool
-    views: Views | None = field(default=None, repr=False, compare=False)  # of this memory
+    room: Room | None = field(default=None, repr=False, compare=False)  # that the memory is of
+    at: int = field(default=0, repr=False, compare=False)  # bytes, from the start of the room
+    place: Placed | None = field(default=None, repr=False, compare=False)  # of tensors there
     name: str = "the snapshot"  # for messages
 
     @classmethod
@@ -297,25 +299,21 @@ class Snapshot:
             names += [kind.name, scale_name(kind.name)]
         return [name for name in names if name in self.tensors]
 
-    def memory_for(self, layers: Iterable[int]) -> int:
-        """Bytes of memory that `read` needs for these layers: a multiple of PAGE, and of each
-        element's bytes, so that `restore_all` can take snapshots that follow one another there.
-        """
-        tensors, num_bytes = laid_out_alike(self.tensors, tuple(self.names_of(layers)))
-        step = lcm(PAGE, *{stored.dtype.itemsize for stored in tensors.values()})
-        return -(-num_bytes // step) * step
+    def memory_for(self, layers: Iterable[int], num_tokens: int | None = None) -> int:
+        """Bytes of memory that `read` needs for these layers.
 
-    def read(
-        self, layers: Iterable[int], memory: Bytes | None = None, views: Views | None = None
-    ) -> Snapshot:
+        num_tokens: of the room that they go to; None: new memory
+        """
+        return self._placed(self.names_of(layers), num_tokens).num_bytes
+
+    def read(self, layers: Iterable[int], room: Room | None = None) -> Snapshot:
         """The same snapshot with the data of some layers in memory, every byte checked.
 
-        memory: of at least memory_for(layers) bytes, from host_memory; None: new memory
-        views:  the same dict in each call with this memory, empty at first: `restore` keeps there
-                how it described the memory, which takes long; None: it is described each time
+        room: whose memory it takes, of which it `has` as much as memory_for(layers,
+              room.num_tokens); None: new memory
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
-        return self._read(self.names_of(layers), memory, views)
+        return self._read(self.names_of(layers), room)
 
     def mismatch(self, section: Section) -> list[str]:
         """Why the section cannot take its layers from here: a sentence each, or none.
@@ -438,25 +436,31 @@ class Snapshot:
         if self.memory is None:
             wrong = f"{self.name} has its data in a file, expected it in memory. Use read(layers)"
             raise InvalidArgumentError(wrong)
-        return Dense(self.tensors, self.memory, self.views)
+        return Dense(self.tensors, self.memory, None if self.room is None else self.room.views)
 
     def _bytes(self, name: str) -> Bytes:
         return self._dense.bytes_of(name)
 
-    def _read(
-        self, names: Sequence[str], memory: Bytes | None, views: Views | None = None
-    ) -> Snapshot:
-        tensors, num_bytes = laid_out_alike(self.tensors, tuple(names))
+    def _placed(self, names: Sequence[str], num_tokens: int | None) -> Placed:
+        longest = len(self.tokens) if num_tokens is None else num_tokens
+        return placed(self.header, self.tensors, tuple(names), longest)
+
+    def _read(self, names: Sequence[str], room: Room | None) -> Snapshot:
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
-        memory = host_memory(num_bytes) if memory is None else memory
-        snapshot = Snapshot(self.header, self.tokens, tensors, memory, views=views, name=self.name)
-        dense = snapshot._dense
-        self.file.read(self.tensors, {name: dense.bytes_of(name) for name in names})
+        room = Room(len(self.tokens)) if room is None else room
+        place = self._placed(names, room.num_tokens)
+        at, memory = room.take(place.num_bytes)
+        snapshot = replace(
+            self, tensors=place.tensors, file=None, memory=memory, room=room, at=at, place=place
+        )
+        self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
                 least = (
-                    "0 or greater" if tensors[name].dtype is DType.F8_E4M3 else "greater than zero"
+                    "0 or greater"
+                    if place.tensors[name].dtype is DType.F8_E4M3
+                    else "greater than zero"
                 )
                 raise CorruptError(f"{self.name}: {name} is not finite and {least}")
         return snapshot

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import BinaryIO
 
-from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, read_tokens
+from kvx_core.snapshot import (
+    Alike,
+    CorruptError,
+    Precision,
+    Room,
+    Snapshot,
+    StoreError,
+    read_tokens,
+)
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.encrypted import Encrypted
 from kvx_core.stores.index import Index
@@ -93,21 +101,37 @@ class Entries:
             snapshot = Snapshot.open(
                 opened, name=file.name, key=self.key, max_header_bytes=self.max_header_bytes
             )
-            header = snapshot.header
-            if not is_node(header.prefix):
+            if not is_node(snapshot.header.prefix):
                 raise CorruptError(f"{file.name} has a prefix that is no key of tokens")
-            space = file.name.partition("/")[0]
-            name = name_of(
-                space,
-                header.prefix,
-                snapshot.tokens,
-                header.layers,
-                header.heads,
-                header.precision,
-            )
+            name = self._name(file, snapshot)
             if name != file.name:
                 raise CorruptError(f"{file.name} has the content of {name[:1000]}")
         return snapshot
+
+    def read_alike(self, file: EntryFile, alike: Alike, start: int, room: Room) -> Snapshot | None:
+        """The snapshot in a file with its data in the room, checked to be what its name says.
+
+        None: it is not like those, or not good: `opened` and `snapshot` say which. Raises
+        StoreError if it does not exist or cannot be opened.
+        """
+        with self.opened(file.name) as opened:
+            snapshot = alike.read(opened, start, file.node, room, file.name)
+        if snapshot is not None and self._name(file, snapshot) != file.name:
+            room.give_back(snapshot.at)
+            return None
+        return snapshot
+
+    def _name(self, file: EntryFile, snapshot: Snapshot) -> str:
+        """The name that the content of a file has to have."""
+        header = snapshot.header
+        return name_of(
+            file.name.partition("/")[0],
+            header.prefix,
+            snapshot.tokens,
+            header.layers,
+            header.heads,
+            header.precision,
+        )
 
     def _read_tokens(self, file: EntryFile, opened: BinaryIO) -> Ids:
         """The tokens in an open file, compared with its name. `snapshot` compares the rest."""
@@ -119,8 +143,7 @@ class Entries:
                 key=self.key,
                 max_header_bytes=self.max_header_bytes,
             )
-            node = file.folder.split("/")[1]
-            if entry_of(node, tokens) != file.entry:
+            if entry_of(file.node, tokens) != file.entry:
                 raise CorruptError(f"{file.name} has other tokens than its name says")
         return tokens
 

@@ -51,6 +51,11 @@ class EntryFile:
     precision: Precision
 
     @property
+    def node(self) -> str:
+        """The key of all tokens before the entry's."""
+        return self.folder.split("/")[1]
+
+    @property
     def entry(self) -> str:
         """The start of the names of all files of the entry, without their folder."""
         return self.name[len(self.folder) + 1 :].partition(".")[0]

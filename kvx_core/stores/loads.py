@@ -6,30 +6,31 @@ import operator
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvx_core.snapshot import (
     VALUES,
+    Alike,
     Nulls,
+    Part,
     Precision,
+    Room,
     Section,
     Snapshot,
     StorageFormat,
     StoreError,
-    host_memory,
+    can_join,
     restore_all,
 )
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
+from kvx_core.stores.kept import Kept
+from kvx_core.stores.keys import EntryFile
 from kvx_core.stores.match import StoredSpan
 from kvx_core.stores.source import Source
 from kvx_core.types import Memory
-from kvx_core.view import CacheView
 
-_TOGETHER = 8 << 20  # bytes of files that are copied together: they stay in the processor's cache
+_TOGETHER = 16 << 20  # bytes of files that are copied together
+_MAX_FITTING = 32  # kinds of files that a view is known to take
 
 
 @dataclass(slots=True)
@@ -40,52 +41,6 @@ class Progress:
     is_cancelled: bool = False  # set it, and the load ends with a StoreError after its chunk
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Memory of the host that the files of a load share: taken piece after piece, then anew."""
-
-    pinned: bool
-    data: npt.NDArray[np.uint8]
-    used: int = 0  # bytes
-    views: dict[Any, CacheView] = field(default_factory=dict)  # see Snapshot.read
-
-    def has_room(self, num_bytes: int) -> bool:
-        return self.used + num_bytes <= len(self.data)
-
-    def clear(self, num_bytes: int) -> None:
-        """Nobody needs what has been taken; so many bytes are needed next."""
-        self.used = 0
-        if num_bytes > len(self.data):
-            times = max(1, _TOGETHER // num_bytes)  # as much follows, most likely
-            self.data = host_memory(times * num_bytes, pinned=self.pinned)
-            self.views.clear()
-
-    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        self.used += num_bytes
-        return self.data[self.used - num_bytes :]
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Snapshots in memory, one of each span, that wait to be copied together."""
-
-    start: int  # tokens of the sequence
-    stop: int
-    takers: list[Section]
-    snapshots: list[Snapshot]
-
-    def is_followed_by(self, start: int, sources: Sequence[Source]) -> bool:
-        """Whether the only snapshot of a span can wait with them."""
-        if len(sources) != 1 or self.stop != start:
-            return False
-        (source,) = sources
-        return (
-            len(source.snapshot.tokens) == len(self.snapshots[0].tokens)
-            and len(source.takers) == len(self.takers)
-            and all(map(operator.is_, source.takers, self.takers))
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Loads:
     """Loads of one store: see PrefixStore.load."""
@@ -94,8 +49,7 @@ class Loads:
     finder: Finder
     carried: Carried
     format: StorageFormat
-    # What has been compared, by ids: parts that are the same object come from the same header.
-    matching: dict[tuple[int, int], tuple[object, object]] = field(default_factory=dict)
+    kept: Kept
 
     def load(
         self,
@@ -110,97 +64,36 @@ class Loads:
 
         After a bad file, all later ones are checked too, so that bad ones are deleted at once.
         """
-        memory = _Memory(any(s.first_tensor.memory is not Memory.HOST for s in sections), _NOTHING)
         progress.stop = max(progress.stop, start)
         needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
-        nulls = [Nulls(section, start, stop) for section in sections]
-        num_bytes = 0
-        waiting: _Waiting | None = None
+        pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
+        with self.kept.room(self.finder.chunk_tokens, pinned=pinned) as room:
+            load = _Load(self, sections, start, stop, stream, progress, room)
+            load.run(needed)
+        return load.num_bytes
 
-        def restore() -> None:
-            nonlocal num_bytes, waiting
-            if waiting is not None:
-                now, waiting = waiting, None
-                for section in now.takers:
-                    num_bytes += restore_all(
-                        now.snapshots, section, now.start, now.stop, stream=stream
-                    )
-                progress.stop = now.stop
+    def is_for(self, alike: Alike, file: EntryFile, takers: Sequence[Section]) -> bool:
+        """Whether such files have all that the sections need and nothing else, and these may take
+        it.
+        """
+        for section in takers:
+            lo, hi = section.heads
+            if not file.heads[0] <= lo < hi <= file.heads[1] or self._unfit(alike.known, section):
+                return False
+        wanted = {layer for section in takers for layer in section.layers}
+        return wanted == set(file.layers)
 
-        for i, span in enumerate(needed):
-            if progress.is_cancelled:
-                raise StoreError(f"the load was cancelled after {progress.stop} tokens")
-            lo, hi = max(start, span.start), min(stop, span.stop)
-            takers = [s for s, null in zip(sections, nulls, strict=True) if not null.all(lo, hi)]
-            try:
-                with ExitStack() as opened:
-                    sources = self._sources(span, takers, opened)
-                    wanted = sum(source.num_bytes for source in sources)
-                    if waiting and not (
-                        memory.has_room(wanted) and waiting.is_followed_by(lo, sources)
-                    ):
-                        restore()
-                    if waiting is None:
-                        memory.clear(wanted)
-                    read = self._read(sources, memory)
-            except StoreError:
-                restore()
-                self._check(needed[i + 1 :], start, stop, sections, memory, progress)
-                raise
-            # Files that only other ranks load count too: later tokens depend on them.
-            for file in map(self.finder.file, span.names):
-                if not file.precision.includes(self.finder.precision):
-                    self.carried.take(file.precision)
-            if waiting is not None:
-                waiting.snapshots += read
-                waiting.stop = hi
-            elif len(sources) == 1:
-                waiting = _Waiting(lo, hi, sources[0].takers, read)
-            else:
-                for source, snapshot in zip(sources, read, strict=True):
-                    for section in source.takers:
-                        num_bytes += snapshot.restore(section, lo, hi, stream=stream)
-                progress.stop = hi
-        restore()
-        return num_bytes
-
-    def _check(
+    def sources(
         self,
-        spans: Sequence[StoredSpan],
-        start: int,
-        stop: int,
-        sections: list[Section],
-        memory: _Memory,
-        progress: Progress,
-    ) -> None:
-        """Reads files that are not loaded any more; corrupt ones are deleted."""
-        for span in spans:
-            if progress.is_cancelled:
-                return
-            lo, hi = max(start, span.start), min(stop, span.stop)
-            with suppress(StoreError), ExitStack() as opened:
-                takers = [section for section in sections if not section.is_null(lo, hi)]
-                sources = self._sources(span, takers, opened)
-                memory.clear(sum(source.num_bytes for source in sources))
-                self._read(sources, memory)
-
-    def _read(self, sources: Sequence[Source], memory: _Memory) -> list[Snapshot]:
-        """Reads and checks what the sections need."""
-        read = []
-        for source in sources:
-            room = memory.take(source.num_bytes)
-            with self.entries.discarding(source.name):
-                read.append(source.snapshot.read(source.layers, room, memory.views))
-            self.entries.index.held(source.name)
-        return read
-
-    def _sources(
-        self, span: StoredSpan, sections: Sequence[Section], opened: ExitStack
+        span: StoredSpan,
+        files: Sequence[EntryFile],
+        sections: Sequence[Section],
+        opened: ExitStack,
     ) -> list[Source]:
         """The files that the sections need, opened; everything except their data is checked."""
-        files = []
+        taken = []
         sources = []
-        for file in map(self.finder.file, span.names):
+        for file in files:
             takers = [
                 section
                 for section in sections
@@ -215,18 +108,12 @@ class Loads:
                     f"{file.name} holds {file.num_tokens} tokens from {snapshot.header.start}, "
                     f"expected {span.start} to {span.stop}"
                 )
-            parts = snapshot.header.parts
             for section in takers:
-                key = id(parts), id(section)
-                if key in self.matching:  # as the files of a prompt do, that have the same parts
-                    continue
-                reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)
-                if reasons:
+                if reasons := self._unfit(snapshot, section):
                     raise StoreError(f"{file.name}: {'; '.join(reasons)}")
-                self.matching[key] = parts, section
-            files.append(file)
-            sources.append(Source(file.name, snapshot, takers))
-        held, _ = self.finder.cover(files)
+            taken.append(file)
+            sources.append(Source(file, snapshot, takers))
+        held, _ = self.finder.cover(taken)
         for section in sections:
             if not held[list(section.layers), slice(*section.heads)].all():
                 raise StoreError(
@@ -234,6 +121,23 @@ class Loads:
                     f"{section.heads}"
                 )
         return sources
+
+    def _unfit(self, snapshot: Snapshot, section: Section) -> list[str]:
+        """Why the section may not take its layers from a file: a sentence each.
+
+        Found once for the files of a prompt, whose parts are one object.
+        """
+        own = self.finder.accept, self.finder.precision, self.format.precision
+        key, parts = ("fitting", own, section.layers, section.encoding), snapshot.header.parts
+        fitting: dict[int, tuple[Part, ...]] = section.view.memo.setdefault(key, {})
+        if fitting.get(id(parts)) is parts:
+            return []
+        reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)
+        if not reasons:
+            if len(fitting) >= _MAX_FITTING:
+                fitting.clear()
+            fitting[id(parts)] = parts
+        return reasons
 
     def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Why values of this precision may not be loaded into the section: a sentence each."""
@@ -251,6 +155,138 @@ class Loads:
         ]
 
 
+@dataclass(slots=True)
+class _Load:
+    """A load that is under way."""
+
+    of: Loads
+    sections: list[Section]
+    start: int
+    stop: int
+    stream: int | None
+    progress: Progress
+    room: Room
+    num_bytes: int = 0  # that are loaded
+    # Snapshots in the room that wait to be copied together, and which sections take them.
+    _waiting: list[Snapshot] = field(default_factory=list)
+    _takers: list[Section] = field(default_factory=list)
+    _first: int = 0  # token of the sequence that is copied from them
+    _last: int = 0  # one past the last
+    # What the file before was like, and the sections that take such files.
+    _known: tuple[Alike, list[Section]] | None = None
+
+    def run(self, spans: Sequence[StoredSpan]) -> None:
+        nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
+        for i, span in enumerate(spans):
+            self._raise_if_cancelled()
+            lo, hi = max(self.start, span.start), min(self.stop, span.stop)
+            held = zip(self.sections, nulls, strict=True)
+            takers = [section for section, null in held if not null.all(lo, hi)]
+            try:
+                files = [self.of.finder.file(name) for name in span.names]
+                read = self._read_alike(span, files, takers) or self._read(span, files, takers)
+            except StoreError:
+                self._restore()
+                self._check(spans[i + 1 :])
+                raise
+            # Files that only other ranks load count too: later tokens depend on them.
+            for file in files:
+                if not file.precision.includes(self.of.finder.precision):
+                    self.of.carried.take(file.precision)
+            self._add(read, lo, hi)
+        self._restore()
+
+    def _read_alike(
+        self, span: StoredSpan, files: Sequence[EntryFile], takers: list[Section]
+    ) -> list[tuple[Snapshot, list[Section]]]:
+        """Reads the only file of a span, and checks it, if it is like one that was read before."""
+        if len(files) != 1 or not takers:
+            return []
+        (file,) = files
+        alike = self.of.kept.alike(file, self.room)
+        if alike is None or file.num_tokens < span.stop - span.start:
+            return []
+        if (
+            self._known is None
+            or self._known[0] is not alike
+            or not _are_same(self._known[1], takers)
+        ):
+            if not self.of.is_for(alike, file, takers):
+                return []
+            self._known = alike, takers
+        self._make_room(alike.place.num_bytes)
+        snapshot = self.of.entries.read_alike(file, alike, span.start, self.room)
+        if snapshot is None:
+            return []
+        self.of.entries.index.held(file.name)
+        return [(snapshot, takers)]
+
+    def _read(
+        self, span: StoredSpan, files: Sequence[EntryFile], takers: Sequence[Section]
+    ) -> list[tuple[Snapshot, list[Section]]]:
+        """Reads and checks what the sections need."""
+        read = []
+        with ExitStack() as opened:
+            sources = self.of.sources(span, files, takers, opened)
+            self._make_room(sum(source.memory_for(self.room.num_tokens) for source in sources))
+            for source in sources:
+                with self.of.entries.discarding(source.file.name):
+                    snapshot = source.snapshot.read(source.layers, self.room)
+                self.of.entries.index.held(source.file.name)
+                self.of.kept.saw(source.file, source.snapshot, self.room)
+                read.append((snapshot, source.takers))
+        return read
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Makes room for snapshots; those that wait are copied if there is none."""
+        if not self._waiting or not self.room.has(num_bytes):
+            self._restore()
+            self.room.clear(num_bytes, _TOGETHER // max(num_bytes, 1))
+
+    def _add(self, read: Sequence[tuple[Snapshot, list[Section]]], lo: int, hi: int) -> None:
+        """Has tokens `lo` to `hi` copied: now, or together with those that follow."""
+        if len(read) == 1:
+            ((snapshot, takers),) = read
+            is_next = self._last == lo and _are_same(takers, self._takers)
+            if self._waiting and not (is_next and can_join([self._waiting[-1], snapshot])):
+                self._restore()
+            if not self._waiting:
+                self._first, self._takers = lo, takers
+            self._waiting.append(snapshot)
+            self._last = hi
+            return
+        self._restore()
+        for snapshot, takers in read:
+            for section in takers:
+                self.num_bytes += snapshot.restore(section, lo, hi, stream=self.stream)
+        self.progress.stop = hi
+
+    def _restore(self) -> None:
+        """Copies what waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            for section in self._takers:
+                self.num_bytes += restore_all(
+                    waiting, section, self._first, self._last, stream=self.stream, is_checked=True
+                )
+            self.progress.stop = self._last
+
+    def _check(self, spans: Sequence[StoredSpan]) -> None:
+        """Reads files that are not loaded any more; corrupt ones are deleted."""
+        for span in spans:
+            if self.progress.is_cancelled:
+                return
+            lo, hi = max(self.start, span.start), min(self.stop, span.stop)
+            with suppress(StoreError):
+                takers = [section for section in self.sections if not section.is_null(lo, hi)]
+                files = [self.of.finder.file(name) for name in span.names]
+                self._read_alike(span, files, takers) or self._read(span, files, takers)
+
+    def _raise_if_cancelled(self) -> None:
+        if self.progress.is_cancelled:
+            raise StoreError(f"the load was cancelled after {self.progress.stop} tokens")
+
+
 def says_precision(section: Section) -> bool:
     """Whether Section.precision is known to be that of its values."""
     return section.encoding != VALUES or section.view.facts.compute_dtype is not None
@@ -260,4 +296,5 @@ def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:
     return max(one[0], two[0]) < min(one[1], two[1])
 
 
-_NOTHING = host_memory(0)
+def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))

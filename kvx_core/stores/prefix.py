@@ -35,6 +35,7 @@ from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
+from kvx_core.stores.kept import Kept
 from kvx_core.stores.keys import Ids, name_of, space_of
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
@@ -129,6 +130,7 @@ class PrefixStore:
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
         self._planes.check_chunks(self.chunk_tokens)
+        self._kept = Kept(key)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
@@ -427,7 +429,7 @@ class PrefixStore:
         if start < stop:
             self._planes.check_stop(stop, ends)
         sections = [self._sections.of(section) for section in sections]
-        loads = Loads(self._entries, self.finder, self._carried, self.format)
+        loads = Loads(self._entries, self.finder, self._carried, self.format, self._kept)
         return loads.load(match.spans, start, stop, sections, stream, progress or Progress())
 
     def _span(

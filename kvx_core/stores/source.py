@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvx_core.snapshot import Section, Snapshot
+from kvx_core.stores.keys import EntryFile
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file of a span, and the sections that take layers from it."""
 
-    name: str
+    file: EntryFile
     snapshot: Snapshot
     takers: list[Section]
 
@@ -21,7 +22,6 @@ class Source:
         wanted = {layer for section in self.takers for layer in section.layers}
         return [layer for layer in self.snapshot.header.layers if layer in wanted]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that these layers need."""
-        return self.snapshot.memory_for(self.layers)
+    def memory_for(self, num_tokens: int) -> int:
+        """Bytes that these layers need of a room for snapshots of so many tokens."""
+        return self.snapshot.memory_for(self.layers, num_tokens)

@@ -111,13 +111,13 @@ def test_nothing_stays_of_a_longer_sequence() -> None:
     dense = torch.zeros(LAYERS, 2, 1, 50 * BLOCK, 2, 8)
     to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
     copiers, first = Copiers(VIEW, to), np.zeros(1, np.int64)
-    copiers.copy(row_of(of_request(0, 50)), 0, first, 50 * BLOCK)
-    copiers.copy(row_of(short), 0, first, 5 * BLOCK)
+    copiers.copy(row_of(of_request(0, 50)), 0, first, 0, 50 * BLOCK)
+    copiers.copy(row_of(short), 0, first, 0, 5 * BLOCK)
     dense.zero_()
     with pytest.raises(OutOfRangeError, match=f"is {2**31 - 1}, expected"):
-        copiers.copy(row_of(short), 0, first, 5 * BLOCK + 1)
+        copiers.copy(row_of(short), 0, first, 0, 5 * BLOCK + 1)
     with pytest.raises(OutOfRangeError):
-        copiers.copy(row_of(of_request(0, 50)), 50 * BLOCK - 1, first, 2)
+        copiers.copy(row_of(of_request(0, 50)), 50 * BLOCK - 1, first, 0, 2)
     assert not dense.any()
 
 
@@ -125,12 +125,12 @@ def test_after_an_error_nobody_gets_its_description() -> None:
     dense = torch.zeros(LAYERS, 2, 1, BLOCK, 2, 8)
     to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
     copiers, blocks, first = Copiers(VIEW, to), np.arange(1, 3), np.zeros(1, np.int64)
-    copiers.copy(blocks, 0, first, BLOCK)
+    copiers.copy(blocks, 0, first, 0, BLOCK)
     (used,) = copiers._idle
-    copiers.copy(blocks, 0, first, BLOCK)
+    copiers.copy(blocks, 0, first, 0, BLOCK)
     assert list(copiers._idle) == [used]
     with pytest.raises(OutOfRangeError):
-        copiers.copy(np.array([BLOCKS]), 0, first, BLOCK)
+        copiers.copy(np.array([BLOCKS]), 0, first, 0, BLOCK)
     assert not copiers._idle
 
 
@@ -147,18 +147,18 @@ def test_memory_that_has_moved_is_refused_and_views_that_are_out_of_date() -> No
         for tensors in (caches, dense)
     )
     copiers, blocks, first = Copiers(cache, to), np.arange(1, 3), np.zeros(1, np.int64)
-    copiers.copy(blocks, 0, first, BLOCK)
+    copiers.copy(blocks, 0, first, 0, BLOCK)
     assert dense.all()
     dense.zero_()
     reasons.append("the engine sleeps")
     with pytest.raises(InvalidArgumentError, match="src is out of date: the engine sleeps"):
-        copiers.copy(blocks, 0, first, BLOCK)
+        copiers.copy(blocks, 0, first, 0, BLOCK)
     reasons.clear()
-    copiers.copy(blocks, 0, first, BLOCK)
+    copiers.copy(blocks, 0, first, 0, BLOCK)
     assert dense.all()
     caches.untyped_storage().resize_(0)
     with pytest.raises(InvalidArgumentError, match="storage has been resized or replaced"):
-        copiers.copy(blocks, 0, first, BLOCK)
+        copiers.copy(blocks, 0, first, 0, BLOCK)
 
 
 def test_threads_never_mix() -> None:
@@ -211,10 +211,21 @@ def test_null_blocks_are_those_that_a_migration_skips(null_block_id: int) -> Non
         null = null_blocks(view, blocks[0])
         assert null.repeat(BLOCK)[start:stop].tolist() == places.tolist()
         section = replace(EMPTY, view=view, block_table=BlockTable.packed(blocks))
-        for are_copied in (False, True):
-            nulls = Nulls(section, start, stop, are_copied=are_copied)
-            assert nulls.any(start, stop) == places.any()
-            assert nulls.all(start, stop) == places.all()
+        nulls = Nulls(section, start, stop)
+        assert nulls.any(start, stop) == places.any()
+        assert nulls.all(start, stop) == places.all()
+        for lo in range(start, stop):  # that of its block decides for a token
+            hi = min(lo + 3, stop)
+            assert nulls.any(lo, hi) == places[lo - start : hi - start].any()
+            assert nulls.all(lo, hi) == places[lo - start : hi - start].all()
+
+
+def test_blocks_that_a_cache_does_not_have_are_refused() -> None:
+    blocks = np.array([[3, 0, VIEW.layers[0].num_blocks, 7]])
+    section = replace(EMPTY, block_table=BlockTable.packed(blocks))
+    Nulls(section, 0, 2 * BLOCK)  # it is not among these
+    with pytest.raises(OutOfRangeError, match=str(VIEW.layers[0].num_blocks)):
+        Nulls(section, BLOCK, 3 * BLOCK)
 
 
 def test_a_section_of_another_sequence() -> None:

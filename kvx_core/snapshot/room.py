@@ -1,0 +1,166 @@
+"""Room: host memory that snapshots are read into and restored from, used again for the next ones.
+
+To describe memory takes longer than to copy a chunk out of it. So a room keeps its memory and the
+descriptions of it. Chunks of K and V lie in it side by side, as the blocks of a paged cache do, and
+one copy takes many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
+
+from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale
+from kvx_core.snapshot.copiers import Copiers
+from kvx_core.snapshot.dense import Dense, Views
+from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
+from kvx_core.view import CacheView
+
+_MAX_PLACED = 256  # that are remembered
+_MAX_COPIERS = 16  # that a room keeps
+
+Tensors = dict[str, Stored]
+
+
+class Placed(NamedTuple):
+    """Where the tensors of a snapshot lie in its memory."""
+
+    tensors: Tensors
+    num_bytes: int  # of the memory: a multiple of PAGE and of each element's bytes
+    # The tensors of a chunk of a room's num_tokens, the same object for all snapshots that are
+    # blocks of one paged cache. None: one with planes, scales, or units that span heads.
+    block: Tensors | None
+
+
+def placed(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens: int) -> Placed:
+    """The places of some of a snapshot's tensors.
+
+    num_tokens: of the longest snapshot that is to be a block beside this one
+    Found once for the same `tensors`, which must not change. Files of a prompt share them:
+    header_cache.py.
+    """
+    key = id(tensors), names, num_tokens
+    known = _placed.get(key)
+    if known is None or known[0] is not tensors:
+        if len(_placed) >= _MAX_PLACED:
+            _placed.clear()
+            _blocks.clear()
+        known = _placed[key] = tensors, _place(header, tensors, names, num_tokens)
+    return known[1]
+
+
+_placed: dict[tuple[int, tuple[str, ...], int], tuple[Tensors, Placed]] = {}
+_blocks: dict[tuple[tuple[str, Stored], ...], Tensors] = {}
+
+
+def _place(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens: int) -> Placed:
+    held = {name: tensors[name] for name in names}
+    block = None
+    if _is_plain(header, held, num_tokens):
+        whole = {
+            name: replace(stored, shape=(num_tokens, *stored.shape[1:]), coding="")  # in memory
+            for name, stored in held.items()
+        }
+        found, num_bytes = laid_out(whole.items())
+        block = _blocks.setdefault(tuple(found.items()), found)
+        held = {
+            name: replace(stored, offset=found[name].offset, coded_bytes=0)
+            for name, stored in held.items()
+        }
+    else:
+        held, num_bytes = laid_out(held.items())
+    step = lcm(PAGE, *{stored.dtype.itemsize for stored in held.values()})
+    return Placed(held, -(-num_bytes // step) * step, block)
+
+
+def _is_plain(header: Header, tensors: Tensors, num_tokens: int) -> bool:
+    """Whether these are K and V alone, of at most num_tokens tokens; no unit spans heads."""
+    if not tensors or any(part.planes for part in header.parts):
+        return False
+    num_heads = header.heads[1] - header.heads[0]
+    return not any(
+        is_scale(name) or is_row(stored, num_heads) or not 0 < stored.shape[0] <= num_tokens
+        for name, stored in tensors.items()
+    )
+
+
+class Room:
+    """Memory for snapshots of at most num_tokens tokens each. One thread has it at a time.
+
+    Snapshots in it are good until `clear`.
+    """
+
+    def __init__(self, num_tokens: int, *, pinned: bool = False) -> None:
+        """pinned: CUDA devices can reach it; needs torch"""
+        self.num_tokens = num_tokens
+        self.views: Views = {}  # of snapshots that are no blocks: see Dense
+        self._pinned = pinned
+        self._memory = host_memory(0)
+        self._used = 0  # bytes
+        self._caches: dict[tuple[int, tuple[int, ...], int], tuple[Tensors, CacheView]] = {}
+        self._copiers: dict[tuple[int, int], tuple[CacheView, CacheView, Copiers]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._memory)
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether so many bytes are free."""
+        return self._used + num_bytes <= len(self._memory)
+
+    def clear(self, num_bytes: int, times: int = 1) -> None:
+        """Nobody needs what has been taken; num_bytes are needed next, and most likely as much
+        again, `times` in all.
+
+        Raises StoreError if there is not enough memory.
+        """
+        self._used = 0
+        if num_bytes > len(self._memory):
+            self.views.clear()
+            self._caches.clear()
+            self._copiers.clear()
+            self._memory = host_memory(max(1, times) * num_bytes, pinned=self._pinned)
+
+    def take(self, num_bytes: int) -> tuple[int, Bytes]:
+        """So many bytes, and where they begin in the room.
+
+        Raises ValueError if others have what is missing, StoreError if there is not enough memory.
+        """
+        if not self.has(num_bytes):
+            if self._used:
+                raise ValueError(f"the room has no {num_bytes} bytes left, expected `clear` before")
+            self.clear(num_bytes)
+        at = self._used
+        self._used += num_bytes
+        return at, self._memory[at : at + num_bytes]
+
+    def give_back(self, at: int) -> None:
+        """What was taken from here on is free."""
+        self._used = at
+
+    def cache(self, place: Placed, layers: Sequence[int]) -> CacheView:
+        """All snapshots like this one, as a paged cache: block i begins i * place.num_bytes bytes
+        into the room.
+        """
+        assert place.block is not None
+        key = id(place.block), tuple(layers), place.num_bytes
+        known = self._caches.get(key)
+        if known is None or known[0] is not place.block:
+            if len(self._caches) >= _MAX_COPIERS:
+                self._caches.clear()
+            dense = Dense(place.block, self._memory)
+            found = dense.blocks(layers, len(self._memory) // place.num_bytes, place.num_bytes)
+            known = self._caches[key] = place.block, found
+        return known[1]
+
+    def copiers(self, cache: CacheView, target: CacheView) -> Copiers:
+        """Copies from a `cache` of this room to another one, both on the host."""
+        key = id(cache), id(target)
+        known = self._copiers.get(key)
+        if known is None or known[0] is not cache or known[1] is not target:
+            if len(self._copiers) >= _MAX_COPIERS:
+                self._copiers.clear()
+            known = self._copiers[key] = cache, target, Copiers(cache, target)
+        return known[2]
