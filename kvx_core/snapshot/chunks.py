@@ -18,7 +18,7 @@ from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
 
 
-class Room(NamedTuple):
+class Reserved(NamedTuple):
     """Where a snapshot goes."""
 
     parts: tuple[Part, ...]
@@ -61,14 +61,11 @@ class Chunks:
             check_sections(sections, self._format)
             self._parts = tuple(part_of(s, self._format, carried) for s in sections)
         self._has_planes = kind is None and any(section.view.planes for section in sections)
-        self._nulls = [Nulls(s, start, stop) for s in self.sections]
+        self.heads = self.sections[0].heads  # first, and one past the last
+        nulls = (Nulls(section, start, stop) for section in self.sections)
+        self._nulls = [null for null in nulls if null.may_be_any]
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """First, and one past the last."""
-        return self.sections[0].heads
-
-    def room(self, start: int, num_tokens: int) -> Room | None:
+    def reserve(self, start: int, num_tokens: int) -> Reserved | None:
         """Memory for a snapshot of tokens of the run, from `start` on; None if a block is null.
 
         Raises InvalidArgumentError if the caches cannot give these tokens, OutOfRangeError,
@@ -76,11 +73,11 @@ class Chunks:
         """
         if self._has_planes:
             check_span(self.sections, start, num_tokens)
-        if any(null.any(start, start + num_tokens) for null in self._nulls):
+        if self._nulls and any(null.any(start, start + num_tokens) for null in self._nulls):
             return None
         if self._kind and num_tokens <= self._kind.num_tokens:
             lease = self._kind.lend()
-            return Room(self._parts, self._kind.of_length(num_tokens), np.asarray(lease), lease)
+            return Reserved(self._parts, self._kind.of_length(num_tokens), np.asarray(lease), lease)
         tensors, num_bytes = laid_out(to_capture_all(self.sections, num_tokens, self._format))
         memory = host_memory(num_bytes, pinned=device_of(self.sections) is not None)
-        return Room(self._parts, tensors, memory, None)
+        return Reserved(self._parts, tensors, memory, None)

@@ -21,7 +21,8 @@ class Nulls:
         self._section = section
         self._start, self._tokens = start, 1  # of an element of what is found
         self._found = self._find(section, start, stop)
-        self._has_some = self._found is None or any(null.any() for null in self._found)
+        # False: no token of the run is null.
+        self.may_be_any = self._found is None or any(null.any() for null in self._found)
 
     def _find(self, section: Section, start: int, stop: int) -> list[npt.NDArray[np.bool_]] | None:
         """Which are stored nowhere, for each tensor that may differ; None: ask the section."""
@@ -44,13 +45,13 @@ class Nulls:
         """Whether some of these tokens are stored nowhere, be it in K, V or a plane."""
         if self._found is None:
             return self._section.has_null(start, stop)
-        return self._has_some and any(null[self._part(start, stop)].any() for null in self._found)
+        return self.may_be_any and any(null[self._part(start, stop)].any() for null in self._found)
 
     def all(self, start: int, stop: int) -> bool:
         """Whether all of them are stored nowhere, in all tensors."""
         if self._found is None:
             return self._section.is_null(start, stop)
-        return self._has_some and all(null[self._part(start, stop)].all() for null in self._found)
+        return self.may_be_any and all(null[self._part(start, stop)].all() for null in self._found)
 
     def _part(self, start: int, stop: int) -> slice:
         first, last = start - self._start, stop - self._start

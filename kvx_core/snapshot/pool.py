@@ -52,10 +52,12 @@ class _Slab:
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
         self._caches = caches
+        # Of each block, for numpy.
+        self.interfaces = [self._block(i).__array_interface__ for i in range(num_blocks)]
         self._views: dict[tuple[int, ...], CacheView] = {}
         self._copiers: dict[int, Copiers] = {}  # by the id of the cache
 
-    def block(self, index: int) -> Bytes:
+    def _block(self, index: int) -> Bytes:
         """The memory of one snapshot."""
         return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
@@ -89,7 +91,7 @@ class Lease:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self.slab.block(self.block).__array_interface__
+        return self.slab.interfaces[self.block]
 
     def settled(self) -> None:
         """The copies into the block are complete."""
@@ -179,7 +181,7 @@ class _Kind:
         self._lock = threading.Lock()  # of num_blocks
 
     def of_length(self, num_tokens: int) -> dict[str, Stored]:
-        """The tensors of a snapshot of so many tokens."""
+        """The tensors of a snapshot of so many tokens, which do not change."""
         found = self._lengths.get(num_tokens)
         if found is None:
             found = {
@@ -189,7 +191,7 @@ class _Kind:
             if len(self._lengths) >= _MAX_LENGTHS:
                 self._lengths.clear()
             self._lengths[num_tokens] = found
-        return dict(found)
+        return found
 
     def prepare(self, num_tokens: int) -> None:
         """Gets memory for snapshots of so many tokens in all, if it may be kept."""

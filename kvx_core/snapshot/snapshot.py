@@ -159,13 +159,14 @@ class Snapshot:
 
         tokens: those of the run from position `start` on
         """
-        room = chunks.room(start, len(tokens))
-        if room is None:
+        reserved = chunks.reserve(start, len(tokens))
+        if reserved is None:
             return None
-        header = Header(start, prefix, chunks.heads, room.parts)
-        first, num_bytes = room.tensors["tokens"].offset, 8 * len(tokens)
-        room.memory[first : first + num_bytes].view("<i8")[:] = tokens
-        return cls(header, tokens, room.tensors, room.memory, lease=room.lease)
+        parts, tensors, memory, lease = reserved
+        header = Header(start, prefix, chunks.heads, parts)
+        first, num_bytes = tensors["tokens"].offset, 8 * len(tokens)
+        memory[first : first + num_bytes].view("<i8")[:] = tokens
+        return cls(header, tokens, tensors, memory, lease=lease)
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:
