@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of torch that wait for each other sleep: by default they spin, on cores that other tests
+# need. OpenMP reads it when torch is imported, here and in every process that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from tests.calls import BACKENDS, Backend
 from tests.native import ROOT, alone, run
 
