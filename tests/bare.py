@@ -59,8 +59,8 @@ class Bare:
     def run(
         self, *arguments: str | Path, timeout: float, **environment: str | Path
     ) -> subprocess.CompletedProcess[str]:
-        """Runs this Python in the tree, with one variable of the tests' own environment: how the
-        threads of OpenMP wait."""
+        """Runs this Python in the tree, with no variable of the tests' own environment but how
+        the threads of OpenMP wait."""
         return subprocess.run(
             [str(self.python), *map(str, arguments)],
             cwd=self.tree,
