@@ -96,7 +96,7 @@ soak: build
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict kvx_core kvx_adapters
+	$(BIN)/mypy --strict --num-workers 2 kvx_core kvx_adapters
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: setup
