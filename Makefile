@@ -96,7 +96,7 @@ soak: build
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict kvx_core kvx_adapters
+	$(BIN)/mypy --strict --num-workers 2 kvx_core kvx_adapters
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: setup
@@ -207,13 +207,21 @@ $(VENV)/.kvx-3-vllm: $(VENV)/.kvx-2-torch
 	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# llama.cpp as shared libraries, for the demo and its tests. Where they cannot be had, set-up goes on.
-$(VENV)/.kvx-llama-cpp: kvx_adapters/cli/engines/llama_cpp_library.py | $(INSTALLED)
-	@$(BIN)/python $< && touch $@ || echo "[4/4] without llama.cpp; build/setup.log says why"
-
-$(INSTALLED): $(VENV)/.kvx-3-vllm $(AHEAD) pyproject.toml CMakeLists.txt
-	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
+# The other engines, and what the editable install asks for: it finds all of it when libkvx is there.
+$(VENV)/.kvx-3-tools: pyproject.toml $(VENV)/.kvx-3-vllm
 	$(PIP) install --no-deps $(ENGINES)
+	MAKEFLAGS= $(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	    asked = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	    print(*(one for name in ("cli", "encryption", "test", "lint", "docs") for one in asked[name] \
+	    if not one.startswith("kvx[")))')
+	@touch $@
+
+# llama.cpp as shared libraries, for the demo and its tests. Where they cannot be had, set-up goes on.
+$(VENV)/.kvx-llama-cpp: kvx_adapters/cli/engines/llama_cpp_library.py | $(VENV)/.kvx-3-tools
+	@$(BIN)/python $< && touch $@ || echo "[3/4] without llama.cpp; build/setup.log says why"
+
+$(INSTALLED): $(VENV)/.kvx-3-tools $(AHEAD) pyproject.toml CMakeLists.txt
+	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"
 	MAKEFLAGS= $(PIP) install --no-build-isolation --editable ".[test,lint,docs]" \
 	    "--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)"
 	@touch $@

@@ -59,11 +59,13 @@ class Bare:
     def run(
         self, *arguments: str | Path, timeout: float, **environment: str | Path
     ) -> subprocess.CompletedProcess[str]:
-        """Runs this Python in the tree, with no variable of the tests' own environment."""
+        """Runs this Python in the tree, with no variable of the tests' own environment but how
+        the threads of OpenMP wait."""
         return subprocess.run(
             [str(self.python), *map(str, arguments)],
             cwd=self.tree,
             env={"PATH": self.path, "HOME": str(self.tree)}
+            | {name: os.environ[name] for name in ("OMP_WAIT_POLICY",) if name in os.environ}
             | {name: str(value) for name, value in environment.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of torch that wait for each other sleep: by default they spin, on cores that other tests
+# need. OpenMP reads it when torch is imported, here and in every process that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from tests.calls import BACKENDS, Backend
 from tests.native import ROOT, alone, run
 
@@ -24,27 +28,29 @@ settings.load_profile(os.environ.get("KVX_HYPOTHESIS_PROFILE", "kvx"))
 # Files that take long, the longest first: begun first, none of them keeps a process waiting at the
 # end.
 LONG = (
-    "vllm_plugin/test_attention.py",
-    "vllm_plugin/test_round_trips.py",
-    "test_gpu_harness.py",
     "test_sanitizers.py",
-    "vllm_plugin/test_hybrid.py",
+    "test_gpu_harness.py",
+    "test_hostgrid_mutants.py",
+    "test_cpu_isa.py",
+    "test_fuzz.py",
+    "test_engine_matrix.py",
+    "vllm_plugin/test_attention.py",
+    "test_demo.py",
     "vllm_plugin/test_processes.py",
     "test_cuda_build.py",
-    "test_hostgrid_mutants.py",
     "test_hostgrid_orders.py",
-    "test_cpu_isa.py",
-    "test_demo.py",
     "test_engine_pairs.py",
     "vllm_plugin/test_aborts.py",
+    "vllm_plugin/test_round_trips.py",
+    "vllm_plugin/test_hybrid.py",
     "vllm_plugin/test_failures.py",
+    "test_examples.py",
+    "test_codecs.py",
+    "test_migrate.py",
+    "test_write_gather.py",
     "adapters/test_vllm.py",
     "tensorrt_llm_plugin/test_with_vllm.py",
     "tensorrt_llm_plugin/test_connector.py",
-    "test_engine_matrix.py",
-    "test_fuzz.py",
-    "test_migrate.py",
-    "test_write_gather.py",
 )
 
 
