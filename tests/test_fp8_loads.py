@@ -6,6 +6,7 @@ the source has 16 aligned ones; else they load 8. Each case says which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,15 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from kvx_core.errors import KvxError
 from kvx_core.types import Layout, ScaleGranularity
-from tests import tables
-from tests.caches import LAYOUTS, Allocation, Cache, Geometry, scaled
+from tests import reference, tables
+from tests.caches import LAYOUTS, Allocation, Cache, Geometry, assert_same_bytes, scaled
 from tests.calls import HOSTGRID, Backend, hostgrid_library
 from tests.reference import Half, Layer, Packed
 from tests.sass.machine import Machine
 from tests.test_migrate import check_migrate
-from tests.test_write_gather import check_gather
+from tests.test_write_gather import check_gather, output, outputs
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -152,6 +154,30 @@ def test_memory_that_is_not_aligned(backend: Backend, shift: int) -> None:
     check_gather(backend, cut, end, torch.tensor([30]), 30, dtype=case.dst)
 
 
+def gather_past_a_scale(bad: float) -> None:
+    """One head of one token has no usable scale: it alone is left out, and reported once."""
+    cache = source(Case("nhd", 2, 128, PER_TOKEN_HEAD, 16), 11)
+    (layer,) = cache.layers
+    sound = cache.clone()
+    assert layer.k.scale is not None
+    layer.k.scale[3, 2, 1] = bad
+    end = Packed(torch.tensor([[3, 5]]), 4)
+    result = output(layer, 1, 7, BF16, "dense")
+    expected = result.clone()
+    reference.gather(sound.layers[0], end, [7], *outputs(expected))
+    key, value = outputs(result)
+    outputs(expected)[0][0, 2, 1] = key[0, 2, 1]
+    with pytest.raises(KvxError, match="expected a finite scale above 0") as found:
+        HOSTGRID.gather(layer, end, torch.tensor([7]), key, value, max_seq_len=7)
+    assert "is skipped, 1 times" in str(found.value)
+    assert_same_bytes(result, expected)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_a_head_without_a_usable_scale(bad: float) -> None:
+    gather_past_a_scale(bad)
+
+
 # ---- The machine code, executed on the CPU ----
 
 
@@ -176,3 +202,9 @@ def test_bytes_of_a_load(machine: Machine, case: Case) -> None:
     assert loaded.get(case.num_bytes, 0) >= num_bytes
     if case.num_bytes == 8:
         assert 16 not in loaded
+
+
+@pytest.mark.slow
+def test_the_machine_code_leaves_out_a_head_without_a_usable_scale(machine: Machine) -> None:
+    gather_past_a_scale(0.0)
+    assert any("convert_kernel<E4m3,Bf16" in launch.kernel for launch in machine.launches)

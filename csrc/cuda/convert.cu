@@ -194,7 +194,7 @@ __device__ __forceinline__ void move_list(const Common &p, const Pair &pair,
         unit_offset(p.shape.src, p.units.src_per_pack, kEights * sizeof(Eight<Src>), head, in_head),
         unit_offset(p.shape.dst, p.units.dst_per_pack, kEights * sizeof(Eight<Dst>), head,
                     in_head - of_pair) +
-            of_pair * sizeof(Eight<Dst>),
+            of_pair * int64_t{sizeof(Eight<Dst>)},
         head,
         in_head == 0,
         at_once};
