@@ -140,14 +140,15 @@ def test_every_file_of_the_tests_is_collected_there(
 
 
 def test_a_rehearsal_on_a_bare_machine(machine: Bare, hostgrid: Path, tmp_path: Path) -> None:
-    names = ("test_conformance", "test_device_status", "test_cuda_graph", "gather", "memcheck")
-    only = ("--only", *names)
+    names = ("test_conformance", "test_device_status", "test_cuda_graph", "peers", "gather")
+    only = ("--only", *names, "memcheck")
     found = rehearse(machine, tmp_path, "--library", hostgrid, *only, "--commit", "c0ffee")
     assert verdicts(found) == {
         "machine": PASSED,
         "test_conformance": PASSED,
         "test_device_status": PASSED,
         "test_cuda_graph": NOT_THERE,
+        "peers": PASSED,
         "gather": PASSED,
         "memcheck": NOT_THERE,
     }, found["printed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.test_write_layers import Write, check, some_slots, tokens_of
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PER_HEAD = ScaleGranularity.PER_HEAD
+MOST_SECONDS = 3e-6  # of the host up to the launch of a layer's write
 MOST_BYTES = 4096  # of parameters, which drivers took before CUDA 12.1
 
 
@@ -98,3 +100,28 @@ def test_migrations_with_secondary_pools_and_scales(
 
     ends = end(src, src_layout, 3), end(dst, dst_layout, 4)
     check_migrate(backend, src, ends[0], dst, ends[1], [5, 3])
+
+
+def host_seconds(dtype: torch.dtype) -> float:
+    """What a write of one token into one layer takes up to its launch, which does nothing: the
+    least of several batches, without what ctypes takes. The host grid answers as the driver."""
+    library, nothing = HOSTGRID.library(), ctypes.CDLL(None).labs  # of C: Python would take time
+    cache = filled("nhd", 1, 3, dtype)
+    tokens, slots = tokens_of(cache.layers, 1, BF16, 3), torch.tensor([3])
+    write = Write(HOSTGRID, cache.layers, tokens, slots)
+    write.run()
+    arguments = ctypes.byref(write.caches[0]), ctypes.byref(write.writes[0]), HOSTGRID.stream
+    library.kvx_hostgrid_run_with(ctypes.cast(nothing, ctypes.c_void_p))
+    try:
+        least = [
+            min(timeit.repeat(lambda of=of: of(*arguments), number=500, repeat=40)) / 500
+            for of in (library.kvx_write_kv, nothing)
+        ]
+    finally:
+        library.kvx_hostgrid_run_with(None)
+    return least[0] - least[1]
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_a_layers_write_takes_the_host_microseconds(dtype: torch.dtype) -> None:
+    assert host_seconds(dtype) < MOST_SECONDS

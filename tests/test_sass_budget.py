@@ -22,6 +22,7 @@ COPIED = ("gather: split, fp8", "5 tokens, LBNHC", "packed-x", "transposed V", "
 COUNTED = (
     "write: 1 tokens, split",
     "LBNHC, fp8, scales found",
+    "gather: LBNHC, fp8",
     "gather: packed-x",
     "migrate: LBNHC to LBHNC",
     "migrate: split to transposed V",
@@ -52,6 +53,7 @@ def test_instructions_per_512_bytes(case: str, libraries: list[str | Path], tmp_
     assert not over
     for kernel, executed in budget.executed(found).items():
         assert executed <= budget.BOUNDS[kernel].most, kernel
+    assert all(share >= budget.LEAST_WIDE for share in budget.wide_loads(found).values())
 
 
 def test_the_committed_figures_are_within_the_budget() -> None:
@@ -60,6 +62,14 @@ def test_the_committed_figures_are_within_the_budget() -> None:
     assert len(compared) > 40
     assert max(compared.values()) <= budget.MOST
     assert budget.mean(compared) <= budget.MOST_MEAN
+
+
+def test_conversions_from_fp8_load_whole_vectors() -> None:
+    results = budget.read_results()
+    before, now = (budget.wide_loads(results[name]["cases"]) for name in ("before", "now"))
+    assert set(before.values()) == {0.0}
+    assert now.keys() == before.keys()
+    assert min(now.values()) >= budget.LEAST_WIDE
 
 
 def test_every_kernel_is_within_its_bound() -> None:

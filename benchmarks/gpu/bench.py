@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ROOT, gather, hybrid, migrate, peers, report, tiers, write
+from benchmarks.gpu import ROOT, gather, hybrid, migrate, peers, report, tiers, warm, write
 from benchmarks.gpu.cases import FULL, QUICK, REHEARSAL, PlainCopy, Size, run
 from benchmarks.gpu.facts import command_of, facts
 from benchmarks.gpu.places import Gpu, Place, Rehearsal
@@ -29,9 +29,13 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in options.benchmarks or BENCHMARKS:
-        found = peers.find(place, name)
+        found = peers.find(place, name, () if options.warm else warm.unfinished(options.results))
         for peer, why in found.absent.items():
             print(f"{peer} is not there: {why}")
+        if options.warm:
+            names = {*found.writers, *found.migrators}
+            warm.call(place, BENCHMARKS[name].cases(place, size, found), names, options.results)
+            continue
         result: dict[str, Any] = {
             "benchmark": name,
             **facts(command_of("benchmarks.gpu.bench"), options.commit),
@@ -87,6 +91,9 @@ def _options() -> argparse.Namespace:
         choices=("host", "device"),
         const="host",
         help="tiny, on the CPU, times mean nothing; device: with a libkvx whose kernels run there",
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="call others' kernels once, for them to compile"
     )
     parser.add_argument("--commit", help="of this tree, where it has no repository")
     parser.add_argument(

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,12 @@ class Peers:
     absent: dict[str, str] = field(default_factory=dict)
 
 
-def find(place: Place, benchmark: str) -> Peers:
+def find(place: Place, benchmark: str, unfinished: Collection[str] = ()) -> Peers:
     """Imports what can be imported of those that take part in a benchmark: others' imports would
-    take as long as its measurements."""
+    take as long as its measurements.
+
+    unfinished: those that have been called before (warm.py) and have not returned
+    """
     peers = Peers()
     loaders: Sequence[tuple[str, str, dict[str, Any], Callable[[], Any]]] = (
         ("vllm", "write", peers.writers, _vllm),
@@ -50,6 +53,9 @@ def find(place: Place, benchmark: str) -> Peers:
     )
     for name, of, found, load in loaders:
         if of != benchmark:
+            continue
+        if name in unfinished:
+            peers.absent[name] = "its first call did not end"
             continue
         try:
             found[name] = load()

@@ -13,6 +13,8 @@ from benchmarks.gpu.steps import Step
 
 # And the seconds that they may take.
 BENCHMARKS = {"write": 90, "gather": 60, "migrate": 60, "tiers": 60, "hybrid": 60}
+_WITH_PEERS = ("write", "migrate")
+_PEERS_SECONDS = 240  # for others' compilers
 
 # Files of byte tests: they build nothing, and need torch, numpy, hypothesis and ml_dtypes alone.
 _TESTS_BEFORE = {
@@ -90,6 +92,7 @@ def steps(request: Request) -> Iterator[Step]:
     else:
         yield from (_tests(request, *item) for item in _TESTS_BEFORE.items())
         yield _graphs(request)
+    yield _peers(request)
     yield from (_benchmark(request, *item) for item in BENCHMARKS.items())
     if not request.quick:
         yield from (_tests(request, *item) for item in _TESTS_AFTER.items())
@@ -216,19 +219,35 @@ def _sanitizer(request: Request, tool: str) -> Step:
     )
 
 
+def _peers(request: Request) -> Step:
+    return Step(
+        "peers",
+        "first calls of others' kernels, which compile them",
+        _bench(request, *_WITH_PEERS, "--warm"),
+        _PEERS_SECONDS * _slower(request),
+        20,
+        needs=_library(request),
+    )
+
+
 def _benchmark(request: Request, name: str, seconds: float) -> Step:
-    command = [sys.executable, "-m", "benchmarks.gpu.bench", name, "--results", str(request.out)]
-    command += ["--quick"] * request.quick
-    command += ["--rehearse", "device"] if request.rehearse else []
-    command += ["--commit", request.commit] if request.commit else []
     return Step(
         name,
         f"times of {name}",
-        command,
+        _bench(request, name),
         seconds * _slower(request),
         20,
         needs=_library(request),
     )
+
+
+def _bench(request: Request, *arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu.bench", *arguments]
+    command += ["--results", str(request.out)]
+    command += ["--quick"] * request.quick
+    command += ["--rehearse", "device"] if request.rehearse else []
+    command += ["--commit", request.commit] if request.commit else []
+    return command
 
 
 def _pytest(*arguments: str) -> list[str]:

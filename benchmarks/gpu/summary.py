@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import facts, families, picture, report
+from benchmarks.gpu import facts, families, picture, report, warm
 from benchmarks.gpu.schedule import BENCHMARKS
 from benchmarks.gpu.steps import Outcome
 
@@ -17,7 +17,7 @@ REHEARSAL = "Rehearsal without a GPU: its times mean nothing"
 def clear(out: Path) -> None:
     """Makes the folder; removes what an earlier run left there."""
     out.mkdir(parents=True, exist_ok=True)
-    named = ("steps.json", "summary.md", "shares.svg", "log.txt")
+    named = ("steps.json", "summary.md", "shares.svg", "log.txt", warm.FILE)
     for name in (*named, *(f"{name}.json" for name in BENCHMARKS)):
         (out / name).unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ namespace kvx::cuda {
 namespace {
 
 constexpr uint32_t kElementsPerUnit = 8;  // of a conversion
+constexpr uint32_t kWideUnit = 16;        // of one from FP8 to 16 bits, of which two lanes take two
 constexpr uint64_t kWarpsWanted = 4096;   // about what a large device runs at a time
 constexpr uint32_t kTokensPerWarp = 4;    // where there are many
 constexpr uint32_t kTokensPerRemap = 8;   // by 4 units: whole sectors of 32 bytes at both ends
@@ -140,14 +141,14 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
   const auto src_bytes = static_cast<uint32_t>(size_of(shape.src.dtype));
   const auto dst_bytes = static_cast<uint32_t>(size_of(shape.dst.dtype));
   if (shape.convert) {
-    const auto fits = [&](const Plane &plane, uint32_t bytes) {
-      const uint32_t vector = std::min(kElementsPerUnit * bytes, kVectorBytes);
-      return alignment % vector == 0 &&
-             holds_units(plane, shape.head_dim, kElementsPerUnit, vector);
+    const auto fits = [&](const Plane &plane, uint32_t bytes, uint32_t elements) {
+      const uint32_t vector = std::min(elements * bytes, kVectorBytes);
+      return alignment % vector == 0 && holds_units(plane, shape.head_dim, elements, vector);
     };
     const bool has_units = is_fast(shape.src.dtype) && is_fast(shape.dst.dtype) &&
                            !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
-                           fits(shape.src, src_bytes) && fits(shape.dst, dst_bytes);
+                           fits(shape.src, src_bytes, kElementsPerUnit) &&
+                           fits(shape.dst, dst_bytes, kElementsPerUnit);
     if (shape.find_scales) {
       const bool fits_warp = has_units && shape.head_dim <= kWarp * kElementsPerUnit;
       choice.kernel = Kernel::kQuantize;
@@ -157,8 +158,11 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
     }
     if (has_units) {
       choice.kernel = Kernel::kConvert;
-      choice.units = units_of(shape, kElementsPerUnit);
-      choice.unit_bytes = kElementsPerUnit * src_bytes;
+      const bool is_wide = is_fp8(shape.src.dtype) && dst_bytes == 2 &&
+                           fits(shape.src, src_bytes, kWideUnit) &&
+                           fits(shape.dst, dst_bytes, 2 * kWideUnit);  // of two lanes
+      choice.units = units_of(shape, is_wide ? kWideUnit : kElementsPerUnit);
+      choice.unit_bytes = choice.units.bytes;
       return choice;
     }
   } else if (!shape.convert) {
@@ -358,6 +362,8 @@ void cut(const Choice &choice, Common *common) {
   }
   parts = static_cast<uint32_t>(std::min<uint64_t>(parts, kMostItems / rows));
   common->units_per_part = (per_item - 1) / parts + 1;
+  if (choice.kernel == Kernel::kConvert && units.elements == kWideUnit)  // pairs stay whole
+    common->units_per_part += common->units_per_part % 2;
   if (choice.kernel == Kernel::kQuantize) {  // heads stay whole
     const uint32_t per_head = units.per_head.divisor;
     common->units_per_part = ((common->units_per_part - 1) / per_head + 1) * per_head;

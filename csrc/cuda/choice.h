@@ -32,7 +32,7 @@ enum class Kernel : uint8_t {
   kVectors,   // same bytes, a warp per token
   kRemap,     // same bytes, tokens innermost at one end, units of 4 bytes or more: packed layouts
   kTile,      // same bytes, a transpose of elements: through shared memory
-  kConvert,   // another dtype or scale, eight elements at a time
+  kConvert,   // another dtype or scale, eight or sixteen elements at a time
   kQuantize,  // to FP8, with a new scale per token and head
   kUnits,     // formats with several numbers in a unit, a unit at a time
   kAffine,    // formats with zero points, whose units are within a token

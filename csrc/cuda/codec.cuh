@@ -69,6 +69,11 @@ __device__ __forceinline__ float2 decode_two(uint32_t bits) {
 }
 
 template <class Format>
+__device__ __forceinline__ float2 decode_upper_two(uint32_t bits) {
+  return decode_two<Format>(bits >> 16);
+}
+
+template <class Format>
 __device__ __forceinline__ uint32_t encode_two(float first, float second) {
   constexpr uint32_t kBits = 8 * sizeof(typename Format::Bits);
   return Format::encode(first) | static_cast<uint32_t>(Format::encode(second)) << kBits;
@@ -113,7 +118,23 @@ __device__ __forceinline__ float2 decode_two<E5m2>(uint32_t bits) {
 template <>
 __device__ __forceinline__ float2 decode_two<E4m3>(uint32_t bits) {
   uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  asm("{.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;}"
+      : "=r"(halves)
+      : "r"(bits));
+  return decode_two<F16>(halves);
+}
+
+// The upper half by an instruction that reads it where it is.
+template <>
+__device__ __forceinline__ float2 decode_upper_two<E4m3>(uint32_t bits) {
+  uint32_t halves;
+  asm("{.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(halves)
+      : "r"(bits));
   return decode_two<F16>(halves);
 }
 
@@ -178,7 +199,8 @@ __device__ __forceinline__ void decode(const Eight<Format> &eight, float (&value
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t word = eight.words[i / kTwosPerWord];
-      const float2 two = decode_two<Format>(word >> (16 * (i % kTwosPerWord)));
+      const bool is_upper = i % kTwosPerWord == 1;
+      const float2 two = is_upper ? decode_upper_two<Format>(word) : decode_two<Format>(word);
       values[2 * i] = two.x;
       values[2 * i + 1] = two.y;
     }

@@ -1,5 +1,6 @@
-// Another dtype or scale, eight elements per lane and step: any layouts whose vectors consist of
-// such units at both ends. A warp takes 32 units of some tokens, one token after the other.
+// Another dtype or scale: any layouts whose vectors consist of units of eight elements at both
+// ends. A warp takes 32 units of some tokens, a unit per lane, one token after the other. From FP8
+// to 16 bits units are of sixteen elements where both ends allow it, for lanes to load 16 bytes.
 #include <algorithm>
 #include <type_traits>
 
@@ -47,23 +48,63 @@ class Conversion {
   Divisor divisor_;
 };
 
+// Whether lanes can load 16 bytes: registers do not suffice for as many numbers of float32.
+template <class Src, class Dst>
+constexpr bool kCanBeWide = kIsFp8<Src> && sizeof(typename Dst::Bits) == 2;
+
 // Tokens in flight per lane, as many as 64 registers hold: one where the source is wide, or where
 // FP8 is encoded step by step, and on processors whose code takes more of them.
-template <class Src, class Dst>
+template <class Src, class Dst, uint32_t kEights>
 __device__ constexpr uint32_t tokens_in_flight() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
   if (kIsFp8<Dst>) return 1;
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (kEights > 1) return 1;
+#endif
   return sizeof(Eight<Src>) > 16 ? 1 : 2;
 }
 
-// A unit of all tokens, of which a lane takes every `step`th.
-template <class Src, class Dst>
+// What a lane loads of a token: eight elements, or sixteen of FP8.
+template <class Src>
+__device__ __forceinline__ void load_unit(const uint8_t *at, Eight<Src> (&unit)[1]) {
+  unit[0] = load_eight<Src>(at);
+}
+template <class Src>
+__device__ __forceinline__ void load_unit(const uint8_t *at, Eight<Src> (&unit)[2]) {
+  const auto vector = *reinterpret_cast<const Vector<sizeof unit> *>(global(at));
+  memcpy(unit, &vector, sizeof unit);
+}
+
+// Lanes 2n and 2n + 1 swap halves of their units: the even lane then has the first half of both
+// units, the odd one the last half, so that each store of the two fills sectors. For whole warps.
+template <class Src>
+__device__ __forceinline__ void swap_halves(Eight<Src> (&)[1]) {}
+template <class Src>
+__device__ __forceinline__ void swap_halves(Eight<Src> (&unit)[2]) {
+  const bool is_odd = threadIdx.x % 2;
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof unit[0] / 4; ++i) {
+    uint32_t &first = unit[0].words[i], &last = unit[1].words[i];
+    const uint32_t others = __shfl_xor_sync(~0u, is_odd ? first : last, 1);
+    if (is_odd) {
+      first = others;
+    } else {
+      last = others;
+    }
+  }
+}
+
+// A lane's unit of all tokens, of which it takes every `step`th: kEights times eight elements.
+template <class Src, class Dst, uint32_t kEights>
 struct UnitOfTokens {
+  // Bytes from one of a lane's eights of a token to its next; the other lane's lies between
+  static constexpr uint32_t kStep = kEights * sizeof(Eight<Dst>);
+
   const Common &p;
   const Pair &pair;
   const EndScales &scales;
-  int64_t from, to;  // bytes from a token's first element
+  int64_t from, to;  // bytes from a token's first element, where the lane loads and stores
   uint32_t head;
   bool begins_head;
   uint32_t step;
@@ -72,30 +113,41 @@ struct UnitOfTokens {
     return Conversion<Src, Dst>(scale_of(scales.shape, token.scales, head));
   }
 
-  // Moves kTokens tokens, all in flight. kVaries: each has another scale than `convert`.
+  // Moves kTokens tokens, all in flight; for whole warps, of which lanes where `stores` is false
+  // only load. kVaries: each token has another scale than `convert`.
   template <uint32_t kTokens, bool kVaries>
-  __device__ __forceinline__ void move(const Listed *tokens,
-                                       const Conversion<Src, Dst> &convert) const {
-    Eight<Src> elements[kTokens];
+  __device__ __forceinline__ void move(const Listed *tokens, const Conversion<Src, Dst> &convert,
+                                       bool stores) const {
+    Eight<Src> elements[kTokens][kEights];
     uint8_t *dst[kTokens];
     float of_token[kTokens];
 #pragma unroll
     for (uint32_t i = 0; i < kTokens; ++i) {
       const Listed &token = tokens[i * step];
-      elements[i] = load_eight<Src>(token.src + from);
+      load_unit(token.src + from, elements[i]);
       dst[i] = token.dst + to;
       if (kVaries) of_token[i] = scale_of(scales.shape, token.scales, head);
     }
     bool moved[kTokens], all_moved = true;
 #pragma unroll
     for (uint32_t i = 0; i < kTokens; ++i) {
-      Eight<Dst> converted;
-      moved[i] = kVaries ? Conversion<Src, Dst>(of_token[i]).quickly(elements[i], &converted)
-                         : convert.quickly(elements[i], &converted);
-      if (moved[i]) store_eight(dst[i], converted);
+      swap_halves(elements[i]);
+      moved[i] = true;
+      Eight<Dst> converted[kEights];
+#pragma unroll
+      for (uint32_t k = 0; k < kEights; ++k) {
+        const bool is_quick =
+            kVaries ? Conversion<Src, Dst>(of_token[i]).quickly(elements[i][k], &converted[k])
+                    : convert.quickly(elements[i][k], &converted[k]);
+        moved[i] = moved[i] && is_quick;
+      }
+      if (moved[i] && stores) {
+#pragma unroll
+        for (uint32_t k = 0; k < kEights; ++k) store_eight(dst[i] + k * kStep, converted[k]);
+      }
       all_moved = all_moved && moved[i];
     }
-    if (all_moved) return;
+    if (all_moved || !stores) return;
     uint32_t left = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kTokens; ++i) left |= moved[i] ? 0 : 1u << i;
@@ -119,62 +171,98 @@ struct UnitOfTokens {
   }
 };
 
+// Moves units [first, last) of the tokens of a list. A token has 2^log2_width lanes. Lanes that
+// swap halves go through the same loops: those without a unit or a token load another's.
+template <class Src, class Dst, uint32_t kEights>
+__device__ __forceinline__ void move_list(const Common &p, const Pair &pair,
+                                          const EndScales &scales, uint32_t log2_width,
+                                          uint32_t first, uint32_t last, const Listed *list,
+                                          uint32_t stored, uint32_t tokens) {
+  constexpr uint32_t kTokens = tokens_in_flight<Src, Dst, kEights>();
+  const uint32_t lane = threadIdx.x % kWarp, of_pair = lane % kEights;
+  const uint32_t width = 1u << log2_width, at_once = kWarp >> log2_width;
+  const uint32_t of_width = lane & (width - 1), own = lane >> log2_width;
+  for (uint32_t u = first + (kEights == 1 ? of_width : 0); u < last; u += width) {
+    const bool has_unit = kEights == 1 || u + of_width < last;
+    const uint32_t taken = kEights == 1 ? u : min(u + of_width, last - kEights + of_pair);
+    const uint32_t head = p.units.per_head.quotient(taken);
+    const uint32_t in_head = taken - head * p.units.per_head.divisor;
+    const UnitOfTokens<Src, Dst, kEights> unit{
+        p,
+        pair,
+        scales,
+        unit_offset(p.shape.src, p.units.src_per_pack, kEights * sizeof(Eight<Src>), head, in_head),
+        unit_offset(p.shape.dst, p.units.dst_per_pack, kEights * sizeof(Eight<Dst>), head,
+                    in_head - of_pair) +
+            of_pair * int64_t{sizeof(Eight<Dst>)},
+        head,
+        in_head == 0,
+        at_once};
+    const Listed *token = list + own;
+    const auto move = [&](auto varies, const Conversion<Src, Dst> &convert) {
+      constexpr bool kVaries = decltype(varies)::value;
+      if constexpr (kEights == 1) {
+        if constexpr (kTokens > 1) {
+          KVX_LOOP
+          for (; token + (kTokens - 1) * at_once < list + stored; token += kTokens * at_once)
+            unit.template move<kTokens, kVaries>(token, convert, true);
+        }
+        KVX_LOOP
+        for (; token < list + stored; token += at_once)
+          unit.template move<1, kVaries>(token, convert, true);
+      } else {
+        uint32_t left = stored;
+        if constexpr (kTokens > 1) {
+          KVX_LOOP
+          for (; left >= kTokens * at_once; left -= kTokens * at_once, token += kTokens * at_once)
+            unit.template move<kTokens, kVaries>(token, convert, has_unit);
+        }
+        KVX_LOOP
+        for (; left > 0; left -= min(left, at_once), token += at_once)
+          unit.template move<1, kVaries>(own < left ? token : list + (stored - 1), convert,
+                                         has_unit && own < left);
+        token = list + stored + own;
+      }
+    };
+    if (!kIsFp8<Src> && !kIsFp8<Dst>) {
+      move(std::false_type{}, Conversion<Src, Dst>(1.0f));
+    } else if (scales.vary_by_token()) {
+      move(std::true_type{}, Conversion<Src, Dst>(1.0f));
+    } else {
+      move(std::false_type{}, Conversion<Src, Dst>(scale_of(scales.shape, scales.data, head)));
+    }
+    KVX_LOOP
+    for (; token < list + tokens; token += at_once) {
+#pragma unroll
+      for (uint32_t k = 0; k < kEights; ++k)
+        if (has_unit) store_eight(token->dst + unit.to + k * unit.kStep, Eight<Dst>{});
+    }
+  }
+}
+
 // Not within the template: there g++ puts a static array into no section (tests/hostgrid).
 __device__ __forceinline__ TokenList &list_of_warp() {
   __shared__ TokenList lists[kWarps];
   return lists[threadIdx.x / kWarp];
 }
 
-// A token has 2^log2_width lanes.
 template <class Src, class Dst, class P>
 __global__ void __launch_bounds__(kThreads, 4)
     convert_kernel(const __grid_constant__ P p, const uint32_t log2_width) {
-  constexpr uint32_t kTokens = tokens_in_flight<Src, Dst>();
   const PlanePair &shape = p.shape;
   const Pair pair = this_pair(p);
   const EndScales scales = kIsFp8<Src> ? EndScales{shape.src_scales, pair.bases.src_scales, true}
                                        : EndScales{shape.dst_scales, pair.bases.dst_scales, false};
-  const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t width = 1u << log2_width, at_once = kWarp >> log2_width;
-  const auto move_list = [&](uint32_t first, uint32_t last, const Listed *begin, uint32_t stored,
-                             uint32_t tokens) {
-    for (uint32_t u = first + (lane & (width - 1)); u < last; u += width) {
-      const uint32_t head = p.units.per_head.quotient(u);
-      const uint32_t in_head = u - head * p.units.per_head.divisor;
-      const UnitOfTokens<Src, Dst> unit{
-          p,
-          pair,
-          scales,
-          unit_offset(shape.src, p.units.src_per_pack, sizeof(Eight<Src>), head, in_head),
-          unit_offset(shape.dst, p.units.dst_per_pack, sizeof(Eight<Dst>), head, in_head),
-          head,
-          in_head == 0,
-          at_once};
-      const Listed *token = begin + (lane >> log2_width);
-      const auto move = [&](auto varies, const Conversion<Src, Dst> &convert) {
-        constexpr bool kVaries = decltype(varies)::value;
-        if constexpr (kTokens > 1) {
-          KVX_LOOP
-          for (; token + (kTokens - 1) * at_once < begin + stored; token += kTokens * at_once)
-            unit.template move<kTokens, kVaries>(token, convert);
+  each_list_of_warp(
+      p, pair, scales, list_of_warp(),
+      [&](uint32_t first, uint32_t last, const Listed *list, uint32_t stored, uint32_t tokens) {
+        if constexpr (kCanBeWide<Src, Dst>) {
+          if (p.units.bytes == 2 * sizeof(Eight<Src>))
+            return move_list<Src, Dst, 2>(p, pair, scales, log2_width, first, last, list, stored,
+                                          tokens);
         }
-        KVX_LOOP
-        for (; token < begin + stored; token += at_once)
-          unit.template move<1, kVaries>(token, convert);
-      };
-      if (!kIsFp8<Src> && !kIsFp8<Dst>) {
-        move(std::false_type{}, Conversion<Src, Dst>(1.0f));
-      } else if (scales.vary_by_token()) {
-        move(std::true_type{}, Conversion<Src, Dst>(1.0f));
-      } else {
-        move(std::false_type{}, Conversion<Src, Dst>(scale_of(scales.shape, scales.data, head)));
-      }
-      KVX_LOOP
-      for (; token < begin + tokens; token += at_once)
-        store_eight(token->dst + unit.to, Eight<Dst>{});
-    }
-  };
-  each_list_of_warp(p, pair, scales, list_of_warp(), move_list);
+        move_list<Src, Dst, 1>(p, pair, scales, log2_width, first, last, list, stored, tokens);
+      });
 }
 
 }  // namespace

@@ -69,7 +69,7 @@ struct KernelLookups {
 };
 
 // A head's vector is `per_head` units, each contiguous at both ends: 1 to 16 bytes of a copy, eight
-// elements of a conversion, one element if nothing wider fits.
+// or sixteen elements of a conversion, one element if nothing wider fits.
 struct Units {
   FastDiv per_head, per_token;         // of one head, of all heads
   uint32_t elements, bytes;            // per unit, at the source

@@ -42,7 +42,8 @@ def main() -> None:
         return
     results = budget.read_results(options.out) if options.out and options.out.exists() else {}
     before = results.get("before", {}).get("cases", {})
-    found = results.setdefault(options.name, {"commit": options.commit, "cases": {}})
+    found = results.setdefault(options.name, {"cases": {}})
+    found["commit"] = options.commit
     found["kernels"] = {
         listing.short(name): usage._asdict()
         for name, usage in listing.usages(options.library.resolve())[ARCHITECTURE].items()

@@ -21,6 +21,7 @@ from tests.sass.machine import Launch, Machine
 RESULTS = ROOT / "benchmarks/results/sass.json"
 MOST = 1.05  # of what `before` in RESULTS executed, in every case
 MOST_MEAN = 1.01  # geometric
+LEAST_WIDE = 0.9  # of the bytes that conversions from FP8 load, by loads of 16 bytes
 
 
 class Bound(NamedTuple):
@@ -125,6 +126,16 @@ def executed(found: dict[str, Any]) -> dict[str, float]:
             now = kernel["instructions_per_512_bytes"]
             most[family] = max(now, most.get(family, 0))
     return most
+
+
+def wide_loads(found: dict[str, Any]) -> dict[str, float]:
+    """The share of 16-byte loads among all bytes that conversions from FP8 load, by case."""
+    return {
+        case: kernel["loads"].get("16", 0.0)
+        for case, of_case in found.items()
+        for name, kernel in of_case["kernels"].items()
+        if name.startswith(("convert_kernel<E4m3,", "convert_kernel<E5m2,"))
+    }
 
 
 def mean(compared: dict[str, float]) -> float:

@@ -280,7 +280,7 @@ void Warp::special(const Instruction &i, uint32_t lane) {
 void Warp::pack(const Instruction &i, uint32_t lane) {
   const std::vector<Operand> &o = i.operands;
   if (i.has("UNPACK_B")) {
-    const uint32_t codes = integer(o[1], lane);
+    const uint32_t codes = integer(o[1], lane) >> 16 * o[1].half;
     const auto half = [&](uint32_t code) {
       return to_half(fp8_to_float(static_cast<uint8_t>(code), i.has("E4M3")));
     };

@@ -171,7 +171,7 @@ Operand parse_operand(std::string_view text) {
   }
   if (drops(&text, "|") && takes(&text, "|")) o.absolute = true;
   drops(&text, ".H0_H0");
-  if (drops(&text, ".H1_H1")) o.half = 1;
+  if (drops(&text, ".H1_H1") || drops(&text, ".H1")) o.half = 1;
   drops(&text, ".reuse");
   if (takes(&text, "c[")) {
     o.kind = Kind::kConstant;

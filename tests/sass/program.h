@@ -34,7 +34,7 @@ struct Operand {
   bool negative = false;           // -R3, !P3
   bool inverted = false;           // ~R3
   bool absolute = false;           // |R3|
-  uint8_t half = 0;                // R3.H1_H1: 1
+  uint8_t half = 0;                // R3.H1_H1 or R3.H1: 1
   uint32_t value = 0;              // immediate; offset of an address
   float number = 0;                // of an immediate that has a decimal point
   std::string name;                // of a special register
