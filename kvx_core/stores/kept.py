@@ -53,17 +53,24 @@ class Kept:
         found = self._alike.get(_kind(file, room))
         return found if isinstance(found, Alike) else None
 
-    def saw(self, file: EntryFile, snapshot: Snapshot, room: Room) -> None:
-        """A file was found good, whose data is not in memory: the second such file tells what those
-        that follow are like.
+    def saw(self, file: EntryFile, snapshot: Snapshot, room: Room, tried: Alike | None) -> None:
+        """A file was parsed and found good: the second such file tells what those that follow are
+        like.
+
+        tried: what the file was not like. If it is laid out so all the same, another version wrote
+               it, and no such file is tried again
         """
         kind = _kind(file, room)
         if len(self._alike) >= _MAX_KINDS:
             self._alike.clear()
         if kind not in self._alike:
             self._alike[kind] = "seen once"
-        elif self._alike[kind] != "unlike":
-            self._alike[kind] = Alike.of(snapshot, room, self._key) or "unlike"
+            return
+        if self._alike[kind] == "seen once" or tried is not None:
+            found = Alike.of(snapshot, room, self._key)
+            if found is not None and tried is not None and found.layout is tried.layout:
+                found = None
+            self._alike[kind] = found or "unlike"
 
 
 def _kind(file: EntryFile, room: Room) -> _Kind:

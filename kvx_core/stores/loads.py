@@ -174,6 +174,7 @@ class _Load:
     _last: int = 0  # one past the last
     # What the file before was like, and the sections that take such files.
     _known: tuple[Alike, list[Section]] | None = None
+    _tried: Alike | None = None  # what the file of this span is not like
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
         nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
@@ -200,6 +201,7 @@ class _Load:
         self, span: StoredSpan, files: Sequence[EntryFile], takers: list[Section]
     ) -> list[tuple[Snapshot, list[Section]]]:
         """Reads the only file of a span, and checks it, if it is like one that was read before."""
+        self._tried = None
         if len(files) != 1 or not takers:
             return []
         (file,) = files
@@ -217,6 +219,7 @@ class _Load:
         self._make_room(alike.place.num_bytes)
         snapshot = self.of.entries.read_alike(file, alike, span.start, self.room)
         if snapshot is None:
+            self._tried = alike
             return []
         self.of.entries.index.held(file.name)
         return [(snapshot, takers)]
@@ -233,7 +236,7 @@ class _Load:
                 with self.of.entries.discarding(source.file.name):
                     snapshot = source.snapshot.read(source.layers, self.room)
                 self.of.entries.index.held(source.file.name)
-                self.of.kept.saw(source.file, source.snapshot, self.room)
+                self.of.kept.saw(source.file, source.snapshot, self.room, self._tried)
                 read.append((snapshot, source.takers))
         return read
 

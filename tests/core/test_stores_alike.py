@@ -11,12 +11,23 @@ import pytest
 import torch
 
 from kvx_core import InvalidArgumentError, PrefixStore, Snapshot, StoreError
-from kvx_core.snapshot import CorruptError, Room
+from kvx_core.snapshot import Alike, CorruptError, Room
 from kvx_core.stores import kept
 from kvx_core.stores.entries import Entries
 from kvx_core.stores.loads import Progress
 from tests.caches import assert_same_bytes
-from tests.core.test_stores import DIM, HEADS, LAYERS, Engine, damage, ranks, save, store_in
+from tests.core.test_checksums import as_crc32, change
+from tests.core.test_stores import (
+    DIM,
+    HEADS,
+    LAYERS,
+    Engine,
+    damage,
+    files_of,
+    ranks,
+    save,
+    store_in,
+)
 
 CHUNK = 16
 LENGTH = 4 * CHUNK + 6
@@ -169,6 +180,45 @@ def test_a_cache_that_cannot_take_them(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="head_dim"):
         store.load(match, 0, LENGTH, Engine(seed=1, dim=16).sections())
     engine.check(PROMPTS[2], 0, 0)
+
+
+def test_a_bad_file_and_other_ranks_change_nothing(parsed: list[str], tmp_path: Path) -> None:
+    """For good files and those that take all of them."""
+    store = warm(tmp_path)
+    (rank,) = ranks((range(1, 3), range(4)), seed=1)
+    for _ in range(3):
+        load(store, PROMPTS[2], rank)  # parses each file
+    damage("cut")(tmp_path / store.lookup(PROMPTS[0]).spans[1].names[0])
+    with pytest.raises(CorruptError):
+        load(store, PROMPTS[0], Engine(seed=1))
+    parsed.clear()
+    for _ in range(2):
+        load(store, PROMPTS[2], Engine(seed=1))
+    assert not parsed
+
+
+def test_files_of_an_earlier_version_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which have other checksums: two are tried in vain, no more are."""
+    store = store_in(tmp_path)
+    for prompt in PROMPTS:
+        save(store, prompt)
+    for path in files_of(tmp_path):
+        change(path, as_crc32)
+    tried: list[str] = []
+    read = Alike.read
+
+    def counted(self: Alike, file: Any, *arguments: Any) -> Snapshot | None:
+        tried.append(file.name)
+        return read(self, file, *arguments)
+
+    monkeypatch.setattr(Alike, "read", counted)
+    for prompt in PROMPTS:
+        engine = Engine(seed=1)
+        load(store, prompt, engine)
+        engine.check(prompt, 0, LENGTH)
+    assert len(tried) == 2  # one of a full chunk, one of 6 tokens
 
 
 def test_a_load_that_is_cancelled(tmp_path: Path) -> None:
