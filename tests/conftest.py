@@ -31,6 +31,7 @@ LONG = (
     "test_sanitizers.py",
     "test_gpu_harness.py",
     "test_hostgrid_mutants.py",
+    "vllm_plugin/test_month.py",
     "test_cpu_isa.py",
     "test_fuzz.py",
     "test_engine_matrix.py",
