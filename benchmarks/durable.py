@@ -1,13 +1,13 @@
 """A long prompt of a small model, brought to a disk: chunks of a store beside plain files.
 
 131,072 tokens, 4 layers, 2 heads x 128, bfloat16: 1,024 chunks of 128 tokens, which have been
-captured. A connector's two threads write them, 64 at a time, each time until they are on the disk.
+captured. A connector's two threads write them, 128 at a time, each time until they are on the disk.
 Beside it as many plain files of the same bytes are written, and then one sync brings them there
 (`plain`); and two threads do nothing but the calls of the file system that such a store cannot do
-without (`calls`): 64 files are written, synced, get their names in folders of their own, and are
-synced again. All into new folders of the file system of the current directory. No file is deleted
-before the end: for minutes after that, ext4 takes a millisecond for each new one. Run with
-`python -m benchmarks durable`.
+without (`calls`): as many files at a time are written, synced, get their names in folders of their
+own, and are synced again. All into new folders of the file system of the current directory. No file
+is deleted before the end: for minutes after that, ext4 takes a millisecond for each new one. Run
+with `python -m benchmarks durable`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvx_core.snapshot import Snapshot
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.usage import Used
 
-TOGETHER = 64  # chunks that are synced together, at most: so many files are open
+TOGETHER = 128  # chunks that are synced together, at most: so many files are open
 
 
 @dataclass(frozen=True, slots=True, eq=False)
