@@ -44,7 +44,7 @@ class Alike:
 
     @classmethod
     def of(cls, snapshot: Snapshot, room: Room, key: bytes | None) -> Alike | None:
-        """Files like that of a snapshot whose data is in it; None if this cannot be said of them.
+        """Files like that of a snapshot, whose data is in the file; None: none can be read so.
 
         room: one of those that they are read into, which have as many num_tokens
         """

@@ -19,7 +19,7 @@ from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 from kvx_core.view import CacheView
 
 _MAX_PLACED = 256  # that are remembered
-_MAX_COPIERS = 16  # that a room keeps
+_MAX_KEPT = 16  # caches, and copiers, that a room keeps
 
 Tensors = dict[str, Stored]
 
@@ -148,7 +148,7 @@ class Room:
         key = id(place.block), tuple(layers), place.num_bytes
         known = self._caches.get(key)
         if known is None or known[0] is not place.block:
-            if len(self._caches) >= _MAX_COPIERS:
+            if len(self._caches) >= _MAX_KEPT:
                 self._caches.clear()
             dense = Dense(place.block, self._memory)
             found = dense.blocks(layers, len(self._memory) // place.num_bytes, place.num_bytes)
@@ -160,7 +160,7 @@ class Room:
         key = id(cache), id(target)
         known = self._copiers.get(key)
         if known is None or known[0] is not cache or known[1] is not target:
-            if len(self._copiers) >= _MAX_COPIERS:
+            if len(self._copiers) >= _MAX_KEPT:
                 self._copiers.clear()
             known = self._copiers[key] = cache, target, Copiers(cache, target)
         return known[2]

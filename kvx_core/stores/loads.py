@@ -180,22 +180,28 @@ class _Load:
         nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         for i, span in enumerate(spans):
             self._raise_if_cancelled()
-            lo, hi = max(self.start, span.start), min(self.stop, span.stop)
-            held = zip(self.sections, nulls, strict=True)
-            takers = [section for section, null in held if not null.all(lo, hi)]
             try:
                 files = [self.of.finder.file(name) for name in span.names]
-                read = self._read_alike(span, files, takers) or self._read(span, files, takers)
+                read = self._read_span(span, files, nulls)
             except StoreError:
                 self._restore()
-                self._check(spans[i + 1 :])
+                self._check(spans[i + 1 :], nulls)
                 raise
             # Files that only other ranks load count too: later tokens depend on them.
             for file in files:
                 if not file.precision.includes(self.of.finder.precision):
                     self.of.carried.take(file.precision)
-            self._add(read, lo, hi)
+            self._add(read, max(self.start, span.start), min(self.stop, span.stop))
         self._restore()
+
+    def _read_span(
+        self, span: StoredSpan, files: Sequence[EntryFile], nulls: Sequence[Nulls]
+    ) -> list[tuple[Snapshot, list[Section]]]:
+        """Reads and checks what the sections need that have some of these tokens."""
+        lo, hi = max(self.start, span.start), min(self.stop, span.stop)
+        held = zip(self.sections, nulls, strict=True)
+        takers = [section for section, null in held if not null.all(lo, hi)]
+        return self._read_alike(span, files, takers) or self._read(span, files, takers)
 
     def _read_alike(
         self, span: StoredSpan, files: Sequence[EntryFile], takers: list[Section]
@@ -274,16 +280,14 @@ class _Load:
                 )
             self.progress.stop = self._last
 
-    def _check(self, spans: Sequence[StoredSpan]) -> None:
+    def _check(self, spans: Sequence[StoredSpan], nulls: Sequence[Nulls]) -> None:
         """Reads files that are not loaded any more; corrupt ones are deleted."""
         for span in spans:
             if self.progress.is_cancelled:
                 return
-            lo, hi = max(self.start, span.start), min(self.stop, span.stop)
             with suppress(StoreError):
-                takers = [section for section in self.sections if not section.is_null(lo, hi)]
                 files = [self.of.finder.file(name) for name in span.names]
-                self._read_alike(span, files, takers) or self._read(span, files, takers)
+                self._read_span(span, files, nulls)
 
     def _raise_if_cancelled(self) -> None:
         if self.progress.is_cancelled:
