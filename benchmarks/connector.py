@@ -31,7 +31,7 @@ from kvx_core import CacheDesc, CacheFacts, CacheView, Directory, Layout, Prefix
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Salted
+from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import Precision, Section
 from kvx_core.stores import pace
@@ -169,7 +169,7 @@ def _misses(store: PrefixStore, apart: float) -> list[float]:
     for i in range(MISSES):
         time.sleep(apart)
         request = _Request(f"miss {i}", _prompt(1000 + i, SHORT))
-        while (count := policy.lookup(request, "", 0)) is None:
+        while (count := policy.lookup(request, 0)) is None:
             policy.lookups.wait(60)
         assert count == 0
         policy.ended(request.request_id)
@@ -185,7 +185,7 @@ def _steps(store: PrefixStore, blobs: _Directory, *, frozen: bool) -> list[float
     """Milliseconds of CPU that the calls of a decode step take while new prompts are looked up."""
     policy = _policy(store, seconds=0.05)
     request = _Request("running", _prompt(9))
-    policy.allocated(request, "", (list(range(TOKENS // BLOCK + 100)),), 0)
+    policy.allocated(request, (list(range(TOKENS // BLOCK + 100)),), 0)
     policy.step("running", 0, 1, (), are_new=False)
     others = [_Request(f"other {i}", _prompt(20 + i)) for i in range(3)]
     if frozen:
@@ -195,7 +195,7 @@ def _steps(store: PrefixStore, blobs: _Directory, *, frozen: bool) -> list[float
         for position in range(TOKENS, TOKENS + 400):
             request.all_token_ids.append(position % 1000)
             begin = time.thread_time()
-            if others and policy.lookup(others[0], "", 0) is not None:
+            if others and policy.lookup(others[0], 0) is not None:
                 policy.ended(others.pop(0).request_id)
             policy.step("running", position, position + 1, (), are_new=False)
             policy.take_plan(is_idle=False)
@@ -210,7 +210,7 @@ def _steps(store: PrefixStore, blobs: _Directory, *, frozen: bool) -> list[float
 def _policy(store: PrefixStore, seconds: float = 10) -> Policy:
     boundary = Boundary(logging.getLogger("kvx").warning)
     lookups = Lookups(boundary, seconds=seconds)
-    return Policy(Salted(store), boundary, lookups, store.chunk_tokens, asynchronous=True)
+    return Policy(Scoped(store), boundary, lookups, store.chunk_tokens, asynchronous=True)
 
 
 def _store(blobs: Directory) -> PrefixStore:

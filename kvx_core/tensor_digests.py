@@ -84,6 +84,12 @@ def digests(
         return [tensor for file in files for tensor in file.tensors(known[id(file)])]
 
 
+def tensor_types(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of each tensor of a file. Raises InvalidArgumentError, OSError."""
+    with _opened(path) as file:
+        return {name: (dtype, shape) for name, (dtype, shape, _, _) in file.entries.items()}
+
+
 def metadata(path: Path) -> dict[str, Any]:
     """The metadata in a file's header. Raises InvalidArgumentError, OSError."""
     with _opened(path) as file:

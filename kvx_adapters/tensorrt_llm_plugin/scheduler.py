@@ -27,7 +27,7 @@ from kvx_core import BlockTable, InvalidArgumentError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Salted
+from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import Section, StoreError
 from kvx_core.stores.loads import Progress
@@ -79,9 +79,19 @@ class _Request:
 
     request_id: int
     num_prompt_tokens: int
+    source: Any  # TensorRT-LLM's own
     promise: _Promise | None = None  # until it is sent to the workers
     all_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+
+
+class _Policy(Policy):
+    """A Policy of TensorRT-LLM's requests."""
+
+    __slots__ = ()
+
+    def salt_of(self, request: Any) -> str | None:
+        return _salt(request.source) if _is_plain(request.source) else None
 
 
 class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -107,8 +117,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
             if warning := self._settings.warned():
                 api.logger.warning(warning)
-            self._policy = Policy(
-                Salted(self._store),
+            self._policy = _Policy(
+                Scoped(self._store),
                 self._boundary,
                 Lookups(self._boundary, threads=1),
                 self._store.chunk_tokens,
@@ -210,8 +220,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         assert self._policy is not None  # there is a store
         self._forget(request_id)
         tokens = request.get_tokens(0)
-        tracked = self._requests[request_id] = _Request(request_id, len(tokens))
-        self._policy.allocated(tracked, salt, (tracked.block_ids,), 0)
+        tracked = self._requests[request_id] = _Request(request_id, len(tokens), request)
+        self._policy.allocated(tracked, (tracked.block_ids,), 0)
         if num_computed_tokens % self._model.tokens_per_block:
             return 0
         if getattr(request, "return_context_logits", False):

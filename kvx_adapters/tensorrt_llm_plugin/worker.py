@@ -29,7 +29,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.plan import BlockIds
 from kvx_core.connector.saver import Saver
-from kvx_core.connector.settings import Salted
+from kvx_core.connector.settings import Scoped
 from kvx_core.snapshot import Section, StorageFormat
 
 
@@ -72,7 +72,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._blocks = kv_cache_tensor
         if self._store is not None and self._saver is None:
             self._saver = Saver(
-                Salted(self._store),
+                Scoped(self._store),
                 self._settings,
                 self._boundary,
                 Counts(),

@@ -122,7 +122,9 @@ def _check_settings_early(factory: Any) -> None:
     checked: list[Any] = []
 
     def get_connector_class(kv_transfer_config: Any) -> Any:
-        if kv_transfer_config.kv_connector == _CONNECTOR[0] and kv_transfer_config not in checked:
+        if kv_transfer_config.kv_connector != _CONNECTOR[0]:
+            _engines_of_others.add(kv_transfer_config.engine_id)
+        elif kv_transfer_config not in checked:
             from kvx_adapters.vllm_plugin.settings import check_settings
 
             check_settings(kv_transfer_config)
@@ -131,6 +133,21 @@ def _check_settings_early(factory: Any) -> None:
 
     get_connector_class.checks_kvx = True  # type: ignore[attr-defined]
     factory.get_connector_class = staticmethod(get_connector_class)
+
+
+_engines_of_others: set[str] = set()  # engines that have asked for another connector's class
+
+
+def is_alone(kv_transfer_config: Any) -> bool:
+    """Whether an engine's only connector is KVXConnector, so that nobody else fills blocks.
+
+    A connector that has others, such as vLLM's MultiConnector, gives each a configuration that
+    names no other; but vLLM asks its factory for the class of the outer one first.
+    """
+    factory = sys.modules.get(_FACTORY)
+    get = getattr(getattr(factory, "KVConnectorFactory", None), "get_connector_class", None)
+    is_seen = hasattr(get, "checks_kvx")
+    return is_seen and kv_transfer_config.engine_id not in _engines_of_others
 
 
 class _WaitForFactory(MetaPathFinder):

@@ -29,15 +29,18 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
+from kvx_adapters.vllm_plugin import is_alone
 from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
 from kvx_adapters.vllm_plugin.settings import Settings, Stores, check_engine, check_settings
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
-from kvx_adapters.vllm_plugin.steps import StepPlan
+from kvx_adapters.vllm_plugin.steps import RankReports, StepPlan
+from kvx_adapters.vllm_plugin.witnesses import weights_of
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
-from kvx_core.connector.plan import Save
+from kvx_core.connector.plan import Save, Scope
 from kvx_core.connector.spread import Spread
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.prefix import PrefixStore
@@ -61,6 +64,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shortest = min(filter(None, windows), default=0)
         self._boundary = Boundary(logger.warning)
         self._stores = _stores(vllm_config, self._settings, shortest, self._boundary)
+        self._weights = weights_of(vllm_config, in_worker=role is KVConnectorRole.WORKER)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -97,7 +101,16 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # load.
         # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
         shares = self._vllm_config.cache_config.enable_prefix_caching
-        settings = self._settings
+        settings, stores = self._settings, self._stores
+        config = self._vllm_config
+        epochs = Epochs(
+            self._weights,
+            config.parallel_config.world_size,
+            name_files=stores.files.name if isinstance(stores, Stores) else None,
+            log=lambda line: logger.info("KVX: %s", line),
+            boundary=self._boundary,
+            trusts_said=settings.weights == "versioned",
+        )
         return SchedulerHalf(
             stores=self._stores,
             boundary=self._boundary,
@@ -110,6 +123,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             asynchronous=settings.async_load or shares or hybrid or bool(window),
             window=window,
             spread=Spread(self._stores.chunk_tokens),
+            others_fill=not is_alone(transfer),
+            epochs=epochs,
         )
 
     # ---- worker ----
@@ -121,7 +136,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._kv_cache_config, layers, vllm_version, layout=vllm.layout_before_29()
         )
         _check_layers(groups, config)
-        facts = _facts(config, self._stores.fingerprint)
+        facts = _facts(config)
         held = []
         stored = StorageFormat.of(self._settings.format)
         for index, group in enumerate(groups):
@@ -132,7 +147,13 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 held.append(Held(index, part, view, kernel_blocks))
         device = next(iter(kv_caches.values())).device
         self._worker = WorkerHalf(
-            self._stores, self._settings, held, device, self._boundary, by_request=_BY_REQUEST
+            self._stores,
+            self._settings,
+            held,
+            device,
+            self._boundary,
+            by_request=_BY_REQUEST,
+            weights=self._weights,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -190,7 +211,15 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stats = KVXStats(self._boundary.take_counts())
             if self._scheduler is not None:
                 stats.add(**self._scheduler.lookups.take_counts())
+                stats.add_by_reason("unshared_requests", self._scheduler.take_unshared())
             return None if stats.is_empty() else stats
+        return None
+
+    def build_connector_worker_meta(self) -> RankReports | None:
+        with self._guard("did not report changes of weights"):
+            report = None if self._worker is None else self._worker.take_report()
+            if report is not None:
+                return RankReports({self._vllm_config.parallel_config.rank: report})
         return None
 
     def save_now(self, save: Save) -> bool:
@@ -208,6 +237,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker.shutdown()
             elif self._scheduler is not None:
                 self._scheduler.lookups.shutdown()
+                self._scheduler.epochs.shutdown()
 
     def _step(self) -> StepPlan:
         step = self._get_connector_metadata()
@@ -269,10 +299,17 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         if guard.failed:
             self._half.give_up_loads()
+        with self._guard("did not read reports of changed weights") as guard:
+            found = getattr(connector_output, "kv_connector_worker_meta", None)
+            if isinstance(found, RankReports):
+                self._half.take_reports(found.reports)
+        if guard.failed:
+            self._half.stop()
 
     def reset_cache(self) -> bool:
         with self._guard("shares nothing any more") as guard:
             self._half.reset()
+            logger.info("KVX forgets what it has looked up. What is stored stays")
         if guard.failed:
             self._half.stop()
         return True
@@ -313,7 +350,7 @@ class _BrokenStore:
     chunk_tokens: int = 1
     fingerprint: str = ""
 
-    def __getitem__(self, salt: str) -> PrefixStore:
+    def __getitem__(self, scope: Scope) -> PrefixStore:
         raise StoreError(f"the store was broken when the engine started: {self.error}")
 
 
@@ -333,8 +370,9 @@ def _stores(
     return stores
 
 
-def _facts(config: Any, fingerprint: str) -> CacheFacts:
-    """The facts of this rank's cache.
+def _facts(config: Any) -> CacheFacts:
+    """The facts of this rank's cache, but for the fingerprint: weights may change, and the store
+    of a load or a save says whose they are.
 
     A connector does not see the model, but vLLM keeps all rotary embeddings of a process.
     Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
@@ -346,7 +384,7 @@ def _facts(config: Any, fingerprint: str) -> CacheFacts:
         config.model_config,
         getattr(rotary_embedding, "_ROPE_DICT", {}).values(),
         version=vllm_version,
-        fingerprint=fingerprint,
+        fingerprint=None,
         first_kv_head=rank * total // ranks,  # ranks share a head where there are more of them
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +13,11 @@ from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
-from kvx_core import ModelRecord, UnsupportedError, model_files_digest
+from kvx_core import KvxError, ModelRecord, UnsupportedError, model_files_digest
 from kvx_core.connector.local_model import local_model
+from kvx_core.connector.weights import Files
 from kvx_core.model_files import model_config_digest
+from kvx_core.tensor_digests import tensor_types
 
 if TYPE_CHECKING:
     from kvx_adapters.vllm_plugin.settings import Settings
@@ -45,6 +50,60 @@ def _files(vllm_config: Any, *, sample: bool) -> str:
         )
     found = model_files_digest(directory, config=config, sample=sample, progress=_log)
     return f"{found} by {load.load_format}" if _depends_on_format(directory, load) else found
+
+
+def files_state(model: str, revision: str | None) -> str:
+    """Tells apart what a model's files were at different times, without reading their tensors.
+
+    Raises UnsupportedError, OSError.
+    """
+    directory = local_model(model, revision, _OWN)
+    found = [(path.name, path.stat()) for path in sorted(directory.iterdir()) if path.is_file()]
+    return json.dumps([[name, s.st_ino, s.st_size, s.st_mtime_ns] for name, s in found])
+
+
+class StartFiles:
+    """The files that an engine has started with, so that others can take their place.
+
+    Only files with the same config and the same tensors can: an engine that reloads weights keeps
+    its config, and tensors that are not in the files keep their values.
+    """
+
+    def __init__(self, vllm_config: Any, settings: Settings, fingerprint: str) -> None:
+        self._config, self._settings, self._fingerprint = vllm_config, settings, fingerprint
+        model = vllm_config.model_config
+        self._like: tuple[str, object] | None = None
+        is_plain = not (settings.fingerprint or settings.fingerprint_sampling)
+        if is_plain and not model.hf_config_path and vllm.loads_files(vllm_config):
+            with suppress(KvxError, OSError):
+                self._like = _likeness(local_model(model.model, model.revision, _OWN))
+
+    def name(self, files: Files) -> str | None:
+        """The name of weights that were loaded from other files: see kvx_core.connector.epochs.
+
+        None: it is not known what an engine that starts from them would compute.
+        Raises KvxError, OSError if they cannot be read.
+        """
+        directory = local_model(files.model, files.revision, _OWN)
+        is_same = files_state(files.model, files.revision) == files.state
+        if self._like is None or not is_same or _likeness(directory) != self._like:
+            return None
+        model = copy.copy(self._config.model_config)
+        model.model, model.revision = files.model, files.revision
+        config = copy.copy(self._config)
+        config.model_config = model
+        fingerprint = model_record(config, self._settings).fingerprint
+        if files_state(files.model, files.revision) != files.state:
+            return None
+        return "" if fingerprint == self._fingerprint else f"files:{fingerprint}"
+
+
+def _likeness(directory: Path) -> tuple[str, object]:
+    """What files need to have in common to be loaded in place of others."""
+    found: dict[str, object] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= tensor_types(path)
+    return model_config_digest(directory), found
 
 
 def _depends_on_format(directory: Path, load: Any) -> bool:

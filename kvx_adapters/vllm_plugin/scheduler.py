@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_core.connector.plan import BlockIds, Save
 from kvx_core.connector.policy import Policy
+from kvx_core.connector.weights import Report
 
 # If a request ends in another way, vLLM may not have accepted what it computed.
 # Source: vllm 0.32 v1/request.py, RequestStatus
@@ -19,6 +21,13 @@ _FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 class SchedulerHalf(Policy):
     """A Policy of vLLM's requests."""
 
+    _unshared: Counter[str] = field(default_factory=Counter)  # requests, by reason
+    _told: set[str] = field(default_factory=set)  # unshared requests that have been counted
+
+    def salt_of(self, request: Any) -> str | None:
+        """Its cache_salt. A session may get images or embeddings while it runs."""
+        return None if _more_than_tokens(request) else request.cache_salt or ""
+
     def num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -26,11 +35,8 @@ class SchedulerHalf(Policy):
 
         None: vLLM asks again in its next step. Source: vllm 0.26 to 0.33 v1/core/sched/scheduler.py
         """
-        if not _is_plain(request):
-            return 0, False
-        if request.sampling_params.prompt_logprobs is not None:
-            return 0, False  # needs the logits of every token of the prompt
-        count = self.lookup(request, request.cache_salt or "", num_computed_tokens)
+        self.look_at_weights()
+        count = self.lookup(request, num_computed_tokens, may_load=not _computes_all(request))
         return count, self.asynchronous and bool(count)
 
     def blocks_allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
@@ -38,11 +44,15 @@ class SchedulerHalf(Policy):
 
         Called a second time, with 0, after an asynchronous load.
         """
-        if _is_plain(request):
-            self.allocated(request, request.cache_salt or "", block_ids, num_external_tokens)
+        self.look_at_weights()
+        self._count(request)
+        self.allocated(request, block_ids, num_external_tokens)
 
     def plan_saves(self, output: Any) -> None:
         """Plans what to save of the step that `output`, vLLM's SchedulerOutput, describes."""
+        self.look_at_weights()
+        if output.num_scheduled_tokens:
+            self.epochs.step_computes()
         for request_id, num_computed_tokens, block_ids, are_new in _scheduled(output):
             stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
             self.step(request_id, num_computed_tokens, stop, block_ids, are_new=are_new)
@@ -50,16 +60,37 @@ class SchedulerHalf(Policy):
     def take_step(self, output: Any) -> StepPlan:
         """The plan of this step, for the workers."""
         plan = self.take_plan(is_idle=not output.num_scheduled_tokens)
-        return StepPlan(plan.saves, plan.loads, plan.is_idle)
+        return StepPlan(plan.saves, plan.loads, plan.is_idle, plan.generation, plan.stamp)
 
     def has_finished(self, request: Any, block_ids: BlockIds) -> bool:
         """Forgets a request. Returns whether its blocks have to stay until they are saved."""
+        self.look_at_weights()
+        self._told.discard(request.request_id)
         is_good = request.status.name in _FINISHED
         return self.finished(request, block_ids, request.num_computed_tokens if is_good else 0)
 
     def to_hand_over(self, request: Any) -> Save | None:
         """See Policy.handed_over. Raises StoreError."""
+        self.look_at_weights()
         return self.handed_over(request.request_id, request.num_computed_tokens)
+
+    def take_reports(self, reports: Mapping[int, Report]) -> None:
+        """Takes what ranks know of their weights."""
+        self.epochs.take(reports)
+
+    def take_unshared(self) -> dict[str, int]:
+        """Requests since the last call that have blocks and are not shared, by reason."""
+        found, self._unshared = self._unshared, Counter()
+        return dict(found)
+
+    def _count(self, request: Any) -> None:
+        """Counts a request once, for the first reason why it is not shared."""
+        reason = _more_than_tokens(request)
+        if reason is None and self.scope_of(request) is None:
+            reason = "weights"
+        if reason is not None and request.request_id not in self._told:
+            self._told.add(request.request_id)
+            self._unshared[reason] += 1
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
@@ -79,12 +110,20 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
         )
 
 
-def _is_plain(request: Any) -> bool:
-    """Whether its keys and values depend only on its token ids and the model's files."""
-    return (
-        request.sampling_params is not None
-        and request.prompt_token_ids is not None
-        and request.prompt_embeds is None
-        and request.lora_request is None
-        and not request.mm_features
-    )
+def _more_than_tokens(request: Any) -> str | None:
+    """What a request's keys and values depend on besides its token ids and the model's files, as it
+    is now; None: nothing.
+    """
+    if request.mm_features:
+        return "images"
+    if request.lora_request is not None:
+        return "lora"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "embeddings"
+    return "pooling" if request.sampling_params is None else None
+
+
+def _computes_all(request: Any) -> bool:
+    """Whether every token of its prompt is to be computed: for logits, or as the user wants it."""
+    has_logprobs = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+    return has_logprobs or bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
 from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
-from kvx_adapters.vllm_plugin.identity import model_record
+from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
 from kvx_core import DType, InvalidArgumentError, KvxError, Status, UnsupportedError
-from kvx_core.connector.settings import Salted, StoreSettings
+from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
 
 
@@ -19,6 +19,9 @@ class Settings(StoreSettings):
 
     async_load: bool = False  # load beside other requests' steps; always with prefix caching
     layerwise: bool = False  # copy each layer when it is computed, not all after the last
+    # What names weights that were replaced while the engine ran: files alone, or also vLLM's
+    # weight_version, which then means the same weights on every engine of this model.
+    weights: Literal["files", "versioned"] = "files"
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
@@ -95,13 +98,14 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         )
 
 
-class Stores(Salted):
-    """The stores of an engine's model, by cache_salt."""
+class Stores(Scoped):
+    """The stores of an engine's model, by cache_salt and weights."""
 
     def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
         self.fingerprint = model_record(vllm_config, settings).fingerprint
+        self.files = StartFiles(vllm_config, settings, self.fingerprint)
         store = settings.store(
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -29,6 +30,11 @@ COUNTERS = {
     "errors": "Other errors that were caught; the engine continued",
 }
 
+# Sums by reason, and their descriptions. A metric is vllm:kvx_<name>_total, with a label "reason".
+BY_REASON = {
+    "unshared_requests": "Requests that are neither loaded nor saved, by what their keys and "
+    "values depend on besides tokens: images, lora, embeddings, pooling, weights that change",
+}
 # Last values, and their descriptions. A metric is vllm:kvx_<name>. Of the workers the most counts.
 GAUGES = {
     "store_bytes": "Bytes of all files of the KVX store, as far as a worker that writes knows",
@@ -55,6 +61,10 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
             else:
                 self.data[name] = self.data.get(name, 0) + value
 
+    def add_by_reason(self, name: str, values: Mapping[str, int]) -> None:
+        """Adds to a counter of BY_REASON."""
+        self.add(**{f"{name}:{reason}": value for reason, value in values.items()})
+
     def reset(self) -> None:
         self.data.clear()
 
@@ -66,7 +76,7 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
         """Sums as they are, and of lists the mean and the greatest value."""
         reduced: dict[str, int | float] = {}
         for name, found in self.data.items():
-            title = f"KVX {name.replace('_', ' ')}"
+            title = f"KVX {name.replace('_', ' ').replace(':', ', ')}"
             if name not in HISTOGRAMS:
                 reduced[title] = round(found, 6)
             elif found:
@@ -86,6 +96,7 @@ class KVXPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._counters = {
             name: self._by_engine(self._counter_cls, name, text) for name, text in COUNTERS.items()
         }
+        self._reasons: dict[str, Any] = {}
         self._gauges = {
             name: self._by_engine(self._gauge_cls, name, text, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
@@ -94,6 +105,15 @@ class KVXPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._by_engine(self._histogram_cls, name, text, buckets=_BUCKETS)
             for name, text in HISTOGRAMS.items()
         }
+
+    def _by_reason(self, name: str, reason: str, engine: int) -> Any:
+        if name not in self._reasons:
+            self._reasons[name] = self._counter_cls(
+                name=f"vllm:kvx_{name}",
+                documentation=BY_REASON[name],
+                labelnames=[*self._labelnames, "reason"],
+            )
+        return self._reasons[name].labels(*self.per_engine_labelvalues[engine], reason)
 
     def _by_engine(self, kind: Any, name: str, text: str, **options: Any) -> dict[int, Any]:
         metric = kind(
@@ -110,5 +130,8 @@ class KVXPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     self._histograms[name][engine_idx].observe(one)
             elif name in GAUGES:
                 self._gauges[name][engine_idx].set(value)
+            elif ":" in name:
+                counter, _, reason = name.partition(":")
+                self._by_reason(counter, reason, engine_idx).inc(value)
             else:
                 self._counters[name][engine_idx].inc(value)

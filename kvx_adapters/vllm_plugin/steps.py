@@ -1,16 +1,30 @@
-"""What the scheduler's half of KVXConnector tells the workers' halves to do in one step."""
+"""What the halves of KVXConnector tell each other: the plan of a step, and reports of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
-from kvx_core.connector.plan import Load, Plan, Save
+from kvx_core.connector.plan import Load, Plan, Save, Scope
+from kvx_core.connector.weights import Report
 
-__all__ = ["Load", "Save", "StepPlan"]
+__all__ = ["Load", "RankReports", "Save", "Scope", "StepPlan"]
 
 
 @dataclass(slots=True)
 class StepPlan(Plan, KVConnectorMetadata):  # type: ignore[misc]
     """The saves and loads of one step."""
+
+
+@dataclass(slots=True)
+class RankReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What ranks know of their weights, by rank."""
+
+    reports: dict[int, Report]
+
+    def aggregate(self, other: RankReports) -> RankReports:
+        return RankReports(self.reports | other.reports)

@@ -18,11 +18,13 @@ from kvx_core import CacheView
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader
-from kvx_core.connector.plan import BlockIds, SaltedStores, Save
+from kvx_core.connector.plan import BlockIds, Save, ScopedStores
 from kvx_core.connector.saver import Saver
+from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Section
 
 _PATIENCE_SECONDS = 0.01  # that a step without a forward pass waits for loads
+_CHANGED = "the model's weights have changed since the step was planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,18 @@ class WorkerHalf:
 
     def __init__(
         self,
-        stores: SaltedStores,
+        stores: ScopedStores,
         settings: Settings,
         held: Sequence[Held],
         device: torch.device,
         boundary: Boundary,
         *,
         by_request: bool,
+        weights: Weights,
     ) -> None:
+        self._weights = weights
+        self._seen = 0  # the scheduler's generation of the weights
+        self._told = Report(0, 0, False, weights.origin)
         self._boundary, self._held, self._device = boundary, held, device
         self._by_request = by_request
         self._has_one_group = len({part.index for part in held}) == 1
@@ -72,7 +78,7 @@ class WorkerHalf:
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._loader = Loader(
-            stores, settings, boundary, self._counts, self._sections, self._beside
+            stores, settings, boundary, self._counts, self._sections, self._beside, self._era
         )
         self._loaded: set[Any] = set()
         self._untold: set[Any] = set()  # failed loads whose blocks vLLM has not heard of
@@ -85,8 +91,11 @@ class WorkerHalf:
         Without a forward pass vLLM runs step after step without a pause, which keeps the loading
         threads from running. So this waits a little for them.
         """
+        accepts = self._accepts(step)
         for load in step.loads:
-            if load.wait:
+            if not accepts:
+                self._loader.refuse(load, _CHANGED)
+            elif load.wait:
                 self._loader.load(load)
             else:
                 self._loader.start(load)
@@ -95,11 +104,15 @@ class WorkerHalf:
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
         """Copies one layer of what this step saves. `save` copies the remaining layers."""
-        self._saver.save_layer(step, step.saves, self._layer_of[layer_name])
+        if self._accepts(step):
+            self._saver.save_layer(step, step.saves, self._layer_of[layer_name])
 
     def save(self, step: StepPlan) -> None:
         """Copies what this step has computed. Threads write the files later."""
-        self._saver.save(step, step.saves)
+        if self._accepts(step):
+            self._saver.save(step, step.saves)
+        else:
+            self._saver.refuse(step.saves, _CHANGED)
 
     def save_now(self, save: Save) -> bool:
         """Stores tokens of a running request before it returns: see Saver.save_now."""
@@ -144,6 +157,34 @@ class WorkerHalf:
         stats = KVXStats(counts)
         stats.add(**errors)
         return None if stats.is_empty() else stats
+
+    def take_report(self) -> Report | None:
+        """What this rank knows of its weights, if that is new."""
+        weights = self._weights
+        report = Report(self._seen, weights.generation, weights.is_changing, weights.origin)
+        if report == self._told:
+            return None
+        self._told = report
+        return report
+
+    def _accepts(self, step: StepPlan) -> bool:
+        """Whether the weights are still those that a step was planned for."""
+        with self._boundary.guard("did not compare generations of weights"):
+            weights, stamp = self._weights, step.stamp
+            if step.generation != self._seen:
+                self._seen = step.generation
+                for part in self._held:  # what is remembered for the store of earlier weights
+                    part.view.memo.clear()
+            return (
+                stamp is not None
+                and stamp.ranks == weights.generation
+                and stamp.scheduler == self._seen
+                and not weights.is_changing
+            )
+        return False
+
+    def _era(self) -> object:
+        return self._seen, self._weights.generation
 
     def shutdown(self) -> None:
         """Cancels loads that have not begun, and waits until all files are written, for at most

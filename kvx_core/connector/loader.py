@@ -11,7 +11,7 @@ from functools import partial
 
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.counts import Counts
-from kvx_core.connector.plan import Load, RequestId, SaltedStores
+from kvx_core.connector.plan import Load, RequestId, ScopedStores
 from kvx_core.connector.saver import Sections
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.threads import Workers
@@ -20,6 +20,8 @@ from kvx_core.stores.loads import Progress
 
 # What waits until a device has used blocks, and the context that a load runs in afterwards.
 Streams = Callable[[], AbstractContextManager[object]]
+# Differs after the engine's weights have changed.
+Era = Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class _Work:
     """A load that is under way."""
 
     load: Load
+    era: object  # when it began
     progress: Progress | None = None
     context: AbstractContextManager[object] = field(default_factory=nullcontext)
 
@@ -53,25 +56,28 @@ class Loader:
 
     def __init__(
         self,
-        stores: SaltedStores,
+        stores: ScopedStores,
         settings: StoreSettings,
         boundary: Boundary,
         counts: Counts,
         sections: Sections,
         streams: Streams = nullcontext,
+        era: Era = lambda: None,
     ) -> None:
         """streams: called in the engine's thread for each load beside steps; its context is entered
         by the thread that loads
+        era:     a load has failed if it is another one afterwards
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections, self._streams = counts, sections, streams
+        self._era = era
         self._workers = Workers(
             settings.loader_threads, "kvx-load", exit_seconds=settings.shutdown_seconds
         )
         self._lock = threading.Lock()  # of all below
         self._load_is_over = threading.Condition(self._lock)
         self._waiting: dict[RequestId, _Work] = {}  # beside steps, not over
-        self._results = Results()
+        self._over: list[tuple[_Work, bool]] = []  # and whether it has loaded all
 
     @property
     def num_loading(self) -> int:
@@ -80,7 +86,7 @@ class Loader:
 
     def start(self, load: Load) -> None:
         """Starts a load beside steps. `take_results` reports its end, whatever happens."""
-        work = _Work(load)
+        work = _Work(load, self._era())
         with self._lock:
             self._waiting[load.request_id] = work
         with self._loading(load) as guard:
@@ -92,14 +98,20 @@ class Loader:
 
     def load(self, load: Load) -> bool:
         """Loads what the forward pass of this step reads; returns whether that succeeded."""
-        work = _Work(load)
+        work = _Work(load, self._era())
         with self._loading(load) as guard:
             work.progress = Progress()
         good = not guard.failed and self._load(work)
-        if not good:
-            with self._lock:
-                self._results.failed.append((load, work.first))
+        with self._lock:
+            self._over.append((work, good))
         return good
+
+    def refuse(self, load: Load, reason: str) -> None:
+        """Reports a load as failed that does not begin."""
+        with self._loading(load):
+            raise StoreError(reason)
+        with self._lock:
+            self._over.append((_Work(load, self._era()), False))
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """These requests have ended: their loads end without being done, or after a chunk."""
@@ -115,7 +127,7 @@ class Loader:
     def wait(self, seconds: float) -> None:
         """Waits until a load beside steps is over, if there is one."""
         with self._lock:
-            if self._waiting and not self._results.loaded:
+            if self._waiting and not self._over:
                 self._load_is_over.wait(seconds)
 
     def take_results(self) -> Results:
@@ -124,7 +136,17 @@ class Loader:
         The engine treats loads that are not reported as successful.
         """
         with self._lock:
-            results, self._results = self._results, Results()
+            over, self._over = self._over, []
+        results = Results()
+        for work, good in over:
+            is_current = work.era == self._era()
+            if good and not is_current:
+                with self._loading(work.load):
+                    raise StoreError("the model's weights changed while it ran")
+            if not work.load.wait:
+                results.loaded.add(work.load.request_id)
+            if not good or not is_current:
+                results.failed.append((work.load, work.first if is_current else work.load.start))
         return results
 
     def shutdown(self) -> bool:
@@ -143,9 +165,7 @@ class Loader:
             if self._waiting.get(request_id) is not work:
                 return
             del self._waiting[request_id]
-            self._results.loaded.add(request_id)
-            if not good:
-                self._results.failed.append((work.load, work.first))
+            self._over.append((work, good))
             self._load_is_over.notify_all()
 
     def _load(self, work: _Work) -> bool:
@@ -156,7 +176,7 @@ class Loader:
             begin = time.perf_counter()
             with work.context:
                 sections = self._sections(load.block_ids, load.stop)
-                store = self._stores[load.salt]
+                store = self._stores[load.scope]
                 try:
                     loaded = store.load(
                         load.match, load.start, load.stop, sections, progress=progress

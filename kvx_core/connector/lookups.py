@@ -46,7 +46,7 @@ class Lookups:
         """seconds: then a request is answered that the store has nothing. Its lookup goes on if it
         has begun, and the next one finds what it has seen in memory
         """
-        self._boundary, self._seconds = boundary, seconds
+        self._boundary, self.seconds = boundary, seconds
         self._workers = Workers(threads, "kvx-lookup", exit_seconds=0)
         self._pending: dict[RequestId, _Lookup] = {}
         self._lookup_is_over = threading.Condition()
@@ -105,7 +105,7 @@ class Lookups:
         if lookup.is_over:
             del self._pending[request_id]
             return NOTHING if lookup.has_failed else lookup.walk.match
-        if time.monotonic() - lookup.begun > self._seconds:
+        if time.monotonic() - lookup.begun > self.seconds:
             del self._pending[request_id]
             self._workers.cancel(request_id)  # if it has not begun, so that others are in time
             return NOTHING
@@ -149,7 +149,7 @@ class Lookups:
         begun = time.monotonic()
         with suppress(Unknown):
             walk.go_on(store.known, lambda: time.monotonic() - begun > _OWN_SECONDS)
-        if not walk.is_over and self._workers.stuck_seconds() > self._seconds:
+        if not walk.is_over and self._workers.stuck_seconds() > self.seconds:
             return NOTHING  # the store does not answer
         if walk.is_over and num_tokens <= _OWN_TOKENS:
             return walk.match

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.connector.weights import START, Stamp
 from kvx_core.stores.match import Match
 from kvx_core.stores.prefix import PrefixStore
 
@@ -16,10 +17,17 @@ BlockIds = tuple[list[int], ...]
 RequestId = str | int
 
 
-class SaltedStores(Protocol):
-    """The stores by the salts of saves and loads."""
+class Scope(NamedTuple):
+    """Requests of different scopes share nothing, even if their tokens are equal."""
 
-    def __getitem__(self, salt: str, /) -> PrefixStore:
+    salt: str = ""  # of the request
+    weights: str = ""  # their name: see epochs.py
+
+
+class ScopedStores(Protocol):
+    """The stores by the scopes of saves and loads."""
+
+    def __getitem__(self, scope: Scope, /) -> PrefixStore:
         """Raises StoreError."""
         ...
 
@@ -29,7 +37,7 @@ class Save:
     """Tokens [start, stop) of a request, computed by this step or earlier ones."""
 
     request_id: RequestId
-    salt: str
+    scope: Scope
     node: str  # the key of all tokens before `start`: these are not sent
     start: int  # the beginning of a chunk
     tokens: npt.NDArray[np.int64]  # from `start` on
@@ -46,7 +54,7 @@ class Load:
     """Tokens [start, stop) of a request, from the store."""
 
     request_id: RequestId
-    salt: str
+    scope: Scope
     match: Match
     start: int
     stop: int
@@ -56,8 +64,13 @@ class Load:
 
 @dataclass(slots=True)
 class Plan:
-    """The saves and loads of one step."""
+    """The saves and loads of one step.
+
+    generation, stamp: of the weights that they were planned for: see weights.py
+    """
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     is_idle: bool = False  # the step has no forward pass
+    generation: int = 0
+    stamp: Stamp | None = START  # None: the scheduler did not know it

@@ -5,20 +5,25 @@ millisecond at the first lookup.
 
 If a load fails, a step computes wrong tokens: in the request that loaded, and in any that shares
 its blocks. The engine drops these, and the store must not save them. So if a load runs in the same
-step as the forward pass that reads it, a request's tokens are saved only after the engine has
-accepted one of its tokens. Asynchronous loads end before their request runs.
+step as the forward pass that reads it, or if others than this connector fill blocks, a request's
+tokens are saved only after the engine has accepted one of its tokens. Asynchronous loads end before
+their request runs.
+
+An engine may change what a request is, and its weights, while the request runs. `scope_of` maps a
+request as it is now to what its keys depend on besides its tokens, and every method asks it.
 """
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.epochs import FIRST, Epoch, Epochs
 from kvx_core.connector.lookups import NOTHING, Lookups
-from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, SaltedStores, Save
+from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, Save, Scope, ScopedStores
 from kvx_core.connector.spread import Spread
 from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
@@ -49,10 +54,10 @@ class _Tracked:
 
     request: Request
     salt: str
+    epoch: Epoch  # when it got its first blocks
     block_ids: BlockIds
     hold: int  # saves begin when the request has more tokens than this
     saved: int = 0  # tokens that are in the store, or need not be saved
-    is_stale: bool = False  # some of its tokens were computed before a reset
     is_prepared: bool = False  # a thread was asked to compute its keys
 
 
@@ -62,6 +67,7 @@ class _Found:
 
     match: Match
     num_tokens: int  # of the request when it was looked up
+    scope: Scope
     start: int = 0  # tokens that the engine has already
 
 
@@ -73,7 +79,7 @@ class Policy:
     `give_up`, `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
     """
 
-    stores: SaltedStores
+    stores: ScopedStores
     boundary: Boundary
     lookups: Lookups
     chunk_tokens: int
@@ -84,6 +90,8 @@ class Policy:
     asynchronous: bool = False  # loads run beside other requests' steps
     window: int = 0  # the shortest sliding window of a group of layers; 0: there is none
     spread: Spread | None = None  # None: a step saves all that it completes
+    others_fill: bool = False  # blocks may hold what another connector has loaded
+    epochs: Epochs = field(default_factory=Epochs)
     _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, _Found] = field(default_factory=dict)
     _chains: dict[RequestId, TokenChain] = field(default_factory=dict)
@@ -91,59 +99,96 @@ class Policy:
     _loading: dict[RequestId, Match] = field(default_factory=dict)  # in this or past steps
     _next: Plan = field(default_factory=Plan)
     _index: Index | None = None  # of all stores
-    _epoch: str = ""
+    _now: Epoch | None = FIRST  # None: the weights have no name that others may use
+    _unnamed_since: float = 0.0
+    _unproven: set[RequestId] = field(default_factory=set)  # some of their blocks may be older
 
-    def lookup(self, request: Request, salt: str, num_computed_tokens: int) -> int | None:
+    def salt_of(self, request: Request) -> str | None:
+        """The salt of a request as it is now; None: its keys and values depend on more than its
+        tokens, a salt and the weights. Engines override this.
+        """
+        return ""
+
+    def scope_of(self, request: Request) -> Scope | None:
+        """What the keys of a request depend on besides its tokens, as it is now; None: it is not
+        shared.
+        """
+        if self._now is None or request.request_id in self._unproven:
+            return None
+        salt = self.salt_of(request)
+        return None if salt is None else Scope(salt, self._now.name)
+
+    def look_at_weights(self) -> None:
+        """Notices that they have changed. Every hook of an engine calls it first."""
+        before, self._now = self._now, self.epochs.current()
+        if self._now is before:
+            return
+        if self._now is None:
+            self._unnamed_since = time.monotonic()
+        self.reset()
+
+    def lookup(
+        self, request: Request, num_computed_tokens: int, *, may_load: bool = True
+    ) -> int | None:
         """How many tokens past `num_computed_tokens` can be loaded; None: ask again in a step.
 
-        Only requests whose keys and values depend on nothing but their token ids and the salt.
+        num_computed_tokens: that the engine has found in its own blocks
         """
         request_id = request.request_id
-        if not self.consumes or request_id in self._given_up:
+        if num_computed_tokens and not self.epochs.has_current_blocks():
+            self._unproven.add(request_id)  # the engine has them in blocks that may be older
+        if not (self.consumes and may_load) or request_id in self._given_up:
+            return 0
+        if self._now is None and not self._has_waited_for_weights:
+            return None
+        scope = self.scope_of(request)
+        if scope is None:
             return 0
         num_tokens = len(request.all_token_ids)
         found = self._lookups.get(request_id)
-        if found is None or found.num_tokens != num_tokens:
-            match = self._lookup(request, salt, num_tokens)
+        if found is None or found.num_tokens != num_tokens or found.scope != scope:
+            match = self._lookup(request, scope, num_tokens)
             if match is None:
                 return None
-            found = self._lookups[request_id] = _Found(match, num_tokens)
+            found = self._lookups[request_id] = _Found(match, num_tokens, scope)
         found.start = num_computed_tokens
         # The last token is computed by the engine: its logits choose the next one.
         count = min(found.match.num_tokens, num_tokens - 1) - num_computed_tokens
         return count if count >= self.min_tokens else 0
 
-    def allocated(
-        self, request: Request, salt: str, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """Tracks `request`, which has blocks now, and plans to load `num_external_tokens` tokens.
 
         May be called a second time, with 0, after an asynchronous load.
         """
         request_id = request.request_id
-        found = self._lookups.get(request_id)
-        hold = len(request.all_token_ids) if self.consumes and not self.asynchronous else 0
+        found, scope = self._lookups.get(request_id), self.scope_of(request)
+        if scope is None or (num_external_tokens and (found is None or found.scope != scope)):
+            self.give_up(request_id, block_ids, num_external_tokens)
+            return
+        assert self._now is not None  # there is a scope
+        hold = len(request.all_token_ids) if self._holds else 0
         tracked = self._tracked.get(request_id)
         if tracked is None:
-            salted = self._salt(salt)
-            tracked = self._tracked[request_id] = _Tracked(request, salted, block_ids, hold)
+            tracked = _Tracked(request, scope.salt, self._now, block_ids, hold)
+            self._tracked[request_id] = tracked
         tracked.block_ids, tracked.hold = block_ids, hold
         if num_external_tokens:
             assert found is not None  # `lookup` found these tokens
             stop = found.start + num_external_tokens
             tracked.saved = max(tracked.saved, stop)
-            self._load(request_id, tracked.salt, found.match, found.start, stop, block_ids)
+            self._load(request_id, scope, found.match, found.start, stop, block_ids)
         if (
             found is not None
             and found.match.num_tokens
-            and (num_external_tokens or self._finds_equals(tracked.salt))
+            and (num_external_tokens or self._finds_equals(scope))
         ):
             tracked.saved = max(tracked.saved, found.match.num_tokens)
         self._lookups.pop(request_id, None)
 
     def give_up(self, request_id: RequestId, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """Called if `allocated` raised. Saves nothing of the request, and plans a load that fails:
-        the engine then computes the tokens that it expected to be loaded.
+        """Saves nothing of a request, and plans a load that fails: the engine then computes the
+        tokens that it expected to be loaded.
         """
         found = self._lookups.get(request_id)
         self.forget(request_id)
@@ -151,7 +196,7 @@ class Policy:
             self._given_up.add(request_id)
             start = 0 if found is None else found.start
             stop = start + num_external_tokens
-            self._load(request_id, "", NOTHING, start, stop, block_ids)
+            self._load(request_id, Scope(), NOTHING, start, stop, block_ids)
 
     def forget(self, request_id: RequestId) -> None:
         """Drops the request's lookup and saves. It may be looked up again."""
@@ -164,6 +209,7 @@ class Policy:
         self.forget(request_id)
         self._chains.pop(request_id, None)
         self._given_up.discard(request_id)
+        self._unproven.discard(request_id)
         if self.spread is not None:
             self.spread.forget(request_id)
         self._doubt(self._loading.pop(request_id, None))  # its load may have failed
@@ -200,7 +246,7 @@ class Policy:
             elif block_ids:
                 for group, more in zip(tracked.block_ids, block_ids, strict=True):
                     group.extend(more)
-            if self.produces:
+            if self.produces and self._is_shared(tracked):
                 self._save(tracked, num_computed_tokens, stop)
         if guard.failed:  # its block ids may be out of date
             self.forget(request_id)
@@ -208,7 +254,8 @@ class Policy:
     def take_plan(self, *, is_idle: bool) -> Plan:
         """The plan of this step, for the workers. Steps without a forward pass wait for lookups."""
         plan, self._next = self._next, Plan()
-        plan.is_idle = is_idle
+        plan.is_idle, plan.generation = is_idle, self.epochs.generation
+        plan.stamp = None if self._now is None else self._now.stamp
         if self.spread is not None:
             if is_idle:  # there may be no other step soon
                 plan.saves += self.spread.take_all()
@@ -224,8 +271,9 @@ class Policy:
         """
         tracked = self._tracked.get(request.request_id)
         chain = self._chains.get(request.request_id)
+        is_shared = tracked is not None and self._is_shared(tracked)
         self.ended(request.request_id)
-        if tracked is None or tracked.is_stale or not self.produces:
+        if tracked is None or not is_shared or not self.produces:
             return False
         stop = min(len(request.all_token_ids) - 1, num_computed_tokens)
         if not self.save_generated:
@@ -235,7 +283,7 @@ class Policy:
             return False
         tracked.block_ids = block_ids
         if chain is None:
-            chain = self.stores[tracked.salt].chain_of(request.all_token_ids)
+            chain = self.stores[_scope(tracked)].chain_of(request.all_token_ids)
         save = self._save_of(tracked, stop, chain, final=True)
         if self.spread is None:
             self._next.saves.append(save)
@@ -247,7 +295,13 @@ class Policy:
     def reported(
         self, failed: Collection[RequestId], finished: Collection[RequestId], *, blocks: bool
     ) -> None:
-        """Takes the workers' reports of loads: failed and finished requests, or failed blocks."""
+        """Takes the workers' reports of loads: failed and finished requests, or failed blocks.
+
+        Blocks may be those of another connector's load, which any request may share.
+        """
+        if blocks:
+            for each in self._tracked.values():
+                each.saved = 0
         for request_id in tuple(self._loading) if blocks else failed:
             if tracked := self._tracked.get(request_id):  # None: it was aborted meanwhile
                 self._given_up.add(request_id)
@@ -271,27 +325,24 @@ class Policy:
         """
         tracked = self._tracked.get(request_id)
         is_loading = self.asynchronous and request_id in self._loading
-        if tracked is None or tracked.is_stale or is_loading or not self.produces:
+        if tracked is None or not self._is_shared(tracked) or is_loading or not self.produces:
             return None
         known = len(tracked.request.all_token_ids)
         if known <= tracked.hold:
             return None
         stop = min(known - 1, num_computed_tokens)
-        chain = self._chain(tracked.request, tracked.salt)
+        scope = _scope(tracked)
+        chain = self._chain(tracked.request, scope)
         if stop > tracked.saved:
             return self._save_of(tracked, stop, chain)
         blocks = _lists(tracked.block_ids)
-        return Save(request_id, tracked.salt, chain.node(0), stop, chain.ids(stop, stop), blocks)
+        return Save(request_id, scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
 
     def reset(self) -> None:
-        """Saves nothing that was computed until now: the model's weights may have changed."""
-        self._epoch = secrets.token_hex(16)
+        """Forgets what has been looked up. What is stored stays, and is looked up anew."""
         self.lookups.forget_all()
         self._lookups.clear()
         self._chains.clear()
-        self._given_up.update(self._tracked)
-        for tracked in self._tracked.values():
-            tracked.is_stale = True
 
     def forget_all(self) -> None:
         """Saves nothing of the current requests."""
@@ -314,7 +365,7 @@ class Policy:
     def _load(
         self,
         request_id: RequestId,
-        salt: str,
+        scope: Scope,
         match: Match,
         start: int,
         stop: int,
@@ -322,7 +373,7 @@ class Policy:
     ) -> None:
         self._loading[request_id] = match
         self._next.loads.append(
-            Load(request_id, salt, match, start, stop, block_ids, wait=not self.asynchronous)
+            Load(request_id, scope, match, start, stop, block_ids, wait=not self.asynchronous)
         )
 
     def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
@@ -332,7 +383,7 @@ class Policy:
         """
         request = tracked.request
         known = len(request.all_token_ids)  # without draft tokens, which may be rejected
-        if known <= tracked.hold or tracked.is_stale:
+        if known <= tracked.hold:
             return
         stop = min(stop, known)
         chunk, num_prompt_tokens = self.chunk_tokens, request.num_prompt_tokens
@@ -347,7 +398,7 @@ class Policy:
         if gone > tracked.saved - tracked.saved % chunk:
             tracked.saved = min(-(-gone // chunk) * chunk, full)
         if full > tracked.saved:
-            chain = self._chain(request, tracked.salt)
+            chain = self._chain(request, _scope(tracked))
             ready = chain.num_ids + _OWN_TOKENS
             if ready < full and not self.window:  # the rest is saved by later steps
                 full = ready - ready % chunk
@@ -370,7 +421,7 @@ class Policy:
         start = tracked.saved - tracked.saved % self.chunk_tokens
         return Save(
             request_id=tracked.request.request_id,
-            salt=tracked.salt,
+            scope=_scope(tracked),
             node=chain.node(start // self.chunk_tokens),
             start=start,
             tokens=chain.ids(start, stop),
@@ -378,33 +429,50 @@ class Policy:
             final=final,
         )
 
-    def _chain(self, request: Request, salt: str) -> TokenChain:
+    def _chain(self, request: Request, scope: Scope) -> TokenChain:
         """The keys of a request's tokens. Raises StoreError."""
         chain = self._chains.get(request.request_id)
         if chain is None:
-            store = self.stores[salt]
+            store = self.stores[scope]
             chain = self._chains[request.request_id] = store.chain_of(request.all_token_ids)
             self._index = store.index
         return chain
 
-    def _lookup(self, request: Request, salt: str, num_tokens: int) -> Match | None:
+    def _lookup(self, request: Request, scope: Scope, num_tokens: int) -> Match | None:
         """What the store has; an error counts as nothing. None: ask again."""
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):
-            salted = self._salt(salt)
-            chain = self._chain(request, salted)
+            chain = self._chain(request, scope)
             return self.lookups.ask(
-                request.request_id, self.stores[salted], chain, num_tokens, self.min_tokens
+                request.request_id, self.stores[scope], chain, num_tokens, self.min_tokens
             )
         return NOTHING
 
-    def _finds_equals(self, salt: str) -> bool:
+    def _finds_equals(self, scope: Scope) -> bool:
         """Whether what lookups find is as precise as what would be saved in its place."""
-        return self.stores[salt].accept == "same"
+        return self.stores[scope].accept == "same"
 
-    def _salt(self, salt: str) -> str:
-        return "\n".join(filter(None, (self._epoch, salt)))
+    def _is_shared(self, tracked: _Tracked) -> bool:
+        """Whether the request is what it was when it got blocks, and so are the weights."""
+        if tracked.epoch is not self._now:
+            return False
+        return (
+            self.salt_of(tracked.request) == tracked.salt
+            and tracked.request.request_id not in self._unproven
+        )
+
+    @property
+    def _holds(self) -> bool:
+        return self.others_fill or (self.consumes and not self.asynchronous)
+
+    @property
+    def _has_waited_for_weights(self) -> bool:
+        return time.monotonic() - self._unnamed_since > self.lookups.seconds
+
+
+def _scope(tracked: _Tracked) -> Scope:
+    return Scope(tracked.salt, tracked.epoch.name)
 
 
 def _lists(block_ids: Sequence[Sequence[int]]) -> BlockIds:

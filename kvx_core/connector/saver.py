@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.counts import Counts
-from kvx_core.connector.plan import BlockIds, RequestId, SaltedStores, Save
+from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(
         self,
-        stores: SaltedStores,
+        stores: ScopedStores,
         settings: StoreSettings,
         boundary: Boundary,
         counts: Counts,
@@ -101,10 +101,20 @@ class Saver:
                     self._writer.add(copied.store, snapshot)
                 if copied.refused is not None:
                     raise copied.refused
-                self._confirm_later(self._stores[save.salt])
+                self._confirm_later(self._stores[save.scope])
             if num_tokens:
                 seconds = time.perf_counter() - begin
                 self._counts.add(saved_tokens=num_tokens, save_seconds=seconds)
+            if save.final:
+                with self._lock:
+                    self._saved.add(save.request_id)
+
+    def refuse(self, saves: Sequence[Save], reason: str) -> None:
+        """Drops what a step saves. Blocks that wait for it need not wait any more."""
+        self._open_step, self._open, self._open_bytes = None, {}, 0
+        for save in saves:
+            with self._saving(save):
+                raise StoreError(reason)
             if save.final:
                 with self._lock:
                     self._saved.add(save.request_id)
@@ -137,7 +147,7 @@ class Saver:
     def _has(self, save: Save) -> bool:
         """Whether all tokens of a save are stored, also by other engines. Asks the disk."""
         with self._saving(save):
-            store = self._stores[save.salt]
+            store = self._stores[save.scope]
             chain = store.chain_of(save.tokens, save.node)
             return not any(
                 self._is_missing(
@@ -164,7 +174,7 @@ class Saver:
 
     def _reserve(self, save: Save) -> _Copied:
         """Memory for the chunks of a save that are not stored yet."""
-        store = self._stores[save.salt]
+        store = self._stores[save.scope]
         copied = _Copied(store, set(self._layers))
         if self._pool is None:
             self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.access import check_access
@@ -18,7 +21,7 @@ from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
 
-_MAX_SALTS = 1024
+_MAX_SCOPES = 1024
 
 
 class StoreSettings(BaseModel):
@@ -162,21 +165,32 @@ class StoreSettings(BaseModel):
         return None if config is None else config.max_bytes
 
 
-class Salted:
-    """The stores of a model by salt: different salts share nothing."""
+class Scoped:
+    """The stores of a model by scope: different scopes share nothing."""
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
-        self._salted: dict[str, PrefixStore] = {}
+        self._stores: dict[Scope, PrefixStore] = {}
 
     @property
     def chunk_tokens(self) -> int:
         return self._store.chunk_tokens
 
-    def __getitem__(self, salt: str) -> PrefixStore:
-        store = self._salted.get(salt)
+    def __getitem__(self, scope: Scope) -> PrefixStore:
+        store = self._stores.get(scope)
         if store is None:
-            if len(self._salted) >= _MAX_SALTS:
-                self._salted.clear()
-            store = self._salted[salt] = self._store.salted(salt)
+            if len(self._stores) >= _MAX_SCOPES:
+                self._stores.clear()
+            store = self._of_weights(scope.weights).salted(scope.salt)
+            self._stores[scope] = store
         return store
+
+    def _of_weights(self, name: str) -> PrefixStore:
+        """The store for weights of this name: see connector/epochs.py."""
+        if not name:
+            return self._store
+        kind, _, fingerprint = name.partition(":")
+        if kind != "files":
+            parts = json.dumps([self._store.fingerprint, name])
+            fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        return self._store.of_weights(fingerprint)

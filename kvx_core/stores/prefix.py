@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy.typing as npt
@@ -138,10 +139,23 @@ class PrefixStore:
         other._space = self._space_of(salt)
         return other
 
+    def of_weights(self, fingerprint: str) -> Self:
+        """The same store for the model with other weights, and sequences without a salt."""
+        other = copy.copy(self)
+        other._fingerprint = fingerprint
+        other._sections = replace(self._sections, fingerprint=fingerprint)
+        other._space = other._space_of("")
+        return other
+
     def _space_of(self, salt: str) -> str:
         return space_of(
             self._fingerprint, self._shape, salt, self._signer, self._planes.kinds, self._lossy
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model as it is computed: see ModelRecord.fingerprint."""
+        return self._fingerprint
 
     @property
     def is_lossy(self) -> bool:

@@ -17,7 +17,7 @@ from kvx_core.connector import lookups
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Salted
+from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.token_chain import TokenChain
@@ -47,17 +47,17 @@ class Asked:
         self.store.index.fresh_seconds = fresh_seconds
         boundary = Boundary(print)
         self.lookups = Lookups(boundary, seconds=60)
-        self.policy = Policy(Salted(self.store), boundary, self.lookups, 16, asynchronous=True)
+        self.policy = Policy(Scoped(self.store), boundary, self.lookups, 16, asynchronous=True)
         self.num_requests = 0
 
     def at_once(self, tokens: list[int]) -> int | None:
         self.num_requests += 1
-        return self.policy.lookup(Request(f"r{self.num_requests}", tokens, 1), "", 0)
+        return self.policy.lookup(Request(f"r{self.num_requests}", tokens, 1), 0)
 
     def answer(self, tokens: list[int]) -> int:
         self.num_requests += 1
         request = Request(f"r{self.num_requests}", tokens, 1)
-        while (found := self.policy.lookup(request, "", 0)) is None:
+        while (found := self.policy.lookup(request, 0)) is None:
             self.lookups.wait(0.01)
         return found
 
@@ -208,7 +208,7 @@ def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
     """The prompt is computed after the deadline; others are not asked about while it lasts."""
     fill(tmp_path, prompt(40, 8))
     asked = Asked(tmp_path)
-    asked.lookups._seconds = 0.1
+    asked.lookups.seconds = 0.1
     asked.blobs.answers.clear()
     begin = time.monotonic()
     for seed in range(2):

@@ -11,7 +11,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Salted
+from kvx_core.connector.settings import Scoped
 from kvx_core.connector.spread import Spread
 from tests.connector.test_lookups import Frozen
 from tests.connector.test_toy_engine import Serve, alone, prompt, serve, store_in, written
@@ -29,7 +29,7 @@ class Planned:
         boundary = Boundary(pytest.fail)
         self.store = store_in(Frozen(path))
         self.policy = Policy(
-            Salted(self.store),
+            Scoped(self.store),
             boundary,
             Lookups(boundary),
             CHUNK,
@@ -44,7 +44,7 @@ class Planned:
         request = Request(name, prompt(num_tokens, len(self.requests)), 1)
         request.block_ids = list(range(100))
         self.requests[name], self.saves[name] = request, []
-        self.policy.allocated(request, "", (request.block_ids,), 0)
+        self.policy.allocated(request, (request.block_ids,), 0)
 
     def step(self, **computed: int) -> list[int]:
         """Computes tokens of requests; how many each save of the step has."""

@@ -254,7 +254,7 @@ def test_aborted_loads_make_way(serve: Serve, tmp_path: Path) -> None:
     blobs = Frozen(tmp_path / "store")
     engine = serve(store_in(blobs), loader_threads=1)
     requests = [engine.add(tokens) for tokens in prompts]
-    while any(engine.connector.policy.lookup(r, "", 0) is None for r in requests):
+    while any(engine.connector.policy.lookup(r, 0) is None for r in requests):
         time.sleep(0.001)
     blobs.answers.clear()
     engine.step()  # all loads begin

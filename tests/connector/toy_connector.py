@@ -9,13 +9,15 @@ from typing import Any
 from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, Layout, describe
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
+from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.loader import Loader
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import BlockIds, Plan
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
-from kvx_core.connector.settings import Salted, StoreSettings
+from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.connector.spread import Spread
+from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Precision, Section
 from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
 
@@ -31,7 +33,8 @@ class ToyConnector:
             precision=Precision.of("float32"),
             new_chunk_tokens=16,
         )
-        stores, self.counts = Salted(self.store), Counts()
+        stores, self.counts = Scoped(self.store), Counts()
+        self.weights = Weights()  # the engine's; a test may change them
         boundary = Boundary(logging.getLogger("toy").warning)
         self.view = view_of(engine)
         self.layers = tuple(range(LAYERS))
@@ -43,6 +46,7 @@ class ToyConnector:
             min_tokens=settings.min_tokens,
             asynchronous=True,
             spread=Spread(self.store.chunk_tokens),
+            epochs=Epochs(self.weights),
         )
         self.saver = Saver(
             stores, settings, boundary, self.counts, self.sections, self.layers, (0, HEADS)
@@ -51,12 +55,13 @@ class ToyConnector:
         self.plan = Plan()
 
     def lookup(self, request: Request) -> int | None:
-        return self.policy.lookup(request, "", 0)
+        return self.policy.lookup(request, 0)
 
     def allocated(self, request: Request, num_loaded: int) -> None:
-        self.policy.allocated(request, "", (request.block_ids,), num_loaded)
+        self.policy.allocated(request, (request.block_ids,), num_loaded)
 
     def begin_step(self, running: Sequence[Request], stops: Mapping[str, int]) -> None:
+        self.policy.look_at_weights()
         for request in running:
             stop = stops[request.request_id]
             start = request.num_computed_tokens
@@ -72,6 +77,11 @@ class ToyConnector:
 
     def reports(self) -> tuple[set[Any], dict[Any, int]]:
         """Requests whose end is saved; requests whose load is over, and how far it came."""
+        weights = self.weights
+        if weights.generation:
+            changing, origin = weights.is_changing, weights.origin
+            report = Report(self.plan.generation, weights.generation, changing, origin)
+            self.policy.epochs.take({0: report})
         results = self.loader.take_results()
         loaded = dict.fromkeys(results.loaded, 1 << 30)
         for load, first in results.failed:

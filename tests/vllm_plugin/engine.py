@@ -281,11 +281,50 @@ class Server:
         done: bool = self._llm.llm_engine.reset_prefix_cache()
         return done
 
+    def change_weights(self, how: str, path: str = "") -> None:
+        """Replaces weights as users do: how: a method of this class without "_by_"."""
+        getattr(self, f"_by_{how}")(path)
+
+    def _by_reload(self, path: str) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path} if path else {})
+
+    def _by_model(self, path: str) -> None:
+        """As trainers in the same process do. On CPU, vLLM has packed all weights but norms."""
+        name = "model.layers.1.post_attention_layernorm.weight"
+        weight = self._model.get_parameter(name).clone()
+        weight[3] += 4
+        self._model.load_weights([(name, weight)])
+
+    def _by_callable(self, path: str) -> None:
+        """One element of one tensor."""
+
+        def write(model: Any) -> None:
+            model.model.layers[0].input_layernorm.weight.data[3] += 4
+
+        self._llm.apply_model(write)
+
+    def _by_executor(self, path: str) -> None:
+        def write(worker: Any) -> None:
+            worker.get_model().model.norm.weight.data[3] += 4
+
+        self._llm.llm_engine.model_executor.collective_rpc(write)
+
+    @property
+    def _model(self) -> Any:
+        worker = self._core.model_executor.driver_worker.worker
+        return worker.model_runner.model
+
+    def sleep_and_wake(self) -> None:
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+
     def wait_until_saved(self) -> bool:
         """Waits until all that was copied is written; returns whether it is."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        done: bool = get_kv_transfer_group()._worker._saver._writer.threads.wait(60)
+        group = get_kv_transfer_group()
+        own = next(c for c in getattr(group, "sub_connectors", [group]) if hasattr(c, "_worker"))
+        done: bool = own._worker._saver._writer.threads.wait(60)
         return done
 
     def fail_once(self, method: str) -> None:

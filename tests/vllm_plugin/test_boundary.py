@@ -51,6 +51,7 @@ FALLBACKS = (
         "take_step",
         "take_plan",
     ),
+    *("_begin", "_end"),  # of calls that are watched: they catch what fails in them
 )
 names = (f"request {number}" for number in itertools.count())
 
@@ -110,6 +111,9 @@ def serve(steps: Steps) -> None:
             steps.scheduler.reset_prefix_cache(reset_running_requests=True)
         if step == 40:
             assert steps.scheduler.connector.reset_cache()
+        if step == 45:
+            with steps.scheduler.connector._weights.change():
+                pass
         if not steps.scheduler.has_requests():
             break
     # All have ended, and have had their steps in vain only where a load has failed.
@@ -234,7 +238,7 @@ def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
 
     Returns what it has saved, and which loads went well.
     """
-    from kvx_adapters.vllm_plugin.steps import Load, Save, StepPlan
+    from kvx_adapters.vllm_plugin.steps import Load, Save, Scope, StepPlan
 
     worker = Worker(Directory(path))
     worker.fill()
@@ -246,8 +250,8 @@ def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
     wanted = worker.tokens([3, 1, 5], len(TOKENS)).clone()
     connector = connected(worker, layerwise=layerwise)
     node = worker.store.nodes([])[0]
-    save = Save("saved", "", node, 0, np.array(TOKENS[::-1]), ([3, 1, 5],), final=True)
-    now = Load("now", "", expected, 0, 40, ([4, 2, 6],), wait=True)
+    save = Save("saved", Scope(), node, 0, np.array(TOKENS[::-1]), ([3, 1, 5],), final=True)
+    now = Load("now", Scope(), expected, 0, 40, ([4, 2, 6],), wait=True)
     results, failed_blocks = run_step(connector, StepPlan(saves=[save], loads=[now]))
     assert results.finished_sending == {"saved"}
     assert results.finished_recving == results.failed_recving == set()
@@ -257,7 +261,7 @@ def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
         assert torch.equal(worker.tokens([4, 2, 6], 40), known)
 
     worker.raw.fill_(SENTINEL)
-    beside = Load("beside", "", expected, 0, 40, ([4, 2, 6],), wait=False)
+    beside = Load("beside", Scope(), expected, 0, 40, ([4, 2, 6],), wait=False)
     results, failed_blocks = run_step(connector, StepPlan(loads=[beside]))
     over = results.finished_recving
     assert worker.half._loader._workers.wait(60)
@@ -278,11 +282,11 @@ def exchange(path: Path, layerwise: bool) -> tuple[torch.Tensor, list[str]]:
 
 def check_stored(path: Path, tokens: list[int], wanted: torch.Tensor) -> None:
     """What is found of the tokens that were saved is what was saved."""
-    from kvx_adapters.vllm_plugin.steps import Load, StepPlan
+    from kvx_adapters.vllm_plugin.steps import Load, Scope, StepPlan
 
     other = Worker(Directory(path))
     match = other.store.lookup(tokens)
-    load = Load("a", "", match, 0, match.num_tokens, ([6, 4, 2],), wait=True)
+    load = Load("a", Scope(), match, 0, match.num_tokens, ([6, 4, 2],), wait=True)
     other.half.load(StepPlan(loads=[load]))
     assert other.half.take_failed_blocks() == set()
     found = other.tokens([6, 4, 2], match.num_tokens)

@@ -45,7 +45,15 @@ class Steps:
         self._output: Any = None
 
     def add(self, name: str, tokens: Sequence[int], max_tokens: int = 100, **fields: Any) -> Any:
-        """A request of this name; fields: of vLLM's Request, sampling: of its SamplingParams."""
+        """A request of this name: see `request`."""
+        request = self.requests[name] = self.request(name, tokens, max_tokens, **fields)
+        self.scheduler.add_request(request)
+        return request
+
+    def request(
+        self, name: str, tokens: Sequence[int], max_tokens: int = 100, **fields: Any
+    ) -> Any:
+        """fields: of vLLM's Request, sampling: of its SamplingParams."""
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -53,7 +61,7 @@ class Steps:
 
         init_none_hash(sha256)
         sampling = fields.pop("sampling", {})
-        request = Request(
+        return Request(
             request_id=name,
             prompt_token_ids=list(tokens),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling),
@@ -61,9 +69,6 @@ class Steps:
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
             **fields,
         )
-        self.requests[name] = request
-        self.scheduler.add_request(request)
-        return request
 
     def ask(self, request: Any) -> tuple[int, bool]:
         """What the connector answers when the request's lookup is over."""
@@ -601,32 +606,137 @@ def test_a_store_that_appears_and_is_another_one(role: str, start: Any, tmp_path
     assert steps.requests["a"].is_finished()
 
 
-# ---- the model changes ----
+# ---- the engine changes ----
 
 
-def test_nothing_is_shared_with_what_was_saved_before_a_reset(start: Any, stored: None) -> None:
-    """reset_prefix_cache(reset_connector=True) is what follows new weights."""
+def reports(steps: Steps) -> dict[str, Any]:
+    """What the only rank says after a step."""
+    from kvx_adapters.vllm_plugin.steps import RankReports
+    from kvx_core.connector.weights import Report
+
+    weights = steps.scheduler.connector._weights
+    seen = steps._output.kv_connector_metadata.generation
+    report = Report(seen, weights.generation, weights.is_changing, weights.origin)
+    return {"kv_connector_worker_meta": RankReports({0: report})}
+
+
+def test_a_reset_keeps_what_is_stored(start: Any, stored: None) -> None:
     steps = start(enable_prefix_caching=True)
     assert steps.scheduler.reset_prefix_cache(reset_connector=True)
     steps.add("a", STORED)
-    assert loads(steps.plan()) == []
+    assert loads(steps.plan()) == [("a", 0, 199)]
 
 
-def test_what_was_half_computed_before_a_reset_is_not_saved(start: Any) -> None:
+def test_new_weights_share_nothing_with_what_was_stored(start: Any, stored: None) -> None:
+    steps = start(enable_prefix_caching=True)
+    with steps.scheduler.connector._weights.change():
+        pass
+    assert steps.scheduler.reset_prefix_cache()
+    steps.add("a", STORED)
+    plan = steps.plan()  # asks again until lookup_seconds are over: no rank has reported
+    assert (plan.stamp, loads(plan), saves(plan)) == (None, [], [])
+    steps.run(**reports(steps))
+    steps.add("b", STORED)
+    plan = steps.plan()
+    assert plan.stamp is not None
+    assert loads(plan) == []
+    assert {save.request_id for save in plan.saves} <= {"b"}  # "a" began with unknown weights
+
+
+def test_what_was_half_computed_with_other_weights_is_not_saved(start: Any) -> None:
     steps = start(role="kv_producer")
     steps.add("a", prompt(60, seed=4), max_tokens=20)
     assert saves(steps.plan()) == [("a", 0, 60)]
     steps.run()
-    assert steps.scheduler.connector.reset_cache()
+    with steps.scheduler.connector._weights.change():
+        pass
     num_free_blocks = steps.num_free_blocks()
     for _ in range(19):
         assert saves(steps.plan()) == []
-        steps.run()
+        steps.run(**reports(steps))
     assert steps.requests["a"].is_finished()
     assert steps.num_free_blocks() > num_free_blocks  # nothing is waited for
     steps.add("b", prompt(60, seed=4), max_tokens=2)
     (save,) = steps.plan().saves
-    assert save.salt  # apart from what others find
+    assert save.scope.weights.startswith("random:")  # apart from what others find
+
+
+def image(offset: int, num_tokens: int) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier="an image",
+        mm_position=PlaceholderRange(offset=offset, length=num_tokens),
+    )
+
+
+@pytest.mark.parametrize("has_image", [False, True], ids=["text", "image"])
+def test_a_session_that_gets_an_image(has_image: bool, start: Any) -> None:
+    """The same ids with an image have other keys and values. Text goes on being saved."""
+    steps = start(role="kv_producer", enable_prefix_caching=True)
+    first, second = prompt(60, seed=4), prompt(100, seed=5)
+    request = steps.add("s", first, max_tokens=1, resumable=True)
+    saved = saves(steps.plan())
+    assert saved == [("s", 0, 60)]
+    steps.run()
+    assert request.status.name == "WAITING_FOR_STREAMING_REQ"
+    # What the image's tokens stand for has been computed by an encoder, which is not there.
+    steps.scheduler.encoder_cache_manager.can_allocate = lambda *arguments: True
+    steps.scheduler.encoder_cache_manager.check_and_update_cache = lambda *arguments: True
+    features = [image(0, 32)] if has_image else []
+    more = steps.request("s", second, max_tokens=2, resumable=True, mm_features=features)
+    steps.scheduler.add_request(more)
+    for _ in range(3):
+        plan = steps.plan()
+        saved += saves(plan)
+        steps.run()
+    assert request.num_computed_tokens >= 160
+    assert (saved == [("s", 0, 60)]) == has_image
+    connector = steps.scheduler.connector
+    assert ("s" in connector._scheduler._told) == has_image  # counted as not shared
+    assert (connector.to_hand_over(request) is None) == has_image
+    assert connector.request_finished(request, steps.blocks("s"))[0] in (False, not has_image)
+
+
+def test_a_request_that_reads_no_cache_loads_nothing(start: Any, stored: None) -> None:
+    steps = start()
+    request = steps.add("a", STORED, sampling={"skip_reading_prefix_cache": True})
+    assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_requests_that_are_not_shared_are_counted_by_reason(start: Any) -> None:
+    from types import SimpleNamespace
+
+    steps = start(enable_prefix_caching=True)
+    half = steps.scheduler.connector._scheduler
+    plain = {
+        "mm_features": [],
+        "lora_request": None,
+        "prompt_embeds": None,
+        "prompt_token_ids": [1],
+        "sampling_params": SimpleNamespace(prompt_logprobs=None),
+        "all_token_ids": [1],
+        "num_prompt_tokens": 1,
+        "cache_salt": None,
+    }
+    changes: list[dict[str, Any]] = [
+        {},
+        {"mm_features": [1]},
+        {"lora_request": "adapter"},
+        {"prompt_embeds": 1},
+        {"prompt_token_ids": None},
+        {"sampling_params": None},
+    ]
+    for number, change in enumerate(changes):
+        request = SimpleNamespace(request_id=str(number), **plain | change)
+        for _ in range(2):  # a request is counted once
+            half.blocks_allocated(request, ([1],), 0)
+    assert half.take_unshared() == {"images": 1, "lora": 1, "embeddings": 2, "pooling": 1}
+    with half.epochs.weights.change():
+        half.blocks_allocated(SimpleNamespace(request_id="w", **plain), ([1],), 0)
+    assert half.take_unshared() == {"weights": 1}
 
 
 def test_a_store_that_the_group_may_read(start: Any, tmp_path: Path) -> None:

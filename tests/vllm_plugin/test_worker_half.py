@@ -17,6 +17,8 @@ from torch import Tensor
 from kvx_adapters import vllm
 from kvx_core import CacheFacts
 from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.plan import Scope
+from kvx_core.connector.weights import Weights
 from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
@@ -58,12 +60,13 @@ class Worker:
         group = vllm.LayerGroup(names, tuple(range(L)), (spec,) * L, 0)
         self.store = store_in(blobs)
         self.half = WorkerHalf(
-            {"": self.store},
+            {Scope(): self.store},
             Settings(path=blobs.root, **settings),
             [Held(0, group, vllm.cache_view(self.kv_caches, spec, facts), 1)],
             torch.device("cpu"),
             Boundary(logging.getLogger("kvx").warning),
             by_request=by_request,
+            weights=Weights(),
         )
 
     def fill(self) -> None:
@@ -77,10 +80,10 @@ class Worker:
         return torch.stack(rows)[:, :, :num_tokens]
 
     def save(self, blocks: list[int], *, final: bool = False, layerwise: bool = False) -> None:
-        from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+        from kvx_adapters.vllm_plugin.steps import Save, Scope, StepPlan
 
         node = self.store.nodes([])[0]
-        step = StepPlan(saves=[Save("a", "", node, 0, np.array(TOKENS), (blocks,), final)])
+        step = StepPlan(saves=[Save("a", Scope(), node, 0, np.array(TOKENS), (blocks,), final)])
         if layerwise:
             for layer in range(L):
                 self.half.save_layer(step, f"model.layers.{layer}")
@@ -88,9 +91,9 @@ class Worker:
         self.half.save(step)
 
     def load(self, blocks: list[int], start: int, stop: int, match: Match, wait: bool) -> None:
-        from kvx_adapters.vllm_plugin.steps import Load, StepPlan
+        from kvx_adapters.vllm_plugin.steps import Load, Scope, StepPlan
 
-        load = Load("a", "", match, start, stop, (blocks,), wait)
+        load = Load("a", Scope(), match, start, stop, (blocks,), wait)
         self.half.load(StepPlan(loads=[load]))
 
     def stats(self) -> dict[str, float]:
@@ -265,14 +268,14 @@ def test_a_load_beside_other_steps_is_always_over(blocks: Any, tmp_path: Path) -
 def test_a_finished_request_is_saved_without_a_forward_pass(waits: bool, tmp_path: Path) -> None:
     """Before 0.30 vLLM calls start_load_kv alone then, and blocks wait to be freed."""
     from kvx_adapters.vllm_plugin.connector import KVXConnector
-    from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+    from kvx_adapters.vllm_plugin.steps import Save, Scope, StepPlan
 
     worker = Worker(Directory(tmp_path))
     worker.fill()
     connector = object.__new__(KVXConnector)
     connector._worker, connector._boundary = worker.half, worker.half._boundary
     node = worker.store.nodes([])[0]
-    save = Save("a", "", node, 0, np.array(TOKENS), ([3, 1, 5],), final=True)
+    save = Save("a", Scope(), node, 0, np.array(TOKENS), ([3, 1, 5],), final=True)
     connector.bind_connector_metadata(StepPlan(saves=[save], is_idle=True))
     connector.start_load_kv(None)
     if waits:

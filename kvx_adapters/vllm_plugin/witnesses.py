@@ -1,0 +1,330 @@
+"""Witnesses: whatever may write an engine's weights is counted as it runs.
+
+vLLM tells a connector nothing about weights, and what a process holds of them cannot be digested:
+it is sharded, fused, repacked and partly dropped. So the methods that write weights are wrapped,
+once per process, on their classes.
+
+    worker     reload_weights, start_weight_update, update_weights, finish_weight_update, sleep and
+               discard where they drop weights
+    model      load_weights, called by a user or by a worker's extension
+    engine     collective_rpc and apply_model with anything that is not known to write none;
+               set_weight_version, by which a user names weights
+
+Writes that go around all of them are named in docs/security.md.
+Source: vllm 0.26 to 0.32 v1/worker/gpu_worker.py, v1/worker/cpu_worker.py, v1/engine/core.py,
+model_executor/model_loader/reload/inplace.py
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from kvx_adapters.vllm_plugin.identity import files_state
+from kvx_core.connector.weights import AsRanksSay, Files, Unknown, Weights
+
+logger = init_logger("vllm.kvx")
+
+# What `collective_rpc` may run without a change of weights. Source: vllm 0.32
+# v1/engine/core.py, v1/executor/abstract.py, v1/worker/worker_base.py
+_WRITES_NONE = frozenset(
+    {
+        "add_lora",
+        "annotate_profile",
+        "check_health",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "get_cache_block_size_bytes",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_node_and_gpu_ids",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "take_draft_token_ids",
+        "update_config",
+        "wake_up",
+    }
+)
+# Methods of a worker that judge themselves what they write.
+_WORKER_METHODS = (
+    "reload_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "sleep",
+    "discard",
+)
+
+_engines: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary()
+_in_change: ContextVar[bool] = ContextVar("kvx_in_change", default=False)
+
+
+def weights_of(vllm_config: Any, *, in_worker: bool) -> Weights:
+    """The weights of an engine, as this process sees them from now on.
+
+    One object for both halves of a connector, if they share a process.
+    in_worker: this process has the model; else it has the scheduler
+    """
+    (_watch_worker if in_worker else _watch_engine)(vllm_config)
+    weights = _engines.get(vllm_config.instance_id)
+    if weights is None:
+        weights = _engines[vllm_config.instance_id] = Weights()
+    return weights
+
+
+def _watch_engine(vllm_config: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    _wrap(EngineCore, "collective_rpc", _collective_rpc)
+    _wrap(EngineCore, "set_weight_version", _set_weight_version)
+    _wrap(Executor.get_class(vllm_config), "collective_rpc", _executor_rpc)
+    _wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
+
+
+def _watch_worker(vllm_config: Any) -> None:
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+    _wrap(worker, "load_model", _load_model)
+    for name in _WORKER_METHODS:
+        _wrap(worker, name, functools.partial(_worker_method, name))
+    model = get_model_architecture(vllm_config.model_config)[0]
+    _wrap(model, "load_weights", _load_weights)
+
+
+# ---- wrapping ----
+
+
+# A context around a call; what it yields, if anything, takes the call's result.
+_Judge = Callable[..., AbstractContextManager[list[Any] | None]]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that is watched."""
+
+    context: AbstractContextManager[list[Any] | None]
+    takes: list[Any] | None
+
+
+def _begin(
+    judge: _Judge, owner: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> _Call | None:
+    """Never raises: what fails in watching a call is not its caller's affair."""
+    try:
+        context = judge(owner, *arguments, **keywords)
+        return _Call(context, context.__enter__())
+    except Exception as error:
+        _give_up(error)
+        return None
+
+
+def _end(call: _Call | None, error: BaseException | None, result: Any = None) -> None:
+    """Never raises."""
+    if call is None:
+        return
+    try:
+        if call.takes is not None:
+            call.takes.append(result)
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        call.context.__exit__(kind, error, trace)
+    except Exception as found:
+        if found is not error:
+            _give_up(found)
+
+
+def _give_up(error: Exception) -> None:
+    """Nothing is shared any more: a change may not have been seen."""
+    for weights in tuple(_engines.values()):
+        weights.is_lost = True
+    logger.warning(
+        "KVX shares nothing until the next start: it may miss new weights", exc_info=error
+    )
+
+
+def _wrap(kind: type, name: str, judge: _Judge) -> None:
+    own = getattr(kind, name, None)
+    if own is None or hasattr(own, "kvx_watches"):
+        return
+
+    @functools.wraps(own)
+    def watched(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = _begin(judge, self, arguments, keywords)
+        try:
+            result = own(self, *arguments, **keywords)
+        except BaseException as error:
+            _end(call, error)
+            raise
+        _end(call, None, result)
+        return result
+
+    watched.kvx_watches = True  # type: ignore[attr-defined]
+    setattr(kind, name, watched)
+
+
+@contextmanager
+def _change(*engines: Weights) -> Iterator[None]:
+    """A change of these engines' weights, which changes inside belong to."""
+    token = _in_change.set(True)
+    try:
+        with ExitStack() as stack:
+            for weights in engines:
+                stack.enter_context(weights.change())
+            yield
+    finally:
+        _in_change.reset(token)
+
+
+def _of(owner: Any) -> Weights | None:
+    """The weights of the engine that a worker, a scheduler or an engine core belongs to."""
+    config = getattr(owner, "vllm_config", None)
+    return _engines.get(getattr(config, "instance_id", ""))
+
+
+# ---- the engine's process ----
+
+
+@contextmanager
+def _collective_rpc(core: Any, method: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    weights = _of(core)
+    if weights is None or (isinstance(method, str) and method in _WRITES_NONE):
+        yield
+        return
+    with _change(weights):
+        if isinstance(method, str) and method in _WORKER_METHODS:
+            weights.came_from(AsRanksSay())
+            yield
+            return
+        name = method if isinstance(method, str) else getattr(method, "__qualname__", "a callable")
+        logger.info("KVX: collective_rpc of %s counts as a change of weights", name)
+        yield
+        weights.came_from(Unknown())
+
+
+@contextmanager
+def _executor_rpc(executor: Any, method: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    """Users may also call the executor. vLLM itself sends it names of methods only."""
+    if isinstance(method, str) or _in_change.get():
+        yield
+        return
+    with _collective_rpc(executor, method):
+        yield
+
+
+@contextmanager
+def _set_weight_version(core: Any, weight_version: str) -> Iterator[None]:
+    yield
+    if weights := _of(core):
+        weights.say(str(weight_version))
+
+
+@contextmanager
+def _reset_prefix_cache(scheduler: Any, *arguments: Any, **keywords: Any) -> Iterator[list[Any]]:
+    """A reset succeeds if no request has blocks. Source: vllm 0.32 v1/core/block_pool.py"""
+    done: list[Any] = []
+    yield done
+    if any(done) and (weights := _of(scheduler)):
+        weights.num_resets += 1
+
+
+# ---- a worker's process ----
+
+
+@contextmanager
+def _load_model(worker: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    """The start of an engine is no change of another one in this process."""
+    with _change(*filter(None, [_of(worker)])):
+        yield
+
+
+@contextmanager
+def _worker_method(name: str, worker: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    weights = _of(worker)
+    if weights is None or not _may_write(name, *arguments, **keywords):
+        yield
+        return
+    reloads = name == "reload_weights"
+    before = _files(worker, *arguments, **keywords) if reloads else None
+    try:
+        with _change(weights):
+            yield
+            after = _files(worker, *arguments, **keywords) if reloads else None
+            weights.came_from(before if before is not None and before == after else Unknown())
+    except BaseException:
+        weights.hold(False)  # vLLM ends an update that has failed
+        raise
+    if name in ("start_weight_update", "start_draft_weight_update"):
+        weights.hold(True)
+    elif name == "finish_weight_update":
+        weights.hold(False)
+
+
+def _may_write(name: str, *arguments: Any, **keywords: Any) -> bool:
+    """Whether a call may write or drop weights. Sleeping at level 1 keeps a copy of them."""
+    if name == "sleep":
+        level = keywords.get("level", arguments[0] if arguments else 1)
+        keeps = isinstance(level, int) and level < 2
+        logger.info("KVX: the engine sleeps at level %s, %s", level, _KEEPS if keeps else _DROPS)
+        return not keeps
+    if name == "discard":
+        return "weights" in keywords.get("tags", arguments[0] if arguments else ("weights",))
+    return True
+
+
+_KEEPS = "which keeps its weights: what it has stored is found again afterwards"
+_DROPS = "which drops its weights: nothing is shared until it has others"
+
+
+def _files(
+    worker: Any,
+    weights_iterator: Any = None,
+    weights_path: str | None = None,
+    is_checkpoint_format: bool = True,
+) -> Files | None:
+    """The files that `reload_weights` loads all weights from; None if it does not, or who knows."""
+    if weights_iterator is not None or not is_checkpoint_format:
+        return None
+    model = worker.vllm_config.model_config
+    with suppress(Exception):
+        if weights_path is not None:
+            return Files(str(weights_path), None, files_state(str(weights_path), None))
+        if not model.model_weights:
+            return Files(model.model, model.revision, files_state(model.model, model.revision))
+    return None
+
+
+@contextmanager
+def _load_weights(model: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    """Whose model it is cannot be seen, so it may be that of any engine in this process."""
+    if _in_change.get():
+        yield
+        return
+    with _change(*_engines.values()):
+        yield
+        for weights in _engines.values():
+            weights.came_from(Unknown())
