@@ -1,4 +1,4 @@
-"""KVXConnector beside another connector: what that one has filled counts only once vLLM trusts it."""
+"""KVXConnector beside another connector: what that one fills counts once vLLM trusts it."""
 
 from __future__ import annotations
 
