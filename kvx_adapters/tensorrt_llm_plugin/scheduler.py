@@ -23,8 +23,10 @@ from kvx_adapters.tensorrt_llm_plugin.model import Model
 from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, StepPlan
+from kvx_adapters.tensorrt_llm_plugin.witness import weights_of_process
 from kvx_core import BlockTable, InvalidArgumentError
 from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
@@ -124,7 +126,11 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 self._store.chunk_tokens,
                 save_generated=self._settings.save_generated,
                 consumes=False,  # what is loaded has been read before
+                epochs=Epochs(weights_of_process(), log=self._weights_change),
             )
+
+    def _weights_change(self, line: str) -> None:
+        api.logger.warning("KVX shares nothing until the next start: the weights have changed")
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -149,6 +155,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         plan = StepPlan()
+        if self._policy is not None:
+            self._policy.look_at_weights()
         for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
             tracked = self._requests.get(data.request_id)
             if tracked is None:
@@ -220,7 +228,11 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         assert self._policy is not None  # there is a store
         self._forget(request_id)
         tokens = request.get_tokens(0)
-        tracked = self._requests[request_id] = _Request(request_id, len(tokens), request)
+        tracked = _Request(request_id, len(tokens), request)
+        self._policy.look_at_weights()
+        if self._policy.scope_of(tracked) is None:
+            return 0
+        self._requests[request_id] = tracked
         self._policy.allocated(tracked, (tracked.block_ids,), 0)
         if num_computed_tokens % self._model.tokens_per_block:
             return 0

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvx_adapters.vllm_plugin.identity import files_state
+from kvx_core.connector.watched import Judge, watch
 from kvx_core.connector.weights import AsRanksSay, Files, Unknown, Weights
 
 logger = init_logger("vllm.kvx")
@@ -117,47 +117,6 @@ def _watch_worker(vllm_config: Any) -> None:
     _wrap(model, "load_weights", _load_weights)
 
 
-# ---- wrapping ----
-
-
-# A context around a call; what it yields, if anything, takes the call's result.
-_Judge = Callable[..., AbstractContextManager[list[Any] | None]]
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call that is watched."""
-
-    context: AbstractContextManager[list[Any] | None]
-    takes: list[Any] | None
-
-
-def _begin(
-    judge: _Judge, owner: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> _Call | None:
-    """Never raises: what fails in watching a call is not its caller's affair."""
-    try:
-        context = judge(owner, *arguments, **keywords)
-        return _Call(context, context.__enter__())
-    except Exception as error:
-        _give_up(error)
-        return None
-
-
-def _end(call: _Call | None, error: BaseException | None, result: Any = None) -> None:
-    """Never raises."""
-    if call is None:
-        return
-    try:
-        if call.takes is not None:
-            call.takes.append(result)
-        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
-        call.context.__exit__(kind, error, trace)
-    except Exception as found:
-        if found is not error:
-            _give_up(found)
-
-
 def _give_up(error: Exception) -> None:
     """Nothing is shared any more: a change may not have been seen."""
     for weights in tuple(_engines.values()):
@@ -167,24 +126,8 @@ def _give_up(error: Exception) -> None:
     )
 
 
-def _wrap(kind: type, name: str, judge: _Judge) -> None:
-    own = getattr(kind, name, None)
-    if own is None or hasattr(own, "kvx_watches"):
-        return
-
-    @functools.wraps(own)
-    def watched(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        call = _begin(judge, self, arguments, keywords)
-        try:
-            result = own(self, *arguments, **keywords)
-        except BaseException as error:
-            _end(call, error)
-            raise
-        _end(call, None, result)
-        return result
-
-    watched.kvx_watches = True  # type: ignore[attr-defined]
-    setattr(kind, name, watched)
+def _wrap(kind: type, name: str, judge: Judge) -> None:
+    watch(kind, name, judge, _give_up)
 
 
 @contextmanager

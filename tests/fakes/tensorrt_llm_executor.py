@@ -191,6 +191,11 @@ def install(modules: dict[str, ModuleType], version: str = "main") -> ModuleType
         modules[name] = module = ModuleType(name)
         if i < len(parts) - 1:
             module.__path__ = []  # a package
+    loader = ModuleType("tensorrt_llm._torch.pyexecutor.model_loader")
+    # Source: main, _torch/pyexecutor/model_loader.py; each double has a class of its own
+    reload = {"reload": lambda self, model, weights, allow_partial_loading=False: None}
+    loader.__dict__["ModelLoader"] = type("ModelLoader", (), reload)
+    modules[loader.__name__] = loader
     top, connector = modules["tensorrt_llm"], modules[PLACES[version]]
     top.__dict__.update(__version__=f"{version} (double)", logger=Log(), mpi_rank=lambda: RANK[0])
     is_main = version == "main"

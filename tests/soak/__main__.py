@@ -3,7 +3,9 @@
     python -m tests.soak --minutes 30 --keep DIRECTORY
 
 Two engines share a store: one serves from the beginning to the end, the other is stopped or killed
-and started again as a different one. Requests begin alike, are aborted and preempted; meanwhile the
+and started again as a different one, of the same model or of one that differs in a layer, beside a
+connector whose loads fail, or with a cache that is less precise. Requests begin alike, are aborted
+and preempted; engines replace their weights, sleep, and reset their caches; meanwhile the
 file system fails in phases, and files are truncated, changed, exchanged and replaced by hostile
 ones. Every answer is compared with that of an engine without a connector. Ends with a table, and
 with status 1 unless nothing was wrong, leaked or raised, and memory and descriptors stayed flat.
@@ -29,9 +31,10 @@ def soak(directory: Path, seconds: float) -> bool:
     """Returns whether all is good."""
     print("making a model, and asking vLLM alone ...", flush=True)
     model = models.llama(directory / "model")
+    other = models.with_another_layer(model, directory / "other")
     store, flags = directory / "store", directory / "phases"
     alone = SoakProcess(directory / "alone.log")
-    work = Work.of(model, alone)
+    work = Work.of([model, other], alone)
     alone.close()
 
     ended = threading.Event()
@@ -40,7 +43,13 @@ def soak(directory: Path, seconds: float) -> bool:
     variables = vandal.environment(store, flags)
     steady, restarted = (
         Driver(
-            name, SoakProcess(directory / f"{name}.log", **variables), model, store, work, ended, n
+            name,
+            SoakProcess(directory / f"{name}.log", **variables),
+            [model, other],
+            store,
+            work,
+            ended,
+            n,
         )
         for n, name in enumerate(("steady", "restarted"))
     )

@@ -47,10 +47,20 @@ class Rounds:
     """An engine that answers rounds of requests, and what it had at its start."""
 
     def __init__(
-        self, engine: Engine, work: Work, found: Found, chance: random.Random, policy: str
+        self,
+        engine: Engine,
+        work: Work,
+        found: Found,
+        chance: random.Random,
+        policy: str,
+        model: Path,
+        *,
+        is_exact: bool,
     ) -> None:
+        """is_exact: answers are those of `work`: not with a cache that is less precise"""
         self._engine, self._work, self._found = engine, work, found
         self._chance, self._policy = chance, policy
+        self._model, self._is_exact = model, is_exact
         self._free_blocks = engine.num_free_blocks()
         self._raises = self._engine.call("usage")["raises"]
         self._stats: dict[str, float] = {}
@@ -58,13 +68,15 @@ class Rounds:
     def run(self) -> None:
         """One round. Raises EngineError if the engine ends."""
         chance, work = self._chance, self._work
+        self._change_engine()
         which = [chance.randrange(len(work.prompts)) for _ in range(chance.randrange(4, 33))]
         aborted = chance.sample(range(len(which)), len(which) // 5)
         outputs = self._engine.generate(
             [work.prompts[i] for i in which],
-            max_tokens=len(work.answers[0]),
+            max_tokens=len(work.answers[self._model][0]),
             abort_at={i: chance.randrange(40) for i in aborted},
             cache_salt=chance.choice([None, None, "one", "two"]),
+            reset_at=[chance.randrange(30)] if chance.random() < 0.1 else (),
         )
         for i, output in zip(which, outputs, strict=True):
             self._compare(i, output)
@@ -75,6 +87,19 @@ class Rounds:
         if chance.random() < 0.4:  # what vLLM has not cached itself comes from the store
             self._engine.call("reset_prefix_cache")
         self._add_stats()
+
+    def _change_engine(self) -> None:
+        """Replaces the weights, or puts the engine to sleep, now and then."""
+        chance = self._chance.random()
+        if chance < 0.15:
+            self._found.counts["new weights"] += 1
+            models = list(self._work.answers)
+            self._model = self._chance.choice(models)
+            self._engine.call("change_weights", how="reload", path=str(self._model))
+            self._engine.call("reset_prefix_cache")
+        elif chance < 0.2:
+            self._found.counts["sleeps"] += 1
+            self._engine.call("sleep_and_wake")
 
     def sample(self, seconds: float) -> None:
         """Memory and descriptors of the idle process."""
@@ -92,7 +117,10 @@ class Rounds:
             if self._policy != "fail":
                 self._found.problem("wrong tokens", f"prompt {i} ended by an error")
             return
-        expected = self._work.answers[i]
+        if not self._is_exact:
+            counts["of less precise caches"] += 1
+            return
+        expected = self._work.answers[self._model][i]
         if output.finish_reason == "abort":
             counts["aborted"] += 1
             expected = expected[: len(output.tokens)]
@@ -110,13 +138,29 @@ def config(store: Path, policy: str, **settings: Any) -> Any:
     return connector(store, "kv_both", policy, chunk_tokens=CHUNK_TOKENS, **settings)
 
 
+def beside_one_that_fails(own: Any, policy: str, *, comes_first: bool) -> Any:
+    """KVX and a connector whose loads all fail, in vLLM's MultiConnector."""
+    failing = {
+        "kv_connector": "FailingConnector",
+        "kv_connector_module_path": "tests.vllm_plugin.failing_connector",
+        "kv_role": "kv_both",
+    }
+    both = [failing, own] if comes_first else [own, failing]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": both},
+    }
+
+
 @dataclass
 class Driver:
     """A process with engines, driven in a thread of this one until `ended`."""
 
     name: str
     process: SoakProcess
-    model: Path
+    models: list[Path]  # the same but for a layer
     store: Path
     work: Work
     ended: threading.Event
@@ -136,6 +180,7 @@ class Driver:
             },
             "recompute",
             self.ended,
+            self.models[0],
         )
 
     def run_with_restarts(self) -> None:
@@ -143,7 +188,10 @@ class Driver:
         chance = random.Random(self.seed)
         while not self.ended.is_set():
             policy = chance.choice(["recompute", "fail"])
-            options = {
+            is_exact, has_other = chance.random() < 0.85, chance.random() < 0.25
+            if has_other:
+                policy = "recompute"
+            options: dict[str, Any] = {
                 "block_size": chance.choice([32, 64, 128]),
                 "num_gpu_blocks_override": 24,
                 "enable_prefix_caching": chance.random() < 0.4,
@@ -155,12 +203,24 @@ class Driver:
                     async_load=chance.random() < 0.3,
                 ),
             }
+            if has_other:
+                own = options["kv_transfer_config"]
+                first = chance.random() < 0.5
+                options["kv_transfer_config"] = beside_one_that_fails(
+                    own, policy, comes_first=first
+                )
+            if not is_exact:  # what it stores is not precise enough for the others
+                options |= {
+                    "dtype": "bfloat16",
+                    "kv_cache_dtype": "fp8",
+                    "kv_cache_dtype_skip_layers": ["0"],
+                }
             is_killed = chance.random() < 0.5
             life = threading.Event()
             self._is_killed = False
             timer = threading.Timer(chance.uniform(25, 60), self._end, [life, is_killed])
             timer.start()
-            self._engine(options, policy, life)
+            self._engine(options, policy, life, chance.choice(self.models), is_exact=is_exact)
             timer.cancel()
 
     def _end(self, life: threading.Event, is_killed: bool) -> None:
@@ -169,20 +229,30 @@ class Driver:
         if is_killed:
             self.process.kill()
 
-    def _engine(self, options: Mapping[str, Any], policy: str, life: threading.Event) -> None:
+    def _engine(
+        self,
+        options: Mapping[str, Any],
+        policy: str,
+        life: threading.Event,
+        model: Path,
+        *,
+        is_exact: bool = True,
+    ) -> None:
         """Rounds of one engine until its life, or the soak, ends."""
         start = time.monotonic()
         self.found.counts["engines"] += 1
         chance = random.Random(self.seed * 1000 + self.found.counts["engines"])
         try:
             with self.process.engine(
-                self.model,
+                model,
                 max_model_len=192,
                 max_num_batched_tokens=128,
                 disable_log_stats=False,
                 **options,
             ) as engine:
-                rounds = Rounds(engine, self.work, self.found, chance, policy)
+                rounds = Rounds(
+                    engine, self.work, self.found, chance, policy, model, is_exact=is_exact
+                )
                 while not (life.is_set() or self.ended.is_set()):
                     watch = threading.Timer(ROUND_SECONDS, self._hangs)
                     watch.start()

@@ -64,7 +64,8 @@ def report(
     seconds: of the soak; one of less than twice the warm-up is not judged by memory
     """
     rows: list[tuple[str, str, str]] = []
-    for name in ("requests", "aborted", "failed by policy", "engines", "kills"):
+    names = ("requests", "of less precise caches", "aborted", "failed by policy")
+    for name in (*names, "engines", "kills", "new weights", "sleeps"):
         rows.append((name, f"{counts.get(name, 0):,}", ""))
     good = True
     for name in ("wrong tokens", "leaked blocks", "raises"):

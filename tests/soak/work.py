@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +17,23 @@ MAX_MODEL_LEN = 192
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts that begin alike in many ways, and the greedy tokens after each."""
+    """Prompts that begin alike in many ways, and the greedy tokens after each, of each model."""
 
     prompts: list[list[int]]
-    answers: list[list[int]]
+    answers: dict[Path, list[list[int]]]
 
     @classmethod
-    def of(cls, model: Path, process: SoakProcess) -> Work:
-        """Asks an engine without a connector."""
+    def of(cls, models: Sequence[Path], process: SoakProcess) -> Work:
+        """Asks engines without a connector."""
         chance = random.Random(0)
         prompts = [
             prompt(chance.randrange(1, 90), seed=chance.randrange(12))
             + prompt(chance.randrange(0, 88), seed=chance.randrange(30))
             for _ in range(NUM_PROMPTS)
         ]
-        with process.engine(model, block_size=32, max_model_len=MAX_MODEL_LEN) as engine:
-            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
-        return cls(prompts, [output.tokens for output in outputs])
+        answers = {}
+        for model in models:
+            with process.engine(model, block_size=32, max_model_len=MAX_MODEL_LEN) as engine:
+                outputs = engine.generate(prompts, max_tokens=NUM_NEW)
+            answers[model] = [output.tokens for output in outputs]
+        return cls(prompts, answers)

@@ -6,6 +6,7 @@ would have computed.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -526,3 +527,19 @@ def test_layouts_that_are_refused(serve: Factory, changes: dict[str, Any]) -> No
         r"kv_cache_config\.use_kv_cache_manager_v2 to False",
     ):
         engine.ranks[0].worker.register_kv_cache_layout(layout_of(engine, **changes))
+
+
+def test_weights_that_are_updated(serve: Factory, trtllm: ModuleType) -> None:
+    """Nothing that others have stored is loaded any more, and nothing is stored for them."""
+    tokens, more = prompt(100, 61), prompt(100, 62)
+    saved(serve, tokens)
+    engine = serve()
+    half = engine.ask(prompt(100, 63), max_new_tokens=2)
+    assert half.computed == 101
+    loader = sys.modules["tensorrt_llm._torch.pyexecutor.model_loader"].ModelLoader()
+    loader.reload(None, {}, allow_partial_loading=True)
+    assert engine.ask(tokens).computed == 100
+    assert engine.ask(more).computed == 100
+    engine.close()
+    assert any("the weights have changed" in line for line in trtllm.logger.warnings())
+    assert serve().ask(more).computed == 100

@@ -83,12 +83,14 @@ class Engine:
         abort_at: Mapping[int, int] | None = None,
         cache_salt: str | None = None,
         sampling: Mapping[str, Any] | None = None,
+        reset_at: Sequence[int] = (),
     ) -> list[Output]:
         """Runs all prompts at once, greedily, until the engine has nothing left to do.
 
         max_tokens: of all, or of each
         abort_at:   the step before which a prompt's request is aborted, by the prompt's index
         sampling:   more SamplingParams
+        reset_at:   steps before which all requests lose their blocks, and caches are reset
         """
         outputs = self.call(
             "generate",
@@ -97,6 +99,7 @@ class Engine:
             abort_at=[list(item) for item in (abort_at or {}).items()],
             cache_salt=cache_salt,
             sampling=dict(sampling or {}),
+            reset_at=list(reset_at),
         )
         return [Output(**output) for output in outputs]
 
@@ -238,6 +241,7 @@ class Server:
         abort_at: list[tuple[int, int]],
         cache_salt: str | None,
         sampling: dict[str, Any],
+        reset_at: list[int],
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
@@ -260,6 +264,14 @@ class Server:
             aborted = [ids[i] for i, at in abort_at if at == step]
             if aborted:
                 engine.abort_request(aborted, internal=True)
+            is_loading = any(
+                request.status.name == "WAITING_FOR_REMOTE_KVS"
+                for request in (self._scheduler.requests.values() if reset_at else ())
+            )
+            if step in reset_at and not is_loading:  # which vLLM does not support
+                self._scheduler.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=True
+                )
             begin = time.monotonic()
             for output in engine.step():
                 outputs[int(output.request_id)] = output

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 512
 WINDOW = 48  # of the hybrid model's sliding layers
@@ -32,6 +34,17 @@ def llama(directory: Path, seed: int = 0, **sizes: Any) -> Path:
     return _save(
         LlamaForCausalLM, LlamaConfig(**({"num_hidden_layers": 3} | SIZES | sizes)), directory, seed
     )
+
+
+def with_another_layer(model: Path, directory: Path) -> Path:
+    """The same model, but for one layer's o_proj: embeddings, norms and config are equal."""
+    path = Path(shutil.copytree(model, directory))
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    generator = torch.Generator().manual_seed(5)
+    tensors[name] = torch.randn(tensors[name].shape, generator=generator) * 0.2
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def gemma(directory: Path) -> Path:

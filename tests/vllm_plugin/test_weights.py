@@ -4,12 +4,10 @@ that other weights have computed is found under the name of these.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
@@ -18,22 +16,13 @@ from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 
 pytestmark = needs_cpu_op
 
-CHANGED = "model.layers.1.self_attn.o_proj.weight"
 LENGTH = 150
 PROMPTS = [models.prompt(LENGTH, seed=seed) for seed in (700, 701, 702)]
 
 
 @pytest.fixture(scope="module")
 def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, but for one layer's o_proj: embeddings, norms and config are equal."""
-    import torch
-
-    path = Path(shutil.copytree(llama, tmp_path_factory.mktemp("other") / "model"))
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    tensors[CHANGED] = torch.randn(tensors[CHANGED].shape, generator=generator) * 0.2
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+    return models.with_another_layer(llama, tmp_path_factory.mktemp("other") / "model")
 
 
 def cached(outputs: list[Any]) -> list[int]:

@@ -1,0 +1,46 @@
+"""Whether this rank's weights are still those that it has started with.
+
+Every update of weights of the PyTorch backend ends in one method, which is wrapped. A connector
+cannot report a failed load, and ranks report nothing to the scheduler: so from the first update on
+nothing is shared until the next start.
+Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py, ModelLoader.reload; callers:
+llmapi/rlhf_utils.py, WorkerExtension.update_weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_core.connector.watched import watch
+from kvx_core.connector.weights import Weights
+
+_weights = Weights()  # of the process: it has one engine
+
+
+def weights_of_process() -> Weights:
+    """Changes of weights that this process has seen so far, and will see."""
+    try:
+        loader = import_module("tensorrt_llm._torch.pyexecutor.model_loader").ModelLoader
+    except (ImportError, AttributeError):
+        api.logger.warning(
+            f"KVX does not know how TensorRT-LLM {api.version} updates weights. Start it anew if "
+            "they change: what it has stored is of those that it has started with"
+        )
+    else:
+        watch(loader, "reload", _reload, _give_up)
+    return _weights
+
+
+@contextmanager
+def _reload(loader: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    with _weights.change():
+        yield
+
+
+def _give_up(error: Exception) -> None:
+    _weights.is_lost = True
+    api.logger.warning(f"KVX shares nothing until the next start: {error}")
