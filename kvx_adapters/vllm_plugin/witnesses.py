@@ -78,7 +78,9 @@ _WORKER_METHODS = (
     "discard",
 )
 
-_engines: weakref.WeakValueDictionary[str, Weights] = weakref.WeakValueDictionary()
+# By the identity of their CacheConfig, which all parts of an engine in a process share, and copies
+# of its VllmConfig too. vLLM gives an engine a new instance_id while it starts.
+_engines: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
 _in_change: ContextVar[bool] = ContextVar("kvx_in_change", default=False)
 
 
@@ -89,9 +91,10 @@ def weights_of(vllm_config: Any, *, in_worker: bool) -> Weights:
     in_worker: this process has the model; else it has the scheduler
     """
     (_watch_worker if in_worker else _watch_engine)(vllm_config)
-    weights = _engines.get(vllm_config.instance_id)
+    key = id(vllm_config.cache_config)
+    weights = _engines.get(key)
     if weights is None:
-        weights = _engines[vllm_config.instance_id] = Weights()
+        weights = _engines[key] = Weights()
     return weights
 
 
@@ -146,7 +149,7 @@ def _change(*engines: Weights) -> Iterator[None]:
 def _of(owner: Any) -> Weights | None:
     """The weights of the engine that a worker, a scheduler or an engine core belongs to."""
     config = getattr(owner, "vllm_config", None)
-    return _engines.get(getattr(config, "instance_id", ""))
+    return _engines.get(id(getattr(config, "cache_config", None)))
 
 
 # ---- the engine's process ----

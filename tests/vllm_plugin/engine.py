@@ -264,14 +264,12 @@ class Server:
             aborted = [ids[i] for i, at in abort_at if at == step]
             if aborted:
                 engine.abort_request(aborted, internal=True)
-            is_loading = any(
-                request.status.name == "WAITING_FOR_REMOTE_KVS"
-                for request in (self._scheduler.requests.values() if reset_at else ())
-            )
-            if step in reset_at and not is_loading:  # which vLLM does not support
-                self._scheduler.reset_prefix_cache(
-                    reset_running_requests=True, reset_connector=True
-                )
+            if step in reset_at:
+                # vLLM refuses while blocks are being loaded, or wait to be saved.
+                with suppress(RuntimeError):
+                    self._scheduler.reset_prefix_cache(
+                        reset_running_requests=True, reset_connector=True
+                    )
             begin = time.monotonic()
             for output in engine.step():
                 outputs[int(output.request_id)] = output

@@ -133,3 +133,44 @@ def test_sleep_keeps_what_is_stored(
         found = engine.generate(PROMPTS)
         same_tokens(found, expected)
         assert cached(found) == ALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("multiprocessing", "ranks"), [("1", 1), ("0", 2)], ids=["core-and-worker", "two-ranks"]
+)
+def test_weights_in_processes_of_their_own(
+    multiprocessing: str,
+    ranks: int,
+    llama: Path,
+    other: Path,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
+) -> None:
+    """The scheduler hears from all ranks what they have loaded, before it looks anything up."""
+    of_first, of_other = stock(llama, PROMPTS), stock(other, PROMPTS)
+    store = tmp_path / "store"
+    config = connector(store, "kv_both", save_generated=False, fresh_seconds=0)
+    options = {"block_size": 32, "kv_transfer_config": config}
+    processes = EngineProcess(tmp_path / "log", VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    try:
+        with processes.engine(llama, tensor_parallel_size=ranks, **options) as engine:
+            same_tokens(engine.generate(PROMPTS), of_first)
+            engine.call("change_weights", how="reload", path=str(other))
+            engine.call("reset_prefix_cache")
+            found = engine.generate(PROMPTS)
+            same_tokens(found, of_other)
+            assert cached(found) == NONE
+            engine.call("change_weights", how="reload", path=str(llama))
+            engine.call("reset_prefix_cache")
+            found = engine.generate(PROMPTS)
+            same_tokens(found, of_first)
+            assert cached(found) == ALL
+    finally:
+        processes.close()
+    for model, expected in ((other, of_other), (llama, of_first)):
+        with engines.engine(model, **options) as engine:
+            found = engine.generate(PROMPTS)
+            same_tokens(found, expected)
+            assert cached(found) == ALL
