@@ -94,6 +94,7 @@ def cache_view(cache: Sequence[Any], facts: CacheFacts) -> CacheView:
         v_scales=tuple(part.v_scale for part in parts) if quantized else None,
         dense=True,
         outdated=partial(_outdated, layers, described),
+        holds=partial(_held, layers),
         k_zeros=tuple(part.k_bias for part in parts) if quantized else None,
         v_zeros=tuple(part.v_bias for part in parts) if quantized else None,
     )
@@ -315,11 +316,10 @@ def _pending(layer: Any, name: str) -> str | None:
 
     Source: mlx-lm 0.32.2 models/cache.py, BatchKVCache.prepare, finalize
     """
-    padding = getattr(layer, "_right_padding", None)  # a cache from a file has none
-    if padding is None:
+    if getattr(layer, "_right_padding", None) is None:  # a cache from a file has no such field
         return None
     return (
-        f"{name} has right padding {padding.tolist()}, which it counts as tokens until finalize(), "
+        f"{name} has right padding {layer._right_padding.tolist()}, which it counts as tokens until finalize(), "
         "expected None. Call finalize() of all layers first"
     )
 
@@ -328,6 +328,22 @@ def _counts(layer: Any) -> list[Any]:
     """What a layer says of its tokens and their slots."""
     found = [getattr(layer, name, None) for name in _COUNTS]
     return [value.tolist() if hasattr(value, "tolist") else value for value in found]
+
+
+def _held(layers: Sequence[Any]) -> int:
+    """The slots from the first on, of each row, in which every layer has tokens or left padding."""
+    return min(map(_filled, layers))
+
+
+def _filled(layer: Any) -> int:
+    match type(layer).__name__:
+        case "BatchKVCache":
+            return int(layer._idx)
+        case "RotatingKVCache":
+            return max(ring_slots(layer), default=-1) + 1
+        case "ChunkedKVCache":
+            return int(layer.offset - layer.start_position)
+    return int(layer.offset)
 
 
 def _require_bytes(layer: Any, name: str) -> None:

@@ -28,7 +28,14 @@ from kvx_adapters import mlx as adapter
 from kvx_adapters import transformers as hf
 from kvx_adapters.cli.engines.live_mlx import Live, facts, mlx_model
 from kvx_adapters.cli.engines.live_transformers import Live as HF
-from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
+from kvx_core import (
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnsupportedError,
+    borrow,
+    migrate,
+    verify,
+)
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back, hop
@@ -311,6 +318,50 @@ def test_a_view_is_refused_when_its_tokens_are_others(kind: Any, change: Any, na
     change(cache[0])
     with pytest.raises(InvalidArgumentError, match=rf"out of date: cache\[0\]\.{name} as when"):
         migrate(view.at(), adapter.span(right(1, 5), facts(tiny())), [3])
+
+
+def cut_chunk() -> Any:
+    """The tokens 4 to 12, at slots 0 to 8."""
+    layer = numbered(ChunkedKVCache(8), 12)
+    layer.maybe_trim_front()
+    return numbered(layer, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "held"),
+    [
+        (numbered(KVCache(), 5), 5),
+        (numbered(QuantizedKVCache(64, 8), 5), 5),
+        (cut_chunk(), 9),
+        (numbered(RotatingKVCache(8), 5), 5),
+        (numbered(RotatingKVCache(8), *[1] * 5), 5),
+        (numbered(RotatingKVCache(8), *[1] * 12), 8),
+        (numbered(BatchKVCache([0]), 5), 5),
+    ],
+)
+def test_no_more_tokens_than_a_cache_counts(layer: Any, held: int) -> None:
+    """There is room for 256, or for what the ring has, and the numbers behind are anything."""
+    known = facts(tiny(), quantized=isinstance(layer, QuantizedKVCache))
+    view, there = adapter.cache_view([layer], known), adapter.span(right(1, 10), facts(tiny()))
+    error = rf"holds {held} tokens of sequence 0 by its engine's own count, expected at least"
+    if view.layers[0].k.shape[2] > held:
+        for ends in ((view.at(), there), (there, view.at())):
+            with pytest.raises(OutOfRangeError, match=error):
+                migrate(*ends, [held + 1])
+    migrate(view.at(), there, [held])
+
+
+def test_the_least_of_the_layers_counts_and_is_asked_again() -> None:
+    cache: list[Any] = [numbered(KVCache(), n) for n in (6, 4, 5)]
+    view, there = adapter.cache_view(cache, facts(tiny())), right(1, 9)
+    there += right(1, 9) + right(1, 9)
+    error = "src holds 4 tokens of sequence 0 by its engine's own count, expected at least 5"
+    with pytest.raises(OutOfRangeError, match=error):
+        migrate(view, adapter.span(there, facts(tiny())), [5])
+    assert view.holds is not None
+    assert view.holds() == 4
+    cache[2].trim(3)
+    assert view.holds() == 2
 
 
 # ---- prompt cache files ----
