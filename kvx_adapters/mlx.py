@@ -319,14 +319,14 @@ def _pending(layer: Any, name: str) -> str | None:
     if getattr(layer, "_right_padding", None) is None:  # a cache from a file has no such field
         return None
     return (
-        f"{name} has right padding {layer._right_padding.tolist()}, which it counts as tokens until finalize(), "
-        "expected None. Call finalize() of all layers first"
+        f"{name} has right padding {layer._right_padding.tolist()}, which it counts as tokens "
+        "until finalize(), expected None. Call finalize() of all layers first"
     )
 
 
 def _counts(layer: Any) -> list[Any]:
     """What a layer says of its tokens and their slots."""
-    found = [getattr(layer, name, None) for name in _COUNTS]
+    found: list[Any] = [getattr(layer, name, None) for name in _COUNTS]
     return [value.tolist() if hasattr(value, "tolist") else value for value in found]
 
 
