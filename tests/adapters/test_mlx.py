@@ -80,8 +80,12 @@ def test_a_batch_padded_on_the_left() -> None:
     span = adapter.span(cache, facts(tiny()))
     for row, (length, pad) in enumerate(((99, 0), (60, 39))):
         move = span.view.at(block_table=[[row]], starts=[pad])
-        migrate(prefilled(length + 1).view(), move, [length])
-    del span, move
+        source = prefilled(length + 1)
+        migrate(source.view(), move, [length])
+        for layer, there in zip(source.cache.layers, cache, strict=True):  # token by token
+            for tokens, array in ((layer.keys, there.keys), (layer.values, there.values)):
+                assert np.array_equal(tokens[0].numpy(), np.asarray(array)[row, :, pad:99])
+    del span, move, there, array
     tokens = [[tiny_model.prompt(100)[-1]], [tiny_model.prompt(61)[-1]]]
     found: list[list[int]] = []
     for _ in range(COUNT):

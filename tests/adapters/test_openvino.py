@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,8 +179,11 @@ def test_tables_and_lengths() -> None:
     assert (table.seq_count, table.max_blocks_per_seq) == (2, 2)
     lengths = adapter.seq_lens(np.array([40, 0], np.int32), np.array([0, 1, 4], np.int32))
     assert lengths.to_numpy().tolist() == [41, 3]
-    with pytest.raises(InvalidArgumentError, match=r"block_indices_begins is \[0, 2\], expected"):
-        adapter.block_table([5, 2, 9], [0, 2])
+    assert np.asarray(table.owner).tolist() == [[5, 2], [9, -1]]
+    for begins in ([0, 2], [0, 2, 4], [1, 3], [0, 2, 1, 3], [0, 3, 2, 3], []):
+        error = rf"block_indices_begins is {re.escape(str(begins))}, expected to rise from 0 to 3"
+        with pytest.raises(InvalidArgumentError, match=error):
+            adapter.block_table([5, 2, 9], begins)
     with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
         adapter.seq_lens([40, 0], [0, 1])
     for past, begins in (([1], [5, 2]), ([1], [3, 5]), ([-4], [0, 9])):
