@@ -1,8 +1,8 @@
 """llama.cpp's sequence states: what llama_state_seq_get_data, _set_data and _save_file exchange.
 
 A state is one piece of bytes: the positions of a sequence's tokens, then their K and V in all
-layers, in the cache's own types. Take it with Memory.state: keys that wait for their rotation do not
-show in it. `State.read` checks every length in it and describes the rows in place, `State.new`
+layers, in the cache's own types. Take it with Memory.state: keys that wait for their rotation do
+not show in it. `State.read` checks every length in it and describes the rows in place, `State.new`
 makes one of zeros to migrate into. Little endian, without padding.
 
     u32 0xaf143cd8, i32 sequence                            as data, or
