@@ -135,4 +135,5 @@ def onnxruntime_buffers(sizes: Sizes) -> Apart:
         fingerprint=FINGERPRINT,
     )
     session = SimpleNamespace(get_inputs=lambda: inputs)
-    return Apart(sizes, halves, onnxruntime.cache_view(session, buffers, facts))
+    view = onnxruntime.cache_view(session, buffers, facts, holds=None)
+    return Apart(sizes, halves, view)
