@@ -336,14 +336,10 @@ def _held(layers: Sequence[Any]) -> int:
 
 
 def _filled(layer: Any) -> int:
-    match type(layer).__name__:
-        case "BatchKVCache":
-            return int(layer._idx)
-        case "RotatingKVCache":
-            return max(ring_slots(layer), default=-1) + 1
-        case "ChunkedKVCache":
-            return int(layer.offset - layer.start_position)
-    return int(layer.offset)
+    if type(layer).__name__ == "BatchKVCache":
+        return int(layer._idx)
+    # A ring that has turned has counted more tokens than it has slots.
+    return int(layer.offset - getattr(layer, "start_position", 0))
 
 
 def _require_bytes(layer: Any, name: str) -> None:

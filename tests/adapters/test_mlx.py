@@ -572,6 +572,15 @@ def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
         adapter.reserve([RotatingKVCache(8)], **room)
 
 
+def test_facts_say_what_was_given() -> None:
+    found = adapter.cache_facts(
+        rotary="interleaved", rotary_dim=32, num_layers=3, num_kv_heads=5, window=16, version="1"
+    )
+    assert (found.rotary, found.rotary_dim, found.window) == ("interleaved", 32, 16)
+    assert (found.num_layers, found.total_kv_heads, found.engine) == (3, 5, "mlx-lm 1")
+    assert facts(tiny()).window == 0
+
+
 def test_facts_of_quantized_layers_are_lossy() -> None:
     assert facts(tiny(), quantized=True).lossy == "u8_bias"
     assert facts(tiny()).lossy is None

@@ -186,7 +186,7 @@ def test_tables_and_lengths() -> None:
             adapter.block_table([5, 2, 9], begins)
     with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
         adapter.seq_lens([40, 0], [0, 1])
-    for past, begins in (([1], [5, 2]), ([1], [3, 5]), ([-4], [0, 9])):
+    for past, begins in (([1], [0, -2]), ([1], [3, 5]), ([-4], [0, 9]), ([1, 1], [0, 5, 2])):
         with pytest.raises(InvalidArgumentError, match="expected to rise from 0, and counts of"):
             adapter.seq_lens(past, begins)
 
@@ -343,7 +343,11 @@ def test_facts() -> None:
     exact = adapter.cache_facts(
         compiled(tiny(), "f32"), rotary="half", rotary_dim=64, version="2026.4.1"
     )
-    assert (exact.engine, exact.lossy) == ("openvino 2026.4.1", None)
+    assert (exact.engine, exact.lossy, exact.window) == ("openvino 2026.4.1", None, 0)
+    sizes = {"rotary": "interleaved", "rotary_dim": 32}
+    windows = adapter.cache_facts(compiled(tiny(), "f32"), **sizes, window=16, fingerprint="f")
+    assert (windows.window, windows.fingerprint) == (16, "f")
+    assert (windows.rotary, windows.rotary_dim, windows.lossy) == ("interleaved", 32, None)
 
 
 def test_the_page() -> None:
