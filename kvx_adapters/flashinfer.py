@@ -12,6 +12,8 @@ Source: flashinfer 0.7 page.py, append_paged_kv_cache, get_seq_lens; utils.py,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from kvx_core import (
     BlockTable,
     CacheDesc,
     CacheFacts,
+    CacheSpan,
     CacheView,
     InvalidArgumentError,
     Layout,
@@ -68,6 +71,47 @@ def cache_view(
     Raises InvalidArgumentError, UnsupportedError.
     """
     return CacheView(tuple(cache_desc(cache, kv_layout) for cache in caches), facts)
+
+
+def span(
+    view: CacheView, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor
+) -> CacheSpan:
+    """The requests of a page table, whole: one end of a migration of `seq_lens` tokens.
+
+    view:             see `cache_view`
+    The other arguments: as in `block_table` and `seq_lens`
+    At each use more tokens than the last pages hold are refused, and a table that was written anew.
+    Reads the tables back from a device, at each use too. Raises InvalidArgumentError.
+    """
+    tables = {
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "kv_last_page_len": kv_last_page_len,
+    }
+    then = {name: tensor.clone() for name, tensor in tables.items()}
+    page_size = view.layers[0].block_size
+    seq_lens(kv_indptr, kv_last_page_len, page_size)
+    held = replace(
+        view,
+        outdated=partial(_rewritten, view, tables, then),
+        holds=partial(_held, kv_indptr, kv_last_page_len, page_size),
+    )
+    return held.at(block_table(kv_indptr, kv_indices))
+
+
+def _rewritten(view: CacheView, now: dict[str, Tensor], then: dict[str, Tensor]) -> str | None:
+    """Why requests lie no longer where they did; None if they do."""
+    gone = None if view.outdated is None else view.outdated()
+    if gone is not None:
+        return gone
+    for name, tensor in now.items():
+        if not torch.equal(tensor, then[name]):
+            return f"{name} was written since, expected as when the span was made. Make a new span"
+    return None
+
+
+def _held(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> list[int]:
+    return [int(n) for n in seq_lens(kv_indptr, kv_last_page_len, page_size).to_numpy()]
 
 
 def block_table(kv_indptr: Tensor, kv_indices: Tensor) -> BlockTable:

@@ -12,6 +12,9 @@ An array's memory can move, and MLX does not say so. Four rules keep views safe:
 - A lazy array has no memory: arrays are evaluated before they are described. An operation that was
   recorded before a migration and is evaluated after it reads the new numbers: evaluate first.
 - An array that repeats its memory, as mx.broadcast_to makes, is refused.
+
+So is a view whose cache has other counts than when it was described (a trim moves no array), and a
+BatchKVCache between prepare(right_padding=...) and finalize(), whose counts are wrong until then.
 Source: mlx 0.32.4 on CPU and mlx-lm 0.32.2, models/cache.py, as measured
 """
 
@@ -41,6 +44,16 @@ from kvx_core.words import integer
 
 _PLAIN = ("KVCache", "ChunkedKVCache", "RotatingKVCache", "BatchKVCache")
 _KINDS = (*_PLAIN, "QuantizedKVCache")
+# Why others are refused, and how their tokens are reached.
+_OTHERS = {
+    "BatchRotatingKVCache": "its rows are rings, each with a padding of its own. Take them one by "
+    "one: after finalize(), extract(row) gives a RotatingKVCache",
+    "ConcatenateKVCache": "each of its steps makes new arrays. Take them into a KVCache: "
+    "KVCache.from_state((c.keys, c.values, c.offset))",
+    "CacheList": "it holds several caches of a layer. Give those of one place of all layers: "
+    "[c[0] for c in cache], then c[1]. extract(row) takes a row out of batched ones first",
+}
+_COUNTS = ("offset", "start_position", "_idx", "keep", "max_size", "left_padding")
 
 
 def cache_desc(layer: Any) -> CacheDesc:
@@ -70,6 +83,9 @@ def cache_view(cache: Sequence[Any], facts: CacheFacts) -> CacheView:
             "others lie elsewhere. Give the layers of one class at a time"
         )
     parts = [_parts(layer, f"cache[{i}]") for i, layer in enumerate(layers)]
+    described = [
+        (_counts(layer), _addresses(part)) for layer, part in zip(layers, parts, strict=True)
+    ]
     quantized = parts[0].k_scale is not None
     return CacheView(
         tuple(CacheDesc.from_kv(part.k, part.v) for part in parts),
@@ -77,7 +93,8 @@ def cache_view(cache: Sequence[Any], facts: CacheFacts) -> CacheView:
         k_scales=tuple(part.k_scale for part in parts) if quantized else None,
         v_scales=tuple(part.v_scale for part in parts) if quantized else None,
         dense=True,
-        outdated=partial(_outdated, layers, [_addresses(part) for part in parts]),
+        outdated=partial(_outdated, layers, described),
+        holds=partial(_held, layers),
         k_zeros=tuple(part.k_bias for part in parts) if quantized else None,
         v_zeros=tuple(part.v_bias for part in parts) if quantized else None,
     )
@@ -286,11 +303,43 @@ class _Parts(NamedTuple):
 def _kind(layer: Any, name: str) -> str:
     kind = type(layer).__name__
     if kind not in _KINDS:
-        raise UnsupportedError(
-            f"{name} is a {kind}, expected one of {', '.join(_KINDS)}: others do not hold each "
-            "token's keys and values"
-        )
+        why = _OTHERS.get(kind, "others do not hold each token's keys and values")
+        raise UnsupportedError(f"{name} is a {kind}, expected one of {', '.join(_KINDS)}: {why}")
+    pending = _pending(layer, name)
+    if pending is not None:
+        raise InvalidArgumentError(pending)
     return kind
+
+
+def _pending(layer: Any, name: str) -> str | None:
+    """Why the counts of a layer are not those of its tokens; None if they are.
+
+    Source: mlx-lm 0.32.2 models/cache.py, BatchKVCache.prepare, finalize
+    """
+    if getattr(layer, "_right_padding", None) is None:  # a cache from a file has no such field
+        return None
+    return (
+        f"{name} has right padding {layer._right_padding.tolist()}, which it counts as tokens "
+        "until finalize(), expected None. Call finalize() of all layers first"
+    )
+
+
+def _counts(layer: Any) -> list[Any]:
+    """What a layer says of its tokens and their slots."""
+    found: list[Any] = [getattr(layer, name, None) for name in _COUNTS]
+    return [value.tolist() if hasattr(value, "tolist") else value for value in found]
+
+
+def _held(layers: Sequence[Any]) -> int:
+    """The slots from the first on, of each row, in which every layer has tokens or left padding."""
+    return min(map(_filled, layers))
+
+
+def _filled(layer: Any) -> int:
+    if type(layer).__name__ == "BatchKVCache":
+        return int(layer._idx)
+    # A ring that has turned has counted more tokens than it has slots.
+    return int(layer.offset - getattr(layer, "start_position", 0))
 
 
 def _require_bytes(layer: Any, name: str) -> None:
@@ -303,13 +352,11 @@ def _require_bytes(layer: Any, name: str) -> None:
 
 def _require_same_tokens(cache: Sequence[Any]) -> None:
     """Raises unless all layers hold the same tokens at the same slots."""
-    found = [
-        [
-            str(getattr(layer, name, None))
-            for name in ("offset", "start_position", "_idx", "keep", "max_size", "left_padding")
-        ]
-        for layer in cache
-    ]
+    for i, layer in enumerate(cache):
+        pending = _pending(layer, f"cache[{i}]")
+        if pending is not None:
+            raise InvalidArgumentError(pending)
+    found = [_counts(layer) for layer in cache]
     for i, of_layer in enumerate(found):
         if of_layer != found[0]:
             raise InvalidArgumentError(
@@ -387,13 +434,24 @@ def _now(layer: Any) -> Iterator[int]:
         yield borrow(v).data
 
 
-def _outdated(layers: Sequence[Any], described: Sequence[list[int]]) -> str | None:
-    """Why the arrays of a cache are no longer the described ones; None if they are."""
-    for i, (layer, addresses) in enumerate(zip(layers, described, strict=True)):
+def _outdated(
+    layers: Sequence[Any], described: Sequence[tuple[list[Any], list[int]]]
+) -> str | None:
+    """Why a cache is no longer as it was described; None if it is."""
+    for i, (layer, (counts, addresses)) in enumerate(zip(layers, described, strict=True)):
+        pending = _pending(layer, f"cache[{i}]")
+        if pending is not None:
+            return pending
         if layer.keys is None or list(_now(layer)) != addresses:
             return (
                 f"cache[{i}] has its keys or values elsewhere, expected where they were described. "
                 "MLX moves them when they grow, and in a step while a view is kept: drop the view "
                 "before a step, and call cache_view again after it"
             )
+        for name, now, then in zip(_COUNTS, _counts(layer), counts, strict=True):
+            if now != then:
+                return (
+                    f"cache[{i}].{name} is {now}, expected {then} as when it was described: tokens "
+                    "were added, trimmed or moved. Call cache_view again"
+                )
     return None

@@ -10,7 +10,7 @@ session makes new arrays in every run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -138,21 +138,31 @@ def cache_desc(key: TensorLike, value: TensorLike) -> CacheDesc:
     )
 
 
-def cache_view(session: Any, buffers: Mapping[str, TensorLike], facts: CacheFacts) -> CacheView:
+def cache_view(
+    session: Any,
+    buffers: Mapping[str, TensorLike],
+    facts: CacheFacts,
+    *,
+    holds: Callable[[], int | Sequence[int]] | None,
+) -> CacheView:
     """All layers, zero-copy. Sequence s is row s of the batch, its first token first.
 
     session: an InferenceSession: names, sizes and dtypes are checked against its inputs
     buffers: by the name of the past input: those that are bound. Copies that Generator.get_output
              or a run without bindings returns can be described too, to read from
     facts:   see `cache_facts`
-    Tokens past attention_mask's length are what earlier runs left there.
+    holds:   returns the tokens of each row, asked at each use, and more are refused: those that
+             attention_mask counted in the last run, or token_count() of a Generator less the token
+             that was appended last. A session does not say it. None: the arrays have no room to
+             spare, as those of a run without bindings
+    Tokens past that are what earlier runs left there. A run in another thread is not seen.
     Raises InvalidArgumentError, UnsupportedError.
     """
     tensors = list(_described(session, buffers).values())
     layers = tuple(
         CacheDesc.from_kv(k, v) for k, v in zip(tensors[0::2], tensors[1::2], strict=True)
     )
-    return CacheView(layers, facts, dense=True)
+    return CacheView(layers, facts, dense=True, holds=holds)
 
 
 def cache_facts(

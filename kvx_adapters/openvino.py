@@ -18,7 +18,9 @@ Source: OpenVINO 2026.4.1, CPU plugin, as measured
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +31,7 @@ from kvx_core import (
     BlockTable,
     CacheDesc,
     CacheFacts,
+    CacheSpan,
     CacheView,
     DType,
     InvalidArgumentError,
@@ -142,12 +145,20 @@ def reserve(compiled: Any, num_blocks: int) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def cache_view(compiled: Any, pools: Mapping[str, TensorLike], facts: CacheFacts) -> CacheView:
+def cache_view(
+    compiled: Any,
+    pools: Mapping[str, TensorLike],
+    facts: CacheFacts,
+    *,
+    requests: Sequence[Any],
+) -> CacheView:
     """All layers, zero-copy, with the scales and zero points of u8.
 
     compiled: a CompiledModel: names, sizes and dtypes are checked against its inputs
     pools:    by the name of the cache input: the memory of the engine's tensors, contiguous
     facts:    see `cache_facts`
+    requests: the InferRequests that run on these pools. The view is refused while one of them runs
+              (start_async before wait), and once one has other tensors. (): none runs yet
     A block of u8 whose last tokens are not yet there has the scales of its tokens, all of which
     change when one is added: a migration that does not begin at the start of a block is refused
     without requantize=True.
@@ -169,7 +180,82 @@ def cache_view(compiled: Any, pools: Mapping[str, TensorLike], facts: CacheFacts
         v_scales=_all(part.scales for part in values),
         k_zeros=_all(part.zeros for part in keys),
         v_zeros=_all(part.zeros for part in values),
+        outdated=partial(
+            _outdated,
+            tuple(requests),
+            {name: borrow(pools[name], name=f"pools[{name!r}]").data for name in inputs},
+        ),
     )
+
+
+def _outdated(requests: Sequence[Any], described: Mapping[str, int]) -> str | None:
+    """Why the pools are not those of idle requests; None if they are.
+
+    Source: OpenVINO 2026.4.1, InferRequest.get_tensor, which a request that runs refuses
+    """
+    for i, request in enumerate(requests):
+        for name, address in described.items():
+            try:
+                now = request.get_tensor(name).data.ctypes.data
+            except RuntimeError as error:
+                return (
+                    f"requests[{i}] runs or has no {name} ({str(error).strip()}), expected an idle "
+                    "InferRequest of this model: call its wait() first"
+                )
+            if now != address:
+                return (
+                    f"requests[{i}] has another tensor as {name}, expected the pool that was "
+                    "described. Call cache_view with the memory of its tensors"
+                )
+    return None
+
+
+_RUN = ("block_indices", "block_indices_begins", "past_lens", "subsequence_begins")
+
+
+def span(view: CacheView, request: Any) -> CacheSpan:
+    """The sequences of a request's last run, from its inputs: one end of a migration.
+
+    view:    see `cache_view`
+    request: an InferRequest whose run has ended
+    At each use more tokens than the run has left are refused, and inputs of another run.
+    `seq_lens(past_lens, subsequence_begins)` of the same run says how many there are.
+    Raises InvalidArgumentError.
+    """
+    run = _inputs(request)
+    held = replace(
+        view, outdated=partial(_changed, view, request, run), holds=partial(_held, request)
+    )
+    return held.at(block_table(run[0], run[1]))
+
+
+def _inputs(request: Any) -> list[list[int]]:
+    try:
+        return [request.get_tensor(name).data.tolist() for name in _RUN]
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"request runs or lacks one of {', '.join(_RUN)} ({str(error).strip()}), expected an "
+            "idle InferRequest of paged attention: call its wait() first"
+        ) from None
+
+
+def _changed(view: CacheView, request: Any, run: list[list[int]]) -> str | None:
+    """Why the sequences lie no longer where they did; None if they do."""
+    gone = None if view.outdated is None else view.outdated()
+    if gone is not None:
+        return gone
+    for name, now, then in zip(_RUN, _inputs(request), run, strict=True):
+        if now != then:
+            return (
+                f"request has {name} {now}, expected {then} as when the span was made: it has run "
+                "again, or will. Make a span after the run"
+            )
+    return None
+
+
+def _held(request: Any) -> list[int]:
+    _, _, past, begins = _inputs(request)
+    return [int(length) for length in seq_lens(past, begins).to_numpy()]
 
 
 def block_table(block_indices: Any, block_indices_begins: Any) -> BlockTable:

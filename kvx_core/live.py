@@ -14,6 +14,7 @@ from typing import Unpack
 
 from kvx_core import facts
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.holds import require_holds
 from kvx_core.migrate import migrate
 from kvx_core.options import MoveKeywords, MoveOptions
 from kvx_core.reorder import describe_destination
@@ -183,6 +184,10 @@ class LiveMigration:
                     f"{name}.slots has {end.slots.token_count} tokens, expected at least "
                     f"{written}, as written says. " + _ROOM[name]
                 )
+        whole = (
+            source if source.slots is None else replace(source, slots=source.slots.part(0, written))
+        )
+        require_holds("src", whole, [written])
         self._unit = unit
         return source, written
 

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from kvx_core import _abi, _bound, facts
 from kvx_core.errors import FactsMismatchError
+from kvx_core.holds import require_both_hold
 from kvx_core.memory_checks import check_index_memory
 from kvx_core.options import MoveKeywords, MoveOptions
 from kvx_core.reorder import reordered
@@ -88,6 +89,8 @@ def migrate(
             ends = reordered(*ends, transform, find_scales=chosen.find_scales)
     src.view.require_current("src")
     dst.view.require_current("dst")
+    if src.view.holds is not None or dst.view.holds is not None:
+        require_both_hold(src, dst, seq_lens)
     if move is None:
         move = _bound_move(src, dst, chosen, key, ends)
     if stream is not None:
@@ -111,7 +114,7 @@ def copy_tokens(
     stream: int | None = None,
     **options: Unpack[MoveKeywords],
 ) -> None:
-    """Migrates without comparing facts. Waits for no device.
+    """Migrates without comparing facts. Waits for no device, but where CacheView.holds is asked.
 
     max_seq_len: the most tokens of a sequence that move; 0: all
     """
@@ -119,6 +122,8 @@ def copy_tokens(
     stream = stream_number(stream)
     src.view.require_current("src")
     dst.view.require_current("dst")
+    if src.view.holds is not None or dst.view.holds is not None:
+        require_both_hold(src, dst, lens)
     key = id(dst), chosen.key, "copy_tokens"
     move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key, (src, dst))
     _move_described(move, src, dst, lens, max_seq_len, stream)
@@ -139,6 +144,8 @@ def bound_copy(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> Callable[[], No
     def copy(struct: object = struct) -> None:  # which keeps the struct
         src.view.require_current("src")
         dst.view.require_current("dst")
+        if src.view.holds is not None or dst.view.holds is not None:
+            require_both_hold(src, dst, lens)
         if (src.held("src"), dst.held("dst")) == move.held:
             _check(move.call(None, None, address, 0))
         else:  # the memory is the same, in another storage

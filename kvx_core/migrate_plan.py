@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 from kvx_core import _abi, _abi_plan, _bound, facts
 from kvx_core.errors import FactsMismatchError, InvalidArgumentError
+from kvx_core.holds import require_holds
 from kvx_core.lookups import (
     NAMES,
     Indices,
@@ -153,6 +155,11 @@ class MigratePlan(Plan):
             src.require_current("src")
         if dst.outdated is not None:
             dst.require_current("dst")
+        if src.holds is not None or dst.holds is not None:
+            src_end = src_block_table, src_slots, src_starts
+            dst_end = dst_block_table, dst_slots, dst_starts
+            given = dict(zip(NAMES, src_end + dst_end, strict=True))
+            self._require_holds(self._lookups(seq_lens, given))
         if stream is not None:
             stream = stream_number(stream)
         status = self._call(
@@ -181,6 +188,7 @@ class MigratePlan(Plan):
         """
         indices = self._lookups(seq_lens, lookups)
         self._check_memory(indices)
+        self._require_holds(indices)
         return self._describe(lookups_to_c(indices))
 
     def ranges(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> Ranges:
@@ -193,6 +201,7 @@ class MigratePlan(Plan):
         """
         indices = self._lookups(seq_lens, lookups)
         check_host_memory(indices)
+        self._require_holds(indices)
         return self._ranges(lookups_to_c(indices))
 
     def close(self) -> None:
@@ -212,6 +221,17 @@ class MigratePlan(Plan):
         if seq_lens is None and self._lens is not None:
             self._lens.require_in_place("seq_lens")
         return describe_lookups(self._src, self._dst, seq_lens, lookups)
+
+    def _require_holds(self, indices: Indices) -> None:
+        """Refuses tokens that the engine of an end does not hold."""
+        lens = indices["seq_lens"] or self._lens
+        if lens is None:
+            return  # the call itself says that they are missing
+        for end, span in (("src", self._src), ("dst", self._dst)):
+            places = ("block_table", "slots", "starts")
+            given = {place: indices[f"{end}_{place}"] for place in places}
+            now: dict[str, Any] = {place: one for place, one in given.items() if one is not None}
+            require_holds(end, replace(span, **now) if now else span, lens)
 
     def _open_handle(self) -> _abi_plan.Handle:
         handle = self._handle

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.facts import CacheFacts, ReorderRotary
+from kvx_core.holds import require_holds
 from kvx_core.lookup import find_tokens, num_entries
 from kvx_core.migrate import copy_tokens
 from kvx_core.narrow import narrowed
@@ -56,6 +57,8 @@ class End:
                 f"{name}.slots.token_count is {span.slots.token_count}, expected the sum of "
                 f"seq_lens {self.num_tokens} (spec E.3)"
             )
+        with self.named():
+            require_holds(name, span, rows)
         self.starts = np.zeros_like(rows) if span.starts is None else span.starts.to_numpy()
         if len(self.starts) != len(rows):
             raise InvalidArgumentError(

@@ -45,6 +45,10 @@ class CacheView:
     dense: bool = False  # every block is one sequence, from its first token on
     # Asked before each use: why the engine's cache is no longer the one described; None if it is.
     outdated: Callable[[], str | None] | None = field(default=None, compare=False)
+    # Asked before each use: how many tokens of each sequence the engine holds, a number for all or
+    # one per sequence: per block of a dense view, else per row of the table or entry of seq_lens.
+    # None: every token that the view describes. See kvx_core.holds
+    holds: Callable[[], int | Sequence[int]] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
     k_zeros: tuple[ScaleDesc | None, ...] | None = None  # zero points of U8_ZERO and U8_BIAS, or
     # the scale of a tensor of F4_E2M1 [E.14, E.18]
@@ -70,8 +74,10 @@ class CacheView:
         set_("layers", _checked("layers", self.layers, CacheDesc, "CacheDesc, one per layer"))
         instance("facts", self.facts, CacheFacts, "a CacheFacts: what the bytes mean")
         fix(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
-        if self.outdated is not None and not callable(self.outdated):
-            raise wrong("outdated", self.outdated, "a function or None")
+        for name in ("outdated", "holds"):
+            asked = getattr(self, name)
+            if asked is not None and not callable(asked):
+                raise wrong(name, asked, "a function or None")
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", _abi.pointer_array(structs, _abi.kvx_cache_desc_t))
         for name in _BESIDE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,6 +114,18 @@ def store(pool: Any, layer: int, slots: Tensor, key: Tensor, value: Tensor | Non
             pool.set_kv_buffer(None, slots, key.clone(), None, layer_id_override=layer)
         return
     pool.set_kv_buffer(None, slots, key.clone(), value.clone(), layer_id_override=layer)
+
+
+def scheduled(rows: Tensor | Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    """Requests of the scheduler: rows of req_to_token, and tokens that are stored.
+
+    Source: sglang 0.5.23 managers/schedule_batch.py, Req.kv, ReqKvInfo
+    """
+    kvs = [
+        SimpleNamespace(req_pool_idx=int(row), kv_committed_len=length, kv_allocated_len=length + 1)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    return [SimpleNamespace(kv=kv) for kv in kvs]
 
 
 class Requests:

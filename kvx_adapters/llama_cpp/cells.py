@@ -8,16 +8,20 @@ those of a sequence are neither in order nor adjacent: attn_inp_k_idxs says whic
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_adapters.llama_cpp.ggml_types import dtype_of, is_quantized, row_bytes
+from kvx_adapters.llama_cpp.memory import Memory
 from kvx_core import (
     CacheDesc,
     CacheFacts,
+    CacheSpan,
     CacheView,
     DType,
     InvalidArgumentError,
@@ -62,23 +66,58 @@ def cache_view(
     *,
     num_kv_heads: int,
     v_transposed: bool,
+    memory: Memory | None,
     owner: object = None,
     outdated: Callable[[], str | None] | None = None,
 ) -> CacheView:
-    """All layers of one cache of a context, zero-copy.
+    """All layers of one cache of a context, zero-copy. See `span` for the tokens.
 
     tensors:  (k, v) of each layer, as `cache_desc` takes them. A model with sliding windows has two
               caches with cells of their own: one view for each
     facts:    see `cache_facts`
-    outdated: called before the view is used; returns why its memory is gone, or None. Memory of a
-              context stays where it is until llama_free
+    memory:   of the context: before each use of the view, it settles what waits for the next
+              llama_decode. None only for tensors that no context uses
+    outdated: called before the view is used, and before `memory` is; returns why its memory is
+              gone, or None. Memory of a context stays where it is until llama_free
     The other arguments: as in `cache_desc`. Raises InvalidArgumentError, UnsupportedError.
     """
     layers = tuple(
         cache_desc(k, v, num_kv_heads=num_kv_heads, v_transposed=v_transposed, owner=owner)
         for k, v in tensors
     )
-    return CacheView(layers, facts, outdated=outdated)
+    asked = outdated if memory is None else partial(_unsettled, memory, outdated)
+    return CacheView(layers, facts, outdated=asked)
+
+
+def _unsettled(memory: Memory, outdated: Callable[[], str | None] | None) -> str | None:
+    """Why a view cannot be used, after what waits in the context was done; None if it can."""
+    gone = None if outdated is None else outdated()
+    if gone is not None:
+        return gone
+    try:
+        memory.settle()
+    except InvalidArgumentError as error:
+        return str(error)
+    return None
+
+
+def span(view: CacheView, cells: Mapping[int, npt.ArrayLike], *, memory: Memory) -> CacheSpan:
+    """The tokens of sequences, one after the other: one end of a migration.
+
+    view:   as `cache_view` returns it
+    cells:  of each sequence, by its number in the context: integers, see `slot_mapping`
+    memory: of the context: more tokens than it holds of a sequence are refused at each use, as
+            after llama_memory_seq_rm
+    Raises InvalidArgumentError.
+    """
+    held = replace(view, holds=partial(_held, memory, tuple(cells)))
+    slots = [found for of_one in cells.values() if len(found := np.asarray(of_one))]
+    return held.at(slots=np.concatenate(slots) if slots else [])
+
+
+def _held(memory: Memory, sequences: Sequence[int]) -> list[int]:
+    """The most tokens that each sequence can have: positions begin at 0."""
+    return [memory.positions(sequence).stop for sequence in sequences]
 
 
 def slot_mapping(cells: TensorLike | Sequence[int]) -> SlotMapping:

@@ -1,8 +1,9 @@
 """llama.cpp's sequence states: what llama_state_seq_get_data, _set_data and _save_file exchange.
 
 A state is one piece of bytes: the positions of a sequence's tokens, then their K and V in all
-layers, in the cache's own types. `State.read` checks every length in it and describes the rows in
-place, `State.new` makes one of zeros to migrate into. Little endian, without padding.
+layers, in the cache's own types. Take it with Memory.state: keys that wait for their rotation do
+not show in it. `State.read` checks every length in it and describes the rows in place, `State.new`
+makes one of zeros to migrate into. Little endian, without padding.
 
     u32 0xaf143cd8, i32 sequence                            as data, or
     u32 "ggsq", u32 3, u32 tokens, i32 token ids            as a file
@@ -90,7 +91,7 @@ class State:
     def read(cls, data: Any, *, num_kv_heads: int, num_caches: int = 1) -> Self:
         """Describes a state in place. Nothing in it is trusted: every length is checked first.
 
-        data:         bytes, bytearray, or (num_bytes,) uint8; kept, not copied
+        data:         bytes, bytearray, or (num_bytes,) uint8; kept, not copied. See Memory.state
         num_kv_heads: of every layer, llama_model_n_head_kv
         num_caches:   2 for a model with sliding windows, unless the state has windows only
         Raises InvalidArgumentError with the position of what is wrong, UnsupportedError for

@@ -16,10 +16,12 @@ from kvx_adapters.sglang.states import state_view
 from kvx_adapters.sglang.tables import (
     PADDED_PAGE,
     block_table,
+    committed,
     ragged,
     request_slots,
     seq_lens,
     slot_mapping,
+    span,
 )
 
 __all__ = [
@@ -29,11 +31,13 @@ __all__ = [
     "cache_desc",
     "cache_facts",
     "cache_view",
+    "committed",
     "host_views",
     "layer_groups",
     "ragged",
     "request_slots",
     "seq_lens",
     "slot_mapping",
+    "span",
     "state_view",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx_adapters.sglang.pools import Scales, cache_view
+from kvx_adapters.sglang.pools import Scales, cache_view, loading
 from kvx_core import (
     CacheFacts,
     CacheView,
@@ -115,9 +117,16 @@ def layer_groups(
             window=of_window,
         )
         view = cache_view(part, of_group, k_scales=own[0], v_scales=own[1])
+        if part is not pool:
+            view = replace(view, outdated=partial(_outdated, pool, view.outdated))
         swa = pool if kind == "SWAKVPool" and part is pool.swa_kv_pool else None
         groups.append(LayerGroup(layers, view, of_window, swa))
     return tuple(groups)
+
+
+def _outdated(pool: Any, of_part: Callable[[], str | None] | None) -> str | None:
+    """Why a group cannot be used: its own pool, or what is loaded into the pools together."""
+    return (None if of_part is None else of_part()) or loading(pool)
 
 
 def _ordered(places: dict[int, int]) -> tuple[int, ...]:

@@ -62,12 +62,13 @@ def cache_view(
 ) -> CacheView:
     """All layers of a device pool, zero-copy, in the order of the model's layers.
 
-    pool:     as in `cache_desc`. Layers that HiCache is loading must be there: KVX does not wait
+    pool:     as in `cache_desc`
     facts:    see `cache_facts`
     k_scales, v_scales: needed for an FP8 MHATokenToKVPool, else None. Per layer its attention's
               k_scale and v_scale: None, a number or a tensor of one float32. SGLang stores
               value / scale. MLATokenToKVPool stores FP8 without a scale
-    The view is refused once the pool has freed or replaced its buffers.
+    The view is refused once the pool has freed or replaced its buffers, and while HiCache loads
+    pages into it: KVX does not wait.
     Raises UnsupportedError, InvalidArgumentError.
     Source: sglang 0.5.23 mem_cache/memory_pool.py, MHATokenToKVPool.set_kv_buffer
     """
@@ -261,8 +262,25 @@ def _addresses(pool: Any) -> list[int]:
     return [tensor.data_ptr() for _, held in _buffers(pool) for tensor in held]
 
 
+def loading(pool: Any) -> str | None:
+    """Why pages of a pool may not be there yet: HiCache loads into it. None if it does not.
+
+    Only SGLang's own get_key_buffer waits for a load, layer by layer. The counter is that of the
+    outermost pool: SWAKVPool and HybridLinearKVPool take it from those inside.
+    Source: sglang 0.5.23 managers/cache_controller.py, LayerDoneCounter, start_loading;
+    mem_cache/memory_pool.py, MHATokenToKVPool.get_key_buffer
+    """
+    counter = getattr(pool, "layer_transfer_counter", None)
+    if counter is None or all(event.finish_event.query() for event in counter.events):
+        return None
+    return (
+        "HiCache loads pages into the pool, expected none on their way: wait for its load_events, "
+        "as the attention does, or call torch.cuda.synchronize()"
+    )
+
+
 def _outdated(pool: Any, described: list[int]) -> str | None:
-    """Why the pool's buffers are no longer the described ones; None if they are."""
+    """Why the pool's buffers are not the described ones, or not yet whole; None if they are."""
     try:
         now = _addresses(pool)
     except InvalidArgumentError as error:
@@ -272,4 +290,4 @@ def _outdated(pool: Any, described: list[int]) -> str | None:
             "the pool has its buffers elsewhere, expected where they were described. Call "
             "cache_view again"
         )
-    return None
+    return loading(pool)

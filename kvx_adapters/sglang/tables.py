@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx_core import BlockTable, InvalidArgumentError, SeqLens, SlotMapping
+from kvx_core import (
+    BlockTable,
+    CacheSpan,
+    CacheView,
+    InvalidArgumentError,
+    SeqLens,
+    SlotMapping,
+)
 from kvx_core.words import integer
 
 # The page of slot 0, to which padded tokens are written; no request owns it.
@@ -94,6 +104,44 @@ def block_table(
         blocks = of_tokens[::page]
         row[: len(blocks)] = blocks
     return BlockTable.packed(table)
+
+
+def span(
+    view: CacheView, req_to_token: Tensor, requests: Sequence[Any], *, page_size: int
+) -> CacheSpan:
+    """Whole requests, as SGLang's scheduler counts their tokens: one end of a migration.
+
+    view:         see `cache_view`
+    req_to_token: as in `request_slots`
+    requests:     Req objects of the scheduler, whose kv says their rows and tokens. Between steps:
+                  within one it counts the tokens that the step will store
+    page_size:    of the pool
+    At each use more tokens than a request has are refused. `committed` says how many they are.
+    Raises InvalidArgumentError, as `block_table`.
+    Source: sglang 0.5.23 managers/schedule_batch.py, ReqKvInfo; mem_cache/allocation.py
+    """
+    rows = [request.kv.req_pool_idx for request in requests]
+    for i, row in enumerate(rows):
+        if row is None:
+            raise InvalidArgumentError(
+                f"requests[{i}].kv.req_pool_idx is None, expected a row of req_to_token: the "
+                "request is waiting, retracted or finished"
+            )
+    table = block_table(req_to_token, rows, committed(requests), page_size=page_size)
+    return replace(view, holds=partial(committed, tuple(requests))).at(table)
+
+
+def committed(requests: Sequence[Any]) -> list[int]:
+    """The tokens of each request that its pages hold; 0 for one without a row.
+
+    requests: as in `span`
+    """
+    return [
+        0
+        if (kv := request.kv).req_pool_idx is None
+        else min(int(kv.kv_committed_len), int(kv.kv_allocated_len))
+        for request in requests
+    ]
 
 
 def ragged(

@@ -23,6 +23,7 @@ from kvx_adapters.tensorrt_llm.tables import (
     id_table,
     page_table,
     seq_lens,
+    span,
     starts,
 )
 
@@ -46,5 +47,6 @@ __all__ = [
     "pool_specs",
     "seq_lens",
     "slot_view",
+    "span",
     "starts",
 ]

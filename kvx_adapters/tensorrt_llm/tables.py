@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from kvx_adapters.tensorrt_llm.index import NULL_INDEX, UNSET, PoolIndex, encode
 from kvx_adapters.tensorrt_llm.spec import PoolSpec
 from kvx_core import (
     BlockTable,
+    CacheSpan,
+    CacheView,
     InvalidArgumentError,
     OutOfRangeError,
     SeqLens,
@@ -148,6 +151,30 @@ def page_table(pages: Sequence[Sequence[int]], spec: PoolSpec) -> BlockTable:
             for row in pages
         ]
     )
+
+
+def span(
+    view: CacheView,
+    table: BlockTable,
+    lengths: Callable[[], Tensor | Sequence[int]],
+    *,
+    window: int = 0,
+) -> CacheSpan:
+    """Sequences of one pool: one end of a migration of `seq_lens(lengths(), window)` tokens.
+
+    view:    of the pool, see `cache_view`
+    table:   of this pool: `block_table`, `id_table` or `page_table`
+    lengths: returns (num_seqs,), the tokens in the cache now. It is asked at each use, and more are
+             refused. A block has room behind them; the last sampled token is not in the cache yet
+    window:  PoolSpec.window
+    Raises InvalidArgumentError.
+    """
+    held = replace(view, holds=partial(_held, lengths))
+    return held.at(table, starts=starts(lengths(), window) if window else None)
+
+
+def _held(lengths: Callable[[], Tensor | Sequence[int]]) -> list[int]:
+    return [int(length) for length in _tensor(lengths())]
 
 
 def seq_lens(lengths: Tensor | Sequence[int], window: int = 0) -> SeqLens:

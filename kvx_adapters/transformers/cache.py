@@ -164,7 +164,27 @@ def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
     """
     layers = layers_of(cache)
     described = tuple(map(cache_desc, layers))
-    return CacheView(described, facts, dense=True, outdated=partial(outdated, layers, described))
+    return CacheView(
+        described,
+        facts,
+        dense=True,
+        outdated=partial(outdated, layers, described),
+        holds=partial(num_held, layers),
+    )
+
+
+def num_held(layers: Sequence[Any]) -> int:
+    """The tokens of each sequence that every one of these layers holds, as they count them.
+
+    After generate() a StaticCache holds one token less than there are ids. Waits for the device of
+    a StaticCache, which counts there.
+    """
+    counts = [layer.get_seq_length() for layer in layers]
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    counts = [count for count in counts if not isinstance(count, Tensor)]
+    if on_device:
+        counts.append(int(torch.stack(on_device).min()))
+    return min(map(int, counts))
 
 
 def layers_of(cache: Any) -> Sequence[Any]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
+from kvx_core.holds import require_holds
 from kvx_core.lookup import find_tokens
 from kvx_core.narrow import narrowed
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
@@ -185,8 +186,12 @@ class Section:
             )
 
     def check_reach(self, stop: int) -> None:
-        """Raises OutOfRangeError if the table of K and V is too short for the first tokens."""
+        """Raises OutOfRangeError if the table of K and V is too short for the first tokens, or the
+        engine holds fewer.
+        """
         table = self.block_table
+        if self.view.holds is not None:
+            require_holds("section.view", self.view.at(block_table=table), [stop])
         if not self.view.layers:
             return  # find_tokens says it of planes
         num_tokens = self.view.layers[0].block_size

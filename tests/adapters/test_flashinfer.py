@@ -6,6 +6,7 @@ FlashInfer runs on CUDA only, so that its indexing is written out here, from pag
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvx_core import (
     CacheView,
     InvalidArgumentError,
     KvxError,
+    OutOfRangeError,
     describe,
     migrate,
 )
@@ -115,3 +117,54 @@ def ints(*numbers: int) -> Tensor:
 def test_refusals(call: Any, error: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(error)):
         call()
+
+
+# ---- spans: FlashInfer's own counts ----
+
+
+def spans() -> tuple[CacheView, dict[str, Tensor], CacheView]:
+    """A pool, its page table, and a dense end with room for more."""
+    view = fi.cache_view([pool("NHD")], FACTS, "NHD")
+    tables = {"kv_indptr": INDPTR, "kv_indices": INDICES, "kv_last_page_len": LAST}
+    out = torch.zeros(2, 4, 12, HEADS, DIM)
+    dense = CacheDesc.from_kv(*(describe(x, "BLOCK_NHD") for x in out))
+    return view, {k: t.clone() for k, t in tables.items()}, CacheView((dense,), FACTS, dense=True)
+
+
+def test_a_span_holds_what_the_last_pages_hold() -> None:
+    """Pages have room for 12, 0, 4 and 8 tokens, and hold 10, 0, 4 and 5."""
+    view, tables, dense = spans()
+    span = fi.span(view, **tables)
+    migrate(span, dense, LENGTHS)
+    owner = dense.layers[0].k.owner
+    assert torch.equal(owner[3, 4], token(pool("NHD"), "NHD", 3, 4)[0])
+    for i, more in ((0, [11, 0, 4, 5]), (1, [10, 1, 4, 5]), (2, [10, 0, 5, 5]), (3, [10, 0, 4, 6])):
+        error = f"holds {LENGTHS[i]} tokens? of sequence {i} by its engine's own count"
+        for ends in ((span, dense), (dense, span)):
+            with pytest.raises(OutOfRangeError, match=error):
+                migrate(*ends, more)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "number"),
+    [("kv_indptr", 3, 3), ("kv_indices", 0, 2), ("kv_last_page_len", 0, 3)],
+)
+def test_a_span_is_refused_once_its_table_is_written(name: str, at: int, number: int) -> None:
+    """A wrapper's tables are buffers that the next plan writes."""
+    view, tables, dense = spans()
+    span = fi.span(view, **tables)
+    tables[name][at] = number
+    with pytest.raises(InvalidArgumentError, match=f"out of date: {name} was written since"):
+        migrate(span, dense, LENGTHS)
+    gone = replace(view, outdated=lambda: "the pool is gone")
+    with pytest.raises(InvalidArgumentError, match="out of date: the pool is gone"):
+        migrate(fi.span(gone, **spans()[1]), dense, LENGTHS)
+
+
+def test_a_span_checks_its_table() -> None:
+    view, tables, _ = spans()
+    tables["kv_last_page_len"][2] = 9
+    with pytest.raises(
+        InvalidArgumentError, match=r"page_len\[2\] is 9, expected 1 to page_size, 4"
+    ):
+        fi.span(view, **tables)

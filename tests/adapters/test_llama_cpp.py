@@ -63,6 +63,20 @@ def rows(context: Context, kv: str, layer: int = 0) -> np.ndarray:
     return stored[context.cells[0]].reshape(len(context.cells[0]), -1)
 
 
+def are_at(home: HF, context: Context, cells: list[int]) -> bool:
+    """Whether token t of transformers' cache is in cell cells[t], bit by bit.
+
+    The order does not show in an answer: attention over rotated keys is the same in any order.
+    """
+    for layer, there in zip(home.cache.layers, context.cache().layers, strict=True):
+        for tokens, stored in ((interleaved(layer.keys), there.k), (layer.values, there.v)):
+            assert stored is not None
+            lying = np.asarray(stored.owner).reshape(-1, *stored.shape[2:])[cells]
+            if not np.array_equal(tokens[0].transpose(0, 1).numpy(), lying):
+                return False
+    return True
+
+
 def test_libraries_are_those_that_are_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,10 +186,13 @@ def test_scattered_cells_and_streams(unified: bool) -> None:
     home = HF(tiny())
     home.reserve(12)
     migrate(context.span(2), home.view(), [12])
+    assert are_at(home, context, cells)
     assert home.decode(COUNT, after=prompt[-1]) == list(tiny_model.greedy(13, COUNT))
     # And into scattered cells, beside a sequence that must stay as it is.
     before = context.state(1)
-    migrate(prefilled(13).view(), context.span(2), [12])
+    source = prefilled(13)
+    migrate(source.view(), context.span(2), [12])
+    assert are_at(source, context, cells)
     assert context.decode(COUNT, after=prompt[-1], sequence=2) == list(tiny_model.greedy(13, COUNT))
     assert context.state(1) == before
 
@@ -219,6 +236,11 @@ def test_sliding_windows(num_tokens: int) -> None:
     for src, dst, count in groups(home, there, num_tokens):
         migrate(src, dst, [count])
         assert verify(src, dst, [count]).ok
+    for i, layer in enumerate(home.layers):  # each token, in its place
+        cells = (there.full_cells if i == 3 else there.cells)[0][-layer.keys.shape[2] :]
+        for tokens, name in ((layer.keys, "k"), (layer.values, "v")):
+            stored = np.asarray(getattr(there.cache().layers[i], name).owner)[0, cells]
+            assert np.array_equal(tokens[0].transpose(0, 1).numpy(), stored)
     hf.reserve(back, like, batch_size=1, num_tokens=num_tokens)
     for dst, src, count in groups(back, alone, num_tokens):
         migrate(src, dst, [count])
@@ -235,6 +257,8 @@ def test_the_state_of_two_caches() -> None:
     """Full attention first, with all tokens; of the windows only what they still see."""
     context = Context(windowed(), architecture="olmo2")
     context.run(tiny_model.prompt(40))
+    assert context.facts().window == windows_model.WINDOW
+    assert Context(tiny()).facts().window == 0
     state = llama_cpp.State.read(context.state(), num_kv_heads=2, num_caches=2)
     full, windows = state.caches
     assert (len(full.layers), len(windows.layers)) == (1, 3)
@@ -368,6 +392,8 @@ def test_facts() -> None:
     assert (found.rotary, found.rotary_dim, found.rope_applied) == ("half", 64, True)
     assert (found.hadamard, found.lossy, found.window) == (False, None, 0)
     assert (facts(rope_type=-1).rotary, facts(rope_type=-1).rotary_dim) == ("none", 0)
+    assert (facts(window=16).window, facts(first_layer=None).first_layer) == (16, None)
+    assert facts(first_layer=2).first_layer == 2
     several = facts(rope_type=8)
     assert (several.rotary, several.rotary_dim, several.rope_applied) == (None, None, None)
     mixed = facts(k_dtype="Q8_0", v_dtype="Q4_0", rotation=llama_cpp.Rotation(64, 64))

@@ -8,6 +8,7 @@ import pytest
 
 from kvx_adapters.cli.engines.live_llama_cpp import Context
 from kvx_adapters.cli.engines.live_transformers import Live
+from kvx_adapters.cli.engines.llama_cpp_abi import library
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.tiny_model import tiny
@@ -29,6 +30,8 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
         "tensors": context.tensors(),
         "k_indices": context.indices["cache_k_l0"],
         "v_indices": context.indices["cache_v_l0"],
+        "libllama": library(),
+        "context": context.context,
         "theirs": home.view(),
         "num_tokens": NUM_TOKENS,
         "quantized": quantized.span(),
@@ -36,6 +39,7 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(PAGE.snippets()) == 3
     PAGE.run(names)
     assert capsys.readouterr().out.splitlines() == PAGE.prints()
+    assert names["own"].data.tobytes() == context.state()
     assert context.decode(6, after=prompt[-1]) == wanted
     other = Context(tiny())
     assert other.set_state(names["data"]) == len(names["data"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from kvx_adapters.cli.engines.live_llama_cpp import Context
 from kvx_adapters.cli.engines.live_transformers import Live as HF
@@ -33,6 +34,11 @@ def prefilled() -> HF:
     found = HF(tiny())
     found.prefill(PROMPT[:-1])
     return found
+
+
+def interleaved(keys: Tensor) -> Tensor:
+    """Half order to interleaved order, along the last axis."""
+    return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def go_on(context: Context, state: State, sequence: int = 0) -> list[int]:
@@ -95,6 +101,10 @@ def test_several_sequences(unified: bool) -> None:
     assert (state.sequence, state.caches[0].num_streams) == (2, streams)
     made = new(num_streams=streams, stream=0 if unified else 1, sequence=1)
     migrate(state.caches[0].span(context.facts()), made.caches[0].span(context.facts()), [HELD])
+    assert state.caches[0].positions.tolist() == made.caches[0].positions.tolist()
+    for src, dst in zip(state.caches[0].layers, made.caches[0].layers, strict=True):
+        for name in "kv":
+            assert np.array_equal(*(np.asarray(getattr(one, name).owner) for one in (src, dst)))
     assert go_on(context, made, sequence=1) == WANTED
 
 
@@ -111,6 +121,12 @@ def test_positions_say_the_order() -> None:
     home = HF(tiny())
     home.reserve(HELD)
     migrate(state.caches[0].span(context.facts()), home.view(), [HELD])
+    # Token by token: attention over rotated keys would say the same in any order.
+    for there, here in zip(context.cache().layers, home.cache.layers, strict=True):
+        assert there.v is not None
+        for stored, got in ((there.k, interleaved(here.keys)), (there.v, here.values)):
+            rows = np.asarray(stored.owner)[0, context.cells[1]]  # (token, head, dim)
+            assert np.array_equal(got[0].transpose(0, 1).numpy(), rows)
     assert home.decode(COUNT, after=PROMPT[-1]) == WANTED
 
 

@@ -28,7 +28,14 @@ from kvx_adapters import mlx as adapter
 from kvx_adapters import transformers as hf
 from kvx_adapters.cli.engines.live_mlx import Live, facts, mlx_model
 from kvx_adapters.cli.engines.live_transformers import Live as HF
-from kvx_core import InvalidArgumentError, UnsupportedError, borrow, migrate, verify
+from kvx_core import (
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnsupportedError,
+    borrow,
+    migrate,
+    verify,
+)
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back, hop
@@ -73,8 +80,12 @@ def test_a_batch_padded_on_the_left() -> None:
     span = adapter.span(cache, facts(tiny()))
     for row, (length, pad) in enumerate(((99, 0), (60, 39))):
         move = span.view.at(block_table=[[row]], starts=[pad])
-        migrate(prefilled(length + 1).view(), move, [length])
-    del span, move
+        source = prefilled(length + 1)
+        migrate(source.view(), move, [length])
+        for layer, there in zip(source.cache.layers, cache, strict=True):  # token by token
+            for tokens, array in ((layer.keys, there.keys), (layer.values, there.values)):
+                assert np.array_equal(tokens[0].numpy(), np.asarray(array)[row, :, pad:99])
+    del span, move, there, array
     tokens = [[tiny_model.prompt(100)[-1]], [tiny_model.prompt(61)[-1]]]
     found: list[list[int]] = []
     for _ in range(COUNT):
@@ -143,29 +154,31 @@ def read(layer: Any, first: int | None = None, *, kept: bool = False) -> list[fl
 
 
 @pytest.mark.parametrize(
-    ("keep", "counts", "held"),
+    ("keep", "counts", "kept", "held"),
     [
-        (2, [1] * 5, range(5)),
-        (2, [1] * 8, range(8)),
-        (2, [1] * 12, range(6, 12)),
-        (2, [1] * 14, range(8, 14)),
-        (2, [12], range(12)),
-        (2, [12, 1, 1, 1], range(9, 15)),
-        (2, [12, 5], range(5, 17)),
-        (0, [1] * 13, range(5, 13)),
+        (2, [1] * 5, [], range(5)),  # nothing was dropped: 0 and 1 are among the others
+        (2, [1] * 8, [], range(8)),
+        (2, [1] * 9, [0, 1], range(3, 9)),
+        (2, [1] * 12, [0, 1], range(6, 12)),
+        (2, [1] * 14, [0, 1], range(8, 14)),
+        (2, [12], [], range(12)),
+        (2, [12, 1], [0, 1], range(7, 13)),
+        (2, [12, 1, 1, 1], [0, 1], range(9, 15)),
+        (2, [12, 5], [0, 1], range(7, 17)),  # 8 - 1 before them, two of which are 0 and 1
+        (0, [1] * 13, [], range(5, 13)),
+        (4, [9, 1, 1, 1], [0, 1, 2, 3], range(8, 12)),
     ],
 )
-def test_a_ring_is_read_in_order(keep: int, counts: list[int], held: range) -> None:
+def test_a_ring_is_read_in_order(
+    keep: int, counts: list[int], kept: list[int], held: range
+) -> None:
     layer = numbered(RotatingKVCache(max_size=8, keep=keep), *counts)
-    found = adapter.positions(layer)
-    assert found.stop == held.stop
-    assert read(layer) == list(found)
+    assert adapter.positions(layer) == held
+    assert adapter.num_kept(layer) == len(kept)
+    assert read(layer) == list(held)
     assert read(layer, first=held.stop - 3) == list(held)[-3:]
-    assert len(found) >= min(held.stop, 8 - keep)
-    first = range(adapter.num_kept(layer))
-    assert read(layer, kept=True) == [*first, *found]
-    assert first in (range(keep), range(0))
-    assert first or found.start == 0 or keep == 0
+    assert read(layer, kept=True) == [*kept, *held]
+    assert read(layer, first=held.stop - 3, kept=True) == [*kept, *list(held)[-3:]]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -198,6 +211,161 @@ def test_a_chunk_begins_where_it_was_cut() -> None:
     assert read(layer, first=10) == [10, 11]
     with pytest.raises(InvalidArgumentError, match=r"first is 3, expected .* holds: 4 to 11"):
         adapter.span([layer], facts(tiny()), first=3)
+
+
+def right_padded(lengths: list[int], num_layers: int = 1) -> list[Any]:
+    """A batch that mlx-lm is computing: its shorter rows end with padding, of keys -1.
+
+    Row r has the keys 100 r, 100 r + 1, ... and values twice.
+    Source: mlx-lm 0.32.2 generate.py, BatchGenerator._process_prompts
+    """
+    longest = max(lengths)
+    keys = [[100 * r + t if t < n else -1 for t in range(longest)] for r, n in enumerate(lengths)]
+    array = mx.broadcast_to(
+        mx.array(keys, mx.float32)[:, None, :, None], (len(lengths), HEADS, longest, DIM)
+    )
+    cache: list[Any] = [BatchKVCache([0] * len(lengths)) for _ in range(num_layers)]
+    for layer in cache:
+        layer.prepare(lengths=lengths, right_padding=[longest - n for n in lengths])
+        layer.update_and_fetch(mx.contiguous(array), mx.contiguous(2 * array))
+    return cache
+
+
+def rows(cache: list[Any]) -> list[list[float]]:
+    """The keys of each row of a batch, through KVX."""
+    found: list[list[float]] = []
+    lengths = adapter.seq_lens(cache).to_numpy().tolist()
+    dst: list[Any] = [KVCache() for _ in cache]
+    room = {"batch_size": len(lengths), "num_tokens": max(lengths)}
+    adapter.reserve(dst, **room, num_kv_heads=HEADS, head_dim=DIM)
+    migrate(adapter.span(cache, facts(tiny())), adapter.span(dst, facts(tiny())), lengths)
+    for row, length in enumerate(lengths):
+        keys, values = (np.asarray(h)[row, 0, :length, 0] for h in (dst[-1].keys, dst[-1].values))
+        assert np.array_equal(2 * keys, values)
+        found.append(keys.tolist())
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[5, 3], [1, 7, 4], [6, 6, 2, 5, 1, 3, 6, 2, 4]])
+def test_a_batch_that_is_not_finalized_is_refused(lengths: list[int]) -> None:
+    """Until finalize() its counts hold the padding, and the tokens of its rows lie elsewhere."""
+    cache = right_padded(lengths)
+    padding = [max(lengths) - n for n in lengths]
+    error = rf"\[0\] has right padding \{padding}, which it counts .* Call finalize\(\)"
+    for call in (
+        lambda: adapter.cache_view(cache, facts(tiny())),
+        lambda: adapter.span(cache, facts(tiny())),
+        lambda: adapter.seq_lens(cache),
+    ):
+        with pytest.raises(InvalidArgumentError, match="cache" + error):
+            call()
+    with pytest.raises(InvalidArgumentError, match="layer has right padding"):
+        adapter.cache_desc(cache[0])
+    cache[0].finalize()
+    assert rows(cache) == [[100.0 * r + t for t in range(n)] for r, n in enumerate(lengths)]
+
+
+def test_a_layer_that_is_not_finalized_is_found_among_others() -> None:
+    cache = right_padded([5, 3], num_layers=3)
+    for layer in cache[:2]:
+        layer.finalize()
+    for call in (partial(adapter.span, cache, facts(tiny())), partial(adapter.seq_lens, cache)):
+        with pytest.raises(InvalidArgumentError, match=r"cache\[2\] has right padding \[0, 2\]"):
+            call()
+    cache[2].finalize()
+    assert rows(cache) == [[0, 1, 2, 3, 4], [100, 101, 102]]
+
+
+def test_a_view_is_refused_while_its_batch_is_prepared() -> None:
+    """The next chunk of a prompt is being computed in rows that were described before."""
+    cache = right_padded([5, 3])
+    cache[0].finalize()
+    span, dst = adapter.span(cache, facts(tiny())), adapter.span(right(2, 5), facts(tiny()))
+    migrate(span, dst, [5, 3])
+    cache[0].prepare(lengths=[1, 2], right_padding=[1, 0])
+    for ends in ((span, dst), (dst, span)):
+        with pytest.raises(InvalidArgumentError, match=r"cache\[0\] has right padding \[1, 0\]"):
+            migrate(*ends, [5, 3])
+
+
+def right(num_rows: int, num_tokens: int) -> list[Any]:
+    cache: list[Any] = [KVCache()]
+    sizes = {"batch_size": num_rows, "num_tokens": num_tokens}
+    adapter.reserve(cache, **sizes, num_kv_heads=HEADS, head_dim=DIM)
+    return cache
+
+
+def trimmed(layer: Any) -> None:
+    layer.trim(2)
+
+
+def stepped_back(layer: Any) -> None:
+    layer._idx -= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "name"),
+    [
+        (KVCache, trimmed, "offset is 3, expected 5"),
+        (partial(ChunkedKVCache, 8), trimmed, "offset is 3, expected 5"),
+        (partial(QuantizedKVCache, 64, 8), trimmed, "offset is 3, expected 5"),
+        (partial(RotatingKVCache, 8), trimmed, "offset is 3, expected 5"),
+        (partial(RotatingKVCache, 8), stepped_back, "_idx is 4, expected 5"),
+        (partial(BatchKVCache, [0]), trimmed, r"offset is \[3\], expected \[5\]"),
+    ],
+)
+def test_a_view_is_refused_when_its_tokens_are_others(kind: Any, change: Any, name: str) -> None:
+    """A trim moves no array: only the counts say that tokens are gone."""
+    cache = [numbered(kind(), 5)]
+    known = facts(tiny(), quantized=isinstance(cache[0], QuantizedKVCache))
+    view = adapter.cache_view(cache, known)
+    change(cache[0])
+    with pytest.raises(InvalidArgumentError, match=rf"out of date: cache\[0\]\.{name} as when"):
+        migrate(view.at(), adapter.span(right(1, 5), facts(tiny())), [3])
+
+
+def cut_chunk() -> Any:
+    """The tokens 4 to 12, at slots 0 to 8."""
+    layer = numbered(ChunkedKVCache(8), 12)
+    layer.maybe_trim_front()
+    return numbered(layer, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "held"),
+    [
+        (numbered(KVCache(), 5), 5),
+        (numbered(QuantizedKVCache(64, 8), 5), 5),
+        (cut_chunk(), 9),
+        (numbered(RotatingKVCache(8), 5), 5),
+        (numbered(RotatingKVCache(8), *[1] * 5), 5),
+        (numbered(RotatingKVCache(8), *[1] * 12), 8),
+        (numbered(BatchKVCache([0]), 5), 5),
+    ],
+)
+def test_no_more_tokens_than_a_cache_counts(layer: Any, held: int) -> None:
+    """There is room for 256, or for what the ring has, and the numbers behind are anything."""
+    known = facts(tiny(), quantized=isinstance(layer, QuantizedKVCache))
+    view, there = adapter.cache_view([layer], known), adapter.span(right(1, 10), facts(tiny()))
+    error = rf"holds {held} tokens of sequence 0 by its engine's own count, expected at least"
+    if view.layers[0].k.shape[2] > held:
+        for ends in ((view.at(), there), (there, view.at())):
+            with pytest.raises(OutOfRangeError, match=error):
+                migrate(*ends, [held + 1])
+    migrate(view.at(), there, [held])
+
+
+def test_the_least_of_the_layers_counts_and_is_asked_again() -> None:
+    cache: list[Any] = [numbered(KVCache(), n) for n in (6, 4, 5)]
+    view, there = adapter.cache_view(cache, facts(tiny())), right(1, 9)
+    there += right(1, 9) + right(1, 9)
+    error = "src holds 4 tokens of sequence 0 by its engine's own count, expected at least 5"
+    with pytest.raises(OutOfRangeError, match=error):
+        migrate(view, adapter.span(there, facts(tiny())), [5])
+    assert view.holds is not None
+    assert view.holds() == 4
+    cache[2].trim(3)
+    assert view.holds() == 2
 
 
 # ---- prompt cache files ----
@@ -294,10 +462,6 @@ def test_trap_4_repeated_memory_is_refused() -> None:
 def test_other_caches_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"cache\[0\] is a ArraysCache, expected one of KV"):
         adapter.cache_view([ArraysCache(2)], facts(tiny()))
-    for other in (BatchRotatingKVCache(8, [0]), ConcatenateKVCache(), CacheList(KVCache())):
-        name = type(other).__name__
-        with pytest.raises(UnsupportedError, match=rf"cache\[0\] is a {name}, expected one of KV"):
-            adapter.cache_view([other], facts(tiny()))
     with pytest.raises(UnsupportedError, match="layers of ChunkedKVCache, KVCache, expected one"):
         adapter.cache_view([KVCache(), ChunkedKVCache(8)], facts(tiny()))
     with pytest.raises(InvalidArgumentError, match=r"cache\[0\]\.keys is None, expected"):
@@ -308,10 +472,87 @@ def test_other_caches_are_refused() -> None:
         adapter.cache_view([few], facts(tiny()))
 
 
+def test_the_ways_out_of_a_batch_of_rings() -> None:
+    """Its refusal names extract: each row is then a ring that is read in order."""
+    cache = BatchRotatingKVCache(8, [0, 2])
+    for t in range(12):
+        keys = mx.broadcast_to(
+            mx.array([t, 100 + t - 2], mx.float32)[:, None, None, None], (2, HEADS, 1, DIM)
+        )
+        cache.update_and_fetch(mx.contiguous(keys), mx.contiguous(2 * keys))
+    error = r"cache\[0\] is a BatchRotatingKVCache, .* rows are rings, .* extract\(row\) gives a Ro"
+    with pytest.raises(UnsupportedError, match=error):
+        adapter.cache_view([cache], facts(tiny()))
+    assert read(cache.extract(0)) == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert read(cache.extract(1)) == [102, 103, 104, 105, 106, 107, 108, 109]
+
+
+def test_the_ways_out_of_concatenated_arrays_and_lists() -> None:
+    joined = numbered(ConcatenateKVCache(), 5, 1)
+    joined.trim(2)
+    with pytest.raises(
+        UnsupportedError, match=r"ConcatenateKVCache, .* Take them into a KVCache: "
+    ):
+        adapter.cache_view([joined], facts(tiny()))
+    plain = KVCache.from_state((joined.keys, joined.values, joined.offset))
+    assert read(plain) == [0, 1, 2, 3]
+    several = CacheList(numbered(KVCache(), 5), numbered(RotatingKVCache(8), 1))
+    with pytest.raises(
+        UnsupportedError, match=r"CacheList, .*: it holds several .*: \[c\[0\] for c"
+    ):
+        adapter.cache_view([several], facts(tiny()))
+    assert (read(several[0]), read(several[1])) == ([0, 1, 2, 3, 4], [0])
+
+
 def test_layers_of_other_lengths_are_refused() -> None:
     cache = [numbered(KVCache(), 5), numbered(KVCache(), 6)]
     with pytest.raises(InvalidArgumentError, match=r"cache\[1\] has offset 6 .* offset is 5"):
         adapter.span(cache, facts(tiny()))
+    with pytest.raises(InvalidArgumentError, match=r"cache\[1\] has offset 6 .* offset is 5"):
+        adapter.seq_lens(cache)
+
+
+def batch(left_padding: list[int], num_tokens: int = 5) -> Any:
+    """Rows whose keys and values are zero."""
+    layer = BatchKVCache(left_padding)
+    layer.keys, layer.values = (mx.zeros((len(left_padding), HEADS, 8, DIM)) for _ in "kv")
+    layer._idx = num_tokens
+    return layer
+
+
+def rotated(max_size: int = 8, keep: int = 2, idx: int | None = None) -> Any:
+    layer = numbered(RotatingKVCache(max_size, keep), *[1] * 7)
+    layer._idx = idx or layer._idx
+    return layer
+
+
+def chunk(start: int) -> Any:
+    layer = numbered(ChunkedKVCache(8), 5)
+    layer.start_position = start
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (rotated(), rotated(idx=5)),
+        (rotated(), rotated(keep=3)),
+        (rotated(), rotated(max_size=9)),
+        (chunk(0), chunk(1)),
+        (batch([0, 1]), batch([1, 0])),
+        (batch([0, 1]), batch([0, 1], 4)),
+        # mx writes the middle of longer arrays as dots
+        (batch([0] * 9), batch([0] * 4 + [1] + [0] * 4)),
+    ],
+)
+def test_layers_whose_tokens_lie_elsewhere_are_refused(first: Any, other: Any) -> None:
+    """Their offsets may be equal: each count of a layer is compared."""
+    for cache in ([first, other], [first, first, other]):
+        for call in (partial(adapter.span, cache, facts(tiny())), partial(adapter.seq_lens, cache)):
+            with pytest.raises(
+                InvalidArgumentError, match=r"slots elsewhere, expected as cache\[0"
+            ):
+                call()
 
 
 def test_a_batch_has_no_positions() -> None:
@@ -329,6 +570,15 @@ def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
         adapter.reserve([numbered(KVCache(), 5)], **room)
     with pytest.raises(UnsupportedError, match=r"cache\[0\] is a RotatingKVCache, expected KVC"):
         adapter.reserve([RotatingKVCache(8)], **room)
+
+
+def test_facts_say_what_was_given() -> None:
+    found = adapter.cache_facts(
+        rotary="interleaved", rotary_dim=32, num_layers=3, num_kv_heads=5, window=16, version="1"
+    )
+    assert (found.rotary, found.rotary_dim, found.window) == ("interleaved", 32, 16)
+    assert (found.num_layers, found.total_kv_heads, found.engine) == (3, 5, "mlx-lm 1")
+    assert facts(tiny()).window == 0
 
 
 def test_facts_of_quantized_layers_are_lossy() -> None:

@@ -12,7 +12,14 @@ import torch
 from kvx_adapters import onnxruntime as adapter
 from kvx_adapters.cli.engines.live_onnxruntime import Live, facts, session
 from kvx_adapters.cli.engines.live_transformers import Live as HF
-from kvx_core import CacheSpan, InvalidArgumentError, UnsupportedError, verify
+from kvx_core import (
+    CacheSpan,
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnsupportedError,
+    migrate,
+    verify,
+)
 from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back
@@ -63,25 +70,58 @@ def buffers(**changes: Any) -> dict[str, Any]:
 )
 def test_buffers_are_compared_with_the_session(given: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        adapter.cache_view(session(tiny()), buffers(**{K0: given}), facts(tiny()))
+        adapter.cache_view(session(tiny()), buffers(**{K0: given}), facts(tiny()), holds=None)
 
 
-def test_buffers_are_compared_with_each_other() -> None:
-    other = np.zeros((1, 2, 9, 64), np.float32)
-    with pytest.raises(InvalidArgumentError, match="1 rows of 9 tokens, expected 1 of 8"):
-        adapter.cache_view(
-            session(tiny()), buffers(**{"past_key_values.3.value": other}), facts(tiny())
-        )
+@pytest.mark.parametrize("name", ["past_key_values.0.value", "past_key_values.2.key"])
+@pytest.mark.parametrize(("batch", "room"), [(1, 9), (2, 8), (1, 7), (3, 8)])
+def test_buffers_are_compared_with_each_other(name: str, batch: int, room: int) -> None:
+    """K and V of one layer, and of others: of other batches, or with other room."""
+    other = buffers(**{name: np.zeros((batch, 2, room, 64), np.float32)})
+    error = rf"{name}'\] has {batch} rows of {room} tokens, expected 1 of 8 as the first buffer"
+    with pytest.raises(InvalidArgumentError, match=error):
+        adapter.cache_view(session(tiny()), other, facts(tiny()), holds=None)
+    with pytest.raises(InvalidArgumentError, match=error):
+        adapter.bind(session(tiny()).io_binding(), session(tiny()), other)
+
+
+def test_a_first_buffer_of_another_batch() -> None:
+    other = buffers(**{K0: np.zeros((2, 2, 8, 64), np.float32)})
+    with pytest.raises(
+        InvalidArgumentError, match=r"0\.value'\] has 1 rows of 8 .* expected 2 of 8"
+    ):
+        adapter.cache_view(session(tiny()), other, facts(tiny()), holds=None)
+
+
+def test_missing_buffers() -> None:
     few = {name: buffer for name, buffer in buffers().items() if name != K0}
     with pytest.raises(
         InvalidArgumentError, match=r"lacks \['past_key_values.0.key'\] and has \[\]"
     ):
-        adapter.cache_view(session(tiny()), few, facts(tiny()))
+        adapter.cache_view(session(tiny()), few, facts(tiny()), holds=None)
+
+
+def test_no_more_tokens_than_the_last_run_has_left() -> None:
+    """A buffer has room for 16; behind the tokens of the last run are those of earlier ones."""
+    engine, dst = Live(tiny(), 16), HF(tiny())
+    engine.prefill(tiny_model.prompt(9))
+    view = engine.view()
+    dst.reserve(10)
+    for ends in ((view, dst.view()), (dst.view(), view)):
+        with pytest.raises(
+            OutOfRangeError, match="holds 9 tokens of sequence 0 by its engine's own"
+        ):
+            migrate(*ends, [10])
+    engine.decode(1, after=5)
+    migrate(view, dst.view(), [10])
+    for layer, i in zip(dst.cache.layers, range(4), strict=True):
+        stored = engine.buffers[f"past_key_values.{i}.key"][:, :, :10]
+        assert np.array_equal(layer.keys.numpy(), stored)
 
 
 def test_only_contiguous_buffers_are_bound() -> None:
     strided = buffers(**{K0: torch.zeros(1, 8, 2, 64).transpose(1, 2)})
-    adapter.cache_view(session(tiny()), strided, facts(tiny()))
+    adapter.cache_view(session(tiny()), strided, facts(tiny()), holds=None)
     with pytest.raises(InvalidArgumentError, match="expected contiguous"):
         adapter.bind(session(tiny()).io_binding(), session(tiny()), strided)
 
@@ -126,9 +166,9 @@ def test_facts() -> None:
 def test_the_page() -> None:
     source = prefilled()
     names = Document("onnxruntime.md").run({"source": source, "session": session(tiny())})
-    assert verify(
-        source, adapter.cache_view(session(tiny()), names["buffers"], names["facts"]), [99]
-    ).ok
+    assert verify(source, names["view"], [99]).ok
+    held = adapter.cache_view(session(tiny()), names["buffers"], names["facts"], holds=None)
+    assert verify(source, held, [99]).ok
 
 
 def prefilled() -> CacheSpan:

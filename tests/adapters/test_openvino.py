@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +76,7 @@ def test_bfloat16_pools() -> None:
     facts = replace(Live(tiny()).view().view.facts, num_layers=1)
     hf = prefilled(40).cache.layers[0]
     src = CacheView((describe_layer(hf),), facts, dense=True)
-    migrate(src, adapter.cache_view(model, pools, facts).at([[1, 0]]), [39])
+    migrate(src, adapter.cache_view(model, pools, facts, requests=()).at([[1, 0]]), [39])
     stored = torch.from_numpy(pools["value_cache.0"]).view(torch.bfloat16)
     assert torch.equal(torch.cat([stored[1], stored[0, :, :7]], 1), hf.values[0].bfloat16())
 
@@ -178,11 +179,14 @@ def test_tables_and_lengths() -> None:
     assert (table.seq_count, table.max_blocks_per_seq) == (2, 2)
     lengths = adapter.seq_lens(np.array([40, 0], np.int32), np.array([0, 1, 4], np.int32))
     assert lengths.to_numpy().tolist() == [41, 3]
-    with pytest.raises(InvalidArgumentError, match=r"block_indices_begins is \[0, 2\], expected"):
-        adapter.block_table([5, 2, 9], [0, 2])
+    assert np.asarray(table.owner).tolist() == [[5, 2], [9, -1]]
+    for begins in ([0, 2], [0, 2, 4], [1, 3], [0, 2, 1, 3], [0, 3, 2, 3], []):
+        error = rf"block_indices_begins is {re.escape(str(begins))}, expected to rise from 0 to 3"
+        with pytest.raises(InvalidArgumentError, match=error):
+            adapter.block_table([5, 2, 9], begins)
     with pytest.raises(InvalidArgumentError, match=r"shape \(2,\), expected \(3,\)"):
         adapter.seq_lens([40, 0], [0, 1])
-    for past, begins in (([1], [5, 2]), ([1], [3, 5]), ([-4], [0, 9])):
+    for past, begins in (([1], [0, -2]), ([1], [3, 5]), ([-4], [0, 9]), ([1, 1], [0, 5, 2])):
         with pytest.raises(InvalidArgumentError, match="expected to rise from 0, and counts of"):
             adapter.seq_lens(past, begins)
 
@@ -200,10 +204,85 @@ def test_pools_are_compared_with_the_model() -> None:
         with pytest.raises(
             InvalidArgumentError, match=r"expected F32 of \(num_blocks, 2, 32, 64\), co"
         ):
-            adapter.cache_view(engine.compiled, engine.pools | {"key_cache.0": given}, view.facts)
+            adapter.cache_view(
+                engine.compiled, engine.pools | {"key_cache.0": given}, view.facts, requests=()
+            )
     few = {name: pool for name, pool in engine.pools.items() if name != "key_cache.0"}
     with pytest.raises(InvalidArgumentError, match=r"pools lacks \['key_cache.0'\]"):
-        adapter.cache_view(engine.compiled, few, view.facts)
+        adapter.cache_view(engine.compiled, few, view.facts, requests=())
+
+
+# ---- a request that runs, and its own count ----
+
+
+def run_of(engine: Live, tokens: list[int], past: int = 0) -> dict[str, Any]:
+    """The inputs of a run that computes tokens behind `past`."""
+    total = past + len(tokens)
+    blocks = engine.blocks[: -(-total // 32)]
+    return {
+        "input_ids": np.array(tokens, np.int64),
+        "position_ids": np.arange(past, total),
+        "past_lens": np.array([past], np.int32),
+        "subsequence_begins": np.array([0, len(tokens)], np.int32),
+        "block_indices": np.array(blocks, np.int32),
+        "block_indices_begins": np.array([0, len(blocks)], np.int32),
+        "max_context_len": np.array(total, np.int32),
+    }
+
+
+def test_a_view_is_refused_while_a_request_runs() -> None:
+    engine, dst = Live(tiny(), num_tokens=1024), HF(tiny())
+    dst.reserve(4)
+    engine.prefill(tiny_model.prompt(4))
+    span, view = adapter.span(engine.view().view, engine._request), engine.view()
+    migrate(view, dst.view(), [4])
+    engine._request.start_async(run_of(engine, [1] * 1000))  # a quarter of a second
+    try:
+        for src, to in ((view, dst.view()), (dst.view(), view), (span, dst.view())):
+            with pytest.raises(
+                InvalidArgumentError,
+                match=r"out of date: requests\[0\] runs or .*call its wait\(\)",
+            ):
+                migrate(src, to, [4])
+        with pytest.raises(
+            InvalidArgumentError, match=r"request runs or lacks .* call its wait\(\)"
+        ):
+            adapter.span(view.view, engine._request)
+    finally:
+        engine._request.wait()
+    engine._held = 1000
+    migrate(engine.view(), dst.view(), [4])
+
+
+def test_a_request_with_other_tensors_is_refused() -> None:
+    engine, dst = Live(tiny()), HF(tiny())
+    dst.reserve(4)
+    engine.prefill(tiny_model.prompt(4))
+    other = np.zeros_like(engine.pools["value_cache.3"])
+    engine._request.set_tensor("value_cache.3", ov.Tensor(other, shared_memory=True))
+    with pytest.raises(
+        InvalidArgumentError, match=r"requests\[0\] has another tensor as value_cac"
+    ):
+        migrate(engine.view(), dst.view(), [4])
+
+
+def test_a_span_holds_what_the_last_run_has_left() -> None:
+    """A block of 32 has room behind the last token."""
+    engine, dst = Live(tiny()), HF(tiny())
+    engine.prefill(tiny_model.prompt(40)[:-1])
+    span = adapter.span(engine.view().view, engine._request)
+    dst.reserve(40)
+    with pytest.raises(OutOfRangeError, match="src holds 39 tokens of sequence 0 by its engine's"):
+        migrate(span, dst.view(), [40])
+    migrate(span, dst.view(), [39])
+    exact = np.concatenate(list(engine.pools["value_cache.1"][engine.blocks[:2]]), 1)[:, :39]
+    assert np.array_equal(dst.cache.layers[1].values[0, :, :39].numpy(), exact)
+    engine.decode(1, after=tiny_model.prompt(40)[-1])
+    with pytest.raises(
+        InvalidArgumentError, match=r"request has past_lens \[39\], expected \[0\] as"
+    ):
+        migrate(span, dst.view(), [39])
+    migrate(adapter.span(engine.view().view, engine._request), dst.view(), [40])
 
 
 def model_of(kind: ov.Type, shape: list[int]) -> Any:
@@ -264,7 +343,11 @@ def test_facts() -> None:
     exact = adapter.cache_facts(
         compiled(tiny(), "f32"), rotary="half", rotary_dim=64, version="2026.4.1"
     )
-    assert (exact.engine, exact.lossy) == ("openvino 2026.4.1", None)
+    assert (exact.engine, exact.lossy, exact.window) == ("openvino 2026.4.1", None, 0)
+    sizes = {"rotary": "interleaved", "rotary_dim": 32}
+    windows = adapter.cache_facts(compiled(tiny(), "f32"), **sizes, window=16, fingerprint="f")
+    assert (windows.window, windows.fingerprint) == (16, "f")
+    assert (windows.rotary, windows.rotary_dim, windows.lossy) == ("interleaved", 32, None)
 
 
 def test_the_page() -> None:

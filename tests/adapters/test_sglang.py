@@ -5,6 +5,7 @@ and the other way round.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ from tests.sglang_pools import (
     bytes_of,
     mha,
     random_rows,
+    scheduled,
     store,
+    windows,
 )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -101,6 +104,97 @@ def test_another_head_dim_of_v() -> None:
     found = gather_kv(view.layers[0], table, [21])
     assert torch.equal(torch.as_tensor(found[0])[0], key)
     assert torch.equal(torch.as_tensor(found[1])[0], value)
+
+
+# ---- what the engine does meanwhile ----
+
+
+class Event:
+    """A CUDA event: query() is False while what it stands behind runs."""
+
+    def __init__(self) -> None:
+        self.is_done = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def counter() -> Any:
+    """Source: sglang 0.5.23 managers/cache_controller.py, LayerDoneCounter, LayerLoadingEvent"""
+    return SimpleNamespace(events=[SimpleNamespace(finish_event=Event()) for _ in range(3)])
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_pool_is_refused_while_hicache_loads_into_it(which: int) -> None:
+    pool, there = mha(), mha()
+    requests = Requests([7], page=16, pages=7, seed=0)
+    loads = counter()
+    view, dst = view_of(pool).at(slots=requests.all_slots), view_of(there)
+    pool.register_layer_transfer_counter(loads)
+    migrate(view, dst.at(slots=requests.all_slots), [7])
+    event = loads.events[which].finish_event
+    event.is_done = False
+    for ends in ((view, dst.at(slots=[16])), (dst.at(slots=[16]), view)):
+        with pytest.raises(
+            InvalidArgumentError, match=r"out of date: HiCache loads .*synchronize\(\)"
+        ):
+            migrate(*ends, [7])
+    event.is_done = True
+    migrate(view, dst.at(slots=requests.all_slots), [7])
+
+
+def test_groups_ask_the_outer_pool() -> None:
+    """SWAKVPool takes the counter from the pools inside it."""
+    pool, loads = windows(), counter()
+    groups = sglang.layer_groups(pool, SAME_MODEL, window=12)
+    pool.register_layer_transfer_counter(loads)
+    assert pool.swa_kv_pool.layer_transfer_counter is None
+    for group in groups:
+        assert group.view.outdated is not None
+        assert group.view.outdated() is None
+    loads.events[1].finish_event.is_done = False
+    for group in groups:
+        assert group.view.outdated is not None
+        assert "HiCache loads pages" in (group.view.outdated() or "")
+    loads.events[1].finish_event.is_done = True
+    pool.swa_kv_pool.k_buffer = [tensor.clone() for tensor in pool.swa_kv_pool.k_buffer]
+    found = [group.view.outdated() for group in groups if group.view.outdated]
+    assert [reason is None for reason in found] == [True, False]
+
+
+def test_a_span_holds_what_the_scheduler_has_committed() -> None:
+    """Behind a request's tokens its row has slots of requests that had the row before."""
+    pool, there = mha(), mha()
+    requests = Requests([37, 20], page=16, pages=7, seed=3)
+    for layer in range(2):
+        store(pool, layer, requests.all_slots, *tokens_of(pool, 9, 57, layer))
+    counted = scheduled(requests.rows, [36, 20])
+    span = sglang.span(view_of(pool), requests.table, counted, page_size=16)
+    slots = requests.all_slots
+    dst = view_of(there).at(slots=torch.cat([slots[:36], slots[37:]]))
+    migrate(span, dst, sglang.committed(counted))
+    key, _ = tokens_of(pool, 9, 57, 1)
+    assert torch.equal(there.k_buffer[1][slots[:36]], key[:36])
+    assert torch.equal(there.k_buffer[1][slots[37:]], key[37:])
+    assert (bytes_of(there.k_buffer[1][slots[36]].clone()) == SENTINEL).all()
+    whole = view_of(there).at(slots=slots)
+    with pytest.raises(
+        OutOfRangeError, match="src holds 36 tokens of sequence 0 by its engine's own"
+    ):
+        migrate(span, whole, [37, 20])
+    counted[0].kv.kv_committed_len = 37
+    migrate(span, whole, [37, 20])
+    counted[1].kv.kv_allocated_len = 0  # released
+    with pytest.raises(
+        OutOfRangeError, match="src holds 0 tokens of sequence 1 by its engine's own"
+    ):
+        migrate(span, whole, [37, 20])
+    counted[1].kv.req_pool_idx = None
+    assert sglang.committed(counted) == [37, 0]
+    with pytest.raises(
+        InvalidArgumentError, match=r"requests\[1\]\.kv\.req_pool_idx is None, expected"
+    ):
+        sglang.span(view_of(pool), requests.table, counted, page_size=16)
 
 
 # ---- writing and reading ----

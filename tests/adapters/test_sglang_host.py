@@ -27,6 +27,7 @@ from tests.sglang_pools import (
     mha,
     mla,
     random_rows,
+    scheduled,
     store,
     windows,
 )
@@ -316,6 +317,7 @@ def test_the_page() -> None:
         "req_to_token": requests.table,
         "req_pool_indices": requests.rows,
         "seq_lens": lengths,
+        "requests": scheduled(requests.rows, lengths),
         "swa_pool": swa_pool,
         "host_pool": hosts[0],
         "unified_pool": hosts[1],
@@ -327,9 +329,11 @@ def test_the_page() -> None:
     view = sglang.cache_view(other, facts)
     names["destination"] = view.at(slots=into.all_slots)
     names = document.run(names, snippets[0])
-    assert verify(names["view"].at(names["table"]), names["destination"], lengths).ok
+    assert verify(names["span"], names["destination"], lengths).ok
+    whole = names["span"]
     names = document.run(names, snippets[1])
     assert names["span"].slots.token_count == 24
+    names["table"] = whole.block_table
     moved_to = names["view"].at(names["table"])
     (host,) = sglang.host_views(hosts[0], pool, facts)
     migrate(moved_to, host.at(slots=names["host_slots"]), lengths)

@@ -580,3 +580,37 @@ def test_facts() -> None:
     assert (none.rotary, none.rope_applied) == ("none", True)
     unknown = trt.cache_facts(small, is_neox=None, rotary_dim=None, **known)
     assert (unknown.rotary, unknown.rope_applied) == (None, None)
+
+
+# ---- the manager's own count ----
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_span_holds_what_is_in_the_cache(window: int) -> None:
+    """Two blocks of 32 have room for 64 tokens, and 40 are there; of a window the last 19."""
+    (spec,) = specs_of(KvCacheManager(WORKED_EXAMPLE))
+    spec = replace(spec, window=window)
+    facts = replace(FACTS, num_layers=2, window=window)
+    pools = [torch.randn(spec.pool_shape).half(), torch.zeros(spec.pool_shape).half()]
+    src, dst = (trt.cache_view(spec, pool, facts) for pool in pools)
+    counts = [40, 9]
+    span = trt.span(src, trt.id_table([[3, 0], [2]], spec), lambda: counts, window=window)
+    first = trt.starts(counts, window) if window else None
+    there = dst.at(trt.id_table([[1, 2], [0]], spec), starts=first)
+    lengths = trt.seq_lens(counts, window)
+    migrate(span, there, lengths)
+    blocks = [pool.view(4, 2, 2, 2, 32, 64) for pool in pools]
+    for row, old, new in ((0, [3, 0], [1, 2]), (1, [2], [0])):
+        first_token = max(counts[row] + 1 - window, 0) if window else 0
+        for t in range(64 if row == 0 else 32):
+            got = blocks[1][new[t // 32], :, :, :, t % 32]
+            want = blocks[0][old[t // 32], :, :, :, t % 32]
+            moved = first_token <= t < counts[row]
+            assert torch.equal(got, want if moved else torch.zeros_like(want)), (row, t)
+    more = (lengths.to_numpy() + 1).tolist()
+    for i, wrong in ((0, [more[0], 0]), (1, [0, more[1]])):
+        error = f"src holds {counts[i]} tokens of sequence {i} by its engine's own count"
+        with pytest.raises(OutOfRangeError, match=error):
+            migrate(span, there, wrong)
+    counts[:] = [41, 10]
+    migrate(span, there, more)

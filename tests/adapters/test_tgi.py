@@ -22,6 +22,7 @@ from kvx_core import (
     FactsMismatchError,
     InvalidArgumentError,
     Layout,
+    OutOfRangeError,
     UnsupportedError,
     compare,
     describe,
@@ -577,3 +578,29 @@ def test_the_views_of_the_tests_are_not_what_is_tested() -> None:
     assert torch.equal(paged.key[2, :, :, 3].reshape(2, 64), key)
     assert torch.equal(paged.value[2, :, :, 3], value)
     assert describe(paged.key, Layout.BLOCK_HND_PACKED).shape == (9, 2, 8, 16, 8)
+
+
+def test_a_span_holds_what_generate_token_has_stored() -> None:
+    """Between steps input_lengths are those of the next step, whose tokens are not there yet."""
+    caches = [Cache("paged", "cuda", "cuda", num_blocks=9) for _ in range(2)]
+    for layer in caches:
+        layer.key.normal_()
+        layer.value.normal_()
+    requests = [SimpleAllocator(caches[0]).allocate(n) for n in (20, 5)]
+    batch: Any = Batch.of(requests, input_lengths=[1, 1], cache_lengths=[19, 4])
+    batch.cache_lengths_tensor = batch.cache_lengths
+    spec = caches[0].spec()
+    facts = tgi.cache_facts(spec, fingerprint="f", rotary="none", rotary_dim=0, num_layers=2)
+    view = tgi.cache_view([(c.key, c.value) for c in caches], spec, facts)
+    there = [Cache("flashdecoding", "cuda", "cuda", num_blocks=3) for _ in range(2)]
+    theirs = tgi.cache_view([(c.key, c.value) for c in there], there[0].spec(), facts)
+    span, dst = tgi.span(view, batch), theirs.at(block_table=[[2], [1]])
+    migrate(span, dst, [19, 4])
+    for slot, at in ((requests[0][1][18], 2 * 256 + 18), (requests[1][1][3], 256 + 3)):
+        assert torch.equal(there[1].load(at)[0], caches[1].load(slot)[0])
+    for i, more in ((0, [20, 4]), (1, [19, 5])):
+        error = f"src holds {[19, 4][i]} tokens of sequence {i} by its engine's own count"
+        with pytest.raises(OutOfRangeError, match=error):
+            migrate(span, dst, more)
+    batch.cache_lengths_tensor = torch.tensor([20, 5])
+    migrate(span, dst, [20, 5])

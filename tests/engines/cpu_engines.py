@@ -69,7 +69,7 @@ def openvino_pools(sizes: Sizes) -> Apart:
     facts = openvino.cache_facts(
         compiled, rotary="half", rotary_dim=sizes.head_dim, fingerprint=FINGERPRINT
     )
-    return Apart(sizes, halves, openvino.cache_view(compiled, pools, facts))
+    return Apart(sizes, halves, openvino.cache_view(compiled, pools, facts, requests=()))
 
 
 def _input(sizes: Sizes, name: str) -> Any:
@@ -135,4 +135,5 @@ def onnxruntime_buffers(sizes: Sizes) -> Apart:
         fingerprint=FINGERPRINT,
     )
     session = SimpleNamespace(get_inputs=lambda: inputs)
-    return Apart(sizes, halves, onnxruntime.cache_view(session, buffers, facts))
+    view = onnxruntime.cache_view(session, buffers, facts, holds=None)
+    return Apart(sizes, halves, view)

@@ -47,6 +47,7 @@ class Cells:
             ),
             num_kv_heads=heads,
             v_transposed=True,
+            memory=None,
             owner=self,
         )
 

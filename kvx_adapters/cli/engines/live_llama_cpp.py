@@ -78,6 +78,7 @@ class Context:
         if not self.context:
             raise RuntimeError("llama.cpp makes no context of these options")
         self.close = finalize(self, llama.llama_free, self.context)
+        self.memory = adapter.Memory(llama, self.context)
 
     def run(self, tokens: Sequence[int], sequence: int = 0) -> int:
         """Computes tokens of a sequence; returns the greedy next one."""
@@ -154,21 +155,19 @@ class Context:
             self.facts(**facts),
             num_kv_heads=self._llama.llama_model_n_head_kv(self.model),
             v_transposed=self.v_transposed,
+            memory=self.memory,
             owner=self,
             outdated=lambda: None if self.close.alive else "llama_free has freed the context",
         )
 
     def span(self, *sequences: int) -> CacheSpan:
         """The tokens of sequences, of 0 if none is given."""
-        cells = [cell for sequence in sequences or (0,) for cell in self.cells[sequence]]
-        return self.cache().at(slots=adapter.slot_mapping(cells))
+        cells = {sequence: self.cells[sequence] for sequence in sequences or (0,)}
+        return adapter.span(self.cache(), cells, memory=self.memory)
 
     def state(self, sequence: int = 0) -> bytes:
         """llama_state_seq_get_data"""
-        size = self._llama.llama_state_seq_get_size(self.context, sequence)
-        data = c.create_string_buffer(size)
-        assert self._llama.llama_state_seq_get_data(self.context, data, size, sequence) == size
-        return data.raw
+        return self.memory.state(sequence)
 
     def set_state(self, data: bytes, sequence: int = 0) -> int:
         """llama_state_seq_set_data: the bytes that it read, 0 if it refuses them. The cells that it
@@ -178,6 +177,7 @@ class Context:
 
     def save(self, path: Path, tokens: Sequence[int], sequence: int = 0) -> None:
         """llama_state_seq_save_file"""
+        self.memory.settle()
         ids = (c.c_int32 * len(tokens))(*tokens)
         file = str(path).encode()
         assert self._llama.llama_state_seq_save_file(self.context, file, sequence, ids, len(ids))
@@ -230,7 +230,7 @@ class Live:
 
     def view(self) -> CacheSpan:
         self._view = self._view or self.context.cache()
-        return self._view.at(slots=adapter.slot_mapping(self.context.cells[0]))
+        return adapter.span(self._view, {0: self.context.cells[0]}, memory=self.context.memory)
 
     def decode(self, count: int, *, after: int) -> list[int]:
         return self.context.decode(count, after=after)

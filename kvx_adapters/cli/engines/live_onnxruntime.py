@@ -42,7 +42,9 @@ class Live:
     def __init__(self, model: Model, num_tokens: int = 256) -> None:
         self._session = session(model)
         self.buffers = adapter.reserve(self._session, batch_size=1, num_tokens=num_tokens)
-        self._view = adapter.cache_view(self._session, self.buffers, facts(model))
+        self._view = adapter.cache_view(
+            self._session, self.buffers, facts(model), holds=lambda: self._held
+        )
         self._held = 0
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import openvino as ov
@@ -44,7 +45,9 @@ class Live:
             version=ov.__version__,
             fingerprint=model.fingerprint,
         )
-        self._view = adapter.cache_view(self.compiled, self.pools, facts)  # the pools do not move
+        # The pools do not move.
+        view = adapter.cache_view(self.compiled, self.pools, facts, requests=[self._request])
+        self._view = replace(view, holds=lambda: self._held)
 
     @property
     def lengths(self) -> list[int]:

@@ -130,8 +130,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, arguments
     "llama_get_logits_ith": (c.POINTER(c.c_float), _P, _I),
     "llama_get_memory": (_P, _P),
     "llama_memory_seq_rm": (_B, _P, _I, _I, _I),
-    "llama_state_seq_get_size": (_Z, _P, _I),
-    "llama_state_seq_get_data": (_Z, _P, c.c_char_p, _Z, _I),
+    "llama_memory_seq_add": (None, _P, _I, _I, _I, _I),
+    "llama_memory_seq_cp": (None, _P, _I, _I, _I, _I),
     "llama_state_seq_set_data": (_Z, _P, c.c_char_p, _Z, _I),
     "llama_state_seq_save_file": (_Z, _P, c.c_char_p, _I, c.POINTER(_I), _Z),
 }
