@@ -357,31 +357,6 @@ def test_facts_of_a_llama(llama: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "rotary", "rotary_dim"),
-    [
-        ("Qwen3", {}, "half", DIM),
-        ("Cohere", {}, "interleaved", DIM),
-        ("GPTNeoX", {"num_key_value_heads": ..., "head_dim": ..., "hidden_size": 64}, "half", 4),
-        ("Phi", {"head_dim": ..., "hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 8),
-        ("Glm", {"partial_rotary_factor": 0.5}, "interleaved", DIM // 2),
-        ("NanoChat", {}, None, None),  # turns the other way round
-        ("GPT2", {"n_embd": 48, "n_head": 4, "n_layer": 2}, None, None),  # does not turn
-    ],
-)
-def test_rotary_convention(
-    name: str, fields: dict[str, Any], rotary: str | None, rotary_dim: int | None
-) -> None:
-    if name == "GPT2":
-        config = transformers.GPT2Config(vocab_size=97, **fields)
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        model = make_model(name, **fields)
-    facts = hf.cache_facts(model)
-    assert (facts.rotary, facts.rotary_dim) == (rotary, rotary_dim)
-    assert facts.rope_applied == (None if rotary is None else True)
-
-
 def test_neighbours_go_into_halves_if_the_models_are_one(llama: Any) -> None:
     """Cohere's keys, whose neighbouring dims pair up, become those that a Llama would compute."""
     neighbours, halves = hf.cache_facts(make_model("Cohere")), hf.cache_facts(llama)
