@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_adapters.transformers.sizes import KvLayer, kv_layers, unlike_sizes
+from kvx_adapters.transformers.sizes import KvLayer, are_unlike, kv_layers, sizes_in_words
 from kvx_core import (
     BlockTable,
     CacheDesc,
@@ -214,11 +214,10 @@ def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
     for layers that differ in their sizes.
     """
     layers = _layers_with_tokens(model)
-    differ = unlike_sizes(layers)
-    if differ:
+    if are_unlike(layers):
         raise UnsupportedError(
-            f"the layers of {type(model).__name__} differ: {differ}, expected the same in all. "
-            "reserve makes room in a cache of each layer's own size"
+            f"{type(model).__name__} has {sizes_in_words(layers)}, expected the same in all. "
+            "reserve makes room of each layer's own size"
         )
     return _geometry(model, layers[0], batch_size, num_tokens, num_layers=len(layers))
 

@@ -6,10 +6,12 @@ that use the keys and values of others keep nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvx_core import UnsupportedError
+from kvx_core.words import many
 
 # Layers that keep a state, and no keys and values.
 # Source: transformers 5.19 cache_utils.py, DYNAMIC_LAYER_TYPE_MAPPING
@@ -65,17 +67,15 @@ def _window(config: Any, kind: str) -> int | None:
     return window if not kind or kind in _WINDOWS else 0
 
 
-def unlike_sizes(layers: tuple[KvLayer, ...]) -> str:
-    """The sizes of layers that differ in them, in words; "" if they are alike.
+def sizes_in_words(layers: Sequence[KvLayer]) -> str:
+    """Such as: 5 layers with 4 KV heads of 256, 1 layer with 2 KV heads of 512."""
+    counts = Counter((layer.num_kv_heads, layer.head_dim) for layer in layers)
+    return ", ".join(
+        f"{many(count, 'layer')} with {many(heads, 'KV head')} of {head_dim}"
+        for (heads, head_dim), count in counts.items()
+    )
 
-    Such as: 2 layers have 4 KV heads of 256, 1 has 2 of 512
-    """
-    sizes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
-    kinds = sorted(set(sizes), key=sizes.index)
-    if len(kinds) < 2:
-        return ""
-    (heads, dim), *others = kinds
-    count = sizes.count(kinds[0])
-    first = f"{count} {'layer has' if count == 1 else 'layers have'} {heads} KV heads of {dim}"
-    rest = (f"{sizes.count(size)} {size[0]} of {size[1]}" for size in others)
-    return ", ".join([first, *rest])
+
+def are_unlike(layers: Sequence[KvLayer]) -> bool:
+    """Whether layers differ in their sizes."""
+    return len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1

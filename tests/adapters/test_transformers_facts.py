@@ -279,8 +279,8 @@ def test_geometry_of_unequal_layers() -> None:
     with pytest.raises(UnsupportedError) as raised:
         hf.geometry(gemma4(), batch_size=1, num_tokens=3)
     assert str(raised.value) == (
-        "the layers of Gemma4ForCausalLM differ: 1 layer has 2 KV heads of 16, 1 1 of 32, expected "
-        "the same in all. reserve makes room in a cache of each layer's own size"
+        "Gemma4ForCausalLM has 1 layer with 2 KV heads of 16, 1 layer with 1 KV head of 32, "
+        "expected the same in all. reserve makes room of each layer's own size"
     )
     assert hf.geometry(gemma3n(), batch_size=1, num_tokens=3).num_layers == 4
 
