@@ -6,6 +6,7 @@ keys turn: two equal tokens have equal keys but for their rotation.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvx_core import (
     migrate,
     verify,
 )
+from kvx_core.rope import standard_rope
 from tests.facts import SAME_MODEL
 
 DIM, WINDOW = 16, 8
@@ -242,6 +244,29 @@ def test_what_is_not_known_has_a_reason(name: str, fields: dict[str, Any], reaso
     )
     facts = hf.cache_facts(model, allow_unknown=True)
     assert (facts.rotary, facts.rotary_dim, facts.rope_applied) == (None, None, None)
+
+
+@pytest.mark.parametrize("in_config", [7, None])
+@pytest.mark.parametrize("in_parameters", [8, None])
+def test_lengths_of_rotations_are_those_that_transformers_takes(
+    in_config: int | None, in_parameters: int | None
+) -> None:
+    length = "original_max_position_embeddings"
+    given = {} if in_config is None else {length: in_config}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    rope |= {} if in_parameters is None else {length: in_parameters}
+    raw = {"max_position_embeddings": 9, "rope_parameters": rope} | given
+
+    def taken(config: Any) -> Any:
+        config.standardize_rope_params()  # as a rotary embedding does
+        return config.rope_parameters
+
+    alone = taken(transformers.LlamaConfig(**copy.deepcopy(raw)))
+    assert standard_rope(raw)[""][length] == alone[length]
+    default = {"rope_type": "default", "rope_theta": 1.0}
+    raw["rope_parameters"] = {"full_attention": rope, "sliding_attention": default}
+    nested = taken(transformers.Gemma3TextConfig(**copy.deepcopy(raw)))["full_attention"]
+    assert standard_rope(raw)["full_attention"][length] == nested[length]
 
 
 # ---- layers that differ ----
