@@ -296,6 +296,11 @@ def test_into_a_static_cache(llama: Any) -> None:
     dst = transformers.StaticCache(config=llama.config, max_cache_len=24)
     hf.reserve(dst, llama, batch_size=1, num_tokens=ids.shape[1])
     migrate(hf.cache_view(src, facts), hf.cache_view(dst, facts), [ids.shape[1]])
+    for layer, there in zip(src.layers, dst.layers, strict=True):
+        for name in ("keys", "values"):
+            moved, rest = getattr(there, name).split([ids.shape[1], 24 - ids.shape[1]], dim=2)
+            assert torch.equal(moved, getattr(layer, name))
+            assert not rest.any()
     wanted, _ = decode(llama, src, torch.ones_like(ids), first)
     found, _ = decode(llama, dst, torch.ones_like(ids), first)
     assert torch.equal(found, wanted)

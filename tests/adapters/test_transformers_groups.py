@@ -107,6 +107,14 @@ def test_a_prompt_goes_on(
     for group, other in zip(here, there, strict=True):
         assert group.end == num_tokens
         migrate(*hf.shared_spans(group, other))
+    for layer, moved in zip(src.layers, dst.layers, strict=True):
+        held = min(num_tokens, WINDOW - 1) if layer.is_sliding else num_tokens
+        for name in ("keys", "values"):
+            here, there = (
+                getattr(one, name)[:, :, : min(num_tokens, getattr(one, name).shape[2])]
+                for one in (layer, moved)
+            )
+            assert torch.equal(there[:, :, -held:], here[:, :, -held:])
     wanted = decode(like, src, first)
     assert decode(like, dst, first) == wanted
     assert decode(like, zeros, first) != wanted
