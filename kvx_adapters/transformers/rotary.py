@@ -80,7 +80,7 @@ def _functions(decoder: Any) -> dict[str, Callable[..., Any]]:
     for kind in {type(part) for part in decoder.modules()}:
         for method in vars(kind).values():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            module = vars(sys.modules[kind.__module__])
+            module = getattr(sys.modules.get(kind.__module__), "__dict__", {})
             for name in code.co_names if code is not None else ():
                 if "apply" in name and _ROTARY.search(name) and callable(module.get(name)):
                     found[name] = module[name]
