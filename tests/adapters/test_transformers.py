@@ -134,6 +134,16 @@ def test_a_view_is_refused_after_another_forward_pass(llama: Any) -> None:
     assert migrate(hf.cache_view(cache, SAME_MODEL), other, [4])
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_view_is_refused_after_one_new_tensor(llama: Any, name: str) -> None:
+    src, dst = (filled(transformers.DynamicCache(config=llama.config), 1, 5) for _ in "ab")
+    view, other = (hf.cache_view(cache, SAME_MODEL) for cache in (src, dst))
+    migrate(view, other, [5])
+    setattr(src.layers[2], name, getattr(src.layers[2], name).clone())
+    with pytest.raises(InvalidArgumentError, match=r"cache\.layers\[2\] has new tensors, expected"):
+        migrate(view, other, [5])
+
+
 @torch.inference_mode()
 def test_a_static_cache_stays_where_it_is(llama: Any) -> None:
     cache = transformers.StaticCache(config=llama.config, max_cache_len=16)
@@ -180,6 +190,16 @@ def test_reserve(llama: Any, kind: str) -> None:
         assert not layer.keys.any()
         assert not layer.values.any()
         assert layer.keys.data_ptr() != layer.values.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reserve_in_the_dtype_of_the_model(kind: str) -> None:
+    model = make_model().bfloat16()
+    cache = transformers.DynamicCache(config=model.config)
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=5)
+    hf.reserve(cache, model, batch_size=1, num_tokens=5)
+    assert {layer.values.dtype for layer in cache.layers} == {torch.bfloat16}
 
 
 def test_reserve_without_head_dim() -> None:
