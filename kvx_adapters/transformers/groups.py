@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvx_adapters.transformers.cache import (
@@ -179,8 +180,7 @@ def _group(
                 )
         return outdated(parts, described)
 
-    def holds() -> int:
-        return num_held(parts) - held[0]
-
+    # A layer that has left tokens behind is full, so that its count is beyond its room.
+    holds = partial(num_held, parts)
     view = CacheView(described, own, dense=True, outdated=moved_on, holds=holds)
     return LayerGroup(layers, view, facts.window or 0, *held)

@@ -109,7 +109,7 @@ class PagedGroup:
                 f"request {request_id!r} has room for {room} tokens, expected it for {count} from "
                 f"token {first} on"
             )
-        places = (token % (self.window or room) for token in range(first, first + count))
+        places = (token % room for token in range(first, first + count))
         return [blocks[place // page] * page + place % page for place in places]
 
 

@@ -303,6 +303,14 @@ def test_a_prompt_of_unequal_layers_goes_on(
     assert found == wanted
 
 
+def test_groups_of_unequal_layers_without_their_model() -> None:
+    cache = transformers.DynamicCache()
+    for i, shape in enumerate([(1, 2, 5, DIM), (1, 1, 5, 2 * DIM), (1, 2, 5, DIM), (1, 2, 5, 4)]):
+        cache.update(torch.zeros(shape), torch.zeros(shape), i)
+    groups = hf.layer_groups(cache, CacheFacts(window=0))
+    assert [group.layers for group in groups] == [(0, 2), (1,), (3,)]
+
+
 def test_geometry_of_unequal_layers() -> None:
     with pytest.raises(UnsupportedError) as raised:
         hf.geometry(gemma4(), batch_size=1, num_tokens=3)

@@ -374,6 +374,8 @@ def test_paged_refusals(models: dict[str, Any]) -> None:
     assert cache.can_store_request_tokens(state, 5)
     full, windows = sorted(hf.paged_groups(cache, facts(models["mixed"])), key=lambda g: g.window)
     assert (full.window, windows.window) == (0, WINDOW)
+    found = [(g.view.facts.first_layer, g.view.facts.num_layers) for g in (full, windows)]
+    assert found == [(1, 1), (None, 2)]  # layers 0 and 2 are no range
     assert full.span("a", [0], [5]).slots.token_count == 5
     with pytest.raises(InvalidArgumentError, match=r"request 'b' has no blocks of the layers"):
         full.span("b", [0], [5])
