@@ -49,23 +49,17 @@ def cache_facts(
 def facts_of_layers(model: Any, facts: CacheFacts) -> dict[int, CacheFacts]:
     """The facts of each layer that keeps keys and values, by its index in the model.
 
-    facts: of all of them, see `cache_facts`, whose rotation may be unknown
+    facts: of all of them, see `cache_facts`: their rotation stays where the model's is not known
     """
-    turning = _rotations(model, allow_unknown=facts.rotary is None)
+    turning = _rotations(model, allow_unknown=True)
     found = {}
     for layer in kv_layers(model.config.get_text_config(decoder=True)):
-        rotation = turning.get(layer.kind, turning.get(""))
-        if rotation is None:  # a type that does not turn has the order of those that do
-            rotation = _shared(list(turning.values()))
-        order, dim = (None, None) if rotation is None else rotation
-        found[layer.layer] = replace(
-            facts,
-            rotary=order,
-            rotary_dim=dim,
-            rope_applied=None if order is None else True,
-            window=layer.window,
-            total_kv_heads=layer.num_kv_heads,
-        )
+        own = replace(facts, window=layer.window, total_kv_heads=layer.num_kv_heads)
+        # A type that does not turn has the order of those that do.
+        rotation = turning.get(layer.kind, turning.get("", _shared(list(turning.values()))))
+        if rotation is not None:
+            own = replace(own, rotary=rotation.order, rotary_dim=rotation.dim, rope_applied=True)
+        found[layer.layer] = own
     return found
 
 

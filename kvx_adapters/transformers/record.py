@@ -107,7 +107,8 @@ def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
             "beyond it the angles of a dynamic rotary embedding depend on the sequence's length"
         )
     for name, part in model.named_modules():
-        if name.endswith("rotary_emb") and not _is_of_config(part):
+        is_fixed = not kinds & {"longrope", "dynamic"}
+        if name.endswith("rotary_emb") and not _is_of_config(part, is_fixed):
             raise UnsupportedError(
                 f"{name} is not what model.config says. Load the model with the rope_parameters "
                 "that it should have: from_pretrained(directory, rope_parameters=...)"
@@ -120,15 +121,20 @@ def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
     )
 
 
-def _is_of_config(embedding: Any) -> bool:
-    """Whether a rotary embedding has the frequencies that its config gives a new one."""
+def _is_of_config(embedding: Any, is_fixed: bool) -> bool:
+    """Whether a rotary embedding has the frequencies that its config gives a new one.
+
+    is_fixed: they do not change with the length of a sequence. Else only the original ones are
+              compared
+    """
     try:
         new = dict(type(embedding)(embedding.config).named_buffers())
     except (TypeError, AttributeError):
         return True  # its class is not made from a config
     own = dict(embedding.named_buffers())
-    frequencies = [name for name in new if name.endswith("original_inv_freq")]
-    frequencies = frequencies or [name for name in new if name.endswith("inv_freq")]
+    names = [name for name in new if name.endswith("inv_freq")]
+    originals = [name for name in names if name.endswith("original_inv_freq")]
     return all(
-        torch.equal(own[name].cpu().float(), new[name].cpu().float()) for name in frequencies
+        torch.equal(own[name].cpu().float(), new[name].cpu().float())
+        for name in (names if is_fixed or not originals else originals)
     )

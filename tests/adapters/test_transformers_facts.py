@@ -7,6 +7,8 @@ keys turn: two equal tokens have equal keys but for their rotation.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,7 +129,9 @@ def turns(model: Any, order: str, dim: int) -> list[bool]:
 
 FAMILIES: list[tuple[str, dict[str, Any], str, int]] = [
     ("Llama", {}, "half", DIM),
+    ("Qwen2", {}, "half", DIM),
     ("Qwen3", {}, "half", DIM),
+    ("Mistral", {"sliding_window": WINDOW}, "half", DIM),
     ("Phi3", {"head_dim": ...}, "half", DIM),
     ("Phi", {"head_dim": ..., "partial_rotary_factor": 0.5}, "half", 8),
     ("GPTNeoX", {"head_dim": ..., "num_key_value_heads": ...}, "half", 4),
@@ -246,6 +250,16 @@ def test_what_is_not_known_has_a_reason(name: str, fields: dict[str, Any], reaso
     assert (facts.rotary, facts.rotary_dim, facts.rope_applied) == (None, None, None)
 
 
+@pytest.mark.parametrize("rotary", [None, "half"])
+def test_groups_keep_a_rotation_that_only_the_caller_knows(rotary: Any) -> None:
+    model = make("NanoChat")
+    cache = empty("dynamic", model)
+    hf.reserve(cache, model, batch_size=1, num_tokens=3)
+    facts = replace(hf.cache_facts(model, allow_unknown=True), rotary=rotary)
+    (group,) = hf.layer_groups(cache, facts, model)
+    assert group.view.facts.rotary == rotary
+
+
 @pytest.mark.parametrize("in_config", [7, None])
 @pytest.mark.parametrize("in_parameters", [8, None])
 def test_lengths_of_rotations_are_those_that_transformers_takes(
@@ -267,6 +281,40 @@ def test_lengths_of_rotations_are_those_that_transformers_takes(
     raw["rope_parameters"] = {"full_attention": rope, "sliding_attention": default}
     nested = taken(transformers.Gemma3TextConfig(**copy.deepcopy(raw)))["full_attention"]
     assert standard_rope(raw)["full_attention"][length] == nested[length]
+
+
+def test_a_chunk_is_no_window() -> None:
+    kinds = ["chunked_attention", "full_attention"]
+    chunks = {"attention_chunk_size": 8, "layer_types": kinds, "intermediate_size_mlp": 96}
+    model = make("Llama4Text", **EXPERTS, **chunks)
+    facts = hf.cache_facts(model)
+    assert facts.window is None
+    cache = transformers.DynamicCache()
+    run(model, cache, *prompt(5))
+    groups = {group.layers: group.view.facts for group in hf.layer_groups(cache, facts, model)}
+    assert {layers: own.window for layers, own in groups.items()} == {(0,): None, (1,): 0}
+
+
+def test_a_record_says_whether_llama_4_tunes_its_attention(tmp_path: Path) -> None:
+    """Which engines leave out or do, whatever the file says."""
+    model = make("Llama4Text", **EXPERTS, intermediate_size_mlp=96, attn_temperature_tuning=False)
+    model.save_pretrained(tmp_path)
+    assert hf.model_record(model, tmp_path).overrides == {"attn_temperature_tuning": False}
+    model.config.attn_temperature_tuning = True
+    assert hf.model_record(model, tmp_path).overrides == {"attn_temperature_tuning": True}
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("name", ["inv_freq", "original_inv_freq"])
+def test_frequencies_of_one_type_that_are_changed_by_hand(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    model = make("Gemma3Text", **MIXED)
+    model.save_pretrained(tmp_path)
+    hf.model_record(model, tmp_path)
+    dict(model.model.rotary_emb.named_buffers())[f"{kind}_{name}"].mul_(0.5)
+    with pytest.raises(UnsupportedError, match=r"rotary_emb is not what model\.config says"):
+        hf.model_record(model, tmp_path)
 
 
 # ---- layers that differ ----

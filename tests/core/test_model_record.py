@@ -76,6 +76,10 @@ def test_integers_are_the_floats_that_they_are_equal_to() -> None:
                 }
             },
         ),
+        (  # sections of positions that a text token has alike
+            {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}},
+            {"": ROPE[""] | {"mrope_section": [2.0, 3.0]}},
+        ),
         ({"rope_parameters": [1]}, {"": {"rope_type": "[1]"}}),
         ({"rope_scaling": {"type": ["a"]}}, {"": {"rope_type": "['a']"}}),
     ],
