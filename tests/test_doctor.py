@@ -387,6 +387,22 @@ MODELS = {
         "192 bytes per token in bfloat16: 1 KV heads of 8 in each layer",
         {"TensorRT-LLM": f"{REFUSED}windows", "transformers": "a view of each group of layers"},
     ),
+    "gemma4_text": (
+        {"num_hidden_layers": 3, "layer_types": [*["sliding_attention"] * 2, "full_attention"]},
+        "1 layer: K and V of all tokens; 2 layers: K and V of a window of 512 tokens",
+        # 2 bytes of K and V: 2 * (2 * 4 * 256 + 4 * 512) numbers
+        "16,384 bytes per token in bfloat16: 2 layers with 4 KV heads of 256, 1 layer with 4 KV "
+        "heads of 512",
+        {"transformers": "a view of each group of layers"},
+    ),
+    "gemma3n_text": (
+        {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "num_key_value_heads": 1}
+        | {"head_dim": 8, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+        "4 layers: K and V of a window of 512 tokens; 2 layers: nothing: they use other layers' K "
+        "and V",
+        "128 bytes per token in bfloat16: 1 KV heads of 8 in each layer",
+        {"vLLM": f"{REFUSED}layers share their K and V"},
+    ),
     "deepseek_v3": (
         {"num_hidden_layers": 3},
         "3 layers: latents (MLA), in transformers K and V, of all tokens",

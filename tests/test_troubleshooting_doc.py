@@ -121,6 +121,7 @@ CASES: list[Callable[[Path], object]] = [
     lambda path: move(view(), view(fingerprint="n")),
     lambda path: move(view(), view(), block=8),
     lambda path: move(view(), view(), num_tokens=17),
+    lambda path: move(CacheView(view().layers, view().facts, holds=lambda: 2), view()),
     lambda path: move(view(), view(cache(heads=4))),
     lambda path: move(view(), view(cache(dtype=torch.uint8))),
     lambda path: (lambda one: move(one, one))(view()),

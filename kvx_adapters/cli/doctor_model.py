@@ -15,6 +15,7 @@ from typing import Any
 
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.extras import pip_install
+from kvx_core import KvxError
 
 _GENERATES = re.compile("ForCausalLM|LMHeadModel|ForConditionalGeneration")
 _GROUPS = "a view of each group of layers"
@@ -142,20 +143,31 @@ def _bytes_per_token(text: Any, kinds: Kinds) -> str:
     dtype = str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
     layers = kinds.full + kinds.indexed + sum(count for _, count in kinds.windows)
     if kinds.latent is not None:
-        numbers = sum(kinds.latent)
-        how = f"latents of {kinds.latent[0]} numbers and keys of {kinds.latent[1]}"
+        numbers = layers * sum(kinds.latent)
+        how = f"latents of {kinds.latent[0]} numbers and keys of {kinds.latent[1]} in each layer"
     else:
-        query_heads = getattr(text, "num_attention_heads", None)
-        if not isinstance(query_heads, int) or query_heads < 1:  # it may be a list
-            return ""
-        heads = getattr(text, "num_key_value_heads", None) or query_heads
-        dims = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-        if not isinstance(heads, int) or not isinstance(dims, int):
-            return ""
-        numbers, how = 2 * heads * dims, f"{heads} KV heads of {dims}"
-    if dtype not in _DTYPES or not layers:
+        numbers, how = _kv_numbers(text, layers)
+    if dtype not in _DTYPES or not numbers:
         return ""
-    return f"{layers * numbers * _DTYPES[dtype]:,} bytes per token in {dtype}: {how} in each layer"
+    return f"{numbers * _DTYPES[dtype]:,} bytes per token in {dtype}: {how}"
+
+
+def _kv_numbers(text: Any, layers: int) -> tuple[int, str]:
+    """Numbers of K and V of a token in all layers, and how they come about; 0 if that is not known.
+
+    layers: that have K and V
+    """
+    from kvx_adapters.transformers.sizes import are_unlike, kv_layers, sizes_in_words
+
+    try:
+        found = kv_layers(text)
+    except (KvxError, AttributeError, TypeError):  # lists of numbers, or none
+        return 0, ""
+    numbers = [2 * layer.num_kv_heads * layer.head_dim for layer in found]
+    if found and not are_unlike(found):
+        how = f"{found[0].num_kv_heads} KV heads of {found[0].head_dim} in each layer"
+        return layers * numbers[0], how
+    return (sum(numbers), sizes_in_words(found)) if len(found) == layers else (0, "")
 
 
 def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:

@@ -1,27 +1,26 @@
 """HF transformers 5: its caches as KVX views. Imports no transformers.
 
 `cache_view` describes a DynamicCache or StaticCache whose layers all hold every token,
-`padded_span` the real tokens of a padded batch in it. `layer_groups` is for models with sliding
-windows, whose layers hold their last tokens only. `paged_groups` describes the cache of continuous
-batching.
+`padded_span` the real tokens of a padded batch in it. `layer_groups` is for models whose layers
+differ, in sliding windows or sizes. `paged_groups` describes the cache of continuous batching.
 Quantized and linear-attention layers are refused.
 """
 
 from kvx_adapters.transformers.cache import (
     block_table,
     cache_desc,
-    cache_facts,
     cache_view,
     geometry,
-    model_record,
     padded_span,
     reserve,
     seq_lens,
     slot_mapping,
     starts,
 )
+from kvx_adapters.transformers.facts import cache_facts
 from kvx_adapters.transformers.groups import LayerGroup, layer_groups, shared_spans
 from kvx_adapters.transformers.paged import PagedGroup, paged_groups
+from kvx_adapters.transformers.record import model_record
 
 __all__ = [
     "LayerGroup",

@@ -1,4 +1,4 @@
-"""DynamicCache and StaticCache as KVX views, their facts, and the record of their model.
+"""DynamicCache and StaticCache as KVX views, and room in them.
 
 A layer's keys and values are two tensors (batch, num_kv_heads, num_tokens, head_dim), K stored
 after the rotation. That is a paged cache with one block per sequence: num_blocks is the batch,
@@ -12,15 +12,14 @@ that migrate and verify refuse it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvx_adapters.transformers.sizes import KvLayer, are_unlike, kv_layers, sizes_in_words
 from kvx_core import (
     BlockTable,
     CacheDesc,
@@ -28,39 +27,19 @@ from kvx_core import (
     CacheGeometry,
     CacheSpan,
     CacheView,
-    DType,
     InvalidArgumentError,
     Layout,
-    ModelRecord,
     SeqLens,
     SlotMapping,
     UnsupportedError,
     describe,
-    model_files_digest,
 )
-from kvx_core.config_values import as_json
-from kvx_core.model_record import without_rope
-from kvx_core.rope import Rope, as_applied, standard_rope
 
 # Layers that hold the keys and values of every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
-_LAYERS = ("DynamicLayer", "StaticLayer")
+LAYERS = ("DynamicLayer", "StaticLayer")
 # Layers that hold the last tokens only.
 SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
-# Fields of a loaded config that change how the model is called, not what it computes.
-_CALLING = (
-    "architectures",
-    "attn_implementation",
-    "bos_token_id",
-    "eos_token_id",
-    "experts_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "quantization_config",
-    "return_dict",
-    "use_cache",
-)
 
 
 def cache_desc(layer: Any) -> CacheDesc:
@@ -71,12 +50,17 @@ def cache_desc(layer: Any) -> CacheDesc:
     Raises UnsupportedError, InvalidArgumentError.
     Source: transformers 5.19 cache_utils.py, DynamicLayer.update, StaticLayer.update
     """
-    kind = type(layer).__name__
-    if kind not in _LAYERS:
-        raise UnsupportedError(
-            f"layer is a {kind}, expected {' or '.join(_LAYERS)}: {_way_out(layer)}"
-        )
+    require_kind(layer, LAYERS)
     return layer_desc(layer)
+
+
+def require_kind(layer: Any, kinds: Sequence[str]) -> None:
+    """Raises UnsupportedError if the layer is of none of these classes."""
+    kind = type(layer).__name__
+    if kind not in kinds:
+        raise UnsupportedError(
+            f"layer is a {kind}, expected {' or '.join(kinds)}: {_way_out(layer)}"
+        )
 
 
 def _way_out(layer: Any) -> str:
@@ -188,8 +172,8 @@ def num_held(layers: Sequence[Any]) -> int:
 
 
 def layers_of(cache: Any) -> Sequence[Any]:
-    """The layers of a Cache. Raises UnsupportedError for what is none, InvalidArgumentError for one
-    that has no layers yet.
+    """The layers of a Cache. Raises UnsupportedError for what is none and for one that offloads its
+    layers, InvalidArgumentError for one that has no layers yet.
 
     Source: transformers 5.19 cache_utils.py, Cache, EncoderDecoderCache
     """
@@ -198,6 +182,11 @@ def layers_of(cache: Any) -> Sequence[Any]:
         raise UnsupportedError(
             f"cache is a {type(cache).__name__}, expected a DynamicCache or StaticCache. Of an "
             "EncoderDecoderCache pass self_attention_cache, and cross_attention_cache apart"
+        )
+    if getattr(cache, "offloading", False):
+        raise UnsupportedError(
+            "cache.offloading is True, expected False: its layers move to the host and back beside "
+            "the model's work, and no call says when a copy is complete. Make it without"
         )
     if not layers:
         raise InvalidArgumentError(
@@ -218,86 +207,46 @@ def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | Non
     return None
 
 
-def cache_facts(model: Any, *, fingerprint: str | None = None) -> CacheFacts:
-    """The facts of a transformers model's cache; None where they are not known.
-
-    model:       a PreTrainedModel with a decoder, on one device. Its rotary embedding is run once
-    fingerprint: of the model as it is computed, see `model_record`
-    """
-    config = model.config.get_text_config(decoder=True)
-    rotary, rotary_dim = _rotary(model)
-    return CacheFacts(
-        engine=f"transformers {sys.modules['transformers'].__version__}",
-        fingerprint=fingerprint,
-        rotary=rotary,
-        rotary_dim=rotary_dim,
-        rope_applied=None if rotary is None else True,
-        hadamard=False,
-        scale_convention="multiply",  # there are no scales
-        num_layers=config.num_hidden_layers,
-        first_layer=0,
-        window=_window(config),
-        total_kv_heads=_num_kv_heads(config),
-        first_kv_head=0,
-        compute_dtype=_dtype(model),
-        negative_slots="wrap",  # -1 indexes the last token
-    )
-
-
-def model_record(
-    model: Any,
-    directory: Path | str,
-    *,
-    files: str | None = None,
-    num_tokens: int | None = None,
-) -> ModelRecord:
-    """The ModelRecord of a model loaded from a directory, with the config that it has now.
-
-    model:      a PreTrainedModel whose weights are those of the files
-    directory:  the model's files
-    files:      the caller's own name for them; None: model_files_digest(directory)
-    num_tokens: of the longest sequence, computed in one forward pass. Needed for rotary types that
-                depend on it: longrope, dynamic
-    Raises UnsupportedError for changes that files and config do not show, such as adapters;
-    InvalidArgumentError.
-    """
-    if getattr(model, "peft_config", None):
-        raise UnsupportedError(
-            f"model has the adapters {sorted(model.peft_config)}, expected none: keys and values "
-            "depend on them. Merge them, save the model and load it from there"
-        )
-    saved = type(model.config).from_pretrained(directory)
-    text = model.config.get_text_config(decoder=True)
-    overrides = dict(_changes(saved, model.config))
-    if text.model_type.startswith("llama4"):
-        overrides["attn_temperature_tuning"] = bool(text.attn_temperature_tuning)
-    return ModelRecord(
-        files=model_files_digest(directory) if files is None else files,
-        architecture=text.model_type,
-        rope=_rope(model, text, num_tokens),
-        quantization=_quantization(saved, model.config),
-        overrides=overrides,
-    )
-
-
 def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
     """Sizes of a cache for `model` that holds `num_tokens` tokens of `batch_size` sequences.
 
-    Raises InvalidArgumentError naming the wrong number, UnsupportedError for latent attention.
+    Raises InvalidArgumentError naming the wrong number, UnsupportedError for latent attention and
+    for layers that differ in their sizes.
     """
+    layers = _layers_with_tokens(model)
+    if are_unlike(layers):
+        raise UnsupportedError(
+            f"{type(model).__name__} has {sizes_in_words(layers)}, expected the same in all. "
+            "reserve makes room of each layer's own size"
+        )
+    return _geometry(model, layers[0], batch_size, num_tokens, num_layers=len(layers))
+
+
+def _layers_with_tokens(model: Any) -> tuple[KvLayer, ...]:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedError(
             f"model is a {type(model).__name__} with latent attention (config.kv_lora_rank), whose "
             "keys and values have sizes of their own. Run it once instead, to make its cache"
         )
-    head_dim = getattr(config, "head_dim", None)
+    layers = kv_layers(config)
+    if not layers:
+        raise UnsupportedError(
+            f"model is a {type(model).__name__}, whose layers keep states, expected some with keys "
+            "and values"
+        )
+    return layers
+
+
+def _geometry(
+    model: Any, layer: KvLayer, batch_size: int, num_tokens: int, *, num_layers: int = 1
+) -> CacheGeometry:
     return CacheGeometry(
-        num_layers=config.num_hidden_layers,
+        num_layers=num_layers,
         num_blocks=batch_size,
         block_size=num_tokens,
-        num_kv_heads=_num_kv_heads(config),
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
         dtype=model.dtype,
     )
 
@@ -306,21 +255,44 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
     """Makes an empty cache hold `num_tokens` zero tokens per sequence, to migrate into.
 
     cache: an empty DynamicCache(config=model.config), or a StaticCache of at least that length
-    Mutates the cache: its keys and values are then (batch_size, num_kv_heads, num_tokens,
-    head_dim), zero, since attention multiplies padding by 0 and the padding must be finite.
-    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError.
+    Mutates the cache: keys and values of each layer are then (batch_size, num_kv_heads, num_tokens,
+    head_dim) as the model has them there, zero, since attention multiplies padding by 0 and the
+    padding must be finite.
+    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError; then
+    nothing is changed.
     """
-    if cache.get_seq_length() != 0:
+    wanted = _layers_with_tokens(model)
+    shapes = [
+        _geometry(model, layer, batch_size, num_tokens).k_shape(Layout.BLOCK_HND)
+        for layer in wanted
+    ]
+    layers: Sequence[Any] = layers_of(cache) if _has_layers(cache) else ()
+    indices = [layer.layer for layer in wanted]
+    if layers and indices != list(range(len(layers))):
         raise InvalidArgumentError(
-            f"cache holds {int(cache.get_seq_length())} tokens, expected none. Pass a new one"
+            f"cache has {len(layers)} layers and keys and values are in layers {indices} of the "
+            "model, expected the same layers. Make it with config=model.config"
         )
-    sizes = geometry(model, batch_size=batch_size, num_tokens=num_tokens)
+    held = max((int(layer.get_seq_length()) for layer in layers), default=0)
+    if held:
+        raise InvalidArgumentError(f"cache holds {held} tokens, expected none. Pass a new one")
+    for i, layer in enumerate(layers):
+        require_kind(layer, (*LAYERS, *SLIDING_LAYERS))
+        room = layer.max_cache_len if type(layer).__name__ == "StaticLayer" else num_tokens
+        if room < num_tokens:
+            raise InvalidArgumentError(
+                f"cache.layers[{i}] has room for {room} tokens, expected it for {num_tokens}. Make "
+                f"it with max_cache_len={num_tokens} or more"
+            )
     # update() copies what it is given, so one zero stands for all of them.
-    zeros = torch.zeros((), dtype=model.dtype, device=model.device).expand(
-        sizes.k_shape(Layout.BLOCK_HND)
-    )
-    for layer_idx in range(sizes.num_layers):
-        cache.update(zeros, zeros, layer_idx)
+    zero = torch.zeros((), dtype=model.dtype, device=model.device)
+    for i, shape in zip(indices, shapes, strict=True):
+        cache.update(zero.expand(shape), zero.expand(shape), i)
+
+
+def _has_layers(cache: Any) -> bool:
+    """False for DynamicCache(), which makes them as they are needed."""
+    return bool(getattr(cache, "layers", True))
 
 
 def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,128 +311,3 @@ def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
             f"{int(last[row])}, expected them in one piece. Use slot_mapping"
         )
     return first.where(count > 0, 0), count
-
-
-def _dtype(model: Any) -> DType | None:
-    try:
-        return DType.from_name(str(getattr(model, "dtype", None)))
-    except InvalidArgumentError:
-        return None
-
-
-def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields in which a config differs from its file."""
-    before, now = (without_rope(found.to_dict()) for found in (saved, config))
-    for key in sorted(before.keys() | now.keys()):
-        if key not in _CALLING and before.get(key) != now.get(key):
-            yield key, as_json(now.get(key))
-
-
-def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
-    """Quantisation done while loading; None if the files say what is quantised."""
-    before, now = (
-        found if isinstance(found, Mapping) else found.to_dict()
-        for found in (getattr(c, "quantization_config", None) or {} for c in (saved, config))
-    )
-    if not now or str(before.get("quant_method")) == str(now.get("quant_method")):
-        return None
-    return {
-        "engine": f"transformers {sys.modules['transformers'].__version__}",
-        "config": as_json(now),
-    }
-
-
-def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:
-    """The rotary parameters as applied. Raises UnsupportedError, InvalidArgumentError.
-
-    Source: transformers 5.19 modeling_rope_utils.py, dynamic_rope_update
-    """
-    found = standard_rope(config.to_dict())
-    kinds = {parameters["rope_type"] for parameters in found.values()}
-    length = getattr(config, "max_position_embeddings", None)
-    if kinds & {"longrope", "dynamic"} and num_tokens is None:
-        raise InvalidArgumentError(
-            f"num_tokens is None and the rotary embedding is of type {', '.join(sorted(kinds))}, "
-            "expected the length of the longest sequence: its angles depend on it"
-        )
-    if "dynamic" in kinds and length is not None and (num_tokens or 0) > length:
-        raise UnsupportedError(
-            f"num_tokens is {num_tokens}, expected at most max_position_embeddings, {length}: "
-            "beyond it the angles of a dynamic rotary embedding depend on the sequence's length"
-        )
-    for name, part in model.named_modules():
-        if name.endswith("rotary_emb") and not _is_of_config(part):
-            raise UnsupportedError(
-                f"{name} is not what model.config says. Load the model with the rope_parameters "
-                "that it should have: from_pretrained(directory, rope_parameters=...)"
-            )
-    return as_applied(
-        found,
-        num_tokens=num_tokens or 0,
-        max_position_embeddings=length,
-        is_transformers=True,
-    )
-
-
-def _is_of_config(embedding: Any) -> bool:
-    """Whether a rotary embedding has the frequencies that its config gives a new one."""
-    try:
-        new = dict(type(embedding)(embedding.config).named_buffers())
-    except (TypeError, AttributeError):
-        return True  # its class is not made from a config
-    own = dict(embedding.named_buffers())
-    frequencies = [name for name in new if name.endswith("original_inv_freq")]
-    frequencies = frequencies or [name for name in new if name.endswith("inv_freq")]
-    return all(
-        torch.equal(own[name].cpu().float(), new[name].cpu().float()) for name in frequencies
-    )
-
-
-def _num_kv_heads(config: Any) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
-
-
-def _window(config: Any) -> int | None:
-    """The sliding window that all layers share, 0 for full attention; None if layers differ."""
-    window: int = getattr(config, "sliding_window", None) or 0
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds == {"full_attention"}:
-        return 0
-    return window if kinds <= {"sliding_attention"} else None
-
-
-def _rotary(model: Any) -> tuple[Literal["half", "interleaved"] | None, int | None]:
-    """Which dims of a key rotate together, and how many do; (None, None) if that is not known.
-
-    Found by rotating a key by 90 degrees (cos 0, sin 1). The dims (1, 2, .. D) become
-    (-D/2-1, .., -D, 1, .., D/2) if halves rotate together, (-2, 1, -4, 3, ..) if neighbours do.
-    Source: transformers 5.19 models/*/modeling_*.py, apply_rotary_pos_emb
-    """
-    module = vars(sys.modules[type(model).__module__])
-    if [name for name in module if name.startswith("apply_") and "rotary" in name] != [
-        "apply_rotary_pos_emb"
-    ]:
-        return None, None
-    embeddings = [part for name, part in model.named_modules() if name.endswith("rotary_emb")]
-    if not embeddings:
-        return None, None
-    dims = set()
-    try:
-        for embedding in embeddings:
-            like = torch.zeros(1, 1, 1, device=model.device)
-            cos, _ = embedding(like, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
-            dims.add(cos.shape[-1])
-        (dim,) = dims
-        key = torch.arange(1.0, dim + 1).expand(1, 1, 1, dim)
-        zero, one = torch.zeros(1, 1, dim), torch.ones(1, 1, dim)
-        _, turned = module["apply_rotary_pos_emb"](key, key, zero, one)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None, None  # an unusual signature
-    half = torch.cat([-key[..., dim // 2 :], key[..., : dim // 2]], dim=-1)
-    interleaved = torch.stack([-key[..., 1::2], key[..., 0::2]], dim=-1).flatten(-2)
-    if torch.equal(turned, half):
-        return "half", dim
-    if torch.equal(turned, interleaved):
-        return "interleaved", dim
-    return None, None

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvx_adapters.transformers.cache import (
+    LAYERS,
     SLIDING_LAYERS,
-    cache_desc,
     layer_desc,
     layers_of,
+    num_held,
     outdated,
+    require_kind,
 )
+from kvx_adapters.transformers.facts import facts_of_layers
 from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, InvalidArgumentError
 
 _STATIC = "StaticSlidingWindowLayer"
@@ -59,22 +63,40 @@ class LayerGroup:
         return self.view.at(starts=[first - self.first_token] * self.view.layers[0].num_blocks)
 
 
-def layer_groups(cache: Any, facts: CacheFacts) -> tuple[LayerGroup, ...]:
-    """The layers of a DynamicCache or StaticCache by the tokens that they hold, zero-copy.
+def layer_groups(cache: Any, facts: CacheFacts, model: Any = None) -> tuple[LayerGroup, ...]:
+    """The layers of a DynamicCache or StaticCache, those together that hold the same, zero-copy.
 
     cache: of a model with sliding windows, or without. A batch padded on the left has no tokens in
            common positions: move its sequences one by one
     facts: of the model, see `cache_facts`; each group has its own window and number of layers
-    A view is valid until the next forward pass; migrate and verify then refuse it.
+    model: says what each layer keeps, where that is not in the cache: heads and rotations that
+           differ, and the windows of a DynamicCache() without config, which keeps all tokens
+    Groups of all tokens come first. A view is valid until the next forward pass; migrate and verify
+    then refuse it.
     Raises UnsupportedError, InvalidArgumentError.
     Source: transformers 5.19 cache_utils.py, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
     """
-    found: dict[tuple[int, int, int], list[tuple[int, CacheDesc]]] = {}
-    for i, layer in enumerate(layers_of(cache)):
-        sliding = type(layer).__name__ in SLIDING_LAYERS
-        desc = layer_desc(layer) if sliding else cache_desc(layer)
-        found.setdefault((_window(layer), *_held(layer, desc)), []).append((i, desc))
-    return tuple(_group(cache, facts, *key, members) for key, members in sorted(found.items()))
+    layers = layers_of(cache)
+    own = {} if model is None else facts_of_layers(model, facts)
+    found: dict[tuple[Any, ...], tuple[CacheFacts, list[tuple[int, CacheDesc]]]] = {}
+    for i, layer in enumerate(layers):
+        require_kind(layer, (*LAYERS, *SLIDING_LAYERS))
+        if model is not None and i not in own:
+            raise InvalidArgumentError(
+                f"cache.layers[{i}] has keys and values, expected them in the layers {sorted(own)} "
+                f"of {type(model).__name__}. Give its own model"
+            )
+        desc = layer_desc(layer)
+        of_layer = own.get(i) or replace(facts, window=_window(layers, i, facts.window))
+        held = _held(layer, desc)
+        _require_window(i, layer, *held)
+        sizes = desc.num_kv_heads, desc.head_dim, desc.v_head_dim
+        found.setdefault((*held, of_layer, *sizes), (of_layer, []))[1].append((i, desc))
+    groups = [
+        _group(cache, part, (first, count), members)
+        for (first, count, *_), (part, members) in found.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (group.window, group.layers)))
 
 
 def shared_spans(src: LayerGroup, dst: LayerGroup) -> tuple[CacheSpan, CacheSpan, list[int]]:
@@ -93,27 +115,51 @@ def shared_spans(src: LayerGroup, dst: LayerGroup) -> tuple[CacheSpan, CacheSpan
     return src.span(first), dst.span(first), count
 
 
-def _window(layer: Any) -> int:
-    kind = type(layer).__name__
-    if kind not in SLIDING_LAYERS:
-        return 0
-    # A static layer is as long as its window, or as the cache if that is shorter.
-    return int(layer.max_cache_len if kind == _STATIC else layer.sliding_window)
+def _window(layers: Sequence[Any], i: int, of_all: int | None) -> int:
+    """The window of a layer.
+
+    of_all: of all layers of the model; None: they differ, or it is not known
+    """
+    layer, kind = layers[i], type(layers[i]).__name__
+    if of_all is not None:
+        return of_all
+    if kind in SLIDING_LAYERS:
+        # A static layer is as long as its window, or as the cache if that is shorter.
+        return int(layer.max_cache_len if kind == _STATIC else layer.sliding_window)
+    if not any(type(other).__name__ in SLIDING_LAYERS for other in layers):
+        raise InvalidArgumentError(
+            "facts.window is None and all layers of the cache hold all tokens, expected to know "
+            "which layers have windows. Call layer_groups(cache, facts, model)"
+        )
+    return 0
 
 
 def _held(layer: Any, desc: CacheDesc) -> tuple[int, int]:
     """Position of the first token in the tensors of a layer, and how many it holds."""
-    kind, room = type(layer).__name__, desc.block_size
-    total = int(layer.cumulative_length_int if kind == _STATIC else layer.get_seq_length())
+    total, room = int(layer.get_seq_length()), desc.block_size
     return max(total - room, 0), min(total, room)
+
+
+def _require_window(i: int, layer: Any, first: int, count: int) -> None:
+    """Raises InvalidArgumentError if layer i has dropped tokens that its window still reaches.
+
+    Each crop takes tokens from both ends of a window that has been full.
+    """
+    if type(layer).__name__ != "DynamicSlidingWindowLayer":
+        return
+    needed = min(first + count, layer.sliding_window - 1)
+    if count < needed:
+        raise InvalidArgumentError(
+            f"cache.layers[{i}] holds the last {count} of {first + count} tokens, expected "
+            f"{needed} as its attention reads them: crops have dropped the others. Run the "
+            "sequence anew"
+        )
 
 
 def _group(
     cache: Any,
     facts: CacheFacts,
-    window: int,
-    first: int,
-    count: int,
+    held: tuple[int, int],
     members: Sequence[tuple[int, CacheDesc]],
 ) -> LayerGroup:
     layers, described = zip(*members, strict=True)
@@ -122,18 +168,19 @@ def _group(
         facts,
         num_layers=len(layers),
         first_layer=layers[0] if are_adjacent else None,
-        window=window,
     )
+    parts = [cache.layers[i] for i in layers]
 
     def moved_on() -> str | None:
-        parts = [cache.layers[i] for i in layers]
         for part, desc in zip(parts, described, strict=True):
-            if _held(part, desc) != (first, count) and type(part).__name__ == _STATIC:
+            if type(part).__name__ == _STATIC and _held(part, desc) != held:
                 return (
                     "a StaticCache with windows has gone on, which moves its tokens, expected "
                     "those described. Call layer_groups again"
                 )
         return outdated(parts, described)
 
-    view = CacheView(described, own, dense=True, outdated=moved_on)
-    return LayerGroup(layers, view, window, first, count)
+    # A layer that has left tokens behind is full, so that its count is beyond its room.
+    holds = partial(num_held, parts)
+    view = CacheView(described, own, dense=True, outdated=moved_on, holds=holds)
+    return LayerGroup(layers, view, facts.window or 0, *held)

@@ -43,28 +43,57 @@ class PagedGroup:
     _allocator: Any
 
     def span(
-        self, request_ids: Sequence[str], first_tokens: Sequence[int], seq_lens: Sequence[int]
+        self, requests: Sequence[Any], first_tokens: Sequence[int], seq_lens: Sequence[int]
     ) -> CacheSpan:
         """Tokens of requests as they are allocated now: one end of a migration with `seq_lens`.
 
+        requests:     their ids, or their RequestStates: these count the tokens that a request has
+                      computed, and more are refused. Give ids of requests to migrate into
         first_tokens: position of the first token of each that moves; a window holds its last tokens
                       only
         seq_lens:     tokens of each that move
-        Blocks that requests share (prefix caching) hold the tokens of all of them: never migrate
-        into these. Raises InvalidArgumentError for tokens without a place.
+        The span is refused once a request has other blocks. Blocks that requests share (prefix
+        caching) hold the tokens of all of them: never migrate into these.
+        Raises InvalidArgumentError for tokens without a place.
         """
-        lists = len(request_ids), len(first_tokens), len(seq_lens)
+        lists = len(requests), len(first_tokens), len(seq_lens)
         if len(set(lists)) != 1:
             raise InvalidArgumentError(
-                f"request_ids, first_tokens and seq_lens have {lists} entries, expected one per "
+                f"requests, first_tokens and seq_lens have {lists} entries, expected one per "
                 "request in each"
             )
+        firsts = [integer("first_tokens", first) for first in first_tokens]
+        counts = [integer("seq_lens", count) for count in seq_lens]
+        names = [_id(request) for request in requests]
         slots: list[int] = []
-        for request_id, first, count in zip(request_ids, first_tokens, seq_lens, strict=True):
-            slots += self._slots(
-                request_id, integer("first_tokens", first), integer("seq_lens", count)
-            )
-        return self.view.at(slots=SlotMapping.of(slots))
+        for name, first, count in zip(names, firsts, counts, strict=True):
+            slots += self._slots(name, first, count)
+        taken = [list(self._allocator.block_table[name]) for name in names]
+
+        def moved_on() -> str | None:
+            for request, name, first, blocks in zip(requests, names, firsts, taken, strict=True):
+                now = self._allocator.block_table.get(name, ())
+                if list(now[: len(blocks)]) != blocks:
+                    return (
+                        f"request {name!r} has the blocks {list(now)}, expected {blocks} as "
+                        "described. Call span again"
+                    )
+                held = _num_held(request)
+                if held is not None and self.window and first < held - self.window:
+                    return (
+                        f"request {name!r} holds {held} tokens, and a window the last "
+                        f"{self.window} of them, expected those from token {first} on"
+                    )
+            return None
+
+        def holds() -> list[int]:
+            held = map(_num_held, requests)
+            wanted = zip(held, firsts, counts, strict=True)
+            return [count if n is None else n - first for n, first, count in wanted]
+
+        counted = any(_num_held(request) is not None for request in requests)
+        view = replace(self.view, outdated=moved_on, holds=holds if counted else None)
+        return view.at(slots=SlotMapping.of(slots))
 
     def _slots(self, request_id: str, first: int, count: int) -> list[int]:
         blocks = self._allocator.block_table.get(request_id)
@@ -80,8 +109,22 @@ class PagedGroup:
                 f"request {request_id!r} has room for {room} tokens, expected it for {count} from "
                 f"token {first} on"
             )
-        places = (token % (self.window or room) for token in range(first, first + count))
+        places = (token % room for token in range(first, first + count))
         return [blocks[place // page] * page + place % page for place in places]
+
+
+def _id(request: Any) -> str:
+    name: str = getattr(request, "request_id", request)
+    return name
+
+
+def _num_held(request: Any) -> int | None:
+    """The tokens that a request has computed; None for an id, which does not say.
+
+    Source: transformers 5.19 generation/continuous_batching/requests.py, RequestState
+    """
+    count = getattr(request, "position_offset", None)
+    return None if count is None else int(count)
 
 
 def paged_groups(cache: Any, facts: CacheFacts) -> tuple[PagedGroup, ...]:

@@ -134,6 +134,16 @@ def test_a_view_is_refused_after_another_forward_pass(llama: Any) -> None:
     assert migrate(hf.cache_view(cache, SAME_MODEL), other, [4])
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_view_is_refused_after_one_new_tensor(llama: Any, name: str) -> None:
+    src, dst = (filled(transformers.DynamicCache(config=llama.config), 1, 5) for _ in "ab")
+    view, other = (hf.cache_view(cache, SAME_MODEL) for cache in (src, dst))
+    migrate(view, other, [5])
+    setattr(src.layers[2], name, getattr(src.layers[2], name).clone())
+    with pytest.raises(InvalidArgumentError, match=r"cache\.layers\[2\] has new tensors, expected"):
+        migrate(view, other, [5])
+
+
 @torch.inference_mode()
 def test_a_static_cache_stays_where_it_is(llama: Any) -> None:
     cache = transformers.StaticCache(config=llama.config, max_cache_len=16)
@@ -180,6 +190,16 @@ def test_reserve(llama: Any, kind: str) -> None:
         assert not layer.keys.any()
         assert not layer.values.any()
         assert layer.keys.data_ptr() != layer.values.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reserve_in_the_dtype_of_the_model(kind: str) -> None:
+    model = make_model().bfloat16()
+    cache = transformers.DynamicCache(config=model.config)
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=5)
+    hf.reserve(cache, model, batch_size=1, num_tokens=5)
+    assert {layer.values.dtype for layer in cache.layers} == {torch.bfloat16}
 
 
 def test_reserve_without_head_dim() -> None:
@@ -296,6 +316,11 @@ def test_into_a_static_cache(llama: Any) -> None:
     dst = transformers.StaticCache(config=llama.config, max_cache_len=24)
     hf.reserve(dst, llama, batch_size=1, num_tokens=ids.shape[1])
     migrate(hf.cache_view(src, facts), hf.cache_view(dst, facts), [ids.shape[1]])
+    for layer, there in zip(src.layers, dst.layers, strict=True):
+        for name in ("keys", "values"):
+            moved, rest = getattr(there, name).split([ids.shape[1], 24 - ids.shape[1]], dim=2)
+            assert torch.equal(moved, getattr(layer, name))
+            assert not rest.any()
     wanted, _ = decode(llama, src, torch.ones_like(ids), first)
     found, _ = decode(llama, dst, torch.ones_like(ids), first)
     assert torch.equal(found, wanted)
@@ -355,31 +380,6 @@ def test_facts_of_a_llama(llama: Any) -> None:
         compute_dtype=DType.F32,
         negative_slots="wrap",
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "rotary", "rotary_dim"),
-    [
-        ("Qwen3", {}, "half", DIM),
-        ("Cohere", {}, "interleaved", DIM),
-        ("GPTNeoX", {"num_key_value_heads": ..., "head_dim": ..., "hidden_size": 64}, "half", 4),
-        ("Phi", {"head_dim": ..., "hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 8),
-        ("Glm", {"partial_rotary_factor": 0.5}, "interleaved", DIM // 2),
-        ("NanoChat", {}, None, None),  # turns the other way round
-        ("GPT2", {"n_embd": 48, "n_head": 4, "n_layer": 2}, None, None),  # does not turn
-    ],
-)
-def test_rotary_convention(
-    name: str, fields: dict[str, Any], rotary: str | None, rotary_dim: int | None
-) -> None:
-    if name == "GPT2":
-        config = transformers.GPT2Config(vocab_size=97, **fields)
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        model = make_model(name, **fields)
-    facts = hf.cache_facts(model)
-    assert (facts.rotary, facts.rotary_dim) == (rotary, rotary_dim)
-    assert facts.rope_applied == (None if rotary is None else True)
 
 
 def test_neighbours_go_into_halves_if_the_models_are_one(llama: Any) -> None:

@@ -19,6 +19,7 @@ from kvx_core import (
     CacheFacts,
     CacheView,
     InvalidArgumentError,
+    OutOfRangeError,
     UnsupportedError,
     describe,
     migrate,
@@ -106,6 +107,14 @@ def test_a_prompt_goes_on(
     for group, other in zip(here, there, strict=True):
         assert group.end == num_tokens
         migrate(*hf.shared_spans(group, other))
+    for layer, moved in zip(src.layers, dst.layers, strict=True):
+        held = min(num_tokens, WINDOW - 1) if layer.is_sliding else num_tokens
+        for name in ("keys", "values"):
+            here, there = (
+                getattr(one, name)[:, :, : min(num_tokens, getattr(one, name).shape[2])]
+                for one in (layer, moved)
+            )
+            assert torch.equal(there[:, :, -held:], here[:, :, -held:])
     wanted = decode(like, src, first)
     assert decode(like, dst, first) == wanted
     assert decode(like, zeros, first) != wanted
@@ -306,18 +315,80 @@ def test_paged(models: dict[str, Any], name: str, num_tokens: int) -> None:
             assert torch.equal(found[:held], key[layer, num_tokens - held :] + 1)
 
 
+def test_a_request_is_asked_what_it_holds(models: dict[str, Any]) -> None:
+    """Its blocks have room for more; a state counts, an id does not."""
+    like = models["mixed"]
+    cache = paged(like)
+    state = RequestState("a", [1] * 14)
+    assert cache.can_store_request_tokens(state, 14)
+    state.position_offset = 13
+    full, windows = sorted(hf.paged_groups(cache, facts(like)), key=lambda g: g.window)
+    room = torch.zeros(2, 1, 16, HEADS, DIM)
+    layer = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in room))
+    dsts = [
+        CacheView((layer,) * len(group.layers), group.view.facts, dense=True)
+        for group in (full, windows)
+    ]
+    for first in (0, 4):
+        migrate(full.span([state], [first], [13 - first]), dsts[0], [13 - first])
+        with pytest.raises(OutOfRangeError, match=f"src holds {13 - first} tokens of sequence 0"):
+            migrate(full.span([state], [first], [14 - first]), dsts[0], [14 - first])
+    migrate(full.span(["a"], [0], [14]), dsts[0], [14])
+    span = windows.span([state], [5], [8])
+    migrate(span, dsts[1], [8])
+    with pytest.raises(OutOfRangeError, match=r"src holds 7 tokens of sequence 0 .* at least 8"):
+        migrate(windows.span([state], [6], [8]), dsts[1], [8])
+    state.position_offset = 14  # whose token has taken the place of token 6
+    with pytest.raises(InvalidArgumentError) as raised:
+        migrate(span, dsts[1], [8])
+    assert str(raised.value) == (
+        "src is out of date: request 'a' holds 14 tokens, and a window the last 8 of them, "
+        "expected those from token 5 on"
+    )
+
+
+def test_a_span_whose_request_has_other_blocks_is_refused(models: dict[str, Any]) -> None:
+    like = models["full"]
+    cache = paged(like)
+    (group,) = hf.paged_groups(cache, facts(like))
+    for _ in range(4):
+        cache.pool.allocate_sector(group._allocator.index)
+    store(cache, "a", 0, torch.ones(NUM_LAYERS, 5, HEADS, DIM))
+    span = group.span("a", [0], [5])
+    dst = empty("dynamic", like)
+    hf.reserve(dst, like, batch_size=1, num_tokens=5)
+    there = hf.cache_view(dst, facts(like))
+    store(cache, "a", 5, torch.ones(NUM_LAYERS, 4, HEADS, DIM))  # one more block
+    migrate(span, there, [5])
+    assert dst.layers[2].keys.all()
+    group._allocator.free_blocks("a")
+    with pytest.raises(
+        InvalidArgumentError, match=r"src is out of date: request 'a' has the blocks"
+    ):
+        migrate(span, there, [5])
+
+
 def test_paged_refusals(models: dict[str, Any]) -> None:
     cache = paged(models["mixed"])
     state = RequestState("a", [1, 2, 3, 4, 5])
     assert cache.can_store_request_tokens(state, 5)
     full, windows = sorted(hf.paged_groups(cache, facts(models["mixed"])), key=lambda g: g.window)
     assert (full.window, windows.window) == (0, WINDOW)
+    found = [(g.view.facts.first_layer, g.view.facts.num_layers) for g in (full, windows)]
+    assert found == [(1, 1), (None, 2)]  # layers 0 and 2 are no range
     assert full.span("a", [0], [5]).slots.token_count == 5
     with pytest.raises(InvalidArgumentError, match=r"request 'b' has no blocks of the layers"):
         full.span("b", [0], [5])
     for group in (full, windows):
         with pytest.raises(InvalidArgumentError, match="room for 8 tokens, expected it for 9 from"):
             group.span("a", [0], [9])
+    assert windows.span("a", [5], [8]).slots.token_count == 8  # a ring
+    with pytest.raises(InvalidArgumentError, match="room for 8 tokens, expected it for 5 from tok"):
+        full.span("a", [4], [5])
+    state = RequestState("short", [1, 2, 3])
+    assert cache.can_store_request_tokens(state, 3)
+    with pytest.raises(InvalidArgumentError, match="room for 4 tokens, expected it for 3 from tok"):
+        windows.span(["short"], [2], [3])  # a ring whose other half has no blocks yet
     with pytest.raises(InvalidArgumentError, match=r"have \(1, 1, 2\) entries, expected one per"):
         full.span("a", [0], [1, 2])
     cache.cache_allocators["other"] = object()

@@ -112,6 +112,13 @@ def test_a_lookup_is_counted_from_the_beginning_of_its_row(kind: str) -> None:
     assert torch.equal(target, wanted)
 
 
+def test_a_sequence_of_which_nothing_moves_may_start_anywhere() -> None:
+    source, src = a_cache(0, lambda: [7, 7, 7])
+    target, dst = a_cache(10_000)
+    migrate(src.at(starts=[9, 0, 6]), dst.at(starts=[9, 0, 6]), [0, 1, 1])
+    assert torch.equal(target[:, 2, :, 6], source[:, 2, :, 6])
+
+
 def test_lookups_of_a_run_are_counted() -> None:
     """Not those with which the plan was made."""
     source, src = a_cache(0, lambda: [7, 12, 7])

@@ -76,12 +76,37 @@ def test_integers_are_the_floats_that_they_are_equal_to() -> None:
                 }
             },
         ),
+        (  # sections of positions that a text token has alike
+            {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}},
+            {"": ROPE[""] | {"mrope_section": [2.0, 3.0]}},
+        ),
         ({"rope_parameters": [1]}, {"": {"rope_type": "[1]"}}),
         ({"rope_scaling": {"type": ["a"]}}, {"": {"rope_type": "['a']"}}),
     ],
 )
 def test_rope_in_one_way(config: dict[str, Any], expected: dict[str, Any]) -> None:
     assert standard_rope(config) == expected
+
+
+LENGTH = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
+@pytest.mark.parametrize(
+    ("in_config", "in_parameters", "alone", "nested"),
+    [(7, 8, 7, 8), (7, None, 7, 9), (None, 8, 8, 8), (None, None, 9, 9)],
+)
+def test_the_length_that_a_model_was_first_trained_for(
+    kind: str, in_config: int | None, in_parameters: int | None, alone: int, nested: int
+) -> None:
+    """The config's own is before that of parameters of all layers, and after none of a type's."""
+    config = {"max_position_embeddings": 9, LENGTH: in_config}
+    rope = {"rope_type": kind, "rope_theta": 1e4, LENGTH: in_parameters}
+    other = {"rope_type": "default", "rope_theta": 1.0}
+    assert standard_rope(config | {"rope_parameters": rope})[""][LENGTH] == alone
+    found = standard_rope(config | {"rope_parameters": {"a": rope, "b": other}})
+    assert found["a"][LENGTH] == nested
+    assert LENGTH not in found["b"]
 
 
 LONG = standard_rope(

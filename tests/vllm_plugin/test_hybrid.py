@@ -10,6 +10,7 @@ from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import WINDOW, prompt
+from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
 
@@ -18,6 +19,7 @@ NUM_NEW = 16
 LENGTHS = (20, WINDOW - 1, WINDOW, WINDOW + 1, 131, 300)
 PROMPTS = [prompt(n, seed=10 + n) for n in LENGTHS]
 PROMPTS.append(PROMPTS[-1][:250] + prompt(30, seed=11))
+OF_TRANSFORMERS = prompt(100, seed=12)
 LOADED = [len(one) - 1 for one in PROMPTS]
 
 
@@ -38,8 +40,11 @@ def test_windows(
     stock: Stock,
     tmp_path: Path,
 ) -> None:
-    """Groups of layers with blocks of their own, or one group in which all layers keep all."""
-    expected = stock(gemma, PROMPTS, NUM_NEW)
+    """Groups of layers with blocks of their own, or one group in which all layers keep all.
+
+    The last prompt was computed by transformers, not by vLLM.
+    """
+    expected = stock(gemma, [*PROMPTS, OF_TRANSFORMERS], NUM_NEW)
     config = connector(tmp_path, "kv_producer", chunk_tokens=chunk_tokens)
     with engines.engine(
         gemma,
@@ -48,9 +53,10 @@ def test_windows(
         kv_transfer_config=config,
     ) as engine:
         assert engine.call("num_cache_groups") == (1 if produced_by == "one" else 3)
-        same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
+        same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected[:-1])
+    transformers_prefills(gemma, tmp_path, OF_TRANSFORMERS)
 
-    loaded = list(LOADED)
+    loaded = [*LOADED, len(OF_TRANSFORMERS) - 1]
     if produced_by == "groups" and chunk_tokens > WINDOW:
         # Its prompt was computed in two steps, which cut the second chunk: when the end was there,
         # the window had left the beginning. What it has in common with the next prompt is found.
@@ -63,7 +69,7 @@ def test_windows(
         kv_transfer_config=config,
     ) as engine:
         num_free_blocks = engine.num_free_blocks()
-        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+        outputs = engine.generate([*PROMPTS, OF_TRANSFORMERS], max_tokens=NUM_NEW)
         same_tokens(outputs, expected)
         assert [output.num_cached_tokens for output in outputs] == loaded
         assert engine.num_free_blocks() == num_free_blocks

@@ -13,6 +13,7 @@ from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
 from tests.vllm_plugin.models import prompt
+from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
 
@@ -303,34 +304,8 @@ def test_salted_requests_share_with_their_like_alone(
 def test_transformers_prefills_and_vllm_decodes(
     llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    from kvx_adapters import transformers as hf
-    from kvx_core.snapshot import Precision, Section
-    from kvx_core.stores.blobs import Directory
-    from kvx_core.stores.prefix import PrefixStore
-
     one = PROMPTS[5]
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=torch.tensor([one]), past_key_values=cache)
-
-    key = hf.model_record(model, llama).fingerprint
-    store = PrefixStore(
-        Directory(tmp_path),
-        fingerprint=key,
-        num_layers=model.config.num_hidden_layers,
-        total_kv_heads=model.config.num_key_value_heads,
-        precision=Precision.of(torch.float32),
-    )
-    view = hf.cache_view(cache, hf.cache_facts(model, fingerprint=key))
-    section = Section(layers=tuple(range(len(view.layers))), view=view, block_table=None)
-    for start, stop in store.spans(len(one), 0):
-        snapshot = store.capture(one, start, stop, [section])
-        assert snapshot is not None
-        assert store.commit(snapshot) > 0
-
+    transformers_prefills(llama, tmp_path, one)
     outputs = read(engines, llama, connector(tmp_path, "kv_consumer"), [one])
     same_tokens(outputs, stock(llama, [one], NUM_NEW))
     all_but_the_last_token(outputs, [one])
