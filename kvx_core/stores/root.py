@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from kvx_core.files import close
 from kvx_core.stores.beneath import make_folders, sync_folder
 
 Group = Literal["none", "read", "write"]
@@ -54,13 +55,13 @@ class Root:
             handle = os.open(parent, _DIRECTORY)
             try:
                 if path == missing[0]:
-                    os.close(make_folders(handle, name, MODES[self._group][0]))
+                    close(make_folders(handle, name, MODES[self._group][0]))
                 else:
                     with suppress(FileExistsError):  # another process made it
                         os.mkdir(name, dir_fd=handle)
                     sync_folder(handle)
             finally:
-                os.close(handle)
+                close(handle)
 
     def _look_at(self, root: int) -> None:
         """Warns if users can write here to whom `group` gives no access."""
@@ -72,6 +73,15 @@ class Root:
                     "load from it. Expected no write access for others: chmod o-w",
                     self.path,
                     stat.S_IMODE(status.st_mode),
+                )
+            elif self._group != "write" and status.st_mode & stat.S_IWGRP:
+                _logger.warning(
+                    "KVX store %s has mode %04o: every user of group %d can forge what engines "
+                    "load from it. Expected no write access for the group: chmod g-w, or `group` "
+                    "'write'",
+                    self.path,
+                    stat.S_IMODE(status.st_mode),
+                    status.st_gid,
                 )
             elif self._group == "none" and status.st_uid not in (0, os.geteuid()):
                 _logger.warning(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from kvx_core import Snapshot, StoreError
 from kvx_core.snapshot import CorruptError
+from kvx_core.snapshot.file import MAX_TOKENS
 from tests.core.test_stores import Engine, files_of, save, store_in
 from tests.hostile import hostile_files
 
@@ -46,7 +48,9 @@ def bytes_of(engine: Engine) -> bytes:
 
 
 def is_short(name: str, error: Exception) -> None:
+    """And is one line that controls no terminal."""
     assert len(str(error)) < 10_000, name
+    assert str(error).isprintable(), name
 
 
 def test_the_same_files_every_time(good: Path) -> None:
@@ -79,6 +83,29 @@ def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MAX_BYTES
+
+
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS + 1, MAX_TOKENS + 1])
+def test_tokens_that_are_none_of_a_disk(num_tokens: int, good: Path, tmp_path: Path) -> None:
+    """A file with holes may have any number: its name, or what a file may have, says how many."""
+    data, path = good.read_bytes(), tmp_path / "file"
+    first = 8 + int.from_bytes(data[:8], "little")
+    num_bytes = 8 * num_tokens + 64
+    raw = re.sub(rb'"tokens":"5"', b'"tokens":"%d"' % num_tokens, data[8:first])
+    raw = re.sub(rb'"bytes":"\d+"', b'"bytes":"%d"' % num_bytes, raw)
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + num_bytes)
+    tracemalloc.start()
+    with pytest.raises(CorruptError) as caught:
+        Snapshot.open(path, num_tokens=NUM_TOKENS)
+    assert f"has {num_tokens} tokens, expected {NUM_TOKENS}" in str(caught.value)
+    with pytest.raises(CorruptError) as caught:
+        Snapshot.open(path)
+    most = f"has {num_tokens} tokens, expected at most {MAX_TOKENS}"
+    assert (most in str(caught.value)) == (num_tokens > MAX_TOKENS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_stores_of_hostile_files(good: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import pickle
 import resource
@@ -734,9 +735,7 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
     assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
     assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
     assert store_in(tmp_path, chunk_tokens=128).chunk_tokens == 128
-    with pytest.raises(
-        InvalidArgumentError, match=r"chunk_tokens is 64, expected 128 as .*json says"
-    ):
+    with pytest.raises(StoreError, match=r"chunk_tokens is 64, expected 128 as .*json says"):
         store_in(tmp_path, chunk_tokens=64)
     with pytest.raises(InvalidArgumentError, match="chunk_tokens 0, expected at least 1"):
         store_in(tmp_path, chunk_tokens=0)
@@ -747,19 +746,33 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 8}',
+    ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 32}',
      '{"format": 2, "chunk_tokens": 0}', '{"format": 2, "chunk_tokens": true}', "[" * 4000,
-     '{"format": 2, "format": 2, "chunk_tokens": 8}', '{"format": 2, "chunk_tokens": 1000000000}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": 0}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": "5GB"}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": true}',
-     '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 8}' + " " * 4096,
+     '{"format": 2, "format": 2, "chunk_tokens": 32}', '{"format": 2, "chunk_tokens": 1000000000}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": 0}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": "5GB"}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": true}',
+     '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 32}' + " " * 4096,
      '{"format": 2, "chunk_tokens": ' + "9" * 4000 + "}"],
 )  # fmt: skip
 def test_a_directory_that_is_another_thing(text: str, tmp_path: Path) -> None:
     (tmp_path / "kvx-store.json").write_text(text)
     with pytest.raises(StoreError, match=r"kvx-store\.json"):
         store_in(tmp_path, chunk_tokens=None)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 15, 4097, 999_999_999])
+def test_what_a_description_says_of_chunks_is_bounded(chunk_tokens: int, tmp_path: Path) -> None:
+    """Whoever may write to a store can have written it; a caller may ask for the same."""
+    text = json.dumps({"format": 2, "chunk_tokens": chunk_tokens})
+    (tmp_path / "kvx-store.json").write_text(text)
+    message = rf"kvx-store\.json has chunk_tokens {chunk_tokens}, expected 16 to 4096\. Set "
+    with pytest.raises(StoreError, match=message):
+        store_in(tmp_path, chunk_tokens=None)
+    assert store_in(tmp_path, chunk_tokens=chunk_tokens).chunk_tokens == chunk_tokens
+    for good in (16, 4096):
+        (tmp_path / "kvx-store.json").write_text(text.replace(str(chunk_tokens), str(good)))
+        assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == good
 
 
 def test_a_store_of_an_earlier_format_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ PHASES = {
         "call=sync+link+rename+mkdir,error=EIO,chance=0.1,seed=5",
         "call=list+unlink+utime,error=EIO,chance=0.05,seed=6",
         "call=open,error=EMFILE,chance=0.02,seed=7",
+        "call=close,error=EIO,chance=0.1,seed=10",
     ),
     "full": ("call=write+mkdir,error=ENOSPC",),
     "short": ("call=read+write,short=1,chance=0.3,seed=8",),
