@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any
 from kvx_core.digest_cache import DigestCache, FileState, state_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import close, tells_of_mapped_writes
+
+logger = logging.getLogger("kvx")
 
 # Called with bytes read and bytes to read, now and then.
 Progress = Callable[[int, int], None]
@@ -84,6 +87,12 @@ def digests(
                     for file in rest:
                         if file.is_told:
                             cache.put(file.state, file.header, found[id(file)])
+                    if not all(file.is_told for file in rest):
+                        logger.info(
+                            "Digests of the weights in %s are not remembered: its file system may "
+                            "not tell of every write, so that each start reads them",
+                            rest[0].path.parent,
+                        )
                     known |= found
         return [tensor for file in files for tensor in file.tensors(known[id(file)])]
 

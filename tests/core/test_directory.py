@@ -409,6 +409,7 @@ def test_who_else_may_write_to_the_root(tmp_path: Path, caplog: pytest.LogCaptur
         assert len(caplog.messages) < 2
         return " ".join(caplog.messages)
 
+    said: list[int] = []
     tmp_path.chmod(0o755)
     assert not warnings()
     tmp_path.chmod(0o777)
@@ -418,6 +419,15 @@ def test_who_else_may_write_to_the_root(tmp_path: Path, caplog: pytest.LogCaptur
     assert of_group in warnings()
     assert of_group in warnings(group="read")
     assert not warnings(group="write")
+    tmp_path.chmod(0o700)
+    blobs = Directory(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for mode in (0o700, 0o777, 0o777, 0o700, 0o770):  # it may be made again by somebody else
+            caplog.clear()
+            tmp_path.chmod(mode)
+            blobs.names("")
+            said.append(len(caplog.messages))
+    assert said == [0, 1, 0, 0, 1]
     tmp_path.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(tmp_path, 65534, -1)

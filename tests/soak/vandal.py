@@ -78,7 +78,7 @@ class Vandal:
     def run(self, ended: threading.Event) -> None:
         acts: list[Callable[[Path], None]] = [
             *(self.replace_by_hostile, self.add_hostile) * 4,
-            *(self.truncate, self.flip_a_bit) * 3,
+            *(self.truncate, self.grow, self.flip_a_bit) * 3,
             *(self.delete, self.swap, self.replace_by_link, self.replace_by_pipe),
             *(self.replace_by_folder, self.delete_folder, self.garble_config),
         ]
@@ -103,6 +103,10 @@ class Vandal:
 
     def truncate(self, path: Path) -> None:
         os.truncate(path, self._chance.randrange(path.stat().st_size))
+
+    def grow(self, path: Path) -> None:
+        """By a hole, which takes no disk."""
+        os.truncate(path, path.stat().st_size + (64 << 20))
 
     def flip_a_bit(self, path: Path) -> None:
         with path.open("r+b") as file:
