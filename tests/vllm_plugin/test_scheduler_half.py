@@ -456,6 +456,17 @@ def test_rejected_drafts_are_not_saved(start: Any) -> None:
     assert [save.stop for save in saved] == [60, 64, 79]
 
 
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [(0, 128), (1, 16), (15, 16), (16, 16), (48, 32), (128, 128), (4096, 128)],
+)
+def test_chunks_of_a_new_store(window: int, expected: int) -> None:
+    """At most the window, so that a full chunk is still there; never less than a store may say."""
+    from kvx_adapters.vllm_plugin.settings import _new_chunk_tokens
+
+    assert _new_chunk_tokens(window) == expected
+
+
 # ---- requests that end early, or start again ----
 
 
