@@ -57,7 +57,9 @@ class Encryption:
         of_cipher = bytes.fromhex(key.digest(b"AES-256-GCM", b"kvx cipher"))
         self._cipher = AESGCM(of_cipher)
         aes = algorithms.AES256(of_cipher)
-        self._decryptor = lambda nonce: Cipher(aes, modes.GCM(nonce)).decryptor()
+        self._decryptor: Callable[[bytes], AEADDecryptionContext] = lambda nonce: Cipher(
+            aes, modes.GCM(nonce)
+        ).decryptor()
         self._invalid_tag = InvalidTag
         self.key_check = key.digest(b"AES-256-GCM", b"kvx key check")[:32]
         self._head = MAGIC + bytes.fromhex(self.key_check)[:_KEY_NAME_BYTES]
@@ -93,7 +95,7 @@ class Encryption:
         if not head.startswith(MAGIC) or num_bytes < _HEAD_BYTES + _TAG_BYTES:
             raise CorruptError(f"{name} is not encrypted, expected a file of an encrypted store")
         own = self._head + head[-_NONCE_BYTES:]
-        decryptor: AEADDecryptionContext = self._decryptor(own[-_NONCE_BYTES:])
+        decryptor = self._decryptor(own[-_NONCE_BYTES:])
         decryptor.authenticate_additional_data(own + name.encode())
         at, stop = _HEAD_BYTES, num_bytes - _TAG_BYTES
         while at < stop:
