@@ -291,8 +291,12 @@ def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(1, "test")
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: 1)
+        workers._at_exit()  # waits for nothing, and ends no thread of the other process
         with pytest.raises(RuntimeError, match="forked off"):
             workers.submit(print)
+    done = threading.Event()
+    workers.submit(done.set)
+    assert done.wait(60)
     assert workers.shutdown(60)
 
 

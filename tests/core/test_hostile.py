@@ -19,6 +19,7 @@ import pytest
 from kvx_core import Snapshot, StoreError
 from kvx_core.snapshot import CorruptError
 from kvx_core.snapshot.file import MAX_TOKENS
+from kvx_core.snapshot.text import strict_json
 from tests.core.test_stores import Engine, files_of, save, store_in
 from tests.hostile import hostile_files
 
@@ -61,6 +62,16 @@ def test_the_same_files_every_time(good: Path) -> None:
     for name, file in hostile_files(data):
         assert hashlib.sha256(file).digest() == digests.pop(name), name
     assert not digests
+
+
+def test_numbers_of_more_than_64_bits_are_none() -> None:
+    """Nor do they take long: Python's integers have any number of digits."""
+    assert strict_json(b'{"a": [999999999999999999, -999999999999999999, "%s"]}' % (b"9" * 99)) == {
+        "a": [10**18 - 1, 1 - 10**18, "9" * 99]
+    }
+    for text in (b"9" * 19, b"-" + b"1" * 19, b'{"a": %s}' % (b"9" * 4000), b"0.%s" % (b"1" * 19)):
+        with pytest.raises(ValueError, match="does not fit into 64 bits"):
+            strict_json(text)
 
 
 def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
