@@ -99,7 +99,10 @@ def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", [NUM_TOKENS + 1, MAX_TOKENS + 1])
 def test_tokens_that_are_none_of_a_disk(num_tokens: int, good: Path, tmp_path: Path) -> None:
     """A file with holes may have any number: its name, or what a file may have, says how many."""
-    data, path = good.read_bytes(), tmp_path / "file"
+    store = store_in(tmp_path)
+    save(store, range(NUM_TOKENS))
+    match, (path,) = store.lookup(range(NUM_TOKENS)), files_of(tmp_path)
+    data = good.read_bytes()
     first = 8 + int.from_bytes(data[:8], "little")
     num_bytes = 8 * num_tokens + 64
     raw = re.sub(rb'"tokens":"5"', b'"tokens":"%d"' % num_tokens, data[8:first])
@@ -112,6 +115,8 @@ def test_tokens_that_are_none_of_a_disk(num_tokens: int, good: Path, tmp_path: P
     assert f"has {num_tokens} tokens, expected {NUM_TOKENS}" in str(caught.value)
     with pytest.raises(CorruptError) as caught:
         Snapshot.open(path)
+    with pytest.raises(CorruptError, match=f"has {num_tokens} tokens, expected {NUM_TOKENS}"):
+        store.load(match, 0, NUM_TOKENS, Engine().sections())  # it was good when it was found
     most = f"has {num_tokens} tokens, expected at most {MAX_TOKENS}"
     assert (most in str(caught.value)) == (num_tokens > MAX_TOKENS)
     peak = tracemalloc.get_traced_memory()[1]
