@@ -91,7 +91,7 @@ class Encryption:
 
         read: bytes of the file, from an offset on
         """
-        head = bytes(read(0, _HEAD_BYTES))
+        head = bytes(read(0, min(num_bytes, _HEAD_BYTES)))
         if not head.startswith(MAGIC) or num_bytes < _HEAD_BYTES + _TAG_BYTES:
             raise CorruptError(f"{name} is not encrypted, expected a file of an encrypted store")
         own = self._head + head[-_NONCE_BYTES:]

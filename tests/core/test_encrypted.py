@@ -238,6 +238,16 @@ def loaded_without(root: Path, path: Path) -> int:
     return found
 
 
+@pytest.mark.parametrize("num_bytes", [0, 27, 28, 43])
+def test_a_file_too_short_to_be_encrypted(num_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"KVXAES1\n".ljust(num_bytes, b"x")[:num_bytes])
+    with (
+        (tmp_path / "file").open("rb", buffering=0) as file,
+        pytest.raises(CorruptError, match=r"^a/b is not encrypted, expected a file of an enc"),
+    ):
+        Encryption(KEY).opened("a/b", file, "shown")
+
+
 def test_damage_after_the_lookup_fails_the_load(tmp_path: Path) -> None:
     save(encrypted(tmp_path), TOKENS)
     store = encrypted(tmp_path)
