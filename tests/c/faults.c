@@ -6,8 +6,7 @@
 // Rules are separated by ";". A rule strikes calls of its `call` whose path contains its `path`:
 //
 //   call    a kind (open close read write sync stat list link rename unlink mkdir chmod utime
-//   lock),
-//           a function of libc (pread), several joined by "+", or "*"
+//           lock), a function of libc (pread), several joined by "+", or "*"
 //   path    part of the path, relative to whatever handle; of any file if it is not given
 //   if      a file; the rule counts and strikes only while it exists
 //   after   calls to leave alone first; 0 if it is not given
