@@ -702,6 +702,21 @@ def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
         unchanged(engine, load, StoreError, message)
 
 
+def test_entries_longer_than_a_chunk_are_none(tmp_path: Path) -> None:
+    """A name may claim any number of tokens, and each takes memory when they are compared."""
+    save(store_in(tmp_path, chunk_tokens=32), range(20))
+    (path,) = files_of(tmp_path)
+    (tmp_path / "kvx-store.json").unlink()
+    store = store_in(tmp_path, chunk_tokens=16)
+    assert store.lookup(range(20)).num_tokens == 0
+    name = str(path.relative_to(tmp_path))
+    assert name not in store._entries  # it was not opened
+    with pytest.raises(StoreError, match="is not the name of a file of this store"):
+        store.load(Match(16, (StoredSpan(0, 16, 20, (name,)),)), 0, 16, Engine().sections())
+    (tmp_path / "kvx-store.json").unlink()
+    assert store_in(tmp_path, chunk_tokens=32).lookup(range(20)).num_tokens == 20
+
+
 def test_names_that_others_leave_in_the_folders(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(16))

@@ -18,6 +18,7 @@ from kvx_core.stores.entries import Entries
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
 from tests.caches import assert_same_bytes
+from tests.core.sections import section_of
 from tests.core.test_checksums import as_crc32, change
 from tests.core.test_stores import (
     DIM,
@@ -221,6 +222,24 @@ def test_files_of_an_earlier_version_are_parsed(
         load(store, prompt, engine)
         engine.check(prompt, 0, LENGTH)
     assert len(tried) == 2  # one of a full chunk, one of 6 tokens
+
+
+def test_heads_whose_first_blocks_are_null(parsed: list[str], tmp_path: Path) -> None:
+    """Two sections take the same layers: chunks that only one of them takes are copied apart."""
+    store, gone = warm(tmp_path), 2 * CHUNK
+    match = store.lookup(PROMPTS[2])
+    left, right = (Engine(heads=range(i, i + 2), seed=1) for i in (0, 2))
+    null = next(i for i in range(len(right.blocks) + 2) if i not in right.blocks)
+    num_null = gone // right.block_size
+    blocks = [null] * num_null + right.blocks[num_null:]
+    moved_on = section_of(
+        right.cache, right.layers, blocks, heads=(2, HEADS), fingerprint="model", null_block_id=null
+    )
+    parsed.clear()
+    store.load(match, 0, LENGTH, [*left.sections(), moved_on])
+    assert parsed == []  # all files are like those that were read before
+    left.check(PROMPTS[2], 0, LENGTH)
+    right.check(PROMPTS[2], gone, LENGTH)
 
 
 def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
