@@ -41,6 +41,7 @@ from kvx_core import (
     StoreError,
 )
 from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.stores.keys import parse_name
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.core.sections import section_of
@@ -700,6 +701,22 @@ def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
             match, span.start, span.stop, engine.sections()
         )
         unchanged(engine, load, StoreError, message)
+
+
+@pytest.mark.parametrize("part", [".l0-4.", ".l3-4.", ".l0-3+2-5.", ".l0-999999999.", ".l1-1."])
+def test_layers_that_no_model_of_this_shape_has(part: str, tmp_path: Path) -> None:
+    """A name may claim any; beside it the good file is found."""
+    save(store_in(tmp_path), range(10))
+    (path,) = files_of(tmp_path)
+    name = str(path.relative_to(tmp_path)).replace(".l0-3.", part)
+    assert parse_name(str(path.relative_to(tmp_path)), (LAYERS, HEADS)) is not None
+    assert parse_name(name, (LAYERS, HEADS)) is None
+    (tmp_path / name).write_bytes(path.read_bytes())
+    store = store_in(tmp_path)
+    assert [file.name for file in store.finder.parsed(name.rpartition("/")[0])] == [
+        str(path.relative_to(tmp_path))
+    ]
+    assert store.lookup(range(12)).num_tokens == 10
 
 
 def test_entries_longer_than_a_chunk_are_none(tmp_path: Path) -> None:
