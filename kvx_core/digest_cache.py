@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvx_core.files import close
+
 logger = logging.getLogger("kvx")
 
 _MAX_BYTES = 64 << 20
@@ -65,7 +67,7 @@ class DigestCache:
 
     def close(self) -> None:
         if self._folder is not None:
-            os.close(self._folder)
+            close(self._folder)
             self._folder = None
 
     def get(self, state: FileState, header: bytes) -> dict[str, str] | None:
@@ -156,7 +158,7 @@ class DigestCache:
         try:
             yield file
         finally:
-            os.close(file)
+            close(file)
 
 
 def _wait_for(file: int) -> None:
@@ -181,7 +183,7 @@ def _open_own(path: Path) -> int:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     reason = _not_own(os.fstat(folder))
     if reason:
-        os.close(folder)
+        close(folder)
         raise PermissionError(f"{reason}. Remove it, or give XDG_CACHE_HOME another folder")
     return folder
 

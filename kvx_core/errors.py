@@ -1,6 +1,7 @@
 """The exceptions of KVX: one per failing status of the ABI, each also the builtin it resembles.
 
 Every message says which field, what it is, what was expected, and the way out where there is one.
+A message may quote a file that others have written: it controls no terminal and no log.
 Spec: 8
 """
 
@@ -8,6 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+
+
+def printable(text: str) -> str:
+    """One line of text: characters that end it, control a terminal or turn the direction of writing
+    are escaped, as repr does.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 class Status(IntEnum):
@@ -22,9 +35,12 @@ class Status(IntEnum):
 
 
 class KvxError(Exception):
-    """Any failure of KVX; `status` is the ABI's status code."""
+    """Any failure of KVX; `status` is the ABI's status code. Its text is `printable`."""
 
     status = Status.INTERNAL_ERROR
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InvalidArgumentError(KvxError, ValueError):

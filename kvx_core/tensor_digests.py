@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,9 @@ from typing import Any
 
 from kvx_core.digest_cache import DigestCache, FileState, state_of
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import close, tells_of_mapped_writes
+
+logger = logging.getLogger("kvx")
 
 # Called with bytes read and bytes to read, now and then.
 Progress = Callable[[int, int], None]
@@ -50,6 +54,7 @@ class _File:
     state: FileState
     header: bytes
     entries: dict[str, tuple[str, tuple[int, ...], int, int]]  # name: dtype, shape, begin, end
+    is_told: bool  # whether its state changes with every later write
 
     def tensors(self, digests: dict[str, str]) -> Iterator[Tensor]:
         for name, (dtype, shape, _, _) in self.entries.items():
@@ -62,8 +67,9 @@ def digests(
     """Every tensor of the files, with the digest of all its bytes.
 
     sample: digest 4 KiB out of its middle instead
-    Digests of whole files are remembered: see DigestCache. Raises InvalidArgumentError for a file
-    that is no safetensors file or changes meanwhile, OSError.
+    Digests of whole files are remembered, see DigestCache, where the file system tells of all that
+    changes them. Raises InvalidArgumentError for a file that is no safetensors file or changes
+    meanwhile, OSError.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(_opened(path)) for path in paths]
@@ -79,7 +85,14 @@ def digests(
                     rest = [file for file in files if id(file) not in known]
                     found = _read(rest, False, progress)
                     for file in rest:
-                        cache.put(file.state, file.header, found[id(file)])
+                        if file.is_told:
+                            cache.put(file.state, file.header, found[id(file)])
+                    if not all(file.is_told for file in rest):
+                        logger.info(
+                            "Digests of the weights in %s are not remembered: its file system may "
+                            "not tell of every write, so that each start reads them",
+                            rest[0].path.parent,
+                        )
                     known |= found
         return [tensor for file in files for tensor in file.tensors(known[id(file)])]
 
@@ -98,12 +111,12 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def _remembered(files: Sequence[_File], cache: DigestCache) -> dict[int, dict[str, str]]:
-    found = {id(file): cache.get(file.state, file.header) for file in files}
-    return {
-        id(file): known
-        for file in files
-        if (known := found[id(file)]) is not None and known.keys() == file.entries.keys()
-    }
+    found = {}
+    for file in files:
+        known = cache.get(file.state, file.header) if file.is_told else None
+        if known is not None and known.keys() == file.entries.keys():
+            found[id(file)] = known
+    return found
 
 
 def _read(
@@ -198,9 +211,10 @@ def _opened(path: Path) -> Iterator[_File]:
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        state, is_told = state_of(os.fstat(handle)), False
         with suppress(OSError):  # a dirty page may change without a new time of the file
-            os.fsync(handle)
-        state = state_of(os.fstat(handle))
+            os.fsync(handle)  # after its state was read: a page that gets dirty between has changed
+            is_told = tells_of_mapped_writes(handle)
         try:
             size = state[2]
             first = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
@@ -220,6 +234,6 @@ def _opened(path: Path) -> Iterator[_File]:
                 entries[name] = str(entry["dtype"]), shape, first + begin, first + end
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InvalidArgumentError(f"{path} is not a safetensors file: {error!r}") from None
-        yield _File(path, handle, state, header, entries)
+        yield _File(path, handle, state, header, entries, is_told)
     finally:
-        os.close(handle)
+        close(handle)

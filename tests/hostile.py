@@ -44,7 +44,7 @@ def hostile_files(
     mutations:    how many files with random changes there are at the end
     """
     seen: Counter[str] = Counter()
-    makers = (_no_json, _foreign, _tensors, _metadata, _headers, _forged)
+    makers = (_no_json, _foreign, _tensors, _metadata, _headers, _controlling, _forged)
     groups = (_lengths(good, header_limit), *(make(good) for make in makers))
     for name, data in chain(*groups, mutated_files(good, mutations)):
         if data != good:
@@ -273,6 +273,49 @@ _WRONG: dict[str, list[Any]] = {
     "dtype": ["", "WHAT", "i64", None, 64, ["I64"], {}, "I64 ", "\u0661", "F32" * 10000],
 }
 _REPLACED: list[Any] = [None, [], {}, 1, "tokens", {"dtype": "I64"}, {"shape": [1]}]
+
+
+# Clears a terminal, names its window, rings, begins another line and turns what follows around.
+CONTROLS = "\x1b[2J\x1b]0;x\x07\nERROR\r\u202e\x9b"
+
+
+def _controlling(good: bytes) -> Iterator[tuple[str, bytes]]:
+    """Wherever a file has a word, one that controls a terminal, or makes up lines of a log."""
+    for field in ("dtype", "shape"):
+        file = _File.of(good)
+        file.entries["tokens"][field] = CONTROLS if field == "dtype" else [CONTROLS]
+        yield f"controls as {field}", file.bytes(checksums=False)
+    for name in (CONTROLS, f"layers.0.{CONTROLS}"):
+        file = _File.of(good)
+        file.entries[name] = file.entries.pop("layers.0.k")
+        yield f"controls in the name of a tensor, {len(name)} letters", file.bytes()
+    for key in ("formats", "originals", "coded"):
+        for word in (CONTROLS, "F32", {"coding": CONTROLS, "shape": [1, 1, 1]}):
+            for name in (CONTROLS, "layers.0.k"):
+                file = _File.of(good)
+                file.text[key] = {name: word}
+                yield f"controls among the {key}", file.bytes()
+    for key, value in (("checksum", CONTROLS), (CONTROLS, 1)):
+        file = _File.of(good)
+        file.text[key] = value
+        yield f"controls as {'a field' if value == 1 else key}", file.bytes()
+    for key in ("prefix", "start", "heads"):
+        file = _File.of(good)
+        file.text["header"][key] = CONTROLS
+        yield f"controls as {key}", file.bytes()
+    for key in ("encoding", "precision", "layers", CONTROLS):
+        file = _File.of(good)
+        file.text["header"]["parts"][0][key] = CONTROLS
+        yield f"controls in a part, {len(key)} letters", file.bytes()
+    for key in (*_File.of(good).text["header"]["parts"][0]["facts"], CONTROLS):
+        file = _File.of(good)
+        file.text["header"]["parts"][0]["facts"][key] = CONTROLS
+        yield f"controls in the facts, {len(key)} letters", file.bytes()
+    for field in ("kvx_snapshot", "tokens", "header", "digest", CONTROLS):
+        file = _File.of(good)
+        file.metadata[field] = CONTROLS
+        raw = _dumps({"__metadata__": file.metadata} | file.entries)
+        yield f"controls in the metadata, {len(field)} letters", file.with_entries(raw)
 
 
 def _metadata(good: bytes) -> Iterator[tuple[str, bytes]]:

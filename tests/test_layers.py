@@ -64,6 +64,7 @@ CORE = {
         "kvx_core._abi_turboquant",
         "kvx_core._bound",
         "kvx_core._dlpack",
+        "kvx_core.files",
         "kvx_core.stores.beneath",
     },
 }

@@ -6,9 +6,10 @@ import ast
 
 import pytest
 
+from kvx_core import files
 from kvx_core.connector import boundary, settings
 from kvx_core.snapshot import file, signing
-from kvx_core.stores import blobs, finder, index, root
+from kvx_core.stores import blobs, config, encrypted, entries, finder, index, root
 from tests.documents import Document
 from tests.native import ROOT
 
@@ -37,6 +38,12 @@ EXCLUDED = {
         ("{:,} names,", index._MAX_NAMES),
         ("{:,} tokens (64 MB)", index._MAX_TOKENS),
         ("{:,} salts", settings._MAX_SALTS),
+        ("({:,} at most for a snapshot)", file.MAX_TOKENS),
+        ("but first {} MiB of it", encrypted._PIECE_BYTES >> 20),
+        ("{} KiB for each token, layer and head", entries._MOST_HEAD_BYTES >> 10),
+        ("never more than {} GiB", -(-encrypted._MAX_BYTES >> 30)),
+        ("chunks of {} to", config.MIN_CHUNK_TOKENS),
+        ("to {:,} tokens, unless the settings", config.MOST_CHUNK_TOKENS),
         ("each of at most {} kinds", boundary._MAX_KINDS),
         ("at most {:,} characters of what a file says", boundary._MAX_CHARS),
         ("at least {} random bytes", signing._MIN_BYTES),
@@ -58,3 +65,17 @@ def test_nothing_loads_code_opens_sockets_or_starts_programs() -> None:
             assert not found, (path, found)
             called = node.func if isinstance(node, ast.Call) else None
             assert not (isinstance(called, ast.Name) and called.id in ("eval", "exec")), path
+
+
+def test_nothing_reads_gguf_files() -> None:
+    """Says the page; `kvx demo` writes one, which llama.cpp reads."""
+    assert "GGUF files are read by llama.cpp" in TEXT
+    for path in SOURCES:
+        assert "GGUFReader" not in path.read_text(), path
+
+
+def test_the_file_systems_that_are_told() -> None:
+    names = {"_EXT4": "ext4", "_XFS": "XFS", "_BTRFS": "Btrfs", "_F2FS": "F2FS"}
+    known = {getattr(files, name) for name in (*names, "_OVERLAY")}
+    assert known == files._TELL_OF_MAPPED_WRITES
+    assert f"only on {', '.join(names.values())} and overlays of them" in TEXT

@@ -271,7 +271,7 @@ def test_hostile_names_and_headers(tmp_path: Path) -> None:
     for arguments in (("ls", tmp_path), ("rm", tmp_path, "--dry-run", "--model", "\x1b")):
         shown = kvx(*arguments).stdout
         assert all(letter.isprintable() for line in shown.splitlines() for letter in line)
-    assert "\ufffd[2J\ufffd[red]\ufffd" in kvx("ls", tmp_path).stdout
+    assert r"\x1b[2J\x07[red]\u202e" in kvx("ls", tmp_path).stdout
     assert json.loads(kvx("stat", tmp_path, "--json").stdout)["num_other_files"] == 2
     kvx("rm", tmp_path, "--salt", "tenant")
     assert json.loads(kvx("stat", tmp_path, "--json").stdout)["num_files"] == 3

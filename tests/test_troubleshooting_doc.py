@@ -98,6 +98,11 @@ def earlier_format(path: Path) -> None:
     store(path)
 
 
+def small_chunks(path: Path) -> None:
+    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    store(path, chunk_tokens=None)
+
+
 def a_file(path: Path) -> None:
     (path / "file").touch()
     Directory(path / "file")
@@ -146,6 +151,7 @@ CASES: list[Callable[[Path], object]] = [
     a_file,
     lambda path: store(path, format="q9"),
     lambda path: None,  # a sentence of the command, below
+    small_chunks,
     lambda path: key_file(path, 32, 0o644),
     lambda path: key_file(path, 16, 0o600),
     of_a_later_version,

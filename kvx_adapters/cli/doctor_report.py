@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 import kvx_core
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.lines import BAD, GOOD, marked_line
+from kvx_core.errors import printable
 
 _NAMES = 15  # columns
 _PIPED = 5000  # columns of what goes to a file or a pipe
@@ -40,9 +41,10 @@ class Report:
     def add(self, check: Check) -> None:
         """Prints a check."""
         mark = " " if check.is_fact else BAD if check.problem else GOOD
-        self._print(mark, check.name, escape(check.text))
-        for line in check.problem.splitlines():
-            self._print("", "", f"[red]{escape(line)}[/]")
+        self._print(mark, check.name, _shown(check.text))
+        for line in check.problem.split("\n"):
+            if line:
+                self._print("", "", f"[red]{_shown(line)}[/]")
         self._checks.append(
             {
                 "name": check.name,
@@ -67,7 +69,7 @@ class Report:
     def waiting(self, name: str, text: str) -> None:
         """Says in a pipe what takes time; on a terminal a spinner shows it."""
         if not self._console.is_terminal:
-            self._print(" ", name, f"{escape(text)} ...")
+            self._print(" ", name, f"{_shown(text)} ...")
 
     def end(self) -> None:
         """Prints the JSON object."""
@@ -78,3 +80,8 @@ class Report:
     def _print(self, mark: str, name: str, text: str) -> None:
         line = marked_line(mark, name, text, width=_NAMES, gap=2)
         self._console.print(line, highlight=False)
+
+
+def _shown(text: str) -> str:
+    """Text that may quote files, as a line of markup."""
+    return escape(printable(text))

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.store import size_text
 from kvx_core.stores import Directory, StoreError
-from kvx_core.stores.config import read_config
+from kvx_core.stores.config import check_chunks, read_config
 from kvx_core.stores.inventory import Inventory
 
 _LITTLE = 100_000_000  # bytes
@@ -99,6 +99,7 @@ def _format(directory: Directory) -> str:
     config = read_config(directory)
     if config is None:
         return "none yet: the first engine writes kvx-store.json"
+    check_chunks(directory, config, None)
     words = " encrypted with AES-256-GCM;" if config.key_check else ""
     limit = "none" if config.max_bytes is None else size_text(config.max_bytes)
     return (

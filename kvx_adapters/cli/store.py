@@ -18,6 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvx_core import InvalidArgumentError, KvxError
+from kvx_core.errors import printable
 from kvx_core.stores import CorruptError, Directory, StoreError, read_key
 from kvx_core.stores.encrypted import Encryption
 from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
@@ -75,7 +76,7 @@ def _ls(
     for space in spaces:
         cells = {
             "space": space.name[:shown],
-            "model": escape(_printable((space.fingerprint or "?")[:shown])),
+            "model": escape(printable((space.fingerprint or "?")[:shown])),
             "salt": _salt(space),
             "entries": f"{space.num_entries:,}",
             "tokens": f"{space.num_tokens:,}",
@@ -151,7 +152,7 @@ def _verify(
         print(json.dumps(facts, indent=1))
     else:
         for _, reason in bad + unknown:
-            print(_printable(reason))
+            print(printable(reason))
         print(f"{num_good:,} of {num_files:,} files are good.")
         if unknown:
             print(f"{len(unknown):,} cannot be judged here: they stay.")
@@ -209,7 +210,7 @@ def _rm(
         chosen, unknown = found.chosen(salt=salt, model=model, before=before)
         _delete(found, chosen, dry_run=dry_run)
     for space in unknown:
-        name, reason = space.name[:_SHOWN], _printable(space.reason)
+        name, reason = space.name[:_SHOWN], space.reason
         print(
             f"{len(space.files):,} files of space {name} stay: their salt and model cannot be told "
             f"(the last one {reason}). Give --key-file if they are signed; --model {name} without "
@@ -232,7 +233,7 @@ def _inventory(path: Path, key_file: Path | None, encryption_key_file: Path | No
         )
     if found.unread:
         num, more = len(found.unread), "" if len(found.unread) <= _SAID else ", ..."
-        folders = _printable(", ".join(found.unread[:_SAID]))
+        folders = printable(", ".join(found.unread[:_SAID]))
         print(
             f"{num:,} folder{'s' * (num > 1)} cannot be read, and nothing in there is counted: "
             f"{folders}{more}",
@@ -297,13 +298,6 @@ def _salt(space: Space) -> str:
     if space.header is None:
         return "?"
     return "none" if space.has_salt("") else "some"
-
-
-def _printable(text: str) -> str:
-    """Text of a file, without characters that control a terminal."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
 
 
 def _seconds(text: str) -> float:

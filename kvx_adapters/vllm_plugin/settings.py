@@ -12,6 +12,7 @@ from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
 from kvx_core import DType, InvalidArgumentError, KvxError, Status, UnsupportedError
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
+from kvx_core.stores.config import MIN_CHUNK_TOKENS
 
 
 class Settings(StoreSettings):
@@ -110,11 +111,16 @@ class Stores(Scoped):
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),
             total_kv_heads=model.get_total_num_kv_heads(),
-            # When a chunk is full, its beginning must not have left the window.
-            new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
+            new_chunk_tokens=_new_chunk_tokens(window),
             precision=precision(model.dtype, vllm_config.cache_config),
         )
         super().__init__(store)
+
+
+def _new_chunk_tokens(window: int) -> int:
+    """Tokens of a chunk of a new store: when it is full, its beginning has not left the window."""
+    largest = 1 << (window.bit_length() - 1) if window else 128
+    return max(MIN_CHUNK_TOKENS, min(128, largest))
 
 
 def precision(dtype: Any, cache_config: Any) -> Precision:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from kvx_core.errors import KvxError
+from kvx_core.errors import KvxError, printable
 
 _EXPECTED = (KvxError, OSError, MemoryError)  # their message suffices; others need a traceback
 _PASS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _MAX_KINDS = 256
-_MAX_CHARS = 2000  # of a message in the log, which may quote a file
+_MAX_CHARS = 2000  # of a message in the log, which may quote a file or a request
 
 
 class Boundary:
@@ -78,8 +78,10 @@ class Boundary:
                 line = " ".join(filter(None, ("KVX", failed_to, of)))
                 more = f" ({number} of this kind since the last line)" if number > 1 else ""
                 is_known = isinstance(error, _EXPECTED)
-                trace = "" if is_known else "\n" + "".join(traceback.format_exception(error))
-                self._warn(f"{line}: {text}{more}{trace}")
+                lines = [f"{line}: {text}{more}"]
+                if not is_known:
+                    lines += "".join(traceback.format_exception(error)).split("\n")
+                self._warn("\n".join(map(printable, lines)))
 
     def _to_log(self, kind: tuple[str, ...]) -> int:
         """The errors of this kind since its last log line if a new line is due; else 0."""

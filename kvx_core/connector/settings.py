@@ -15,7 +15,7 @@ from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read
 from kvx_core.stores.access import check_access
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import check_config, read_config
+from kvx_core.stores.config import MIN_CHUNK_TOKENS, read_config
 from kvx_core.stores.encrypted import Encrypted, Encryption, secret_of_variable
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
@@ -32,7 +32,9 @@ class StoreSettings(BaseModel):
     path: Path  # the store's directory; made if it does not exist
     fingerprint: str | None = None  # in place of a digest of the model's files
     fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
-    chunk_tokens: int | None = Field(default=None, ge=1)  # per file; None: the store's own
+    chunk_tokens: int | None = Field(
+        default=None, ge=MIN_CHUNK_TOKENS
+    )  # per file; None: the store's own
     save_generated: bool = True  # save generated tokens too, not only prompts
     min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
     max_bytes: int | None = Field(
@@ -120,16 +122,14 @@ class StoreSettings(BaseModel):
         """Checks what can be known of the settings before an engine's model is loaded.
 
         writes: whether the engine saves
-        Reads the key, and asks for the rights to the directory; makes nothing. Raises
-        InvalidArgumentError for what can never work; a store that is broken, or on a disk that
-        does not answer, is none.
+        Reads the keys, and asks for the rights to the directory; makes nothing. Raises
+        InvalidArgumentError for what can never work; what files of the store say is not judged.
         """
         if self.key_file is not None:
             read_key(self.key_file.expanduser())
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
         check_access(directory, writes=writes)
-        with suppress(StoreError):
-            check_config(self._blobs(directory), read_config(directory), self.chunk_tokens)
+        self._blobs(directory)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """One line for the log of an engine that has started: where its prefixes go."""

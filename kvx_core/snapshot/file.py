@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
+from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
@@ -28,6 +29,7 @@ from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
 
 MAX_HEADER_BYTES = 16 << 20
+MAX_TOKENS = 1 << 24  # of a file, which may have holes: what it says takes no disk
 _MOST_BYTES = 1 << 20  # of tensors that are read with one call
 _MOST_PARTS = (
     1024  # that one preadv or writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
@@ -60,7 +62,7 @@ class SnapshotFile:
     def of(cls, path: Path, key: Key | None) -> SnapshotFile:
         """Opens a regular file. Raises StoreError."""
         try:
-            file = _opened(path, os.O_RDONLY, "r")
+            file = _OwnFile(_opened(path, os.O_RDONLY))
         except (OSError, ValueError) as error:
             raise StoreError(f"{path} cannot be read: {error}") from None
         found = cls(file, str(path), key)
@@ -99,6 +101,8 @@ class SnapshotFile:
                 )
             if num_tokens not in (None, found):
                 raise CorruptError(f"{self.name} has {found} tokens, expected {num_tokens}")
+            if found > MAX_TOKENS:
+                raise CorruptError(f"{self.name} has {found} tokens, expected at most {MAX_TOKENS}")
             whole = first[:stop]
             if len(whole) < stop:
                 whole += bytes(stop - len(whole))
@@ -198,7 +202,7 @@ def _groups(tensors: Mapping[str, Stored], names: Iterable[str]) -> list[list[st
     return groups
 
 
-class _OwnFile(io.FileIO):
+class _OwnFile(ReadFile):
     """Closes itself when it is no longer referenced. FileIO would warn."""
 
     def __del__(self) -> None:
@@ -235,7 +239,7 @@ def write(
             raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
         parts = [memoryview(first), *(each.data for each in ordered)]
         if isinstance(target, Path):
-            with _opened(target, os.O_WRONLY | os.O_CREAT, "w") as file:
+            with io.FileIO(_opened(target, os.O_WRONLY | os.O_CREAT), "w") as file:
                 file.truncate(0)
                 _write_all(file, parts)
         else:
@@ -255,16 +259,16 @@ def _coded(stored: Stored, data: Bytes) -> tuple[Stored, Bytes]:
     return replace(stored, coding=""), data
 
 
-def _opened(path: Path, flags: int, mode: str) -> _OwnFile:
-    """A regular file. Raises OSError, ValueError."""
+def _opened(path: Path, flags: int) -> int:
+    """A handle of a regular file. Raises OSError, ValueError."""
     file = os.open(path, flags | _FLAGS, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError("it is no regular file")
-        return _OwnFile(file, mode)
     except BaseException:
-        os.close(file)
+        close(file)
         raise
+    return file
 
 
 def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:

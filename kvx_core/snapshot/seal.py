@@ -61,6 +61,12 @@ def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def sealed_size(first: bytes) -> int | None:
+    """The bytes of the file that begins so, as its seal says; None: it begins as none does."""
+    length, found = int.from_bytes(first[:8], "little"), _SEAL.match(first, 8, 8 + _MAX_BYTES)
+    return None if found is None else 8 + length + int(found[2])
+
+
 def end_of_seal(raw: bytes) -> int:
     """Bytes of the seal at the start of a header that has one."""
     found = _SEAL.match(raw, 0, _MAX_BYTES)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import close
 from kvx_core.snapshot.errors import UnsignedError
 
 _MIN_BYTES, _MAX_BYTES = 32, 4096
@@ -49,12 +50,12 @@ class Key:
 
 
 def read_key(path: Path, field: str = "key_file") -> bytes:
-    """Reads a key: all bytes of a file that only its owner can read.
+    """Reads a key: all bytes of a file that only this user can read, and root.
 
     field: what errors call it
 
-    Raises InvalidArgumentError if it is no regular file, too short or too long, or if others can
-    read it.
+    Raises InvalidArgumentError if it is no regular file, too short or too long, if others can read
+    it, or if it is another user's: who then has the key, or has chosen it.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -65,7 +66,8 @@ def read_key(path: Path, field: str = "key_file") -> bytes:
             f"(umask 077; head -c 32 /dev/urandom > {path})"
         ) from None
     try:
-        mode = os.fstat(file).st_mode
+        status = os.fstat(file)
+        mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise InvalidArgumentError(f"{field} {path} is no regular file, expected one")
         if mode & 0o077:
@@ -73,11 +75,16 @@ def read_key(path: Path, field: str = "key_file") -> bytes:
                 f"{field} {path} has mode {mode & 0o777:04o}, expected 0600 or stricter: others "
                 f"must not read it. Run: chmod 600 {path}"
             )
+        if status.st_uid not in (0, os.geteuid()):
+            raise InvalidArgumentError(
+                f"{field} {path} belongs to user {status.st_uid}, expected {os.geteuid()}, whom "
+                f"this process runs as, or root. Run: chown {os.geteuid()} {path}"
+            )
         secret = os.read(file, _MAX_BYTES + 1)
     except OSError as error:
         raise InvalidArgumentError(f"{field} {path} cannot be read: {error}") from None
     finally:
-        os.close(file)
+        close(file)
     if not _MIN_BYTES <= len(secret) <= _MAX_BYTES:
         raise InvalidArgumentError(
             f"{field} {path} has {'more than ' if len(secret) > _MAX_BYTES else ''}"

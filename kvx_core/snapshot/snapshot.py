@@ -243,6 +243,7 @@ class Snapshot:
         name: str = "",
         key: bytes | None = None,
         max_header_bytes: int = MAX_HEADER_BYTES,
+        num_tokens: int | None = None,
     ) -> Self:
         """Opens the snapshot in a file; reads only its header and tokens.
 
@@ -250,12 +251,13 @@ class Snapshot:
                 keeps open as long as data is read
         name:   of an open file, for messages
         key:    the file must be signed with it; None: the file must not be signed
+        num_tokens: that it must have: it may say any number; None: any
         Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
         signed with the key, StoreError if it cannot be read.
         """
         file = file_of(source, name, key)
         try:
-            found = file.sealed(max_header_bytes)
+            found = file.sealed(max_header_bytes, num_tokens)
             header, tensors = file.header(found)
             return cls(header, found.tokens, tensors, file=file, name=file.name)
         except BaseException:

@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import close
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.blobs import Directory
 
@@ -28,7 +29,7 @@ def check_access(directory: Directory, *, writes: bool) -> None:
         above = os.path.dirname(above)
     where = "which" if above == root else f"made below {above}, which"
     try:
-        os.close(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        close(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     except NotADirectoryError:
         raise InvalidArgumentError(
             f"path is {root}, {where} is a file, expected a directory. Name another path"

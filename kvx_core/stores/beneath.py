@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
+from kvx_core.files import close
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO waits for a writer.
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -27,12 +29,6 @@ _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-
-# File systems whose syncfs brings all to the disk that fsync does, by statfs.f_type: ext4, XFS,
-# Btrfs, F2FS, tmpfs. FUSE's does not, and of network file systems only the server knows.
-# Source: Linux include/uapi/linux/magic.h
-_SYNC_TOGETHER = frozenset((0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994))
-_STATFS_BYTES = 256  # at least those of struct statfs, which begins with f_type, a long
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
@@ -71,12 +67,12 @@ def open_by_folders(root: int, path: str, flags: int) -> int:
         for folder in folders:
             inner = os.open(folder, FOLDER, dir_fd=handle)
             if handle != root:
-                os.close(handle)
+                close(handle)
             handle = inner
         return os.open(last, flags, dir_fd=handle)
     finally:
         if handle != root:
-            os.close(handle)
+            close(handle)
 
 
 def sync_folder(handle: int) -> None:
@@ -117,11 +113,11 @@ def make_missing(
             set_mode(handle, mode)
             changed(parent)
         except BaseException:
-            os.close(handle)
+            close(handle)
             raise
         return handle
     finally:
-        os.close(parent)
+        close(parent)
 
 
 def set_mode(handle: int, mode: int) -> None:
@@ -131,14 +127,6 @@ def set_mode(handle: int, mode: int) -> None:
     except OSError as error:
         if error.errno not in _NO_MODES:  # a file system without modes
             raise
-
-
-def syncs_together(handle: int) -> bool:
-    """Whether `sync_file_system` brings the files of this handle's file system to the disk."""
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    if not hasattr(_libc, "syncfs") or _libc.fstatfs(handle, found):
-        return False
-    return (ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF) in _SYNC_TOGETHER
 
 
 def sync_file_system(handle: int) -> None:
@@ -163,7 +151,7 @@ def remove_beneath(root: int, name: str, remove: Callable[..., None]) -> int | N
             status = os.stat(last, dir_fd=folder, follow_symlinks=False)
             remove(last, dir_fd=folder)
         finally:
-            os.close(folder)
+            close(folder)
     except OSError as error:
         if error.errno not in ABSENT:
             raise

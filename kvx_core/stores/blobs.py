@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 import sys
@@ -16,6 +15,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import ReadFile, close, syncs_together
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
     ABSENT,
@@ -24,7 +24,6 @@ from kvx_core.stores.beneath import (
     allocated,
     open_beneath,
     remove_beneath,
-    syncs_together,
 )
 from kvx_core.stores.new_files import NewFiles, Written
 from kvx_core.stores.pace import Pace
@@ -184,14 +183,14 @@ class Directory:
             try:
                 file = open_beneath(root, name, FILE)
             finally:
-                os.close(root)
+                close(root)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    os.close(file)
+                    close(file)
                     return None
-                opened = io.FileIO(file, "rb")
+                opened = ReadFile(file)
             except BaseException:
-                os.close(file)
+                close(file)
                 raise
         except OSError as error:
             if error.errno in _NO_FILE:
@@ -216,7 +215,7 @@ class Directory:
             try:
                 handle = open_beneath(root, folder, FOLDER)
             finally:
-                os.close(root)
+                close(root)
             try:
                 with os.scandir(handle) as entries:
                     words = (entry.name for entry in entries if _is_word(entry.name))
@@ -224,7 +223,7 @@ class Directory:
                         found.append(word)
                         pace.breathe()
             finally:
-                os.close(handle)
+                close(handle)
         return found
 
     def delete(self, name: str) -> None:
@@ -248,7 +247,7 @@ class Directory:
         except OSError as error:
             raise self._failure(name, "deleted", error) from error
         finally:
-            os.close(root)
+            close(root)
         if num_bytes is not None:
             self.usage.changed(-1, -num_bytes)
         return num_bytes is not None
@@ -354,7 +353,7 @@ class Directory:
         except OSError as error:
             raise self._failure("", verb, error) from error
         finally:
-            os.close(root)
+            close(root)
         # Some file systems do not say how much is allocated: all their files have 0.
         is_said = any(allocated(status) for _, status in found)
         files = sorted(
@@ -433,7 +432,7 @@ def _walk(
                                 os.utime(entry.name, dir_fd=folder, follow_symlinks=False)
                             yield name, status
         finally:
-            os.close(folder)
+            close(folder)
     except OSError as error:
         if error.errno not in ABSENT:
             unread.append(f"{path or '.'} ({error.strerror or error})")

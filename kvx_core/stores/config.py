@@ -6,7 +6,6 @@ import json
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import FORMAT, StoreError
 from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.blob_store import BlobStore
@@ -15,6 +14,9 @@ _NAME = "kvx-store.json"
 _MAX_BYTES = 4096
 _ENCRYPTED = f"{FORMAT} AES-256-GCM"  # so that earlier versions take no file for a damaged one
 _MAX_CHUNK_TOKENS = 999_999_999  # names of files have 9 digits
+MIN_CHUNK_TOKENS = 16  # a prompt of 4,096 tokens is 256 files
+# That a description may say alone: memory for a chunk is taken before any is read.
+MOST_CHUNK_TOKENS = 4096
 
 
 class StoreConfig(NamedTuple):
@@ -34,8 +36,7 @@ def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> St
     requested: chunk_tokens that the caller asks for, or None
     otherwise: those of a new store, if nothing is requested
     Returns None if there is no store yet and none can be made here.
-    Raises InvalidArgumentError if the store has another chunk_tokens than is requested, StoreError
-    if it has another format or cannot be read.
+    Raises StoreError if `check_config` does, or if it has another format or cannot be read.
     """
     config = read_config(blobs)
     if config is None:
@@ -58,11 +59,39 @@ def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> St
 
 
 def check_config(blobs: BlobStore, config: StoreConfig | None, requested: int | None) -> None:
-    """Raises InvalidArgumentError if the store has another chunk_tokens than is requested, or
-    another encryption key than `blobs`.
+    """Raises StoreError if `check_key` or `check_chunks` does.
+
+    Whoever may write to the store can have written its description, so that nothing in it is an
+    error of the caller's: engines run without the store.
     """
+    if config is not None:
+        check_key(blobs, config)
+        check_chunks(blobs, config, requested)
+
+
+def check_chunks(blobs: BlobStore, config: StoreConfig, requested: int | None) -> None:
+    """Raises StoreError if the store has another chunk_tokens than is requested; or one that is out
+    of bounds, and that nobody has requested.
+    """
+    if config.chunk_tokens == requested:
+        return
+    if requested is not None:
+        raise StoreError(
+            f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
+            "Leave it out, or use another directory"
+        )
+    if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MOST_CHUNK_TOKENS:
+        raise StoreError(
+            f"{_path(blobs)} has chunk_tokens {config.chunk_tokens}, expected {MIN_CHUNK_TOKENS} "
+            f"to {MOST_CHUNK_TOKENS}. Set chunk_tokens to it if you have made the store so, or use "
+            "another directory"
+        )
+
+
+def check_key(blobs: BlobStore, config: StoreConfig) -> None:
+    """Raises StoreError if the store has another encryption key than `blobs`."""
     key_check = getattr(blobs, "key_check", None)
-    if config is not None and config.key_check != key_check:
+    if config.key_check != key_check:
         if config.key_check is None:
             found, way_out = "is not encrypted", "Leave the encryption key out"
         elif key_check is None:
@@ -70,14 +99,9 @@ def check_config(blobs: BlobStore, config: StoreConfig | None, requested: int | 
         else:
             found, way_out = "is encrypted with another key", "Give its key"
         given = "no key is given" if key_check is None else "an encryption key is given"
-        raise InvalidArgumentError(
+        raise StoreError(
             f"{given}, and the store {found}, as {_path(blobs)} says. {way_out}, or use another "
             "directory"
-        )
-    if config is not None and requested not in (None, config.chunk_tokens):
-        raise InvalidArgumentError(
-            f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
-            "Leave it out, or use another directory"
         )
 
 

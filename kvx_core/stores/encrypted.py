@@ -3,18 +3,23 @@
 A file: MAGIC, 8 bytes that tell keys apart, a random nonce (12), the encrypted content, a tag (16).
 The name of the file is authenticated with it, so that a file under another name is refused. Names,
 sizes and times stay visible, and so does what lies directly in the root (kvx-store.json).
+
+The tag is at the end: nothing is used before all of a file has been decrypted. A writer without the
+key may have made it as long as it likes. So the first piece is decrypted alone, and the rest only
+if the snapshot that begins there is as long as the file.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import CorruptError, StoreError
+from kvx_core.snapshot.seal import sealed_size
 from kvx_core.snapshot.signing import Key
 from kvx_core.stores.blobs import Directory, Put
 from kvx_core.stores.usage import Usage
@@ -22,10 +27,13 @@ from kvx_core.stores.usage import Usage
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext
+
 MAGIC = b"KVXAES1\n"
 _KEY_NAME_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
 _HEAD_BYTES = len(MAGIC) + _KEY_NAME_BYTES + _NONCE_BYTES
 _MAX_BYTES = (1 << 31) - 64  # of one file; the library takes less than 2 GiB
+_PIECE_BYTES = 4 << 20  # that are decrypted at once: a millisecond, in which no other thread runs
 
 
 class Encryption:
@@ -38,6 +46,7 @@ class Encryption:
         """
         try:
             from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
             raise UnsupportedError(
@@ -45,7 +54,12 @@ class Encryption:
                 "Install it: pip install 'cryptography>=42'"
             ) from None
         key = Key(secret)
-        self._cipher = AESGCM(bytes.fromhex(key.digest(b"AES-256-GCM", b"kvx cipher")))
+        of_cipher = bytes.fromhex(key.digest(b"AES-256-GCM", b"kvx cipher"))
+        self._cipher = AESGCM(of_cipher)
+        aes = algorithms.AES256(of_cipher)
+        self._decryptor: Callable[[bytes], AEADDecryptionContext] = lambda nonce: Cipher(
+            aes, modes.GCM(nonce)
+        ).decryptor()
         self._invalid_tag = InvalidTag
         self.key_check = key.digest(b"AES-256-GCM", b"kvx key check")[:32]
         self._head = MAGIC + bytes.fromhex(self.key_check)[:_KEY_NAME_BYTES]
@@ -68,63 +82,92 @@ class Encryption:
         it is encrypted with another key.
         """
         view = memoryview(raw)
-        head = bytes(view[:_HEAD_BYTES])
-        if not head.startswith(MAGIC) or len(view) < _HEAD_BYTES + _TAG_BYTES:
+        return b"".join(self._pieces(name, lambda at, size: view[at : at + size], len(view)))
+
+    def _pieces(
+        self, name: str, read: Callable[[int, int], bytes | memoryview], num_bytes: int
+    ) -> Iterator[bytes]:
+        """What `decrypt` returns, in pieces: not to be used before the last one has come.
+
+        read: bytes of the file, from an offset on
+        """
+        head = bytes(read(0, min(num_bytes, _HEAD_BYTES)))
+        if not head.startswith(MAGIC) or num_bytes < _HEAD_BYTES + _TAG_BYTES:
             raise CorruptError(f"{name} is not encrypted, expected a file of an encrypted store")
-        content = self._authentic(name, self._head + head[-_NONCE_BYTES:], view)
+        own = self._head + head[-_NONCE_BYTES:]
+        decryptor = self._decryptor(own[-_NONCE_BYTES:])
+        decryptor.authenticate_additional_data(own + name.encode())
+        at, stop = _HEAD_BYTES, num_bytes - _TAG_BYTES
+        while at < stop:
+            size = min(_PIECE_BYTES, stop - at)
+            piece = decryptor.update(read(at, size))
+            if at == _HEAD_BYTES and size < stop - at:
+                expected = sealed_size(piece)
+                if expected != stop - at:
+                    raise self._wrong(name, head, f", or it has {stop - at} bytes of content")
+            yield piece
+            at += size
+        try:
+            decryptor.finalize_with_tag(bytes(read(stop, _TAG_BYTES)))
+        except self._invalid_tag:
+            raise self._wrong(name, head) from None
         if not head.startswith(self._head):
-            if content is None:
-                raise StoreError(f"{name} is encrypted with another key than that of this reader")
             raise CorruptError(
                 f"{name} is encrypted with the key of this reader, and the bytes that tell keys "
                 "apart have changed since they were written"
             )
-        if content is None:
-            raise CorruptError(
-                f"{name} cannot be decrypted: its bytes have changed since they were written, or "
-                "it had another name"
-            )
-        return content
 
-    def _authentic(self, name: str, head: bytes, view: memoryview) -> bytes | None:
-        """The content of a file of this name that was written with this head; None: it was not."""
-        try:
-            return self._cipher.decrypt(
-                head[-_NONCE_BYTES:], view[_HEAD_BYTES:], head + name.encode()
-            )
-        except self._invalid_tag:
-            return None
+    def _wrong(self, name: str, head: bytes, or_else: str = "") -> StoreError:
+        """Why a file of this head is not one that was written with this key under this name."""
+        if not head.startswith(self._head):
+            return StoreError(f"{name} is encrypted with another key than that of this reader")
+        return CorruptError(
+            f"{name} cannot be decrypted: its bytes have changed since they were written{or_else}, "
+            "or it had another name"
+        )
 
-    def opened(self, name: str, file: BinaryIO, shown: str) -> BinaryIO:
+    def opened(
+        self, name: str, file: BinaryIO, shown: str, most_bytes: int = _MAX_BYTES
+    ) -> BinaryIO:
         """A file in memory with the content of an encrypted one. Raises as `decrypt` does.
 
-        shown: its path, for messages
+        shown:      its path, for messages
+        most_bytes: that a file of this name can have
         """
-        try:
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes > _MAX_BYTES + _HEAD_BYTES + _TAG_BYTES:
-                raise CorruptError(f"{name} has {num_bytes} bytes, more than an encrypted file can")
-            raw = bytearray(num_bytes)
-            view, at = memoryview(raw), 0
-            while at < num_bytes:
-                count = os.preadv(file.fileno(), [view[at:]], at)
-                if not count:
+        handle = file.fileno()
+
+        def read(at: int, size: int) -> bytes:
+            found = os.pread(handle, size, at)
+            while len(found) < size:
+                more = os.pread(handle, size - len(found), at + len(found))
+                if not more:
                     raise CorruptError(f"{name} became shorter while it was read")
-                at += count
+                found += more
+            return found
+
+        try:
+            num_bytes = os.fstat(handle).st_size
+            most = min(most_bytes, _MAX_BYTES) + _HEAD_BYTES + _TAG_BYTES
+            if num_bytes > most:
+                raise CorruptError(
+                    f"{name} has {num_bytes} bytes, expected at most {most} of an encrypted file "
+                    "of this name"
+                )
             plain = in_memory(shown)
             try:
-                _write_all(plain, self.decrypt(name, view))
+                for piece in self._pieces(name, read, num_bytes):
+                    _write_all(plain, piece)
                 plain.seek(0)
             except BaseException:
                 plain.close()
                 raise
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise StoreError(f"{shown} cannot be read: {error}") from None
         return plain
 
 
 class Encrypted:
-    """A Directory whose files are encrypted. A file is read whole when it is opened."""
+    """A Directory whose files are encrypted. A file is decrypted whole when it is opened."""
 
     def __init__(self, directory: Directory, encryption: Encryption) -> None:
         self._directory, self._encryption = directory, encryption
@@ -170,13 +213,16 @@ class Encrypted:
 
         return encrypted
 
-    def open(self, name: str) -> BinaryIO | None:
-        """As BlobStore.open: a file in memory. Raises CorruptError too, see Encryption.decrypt."""
+    def open(self, name: str, most_bytes: int = _MAX_BYTES) -> BinaryIO | None:
+        """As BlobStore.open: a file in memory. Raises CorruptError too, see Encryption.decrypt.
+
+        most_bytes: that the content of a file of this name can have: see Encryption.opened
+        """
         file = self._directory.open(name)
         if file is None or "/" not in name:
             return file
         with file:
-            return self._encryption.opened(name, file, f"{self.root}/{name}")
+            return self._encryption.opened(name, file, f"{self.root}/{name}", most_bytes)
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Decrypts nothing. Raises StoreError."""

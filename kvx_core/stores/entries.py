@@ -23,18 +23,22 @@ from kvx_core.stores.index import Index
 from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
 from kvx_core.stores.pace import drain
 
+_MOST_HEAD_BYTES = 1 << 14  # of a token and head in a layer: K and V of 2,048 numbers of 4 bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Entries:
     """Files by name. Whatever a file holds, only StoreError is raised.
 
-    index: remembers what is seen
+    index:      remembers what is seen
+    has_planes: files have tensors beside K and V, of any size
     """
 
     blobs: BlobStore
     key: bytes | None  # that files are signed with
     max_header_bytes: int
     index: Index = field(default_factory=Index)
+    has_planes: bool = False
 
     def __contains__(self, name: str) -> bool:
         """Whether the tokens of this file are known."""
@@ -80,26 +84,38 @@ class Entries:
         return found
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[BinaryIO]:
+    def opened(self, file: EntryFile) -> Iterator[BinaryIO]:
         """The file, closed at the end of the context. Raises StoreError if it does not exist."""
-        file = self._open(name)
-        if file is None:
-            raise StoreError(f"{name} is not in the store (any more)")
-        with file:
-            yield file
+        opened = self._open(file)
+        if opened is None:
+            raise StoreError(f"{file.name} is not in the store (any more)")
+        with opened:
+            yield opened
 
-    def _open(self, name: str) -> BinaryIO | None:
-        with self.discarding(name):
-            file = self.blobs.open(name)
-        if file is None:
-            self.index.missed(name)
-        return file
+    def _open(self, file: EntryFile) -> BinaryIO | None:
+        with self.discarding(file.name):
+            if isinstance(self.blobs, Encrypted) and not self.has_planes:
+                opened = self.blobs.open(file.name, self._most_bytes(file))
+            else:
+                opened = self.blobs.open(file.name)
+        if opened is None:
+            self.index.missed(file.name)
+        return opened
+
+    def _most_bytes(self, file: EntryFile) -> int:
+        """Bytes that a file of this name can have, K and V alone."""
+        of_token = len(file.layers) * (file.heads[1] - file.heads[0]) * _MOST_HEAD_BYTES
+        return 8 + self.max_header_bytes + file.num_tokens * (8 + of_token)
 
     def snapshot(self, file: EntryFile, opened: BinaryIO) -> Snapshot:
         """The snapshot in an open file, checked to be what its name says. Raises StoreError."""
         with self.discarding(file.name):
             snapshot = Snapshot.open(
-                opened, name=file.name, key=self.key, max_header_bytes=self.max_header_bytes
+                opened,
+                name=file.name,
+                key=self.key,
+                max_header_bytes=self.max_header_bytes,
+                num_tokens=file.num_tokens,
             )
             if not is_node(snapshot.header.prefix):
                 raise CorruptError(f"{file.name} has a prefix that is no key of tokens")
@@ -114,7 +130,7 @@ class Entries:
         None: it is not like those, or not good: `opened` and `snapshot` say which. Raises
         StoreError if it does not exist or cannot be opened.
         """
-        with self.opened(file.name) as opened:
+        with self.opened(file) as opened:
             snapshot = alike.read(opened, start, file.node, room, file.name)
         if snapshot is not None and self._name(file, snapshot) != file.name:
             room.give_back(snapshot.at)
@@ -152,7 +168,7 @@ class Entries:
         tokens = self.index.tokens_of(file.name)
         if tokens is None:
             try:
-                opened = self._open(file.name)
+                opened = self._open(file)
                 if opened is None:
                     return None
                 with opened:

@@ -26,7 +26,7 @@ from kvx_core.snapshot import (
     UnsignedError,
 )
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import check_config, read_config
+from kvx_core.stores.config import check_key, read_config
 from kvx_core.stores.encrypted import Encrypted, Encryption, is_encrypted
 from kvx_core.stores.keys import EntryFile, parse_name, space_of
 
@@ -148,12 +148,14 @@ class Inventory:
         """key:        that files are signed with. Without it signed files are counted, and not read
         encryption: of an encrypted store. Without it files are counted, and not read
 
-        Raises StoreError if the directory cannot be read; InvalidArgumentError if `encryption` has
-        another key than the store, or the store is not encrypted.
+        Raises StoreError if the directory cannot be read, if `encryption` has another key than the
+        store, or if the store is not encrypted.
         """
         self.directory, self._key, self._encryption = directory, key, encryption
         if encryption is not None:
-            check_config(Encrypted(directory, encryption), read_config(directory), None)
+            config = read_config(directory)
+            if config is not None:
+                check_key(Encrypted(directory, encryption), config)
         self.num_other_files = 0  # that are not KVX's
         self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
@@ -270,7 +272,8 @@ class Inventory:
                 raw = self._encryption.opened(file.file.name, raw, name)
             elif is_encrypted(raw):
                 raise StoreError(f"{name} is encrypted. Give its key: --encryption-key-file")
-            with raw, Snapshot.open(raw, name=name, key=key) as found:
+            num_tokens = file.file.num_tokens
+            with raw, Snapshot.open(raw, name=name, key=key, num_tokens=num_tokens) as found:
                 yield found
 
     def _look_at(self, space: Space) -> None:

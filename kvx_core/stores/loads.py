@@ -101,7 +101,7 @@ class Loads:
             ]
             if not takers:
                 continue
-            raw = opened.enter_context(self.entries.opened(file.name))
+            raw = opened.enter_context(self.entries.opened(file))
             snapshot = self.entries.snapshot(file, raw)
             if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
                 raise StoreError(

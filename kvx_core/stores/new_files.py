@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvx_core.files import close
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
     NOTHING,
@@ -74,7 +75,7 @@ class NewFiles:
             except FileNotFoundError:
                 self._root.make()
                 root = self._root.open()
-            opened.callback(os.close, root)
+            opened.callback(close, root)
             yield Place(root, lambda: opened.enter_context(self._temporaries.folder(root)))
 
     @contextmanager
@@ -109,7 +110,7 @@ class NewFiles:
                 sync_folder(folder)
         finally:
             for folder in unsynced:
-                os.close(folder)
+                close(folder)
         return is_new
 
     def publish_all(self, place: Place, files: Sequence[Written]) -> list[bool | OSError | None]:
@@ -141,7 +142,7 @@ class NewFiles:
         try:
             mode = os.fstat(handle).st_mode
         finally:
-            os.close(handle)
+            close(handle)
         if not stat.S_ISREG(mode):
             raise StoreError(
                 f"{self._shown}/{name} cannot be written: what lies there ({stat.filemode(mode)}) "
@@ -171,7 +172,7 @@ class NewFiles:
                 if not tries_left:
                     raise
             finally:
-                os.close(folder)
+                close(folder)
         raise AssertionError("the last try returns or raises")
 
 

@@ -94,8 +94,7 @@ class PrefixStore:
                       with none, are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
-        Raises InvalidArgumentError if the store has another chunk_tokens, StoreError if it is no
-        store.
+        Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
         if min(num_layers, total_kv_heads, requested) < 1:
@@ -125,12 +124,17 @@ class PrefixStore:
         # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
         limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
         limit += self._planes.header_bytes
-        self._entries = Entries(blobs, key, limit)
+        self._entries = Entries(blobs, key, limit, has_planes=bool(self._planes.kinds))
         self._superseded = Superseded(blobs, self.index)
         self._space = self._space_of(salt)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
-        self._planes.check_chunks(self.chunk_tokens)
+        try:
+            self._planes.check_chunks(self.chunk_tokens)
+        except InvalidArgumentError as error:
+            if self.chunk_tokens == requested:
+                raise
+            raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
         self._kept = Kept(key)
 
     def salted(self, salt: str) -> Self:

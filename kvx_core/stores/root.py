@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from kvx_core.files import close
 from kvx_core.stores.beneath import make_folders, sync_folder
 
 Group = Literal["none", "read", "write"]
@@ -29,14 +30,17 @@ class Root:
     def __init__(self, path: Path, group: Group) -> None:
         self.path = os.fspath(path)
         self._group = group
-        self._is_looked_at = False
+        self._looked_at: tuple[int, int, int] | None = None  # mode, user and group
 
     def open(self) -> int:
         """A new handle. Raises OSError."""
         root = os.open(self.path, _DIRECTORY)
-        if not self._is_looked_at:
-            self._is_looked_at = True
-            self._look_at(root)
+        with suppress(OSError):
+            status = os.fstat(root)
+            found = status.st_mode, status.st_uid, status.st_gid
+            if found != self._looked_at:  # it may be made again, by somebody else
+                self._looked_at = found
+                self._look_at(status)
         return root
 
     def make(self) -> None:
@@ -54,30 +58,37 @@ class Root:
             handle = os.open(parent, _DIRECTORY)
             try:
                 if path == missing[0]:
-                    os.close(make_folders(handle, name, MODES[self._group][0]))
+                    close(make_folders(handle, name, MODES[self._group][0]))
                 else:
                     with suppress(FileExistsError):  # another process made it
                         os.mkdir(name, dir_fd=handle)
                     sync_folder(handle)
             finally:
-                os.close(handle)
+                close(handle)
 
-    def _look_at(self, root: int) -> None:
+    def _look_at(self, status: os.stat_result) -> None:
         """Warns if users can write here to whom `group` gives no access."""
-        with suppress(OSError):
-            status = os.fstat(root)
-            if status.st_mode & stat.S_IWOTH:
-                _logger.warning(
-                    "KVX store %s has mode %04o: every user of this machine can forge what engines "
-                    "load from it. Expected no write access for others: chmod o-w",
-                    self.path,
-                    stat.S_IMODE(status.st_mode),
-                )
-            elif self._group == "none" and status.st_uid not in (0, os.geteuid()):
-                _logger.warning(
-                    "KVX store %s belongs to user %d, who can forge what engines load from it. "
-                    "Expected a directory of user %d, who runs this process, or `group` set",
-                    self.path,
-                    status.st_uid,
-                    os.geteuid(),
-                )
+        if status.st_mode & stat.S_IWOTH:
+            _logger.warning(
+                "KVX store %s has mode %04o: every user of this machine can forge what engines "
+                "load from it. Expected no write access for others: chmod o-w",
+                self.path,
+                stat.S_IMODE(status.st_mode),
+            )
+        elif self._group != "write" and status.st_mode & stat.S_IWGRP:
+            _logger.warning(
+                "KVX store %s has mode %04o: every user of group %d can forge what engines "
+                "load from it. Expected no write access for the group: chmod g-w, or `group` "
+                "'write'",
+                self.path,
+                stat.S_IMODE(status.st_mode),
+                status.st_gid,
+            )
+        elif self._group == "none" and status.st_uid not in (0, os.geteuid()):
+            _logger.warning(
+                "KVX store %s belongs to user %d, who can forge what engines load from it. "
+                "Expected a directory of user %d, who runs this process, or `group` set",
+                self.path,
+                status.st_uid,
+                os.geteuid(),
+            )

@@ -22,6 +22,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from kvx_core.files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"
@@ -62,7 +63,7 @@ class Temporaries:
                 self._clean(folder)
             yield folder
         finally:
-            os.close(folder)
+            close(folder)
 
     @contextmanager
     def new(self, folder: int) -> Iterator[Temporary]:
@@ -78,7 +79,7 @@ class Temporaries:
                 with suppress(OSError):  # `clean` deletes it later
                     os.unlink(name, dir_fd=folder)
             finally:
-                os.close(file)
+                close(file)
 
     def clean(self, root: int) -> None:
         """Deletes the files of writers that are dead."""
@@ -87,7 +88,7 @@ class Temporaries:
             try:
                 self._clean(folder)
             finally:
-                os.close(folder)
+                close(folder)
 
     def now(self, root: int) -> float:
         """The clock of the file system, in seconds. Raises OSError."""
@@ -95,7 +96,7 @@ class Temporaries:
         try:
             return _clock(folder)
         finally:
-            os.close(folder)
+            close(folder)
 
     def _create(self, folder: int) -> tuple[str, int]:
         place = _place(os.fstat(folder).st_dev)
@@ -113,7 +114,7 @@ class Temporaries:
                 if not is_ours:
                     with suppress(OSError):
                         os.unlink(name, dir_fd=folder)
-                    os.close(file)
+                    close(file)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def _clean(self, folder: int) -> None:
@@ -151,7 +152,7 @@ def delete_if_abandoned(folder: int, name: str, now: float) -> None:
             if is_dead or status.st_mtime < now - _ABANDONED_SECONDS:
                 os.unlink(name, dir_fd=folder)
         finally:
-            os.close(file)
+            close(file)
 
 
 def _lock(file: int) -> bool | None:

@@ -5,8 +5,8 @@
 //
 // Rules are separated by ";". A rule strikes calls of its `call` whose path contains its `path`:
 //
-//   call    a kind (open read write sync stat list link rename unlink mkdir chmod utime lock), a
-//           function of libc (pread), several joined by "+", or "*"
+//   call    a kind (open close read write sync stat list link rename unlink mkdir chmod utime
+//           lock), a function of libc (pread), several joined by "+", or "*"
 //   path    part of the path, relative to whatever handle; of any file if it is not given
 //   if      a file; the rule counts and strikes only while it exists
 //   after   calls to leave alone first; 0 if it is not given
@@ -270,6 +270,17 @@ OPEN(open, AT_FDCWD, (const char *path, int flags, ...), path, flags)
 OPEN(open64, AT_FDCWD, (const char *path, int flags, ...), path, flags)
 OPEN(openat, at, (int at, const char *path, int flags, ...), at, path, flags)
 OPEN(openat64, at, (int at, const char *path, int flags, ...), at, path, flags)
+
+// Linux closes the file whatever it returns.
+int close(int fd) {
+  static int (*real)(int);
+  if (real == NULL) real = (int (*)(int))dlsym(RTLD_NEXT, "close");
+  bool fails = num_rules > 0 && strike("close", "close", fd, NULL, NULL, 0);
+  int error = errno, result = real(fd);
+  if (!fails) return result;
+  errno = error;
+  return -1;
+}
 
 FUNCTION(ssize_t, read, "read", -1, fd, NULL, &count, (int fd, void *data, size_t count), fd, data,
          count)

@@ -214,6 +214,8 @@ def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
     for seed in range(2):
         assert asked.answer(prompt(40, seed)) == 0
     assert 0.1 <= time.monotonic() - begin < 10
+    while asked.lookups._workers.stuck_seconds() <= 0.1:  # of the thread that began last
+        time.sleep(0.01)
     calls = asked.blobs.num_calls
     assert asked.at_once(prompt(40, 8)) == 0
     assert asked.blobs.num_calls == calls
@@ -289,8 +291,12 @@ def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(1, "test")
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: 1)
+        workers._at_exit()  # waits for nothing, and ends no thread of the other process
         with pytest.raises(RuntimeError, match="forked off"):
             workers.submit(print)
+    done = threading.Event()
+    workers.submit(done.set)
+    assert done.wait(60)
     assert workers.shutdown(60)
 
 

@@ -190,3 +190,16 @@ def test_an_engine_that_saves_over_steps_stores_all(serve: Serve) -> None:
         assert request.answer == alone(tokens, 33)
         again = other.ask([*request.all_token_ids, 5], 1)
         assert again.num_computed_here == 2  # the last token of the answer, and the new one
+
+
+def test_steps_that_have_saved_nothing_do_not_add_up() -> None:
+    """Less than a chunk is left of what they computed, not the work of many saves at once."""
+    spread = Spread(CHUNK)
+    for _ in range(3):
+        spread.computes(100)  # of prompts that may not be saved
+        assert spread.next_step() == []
+    assert spread.cut(0, 100) == CHUNK
+    spread.saves(CHUNK)
+    assert spread.cut(CHUNK, 100) == CHUNK
+    spread.computes(CHUNK + 1)  # with the 15 that are left, two chunks
+    assert spread.cut(CHUNK, 100) == 2 * CHUNK

@@ -20,6 +20,7 @@ from tests.connector.toy_connector import ToyConnector
 from tests.connector.toy_engine import HEADS, LAYERS, VOCAB, Engine, Request
 
 Serve = Callable[..., Engine]
+F32 = Precision.of("float32")
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -105,6 +106,20 @@ def test_what_a_lookup_has_found_is_not_saved_again(serve: Serve) -> None:
         engine = serve(fresh_seconds=0, min_tokens=min_tokens)
         assert engine.ask(tokens, 1).answer == alone(tokens, 1)
         assert engine.connector.counts.take().get("saved_tokens", 0) == 0
+
+
+def test_precise_values_are_saved_beside_coarser_ones(serve: Serve, tmp_path: Path) -> None:
+    """Where a lookup has found coarser ones, too few to be loaded."""
+    tokens = prompt(37, 16)
+    blobs = Directory(tmp_path / "store")
+    coarse = serve(store_in(blobs, precision=Precision.of("bfloat16")))
+    coarse.ask(tokens, 1)
+    written(coarse)
+    assert store_in(blobs).lookup(tokens).num_tokens == 0
+    engine = serve(accept="lossy", min_tokens=40)
+    assert engine.ask(tokens, 1).num_computed_here == 37
+    written(engine)
+    assert store_in(blobs).lookup(tokens).num_tokens == 37
 
 
 def test_what_waits_to_be_written_is_not_copied_again(serve: Serve, tmp_path: Path) -> None:
@@ -194,13 +209,13 @@ class Frozen(Directory):
         return super().names(folder)
 
 
-def store_in(blobs: Directory) -> PrefixStore:
+def store_in(blobs: Directory, precision: Precision = F32) -> PrefixStore:
     return PrefixStore(
         blobs,
         fingerprint="toy",
         num_layers=LAYERS,
         total_kv_heads=HEADS,
-        precision=Precision.of("float32"),
+        precision=precision,
         new_chunk_tokens=16,
     )
 

@@ -124,6 +124,20 @@ def test_stores_of_other_salts_are_written_apart(writing: Writing) -> None:
     assert all((writing.blobs.root / salted.name_of(chunk)).is_file() for chunk in others)
 
 
+def test_what_others_have_stored_meanwhile_is_not_written(writing: Writing) -> None:
+    """Nor does memory answer for it: nobody has read it here, and it may be damaged."""
+    stored = set(writing.names()[::2])
+    writing.writer._is_stored = lambda store, chunk: store.name_of(chunk) in stored
+    for chunk in writing.chunks:
+        writing.writer.add(writing.store, chunk)
+    assert all(map(writing.store.index.is_held, writing.names()))
+    writing.finish()
+    assert sum(writing.blobs.calls) == len(writing.chunks) - len(stored)
+    held = {name for name in writing.names() if writing.store.index.is_held(name)}
+    assert held == set(writing.names()) - stored
+    assert writing.boundary.take_counts() == {}
+
+
 def test_one_that_fails_costs_no_other(writing: Writing) -> None:
     """And is saved again the next time: memory does not take it for stored."""
     writing.blobs.refused = writing.names()[3]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvx_core import Directory, InvalidArgumentError
+from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.connector.settings import StoreSettings
+from kvx_core.snapshot import Precision
 from kvx_core.stores.access import check_access
 
 NOBODY = 65534
@@ -109,10 +110,28 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_the_chunks_of_a_store_that_exists(tmp_path: Path) -> None:
-    (tmp_path / "kvx-store.json").write_text('{"format": 2, "chunk_tokens": 128}')
-    StoreSettings(path=tmp_path, chunk_tokens=128).check(writes=True)
-    with pytest.raises(InvalidArgumentError, match="chunk_tokens is 64, expected 128 as "):
-        StoreSettings(path=tmp_path, chunk_tokens=64).check(writes=True)
-    (tmp_path / "kvx-store.json").write_text("{")
-    StoreSettings(path=tmp_path, chunk_tokens=64).check(writes=True)  # broken, not wrong
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"format": 2, "chunk_tokens": 128}',
+        '{"format": 2, "chunk_tokens": 1}',
+        '{"format": "2 AES-256-GCM", "chunk_tokens": 64, "key_check": "0"}',
+    ],
+)
+def test_what_a_file_of_the_store_says_ends_no_start(text: str, tmp_path: Path) -> None:
+    """Whoever may write there can have written it: the engine runs without the store."""
+    (tmp_path / "kvx-store.json").write_text(text)
+    settings = StoreSettings(path=tmp_path, chunk_tokens=64)
+    settings.check(writes=True)
+    with pytest.raises(StoreError):
+        settings.store(
+            fingerprint="f", num_layers=1, total_kv_heads=1, precision=Precision.of("float32")
+        )
+
+
+def test_the_settings_alone(tmp_path: Path) -> None:
+    """A chunk has 16 tokens at least, so that a prompt of thousands is not thousands of files."""
+    StoreSettings(path=tmp_path, chunk_tokens=16)
+    with pytest.raises(ValueError, match=r"chunk_tokens\n.* greater than or equal to 16"):
+        StoreSettings(path=tmp_path, chunk_tokens=15)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvx_core import InvalidArgumentError
+from kvx_core import InvalidArgumentError, StoreError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.threads import Workers
 
@@ -67,6 +67,20 @@ def test_what_ends_a_process_passes(kind: type[BaseException], lines: list[str])
         raise kind
     assert not guard.failed
     assert lines == []
+
+
+def test_nothing_that_files_or_requests_say_controls_the_log(lines: list[str]) -> None:
+    """Neither the name of a request nor a message, of KVX or not, nor its traceback."""
+    boundary = Boundary(lines.append)
+    hostile = "\x1b[2J\x07\u202e\x85\u2028"
+    for error in (StoreError(f"a\nERROR {hostile}"), OSError(hostile), ValueError(hostile)):
+        with boundary.guard("could not load", f"request {hostile}"):
+            raise error
+    shown = r"\x1b[2J\x07\u202e\x85\u2028"
+    assert lines[0] == rf"KVX could not load request {shown}: a\nERROR {shown}"
+    assert lines[1].startswith(rf"KVX could not load request {shown}: \x1b[2J\x07\u202e")
+    assert lines[2].splitlines()[-1] == f"ValueError: {shown}"
+    assert all(line.isprintable() for text in lines for line in text.split("\n"))
 
 
 def test_a_traceback_is_logged_where_the_sentence_does_not_say_all(lines: list[str]) -> None:

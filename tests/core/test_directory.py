@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from kvx_core import Directory, InvalidArgumentError, StoreError
+from kvx_core import Directory, InvalidArgumentError, StoreError, files
 from kvx_core.stores import beneath, new_files, pace
 from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores.index import Index, Unknown
@@ -300,7 +300,7 @@ def test_file_systems_that_sync_together(tmp_path: Path) -> None:
     """/dev/shm is a tmpfs; that of /proc is none that stores files."""
     for path, expected in (("/dev/shm", True), ("/proc", False)):
         handle = os.open(path, os.O_RDONLY)
-        assert beneath.syncs_together(handle) is expected
+        assert files.syncs_together(handle) is expected
         os.close(handle)
     blobs = Directory("/dev/shm/" + tmp_path.name)
     try:
@@ -409,9 +409,25 @@ def test_who_else_may_write_to_the_root(tmp_path: Path, caplog: pytest.LogCaptur
         assert len(caplog.messages) < 2
         return " ".join(caplog.messages)
 
+    said: list[int] = []
+    tmp_path.chmod(0o755)
     assert not warnings()
     tmp_path.chmod(0o777)
     assert "has mode 0777: every user of this machine can forge" in warnings(group="write")
+    tmp_path.chmod(0o770)
+    of_group = f"has mode 0770: every user of group {os.getegid()} can forge"
+    assert of_group in warnings()
+    assert of_group in warnings(group="read")
+    assert not warnings(group="write")
+    tmp_path.chmod(0o700)
+    blobs = Directory(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for mode in (0o700, 0o777, 0o777, 0o700, 0o770):  # it may be made again by somebody else
+            caplog.clear()
+            tmp_path.chmod(mode)
+            blobs.names("")
+            said.append(len(caplog.messages))
+    assert said == [0, 1, 0, 0, 1]
     tmp_path.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(tmp_path, 65534, -1)

@@ -82,6 +82,8 @@ FAULTS = (
         "call=open,error=EINTR,every=2",
         "call=openat2,error=ENOSYS",
         "call=open,error=EACCES,every=5",
+        "call=close,error=EIO",
+        "call=close,error=ENOSPC,every=3",
     ),
     *("call=read,error=EIO,every=2", "call=read,short=1", "call=write,short=1"),
     *("call=write,error=EIO,every=2", "call=write,error=ENOSPC,every=2", "call=write,error=EDQUOT"),
@@ -250,7 +252,7 @@ for at in range(int(sys.argv[2])):
 
 def test_a_writer_that_is_killed_in_any_of_its_calls(tmp_path: Path) -> None:
     """What it leaves is a whole file under its name or none, and the next start cleans up."""
-    count = 40
+    count = 60
     rules = [
         f"call=*,path={tmp_path}/store,if={tmp_path}/on{at},after={at},kill=9"
         for at in range(count)

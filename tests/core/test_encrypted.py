@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from kvx_adapters.cli.doctor_store import check_store
 from kvx_core import Directory, InvalidArgumentError, PrefixStore
 from kvx_core.connector.settings import StoreSettings
-from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.snapshot import CorruptError, Precision, StoreError
 from kvx_core.stores.encrypted import Encrypted, Encryption
+from kvx_core.stores.entries import Entries
 from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
 from tests.test_store_command import kvx, listed
 
@@ -85,6 +87,109 @@ def test_every_byte_is_authenticated() -> None:
         cipher.decrypt("a/c", raw)
 
 
+PIECE = 4 << 20
+
+
+@pytest.mark.parametrize("num_bytes", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
+def test_files_of_several_pieces(num_bytes: int) -> None:
+    """They have to say in their first piece how long they are, as snapshots do; others need not."""
+    cipher = Encryption(KEY)
+    header = b'{"__metadata__":{"kvx_snapshot":"2","tokens":"0","bytes":"%d","digest":"' % (
+        num_bytes - 4096
+    )
+    header += b"0" * 64 + b'",'
+    content = (4088).to_bytes(8, "little") + header.ljust(4088)
+    content += bytes(i * 7 % 251 for i in range(1009)) * (num_bytes // 1009 + 1)
+    content = content[:num_bytes]
+    raw = b"".join(cipher.encrypt("a/b", content))
+    assert cipher.decrypt("a/b", raw) == content
+    for at in (HEAD, HEAD + PIECE - 1, len(raw) - 1):
+        changed = bytearray(raw)
+        changed[at] ^= 1
+        with pytest.raises(CorruptError):
+            cipher.decrypt("a/b", changed)
+    other = b"".join(cipher.encrypt("a/b", bytes(num_bytes)))
+    if num_bytes <= PIECE:
+        assert cipher.decrypt("a/b", other) == bytes(num_bytes)
+    else:
+        message = f"cannot be decrypted: .*, or it has {num_bytes} bytes of content, or it had"
+        with pytest.raises(CorruptError, match=message):
+            cipher.decrypt("a/b", other)
+
+
+LARGE = 256 << 20
+
+
+def num_read() -> int:
+    """Bytes that this process has read until now."""
+    (found,) = re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    return int(found)
+
+
+@pytest.mark.parametrize("kept", [HEAD, 5000, 1 << 20], ids=["28 bytes", "the header", "all"])
+def test_what_a_writer_without_the_key_makes_large_is_not_read(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins as a good file does, and takes no disk: only its first piece is read."""
+    save(encrypted(tmp_path), TOKENS)
+    # Whatever a file of this name may have: tested below.
+    monkeypatch.setattr(Entries, "_most_bytes", lambda self, file: 1 << 40, raising=False)
+    store = encrypted(tmp_path)
+    match = store.lookup(TOKENS)
+    for path in files_of(tmp_path):
+        path.write_bytes(path.read_bytes()[:kept])
+        os.truncate(path, LARGE)
+    before = num_read()
+    with pytest.raises(CorruptError, match="cannot be decrypted"):
+        store.load(match, 0, 40, Engine().sections())
+    assert loaded(encrypted(tmp_path)) == 0
+    assert num_read() - before < 4 * (PIECE + (1 << 20))
+    assert files_of(tmp_path) == []
+
+
+def test_a_name_says_how_long_a_file_can_be(tmp_path: Path) -> None:
+    """Whoever knows what a file holds can change what the first piece of it says."""
+    store = encrypted(tmp_path)
+    save(store, TOKENS)
+    limits = {}
+    for path in files_of(tmp_path):
+        file = store.finder.file(str(path.relative_to(tmp_path)))
+        limits[path] = store._entries._most_bytes(file)
+        assert len(path.read_bytes()) < limits[path]
+        assert limits[path] < (1 << 20) + file.num_tokens * LAYERS * HEADS * (1 << 15)
+    for path, limit in limits.items():
+        os.truncate(path, limit + HEAD + TAG + 1)
+    match = store.lookup(TOKENS)
+    assert match.num_tokens == 0
+    for path, limit in limits.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, limit + HEAD + TAG + 1)
+        file = store.finder.file(str(path.relative_to(tmp_path)))
+        message = f"has {limit + HEAD + TAG + 1} bytes, expected at most {limit + HEAD + TAG} "
+        with (
+            pytest.raises(CorruptError, match=message),
+            store._entries.opened(file),
+        ):
+            pass
+
+
+def test_no_memory_for_a_file_costs_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(encrypted(tmp_path), TOKENS)
+    files = files_of(tmp_path)
+
+    def full(*arguments: object) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", full)
+        assert loaded(encrypted(tmp_path)) == 0
+    assert files_of(tmp_path) == files
+    assert loaded(encrypted(tmp_path)) == 40
+
+
 def flipped(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -131,6 +236,16 @@ def loaded_without(root: Path, path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw)
     return found
+
+
+@pytest.mark.parametrize("num_bytes", [0, 27, 28, 43])
+def test_a_file_too_short_to_be_encrypted(num_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"KVXAES1\n".ljust(num_bytes, b"x")[:num_bytes])
+    with (
+        (tmp_path / "file").open("rb", buffering=0) as file,
+        pytest.raises(CorruptError, match=r"^a/b is not encrypted, expected a file of an enc"),
+    ):
+        Encryption(KEY).opened("a/b", file, "shown")
 
 
 def test_damage_after_the_lookup_fails_the_load(tmp_path: Path) -> None:
@@ -193,9 +308,9 @@ def test_a_store_says_its_key(made: Any, opened: Any, expected: str, tmp_path: P
     assert store(writer).lookup(TOKENS).num_tokens == 40
     files = files_of(tmp_path)
     reader = settings("reader", **opened)
-    for start in (lambda: reader.check(writes=True), lambda: store(reader)):
-        with pytest.raises(InvalidArgumentError, match=re.escape(expected)):
-            start()
+    reader.check(writes=True)  # the settings alone are good: an engine runs without the store
+    with pytest.raises(StoreError, match=re.escape(expected)):
+        store(reader)
     assert files_of(tmp_path) == files
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import pytest
 
 from kvx_core import Snapshot, StoreError
 from kvx_core.snapshot import CorruptError
+from kvx_core.snapshot.file import MAX_TOKENS
+from kvx_core.snapshot.text import strict_json
 from tests.core.test_stores import Engine, files_of, save, store_in
 from tests.hostile import hostile_files
 
@@ -46,7 +49,9 @@ def bytes_of(engine: Engine) -> bytes:
 
 
 def is_short(name: str, error: Exception) -> None:
+    """And is one line that controls no terminal."""
     assert len(str(error)) < 10_000, name
+    assert str(error).isprintable(), name
 
 
 def test_the_same_files_every_time(good: Path) -> None:
@@ -57,6 +62,16 @@ def test_the_same_files_every_time(good: Path) -> None:
     for name, file in hostile_files(data):
         assert hashlib.sha256(file).digest() == digests.pop(name), name
     assert not digests
+
+
+def test_numbers_of_more_than_64_bits_are_none() -> None:
+    """Nor do they take long: Python's integers have any number of digits."""
+    assert strict_json(b'{"a": [999999999999999999, -999999999999999999, "%s"]}' % (b"9" * 99)) == {
+        "a": [10**18 - 1, 1 - 10**18, "9" * 99]
+    }
+    for text in (b"9" * 19, b"-" + b"1" * 19, b'{"a": %s}' % (b"9" * 4000), b"0.%s" % (b"1" * 19)):
+        with pytest.raises(ValueError, match="does not fit into 64 bits"):
+            strict_json(text)
 
 
 def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
@@ -79,6 +94,34 @@ def test_snapshots_of_hostile_files(good: Path, tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < MAX_BYTES
+
+
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS + 1, MAX_TOKENS + 1])
+def test_tokens_that_are_none_of_a_disk(num_tokens: int, good: Path, tmp_path: Path) -> None:
+    """A file with holes may have any number: its name, or what a file may have, says how many."""
+    store = store_in(tmp_path)
+    save(store, range(NUM_TOKENS))
+    match, (path,) = store.lookup(range(NUM_TOKENS)), files_of(tmp_path)
+    data = good.read_bytes()
+    first = 8 + int.from_bytes(data[:8], "little")
+    num_bytes = 8 * num_tokens + 64
+    raw = re.sub(rb'"tokens":"5"', b'"tokens":"%d"' % num_tokens, data[8:first])
+    raw = re.sub(rb'"bytes":"\d+"', b'"bytes":"%d"' % num_bytes, raw)
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + num_bytes)
+    tracemalloc.start()
+    with pytest.raises(CorruptError) as caught:
+        Snapshot.open(path, num_tokens=NUM_TOKENS)
+    assert f"has {num_tokens} tokens, expected {NUM_TOKENS}" in str(caught.value)
+    with pytest.raises(CorruptError) as caught:
+        Snapshot.open(path)
+    with pytest.raises(CorruptError, match=f"has {num_tokens} tokens, expected {NUM_TOKENS}"):
+        store.load(match, 0, NUM_TOKENS, Engine().sections())  # it was good when it was found
+    most = f"has {num_tokens} tokens, expected at most {MAX_TOKENS}"
+    assert (most in str(caught.value)) == (num_tokens > MAX_TOKENS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_stores_of_hostile_files(good: Path, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,6 +230,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(os, "preadv", counted)
     return found
+
+
+TELLS = tensor_digests.tells_of_mapped_writes  # of the real file system
+
+
+@pytest.fixture(autouse=True)
+def telling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are remembered, whatever file system the tests run on."""
+    monkeypatch.setattr(tensor_digests, "tells_of_mapped_writes", lambda handle: True)
 
 
 NUM_BYTES = sum(tensor.nbytes for tensor in TENSORS.values())
@@ -521,8 +532,48 @@ def test_what_torchaos_files_say_of_their_tensors_counts(model: Path) -> None:
     assert found[2] == found[3]
 
 
-def test_a_change_through_a_mapping_is_seen(model: Path, settled: None) -> None:
-    """A page that is still to be written may change again without changing a time."""
+@pytest.mark.parametrize("on", ["the disk of this machine", "a tmpfs"])
+def test_a_change_through_a_mapping_is_seen(
+    on: str,
+    model: Path,
+    settled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A page that is still to be written may change again without changing a time; on a tmpfs, none
+    ever changes one.
+    """
+    monkeypatch.setattr(tensor_digests, "tells_of_mapped_writes", TELLS)
+    if on == "a tmpfs":
+        assert not remembers(Path("/dev/shm"))
+        found = Path(tempfile.mkdtemp(dir="/dev/shm"))
+        shutil.copytree(model, found / "model")
+        model = found / "model"
+    try:
+        with caplog.at_level(logging.INFO):
+            check_mapped_writes(model)
+        told = f"the weights in {model} are not remembered: its file system may not tell of every"
+        assert (told in caplog.text) == (on == "a tmpfs" or not remembers(model))
+    finally:
+        if on == "a tmpfs":
+            shutil.rmtree(model.parent)
+
+
+def remembers(path: Path) -> bool:
+    """Whether the file system tells of every write."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        return TELLS(handle)
+    finally:
+        os.close(handle)
+
+
+def test_file_systems_that_tell_of_every_write() -> None:
+    """Only those that are known to: none of the kernel's own is one."""
+    assert not any(map(remembers, (Path("/dev/shm"), Path("/proc"), Path("/sys"))))
+
+
+def check_mapped_writes(model: Path) -> None:
     path = model / "model.safetensors"
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         found = []

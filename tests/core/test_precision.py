@@ -206,6 +206,8 @@ def test_what_was_loaded_with_a_loss_is_never_stored_as_more_precise(tmp_path: P
     fresh = reader(tmp_path, torch.float32, accept="lossy")
     assert fresh.carried == Precision()
     fresh.carry(Precision.parse("f8_e4m3"))  # what another process has loaded
+    fresh.carry(BF16)  # the coarsest counts, not the last
+    assert fresh.carried == Precision.parse("f8_e4m3")
     save(fresh, [7, 8], there)
     assert precisions(reader(tmp_path, torch.float32, accept="lossy"), [7, 8]) == ["f8_e4m3"]
 

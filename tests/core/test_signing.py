@@ -121,6 +121,13 @@ def test_keys_are_long_and_in_files_of_their_owner(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match=rf"has mode {mode:04o}, .* chmod 600"):
             read_key(path)
     path.chmod(0o600)
+    if os.geteuid() == 0:  # of any other user than root: who else knows it, or has chosen it?
+        os.chown(path, 65534, -1)
+        with pytest.raises(
+            InvalidArgumentError, match=r"belongs to user 65534, expected 0, .* chown "
+        ):
+            read_key(path)
+        os.chown(path, 0, -1)
     for content, message in (
         (b"short", "has 5 bytes, expected 32 to 4096. Make it with"),
         (b"x" * 4097, "has more than 4096 bytes"),

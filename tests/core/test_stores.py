@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import pickle
 import resource
@@ -40,6 +41,7 @@ from kvx_core import (
     StoreError,
 )
 from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.stores.keys import parse_name
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.core.sections import section_of
@@ -701,6 +703,37 @@ def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
         unchanged(engine, load, StoreError, message)
 
 
+@pytest.mark.parametrize("part", [".l0-4.", ".l3-4.", ".l0-3+2-5.", ".l0-999999999.", ".l1-1."])
+def test_layers_that_no_model_of_this_shape_has(part: str, tmp_path: Path) -> None:
+    """A name may claim any; beside it the good file is found."""
+    save(store_in(tmp_path), range(10))
+    (path,) = files_of(tmp_path)
+    name = str(path.relative_to(tmp_path)).replace(".l0-3.", part)
+    assert parse_name(str(path.relative_to(tmp_path)), (LAYERS, HEADS)) is not None
+    assert parse_name(name, (LAYERS, HEADS)) is None
+    (tmp_path / name).write_bytes(path.read_bytes())
+    store = store_in(tmp_path)
+    assert [file.name for file in store.finder.parsed(name.rpartition("/")[0])] == [
+        str(path.relative_to(tmp_path))
+    ]
+    assert store.lookup(range(12)).num_tokens == 10
+
+
+def test_entries_longer_than_a_chunk_are_none(tmp_path: Path) -> None:
+    """A name may claim any number of tokens, and each takes memory when they are compared."""
+    save(store_in(tmp_path, chunk_tokens=32), range(20))
+    (path,) = files_of(tmp_path)
+    (tmp_path / "kvx-store.json").unlink()
+    store = store_in(tmp_path, chunk_tokens=16)
+    assert store.lookup(range(20)).num_tokens == 0
+    name = str(path.relative_to(tmp_path))
+    assert name not in store._entries  # it was not opened
+    with pytest.raises(StoreError, match="is not the name of a file of this store"):
+        store.load(Match(16, (StoredSpan(0, 16, 20, (name,)),)), 0, 16, Engine().sections())
+    (tmp_path / "kvx-store.json").unlink()
+    assert store_in(tmp_path, chunk_tokens=32).lookup(range(20)).num_tokens == 20
+
+
 def test_names_that_others_leave_in_the_folders(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(16))
@@ -734,9 +767,7 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
     assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
     assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == 128
     assert store_in(tmp_path, chunk_tokens=128).chunk_tokens == 128
-    with pytest.raises(
-        InvalidArgumentError, match=r"chunk_tokens is 64, expected 128 as .*json says"
-    ):
+    with pytest.raises(StoreError, match=r"chunk_tokens is 64, expected 128 as .*json says"):
         store_in(tmp_path, chunk_tokens=64)
     with pytest.raises(InvalidArgumentError, match="chunk_tokens 0, expected at least 1"):
         store_in(tmp_path, chunk_tokens=0)
@@ -747,19 +778,33 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 8}',
+    ["", "{}", "[]", "1", '{"format": 2, "chunk_tokens": "8"}', '{"format": 3, "chunk_tokens": 32}',
      '{"format": 2, "chunk_tokens": 0}', '{"format": 2, "chunk_tokens": true}', "[" * 4000,
-     '{"format": 2, "format": 2, "chunk_tokens": 8}', '{"format": 2, "chunk_tokens": 1000000000}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": 0}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": "5GB"}',
-     '{"format": 2, "chunk_tokens": 8, "max_bytes": true}',
-     '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 8}' + " " * 4096,
+     '{"format": 2, "format": 2, "chunk_tokens": 32}', '{"format": 2, "chunk_tokens": 1000000000}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": 0}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": "5GB"}',
+     '{"format": 2, "chunk_tokens": 32, "max_bytes": true}',
+     '{"format": 2, "chunk_tokens": NaN}', '{"format": 2, "chunk_tokens": 32}' + " " * 4096,
      '{"format": 2, "chunk_tokens": ' + "9" * 4000 + "}"],
 )  # fmt: skip
 def test_a_directory_that_is_another_thing(text: str, tmp_path: Path) -> None:
     (tmp_path / "kvx-store.json").write_text(text)
     with pytest.raises(StoreError, match=r"kvx-store\.json"):
         store_in(tmp_path, chunk_tokens=None)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 15, 4097, 999_999_999])
+def test_what_a_description_says_of_chunks_is_bounded(chunk_tokens: int, tmp_path: Path) -> None:
+    """Whoever may write to a store can have written it; a caller may ask for the same."""
+    text = json.dumps({"format": 2, "chunk_tokens": chunk_tokens})
+    (tmp_path / "kvx-store.json").write_text(text)
+    message = rf"kvx-store\.json has chunk_tokens {chunk_tokens}, expected 16 to 4096\. Set "
+    with pytest.raises(StoreError, match=message):
+        store_in(tmp_path, chunk_tokens=None)
+    assert store_in(tmp_path, chunk_tokens=chunk_tokens).chunk_tokens == chunk_tokens
+    for good in (16, 4096):
+        (tmp_path / "kvx-store.json").write_text(text.replace(str(chunk_tokens), str(good)))
+        assert store_in(tmp_path, chunk_tokens=None).chunk_tokens == good
 
 
 def test_a_store_of_an_earlier_format_is_refused_with_the_way_out(tmp_path: Path) -> None:

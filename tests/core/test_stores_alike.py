@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from kvx_core.snapshot import Alike, CorruptError, Room
 from kvx_core.stores import kept
 from kvx_core.stores.entries import Entries
 from kvx_core.stores.loads import Progress
+from kvx_core.stores.match import Match
 from tests.caches import assert_same_bytes
+from tests.core.sections import section_of
 from tests.core.test_checksums import as_crc32, change
 from tests.core.test_stores import (
     DIM,
@@ -219,6 +222,38 @@ def test_files_of_an_earlier_version_are_parsed(
         load(store, prompt, engine)
         engine.check(prompt, 0, LENGTH)
     assert len(tried) == 2  # one of a full chunk, one of 6 tokens
+
+
+def test_heads_whose_first_blocks_are_null(parsed: list[str], tmp_path: Path) -> None:
+    """Two sections take the same layers: chunks that only one of them takes are copied apart."""
+    store, gone = warm(tmp_path), 2 * CHUNK
+    match = store.lookup(PROMPTS[2])
+    left, right = (Engine(heads=range(i, i + 2), seed=1) for i in (0, 2))
+    null = next(i for i in range(len(right.blocks) + 2) if i not in right.blocks)
+    num_null = gone // right.block_size
+    blocks = [null] * num_null + right.blocks[num_null:]
+    moved_on = section_of(
+        right.cache, right.layers, blocks, heads=(2, HEADS), fingerprint="model", null_block_id=null
+    )
+    parsed.clear()
+    store.load(match, 0, LENGTH, [*left.sections(), moved_on])
+    assert parsed == []  # all files are like those that were read before
+    left.check(PROMPTS[2], 0, LENGTH)
+    right.check(PROMPTS[2], gone, LENGTH)
+
+
+def test_a_match_that_promises_too_much(tmp_path: Path) -> None:
+    """Of files like those that were loaded before: it may come from another process."""
+    store, engine = warm(tmp_path), Engine(seed=1)
+    first, *_, last = store.lookup(PROMPTS[2]).spans
+    for span, message in (
+        (replace(last, stop=last.start + CHUNK), "holds 6 tokens from 64, expected 64 to 80"),
+        (replace(first, start=3, stop=19), "holds 16 tokens from 0, expected 3 to 19"),
+    ):
+        before = engine.cache.storages[0].clone()
+        with pytest.raises(StoreError, match=message):
+            store.load(Match(span.stop, (span,)), span.start, span.stop, engine.sections())
+        assert torch.equal(engine.cache.storages[0], before)
 
 
 def test_a_load_that_is_cancelled(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ PHASES = {
         "call=sync+link+rename+mkdir,error=EIO,chance=0.1,seed=5",
         "call=list+unlink+utime,error=EIO,chance=0.05,seed=6",
         "call=open,error=EMFILE,chance=0.02,seed=7",
+        "call=close,error=EIO,chance=0.1,seed=10",
     ),
     "full": ("call=write+mkdir,error=ENOSPC",),
     "short": ("call=read+write,short=1,chance=0.3,seed=8",),
@@ -77,7 +78,7 @@ class Vandal:
     def run(self, ended: threading.Event) -> None:
         acts: list[Callable[[Path], None]] = [
             *(self.replace_by_hostile, self.add_hostile) * 4,
-            *(self.truncate, self.flip_a_bit) * 3,
+            *(self.truncate, self.grow, self.flip_a_bit) * 3,
             *(self.delete, self.swap, self.replace_by_link, self.replace_by_pipe),
             *(self.replace_by_folder, self.delete_folder, self.garble_config),
         ]
@@ -102,6 +103,10 @@ class Vandal:
 
     def truncate(self, path: Path) -> None:
         os.truncate(path, self._chance.randrange(path.stat().st_size))
+
+    def grow(self, path: Path) -> None:
+        """By a hole, which takes no disk."""
+        os.truncate(path, path.stat().st_size + (64 << 20))
 
     def flip_a_bit(self, path: Path) -> None:
         with path.open("r+b") as file:

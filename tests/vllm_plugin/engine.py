@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -351,6 +352,10 @@ class Server:
 
     def longest_step(self) -> float:
         return self._longest_step
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process has had."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
     def num_cache_groups(self) -> int:
         return len(self._scheduler.kv_cache_config.kv_cache_groups)

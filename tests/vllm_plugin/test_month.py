@@ -33,8 +33,8 @@ from tests.vllm_plugin.models import prompt
 pytestmark = needs_cpu_op
 
 DAYS = 30
-LENGTH = 40  # tokens of a prompt
-FILE_BYTES = 8192  # on the disk, of a chunk of 4 tokens
+LENGTH = 48  # tokens of a prompt
+FILE_BYTES = 12288  # on the disk, of a chunk of 16 tokens
 TENANT = "shop"
 STATS = (ROOT / "kvx_adapters/vllm_plugin/stats.py").read_text()
 METRICS = set(re.findall(r'^    "(\w+)": "', STATS, re.M))
@@ -162,7 +162,7 @@ def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) ->
     max_bytes = num_entries * FILE_BYTES
 
     def config(path: Path) -> Any:
-        settings = {"chunk_tokens": 4, "format": "q8_0", "save_generated": False}
+        settings = {"chunk_tokens": 16, "format": "q4_0", "save_generated": False}
         return connector(path, "kv_both", "recompute", max_bytes=max_bytes, **settings)
 
     server = Server(process, llama, config(store))

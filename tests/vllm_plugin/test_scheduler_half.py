@@ -461,6 +461,17 @@ def test_rejected_drafts_are_not_saved(start: Any) -> None:
     assert [save.stop for save in saved] == [60, 64, 79]
 
 
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [(0, 128), (1, 16), (15, 16), (16, 16), (48, 32), (128, 128), (4096, 128)],
+)
+def test_chunks_of_a_new_store(window: int, expected: int) -> None:
+    """At most the window, so that a full chunk is still there; never less than a store may say."""
+    from kvx_adapters.vllm_plugin.settings import _new_chunk_tokens
+
+    assert _new_chunk_tokens(window) == expected
+
+
 # ---- requests that end early, or start again ----
 
 
@@ -486,18 +497,23 @@ def test_preempted_requests_start_again_with_other_blocks(start: Any, stored: No
     assert found[0].block_ids == (steps.blocks("a"),)
 
 
-def test_nothing_of_an_aborted_request_is_saved(start: Any) -> None:
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_STOPPED"])
+def test_nothing_of_an_aborted_request_is_saved(status: str, start: Any) -> None:
+    """Of one that has stopped, the tokens after its prompt and the last full chunk are."""
     from vllm.v1.request import RequestStatus
 
     steps = start(role="kv_producer")
     num_free_blocks = steps.num_free_blocks()
     steps.add("a", prompt(60, seed=4))
-    for _ in range(10):
-        steps.plan()
+    saved = []
+    for _ in range(25):
+        saved += saves(steps.plan())
         steps.run()
-    steps.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert steps.num_free_blocks() == num_free_blocks
-    assert saves(steps.plan()) == []
+    assert saved == [("a", 0, 60), ("a", 0, 64)]
+    steps.scheduler.finish_requests(["a"], RequestStatus[status])
+    aborted = status == "FINISHED_ABORTED"
+    assert (steps.num_free_blocks() == num_free_blocks) == aborted
+    assert saves(steps.plan()) == ([] if aborted else [("a", 64, 84)])
 
 
 def test_aborted_while_it_loads(start: Any, stored: None) -> None:

@@ -34,7 +34,7 @@ def last_line(error: EngineError) -> str:
         ({"max_bytes": "much"}, r"kv_connector_extra_config\.max_bytes: .*max_bytes is 'much', "),
         ({"format": "q9"}, r"kv_connector_extra_config\.format: .*format is 'q9', expected None "),
         ({"key_file": "FILE.none"}, r"key_file .*/file\.none cannot be read: "),
-        ({"chunk_tokens": 64}, r"chunk_tokens is 64, expected 128 as .*/kvx-store\.json says\. "),
+        ({"chunk_tokens": 15}, r"kv_connector_extra_config\.chunk_tokens: .* than or equal to 16"),
     ],
 )
 def test_a_wrong_setting(
@@ -59,11 +59,22 @@ def test_a_wrong_setting(
         assert "Initializing a V1 LLM engine" not in log.read()
 
 
-def test_a_broken_store_ends_no_engine(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
-    (tmp_path / "kvx-store.json").write_text("{")
-    with engines.engine(llama, kv_transfer_config=connector(tmp_path)) as engine:
-        (output,) = engine.generate([prompt(40, seed=3)])
+def test_what_a_file_of_the_store_says_ends_no_engine(
+    llama: Path, engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Whoever may write to the store can have written it: the engine says so, and runs without."""
+    text = '{"format": 2, "chunk_tokens": 128}'
+    (tmp_path / "kvx-store.json").write_text(text)
+    start = engines.log.stat().st_size if engines.log.exists() else 0
+    config = connector(tmp_path, chunk_tokens=64)
+    with engines.engine(llama, kv_transfer_config=config) as engine:
+        (output,) = engine.generate([prompt(70, seed=3)])
     assert output.finish_reason == "length"
+    assert [path.name for path in tmp_path.iterdir()] == ["kvx-store.json"]
+    with engines.log.open() as log:
+        log.seek(start)
+        said = "KVX saves and loads nothing until the next start: chunk_tokens is 64, expected 128 "
+        assert said in log.read()
 
 
 @pytest.mark.slow

@@ -208,6 +208,29 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
     assert worker.stats()["saved_bytes"] > 0
 
 
+def test_what_a_step_copies_layer_by_layer_is_bounded(tmp_path: Path) -> None:
+    """What other requests of the same step have copied counts, though it does not wait yet."""
+    from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+
+    blobs = Slow(tmp_path)
+    worker = Worker(blobs, max_pending_bytes=1)
+    worker.fill()
+    node, others = worker.store.nodes([])[0], [token + 1 for token in TOKENS]
+    saves = [
+        Save(name, "", node, 0, np.array(tokens), (blocks,), False)
+        for name, tokens, blocks in (("a", TOKENS, [3, 1, 5]), ("b", others, [2, 4, 6]))
+    ]
+    step = StepPlan(saves=saves)
+    for layer in range(L):
+        worker.half.save_layer(step, f"model.layers.{layer}")
+    worker.half.save(step)
+    assert worker.stats()["dropped_saves"] == 2
+    blobs.go.set()
+    worker.half.shutdown()
+    assert worker.store.lookup(TOKENS).num_tokens == CHUNK
+    assert worker.store.lookup(others).num_tokens == 0
+
+
 class Full(Directory):
     def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
         raise StoreError(f"{name} cannot be written: no space left on device")

@@ -1,0 +1,102 @@
+"""Loads beside an engine's steps: which end is reported for a request whose id is used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvx_core import Section
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.counts import Counts
+from kvx_core.connector.loader import Loader, Results
+from kvx_core.connector.plan import BlockIds, Load
+from kvx_core.connector.settings import StoreSettings
+from tests.connector.test_toy_engine import Frozen
+from tests.core.test_stores import Engine, save, store_in
+
+TOKENS = [i * 7 % 1009 for i in range(40)]
+
+
+class Loading:
+    """A Loader of one thread over two engines' caches: a load's block ids say into which."""
+
+    def __init__(self, path: Path) -> None:
+        self.blobs = Frozen(path)
+        self.store = store_in(self.blobs)
+        save(self.store, TOKENS)
+        self.match = self.store.lookup(TOKENS)
+        assert self.match.num_tokens == len(TOKENS)
+        self.engines, self.log, self.counts = [Engine(), Engine(seed=1)], list[str](), Counts()
+        settings = StoreSettings(path=path, loader_threads=1)
+        self.loader = Loader(
+            {"": self.store}, settings, Boundary(self.log.append), self.counts, self._sections
+        )
+
+    def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
+        return self.engines[block_ids[0][0]].sections()
+
+    def start(self, engine: int) -> Load:
+        """A load of request "r" into the cache of an engine."""
+        load = Load("r", "", self.match, 0, len(TOKENS), ([engine],), wait=False)
+        self.loader.start(load)
+        return load
+
+    def end(self) -> Results:
+        """What is reported when all that runs has ended."""
+        self.blobs.answers.set()
+        assert self.loader._workers.wait(60)
+        return self.loader.take_results()
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Iterator[Loading]:
+    found = Loading(tmp_path)
+    yield found
+    found.blobs.answers.set()
+    found.loader.shutdown()
+
+
+def run_until_it_reads(loading: Loading) -> None:
+    """Until the thread waits for the disk."""
+    calls = loading.blobs.num_calls
+    loading.blobs.answers.clear()
+    loading.start(0)
+    while loading.blobs.num_calls == calls:
+        time.sleep(0.001)
+
+
+def test_the_end_of_a_cancelled_load_is_not_that_of_the_next_one(loading: Loading) -> None:
+    run_until_it_reads(loading)
+    loading.loader.cancel(["r"])
+    loading.start(1)
+    assert loading.loader.num_loading == 1
+    assert loading.loader.take_results() == Results()
+    assert loading.end() == Results(loaded={"r"})  # once, and not as failed
+    loading.engines[1].check(TOKENS, 0, len(TOKENS))
+    assert loading.log == []
+    assert loading.counts.take()["loaded_tokens"] == len(TOKENS)
+
+
+def test_both_loads_of_an_id_are_cancelled(loading: Loading) -> None:
+    run_until_it_reads(loading)
+    loading.loader.cancel(["r"])
+    second = loading.start(1)
+    loading.loader.cancel(["r"])  # drops the one that has not begun
+    assert loading.loader.take_results() == Results({"r"}, [(second, 0)])
+    assert loading.end() == Results()
+    loading.engines[1].check(TOKENS, 0, 0)
+    assert loading.log == []
+
+
+def test_a_load_that_is_cancelled_ends_after_its_chunk(loading: Loading) -> None:
+    run_until_it_reads(loading)
+    loading.loader.cancel(["r"])
+    results = loading.end()
+    assert results.loaded == {"r"}
+    ((load, first),) = results.failed
+    assert (load.request_id, first < len(TOKENS)) == ("r", True)
+    loading.engines[0].check(TOKENS, 0, first)
+    assert loading.log == []  # nobody waits for it: nothing has failed
