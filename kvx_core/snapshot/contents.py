@@ -250,7 +250,8 @@ def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
     if stored.dtype not in STORED_UNITS:
         return None
     most = NVFP4 if stored.dtype.format.grouped else Precision.of(stored.dtype)
-    if Precision.parse(precision).meet(most) == Precision.parse(precision):
+    said = Precision.parse(precision)
+    if said.meet(most).formats == said.formats:
         return None
     return f"{name} is {stored.dtype.name}, and precision is {precision!r}, expected {most.name}"
 

@@ -83,7 +83,7 @@ class PrefixStore:
         num_layers:   of the model; an entry is found once it holds all of them
         total_kv_heads: of the model, in every layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
-                      V); the coarsest where layers differ
+                      V); Precision.of_layers where layers differ
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
@@ -345,6 +345,8 @@ class PrefixStore:
         """
         sections = [self._sections.of(section, captured=True) for section in sections]
         precision = self.carried
+        if not precision.formats:
+            precision = Precision(layers=self._precision.layers)
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
         return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
