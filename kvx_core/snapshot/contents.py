@@ -9,8 +9,9 @@ numbers, the last axis counts units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -85,10 +86,13 @@ class Header:
     @property
     def precision(self) -> Precision:
         """The coarsest of all parts."""
-        found = Precision()
-        for part in self.parts:
-            found = found.meet(Precision.parse(part.precision))
-        return found
+        return coarsest_of(self.parts)
+
+
+def coarsest_of(parts: Iterable[Part]) -> Precision:
+    """The precision that values of all these parts have in common."""
+    each = (Precision.parse(part.precision) for part in parts)
+    return reduce(Precision.meet, each, Precision())
 
 
 @dataclass(frozen=True, slots=True)
