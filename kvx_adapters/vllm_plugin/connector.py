@@ -76,6 +76,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(self._stores, Stores):
                 stores = self._stores
                 logger.info("%s", self._settings.told(stores.fingerprint, stores.chunk_tokens))
+                if said := stores.said_of_layers:
+                    logger.info("%s", said)
                 if warning := self._settings.warned():
                     logger.warning("%s", warning)
 

@@ -118,15 +118,29 @@ class Stores(Salted):
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
         self.fingerprint = model_record(vllm_config, settings).fingerprint
+        self._precision = precision(model.dtype, vllm_config.cache_config)
         store = settings.store(
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),
             total_kv_heads=total_kv_heads(model),
             # When a chunk is full, its beginning must not have left the window.
             new_chunk_tokens=min(128, 1 << (window.bit_length() - 1)) if window else 128,
-            precision=precision(model.dtype, vllm_config.cache_config),
+            precision=self._precision,
         )
         super().__init__(store)
+
+    @property
+    def said_of_layers(self) -> str:
+        """A line for the log if layers differ in precision, else ""."""
+        found = self._precision
+        if not found.layers:
+            return ""
+        each = " and ".join(sorted(one.name for one in found.each))
+        return (
+            f"KVX: layers are kept in {each}. With accept 'same' this engine loads entries that are "
+            "as precise as each of them, or of engines with the same kv_cache_dtype_skip_layers; "
+            f"others take its entries for {Precision(found.formats).name}"
+        )
 
 
 def precision(dtype: Any, cache_config: Any) -> Precision:
