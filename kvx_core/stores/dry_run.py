@@ -20,11 +20,11 @@ def never_found(
     heads:    of this worker and of the others with the same layers: first, and one past the last
     Reads and writes no file.
     """
+    heads = list(heads)
     held = sorted({section.heads for section in sections})
     if len(held) > 1:
-        ranges = " and ".join(f"{first} to {last - 1}" for first, last in held)
         return (
-            f"layers have the KV heads {ranges}, expected the same in all: a store of layers that "
+            f"layers have the KV heads {' and '.join(map(_words, held))}, expected the same in all: a store of layers that "
             "differ in their number of heads is not there yet"
         )
     finder, files = store.finder, []
@@ -46,9 +46,14 @@ def never_found(
     missing = np.argwhere(~finder.cover(files)[0][layers])
     if len(missing):
         layer, head = int(layers[missing[0][0]]), int(missing[0][1])
-        ranges = ", ".join(f"{first} to {last - 1}" for first, last in sorted({*held, *heads}))
+        ranges = ", ".join(map(_words, sorted({*held, *heads})))
         return (
             f"nobody would store head {head} of layer {layer}: all ranks together have the KV "
             f"heads {ranges} of {finder.shape[1]}, and an entry is found when it holds all"
         )
     return ""
+
+
+def _words(heads: tuple[int, int]) -> str:
+    first, last = heads
+    return str(first) if last - first == 1 else f"{first} to {last - 1}"

@@ -147,9 +147,7 @@ def test_latents(deepseek: Path, engines: EngineProcess, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 on CPU needs AVX-512")
-def test_layers_of_several_precisions(
-    llama: Path, engines: EngineProcess, tmp_path: Path
-) -> None:
+def test_layers_of_several_precisions(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     """An engine whose first layer is not in FP8 does not take one whose first layer is."""
     prompts = [prompt(n, seed=n) for n in (33, 70, 150)]
 
