@@ -15,6 +15,7 @@ from typing import Any
 
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.extras import pip_install
+from kvx_adapters.vllm import refusal
 from kvx_core import KvxError
 
 _GENERATES = re.compile("ForCausalLM|LMHeadModel|ForConditionalGeneration")
@@ -35,6 +36,7 @@ class Kinds:
     is_chunked: bool = False  # windows are chunks of attention
     shared: int = 0  # layers that use the K and V of others
     has_encoder: bool = False
+    kv_heads: tuple[int, ...] = ()  # numbers of KV heads, if layers differ
 
 
 def check_model(path: Path) -> Iterator[Check]:
@@ -116,7 +118,20 @@ def _kinds(config: Any, text: Any, layers: list[Any]) -> Kinds:
         is_chunked=getattr(text, "attention_chunk_size", None) is not None,
         shared=getattr(text, "num_kv_shared_layers", None) or 0,
         has_encoder=bool(getattr(config, "is_encoder_decoder", False)),
+        kv_heads=_kv_heads(text),
     )
+
+
+def _kv_heads(text: Any) -> tuple[int, ...]:
+    """The numbers of KV heads of layers that keep K and V; () if they do not differ, or it is not
+    known. Latents (MLA) have no heads.
+    """
+    if getattr(text, "kv_lora_rank", None) is not None:
+        return ()
+    layers = getattr(text, "per_layer_config", None) or ()
+    found = {getattr(layer, "num_key_value_heads", None) for layer in layers}
+    heads = {number for number in found if isinstance(number, int)}
+    return tuple(sorted(heads)) if len(heads) > 1 else ()
 
 
 def _caches(kinds: Kinds) -> str:
@@ -173,18 +188,16 @@ def _kv_numbers(text: Any, layers: int) -> tuple[int, str]:
 def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
     """Of each engine. Source: "What is left to vLLM, and what is refused" in docs/vllm.md, and the
     same in docs/tensorrt_llm.md; docs/transformers.md."""
-    reasons = [
-        (kinds.states, "layers keep a state"),
-        (kinds.indexed, "an indexer's keys are not described"),
-        (kinds.other, "some layers are unknown"),
-    ]
-    no = ", ".join(reason for count, reason in reasons if count)
-    refused = [
-        (kinds.is_chunked, "chunked attention"),
-        (kinds.shared, "layers share their K and V"),
-        (kinds.has_encoder, "an encoder"),
-    ]
-    connector = ", ".join(filter(None, [no, *(text for count, text in refused if count)]))
+    no = refusal(states=kinds.states > 0, indexed=kinds.indexed > 0, other=kinds.other > 0)
+    connector = refusal(
+        states=kinds.states > 0,
+        indexed=kinds.indexed > 0,
+        other=kinds.other > 0,
+        is_chunked=kinds.is_chunked,
+        shared=kinds.shared > 0,
+        has_encoder=kinds.has_encoder,
+        kv_heads=kinds.kv_heads,
+    )
     windows = bool(kinds.windows)
     if connector:
         yield "vLLM", f"the connector refuses it: {connector}"

@@ -205,19 +205,18 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 tracked.promise = self._without(tracked.promise, start, end)
 
     def _without(self, promise: _Promise, start: int, end: int) -> _Promise | None:
-        """The blocks of a promise that hold none of these tokens."""
-        if end <= promise.start or promise.stop <= start:
-            return promise
-        block_size = self._model.tokens_per_block
-        if start <= promise.start:  # drops the beginning, or all
-            first = min(end, promise.stop) // block_size * block_size
-            blocks = promise.blocks[(first - promise.start) // block_size :]
-            kept = _Promise(blocks, first, promise.stop)
-        else:
+        """What is loaded of a promise if tokens [start, end) are computed: the blocks that have
+        other tokens, without a gap.
+        """
+        block_size, blocks = self._model.tokens_per_block, promise.blocks
+        first, last = promise.start, promise.stop
+        if start <= first < end:
+            first = min(end, last) // block_size * block_size
+        elif start < last <= end:
             last = -(-start // block_size) * block_size
-            blocks = promise.blocks[: (last - promise.start) // block_size]
-            kept = _Promise(blocks, promise.start, last)
-        return kept if len(kept.blocks) else None
+        begin = (first - promise.start) // block_size
+        kept = blocks[begin : begin + (last - first) // block_size]
+        return _Promise(kept, first, last) if len(kept) else None
 
     def _promise(self, request: Any, num_computed_tokens: int) -> int:
         """Tracks a request; returns how many tokens past `num_computed_tokens` it promises."""

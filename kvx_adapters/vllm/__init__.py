@@ -14,11 +14,12 @@ describes pages of NVFP4 data and scales.
 
 from kvx_adapters.vllm.amx import amx_planes
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
-from kvx_adapters.vllm.facts import cache_facts
+from kvx_adapters.vllm.facts import cache_facts, kv_heads_of, total_kv_heads
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.live import live_block_table, live_view
 from kvx_adapters.vllm.model_record import loads_files, model_record
 from kvx_adapters.vllm.nvfp4 import nvfp4_view
+from kvx_adapters.vllm.refusals import model_refusal, refusal
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
@@ -35,15 +36,19 @@ __all__ = [
     "engine_write",
     "group_view",
     "inline_scales",
+    "kv_heads_of",
     "layer_groups",
     "layout_before_29",
     "live_block_table",
     "live_view",
     "loads_files",
     "model_record",
+    "model_refusal",
     "nvfp4_view",
+    "refusal",
     "self_test",
     "self_test_group",
     "seq_lens",
     "slot_mapping",
+    "total_kv_heads",
 ]

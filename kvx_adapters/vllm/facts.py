@@ -33,11 +33,31 @@ def cache_facts(
         rope_applied=None if rotary is None else True,
         hadamard=False,
         scale_convention="multiply",
-        total_kv_heads=model_config.get_total_num_kv_heads(),
+        total_kv_heads=total_kv_heads(model_config),
         first_kv_head=first_kv_head,
         compute_dtype=_dtype(model_config),
         negative_slots="skip",
     )
+
+
+def total_kv_heads(model_config: Any) -> int:
+    """KV heads of the whole model, as its caches hold them: MLA keeps one latent for all heads.
+
+    model_config: vllm_config.model_config
+    Source: vllm 0.32 config/model.py, get_num_kv_heads
+    """
+    return 1 if model_config.use_mla else int(model_config.get_total_num_kv_heads())
+
+
+def kv_heads_of(model_config: Any, rank: int, num_ranks: int) -> tuple[int, int]:
+    """The KV heads of a tensor-parallel rank: first, and one past the last.
+
+    More ranks than heads share heads: of 4 ranks and 2 heads the first two have head 0.
+    Source: vllm 0.32 model_executor/layers/linear.py, QKVParallelLinear
+    """
+    total = total_kv_heads(model_config)
+    first = rank * total // num_ranks
+    return first, first + max(1, total // num_ranks)
 
 
 # is_neox_style of embeddings that have only one style and no such attribute.

@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -32,6 +32,7 @@ FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x: their plugin interfaces are use
 _BACKEND = "kvx_adapters.vllm_plugin.attention.KVXFlashAttentionBackend"
 _CPU_BACKEND = "kvx_adapters.vllm_plugin.cpu_attention.KVXCPUAttentionBackend"
 _CONNECTOR = ("KVXConnector", "kvx_adapters.vllm_plugin.connector", "KVXConnector")
+_CONFIG = "vllm.config.vllm"
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 _logger = logging.getLogger("vllm.kvx")  # a child of vllm's logger: uses its handlers
@@ -52,6 +53,7 @@ def register() -> None:
         ("attention backend CUSTOM", _register_backend),
         ("attention backend CPU_ATTN", _register_cpu_backend),
         ("KV connector KVXConnector", _register_connector),
+        ("check of a start with KVXConnector", _check_early),
     ):
         try:
             registration()
@@ -103,51 +105,69 @@ def _register_connector() -> None:
         factory = sys.modules[_FACTORY].KVConnectorFactory
         with suppress(ValueError):  # it is registered already
             factory.register_connector(*_CONNECTOR)
-        _check_settings_early(factory)
+        _look_at_connectors(factory)
     elif not any(isinstance(finder, _WaitForFactory) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitForFactory())
 
 
-def _check_settings_early(factory: Any) -> None:
-    """Has vLLM check the connector's settings when it first asks for the class of the connector.
+def _check_early() -> None:
+    """Has vLLM check the connector's settings and its model when it makes its configuration.
 
-    That is while it makes its configuration, in the process that the user has started. No hook of
-    a connector sees the settings there in all cases, and an error in an engine's own process ends
-    up in the middle of the log.
+    That is in the process that the user has started, before weights are loaded. No hook of a
+    connector sees both there, and an error in an engine's own process ends up in the middle of the
+    log.
     Source: vllm 0.32 config/vllm.py, VllmConfig.__post_init__
     """
-    get = getattr(factory, "get_connector_class", None)
-    if get is None or hasattr(get, "checks_kvx"):
+    module = sys.modules.get(_CONFIG)  # without it this process makes no configuration
+    if module is None or hasattr(module.VllmConfig.__post_init__, "checks_kvx"):
         return
-    checked: list[Any] = []
+    own = module.VllmConfig.__post_init__
 
-    def get_connector_class(kv_transfer_config: Any) -> Any:
-        if kv_transfer_config.kv_connector != _CONNECTOR[0]:
-            _engines_of_others.add(kv_transfer_config.engine_id)
-        elif kv_transfer_config not in checked:
-            from kvx_adapters.vllm_plugin.settings import check_settings
+    @wraps(own)
+    def __post_init__(self: Any) -> None:
+        transfer = self.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == _CONNECTOR[0]:
+            from kvx_adapters.vllm_plugin.settings import check_model, check_settings
 
-            check_settings(kv_transfer_config)
-            checked.append(kv_transfer_config)
-        return get(kv_transfer_config)
+            check_settings(transfer)
+            if self.model_config is not None:
+                check_model(self.model_config)
+        own(self)
 
-    get_connector_class.checks_kvx = True  # type: ignore[attr-defined]
-    factory.get_connector_class = staticmethod(get_connector_class)
+    __post_init__.checks_kvx = True  # type: ignore[attr-defined]
+    module.VllmConfig.__post_init__ = __post_init__
 
 
-_engines_of_others: set[str] = set()  # engines that have asked for another connector's class
+_engines: dict[str, str] = {}  # the outermost connector of each engine that has made one
+
+
+def _look_at_connectors(factory: Any) -> None:
+    """Notes the connectors that vLLM makes itself, not those that a connector makes.
+
+    Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/factory.py, create_connector
+    """
+    own = factory.create_connector
+    if hasattr(own, "kvx_looks"):
+        return
+
+    @wraps(own)
+    def create_connector(config: Any, *arguments: Any, **keywords: Any) -> Any:
+        transfer = config.kv_transfer_config
+        if transfer is not None:
+            _engines[transfer.engine_id] = transfer.kv_connector
+        return own(config, *arguments, **keywords)
+
+    create_connector.kvx_looks = True  # type: ignore[attr-defined]
+    factory.create_connector = staticmethod(create_connector)
 
 
 def is_alone(kv_transfer_config: Any) -> bool:
     """Whether an engine's only connector is KVXConnector, so that nobody else fills blocks.
 
     A connector that has others, such as vLLM's MultiConnector, gives each a configuration that
-    names no other; but vLLM asks its factory for the class of the outer one first.
+    names no other, but with the engine's id.
     """
-    factory = sys.modules.get(_FACTORY)
-    get = getattr(getattr(factory, "KVConnectorFactory", None), "get_connector_class", None)
-    is_seen = hasattr(get, "checks_kvx")
-    return is_seen and kv_transfer_config.engine_id not in _engines_of_others
+    return _engines.get(kv_transfer_config.engine_id) == _CONNECTOR[0]
 
 
 class _WaitForFactory(MetaPathFinder):

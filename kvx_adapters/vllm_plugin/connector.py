@@ -12,7 +12,7 @@ Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,13 @@ from vllm.version import __version__ as vllm_version
 from kvx_adapters import vllm
 from kvx_adapters.vllm_plugin import is_alone
 from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
-from kvx_adapters.vllm_plugin.settings import Settings, Stores, check_engine, check_settings
+from kvx_adapters.vllm_plugin.settings import (
+    Settings,
+    Stores,
+    check_engine,
+    check_model,
+    check_settings,
+)
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import RankReports, StepPlan
 from kvx_adapters.vllm_plugin.witnesses import weights_of
@@ -43,6 +49,7 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save, Scope
 from kvx_core.connector.spread import Spread
 from kvx_core.snapshot import Section, StorageFormat, StoreError
+from kvx_core.stores.dry_run import never_found
 from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger("vllm.kvx")
@@ -59,6 +66,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = Settings.of(vllm_config)
         check_engine(vllm_config, self._settings)
+        check_model(vllm_config.model_config)
         check_settings(vllm_config.kv_transfer_config)
         windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
@@ -72,6 +80,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(self._stores, Stores):
                 stores = self._stores
                 logger.info("%s", self._settings.told(stores.fingerprint, stores.chunk_tokens))
+                if said := stores.said_of_layers:
+                    logger.info("%s", said)
                 if warning := self._settings.warned():
                     logger.warning("%s", warning)
 
@@ -137,14 +147,17 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         _check_layers(groups, config)
         facts = _facts(config)
-        held = []
+        held, sections = [], []
         stored = StorageFormat.of(self._settings.format)
         for index, group in enumerate(groups):
             _self_test(group, kv_caches, layers)
             for part in _by_window(group, layers):
                 view, kernel_blocks = vllm.group_view(part, kv_caches, facts, layers)
-                stored.check(Section(part.layers, view, None, part.encoding))
+                sections.append(Section(part.layers, view, None, part.encoding))
+                stored.check(sections[-1])
                 held.append(Held(index, part, view, kernel_blocks))
+        if isinstance(self._stores, Stores):
+            _check_found(self._stores[Scope()], sections, config)
         device = next(iter(kv_caches.values())).device
         self._worker = WorkerHalf(
             self._stores,
@@ -379,14 +392,24 @@ def _facts(config: Any) -> CacheFacts:
     """
     ranks = config.parallel_config.tensor_parallel_size
     rank = parallel_state.get_tensor_model_parallel_rank()
-    total = config.model_config.get_total_num_kv_heads()
     return vllm.cache_facts(
         config.model_config,
         getattr(rotary_embedding, "_ROPE_DICT", {}).values(),
         version=vllm_version,
         fingerprint=None,
-        first_kv_head=rank * total // ranks,  # ranks share a head where there are more of them
+        first_kv_head=vllm.kv_heads_of(config.model_config, rank, ranks)[0],
     )
+
+
+def _check_found(store: PrefixStore, sections: Sequence[Section], config: Any) -> None:
+    """Checks that lookups find what this worker and the others of its layers are going to store.
+
+    Raises UnsupportedError.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    heads = [vllm.kv_heads_of(config.model_config, rank, ranks) for rank in range(ranks)]
+    if reason := never_found(store, sections, heads):
+        raise UnsupportedError(f"KVXConnector would store what it never finds: {reason}")
 
 
 def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
+from vllm.version import __version__ as vllm_version
 
+from kvx_adapters.vllm import model_refusal, total_kv_heads
 from kvx_adapters.vllm.encodings import FP8, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
@@ -57,6 +59,20 @@ def check_settings(transfer: Any) -> None:
         raise SettingsError(f"KVX cannot start with these settings: {error}") from None
 
 
+def check_model(model_config: Any) -> None:
+    """Ends a start with a model whose prefixes cannot be shared, before its weights are loaded.
+
+    model_config: vllm's ModelConfig
+    Raises SettingsError.
+    """
+    if reason := model_refusal(model_config):
+        raise SettingsError(
+            f"KVXConnector does not share prefixes of {model_config.hf_text_config.model_type}: "
+            f"{reason}. `kvx doctor --model` says what its caches hold. Serve it without "
+            "KVXConnector"
+        )
+
+
 class SettingsError(KvxError, RuntimeError):
     """Settings of the connector can never work.
 
@@ -106,15 +122,29 @@ class Stores(Scoped):
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
         self.fingerprint = model_record(vllm_config, settings).fingerprint
+        self._precision = precision(model.dtype, vllm_config.cache_config)
         self.files = StartFiles(vllm_config, settings, self.fingerprint)
         store = settings.store(
             fingerprint=self.fingerprint,
             num_layers=model.get_total_num_hidden_layers(),
-            total_kv_heads=model.get_total_num_kv_heads(),
+            total_kv_heads=total_kv_heads(model),
             new_chunk_tokens=_new_chunk_tokens(window),
-            precision=precision(model.dtype, vllm_config.cache_config),
+            precision=self._precision,
         )
         super().__init__(store)
+
+    @property
+    def said_of_layers(self) -> str:
+        """A line for the log if layers differ in precision, else ""."""
+        found = self._precision
+        if not found.layers:
+            return ""
+        each = " and ".join(sorted(one.name for one in found.each))
+        return (
+            f"KVX: layers are kept in {each}. With accept 'same' this engine loads entries that are "
+            "as precise as each of them, or of engines with the same kv_cache_dtype_skip_layers; "
+            f"others take its entries for {Precision(found.formats).name}"
+        )
 
 
 def _new_chunk_tokens(window: int) -> int:
@@ -124,23 +154,28 @@ def _new_chunk_tokens(window: int) -> int:
 
 
 def precision(dtype: Any, cache_config: Any) -> Precision:
-    """The precision of an engine's values: the coarsest of its arithmetic and its layers' caches.
+    """The precision of an engine's values, of its arithmetic and its layers' caches.
 
     dtype: vllm's ModelConfig.dtype; cache_config: vllm's CacheConfig
-    Source: vllm 0.32 config/cache.py, CacheConfig.cache_dtype
+    Source: vllm 0.32 config/cache.py, CacheConfig; model_executor/layers/attention/attention.py
     """
     name = cache_config.cache_dtype
-    if name == "auto":
-        return Precision.of(dtype)
-    if name in ("float16", "bfloat16", "float32"):
-        return Precision.of(dtype, name)
-    if name in FP8:
-        return Precision.of(dtype, FP8[name])
-    if name == "fp8_per_token_head":
-        return Precision.of(dtype, DType.F8_E4M3, vector_scales=True)
-    from vllm.version import __version__ as version
-
-    opaque = Precision.of(opaque=opaque_name(minor(version), name))
+    found = _of_most_layers(dtype, name)
     # Skipped layers store values in the dtype of the model.
     skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
-    return opaque.meet(Precision.of(dtype)) if skipped else opaque
+    if not skipped or name == "auto":
+        return found
+    which = f"vllm 0.{minor(vllm_version)} {dtype} {name} but {' '.join(sorted(skipped))}"
+    return Precision.of_layers([found, Precision.of(dtype)], which)
+
+
+def _of_most_layers(dtype: Any, cache_dtype: str) -> Precision:
+    if cache_dtype == "auto":
+        return Precision.of(dtype)
+    if cache_dtype in ("float16", "bfloat16", "float32"):
+        return Precision.of(dtype, cache_dtype)
+    if cache_dtype in FP8:
+        return Precision.of(dtype, FP8[cache_dtype])
+    if cache_dtype == "fp8_per_token_head":
+        return Precision.of(dtype, DType.F8_E4M3, vector_scales=True)
+    return Precision.of(opaque=opaque_name(minor(vllm_version), cache_dtype))

@@ -26,6 +26,7 @@ COUNTERS = {
     "evicted_bytes": "Bytes of the KVX store deleted to make room, per worker",
     "lookup_hits": "Lookups that found at least min_tokens tokens in the KVX store",
     "lookup_misses": "Lookups that found fewer, failed or took longer than lookup_seconds",
+    "lookup_repeats": "Lookups that could have hit: their prompts begin as earlier ones did",
     "lookup_failures": "Lookups that failed; vLLM computed the tokens",
     "errors": "Other errors that were caught; the engine continued",
 }

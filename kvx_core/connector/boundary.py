@@ -67,6 +67,11 @@ class Boundary:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
 
+    def warn(self, line: str) -> None:
+        """Logs a line that is no error. Never raises."""
+        with suppress(Exception):
+            self._warn(line)
+
     def caught(self, error: BaseException, failed_to: str, of: str, count: str) -> None:
         """Counts and logs an error. Never raises."""
         with suppress(Exception):

@@ -21,7 +21,8 @@ from kvx_core.stores.walk import Walk
 _OWN_SECONDS = 5e-5  # that a lookup in memory may take of the engine's thread
 _PATIENCE_SECONDS = 5e-4  # that it waits for a thread that is free: a step later takes much longer
 _OWN_TOKENS = 4096  # of a longer prompt, the keys are computed in a thread
-_MOST = 4096  # durations that are kept until they are taken
+_MOST = 4096  # durations that are kept until they are taken; beginnings of prompts that are known
+_ENOUGH = 100  # lookups that should have hit, after which a store that has nothing is reported
 NOTHING = Match(0, ())
 
 
@@ -50,7 +51,9 @@ class Lookups:
         self._workers = Workers(threads, "kvx-lookup", exit_seconds=0)
         self._pending: dict[RequestId, _Lookup] = {}
         self._lookup_is_over = threading.Condition()
-        self._num_hits = self._num_misses = 0
+        self._num_hits = self._num_misses = self._num_repeats = 0
+        self._beginnings: dict[tuple[str, bytes], None] = {}  # of prompts, the oldest first
+        self._repeats_without_a_hit = 0  # since the start; -1: there was a hit, or it was reported
         self._durations: deque[float] = deque(maxlen=_MOST)
 
     def ask(
@@ -77,17 +80,47 @@ class Lookups:
             match = self._answer(request_id, lookup)
         if match is not None:
             self._durations.append(time.monotonic() - begun)
-            if match.num_tokens >= max(at_least, 1):
+            is_hit = match.num_tokens >= max(at_least, 1)
+            if is_hit:
                 self._num_hits += 1
             else:
                 self._num_misses += 1
+            self._count_repeat(chain, num_tokens, max(at_least, 1), is_hit=is_hit)
         return match
+
+    def _count_repeat(
+        self, chain: TokenChain, num_tokens: int, at_least: int, *, is_hit: bool
+    ) -> None:
+        """Counts a lookup that could have hit: an earlier prompt began with the same tokens."""
+        if is_hit:
+            self._repeats_without_a_hit = -1
+        if num_tokens <= at_least:  # the last token is never loaded
+            return
+        beginning = chain.node(0), chain.ids(0, at_least).tobytes()
+        if beginning not in self._beginnings:
+            if len(self._beginnings) >= _MOST:
+                del self._beginnings[next(iter(self._beginnings))]
+            self._beginnings[beginning] = None
+            return
+        self._num_repeats += 1
+        if self._repeats_without_a_hit < 0:
+            return
+        self._repeats_without_a_hit += 1
+        if self._repeats_without_a_hit == _ENOUGH:
+            self._repeats_without_a_hit = -1
+            self._boundary.warn(
+                f"KVX: none of {_ENOUGH} lookups found anything, whose prompts begin as earlier "
+                "ones did. Either nobody stores prompts of this engine's model, or saves are "
+                "dropped: see the metrics saved_tokens and dropped_saves"
+            )
 
     def take_counts(self) -> dict[str, int | list[float]]:
         """The answers since the last call; empty if there were none.
 
         lookup_hits:    answers with at least `at_least` tokens
         lookup_misses:  all others, also those of lookups that have failed or took too long
+        lookup_repeats: those whose prompt begins with `at_least` tokens of an earlier one, and
+                        which therefore could have hit if this engine saves
         lookup_seconds: from the first `ask` to the answer; of the last 4,096 answers
         """
         if not self._durations:
@@ -95,9 +128,10 @@ class Lookups:
         taken: dict[str, int | list[float]] = {
             "lookup_hits": self._num_hits,
             "lookup_misses": self._num_misses,
+            "lookup_repeats": self._num_repeats,
             "lookup_seconds": list(self._durations),
         }
-        self._num_hits = self._num_misses = 0
+        self._num_hits = self._num_misses = self._num_repeats = 0
         self._durations.clear()
         return taken
 

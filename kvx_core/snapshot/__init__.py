@@ -15,7 +15,7 @@ alike      files like one that was read before
 """
 
 from kvx_core.snapshot.alike import Alike
-from kvx_core.snapshot.capture import token_ids
+from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
@@ -54,6 +54,7 @@ __all__ = [
     "Stored",
     "UnsignedError",
     "can_join",
+    "precision_of",
     "read_key",
     "read_tokens",
     "restore_all",

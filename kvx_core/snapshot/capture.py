@@ -16,6 +16,7 @@ from kvx_core.snapshot.contents import (
     SCALE_KINDS,
     Part,
     Stored,
+    coarsest_of,
     group_scale,
     head_dim_of,
     scale_name,
@@ -97,6 +98,14 @@ def part_of(section: Section, format: StorageFormat, carried: Precision) -> Part
             facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
         precision = precision.meet(format.precision)
     return Part(section.layers, facts, section.encoding, precision.meet(carried).name, kinds)
+
+
+def precision_of(
+    sections: Sequence[Section], format: StorageFormat, carried: Precision
+) -> Precision:
+    """The precision of a snapshot of these sections; arguments as of `part_of`."""
+    parts = (part_of(section, format, carried) for section in sections)
+    return coarsest_of(parts)
 
 
 def to_capture(

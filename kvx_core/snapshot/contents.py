@@ -9,8 +9,9 @@ numbers, the last axis counts units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -85,10 +86,13 @@ class Header:
     @property
     def precision(self) -> Precision:
         """The coarsest of all parts."""
-        found = Precision()
-        for part in self.parts:
-            found = found.meet(Precision.parse(part.precision))
-        return found
+        return coarsest_of(self.parts)
+
+
+def coarsest_of(parts: Iterable[Part]) -> Precision:
+    """The precision that values of all these parts have in common."""
+    each = (Precision.parse(part.precision) for part in parts)
+    return reduce(Precision.meet, each, Precision())
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,8 @@ def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
     if stored.dtype not in STORED_UNITS:
         return None
     most = NVFP4 if stored.dtype.format.grouped else Precision.of(stored.dtype)
-    if Precision.parse(precision).meet(most) == Precision.parse(precision):
+    said = Precision.parse(precision)
+    if said.meet(most).formats == said.formats:
         return None
     return f"{name} is {stored.dtype.name}, and precision is {precision!r}, expected {most.name}"
 

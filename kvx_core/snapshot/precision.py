@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
 from typing import Literal, Self
 
 from kvx_core.errors import InvalidArgumentError
@@ -59,6 +59,7 @@ def _digits(dtype: DType) -> int:
 
 _DIGITS = {name: _digits(dtype) for name, dtype in _FORMATS.items()}
 _OPAQUE = re.compile("rows-[0-9a-f]{16}")
+_LAYERS = re.compile("layers-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,13 @@ class Precision:
     """The numbers that some formats have in common; without formats, all numbers.
 
     formats: none includes another; "rows-<hash>" are opaque bytes, which equal only themselves
+    layers:  "layers-<hash>": some layers are more precise, the same ones wherever it is equal
+    each:    of those layers, in the engine that has them; a file's name does not say it
     """
 
     formats: tuple[str, ...] = ()
+    layers: str = ""
+    each: frozenset[Precision] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
@@ -91,23 +96,40 @@ class Precision:
                 )
             formats.append(f"{name}_row" if vector_scales and name in _FP8 else name)
         if opaque is not None:
-            formats.append(f"rows-{hashlib.sha256(opaque.encode()).hexdigest()[:16]}")
+            formats.append(f"rows-{_digest(opaque)}")
         return cls(_coarsest(formats))
+
+    @classmethod
+    def of_layers(cls, each: Iterable[Precision], which: str) -> Precision:
+        """The precision of a cache whose layers differ.
+
+        Others take its values for the coarsest of `each`, and it takes values that are as precise
+        as the finest, or those of a cache with the same `which`.
+        which: says which layers have which precision
+        """
+        each = frozenset(each)
+        coarsest = reduce(Precision.meet, each)
+        if len(each) == 1:
+            return coarsest
+        return cls(coarsest.formats, f"layers-{_digest(which)}", each)
 
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, name: str) -> Self:
         """The precision of this `name`. Raises ValueError if there is none."""
-        formats = tuple(name.split("+"))
+        formats, layers = tuple(name.split("+")), ""
+        if len(formats) > 1 and _LAYERS.fullmatch(formats[-1]):
+            *rest, layers = formats
+            formats = tuple(rest)
         known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
             raise ValueError(f"precision is {name[:100]!r}, expected one that KVX has written")
-        return cls(formats)
+        return cls(formats, layers)
 
     @property
     def name(self) -> str:
         """One word, for names of files and headers."""
-        return "+".join(self.formats)
+        return "+".join((*self.formats, self.layers) if self.layers else self.formats)
 
     @property
     def digits(self) -> int:
@@ -115,13 +137,23 @@ class Precision:
         return min((_DIGITS.get(name, 4) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
-        """The precision of values that went through both."""
-        if not other.formats or other.formats == self.formats:
+        """The precision of values that went through both.
+
+        Where both name formats, layers are only known to differ as before if both say how.
+        """
+        if other == self or not (other.formats or other.layers):
             return self
-        return Precision(_coarsest((*self.formats, *other.formats)))
+        formats = _coarsest((*self.formats, *other.formats))
+        if self.layers == other.layers or not other.formats or not self.formats:
+            of = self if self.layers else other
+            return Precision(formats, of.layers, of.each)
+        return Precision(formats)
 
     def includes(self, other: Precision) -> bool:
-        """Whether every number of `other` is one of these."""
+        """Whether every number of `other` is one of these; where its layers differ, of each."""
+        if other.layers:
+            same = self.layers == other.layers
+            return same or (bool(other.each) and all(map(self.includes, other.each)))
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:
@@ -131,6 +163,10 @@ class Precision:
 
 
 NVFP4 = Precision((_NVFP4,))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _is_included(name: str, within: str) -> bool:

@@ -107,7 +107,7 @@ class StorageFormat:
             any(dtype.format.scaled for dtype in dtypes)
             or any(dtype.numbers > 1 and dtype is not self.dtype for dtype in dtypes)
             or any(self._overflows(dtype) for dtype in dtypes)
-            or precision.meet(self.precision) != precision
+            or precision.meet(self.precision).formats != precision.formats
         )
 
     def rounds(self, section: Section) -> bool:

@@ -63,7 +63,7 @@ class Finder:
                 break
             entries = defaultdict[str, list[EntryFile]](list)
             for file in self.parsed(folder):
-                if self._accepts(file.precision):
+                if self.accepts(file.precision):
                     entries[file.entry].append(file)
             lengths = {key: files[0].num_tokens for key, files in entries.items()}
             for num_tokens in sorted(set(lengths.values()), reverse=True):
@@ -142,7 +142,7 @@ class Finder:
                 chosen.append(file)
         return held, chosen
 
-    def _accepts(self, precision: Precision) -> bool:
+    def accepts(self, precision: Precision) -> bool:
         """Whether values of this precision may be loaded here."""
         if self.accept == "lossy":
             return precision.may_become(self.precision)

@@ -144,7 +144,9 @@ class Loads:
         if self.finder.accept == "lossy":
             return []
         own = section.precision.meet(self.format.precision)
-        if not says_precision(section):
+        if self.finder.precision.layers:
+            own = self.finder.precision  # a section does not say which of its layers are finer
+        elif not says_precision(section):
             own = own.meet(self.finder.precision)
         return [
             f"layers {part.layers} are stored as {part.precision}, expected numbers that include "

@@ -28,6 +28,7 @@ from kvx_core.snapshot import (
     Snapshot,
     StorageFormat,
     StoreError,
+    precision_of,
     token_ids,
 )
 from kvx_core.stores.blob_store import BlobStore
@@ -84,7 +85,7 @@ class PrefixStore:
         num_layers:   of the model; an entry is found once it holds all of them
         total_kv_heads: of the model, in every layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
-                      V); the coarsest where layers differ
+                      V); Precision.of_layers where layers differ
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
@@ -362,10 +363,29 @@ class PrefixStore:
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         sections = [self._sections.of(section, captured=True) for section in sections]
+        precision = self._at_most(sections)
+        return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
+
+    def _at_most(self, sections: Iterable[Section]) -> Precision:
+        """The precision that what is captured counts as at most, whatever its sections say."""
         precision = self.carried
+        if not precision.formats:
+            precision = Precision(layers=self._precision.layers)
         if not all(says_precision(section) for section in sections):
             precision = precision.meet(self._precision)
-        return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
+        return precision
+
+    def would_write(self, sections: Sequence[Section], heads: tuple[int, int]) -> str:
+        """The name of the file of a full chunk that is captured from sections like these.
+
+        heads: that they have, in place of their own
+        Raises as `chunks`.
+        """
+        sections = [self._sections.of(section, captured=True) for section in sections]
+        precision = precision_of(sections, self.format, self._at_most(sections))
+        layers = sorted(layer for section in sections for layer in section.layers)
+        ids = token_ids(range(self.chunk_tokens))
+        return name_of(self._space, self._space, ids, layers, heads, precision)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.

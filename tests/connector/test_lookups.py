@@ -354,6 +354,36 @@ def test_a_short_match_is_a_miss(tmp_path: Path) -> None:
     assert asked.lookups.take_counts()["lookup_misses"] == 1
 
 
+def test_lookups_that_could_have_hit_are_counted(tmp_path: Path) -> None:
+    """Their first 8 tokens were asked for before: in the store or not, and under the same salt."""
+    asked = Asked(tmp_path)
+    stored, other = prompt(70, 1), prompt(40, 13)
+    fill(tmp_path, stored)
+    for tokens in (stored, other, stored[:8], other[:7] + [1] * 20, prompt(40, 15)):
+        asked.answer(tokens)
+    assert asked.lookups.take_counts()["lookup_repeats"] == 0
+    for tokens in (stored, stored[:9] + other, other[:20]):
+        asked.answer(tokens)
+    assert asked.lookups.take_counts()["lookup_repeats"] == 3
+    while asked.policy.lookup(Request("salted", stored, 1), "another", 0) is None:
+        asked.lookups.wait(0.01)
+    assert asked.lookups.take_counts()["lookup_repeats"] == 0
+
+
+@pytest.mark.parametrize("has_hit", [False, True])
+def test_a_store_in_which_nothing_is_ever_found_is_reported(has_hit: bool, tmp_path: Path) -> None:
+    lines: list[str] = []
+    asked = Asked(tmp_path)
+    asked.lookups._boundary = Boundary(lines.append)
+    if has_hit:
+        fill(tmp_path, prompt(70, 1))
+        assert asked.answer(prompt(70, 1)) == 69
+    for _ in range(250):
+        assert asked.answer(prompt(40, 13)) == 0
+    assert [line.partition(":")[0] for line in lines] == ([] if has_hit else ["KVX"])
+    assert has_hit or lines[0].startswith("KVX: none of 100 lookups found anything, whose prompts")
+
+
 class Dying(Frozen):
     """A directory whose disk does not give its files."""
 

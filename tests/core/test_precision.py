@@ -253,6 +253,71 @@ def test_layers_of_several_precisions(tmp_path: Path) -> None:
         store.load(match, 0, 16, sections(fine))
 
 
+@pytest.mark.parametrize("fine_layer", [0, 2])
+def test_layers_that_differ_offer_the_coarsest_and_demand_the_finest(
+    fine_layer: int, tmp_path: Path
+) -> None:
+    """E4M3 but float32 in one layer: the same engine finds all of it, an E4M3 one takes it as its
+    own, and what it takes itself is as precise as its float32 layer.
+    """
+    which = "f8_e4m3 but f32 in 0"
+    mixed = Precision.of_layers([F32, E4M3], which)
+    fine, coarse = engine(torch.float32).compute(TOKENS), engine(torch.float8_e4m3fn)
+    coarse.compute(TOKENS)
+    facts = {"fingerprint": "model", "compute_dtype": DType.F32}
+    rest = tuple(layer for layer in (0, 1, 2) if layer != fine_layer)
+    sections = [
+        section_of(fine.cache, (fine_layer,), fine.blocks, at=(fine_layer,), **facts),
+        section_of(coarse.cache, rest, coarse.blocks, at=rest, **facts),
+    ]
+
+    def store(precision: Precision, path: Path = tmp_path) -> PrefixStore:
+        return store_in(path, precision=precision)
+
+    def found(precision: Precision, path: Path = tmp_path) -> int:
+        return store(precision, path).lookup(TOKENS[:16]).num_tokens
+
+    own = store(mixed)
+    for start, stop in own.spans(16):
+        snapshot = own.capture(TOKENS, start, stop, sections)
+        assert snapshot is not None
+        own.commit(snapshot)
+        assert not own.missing(TOKENS, start, stop, (0, 1, 2), (0, 2))
+    assert own.load(own.lookup(TOKENS[:16]), 0, 16, sections) > 0
+    assert found(mixed) == 16
+    assert found(E4M3) == 16
+    assert found(F32) == found(Precision.of_layers([F32, E4M3], "f32 in another layer")) == 0
+    assert precisions(store(mixed), TOKENS[:16]) == [mixed.name]
+    assert Precision.parse(mixed.name) == mixed
+
+    for precision, count in ((F32, 16), (BF16, 0), (E4M3, 0)):
+        path = tmp_path / precision.name
+        there = engine(TORCH[precision.name]).compute(TOKENS)
+        writer = store(precision, path)
+        snapshot = writer.capture(TOKENS, 0, 16, there.sections())
+        assert snapshot is not None
+        writer.commit(snapshot)
+        assert found(mixed, path) == count
+        reader_ = store(mixed, path)
+        assert reader_.missing(TOKENS, 0, 16, (0, 1, 2), (0, 2)) is (count == 0)
+        if not count:
+            match = writer.lookup(TOKENS[:16])
+            with pytest.raises(StoreError, match="expected numbers that include those of f8_e4m3+"):
+                reader_.load(match, 0, 16, sections)
+
+
+def test_a_cache_whose_layers_differ_is_not_that_after_a_coarser_load(tmp_path: Path) -> None:
+    mixed = Precision.of_layers([F32, E4M3], "which")
+    store = store_in(tmp_path, precision=mixed, accept="lossy")
+    store.carry(E4M3)
+    snapshot = store.capture(TOKENS, 0, 16, engine(torch.float32).compute(TOKENS).sections())
+    assert snapshot is not None
+    assert snapshot.header.precision == E4M3
+    assert Precision.of_layers([F32, F32], "which") == F32
+    assert mixed.meet(Precision()) == Precision().meet(mixed) == mixed
+    assert mixed.meet(BF16) == BF16.meet(mixed) == E4M3
+
+
 def test_a_snapshot_carries_what_it_is_told(tmp_path: Path) -> None:
     section = engine(torch.float32).sections()
     snapshot = Snapshot.capture(range(3), section, precision=E4M3)

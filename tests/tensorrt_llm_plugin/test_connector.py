@@ -176,6 +176,44 @@ def test_a_promise_whose_beginning_is_not_taken(serve: Factory, trtllm: ModuleTy
     assert torch.equal(torch.from_numpy(load.blocks), fake.as_bytes(expected))
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "loaded"),
+    [
+        (0, 16, range(1, 6)),  # tokens before the promise
+        (96, 100, range(1, 6)),  # after it
+        (16, 20, range(1, 6)),  # the rest of the first block is not computed
+        (16, 31, range(1, 6)),
+        (16, 32, range(2, 6)),
+        (10, 40, range(2, 6)),
+        (17, 96, range(1, 2)),  # the first token of its only block is not computed
+        (50, 96, range(1, 4)),
+        (48, 96, range(1, 3)),
+        (80, 81, range(1, 6)),  # a gap: all is loaded
+        (81, 120, range(1, 6)),
+        (16, 96, range(0)),
+        (0, 500, range(0)),
+    ],
+)
+def test_a_promise_of_which_tokens_are_computed(
+    start: int, end: int, loaded: range, serve: Factory
+) -> None:
+    """Of blocks 1 to 5: a block is loaded if TensorRT-LLM does not compute all of its tokens."""
+    tokens = prompt(100, 12)
+    saved(serve, tokens)
+    scheduler = serve(16).scheduler
+    request = LlmRequest(7, tokens)
+    assert scheduler.get_num_new_matched_tokens(request, 16) == (80, False)
+    scheduler.cancel_load(request, start, end)
+    first = loaded.start * 16 if loaded else 96
+    data = fake.RequestDataOfMain(7, tokens, list(range(10, 17)), first, 4)
+    loads = scheduler.build_connector_meta(fake.SchedulerOutput([data])).loads
+    assert [load.block_ids for load in loads] == ([[10 + i for i in loaded]] if loaded else [])
+    if loaded:
+        values = fake.keys_and_values(tokens, SIZES)[..., first : loaded.stop * 16, :]
+        expected = values.unflatten(3, (len(loaded), 16)).permute(3, 0, 1, 2, 4, 5).flatten(3)
+        assert torch.equal(torch.from_numpy(loads[0].blocks), fake.as_bytes(expected))
+
+
 def test_the_first_versions_counted_promised_tokens(serve: Factory) -> None:
     tokens = prompt(150, 13)
     saved(serve, tokens)

@@ -228,6 +228,18 @@ def test_who_shares_with_whom(model_dir: Path) -> None:
     assert len(set(found)) == len(found)
 
 
+def test_random_weights_are_those_of_a_dtype_and_a_number_of_ranks(model_dir: Path) -> None:
+    found = []
+    for dtype in ("float32", "float16", "bfloat16"):
+        for ranks in (1, 2):
+            args = args_for(model_dir)
+            args.load_format = "LoadFormat.DUMMY"
+            args.dtype, args.tensor_parallel_size = dtype, ranks
+            found.append(record_of(args))
+    assert len({record.fingerprint for record in found}) == 6
+    assert found[3].weights == "dummy of tensorrt_llm main (double), float16, 2 ranks"
+
+
 def test_a_longer_config_by_model_kwargs(model_dir: Path) -> None:
     args = args_for(model_dir)
     args.model_kwargs = {"num_hidden_layers": 2}

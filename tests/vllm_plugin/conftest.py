@@ -32,6 +32,16 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.deepseek(tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture(scope="session")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.gemma4(tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="session")
 def stock(engines: EngineProcess) -> Stock:
     """Greedy tokens of a vLLM without the connector; prompts that are asked for again are known."""
     known: dict[tuple[object, ...], list[int]] = {}

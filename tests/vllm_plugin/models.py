@@ -83,6 +83,47 @@ def phi3(directory: Path) -> Path:
     return _save(Phi3ForCausalLM, config, directory, 0)
 
 
+def deepseek(directory: Path) -> Path:
+    """A DeepSeek-V2 of random weights without experts: latents (MLA), and four KV heads by its
+    config.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        **{name: size for name, size in SIZES.items() if name != "head_dim"}
+        | {"num_key_value_heads": 4},
+    )
+    return _save(DeepseekV2ForCausalLM, config, directory, 0)
+
+
+def gemma4(directory: Path) -> Path:
+    """A Gemma 4 of random weights: every second layer sees the last WINDOW tokens with heads of 64,
+    the others everything with heads of 128.
+    """
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        num_global_key_value_heads=2,
+        global_head_dim=128,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=0,
+        pad_token_id=None,
+        **SIZES,
+    )
+    return _save(Gemma4ForCausalLM, config, directory, 0)
+
+
 def prompt(num_tokens: int, seed: int) -> list[int]:
     """Random tokens; the same seed gives the same beginning."""
     generator = torch.Generator().manual_seed(seed)

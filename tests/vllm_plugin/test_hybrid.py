@@ -75,6 +75,18 @@ def test_windows(
         assert engine.num_free_blocks() == num_free_blocks
 
 
+def test_heads_of_two_sizes(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    """Layers with a window have smaller heads than the others."""
+    with engines.engine(gemma4, block_size=32, kv_transfer_config=connector(tmp_path)) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    expected = [output.tokens for output in outputs]
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    with engines.engine(gemma4, block_size=64, kv_transfer_config=connector(tmp_path)) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    assert [output.num_cached_tokens for output in outputs] == LOADED
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_load_that_fails(
     policy: str, gemma: Path, engines: EngineProcess, stock: Stock, tmp_path: Path

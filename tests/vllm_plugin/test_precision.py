@@ -43,5 +43,29 @@ def test_opaque_bytes_are_those_of_this_version() -> None:
     opaque = f"vllm 0.{version.split('.')[1]} int8_per_token_head"
     config = SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=[])
     assert precision(torch.bfloat16, config) == Precision.of(opaque=opaque)
-    config.kv_cache_dtype_skip_layers = ["0"]
-    assert precision(torch.bfloat16, config) == Precision.of("bfloat16", opaque=opaque)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16", "int8_per_token_head"])
+def test_skipped_layers_are_more_precise_than_the_others(cache_dtype: str) -> None:
+    """Which ones they are counts too."""
+    from kvx_adapters.vllm_plugin.settings import precision
+
+    def of(*skipped: str, dtype: torch.dtype = torch.float32) -> Precision:
+        config = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skipped))
+        return precision(dtype, config)
+
+    f32 = Precision.of("float32")
+    mixed = of("0", "2")
+    assert mixed.each == {f32, of()}
+    assert Precision(mixed.formats) == f32.meet(of())
+    assert mixed.includes(of("2", "0"))
+    for other in (of(), of("0"), of("0", "2", dtype=torch.float16)):
+        assert not other.includes(mixed)
+        assert not mixed.includes(other) or other == of()
+
+
+def test_layers_that_are_skipped_of_nothing() -> None:
+    from kvx_adapters.vllm_plugin.settings import precision
+
+    config = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=["0"])
+    assert precision(torch.bfloat16, config) == Precision.of("bfloat16")

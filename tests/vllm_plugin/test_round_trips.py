@@ -124,6 +124,56 @@ def test_bfloat16_and_from_there_to_other_dtypes(
             all_but_the_last_token(outputs, prompts)
 
 
+# ---- caches of other models ----
+
+
+def test_latents(deepseek: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    """One latent per token, whatever the number of KV heads in the config. The second engine takes
+    the first one's answers over in their middle: both compute the rest token by token, from the
+    same latents. (On CPU, stock vLLM itself continues otherwise if it gets a DeepSeek's answer as a
+    part of the prompt, or several prompts at once.)
+    """
+    prompts = [prompt(n, seed=n) for n in (9, 90, 150)]
+
+    def ask(prompts: list[list[int]], num_new: int) -> list[Output]:
+        with engines.engine(deepseek, kv_transfer_config=connector(tmp_path)) as engine:
+            return [engine.generate([one], max_tokens=num_new)[0] for one in prompts]
+
+    expected = [output.tokens for output in ask(prompts, NUM_NEW)]
+    begun = [one + tokens[:6] for one, tokens in zip(prompts, expected, strict=True)]
+    outputs = ask(begun, NUM_NEW - 6)
+    same_tokens(outputs, [tokens[6:] for tokens in expected])
+    all_but_the_last_token(outputs, begun)
+    assert len({tuple(tokens[6:]) for tokens in expected}) == 3
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 on CPU needs AVX-512")
+def test_layers_of_several_precisions(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    """An engine whose first layer is not in FP8 does not take one whose first layer is."""
+    prompts = [prompt(n, seed=n) for n in (33, 70, 150)]
+
+    def ask(*skipped: str, **options: object) -> list[Output]:
+        quantized = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "block_size": 32}
+        with engines.engine(
+            llama,
+            **quantized | {"kv_cache_dtype_skip_layers": list(skipped)} | options,
+            kv_transfer_config=connector(tmp_path / "store"),
+        ) as engine:
+            return engine.generate(prompts, max_tokens=NUM_NEW)
+
+    def loaded(outputs: list[Output]) -> list[int | None]:
+        return [output.num_cached_tokens for output in outputs]
+
+    none, all_but_one = [0, 0, 0], [len(one) - 1 for one in prompts]
+    assert loaded(ask()) == none
+    own = ask("0")
+    assert loaded(own) == none
+    again = ask("0", block_size=64)  # the same layers are in FP8, wherever the entries come from
+    assert loaded(again) == all_but_one
+    same_tokens(again, [output.tokens for output in own])
+    assert loaded(ask("1")) == none
+
+
 # ---- part of a prompt ----
 
 

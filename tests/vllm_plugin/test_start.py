@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvx_adapters.cli import doctor_model
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.engine import ROOT, EngineError, EngineProcess, connector
 from tests.vllm_plugin.models import prompt
@@ -75,6 +77,61 @@ def test_what_a_file_of_the_store_says_ends_no_engine(
         log.seek(start)
         said = "KVX saves and loads nothing until the next start: chunk_tokens is 64, expected 128 "
         assert said in log.read()
+
+
+# Of layers that no store keeps: fields of the config, and doctor's reason.
+UNSHARED: dict[str, tuple[dict[str, Any], str]] = {
+    "Mamba2ForCausalLM": (
+        {"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "hidden_size": 256},
+        "layers keep a state",
+    ),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1"}, "layers keep a state"),
+    "Gemma3nForCausalLM": (
+        {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2},
+        "layers share their K and V",
+    ),
+    "Gemma4ForCausalLM": (
+        {
+            "model_type": "gemma4_text",
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+        },
+        "layers have 1 and 2 KV heads, which a store cannot keep yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", UNSHARED)
+def test_a_model_that_cannot_be_shared_ends_a_start_before_its_weights_are_read(
+    architecture: str, engines: EngineProcess, tmp_path: Path
+) -> None:
+    """There are none: the folder has nothing but the config."""
+    fields, reason = UNSHARED[architecture]
+    config = {"architectures": [architecture], "torch_dtype": "float32", "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with (
+        pytest.raises(EngineError) as caught,
+        engines.engine(
+            tmp_path,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=128,
+            kv_transfer_config=connector(tmp_path / "store"),
+        ),
+    ):
+        pass
+    model = fields["model_type"]
+    assert last_line(caught.value) == (
+        "kvx_adapters.vllm_plugin.settings.SettingsError: KVXConnector does not share prefixes of "
+        f"{model}: {reason}. `kvx doctor --model` says what its caches hold. Serve it without "
+        "KVXConnector"
+    )
+    assert not (tmp_path / "store").exists()
+    if model != "gemma4_text":  # doctor cannot read its sizes yet
+        verdicts = {check.name: check.text for check in doctor_model.check_model(tmp_path)}
+        assert verdicts["vLLM"] == f"the connector refuses it: {reason}"
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ def test_metrics(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
     assert found["vllm:kvx_loaded_tokens_total"] == found["vllm:kvx_dropped_saves_total"] == 0
     assert found["vllm:kvx_lookup_hits_total"] == 0
     assert found["vllm:kvx_lookup_misses_total"] == len(prompts)
+    assert found["vllm:kvx_lookup_repeats_total"] == 0
+    assert again["vllm:kvx_lookup_repeats_total"] == len(prompts)
     assert found["vllm:kvx_lookup_seconds_count"] == len(prompts)
     assert 0 < found["vllm:kvx_lookup_seconds_sum"] < len(prompts)
     assert again["vllm:kvx_lookup_seconds_count"] == 2 * len(prompts)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvx_adapters import vllm
-from kvx_core import CacheFacts
+from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.weights import Weights
-from kvx_core.snapshot import Precision, StoreError
+from kvx_core.snapshot import Precision, Section, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
 from tests.fakes.vllm import SENTINEL, B, H, L, N, by_permutation, make_spec
@@ -372,3 +373,92 @@ def test_a_step_without_a_forward_pass_gives_way_to_loads(
     worker.half.load(StepPlan(is_idle=True))
     assert worker.half.take_results() == (set(), {"a"}, set())
     worker.half.load(StepPlan(is_idle=True))
+
+
+# ---- which heads a rank has ----
+
+
+@pytest.fixture
+def of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes this process a tensor-parallel rank, for vLLM's layers and for KVX."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    def become(rank: int, num_ranks: int) -> None:
+        for module in (parallel_state, parameter, linear):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: num_ranks)
+
+    return become
+
+
+def heads_that_vllm_loads(total_kv_heads: int) -> list[int]:
+    """Of a weight of K in which every head has its number, the numbers that this rank loads."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    with set_current_vllm_config(VllmConfig()):
+        layer = QKVParallelLinear(1, 1, 8, total_kv_heads, bias=False, params_dtype=torch.float32)
+    layer.weight_loader(layer.weight, torch.arange(float(total_kv_heads))[:, None], "k")
+    k = layer.weight[layer.num_heads : layer.num_heads + layer.num_kv_heads]
+    return list(map(int, k.flatten().tolist()))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "total"), [(1, 2), (2, 2), (2, 4), (4, 2), (8, 2), (8, 1), (2, 8)]
+)
+def test_a_rank_has_the_heads_whose_weights_vllm_loads(
+    num_ranks: int, total: int, of_rank: Callable[[int, int], None]
+) -> None:
+    from kvx_adapters.vllm_plugin.connector import _facts
+
+    model = SimpleNamespace(
+        use_mla=False, get_total_num_kv_heads=lambda: total, dtype=torch.float32
+    )
+    parallel = SimpleNamespace(tensor_parallel_size=num_ranks)
+    config = SimpleNamespace(model_config=model, parallel_config=parallel)
+    for rank in range(num_ranks):
+        of_rank(rank, num_ranks)
+        loaded = heads_that_vllm_loads(total)
+        assert _facts(config, "f").first_kv_head == loaded[0]
+        first, last = vllm.kv_heads_of(model, rank, num_ranks)
+        assert list(range(first, last)) == loaded
+
+
+def test_latents_have_one_head_on_every_rank(of_rank: Callable[[int, int], None]) -> None:
+    from kvx_adapters.vllm_plugin.connector import _facts
+
+    model = SimpleNamespace(use_mla=True, get_total_num_kv_heads=lambda: 128, dtype=torch.float32)
+    parallel = SimpleNamespace(tensor_parallel_size=4)
+    config = SimpleNamespace(model_config=model, parallel_config=parallel)
+    assert vllm.total_kv_heads(model) == 1
+    for rank in range(4):
+        of_rank(rank, 4)
+        facts = _facts(config, "f")
+        assert (facts.first_kv_head, facts.total_kv_heads) == (0, 1)
+        assert vllm.kv_heads_of(model, rank, 4) == (0, 1)
+
+
+def test_a_start_with_a_store_that_never_finds_what_it_stores(tmp_path: Path) -> None:
+    from kvx_adapters.vllm_plugin.connector import _check_found
+
+    worker = Worker(Directory(tmp_path), (0, 1))
+    (part,) = worker.half._held
+    sections = [Section(part.group.layers, part.view, None)]
+
+    def check(num_ranks: int, total: int) -> None:
+        model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: total)
+        parallel = SimpleNamespace(tensor_parallel_size=num_ranks)
+        config = SimpleNamespace(model_config=model, parallel_config=parallel)
+        _check_found(worker.store, sections, config)
+
+    check(num_ranks=2, total=2)
+    check(num_ranks=4, total=2)
+    with pytest.raises(UnsupportedError) as caught:
+        check(num_ranks=1, total=1)  # another number than the store's
+    assert str(caught.value) == (
+        "KVXConnector would store what it never finds: nobody would store head 1 of layer 0: all "
+        "ranks together have the KV heads 0 of 2, and an entry is found when it holds all"
+    )
+    assert not list(tmp_path.rglob("*.safetensors"))

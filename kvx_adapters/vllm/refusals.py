@@ -1,0 +1,65 @@
+"""Models whose prefixes the connectors do not share: the reasons, for engines that start and for
+`kvx doctor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+
+def refusal(
+    *,
+    states: bool = False,
+    indexed: bool = False,
+    other: bool = False,
+    is_chunked: bool = False,
+    shared: bool = False,
+    has_encoder: bool = False,
+    kv_heads: Collection[int] = (),
+) -> str:
+    """Why a connector does not share the prefixes of a model; "" if it does.
+
+    states:   some layers keep a state: Mamba, linear attention, convolution
+    indexed:  some layers keep an indexer's keys
+    other:    some layers keep what KVX does not know
+    shared:   some layers use the K and V of others
+    kv_heads: the numbers of KV heads of its layers
+    """
+    heads = " and ".join(map(str, sorted(kv_heads)))
+    reasons = [
+        (states, "layers keep a state"),
+        (indexed, "an indexer's keys are not described"),
+        (other, "some layers are unknown"),
+        (is_chunked, "chunked attention"),
+        (shared, "layers share their K and V"),
+        (has_encoder, "an encoder"),
+        (len(kv_heads) > 1, f"layers have {heads} KV heads, which a store cannot keep yet"),
+    ]
+    return ", ".join(reason for is_so, reason in reasons if is_so)
+
+
+def model_refusal(model_config: Any) -> str:
+    """Why KVXConnector does not share the prefixes of a model, by its configuration alone.
+
+    model_config: vllm_config.model_config, also before any weights are loaded
+    Chunked attention is refused where its blocks are freed: see the connector.
+    Source: vllm 0.32 config/model.py, is_hybrid, is_attention_free; config/model_arch.py
+    """
+    text = model_config.hf_text_config
+    return refusal(
+        states=model_config.is_hybrid or model_config.is_attention_free,
+        indexed=hasattr(text, "index_topk"),
+        shared=bool(getattr(text, "num_kv_shared_layers", 0)),
+        has_encoder=bool(model_config.is_encoder_decoder),
+        kv_heads=_kv_heads(model_config),
+    )
+
+
+def _kv_heads(model_config: Any) -> set[int]:
+    """The numbers of KV heads of its layers; empty if the configuration has one for all."""
+    overrides = getattr(model_config.model_arch_config, "per_layer_overrides", None)
+    if model_config.use_mla or overrides is None:
+        return set()
+    total = model_config.get_total_num_kv_heads()
+    return {layer.get("total_num_kv_heads", total) for layer in overrides}
