@@ -50,14 +50,15 @@ class Grid {
 
   template <class Desc>
   void add_axes(const Desc &desc) {
+    const int64_t element = size_;                     // which grows
     for (uint32_t axis = 0; axis < desc.ndim; ++axis)  // one element may have any stride
-      if (desc.shape[axis] > 1) add(desc.shape[axis], desc.stride[axis] * size_);
+      if (desc.shape[axis] > 1) add(desc.shape[axis], desc.stride[axis] * element);
   }
 
   // Keeps the largest stride first. An axis without a stride names one element, and one that steps
   // from element to element makes a longer one.
   void add(int64_t extent, int64_t stride) {
-    if (extent <= 1 || stride == 0) return;
+    if (extent <= 1 || stride <= 0) return;
     if (stride == size_) return static_cast<void>(size_ *= extent);
     uint32_t at = num_axes_++;
     for (; at > 0 && axes_[at - 1].stride < stride; --at) axes_[at] = axes_[at - 1];
