@@ -122,7 +122,8 @@ def span(
                 f"first is {first}, expected None for a BatchKVCache: its rows begin "
                 "at left_padding"
             )
-        return view.at(starts=[int(pad) for pad in layer.left_padding.tolist()])
+        padding = [int(pad) for pad in layer.left_padding.tolist()]
+        return view.at(starts=padding, first_positions=[-pad for pad in padding])
     rows = view.layers[0].k.shape[0]
     held = positions(layer)
     wanted = held[0] if first is None and held else first or 0
@@ -131,10 +132,13 @@ def span(
             f"first is {wanted}, expected a position that the cache holds: {held[0]} to {held[-1]}"
         )
     if type(layer).__name__ != "RotatingKVCache":
-        return view.at(starts=[wanted - held.start] * rows)
+        return view.at(starts=[wanted - held.start] * rows, first_positions=held.start)
     slots, room = ring_slots(layer), view.layers[0].k.shape[2]
     taken = [*range(num_kept(layer) if kept else 0), *slots[wanted - held.start :]]
-    return view.at(slots=[row * room + slot for row in range(rows) for slot in taken])
+    # Of tokens that are kept, which do not go on, one number does not tell the positions.
+    first_positions = None if kept and num_kept(layer) else wanted
+    taken_slots = [row * room + slot for row in range(rows) for slot in taken]
+    return view.at(slots=taken_slots, first_positions=first_positions)
 
 
 def seq_lens(cache: Sequence[Any], *, first: int | None = None, kept: bool = False) -> SeqLens:

@@ -35,6 +35,7 @@ from kvx_core.ops import device_status, gather_kv, write_kv
 from kvx_core.plan import Plan
 from kvx_core.plan_info import PlanInfo
 from kvx_core.planes import Plane
+from kvx_core.rotate_keys import rotate_keys
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
@@ -204,6 +205,7 @@ __all__ = [
     "migrate",
     "model_files_digest",
     "packed_view",
+    "rotate_keys",
     "set_num_threads",
     "use_openmp",
     "verify",

@@ -295,7 +295,9 @@ def _block_size(span: CacheSpan) -> int:
 def _part(span: CacheSpan, first: int, count: int) -> CacheSpan:
     """The span from token `first` on, for a call that moves `count` tokens."""
     if span.slots is not None:
-        return replace(span, slots=span.slots.part(first, first + count))
+        positions = span.first_positions and tuple(at + first for at in span.first_positions)
+        slots = span.slots.part(first, first + count)
+        return replace(span, slots=slots, first_positions=positions)
     begin = 0 if span.starts is None else int(span.starts.to_numpy()[0])
     table = None if span.block_table is None else span.block_table.of_parts()
     return replace(span, block_table=table, starts=SeqLens.of([begin + first], name="starts"))

@@ -13,8 +13,10 @@ from typing import Any, Unpack
 from kvx_core import _abi, _bound, facts
 from kvx_core.errors import FactsMismatchError
 from kvx_core.holds import require_both_hold
+from kvx_core.left_out import bytes_left_out, may_leave_out
 from kvx_core.memory_checks import check_index_memory
 from kvx_core.options import MoveKeywords, MoveOptions
+from kvx_core.positions import require_same_positions
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
@@ -32,6 +34,7 @@ def migrate(
     seq_lens: SeqLens | TensorLike | Sequence[int],
     *,
     same_model: bool = False,
+    new_positions: bool = False,
     stream: int | None = None,
     **options: Unpack[MoveKeywords],
 ) -> int:
@@ -58,12 +61,16 @@ def migrate(
                Hadamard's matrix: a power of two from 2 to 4096 that divides head_dim; 0: none. The
                same rotation undoes it, but for the rounding of float32 and of the destination's
                dtype. One end, and only one, stores K, or V, so (CacheFacts.hadamard)
+    new_positions: the tokens may go to other positions than those that the source has them at
+               (starts + first_positions of CacheView.at). Their K stays rotated for the old ones:
+               rotate it by the difference afterwards, see kvx_core.rotate_keys
     same_model: both ends serve the same model and store it alike, even if facts do not say so
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
                default stream. Ignored for HOST memory
     Mutates these tokens of the destination, nothing else.
-    Returns the bytes of these tokens as the destination stores them.
+    Returns the bytes of the tokens that moved, as the destination stores them: without those that
+    have no place at one end (slots below 0, tables with holes), unless a device reads the tables.
     Raises FactsMismatchError if a copy would not mean the same, else InvalidArgumentError,
     UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: E.3
@@ -91,6 +98,11 @@ def migrate(
     dst.view.require_current("dst")
     if src.view.holds is not None or dst.view.holds is not None:
         require_both_hold(src, dst, seq_lens)
+    if new_positions is not True:
+        flag("new_positions", new_positions)
+        starts, first = src.starts or dst.starts, src.first_positions or dst.first_positions
+        if starts is not None or first is not None:
+            require_same_positions(src, dst, seq_lens)
     if move is None:
         move = _bound_move(src, dst, chosen, key, ends)
     if stream is not None:
@@ -102,6 +114,9 @@ def migrate(
         lengths = lens.to_numpy()
         _move_described(move, src, dst, lens, int(lengths.max(initial=0)), stream)
         moved = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
+    if move.leaves_out:
+        lens = SeqLens.of(seq_lens)
+        return moved * move.token_bytes - bytes_left_out(src, dst, lens, chosen.num_heads or None)
     return moved * move.token_bytes
 
 
@@ -199,7 +214,8 @@ def _bound_move(
     token_bytes = dst.view.bytes_per_token(options.num_heads)
     rows = max(_table_rows(src, dst), default=0)
     call = _bound.migrate(binding, struct, token_bytes, rows)
-    move = Move(call, token_bytes, held, options.transfer)
+    leaves_out = may_leave_out(src, zero_fill=options.zero_fill) or may_leave_out(dst)
+    move = Move(call, token_bytes, held, options.transfer, leaves_out)
     src.moves.keep(dst, key, move)
     return move
 

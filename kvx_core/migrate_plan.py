@@ -23,6 +23,7 @@ from kvx_core.memory_checks import check_host_memory, check_index_memory
 from kvx_core.options import MoveKeywords, MoveOptions
 from kvx_core.plan import Plan, Ranges, closed_call
 from kvx_core.plan_info import PlanInfo
+from kvx_core.positions import have_positions, require_same_positions
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
@@ -37,6 +38,7 @@ def plan_migrate(
     dst: CacheView | CacheSpan,
     seq_lens: Lens | None,
     same_model: bool,
+    new_positions: bool,
     options: MoveKeywords,
 ) -> MigratePlan:
     """Plan.migrate."""
@@ -56,13 +58,24 @@ def plan_migrate(
     ends = src, dst
     for transform in found.transforms:
         ends = reordered(*ends, transform, find_scales=chosen.find_scales)
-    return MigratePlan(src, dst, ends, seq_lens, chosen)
+    return MigratePlan(src, dst, ends, seq_lens, chosen, flag("new_positions", new_positions))
 
 
 class MigratePlan(Plan):
     """A kept migration: see Plan.migrate."""
 
-    __slots__ = ("_dst", "_handle", "_held", "_layers", "_lens", "_src", "_stream", "_transfer")
+    __slots__ = (
+        "_compares",
+        "_dst",
+        "_handle",
+        "_held",
+        "_layers",
+        "_lens",
+        "_new_positions",
+        "_src",
+        "_stream",
+        "_transfer",
+    )
 
     _handle: _abi_plan.Handle | None
 
@@ -73,6 +86,7 @@ class MigratePlan(Plan):
         ends: tuple[CacheSpan, CacheSpan],
         seq_lens: Lens | None,
         options: MoveOptions,
+        new_positions: bool,
     ) -> None:
         """ends: src and dst as described to libkvx, where dims may be in another order."""
         src.view.require_current("src")
@@ -85,6 +99,8 @@ class MigratePlan(Plan):
                     if scale is not None:
                         scale.require_writable(f"dst.{name}[{i}]")
         self._src, self._dst, self._transfer = src, dst, options.transfer
+        self._new_positions = new_positions
+        self._compares = not new_positions and have_positions(src, dst)
         # K that moves in two parts has its second ones in layers behind all layers.
         pairs = enumerate(zip(src.view.layers, ends[0].view.layers, strict=False))
         parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
@@ -160,6 +176,8 @@ class MigratePlan(Plan):
             dst_end = dst_block_table, dst_slots, dst_starts
             given = dict(zip(NAMES, src_end + dst_end, strict=True))
             self._require_holds(self._lookups(seq_lens, given))
+        if self._compares or src_starts is not None or dst_starts is not None:
+            self._require_positions(seq_lens, src_starts, dst_starts)
         if stream is not None:
             stream = stream_number(stream)
         status = self._call(
@@ -187,6 +205,7 @@ class MigratePlan(Plan):
         Raises what run would raise. Spec: E.13
         """
         indices = self._lookups(seq_lens, lookups)
+        self._require_positions(seq_lens, lookups.get("src_starts"), lookups.get("dst_starts"))
         self._check_memory(indices)
         self._require_holds(indices)
         return self._describe(lookups_to_c(indices))
@@ -200,6 +219,7 @@ class MigratePlan(Plan):
         Raises UnsupportedError for a plan that converts, else what run would raise. Spec: E.13
         """
         indices = self._lookups(seq_lens, lookups)
+        self._require_positions(seq_lens, lookups.get("src_starts"), lookups.get("dst_starts"))
         check_host_memory(indices)
         self._require_holds(indices)
         return self._ranges(lookups_to_c(indices))
@@ -216,6 +236,17 @@ class MigratePlan(Plan):
         if stream is None:
             stream = _abi.stream_now(self._stream)
         _abi.check(handle.library.kvx_plan_run(handle.value, struct, stream))
+
+    def _require_positions(self, seq_lens: Any, src_starts: Any, dst_starts: Any) -> None:
+        """Refuses tokens that would go to other positions, unless the plan is for that."""
+        lens = self._lens if seq_lens is None else seq_lens
+        if self._new_positions or lens is None:
+            return
+        starts = (
+            None if given is None else SeqLens.of(given, name="starts")
+            for given in (src_starts, dst_starts)
+        )
+        require_same_positions(self._src, self._dst, lens, *starts)
 
     def _lookups(self, seq_lens: Any, lookups: Any) -> Indices:
         if seq_lens is None and self._lens is not None:

@@ -73,7 +73,7 @@ def _of_planes(table: BlockTable, planes: Sequence[int]) -> BlockTable:
     made = BlockTable.pointers(found)
     # The copy keeps the blocks of the table alive and checks them.
     kept = table.owner[1:] if isinstance(table.owner, tuple) else (table.owner,)
-    return replace(made, memory=table.memory, owner=(made.owner, *kept))
+    return replace(made, memory=table.memory, owner=(made.owner, *kept), flags=table.flags)
 
 
 def _aligned_as(tensor: TensorDesc, data: int) -> TensorDesc:

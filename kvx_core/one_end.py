@@ -96,7 +96,7 @@ def one_end(
     nowhere = CacheSpan(CacheView(tuple(layers), view.facts), BlockTable.of(table))
     # Of all transfers, copy engines' alone has a host that reads the tables of a device.
     options = MoveOptions(num_heads=num_heads, transfer=Transfer.COPY_ENGINE)
-    with MigratePlan(span, nowhere, (span, nowhere), lens, options) as plan:
+    with MigratePlan(span, nowhere, (span, nowhere), lens, options, True) as plan:
         found = plan.ranges()
     ranges = np.zeros(len(found), END_RANGE)
     ranges["plane"] = (found["dst"] - _NOWHERE) // _PLANE

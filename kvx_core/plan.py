@@ -77,19 +77,21 @@ class Plan(ABC):
         seq_lens: Lens | None = None,
         *,
         same_model: bool = False,
+        new_positions: bool = False,
         **options: Unpack[MoveKeywords],
     ) -> MigratePlan:
         """A plan of kvx_core.migrate, which reads no index and no length and moves nothing.
 
-        src, dst, same_model, options: as for kvx_core.migrate. Each run may pass other tables or
-                  slots of the same kind: view.at(block_table=[]) is an empty table to begin with
+        src, dst, same_model, new_positions, options: as for kvx_core.migrate. Each run may pass
+                  other tables or slots of the same kind: view.at(block_table=[]) is an empty table
+                  to begin with
         seq_lens: (seq_count,), as for migrate; None: each run passes its own
         Raises FactsMismatchError, InvalidArgumentError, UnsupportedError as migrate does.
         Spec: E.13
         """
         from kvx_core.migrate_plan import plan_migrate
 
-        return plan_migrate(src, dst, seq_lens, same_model, options)
+        return plan_migrate(src, dst, seq_lens, same_model, new_positions, options)
 
     @property
     def info(self) -> PlanInfo:

@@ -23,7 +23,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import row_major
-from kvx_core.types import Axis, DType, Layout, Memory
+from kvx_core.types import Axis, DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheSpan, CacheView
 
 PIECE_BYTES = 4 << 20  # of the F32 copy of one tensor of one end: stays in cache
@@ -48,7 +48,7 @@ class End:
         self.num_tokens = int(rows.sum())
         self.num_heads = num_heads
         self.transforms = transforms
-        self._stored: dict[tuple[bool, int, int | None], npt.NDArray[np.bool_]] = {}
+        self._blocks: dict[tuple[bool, int, int | None], npt.NDArray[np.int64]] = {}
         with self.named():
             span.view.require_current("src")
             span.held("src")
@@ -69,7 +69,8 @@ class End:
     @property
     def table(self) -> BlockTable | None:
         """The table of the span, for calls that each move some of its tokens."""
-        return None if self.span.block_table is None else self.span.block_table.of_parts()
+        table = self.span.block_table
+        return None if table is None else table.of_parts().with_holes()
 
     def reader(self, layer: int, kv: str) -> Reader:
         """Of K or V, "k" or "v", of a layer of the span."""
@@ -79,20 +80,20 @@ class End:
         """Of a plane of the span."""
         return _PlaneReader(self, plane)
 
-    def is_stored(self, v: bool, layer: int, plane: int | None) -> npt.NDArray[np.bool_]:
-        """Which tokens, or entries, of K, V or a plane are stored."""
+    def blocks(self, v: bool, layer: int, plane: int | None) -> npt.NDArray[np.int64]:
+        """The block of each token, or entry, of K, V or a plane; -1: it is not stored."""
         table = self.table
         if table is None or not table.has_planes:
             layer = 0  # one table for all layers
-        if (v, layer, plane) not in self._stored:
+        if (v, layer, plane) not in self._blocks:
             planes = tuple(one.of_parts() for one in self.span.view.planes)
             view = self.span.view
             view = replace(view, planes=planes) if planes else view
             span = replace(self.span, block_table=table, view=view)
             with self.named():
                 places = find_tokens(span, SeqLens.of(self.rows), v=v, layer=layer, plane=plane)
-            self._stored[v, layer, plane] = places["block"] >= 0
-        return self._stored[v, layer, plane]
+            self._blocks[v, layer, plane] = places["block"]
+        return self._blocks[v, layer, plane]
 
     def named(self) -> _Named:
         """Errors of calls in this context name the end that they read."""
@@ -119,6 +120,7 @@ class Reader(ABC):
     zero: ScaleDesc | None
     heads: int
     dim: int
+    first_head: int  # of the end
 
     def __init__(self, end: End, tokens_per_entry: int) -> None:
         self.end = end
@@ -146,6 +148,61 @@ class Reader(ABC):
         out = np.zeros((hi - lo, self.heads, self.dim), f"u{dtype.itemsize}")
         return self._read(lo, out, dtype, scaled=False)
 
+    def rounded(self, values: Array) -> Array | None:
+        """Float32 `values`, (entries, heads, dim), as this end stores them: encoded in its format,
+        and decoded. None if its units cover several tokens.
+
+        Only of a format whose numbers share what is stored with them.
+        """
+        values = np.ascontiguousarray(self.in_order(values, back=True))
+        n, heads, dim = values.shape
+        dtype, scale = self.dtype, self.scale
+        if dtype.format.affine and (scale is None or self.covers_tokens):
+            return None
+        units = np.zeros((n, heads, dim // dtype.numbers), f"V{dtype.itemsize}")
+        fields: dict[str, Any] = {}
+        if scale is not None and dtype.format.affine:
+            groups = scale.shape[3] if len(scale.shape) == 4 else None
+            fields["k_scales"] = (_like(scale, (1, n, heads, groups)),)
+            zero = self.zero
+            if zero is not None and not dtype.format.grouped:
+                zero = _like(zero, (1, n, heads, groups))
+            fields["k_zeros"] = None if zero is None else (zero,)
+        here = CacheView((CacheDesc.from_kv(_dense(values, DType.F32)),), CacheFacts(), dense=True)
+        encoded = CacheDesc.from_kv(_dense(units, dtype))
+        there = CacheView((encoded,), CacheFacts(), dense=True, **fields)
+        again = np.zeros_like(values)
+        back = CacheView((CacheDesc.from_kv(_dense(again, DType.F32)),), CacheFacts(), dense=True)
+        lens = SeqLens.of([n])
+        copy_tokens(here.at(), there.at(), lens)
+        copy_tokens(there.at(), back.at(), lens)
+        return self.in_order(again)
+
+    @property
+    def covers_tokens(self) -> bool:
+        """Whether a scale covers the tokens of a block (PER_CHANNEL)."""
+        return self.scale is not None and self.scale.granularity is ScaleGranularity.PER_CHANNEL
+
+    def half_steps(self, lo: int, hi: int) -> Array:
+        """How far a number of units that cover tokens may be from what was encoded: (hi - lo,
+        heads, dim), float64: half a step, and the rounding of scale and zero point."""
+        assert self.scale is not None
+        assert self.zero is not None
+        blocks = np.maximum(self.blocks()[lo:hi], 0)
+        scale, zero = (
+            np.abs(each.to_numpy().astype(np.float64)[blocks, self.first_head :][:, : self.heads])
+            for each in (self.scale, self.zero)
+        )
+        digits = 22 if {self.scale.dtype, self.zero.dtype} == {DType.F32} else 7
+        if self.dtype is DType.U8_ZERO:  # whose zero point counts steps
+            zero = zero * scale
+        return self.in_order(scale / 2 + (255 * scale + zero) * 2.0**-digits)
+
+    def in_order(self, read: Array, *, back: bool = False) -> Array:
+        """`read` with its dims in the order of the source; back: from it into that of this end."""
+        del back
+        return read
+
     def place(self, number: int) -> tuple[int, int]:
         """Row of an entry, and which one of it this is."""
         row = int(np.searchsorted(self.ends, number, side="right"))
@@ -160,9 +217,19 @@ class Reader(ABC):
     def _step(self) -> int:
         return max(1, PIECE_BYTES // (self.heads * self.dim * 4))
 
-    @abstractmethod
     def is_stored(self) -> npt.NDArray[np.bool_]:
         """Which entries are stored."""
+        return self.blocks() >= 0
+
+    @property
+    @abstractmethod
+    def may_leave_out(self) -> bool:
+        """Whether entries that are not stored are meant to be left out: slots name them, or a table
+        has holes."""
+
+    @abstractmethod
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """The block of each entry; -1: it is not stored."""
 
     @abstractmethod
     def _read(self, lo: int, out: Array, dtype: DType, *, scaled: bool) -> Array:
@@ -184,11 +251,25 @@ class _HalfReader(Reader):
         scales, zeros = (getattr(view, f"{kv}_{name}") for name in ("scales", "zeros"))
         self.scale = None if scales is None else scales[layer]
         self.zero = None if zeros is None else zeros[layer]
-        self.heads = end.num_heads or cache.num_kv_heads
+        self.heads, self.first_head = end.num_heads or cache.num_kv_heads, end.span.head_start
         self.dim = cache.head_dim if kv == "k" else cache.v_head_dim
 
-    def is_stored(self) -> npt.NDArray[np.bool_]:
-        return self.end.is_stored(self.kv == "v", self.layer, None)
+    @property
+    def may_leave_out(self) -> bool:
+        table = self.end.span.block_table
+        return table is None or table.has_holes
+
+    def blocks(self) -> npt.NDArray[np.int64]:
+        return self.end.blocks(self.kv == "v", self.layer, None)
+
+    def in_order(self, read: Array, *, back: bool = False) -> Array:
+        """`read` with K's dims in the order of the source; back: from it into that of this end."""
+        for transform in self.end.transforms if self.kv == "k" else ():
+            first = dims_in_order(transform.dst, transform.src, transform.rotary_dim)
+            first = np.argsort(first) if back else first
+            others = np.arange(len(first), read.shape[-1])
+            read = read[..., np.concatenate([first, others])]
+        return read
 
     def _read(self, lo: int, out: Array, dtype: DType, *, scaled: bool) -> Array:
         cache, table = self.cache, self.end.table
@@ -215,15 +296,7 @@ class _HalfReader(Reader):
         copy = CacheView(layers=(target,), facts=CacheFacts()).at(slots=np.arange(len(out)))
         with self.end.named():
             copy_tokens(span, copy, SeqLens.of(lens), num_heads=out.shape[1])
-        return self._in_order(out)
-
-    def _in_order(self, read: Array) -> Array:
-        """`read` with K's dims in the order of the source."""
-        for transform in self.end.transforms if self.kv == "k" else ():
-            first = dims_in_order(transform.dst, transform.src, transform.rotary_dim)
-            others = np.arange(len(first), read.shape[-1])
-            read = read[..., np.concatenate([first, others])]
-        return read
+        return self.in_order(out)
 
 
 class _PlaneReader(Reader):
@@ -234,12 +307,21 @@ class _PlaneReader(Reader):
         self.plane = plane
         self.dtype, self.scale, self.zero = plane.dtype, plane.scale, plane.zero
         self.heads = plane.extent(Axis.HEAD)
+        self.first_head = 0 if plane.replicated else end.span.head_start
         if end.num_heads and not plane.replicated:
             self.heads = end.num_heads
         self.dim = plane.extent(Axis.DIM) * plane.dtype.numbers
 
-    def is_stored(self) -> npt.NDArray[np.bool_]:
-        return self.end.is_stored(False, 0, self.end.span.view.planes.index(self.plane))
+    @property
+    def may_leave_out(self) -> bool:
+        plane = self.plane
+        if plane.tokens_per_entry == 0 or plane.slots is not None:
+            return True
+        table = plane.block_table or self.end.span.block_table
+        return table is None or table.has_holes
+
+    def blocks(self) -> npt.NDArray[np.int64]:
+        return self.end.blocks(False, 0, self.end.span.view.planes.index(self.plane))
 
     def _step(self) -> int:
         # `_target` has a table of as many columns as entries of a row are read at once.
@@ -258,6 +340,8 @@ class _PlaneReader(Reader):
         """The plane without its view's layers, from these entries on."""
         end, n = self.end, self.plane.tokens_per_entry
         plane = self.plane.of_parts()
+        if plane.block_table is not None:
+            plane = replace(plane, block_table=plane.block_table.with_holes())
         if not scaled:
             plane = replace(plane, scale=None)
         is_own = n == 0 or plane.block_table is not None or plane.slots is not None
@@ -312,6 +396,14 @@ def _is_offsets(table: BlockTable) -> bool:
 def _by_number(dtype: DType) -> DType:
     """`dtype`, or F32 to read a format by whose elements are no numbers by themselves."""
     return DType.F32 if dtype.numbers > 1 or dtype.format.affine else dtype
+
+
+def _like(scale: ScaleDesc, shape: tuple[int | None, ...]) -> ScaleDesc:
+    """Room for other scales of the same dtype, of units within a token and head."""
+    extents = [extent for extent in shape if extent is not None]
+    kind = ScaleGranularity.PER_GROUP if len(extents) == 4 else ScaleGranularity.PER_TOKEN_HEAD
+    room = np.zeros(extents, f"u{scale.dtype.itemsize}")
+    return ScaleDesc(granularity=kind, **_memory(room, scale.dtype))
 
 
 def _dense(array: Array, dtype: DType) -> TensorDesc:

@@ -296,6 +296,15 @@ class BlockTable:
         for array, begin, num_bytes in arrays:
             require_array_in_place(f"{name}.{array}", owner, begin, num_bytes)
 
+    @property
+    def has_holes(self) -> bool:
+        """See `with_holes`."""
+        return bool(self.flags & _abi.FLAG_HOLES)
+
+    def with_holes(self) -> BlockTable:
+        """The same table, with null entries for tokens of a call: left out, not refused. 5.1"""
+        return replace(self, flags=self.flags | _abi.FLAG_HOLES)
+
     def of_parts(self) -> BlockTable:
         """The same table, not `exact`, for calls that each move some of its tokens."""
         return replace(self, flags=self.flags & ~_abi.FLAG_EXACT)

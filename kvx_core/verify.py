@@ -56,6 +56,11 @@ class Verification:
     num_values: int  # compared, in all layers, until the first difference
     # By layer, K before V, then planes, sequence, token, head, dim the first.
     difference: Difference | None
+    # Tokens, or entries, that were not compared: an end has no place for them. If its table is not
+    # one with holes, `ok` is False.
+    num_left_out: int = 0
+    max_error: float = 0.0  # the largest distance of finite values that were compared
+    mean_squared_error: float = 0.0  # of all of these
 
     def __bool__(self) -> bool:
         return self.ok
@@ -63,7 +68,13 @@ class Verification:
     def __str__(self) -> str:
         if self.difference is not None:
             return f"differs at {self.difference}"
-        return f"equal: {self.num_tokens} tokens, {self.num_values} values"
+        found = f"{self.num_tokens} tokens, {self.num_values} values"
+        if self.max_error:
+            found += f", the largest error {self.max_error:.3g}, its mean square "
+            found += f"{self.mean_squared_error:.3g}"
+        if self.num_left_out:
+            found += f"; {self.num_left_out} tokens have no place at one of the ends"
+        return f"{'equal' if self.ok else 'incomplete'}: {found}"
 
 
 def verify(
@@ -72,22 +83,25 @@ def verify(
     seq_lens: SeqLens | TensorLike | Sequence[int],
     *,
     num_heads: int | None = None,
-    tolerance: Literal["exact", "codec"] = "exact",
+    tolerance: Literal["exact", "codec"] | float = "exact",
 ) -> Verification:
     """Compares what migrate with the same arguments reads with what it writes.
 
     src, dst, seq_lens, num_heads: as for migrate, planes included. Tokens that are null at either
-               end (null blocks, negative slots) are skipped. K's dims are compared in the order
-               that the facts give.
+               end (null blocks, negative slots) are counted and not compared; where a table is not
+               one with holes, the result is False. K's dims are compared in the order that the
+               facts give.
     tolerance: "exact": the same bytes where dtypes are the same and there are no scales, else the
-               same values, where NaN equals NaN. "codec": each value is the other one rounded to
-               its dtype and scale
+               same values, where NaN equals NaN. "codec": each value is the other one as its
+               format stores it: rounded to its dtype and scale or, in units of several numbers,
+               encoded with the others. A number: how far two values may be apart
     Reads a few MiB at a time. Mutates nothing.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     Spec: E.3, E.6
     """
-    if not isinstance(tolerance, str) or tolerance not in ("exact", "codec"):
-        raise wrong("tolerance", tolerance, "'exact' or 'codec'")
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if not (is_number and 0 <= float(tolerance) < np.inf) and tolerance not in ("exact", "codec"):
+        raise wrong("tolerance", tolerance, "'exact', 'codec' or a finite number of at least 0")
     src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
     lens = SeqLens.of(seq_lens)
     if num_heads is not None:
@@ -100,20 +114,38 @@ def verify(
     for transform in found.transforms:
         reordered(src, dst, transform)  # refuses what migrate refuses
     ends = End("src", src, rows, num_heads), End("dst", dst, rows, num_heads, found.transforms)
-    num_tokens, num_values = None, 0
+    num_tokens, num_values, num_left_out, complete = None, 0, 0, True
+    max_error = sum_of_squares = 0.0
+    difference: Difference | None = None
     for of in _compared(*ends):
         stored = of.is_stored()
         if num_tokens is None:
             num_tokens = int(np.count_nonzero(stored))
+        num_left_out = max(num_left_out, int(np.count_nonzero(~stored)))
+        complete &= of.is_complete()
         for lo, hi in of.src.pieces():
-            differs = _differing(of, lo, hi, tolerance)
+            differs, errors = _differing(of, lo, hi, tolerance)
             differs &= stored[lo:hi, None, None]
             num_values += int(np.count_nonzero(stored[lo:hi])) * differs[0].size
+            if errors is not None:
+                errors = errors[stored[lo:hi]]
+                max_error = max(max_error, float(errors.max(initial=0.0)))
+                sum_of_squares += float(np.square(errors).sum())
             if differs.any():
                 token, head, dim = map(int, np.unravel_index(differs.argmax(), differs.shape))
                 difference = _difference(of, lo + token, head, dim)
-                return Verification(False, num_tokens, num_values, difference)
-    return Verification(True, num_tokens or 0, num_values, None)
+                break
+        if difference is not None:
+            break
+    return Verification(
+        ok=difference is None and complete,
+        num_tokens=num_tokens or 0,
+        num_values=num_values,
+        difference=difference,
+        num_left_out=num_left_out,
+        max_error=max_error,
+        mean_squared_error=sum_of_squares / max(num_values, 1),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +161,10 @@ class _Compared:
         """Which entries both ends have."""
         found: npt.NDArray[np.bool_] = self.src.is_stored() & self.dst.is_stored()
         return found
+
+    def is_complete(self) -> bool:
+        """Whether only entries that are meant to be left out are not stored."""
+        return all(end.may_leave_out or bool(end.is_stored().all()) for end in (self.src, self.dst))
 
 
 def _compared(src: End, dst: End) -> Iterator[_Compared]:
@@ -198,25 +234,38 @@ def _check_planes(at_src: Sequence[Plane], at_dst: Sequence[Plane], num_heads: i
 
 
 def _differing(
-    of: _Compared, lo: int, hi: int, tolerance: Literal["exact", "codec"]
-) -> npt.NDArray[np.bool_]:
-    """Which values of entries lo to hi differ: (hi - lo, heads, dim)."""
+    of: _Compared, lo: int, hi: int, tolerance: Literal["exact", "codec"] | float
+) -> tuple[npt.NDArray[np.bool_], Array | None]:
+    """Which values of entries lo to hi differ: (hi - lo, heads, dim); and how far they are apart,
+    None if all bytes are the same or they are no numbers. What is not finite counts as 0."""
     src, dst = of.src, of.dst
-    if src.dtype is dst.dtype and src.scale is None and dst.scale is None:
-        return np.not_equal(src.stored(lo, hi), dst.stored(lo, hi))
+    differs: npt.NDArray[np.bool_]
+    are_alike = src.dtype is dst.dtype and src.scale is None and dst.scale is None
+    if are_alike:
+        differs = np.not_equal(src.stored(lo, hi), dst.stored(lo, hi))
+        if src.dtype is DType.U8 or not differs.any():
+            return differs, None
     x, y = src.values(lo, hi), dst.values(lo, hi)
-    differs: npt.NDArray[np.bool_] = (x != y) & ~(np.isnan(x) & np.isnan(y))
-    if tolerance == "codec" and differs.any():
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(x.astype(np.float64) - y)
+    errors[~np.isfinite(errors)] = 0.0
+    if are_alike and isinstance(tolerance, str):
+        return differs, errors
+    differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    if not isinstance(tolerance, str):
+        differs &= ~(np.isfinite(x) & np.isfinite(y) & (errors <= tolerance))
+    elif tolerance == "codec" and differs.any():
         differs &= ~_is_rounded(x, y, dst, lo, hi)
         differs &= ~_is_rounded(y, x, src, lo, hi)
-    return differs
+    return differs, errors
 
 
 def _is_rounded(exact: Array, value: Array, end: Reader, lo: int, hi: int) -> npt.NDArray[np.bool_]:
-    """Where `value`, read from `end`, is `exact` rounded to nearest in its codec, saturating."""
+    """Where `value`, read from `end`, is `exact` as its format stores it: rounded to nearest,
+    saturating, or encoded in units."""
     rounding = end.dtype.format.rounding
     if rounding is None:
-        return np.zeros(exact.shape, np.bool_)
+        return _is_encoded(exact, value, end, lo, hi)
     mantissa, smallest, largest = rounding
     scale = end.scale
     stored = value if scale is None else end.values(lo, hi, scaled=False)
@@ -240,6 +289,21 @@ def _is_rounded(exact: Array, value: Array, end: Reader, lo: int, hi: int) -> np
         cut = (np.abs(stored) >= largest) & (np.abs(exact) >= reached - slack)
         rounded: npt.NDArray[np.bool_] = near | (cut & (np.sign(exact) == np.sign(value)))
     return rounded
+
+
+def _is_encoded(exact: Array, value: Array, end: Reader, lo: int, hi: int) -> npt.NDArray[np.bool_]:
+    """Where `value`, read from `end`, is `exact` encoded in units of its format."""
+    if end.dtype is DType.U8:
+        return np.zeros(exact.shape, np.bool_)
+    again = end.rounded(exact)
+    found: npt.NDArray[np.bool_]
+    if again is not None:
+        found = (again == value) | (np.isnan(again) & np.isnan(value))
+    elif end.covers_tokens:
+        found = np.abs(exact.astype(np.float64) - value) <= end.half_steps(lo, hi)
+    else:
+        found = np.zeros(exact.shape, np.bool_)
+    return found
 
 
 def _difference(of: _Compared, number: int, head: int, dim: int) -> Difference:

@@ -236,6 +236,7 @@ class CacheView:
         slots: SlotMapping | TensorLike | Sequence[int] | None = None,
         starts: SeqLens | TensorLike | Sequence[int] | None = None,
         head_start: int = 0,
+        first_positions: TensorLike | Sequence[int] | int | None = None,
     ) -> CacheSpan:
         """A span: this view with the lookup of some sequences.
 
@@ -245,6 +246,10 @@ class CacheView:
                      sequence s is then block s
         starts:      (seq_count,), the first token of each sequence at this end; None: 0
         head_start:  first head at this end
+        first_positions: one for all or (seq_count,): the position of each sequence's token 0 at
+                     this end, with slots of the first one that moves; None: 0, with slots not
+                     known. Below 0 where padding comes first. Both ends must mean the same
+                     positions (`migrate`)
         Raises InvalidArgumentError, UnsupportedError.
         """
         return CacheSpan(
@@ -253,6 +258,7 @@ class CacheView:
             slots=None if slots is None else SlotMapping.of(slots),
             starts=None if starts is None else SeqLens.of(starts, name="starts"),
             head_start=head_start,
+            first_positions=None if first_positions is None else _positions(first_positions),
         )
 
     def table_of(self, table: BlockTable | TensorLike | Sequence[Sequence[int]]) -> BlockTable:
@@ -274,6 +280,7 @@ class Move(NamedTuple):
     token_bytes: int  # as the destination stores the heads that move, in all layers
     held: tuple[_bound.Held, _bound.Held]
     transfer: Transfer
+    leaves_out: bool  # tokens may have no place at one end: see left_out.py
 
 
 class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):
@@ -313,6 +320,7 @@ class CacheSpan:
     slots: SlotMapping | None = None
     starts: SeqLens | None = None
     head_start: int = 0
+    first_positions: tuple[int, ...] | None = None  # see CacheView.at
     moves: Moves = field(init=False, compare=False, default_factory=Moves)  # see migrate.py
     # The tensors of the view and of its lookup, as of the last check.
     _held: list[tuple[_bound.Held, _bound.Held]] = field(
@@ -401,6 +409,13 @@ class CacheSpan:
 
 _BESIDE = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 _PLACES: dict[str, type[Any]] = {"block_table": BlockTable, "slots": SlotMapping, "starts": SeqLens}
+
+
+def _positions(given: Any) -> tuple[int, ...]:
+    """Positions, one for all sequences or one of each."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = [given]
+    return tuple(SeqLens.of(given, name="first_positions").to_numpy().tolist())
 
 
 def _checked(name: str, given: Any, kind: type[_T], expected: str) -> tuple[_T, ...]:

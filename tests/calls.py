@@ -205,6 +205,7 @@ class Backend:
             desc.beam_width = end.indices.shape[1]
             desc.max_blocks_per_seq = end.indices.shape[3]
             desc.flags = _abi.FLAG_KVCACHEINDEX
+        desc.flags |= _abi.FLAG_HOLES  # null entries are some of what these tables are for
         return desc
 
     def io(self, key: Tensor, value: Tensor | None, num_tokens: int) -> Any:

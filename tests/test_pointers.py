@@ -78,6 +78,7 @@ class Stack:
         else:
             table = torch.tensor(ids)
         desc = _abi.kvx_block_table_t(
+            flags=_abi.FLAG_HOLES,
             format=4 if pointers else 1,
             index_dtype=9 if pointers else 7,
             seq_count=rows,
@@ -222,7 +223,7 @@ def test_from_python(interleaved: bool) -> None:
     values = torch.randn(3, 2, 1, BS, HEADS, DIM)  # [block][K, V]
     blocks = [[block[0].clone(), block[1].clone()] for block in values]
     layer = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in blocks[0]))
-    table = BlockTable.pointers([[blocks[2], [None, None], blocks[0]]])
+    table = BlockTable.pointers([[blocks[2], [None, None], blocks[0]]]).with_holes()
     assert repr(table) == "BlockTable(1 sequence x 3 blocks, POINTERS, uint64)"
     end = CacheView((layer,), CacheFacts()).at(block_table=table)
     del blocks
@@ -256,6 +257,7 @@ def test_gather(backend: Backend, seed: int) -> None:
     gather = _abi.kvx_gather_desc_t(
         io=backend.io(key, value, 27),
         block_table=_abi.kvx_block_table_t(
+            flags=_abi.FLAG_HOLES,
             format=4,
             index_dtype=9,
             seq_count=3,

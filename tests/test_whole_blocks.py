@@ -62,7 +62,7 @@ class Whole:
             indices=self.on.address(table),
             indices_count=table.numel(),
             indptr=self.on.address(self.buffers[0]),
-            flags=4,
+            flags=_abi.FLAG_WHOLE | _abi.FLAG_HOLES,
         )
         self.kept += [table, desc, layers]
         return _abi.kvx_span_t(

@@ -226,11 +226,17 @@ def test_write_skips_the_invalid_slot(backend: Backend, invalid_slot: int) -> No
     )
 
 
-def test_write_the_same_slot_twice_harms_nothing_else(backend: Backend) -> None:
+def test_write_the_same_slot_twice_is_refused_or_harms_nothing_else(backend: Backend) -> None:
+    """The host refuses it; a device does not compare slots."""
     cache = LAYOUTS["vllm_LBHNC"](Geometry(), torch.float16, seed=1)
     tokens = key_value(cache.layers[-1], 3, torch.float16, seed=2)
     expected = cache.clone()
     reference.write(expected.layers[-1], *tokens, torch.tensor([4, 9, 9]))
+    if backend.looks_first:
+        before = cache.clone()
+        with pytest.raises(InvalidArgumentError, match="has slot 9 twice, for tokens 1 and 2 of"):
+            backend.write(cache.layers[-1], *tokens, torch.tensor([4, 9, 9]))
+        return assert_same_bytes(cache, before)
     backend.write(cache.layers[-1], *tokens, torch.tensor([4, 9, 9]))
     for written in (cache, expected):  # slot 9 itself is unspecified
         for half in written.layers[-1].halves():

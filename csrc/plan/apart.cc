@@ -353,9 +353,58 @@ void each_end(const Plan &plan, uint64_t tokens, Add add) {
       at);
 }
 
+// ---- Keys and values of a write
+
+// At least the bytes from a plane's first to its last; without a division.
+uint64_t most_bytes(const End &end) {
+  const Plane &plane = end.plane;
+  const int64_t num_elements = end.num_elements();
+  const int64_t elements = plane.pack >= num_elements
+                               ? num_elements * plane.inner_stride
+                               : num_elements * (plane.outer_stride + plane.inner_stride);
+  const auto tokens =
+      int64_t{end.lookup.block_size} * (plane.token_stride + plane.token_outer_stride);
+  return end.lookup.num_blocks * static_cast<uint64_t>(plane.block_stride) +
+         static_cast<uint64_t>(tokens + int64_t{end.pair.num_heads} * plane.head_stride + elements +
+                               size_of(plane.dtype));
+}
+
+// Whether key or value of a layer may lie in the layer's K or V.
+bool may_meet(const Plan &plan, size_t layer) {
+  const LookupPair &lookup = plan.lookups[0];
+  for (const PlanePair *a = plan.begin_of(layer); a != plan.end_of(layer); ++a) {
+    for (const PlanePair *b = plan.begin_of(layer); b != plan.end_of(layer); ++b) {
+      const uint8_t *const read = a->src.base, *const written = b->dst.base;
+      const bool apart =
+          read < written
+              ? static_cast<uint64_t>(written - read) >= most_bytes({*a, a->src, lookup.src})
+              : static_cast<uint64_t>(read - written) >= most_bytes({*b, b->dst, lookup.dst});
+      if (!apart) return true;
+    }
+  }
+  return false;
+}
+
+// Checks that a write reads no element that it writes.
+[[gnu::noinline]] kvx_status_t check_inputs_apart(const Plan &plan, uint64_t tokens) {
+  Finds elements;
+  each_end(plan, tokens,
+           [&](const End &end, const Place &place, uint64_t count, uint32_t, bool written) {
+             add_elements(end, place, count, written, written, &elements);
+           });
+  const void *const at = elements.meet();
+  if (!at) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "the bytes at %p are those of a key or value and of a slot that the call writes; expected "
+      "them apart: pass a copy (spec 7)",
+      at);
+}
+
 }  // namespace
 
 kvx_status_t check_blocks_apart(const Plan &plan, uint64_t tokens) {
+  for (size_t l = 0; plan.call == Call::kWrite && l < plan.layers.size(); ++l)
+    if (may_meet(plan, l)) return check_inputs_apart(plan, tokens);
   if (plan.check_same_pool) KVX_TRY(check_distinct_blocks(plan, tokens));
   bool any_anywhere = false, any_own = false;
   for (const LookupPair &lookup : plan.lookups) {

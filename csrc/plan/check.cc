@@ -7,6 +7,7 @@
 #include "desc/scale.h"
 #include "error.h"
 #include "plan/apart.h"
+#include "plan/once.h"
 #include "plan/plan_affine.h"
 #include "plan/violation.h"
 #include "plan/walk.h"
@@ -64,6 +65,10 @@ class End {
       if (fault != Fault::kNone) return fail_row(fault, row, at);
       if (count == 0 || a.mode == LookupMode::kDense) continue;
       entries_of_row(a, at, count, &first, &last);
+      if (goes_round(a, at, count)) {
+        KVX_TRY(check_entries(first, at.entry + a.max_blocks_per_seq - first));
+        first = at.entry;
+      }
       KVX_TRY(check_entries(first, last - first + 1));
     }
     return KVX_STATUS_OK;
@@ -197,6 +202,7 @@ kvx_status_t check_data(const Plan &plan, uint64_t *tokens) {
     KVX_TRY(check_unit_starts(plan));
     KVX_TRY(check_unit_blocks(plan, *tokens));
   }
+  KVX_TRY(check_written_once(plan, *tokens));
   for (const PlanePair &pair : plan.pairs) KVX_TRY(check_scale_values(plan, pair, *tokens, names));
   return KVX_STATUS_OK;
 }

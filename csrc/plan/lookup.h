@@ -57,7 +57,8 @@ struct Lookup {
   LookupMode mode;
   bool is_v;                    // K's or V's part of a KV_OFFSETS table
   bool is_own;                  // a plane's own, not the span's: for errors
-  bool exact;                   // RAGGED: a row has one entry per token, and no more
+  bool exact : 1;               // RAGGED: a row has one entry per token, and no more
+  bool holes : 1;               // tokens may have null entries: they are left out
   uint32_t tokens_per_entry;    // tokens of an entry; 0: an entry has all tokens of its row
   uint32_t block_size;          // tokens, or entries
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
@@ -111,6 +112,7 @@ enum class Fault : uint8_t {
   kSlotCount,    // fewer slots than tokens
   kScale,        // not finite or not positive
   kUnit,         // a row begins within a unit that covers the tokens of a block
+  kHole,         // a null entry that a token needs, in a table without holes
 };
 
 // The entries of a row of this many tokens from its start on: complete ones, or the one of the
@@ -226,18 +228,21 @@ KVX_HD bool entry_of(const L &a, const RowLookup<Count> &row, uint64_t token, ui
   return true;
 }
 
-// Finds the first and last entry that `count` tokens of a row, at least one, may need.
+// Finds the entries of the first and the last of `count` tokens of a row, at least one. Of a RING
+// that goes on in its second round, the last may be before the first.
 template <class Count>
 KVX_HD void entries_of_row(const Lookup &a, const RowLookup<Count> &row, uint64_t count,
                            uint64_t *first, uint64_t *last) {
   uint32_t offset;
   entry_of(a, row, 0, 0, first, &offset);
   entry_of(a, row, count - 1, 0, last, &offset);
-  if (a.mode == LookupMode::kRing &&
-      row.start + count > uint64_t{a.max_blocks_per_seq} * a.block_size) {
-    *first = row.entry;
-    *last = row.entry + a.max_blocks_per_seq - 1;
-  }
+}
+
+// Whether the tokens of a row of a RING go on in its second round.
+template <class Count>
+KVX_HD bool goes_round(const Lookup &a, const RowLookup<Count> &row, uint64_t count) {
+  return a.mode == LookupMode::kRing &&
+         row.start + count > uint64_t{a.max_blocks_per_seq} * a.block_size;
 }
 
 // The number of positions of a row, for errors.
@@ -260,6 +265,12 @@ KVX_HD Fault place_of_slot(const L &a, int64_t slot, Place *place) {
   return Fault::kNone;
 }
 
+// The fault of a null entry.
+template <class L>
+KVX_HD Fault hole_of(const L &a) {
+  return a.holes ? Fault::kNone : Fault::kHole;
+}
+
 // Decodes a slot, or an entry and `offset` tokens into its block.
 template <class L>
 KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) {
@@ -274,7 +285,7 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
     case LookupMode::kRagged: {
       const uint32_t run = a.mode == LookupMode::kRagged ? 1 : a.block_size - offset;
       *place = {-1, offset, run, false};
-      if (entry < 0 || entry == a.null_block) return Fault::kNone;
+      if (entry < 0 || entry == a.null_block) return hole_of(a);
       if (static_cast<uint64_t>(entry) >= a.num_blocks) return Fault::kBlock;
       place->block = entry;
       return Fault::kNone;
@@ -282,7 +293,7 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
     case LookupMode::kPointers: {
       *place = {-1, offset, a.block_size - offset, false};
       const int64_t block = entry >> a.pointer_shift;
-      if (entry == 0) return Fault::kNone;
+      if (entry == 0) return hole_of(a);
       if (entry < 0 || block << a.pointer_shift != entry) return Fault::kPointer;
       place->block = block;
       return Fault::kNone;
@@ -293,12 +304,12 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
   // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
   // Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
   *place = {-1, offset, a.block_size - offset, false};
-  if (entry == -1) return Fault::kNone;
+  if (entry == -1) return hole_of(a);
   const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
   const bool secondary = (index & kSecondaryPool) != 0;
   const Division at = a.by_sub_block(index & ~kSecondaryPool);
   const auto block = static_cast<int64_t>(at.quotient);
-  if (block == a.null_block) return Fault::kNone;
+  if (block == a.null_block) return hole_of(a);
   const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
   if (secondary && blocks == 0) return Fault::kNoSecondary;
   if (at.quotient >= blocks) return Fault::kPoolBlock;

@@ -78,6 +78,12 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
           f.mode == LookupMode::kRagged
               ? "of this row: a RAGGED table has a block id per token, not per block"
               : "per row");
+    case Fault::kHole:
+      return KVX_OUT_OF_RANGE(
+          "%s.indices[%llu] is %lld, a null block, and tokens of the call are there: they would be "
+          "left out; expected a block, or HOLES in the flags of the table (BlockTable.with_holes()) "
+          "(spec 5.1)",
+          table, static_cast<ull>(f.index), static_cast<ll>(f.value));
     case Fault::kPointer:
       return KVX_OUT_OF_RANGE(
           "%s.indices[%llu] is %#llx, expected NULL or an address that is a multiple of %llu "

@@ -1,10 +1,12 @@
 // Rules of kvx_migrate_desc_t: two spans that fit each other.
 #include <initializer_list>
 
+#include "desc/seen.h"
 #include "desc/span.h"
 #include "kvx/kvx_encode.h"
 #include "rules/affine.h"
 #include "rules/apart.h"
+#include "rules/apart_units.h"
 #include "rules/io.h"
 #include "rules/plane.h"
 #include "rules/scales.h"
@@ -101,6 +103,23 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
   return KVX_STATUS_OK;
 }
 
+// Checks that no two layers of the destination are one. POINTERS name blocks, which are compared.
+kvx_status_t check_layers_differ(const Path &path, const kvx_span_t &dst) {
+  if (dst.num_layers < 2 || is_pointers(dst)) return KVX_STATUS_OK;
+  const auto data = [&](uint32_t l) { return dst.layers[l]->k.data; };
+  Seen seen(dst.num_layers);
+  for (uint32_t l = 0; l < dst.num_layers; ++l) {
+    if (seen.add(reinterpret_cast<uintptr_t>(data(l)))) continue;
+    uint32_t first = 0;
+    while (data(first) != data(l)) ++first;
+    return KVX_INVALID(
+        "%s.layers[%u].k.data is that of layers[%u], expected layers of their own: tokens of both "
+        "would go to one place (spec E.3)",
+        KVX_AT(path), l, first);
+  }
+  return KVX_STATUS_OK;
+}
+
 // Checks that one layer of the destination has room for the scales that the call finds.
 kvx_status_t check_layer_finds(const Path &path, const kvx_span_t &dst, uint32_t l) {
   const Path layer{&path, "layers", l};
@@ -143,6 +162,9 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   KVX_TRY(check_rows(src, *migrate->src, rows));
   KVX_TRY(check_rows(dst, *migrate->dst, rows));
   KVX_TRY(check_apart(*migrate));
+  if (migrate->seq_lens->seq_count) KVX_TRY(check_layers_differ(dst, *migrate->dst));
+  if ((migrate->flags & KVX_FLAG_FIND_SCALES) && migrate->seq_lens->seq_count)
+    KVX_TRY(check_units_apart(*migrate));
   return check_zeros_written(*migrate);
 }
 

@@ -82,7 +82,7 @@ def run(
         mask = left_padded(prompt_lens)
         hf.reserve(cache, model, batch_size=len(PROMPTS), num_tokens=mask.shape[1])
         facts = hf.cache_facts(model, fingerprint=_fingerprint(model.config.name_or_path))
-        dst_span = hf.cache_view(cache, facts).at(starts=hf.starts(mask))
+        dst_span, _ = hf.padded_span(hf.cache_view(cache, facts), mask)
         chance = random.Random(seed)
         stops = [
             Stop("vLLM", "block table", src_span),

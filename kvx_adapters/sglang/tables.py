@@ -76,12 +76,13 @@ def request_slots(
 
 
 def slot_mapping(out_cache_loc: Tensor) -> SlotMapping:
-    """The slot of each new token; slot 0 takes padded tokens, negative slots are skipped.
+    """The slot of each new token. Slot 0, that of padded tokens, is skipped, as negative slots are:
+    nobody reads it, and no two tokens of a call go to one slot.
 
     out_cache_loc: (num_tokens,), int32 or int64: ForwardBatch.out_cache_loc, or `request_slots`
     Raises InvalidArgumentError.
     """
-    return SlotMapping.of(out_cache_loc)
+    return SlotMapping.of(out_cache_loc, invalid_slot=0)
 
 
 def block_table(

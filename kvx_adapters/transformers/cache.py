@@ -112,6 +112,7 @@ def seq_lens(attention_mask: Tensor) -> SeqLens:
 def starts(attention_mask: Tensor) -> SeqLens:
     """First real token of each sequence of a padded batch: `starts` of CacheView.at.
 
+    It stands at position 0: `padded_span` gives both.
     attention_mask: as in `seq_lens`
     Raises InvalidArgumentError if the tokens of a sequence are not in one piece.
     """
@@ -135,7 +136,9 @@ def padded_span(view: CacheView, attention_mask: Tensor) -> tuple[CacheSpan, Seq
             f"attention_mask has the shape {shape}, expected ({layer.num_blocks}, at most "
             f"{layer.block_size}): a row for each sequence of the cache, a column for each token"
         )
-    return view.at(starts=starts(attention_mask)), seq_lens(attention_mask)
+    first = starts(attention_mask)
+    span = view.at(starts=first, first_positions=-first.to_numpy())
+    return span, seq_lens(attention_mask)
 
 
 def cache_view(cache: Any, facts: CacheFacts) -> CacheView:

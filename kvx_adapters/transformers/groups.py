@@ -60,7 +60,8 @@ class LayerGroup:
                 f"first_token is {first}, expected {self.first_token} to {self.end}: the layers "
                 f"{self.layers} hold no others"
             )
-        return self.view.at(starts=[first - self.first_token] * self.view.layers[0].num_blocks)
+        starts = [first - self.first_token] * self.view.layers[0].num_blocks
+        return self.view.at(starts=starts, first_positions=self.first_token)
 
 
 def layer_groups(cache: Any, facts: CacheFacts, model: Any = None) -> tuple[LayerGroup, ...]:

@@ -220,7 +220,8 @@ class Copy:
                 head_start=self.src_head,
             ),
             dst.at(
-                block_table=self.table if into_table else None,
+                # Null blocks of the section that is restored are skipped.
+                block_table=self.table and self.table.with_holes() if into_table else None,
                 starts=self.dst_starts,
                 head_start=self.dst_head,
             ),

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvx_core.migrate import bound_copy
 from kvx_core.snapshot.section import BlockIds
-from kvx_core.tables import SeqLens
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.view import CacheSpan, CacheView
 
 _NOWHERE = np.iinfo(np.int32).max  # no cache has a block of this id: a copy that reads it fails
@@ -23,12 +23,14 @@ _LEAST_ROOM = 64
 class _End:
     """A span of a view whose table and start are arrays."""
 
-    def __init__(self, view: CacheView, room: int) -> None:
-        """room: blocks of the longest sequence"""
+    def __init__(self, view: CacheView, room: int, *, holes: bool) -> None:
+        """room: blocks of the longest sequence; holes: null ones are skipped"""
         self.room = room
         self._row, self._starts = np.full(room, _NOWHERE, np.int64), np.zeros(1, np.int64)
         self._num_blocks = 0  # of the sequence
-        self.span: CacheSpan = view.at(block_table=self._row[None], starts=self._starts)
+        table = BlockTable.packed(self._row[None])
+        table = table.with_holes() if holes else table
+        self.span: CacheSpan = view.at(block_table=table, starts=self._starts)
 
     def look_up(self, blocks: BlockIds, start: int) -> None:
         """Makes it the span of another sequence, from token `start` on."""
@@ -73,8 +75,10 @@ class Copiers:
             copier = self._idle.pop()
         if copier is None or copier.src.room < len(src) or copier.dst.room < len(dst):
             rooms = (max(_LEAST_ROOM, 2 * len(blocks)) for blocks in (src, dst))
-            ends = map(_End, (self._src, self._dst), rooms)
-            copier = _Copier(*ends)
+            src_room, dst_room = rooms
+            copier = _Copier(
+                _End(self._src, src_room, holes=False), _End(self._dst, dst_room, holes=True)
+            )
         copier.src.look_up(src, src_start)
         copier.dst.look_up(dst, dst_start)
         copier.copy(num_tokens)

@@ -64,6 +64,7 @@ def restore_all(
         copiers = room.copiers(cache, view)
         copiers.copy(blocks, start - first.header.start, row, start, stop - start)
         return (stop - start) * view.bytes_per_token(end - begin)
+    table = table_on(section.block_table, device)
     copy_tokens(
         cache.at(
             block_table=table_on(BlockTable.packed(blocks[None]), device),
@@ -71,7 +72,7 @@ def restore_all(
             head_start=begin - first.header.heads[0],
         ),
         section.view.at(
-            block_table=table_on(section.block_table, device),
+            block_table=None if table is None else table.with_holes(),  # null blocks are skipped
             starts=ints_on([start], device),
             head_start=begin - section.heads[0],
         ),

@@ -79,7 +79,7 @@ def test_a_batch_padded_on_the_left() -> None:
     assert adapter.seq_lens(cache).to_numpy().tolist() == [99, 60]
     span = adapter.span(cache, facts(tiny()))
     for row, (length, pad) in enumerate(((99, 0), (60, 39))):
-        move = span.view.at(block_table=[[row]], starts=[pad])
+        move = span.view.at(block_table=[[row]], starts=[pad], first_positions=-pad)
         source = prefilled(length + 1)
         migrate(source.view(), move, [length])
         for layer, there in zip(source.cache.layers, cache, strict=True):  # token by token
@@ -146,6 +146,7 @@ def read(layer: Any, first: int | None = None, *, kept: bool = False) -> list[fl
         adapter.span(one, facts(tiny()), first=first, kept=kept),
         adapter.span(dst, facts(tiny())),
         [length],
+        new_positions=True,  # the numbers are looked at, and no query attends to them
     )
     keys, values = (np.asarray(half)[0, 0, :length, 0] for half in (dst[0].keys, dst[0].values))
     assert np.array_equal(2 * keys, values)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvx_adapters import tensorrt_llm, tgi
 from kvx_core import (
+    BlockTable,
     CacheDesc,
     CacheFacts,
     CacheView,
@@ -220,9 +221,12 @@ def test_the_reserved_block_is_nobodys() -> None:
     for slot in range(src.num_blocks * src.block_size):
         src.store(slot, *random_tokens(slot, 2, 2, 64))
     before = [raw.clone() for raw in dst.raw]
-    migrate(view_of(src).at([[3, 0]]), view_of(dst).at([[0, 5]]), [32])
+    from_, to = BlockTable.packed([[3, 0]]), BlockTable.packed([[0, 5]])
+    with pytest.raises(OutOfRangeError, match="0, a null block"):
+        migrate(view_of(src).at(from_), view_of(dst).at([[6, 5]]), [32])
+    migrate(view_of(src).at(from_.with_holes()), view_of(dst).at(to.with_holes()), [32])
     assert all(torch.equal(a, b) for a, b in zip(dst.raw, before, strict=True))
-    migrate(view_of(src).at([[3, 0]]), view_of(dst).at([[6, 5]]), [32])
+    migrate(view_of(src).at(from_.with_holes()), view_of(dst).at([[6, 5]]), [32])
     for token in range(16):
         assert torch.equal(dst.load(6 * 16 + token)[0], src.load(3 * 16 + token)[0])
     assert dst.raw[0].view(9, -1)[5].eq(SENTINEL).all()

@@ -289,8 +289,11 @@ def test_a_batch_prefilled_one_by_one_goes_on_as_if_never_moved(llama: Any) -> N
     cache = transformers.DynamicCache(config=llama.config)
     hf.reserve(cache, llama, batch_size=3, num_tokens=max(lengths))
     src = pool.at([row + [-1] * (3 - len(row)) for row in tables])
-    dst = hf.cache_view(cache, facts).at(starts=hf.starts(mask))
-    moved = migrate(src, dst, hf.seq_lens(mask))
+    dst, real = hf.padded_span(hf.cache_view(cache, facts), mask)
+    unpadded = hf.cache_view(cache, facts).at(starts=hf.starts(mask))
+    with pytest.raises(FactsMismatchError, match="from position 0 at the source to position"):
+        migrate(src, unpadded, hf.seq_lens(mask))
+    moved = migrate(src, dst, real)
     assert moved == sum(lengths) * NUM_LAYERS * 2 * KV_HEADS * DIM * 4
     assert verify(src, dst, lengths).ok
 

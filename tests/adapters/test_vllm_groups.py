@@ -162,8 +162,8 @@ def test_evicted_blocks_of_a_window_are_left_alone() -> None:
         src.kv_caches[name].copy_(torch.randn(src.kv_caches[name].shape) + i)
     ids = [[0, 0, 5, 7]], [[0, 0, 2, 11]]
     migrate(
-        src.view(src_group)[0].at(vllm.block_table(ids[0])),
-        dst.view(dst_group)[0].at(vllm.block_table(ids[1])),
+        src.view(src_group)[0].at(vllm.block_table(ids[0]).with_holes()),
+        dst.view(dst_group)[0].at(vllm.block_table(ids[1]).with_holes()),
         [3 * N + 4],
     )
     for name in src_group.layer_names:

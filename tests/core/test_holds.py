@@ -89,9 +89,9 @@ def test_more_than_an_end_holds_is_refused(call: str, counted: str) -> None:
 def spans(view: CacheView, kind: str) -> CacheSpan:
     """Tokens 5 to 7 of row 2: 3 tokens."""
     if kind == "starts":
-        return view.at(starts=[0, 0, 5])
+        return view.at(starts=[0, 0, 5], first_positions=-4)
     if kind == "table":
-        return view.at(block_table=[[2]], starts=[5])
+        return view.at(block_table=[[2]], starts=[5], first_positions=-4)
     return view.at(slots=[2 * ROOM + token for token in (5, 6, 7)])
 
 

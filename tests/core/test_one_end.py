@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
+from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
 from kvx_core.one_end import END_RANGE, cut, cut_of, one_end
 from kvx_core.types import Layout
 from tests.core.test_plan import assert_equal, expect, filled, two_caches, view_of
@@ -57,7 +57,7 @@ def test_blocks_are_whole_ranges(layout: Layout, chunk_tokens: int) -> None:
 def test_null_blocks_heads_and_no_v() -> None:
     k = filled((9, 4, 3, 16), 1)
     view = CacheView((CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD)),), CacheFacts())
-    span = view.at([[-1, 2]], head_start=1)
+    span = view.at(BlockTable.packed([[-1, 2]]).with_holes(), head_start=1)
     ranges = one_end(span, [6], num_heads=2)
     vectors = 2 * 16 * 2
     assert [tuple(int(n) for n in r) for r in ranges] == [

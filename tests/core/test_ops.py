@@ -386,9 +386,10 @@ def test_options_that_are_given_as_they_are_by_default_are_none() -> None:
             write_kv(cache, token, token, [3], find_scales=0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="null_block"):
             gather_kv(cache, [[0]], [2], out=out, null_block=0)  # type: ignore[call-overload]
+    holed = BlockTable.packed(torch.tensor([[0]])).with_holes()
     for null in range(40):
         out[0].zero_()
-        gather_kv(cache, torch.tensor([[0]]), torch.tensor([2]), out=out, null_block_id=null)
+        gather_kv(cache, holed, torch.tensor([2]), out=out, null_block_id=null)
         assert bool(out[0].any()) is (null != 0)
         assert len(cache.bound_calls) <= 16
     gather_kv(

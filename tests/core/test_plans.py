@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvx_core import (
+    BlockTable,
     CacheDesc,
     GatherPlan,
     InvalidArgumentError,
@@ -269,8 +270,9 @@ def test_gather_is_gather_kv_whatever_comes() -> None:
         table = torch.randint(0, NUM_BLOCKS, (rows, 2), generator=generator).to(index)
         lens = torch.randint(0, length + 1, (rows,), generator=generator)
         outs = [torch.full((rows, length, HEADS, DIM), 5.0).to(dtype) for _ in range(4)]
-        plan(outs[0], outs[1], table, lens)
-        gather_described(cache.desc, table, lens, outs[2:], null_block_id=0)
+        holed = BlockTable.packed(table).with_holes()
+        plan(outs[0], outs[1], holed, lens)
+        gather_described(cache.desc, holed, lens, outs[2:], null_block_id=0)
         assert torch.equal(outs[0], outs[2])
         assert torch.equal(outs[1], outs[3])
     plan(outs[0], outs[1], [[1]], [3])

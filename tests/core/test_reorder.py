@@ -202,7 +202,7 @@ def check(
         for end in ("src", "dst")
     ]
     from_view = replace(view_of(src, facts_of(held, rotary_dim)), null_block_id=0)
-    at_src = from_view.at(here.indices, **heads[0])
+    at_src = from_view.at(BlockTable.packed(here.indices).with_holes(), **heads[0])
     at_dst = view_of(dst, facts_of(wanted, rotary_dim)).at(there.indices, **heads[1])
     for _ in range(2):  # the second time, by the views that have been described
         migrate(at_src, at_dst, list(LENS), **options)

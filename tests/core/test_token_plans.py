@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvx_core import (
+    BlockTable,
     CacheDesc,
     CacheFacts,
     CacheView,
@@ -83,7 +84,8 @@ def test_ranges_of_a_write_move_the_same(seed: int, kind: str) -> None:
 def test_ranges_of_a_gather_move_the_same(seed: int, zero_fill: bool) -> None:
     torch.manual_seed(seed)
     _, cache = a_cache(seed)
-    table, lens = torch.tensor([[3, 0], [-1, 4], [1, 2]]), [6, 7, seed]
+    table = BlockTable.packed(torch.tensor([[3, 0], [-1, 4], [1, 2]])).with_holes()
+    lens = [6, 7, seed]
     out = torch.randn(2, 3, 7, seed, 8)
     expected = out.clone()
     gather_kv(cache, table, lens, out=tuple(expected), zero_fill=zero_fill)
@@ -129,7 +131,7 @@ def test_refusals() -> None:
             call(key, key, torch.tensor([1.0]))
     for call in (gather.describe, gather.ranges, gather.run):
         with pytest.raises(OutOfRangeError, match=r"indices\[0\] is 5"):
-            call(key, key, [[5]], [3])
+            call(key, key.clone(), [[5]], [3])
     converts = Plan.write(cache, key.half(), key.half())
     with pytest.raises(UnsupportedError, match=r"^K of layer 0 has another dtype at each end"):
         converts.ranges(key.half(), key.half(), [1, 2, 3])

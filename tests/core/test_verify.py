@@ -200,16 +200,22 @@ def test_tokens_that_one_end_has_not_are_passed_over() -> None:
     src = replace(src, null_block_id=1)
     layers, dst = dense()
     slots = [*range(11), -1, -1, *range(14, 18)]
-    migrate(src.at(TABLE), dst.at(slots=slots), LENS)
-    found = verify(src.at(TABLE), dst.at(slots=slots), LENS)
+    at = src.at(BlockTable.packed(TABLE).with_holes())
+    token_bytes = LAYERS * HEADS * (DIM + V_DIM) * 2
+    assert migrate(at, dst.at(slots=slots), LENS) == (17 - 4 - 2) * token_bytes
+    found = verify(at, dst.at(slots=slots), LENS)
     assert found
-    assert found.num_tokens == 17 - 4 - 2
+    assert (found.num_tokens, found.num_left_out) == (17 - 4 - 2, 4 + 2)
+    assert str(found).endswith("; 6 tokens have no place at one of the ends")
     change(layers[1][0], (1, 2, 0, 0))  # slot 14: sequence 1, token 2
-    difference = verify(src.at(TABLE), dst.at(slots=slots), LENS).difference
+    difference = verify(at, dst.at(slots=slots), LENS).difference
     assert difference is not None
     assert (difference.sequence, difference.token) == (1, 2)
-    everything = verify(src.at([[1], [1]]), dst, [3, 4])
-    assert everything == Verification(True, 0, 0, None)
+    nothing = BlockTable.packed([[1], [1]])
+    assert verify(src.at(nothing.with_holes()), dst, [3, 4]) == Verification(True, 0, 0, None, 7)
+    lost = verify(src.at(nothing), dst, [3, 4])
+    assert lost == Verification(False, 0, 0, None, 7)
+    assert str(lost).startswith("incomplete: 0 tokens")
 
 
 @pytest.mark.usefixtures("pieces")
@@ -260,8 +266,8 @@ def test_kv_offsets_with_beams() -> None:
     )
     out = torch.zeros(2, 2, 7, HEADS, DIM)
     dst = view_of([tuple(out)], Layout.BLOCK_NHD, dense=True)
-    span = src.at(BlockTable.kv_offsets(table))
-    migrate(span, dst, [7])
+    span = src.at(BlockTable.kv_offsets(table).with_holes())
+    assert migrate(span, dst, [7]) == (7 + 4) * 2 * HEADS * DIM * 4
     assert torch.equal(out[1, 1, :4], second[2, 1].transpose(0, 1))
     found = verify(span, dst, [7])
     assert found
@@ -514,7 +520,7 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             lambda src, dst: verify(src.at(TABLE), dst, LENS, tolerance="close"),  # type: ignore[arg-type]
             InvalidArgumentError,
-            "tolerance is 'close', expected 'exact' or 'codec'",
+            "tolerance is 'close', expected 'exact', 'codec' or a finite number of at least 0",
         ),
         (
             lambda src, dst: verify(src.at(TABLE), replace(dst, layers=dst.layers[:1]), LENS),

@@ -143,7 +143,8 @@ def test_null_blocks_are_left_or_zeroed() -> None:
     src = replace(src, null_block_id=0)
     for zero_fill, rest in ((False, 9), (True, 0)):
         layers, dst = dense()
-        migrate(src.at(TABLE), dst, LENS, zero_fill=zero_fill)
+        table = BlockTable.packed(TABLE)
+        migrate(src.at(table if zero_fill else table.with_holes()), dst, LENS, zero_fill=zero_fill)
         for k, v in layers:
             assert (k[1, 8:10] == rest).all()
             assert (v[1, 8:10] == rest).all()
@@ -339,7 +340,8 @@ def test_a_dense_view_takes_starts_heads_and_tables() -> None:
     for span in (view.at(), view.at(starts=[3, 0]), view.at(head_start=1), view.at([[1], [0]])):
         assert span.view is view
     _, src = paged()
-    migrate(src.at([[4], [2]]), view.at(starts=[3, 1]), [5, 8])
+    to = view.at(starts=[3, 1], first_positions=[-3, -1])
+    migrate(src.at([[4], [2]]), to, [5, 8])
     assert (layers[0][0][0, :3] == 9).all()
     assert not (layers[0][0][0, 3:8] == 9).any()
 

@@ -7,7 +7,7 @@ unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -691,13 +691,31 @@ def calls() -> dict[str, Case]:
         ),
         "migrate": case(
             kvx.migrate,
-            ends | {"num_heads": None, "same_model": False} | move,
-            ends_also | {"num_heads": heads, "same_model": {"bool"}} | move_also,
+            ends | {"num_heads": None, "same_model": False, "new_positions": False} | move,
+            ends_also
+            | {"num_heads": heads, "same_model": {"bool"}, "new_positions": {"bool"}}
+            | move_also,
         ),
         "verify": case(
             kvx.verify,
             ends | {"num_heads": None, "tolerance": "exact"},
-            ends_also | {"num_heads": heads, "tolerance": set()},
+            ends_also | {"num_heads": heads, "tolerance": {"int", "layout", "float", "big"}},
+        ),
+        "rotate_keys": case(
+            kvx.rotate_keys,
+            {
+                "span": replace(VIEW, facts=kvx.CacheFacts(rotary="half", rotary_dim=2)),
+                "seq_lens": [1, 0, 0, 0],
+                "by": [2],
+                "inv_freq": [1.0],
+                "lossy": True,
+            },
+            {
+                "seq_lens": LISTS,
+                "by": LISTS,
+                "inv_freq": LISTS | {"list of floats"},
+                "lossy": {"bool"},
+            },
         ),
         "device_status": case(kvx.device_status, {"stream": None}, {"stream": INTS | OPTIONAL}),
         "kvcache_append": case(

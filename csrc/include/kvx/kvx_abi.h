@@ -121,9 +121,12 @@ typedef enum kvx_block_table_flags_t {
   KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0, /* MUST be set for KV_OFFSETS */
   KVX_BLOCK_TABLE_FLAG_EXACT = 1 << 1, /* RAGGED: a sequence has one entry for each of its tokens,
                                           and no more; since 1.4 */
-  KVX_BLOCK_TABLE_FLAG_WHOLE = 1 << 2  /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
+  KVX_BLOCK_TABLE_FLAG_WHOLE = 1 << 2, /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
                                           of a block that holds all planes; indptr is the address of
                                           the one that the tensors describe. Spec: E.15; since 1.5 */
+  KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3  /* entries that tokens of a call need may be null: these
+                                          tokens are left out. Without it such a call is refused.
+                                          Spec: 5.1; since 1.5 */
 } kvx_block_table_flags_t;
 
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */
@@ -196,7 +199,9 @@ typedef struct kvx_cache_desc_t {
 /* Logical to physical blocks. 64 bytes. Spec: 5.1, 6.3
  *
  * Entries past the blocks that a sequence's length needs are never read. A negative entry is null:
- * no memory of it is read, and its tokens are skipped (kvx_gather_options_t can zero them). */
+ * it stands for no block. A call whose tokens need one is refused with OUT_OF_RANGE, unless the
+ * table has HOLES: these tokens are then skipped; or the call zeroes what has no source. A place is
+ * written once: on HOST memory a block that two tokens of a call would overwrite is refused. */
 typedef struct kvx_block_table_t {
   uint32_t size;
   kvx_block_table_format_t format;
@@ -287,8 +292,8 @@ KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t *cache);
 /* Writes num_tokens new tokens into the slots of a cache, converting dtype and scale on the way.
  *
  * Mutates the slots in `write->slots`, nothing else. Slots that are negative or equal to
- * invalid_slot are skipped. If two tokens have the same slot, its contents are unspecified. On HOST
- * memory a slot past the cache gives OUT_OF_RANGE and nothing is written.
+ * invalid_slot are skipped. On HOST memory a slot past the cache gives OUT_OF_RANGE, a slot of two
+ * tokens or one that key or value lie in INVALID_ARGUMENT, and nothing is written.
  * `stream`: the CUDA stream to run on (NULL: the default stream); ignored for HOST memory.
  * Spec: 7 */
 KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
@@ -297,7 +302,8 @@ KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t *cache, const kvx_write
 /* Gathers each sequence's first min(length, max_seq_len) tokens into io.key and io.value.
  *
  * Mutates those tokens of io, nothing else: tokens past a sequence's length keep what they held. On
- * HOST memory a block id past the cache gives OUT_OF_RANGE and nothing is written.
+ * HOST memory a block id past the cache gives OUT_OF_RANGE and nothing is written. Key and value
+ * share no memory with each other or the cache.
  * Spec: 7 */
 KVX_API kvx_status_t kvx_gather_kv(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
                                    void *stream);

@@ -77,8 +77,10 @@ typedef struct kvx_migrate_desc_t {
  * table and head range, all layers in one call, no staging.
  *
  * Mutates these tokens of the destination, nothing else. Both ends may be the same pool if their
- * blocks are disjoint. Null blocks of either end are skipped. On HOST memory a slot, block or
- * length out of range gives OUT_OF_RANGE and nothing is written. Spec: E.3 */
+ * blocks are disjoint. Null blocks of either end are skipped where its table has HOLES. On HOST
+ * memory a slot, block or length out of range gives OUT_OF_RANGE, and two tokens with one place
+ * INVALID_ARGUMENT, and nothing is written. Tokens whose keys are rotated have to keep their
+ * positions: `starts` of two ends that count alike are the same. Spec: E.3 */
 KVX_API kvx_status_t kvx_migrate_kv(const kvx_migrate_desc_t *migrate, void *stream);
 
 #ifdef __cplusplus

@@ -521,6 +521,7 @@ class Generator {
           random.pick({KVX_BLOCK_TABLE_PACKED, KVX_BLOCK_TABLE_RAGGED, KVX_BLOCK_TABLE_RING});
       table.beam_width = random.below(2);
     }
+    if (!random.one_in(4)) table.flags |= KVX_BLOCK_TABLE_FLAG_HOLES;
     if (random.one_in(3)) end->span.null_block_plus_1 = KVX_NULL_BLOCK(random.below(of.blocks));
     uint32_t next = random.below(high - low);
     const auto block = [&]() -> int64_t {
@@ -534,7 +535,7 @@ class Generator {
     if (table.format == KVX_BLOCK_TABLE_RAGGED) {
       std::vector<int64_t> indptr{0};
       const bool exact = random.one_in(3);
-      if (exact) table.flags = KVX_BLOCK_TABLE_FLAG_EXACT;
+      if (exact) table.flags |= KVX_BLOCK_TABLE_FLAG_EXACT;
       for (const int64_t need : needs) {
         const int64_t held = exact ? need : need + below(3);
         int64_t id = -1;
@@ -561,7 +562,7 @@ class Generator {
       const int64_t sub_blocks = static_cast<int64_t>(end->layers.size()) * (of.has_v ? 2 : 1);
       if (offsets) {
         table.index_dtype = KVX_DTYPE_S32;
-        table.flags = KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX;
+        table.flags |= KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX;
         bound *= sub_blocks;
       }
       const bool pointers = table.format == KVX_BLOCK_TABLE_POINTERS;

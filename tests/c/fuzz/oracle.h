@@ -20,6 +20,7 @@ struct Place {
   int64_t offset = 0;
   bool secondary = false;
   bool unsure = false;    // null, and otherwise out of range: either answer is right
+  bool hole = false;      // null in a table without holes: the token would be left out
   uint8_t *at = nullptr;  // POINTERS: where the block begins; its number is 0
 };
 
@@ -51,6 +52,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
   }
   const kvx_block_table_t &t = end.table;
   const int64_t null_block = null_block_of(end.span);
+  const bool holes = t.flags & KVX_BLOCK_TABLE_FLAG_HOLES;
   int64_t id;
   if (t.format == KVX_BLOCK_TABLE_POINTERS) {
     const bool whole = t.flags & KVX_BLOCK_TABLE_FLAG_WHOLE;
@@ -58,6 +60,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     if (whole) plane = 0;
     const Wide entry = row * Wide{t.max_blocks_per_seq} + token / block_size;
     id = read_int(t.indices, t.index_dtype, static_cast<uint64_t>(entry * planes + plane));
+    place->hole = id == 0 && !holes;
     if (id == 0) return true;
     uintptr_t bits = 16;
     const size_t layers = end.span.layers ? end.span.num_layers : 1;  // of a migration, of a gather
@@ -84,6 +87,7 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     const uint64_t at =
         static_cast<uint64_t>((row * Wide{2} + kv) * t.max_blocks_per_seq + token / block_size);
     const auto index = static_cast<int32_t>(read_int(t.indices, t.index_dtype, at));
+    place->hole = index == -1 && !holes;
     if (index == -1) return true;
     const kvx_tensor_desc_t &tensor = kv ? cache.v : cache.k;
     const int64_t unit = cache.pool.bytes_per_block;
@@ -101,8 +105,10 @@ inline bool find_place(const End &end, const kvx_cache_desc_t &cache, bool slots
     if (place->block != null_block) return good;
     place->block = -1;
     place->unsure = !good;
+    place->hole = !holes;
     return true;
   }
+  place->hole = (id < 0 || id == null_block) && !holes;
   if (id < 0 || id == null_block) return true;
   place->block = id;
   return id < cache.num_blocks;
@@ -458,6 +464,14 @@ struct Oracle {
     if (last != t.indices_count) refuse("the end of indptr");
   }
 
+  // The place of a token that the call writes is that of no other. A device does not compare.
+  std::set<std::tuple<size_t, int, const uint8_t *, bool, int64_t, int64_t>> taken{};
+  void take(const Place &place, size_t l, int kv) {
+    const bool is_new =
+        taken.insert({l, kv, place.at, place.secondary, place.block, place.offset}).second;
+    if (!is_new && !on_device()) refuse("two tokens with one place");
+  }
+
   void write() {
     const kvx_cache_desc_t &cache = c.dst.layers[0];
     for (int kv = 0; kv < (is_absent(cache.v) ? 1 : 2); ++kv) {
@@ -468,6 +482,7 @@ struct Oracle {
         if (!find_place(c.dst, cache, true, false, kv, 0, 0, t, &place)) refuse("a slot");
         if (bad_index) return;
         if (place.block < 0) continue;
+        take(place, 0, kv);
         for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
           if (c.finds_scales()) {
             mark_found_scale(c.dst.scales[kv][0], place, h, false);
@@ -508,6 +523,7 @@ struct Oracle {
           const auto plane = static_cast<size_t>(kv);
           if (stored && !find_place(c.src, cache, false, true, kv, row, t, 0, &place, plane))
             refuse("a table entry");
+          if (place.hole && !zero_fill) refuse("a hole");
           if (bad_index) return;
           if (place.unsure) allow();
           if (place.block < 0 && !zero_fill) continue;
@@ -590,6 +606,7 @@ struct Oracle {
                               Wide{start} + t, flat, &place[e], plane)) {
                 refuse("a table entry or slot");
               }
+              if (place[e].hole && (e == 1 || !zero_fill)) refuse("a hole");
             }
             if (bad_index) return;
             for (int e = 0; e < 2; ++e) {
@@ -601,6 +618,7 @@ struct Oracle {
               if (place[e].block >= 0 && !place[e].at)
                 (moves ? used : touched)[e].insert({kv, place[e].secondary, place[e].block});
             }
+            if (place[1].block >= 0 && (place[0].block >= 0 || zero_fill)) take(place[1], l, kv);
             if (place[1].block >= 0 && covers(c.dst, kv, l)) {
               const auto token = static_cast<int64_t>(
                   t + (c.dst.span.starts ? read_int(c.dst.starts.lengths, c.dst.starts.dtype, row)
@@ -749,6 +767,7 @@ struct Oracle {
     const bool cuts = c.migrate.num_heads && !(src.flags & KVX_PLANE_REPLICATED);
     const int64_t heads = cuts ? c.migrate.num_heads : extent_of(src, KVX_AXIS_HEAD);
     std::set<int64_t> used[2], zeroed;
+    std::set<std::pair<int64_t, int64_t>> places;
     uint64_t flat = 0;
     for (uint64_t row = 0; !bad_index && row < rows; ++row) {
       const int64_t length = read_int(c.lens.lengths, c.lens.dtype, row / beams);
@@ -760,11 +779,17 @@ struct Oracle {
                           &place[e].block, &place[e].offset)) {
             return refuse("a table entry or slot of a plane");
           }
+          const kvx_block_table_t *const table = finders[e].table;
+          const bool holes = !table || (table->flags & KVX_BLOCK_TABLE_FLAG_HOLES);
+          if (place[e].block < 0 && !holes && (e == 1 || !zero_fill))
+            return refuse("a hole of a plane");
         }
         const bool reads = place[0].block >= 0;
         if (place[1].block < 0) continue;
         if (!reads) zeroed.insert(place[1].block);
         if (!reads && !zero_fill) continue;
+        if (!places.insert({place[1].block, place[1].offset}).second && !on_device())
+          return refuse("two entries with one place");
         if (reads) used[0].insert(place[0].block), used[1].insert(place[1].block);
         for (int64_t h = 0; h < heads; ++h) {
           const int64_t src_head = h + (cuts ? c.src.span.head_start : 0);
