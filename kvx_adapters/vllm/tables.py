@@ -36,8 +36,8 @@ def block_table(
     kernel_blocks_per_block: kv_cache.shape[0] / num_blocks: kernel blocks into which vLLM splits a
            block. A tensor is copied unless it is 1
     kernel_ids: the ids count kernel blocks, as in attention metadata; False: they count blocks
-    All kernel blocks of the null block become the null block. Of a window the first blocks are null:
-    take `with_holes()`, or begin at the first token that lives (`starts` of CacheView.at).
+    All kernel blocks of the null block become the null block. Of a window the first blocks are
+    null: take `with_holes()`, or begin at the first token that lives (`starts` of CacheView.at).
     Raises InvalidArgumentError.
     Source: vllm 0.32 v1/worker/utils.py, AttentionGroup.map_to_kernel_block_table
     """

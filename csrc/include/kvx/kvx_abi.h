@@ -121,12 +121,13 @@ typedef enum kvx_block_table_flags_t {
   KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0, /* MUST be set for KV_OFFSETS */
   KVX_BLOCK_TABLE_FLAG_EXACT = 1 << 1, /* RAGGED: a sequence has one entry for each of its tokens,
                                           and no more; since 1.4 */
-  KVX_BLOCK_TABLE_FLAG_WHOLE = 1 << 2, /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
-                                          of a block that holds all planes; indptr is the address of
-                                          the one that the tensors describe. Spec: E.15; since 1.5 */
-  KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3  /* entries that tokens of a call need may be null: these
-                                          tokens are left out. Without it such a call is refused.
-                                          Spec: 5.1; since 1.5 */
+  KVX_BLOCK_TABLE_FLAG_WHOLE = 1
+      << 2,                           /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
+                                         of a block that holds all planes; indptr is the address of
+                                         the one that the tensors describe. Spec: E.15; since 1.5 */
+  KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3 /* entries that tokens of a call need may be null: these
+                                         tokens are left out. Without it such a call is refused.
+                                         Spec: 5.1; since 1.5 */
 } kvx_block_table_flags_t;
 
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */
