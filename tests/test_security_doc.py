@@ -37,7 +37,7 @@ EXCLUDED = {
         ("at most {:,} names of a folder", blobs._MAX_NAMES),
         ("{:,} names,", index._MAX_NAMES),
         ("{:,} tokens (64 MB)", index._MAX_TOKENS),
-        ("{:,} salts", settings._MAX_SALTS),
+        ("{:,} salts", settings._MAX_SCOPES),
         ("({:,} at most for a snapshot)", file.MAX_TOKENS),
         ("but first {} MiB of it", encrypted._PIECE_BYTES >> 20),
         ("{} KiB for each token, layer and head", entries._MOST_HEAD_BYTES >> 10),

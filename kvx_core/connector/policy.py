@@ -139,11 +139,10 @@ class Policy:
             self._unproven.add(request_id)  # the engine has them in blocks that may be older
         if not (self.consumes and may_load) or request_id in self._given_up:
             return 0
-        if self._now is None and not self._has_waited_for_weights:
-            return None
         scope = self.scope_of(request)
         if scope is None:
-            return 0
+            waits = self._now is None and not self._has_waited_for_weights
+            return None if waits and self.salt_of(request) is not None else 0
         num_tokens = len(request.all_token_ids)
         found = self._lookups.get(request_id)
         if found is None or found.num_tokens != num_tokens or found.scope != scope:
