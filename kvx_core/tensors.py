@@ -317,6 +317,31 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return extended
 
 
+def require_whole(name: str, tensor: Any) -> None:
+    """Refuses a torch tensor whose memory is not what its shape and dtype say.
+
+    Its storage has been shrunk, or it has torch's negative bit. Raises InvalidArgumentError,
+    UnsupportedError.
+    """
+    if tensor.is_neg():
+        raise UnsupportedError(
+            f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
+            f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
+        )
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        num_elements = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        num_elements = 1 + sum((extent - 1) * step for extent, step in steps)
+    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
+    if needed > storage_bytes:
+        raise InvalidArgumentError(
+            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
+            "been resized since the tensor was made"
+        )
+
+
 def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
@@ -324,27 +349,11 @@ def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     device = tensor.device.type
     if device == "meta":
         raise UnsupportedError(f"{name}.device is meta, expected a device that holds the data")
-    if tensor.is_neg():
-        raise UnsupportedError(
-            f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
-            f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
-        )
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    storage_bytes = tensor.untyped_storage().nbytes()
-    if tensor.is_contiguous():
-        num_elements = tensor.numel()
-    else:
-        num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
-    if needed > storage_bytes:
-        raise InvalidArgumentError(
-            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
-            "been resized since the tensor was made"
-        )
+    require_whole(name, tensor)
     return {
         "data": tensor.data_ptr(),
-        "shape": shape,
-        "stride": stride,
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
         "dtype": _dtype_of(name, tensor.dtype),
         "memory": Memory.HOST if device == "cpu" else Memory.DEVICE,
         "writable": True,
@@ -390,7 +399,7 @@ def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
         capsule = tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
     except TypeError:  # a producer from before DLPack 1.0
         capsule = tensor.__dlpack__(**options)
-    found = _dlpack.read_dlpack(capsule)
+    found = _dlpack.read_dlpack(name, capsule)
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(

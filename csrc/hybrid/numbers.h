@@ -112,7 +112,7 @@ KVX_HD uint32_t key_code(const kvx_hybrid_flush_t &f, float x) {
 
 // The entry of the pool that a row is written to, -1: none.
 KVX_HD int64_t entry_of_row(const kvx_hybrid_flush_t &f, uint32_t i) {
-  if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] == -1)) return -1;
+  if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] < 0)) return -1;
   const int32_t id = f.entry_ids[i];
   if (id < 0) return -1;
   const uint32_t column = static_cast<uint32_t>(id) / f.entries_per_block;

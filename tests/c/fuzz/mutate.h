@@ -246,6 +246,13 @@ inline void mutate(Random &random, Fields &fields, Memory *memory, std::string *
   }
 }
 
+// The size of a struct, used or not, that is smaller than the smallest struct, and not 0.
+inline const Field *small_size_of(const Fields &fields) {
+  for (const Field &field : fields.all)
+    if (field.kind == Field::kSize && load<uint32_t>(field.at) - 1u < 7u) return &field;
+  return nullptr;
+}
+
 inline void mutate(Random &random, Case *c) {
   Fields fields = fields_of(c);
   mutate(random, fields, &c->memory, &c->story);

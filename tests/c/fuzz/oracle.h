@@ -149,6 +149,16 @@ inline int64_t counterpart(int64_t d, kvx_dtype_t of, kvx_dtype_t other) {
   return d * numbers_of(of) / numbers_of(other);
 }
 
+// Whether an accepted call has a tensor of CUSTOM whose axes its extents do not tell apart.
+inline bool is_ambiguous(const End &end) {
+  for (const kvx_cache_desc_t &cache : end.layers)
+    for (const kvx_tensor_desc_t *tensor : {&cache.k, &cache.v})
+      if (tensor->data && tensor->layout == KVX_LAYOUT_BLOCK_CUSTOM &&
+          !has_distinct_extents(*tensor))
+        return true;
+  return false;
+}
+
 struct Oracle {
   Case &c;
   const char *bad_index = nullptr;  // what the spec wants refused: the first index out of range
