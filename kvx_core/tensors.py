@@ -227,6 +227,8 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
 
 def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
+    if not hasattr(numbers, "__iter__"):
+        raise wrong(name, numbers, "a list of integers of 64 bits")
     try:
         return np.array(array("q", numbers), np.int64)
     except (TypeError, OverflowError):
@@ -317,17 +319,17 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return extended
 
 
-def require_whole(name: str, tensor: Any) -> None:
-    """Refuses a torch tensor whose memory is not what its shape and dtype say.
-
-    Its storage has been shrunk, or it has torch's negative bit. Raises InvalidArgumentError,
-    UnsupportedError.
-    """
+def require_resolved(name: str, tensor: Any) -> None:
+    """Refuses a torch tensor with torch's negative bit. Raises UnsupportedError."""
     if tensor.is_neg():
         raise UnsupportedError(
             f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
             f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
         )
+
+
+def require_whole(name: str, tensor: Any) -> None:
+    """Refuses a torch tensor whose storage has been shrunk. Raises InvalidArgumentError."""
     storage_bytes = tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         num_elements = tensor.numel()
@@ -349,6 +351,7 @@ def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     device = tensor.device.type
     if device == "meta":
         raise UnsupportedError(f"{name}.device is meta, expected a device that holds the data")
+    require_resolved(name, tensor)
     require_whole(name, tensor)
     return {
         "data": tensor.data_ptr(),
@@ -391,14 +394,19 @@ _DLPACK_MANAGED = 13
 _DLPACK_DTYPE = {dtype.format.dlpack: dtype for dtype in DType if dtype.format.dlpack}
 
 
-def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
+def capsule_of(tensor: TensorLike) -> object:
+    """A DLPack capsule of a tensor, which no copy and no synchronisation made."""
     device_type = int(tensor.__dlpack_device__()[0])
     # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
     options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
     try:
-        capsule = tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
+        return tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
     except TypeError:  # a producer from before DLPack 1.0
-        capsule = tensor.__dlpack__(**options)
+        return tensor.__dlpack__(**options)
+
+
+def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
+    capsule = capsule_of(tensor)
     found = _dlpack.read_dlpack(name, capsule)
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:

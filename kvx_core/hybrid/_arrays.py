@@ -10,7 +10,7 @@ import torch
 from kvx_core import _abi, _bound
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.streams import current_stream
-from kvx_core.tensors import is_torch, require_whole
+from kvx_core.tensors import is_torch, require_resolved, require_whole
 from kvx_core.types import DType, Memory
 from kvx_core.words import wrong
 
@@ -106,7 +106,9 @@ class Arrays:
         """
         if not _are_whole(*self._taken.values()):
             for name, tensor in self._taken.items():
-                require_whole(name, tensor)
+                if tensor is not None:
+                    require_resolved(name, tensor)
+                    require_whole(name, tensor)
         if self.device.type == "cuda":
             stream = _abi.stream_now(current_stream(self._first))
             with torch.cuda.device(self.device):

@@ -166,7 +166,9 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         for name in names.split()
     ],
 )
-@pytest.mark.parametrize("value", [None, 1.5, "x", object()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [None, 1.5, "x", object(), {"a": [1]}], ids=lambda v: type(v).__name__
+)
 def test_values_of_other_types(
     call: Callable[..., Any], given: dict[str, Any], name: str, value: object
 ) -> None:
