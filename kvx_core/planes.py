@@ -39,7 +39,14 @@ class Plane(Borrowed):
     zero: ScaleDesc | None = None  # zero points, where the dtype has them
 
     def __post_init__(self) -> None:
-        fix(self, role=_role, layer=integer, tokens_per_entry=integer, replicated=flag, axes=named_axes)
+        fix(
+            self,
+            role=_role,
+            layer=integer,
+            tokens_per_entry=integer,
+            replicated=flag,
+            axes=named_axes,
+        )
         Borrowed.__post_init__(self)
         if len(self.axes) != len(self.shape) or not self.axes:
             raise InvalidArgumentError(

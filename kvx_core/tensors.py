@@ -227,7 +227,8 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
 
 def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
-    if not hasattr(numbers, "__iter__"):
+    # An array takes the bytes of such for the memory of its numbers.
+    if isinstance(numbers, (bytes, bytearray)) or not hasattr(numbers, "__iter__"):
         raise wrong(name, numbers, "a list of integers of 64 bits")
     try:
         return np.array(array("q", numbers), np.int64)

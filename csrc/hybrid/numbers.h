@@ -82,7 +82,7 @@ KVX_HD int64_t position_of(const void *positions, uint32_t bytes, uint32_t i) {
 KVX_HD int64_t tail_of_row(const kvx_hybrid_compress_t &c, uint32_t i) {
   if (c.mask && !c.mask[i]) return -1;
   const bool is_bulk = c.flags & KVX_HYBRID_BULK;
-  const int64_t slot = c.slots ? c.slots[i] : i;
+  const int64_t slot = c.slots ? int64_t{c.slots[i]} : int64_t{i};
   if (slot < 0 || (!is_bulk && slot >= c.num_slots)) return -1;
   if (!c.cos_sin) return slot;
   const int64_t position = position_of(c.positions, c.position_bytes, i);

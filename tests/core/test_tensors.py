@@ -161,7 +161,9 @@ def test_a_capsule_that_is_none() -> None:
     used = torch.zeros(3).__dlpack__()
     torch.from_dlpack(used)
     for other.made in (None, 3, used):
-        with pytest.raises(InvalidArgumentError, match=r"__dlpack__\(\) is .* expected a DLPack cap"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"__dlpack__\(\) is .* expected a DLPack cap"
+        ):
             borrow(other)
 
 

@@ -373,7 +373,7 @@ def test_layers_without_entries_have_no_such_views() -> None:
         caches.acquire(4)
     for wrong in ([0], None, "1", 1.0, True):
         for call in (caches.acquire, lambda layer: caches.num_held(layer, 0)):
-            with pytest.raises(InvalidArgumentError, match="layer_idx is .*, expected an integer"):
+            with pytest.raises(InvalidArgumentError, match=r"layer_idx is .*, expected an integer"):
                 call(wrong)  # type: ignore[arg-type]
 
 
