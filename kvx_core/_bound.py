@@ -59,6 +59,7 @@ class _TensorType(ctypes.Structure):
         ("is_neg", c_void_p),
         ("data_ptr", c_void_p),
         ("storage_bytes", c_void_p),
+        ("storage_offset", c_void_p),
     )
 
 
@@ -233,6 +234,17 @@ def identity() -> Callable[..., bytes | int]:
     return function
 
 
+def are_whole() -> Callable[..., bool]:
+    """Whether all these torch tensors have at most 5 axes, no negative bit, and a storage that
+    holds all of their elements. False where C reads none.
+    """
+    tensors = _torch_type()
+    if tensors is None:
+        return lambda *_: False
+    function: Callable[..., bool] = _library().kvx_python_are_whole(byref(tensors))
+    return function
+
+
 def _in_place(type_: _TensorType | None, array: Any) -> Callable[[], bool]:
     """Makes a function that says whether all these keep the memory and storage that they have."""
     if type_ is None:
@@ -265,6 +277,8 @@ def _library() -> Any:
     library.kvx_python_reader.restype = c_void_p
     library.kvx_python_identity.argtypes = (POINTER(_TensorType),)
     library.kvx_python_identity.restype = py_object
+    library.kvx_python_are_whole.argtypes = (POINTER(_TensorType),)
+    library.kvx_python_are_whole.restype = py_object
     library.kvx_python_in_place.argtypes = (
         POINTER(_TensorType),
         POINTER(_HeldTensor),
@@ -308,9 +322,10 @@ def _torch_functions() -> tuple[int, ...] | None:
     process = ctypes.CDLL(torch._C.__file__)  # and all that it is linked to
     try:
         is_neg = process[_IS_NEG]
-        data_ptr, storage_bytes = (
+        data_ptr, storage_bytes, storage_offset = (
             process.aoti_torch_get_data_ptr,
             process.aoti_torch_get_storage_size,
+            process.aoti_torch_get_storage_offset,
         )
     except AttributeError:
         return None
@@ -323,14 +338,16 @@ def _torch_functions() -> tuple[int, ...] | None:
     if type_offset is None or offset is None:
         return None
     for tensor in both:
-        handle, data, num_bytes = id(tensor) + offset, c_void_p(), c_int64()
+        handle, data = id(tensor) + offset, c_void_p()
+        num_bytes, elements = c_int64(), c_int64()
         failed = data_ptr(c_void_p(handle), byref(data))
         failed |= storage_bytes(c_void_p(handle), byref(num_bytes))
-        answers = (failed, is_neg(handle), data.value, num_bytes.value)
-        if answers != (0, tensor.is_neg(), tensor.data_ptr(), 28):
+        failed |= storage_offset(c_void_p(handle), byref(elements))
+        answers = (failed, is_neg(handle), data.value, num_bytes.value, elements.value)
+        if answers != (0, tensor.is_neg(), tensor.data_ptr(), 28, 2):
             return None
-    functions = (ctypes.cast(f, c_void_p).value or 0 for f in (is_neg, data_ptr, storage_bytes))
-    return type_offset, offset, *functions
+    functions = is_neg, data_ptr, storage_bytes, storage_offset
+    return type_offset, offset, *(ctypes.cast(f, c_void_p).value or 0 for f in functions)
 
 
 def _offset(offsets: range, words: dict[int, int]) -> int | None:

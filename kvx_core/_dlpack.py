@@ -9,7 +9,8 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from typing import NamedTuple
 
-from kvx_core.errors import IncompatibleError
+from kvx_core.errors import IncompatibleError, InvalidArgumentError
+from kvx_core.words import wrong
 
 
 class DLTensor(ctypes.Structure):
@@ -39,6 +40,8 @@ class DLManagedTensorVersioned(ctypes.Structure):
 
 
 _DLPACK_FLAG_READ_ONLY = 1 << 0
+_MOST_DIMS = 8  # more than any tensor of KVX has; what a capsule says is read only up to it
+_MOST = 2**62  # of extents, strides and bytes
 
 _PyCapsule_IsValid = ctypes.pythonapi.PyCapsule_IsValid
 _PyCapsule_IsValid.restype = c_int
@@ -61,8 +64,12 @@ class DLPackTensor(NamedTuple):
     writable: bool
 
 
-def read_dlpack(capsule: object) -> DLPackTensor:
-    """Reads a DLPack capsule without consuming it. The capsule keeps the memory alive."""
+def read_dlpack(name: str, capsule: object) -> DLPackTensor:
+    """Reads a DLPack capsule without consuming it. The capsule keeps the memory alive.
+
+    Raises InvalidArgumentError, which calls the tensor `name`, for what is no such capsule or
+    describes no tensor; IncompatibleError for another major version of DLPack.
+    """
     writable = True
     if _PyCapsule_IsValid(capsule, b"dltensor_versioned"):
         address = _PyCapsule_GetPointer(capsule, b"dltensor_versioned")
@@ -73,11 +80,31 @@ def read_dlpack(capsule: object) -> DLPackTensor:
             )
         writable = not managed.flags & _DLPACK_FLAG_READ_ONLY
         tensor = managed.dl_tensor
-    else:  # DLManagedTensor begins with its DLTensor
+    elif _PyCapsule_IsValid(capsule, b"dltensor"):  # DLManagedTensor begins with its DLTensor
         tensor = DLTensor.from_address(_PyCapsule_GetPointer(capsule, b"dltensor"))
-    ndim = tensor.ndim
+    else:
+        raise wrong(f"{name}.__dlpack__()", capsule, "a DLPack capsule that nobody has consumed")
+    ndim, data = tensor.ndim, (tensor.data or 0) + tensor.byte_offset
+    if not 0 <= ndim <= _MOST_DIMS:
+        raise InvalidArgumentError(
+            f"{name} is a DLPack tensor whose ndim is {ndim}, expected 0 to {_MOST_DIMS}"
+        )
+    if ndim and not tensor.shape:
+        raise InvalidArgumentError(
+            f"{name} is a DLPack tensor whose shape is NULL, expected {ndim} extents"
+        )
+    for axis, extent in enumerate(tensor.shape[:ndim]):
+        if not 0 <= extent <= _MOST:
+            raise InvalidArgumentError(
+                f"{name} is a DLPack tensor whose shape[{axis}] is {extent}, expected 0 to 2^62"
+            )
+    if data >= 2**64:
+        raise InvalidArgumentError(
+            f"{name} is a DLPack tensor whose byte_offset is {tensor.byte_offset}, expected one "
+            "within the memory that begins at data"
+        )
     return DLPackTensor(
-        data=(tensor.data or 0) + tensor.byte_offset,
+        data=data,
         device_type=tensor.device_type,
         code=tensor.code,
         bits=tensor.bits,

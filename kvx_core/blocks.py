@@ -28,7 +28,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.pointers import PointedTo
 from kvx_core.tables import BlockTable
 from kvx_core.tensor_desc import TensorDesc, stored_as
-from kvx_core.tensors import TensorLike, borrowed_fields, is_torch
+from kvx_core.tensors import TensorLike, borrowed_fields, is_torch, require_whole
 from kvx_core.types import DType, Layout, Memory
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import integer, wrong
@@ -371,10 +371,8 @@ def _torch_addresses(tensors: list[Any], name_of: Callable[[int], str]) -> npt.N
 
     Raises InvalidArgumentError, UnsupportedError.
     """
-    first, torch_tensor = tensors[0], sys.modules["torch"].Tensor
+    first = tensors[0]
     dtype, shape, stride, device = first.dtype, first.shape, first.stride(), first.device
-    last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    needed, itemsize = (last + 1) * bool(first.numel()), first.itemsize
     if not dtype.is_complex:  # whose conjugate bit C does not see
         read = _identity()
         found = [read(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
@@ -383,9 +381,7 @@ def _torch_addresses(tensors: list[Any], name_of: Callable[[int], str]) -> npt.N
             # address, bytes of the storage, and what is to be the same
             words = np.frombuffer(b"".join(read_all), np.int64).reshape(len(tensors), -1)
             if (words[:, 2:] == words[0, 2:]).all():
-                ends = np.fromiter(map(torch_tensor.storage_offset, tensors), np.int64) + needed
-                if not needed or (words[:, 1] >= ends * itemsize).all():
-                    return np.array(words[:, 0].view(np.uint64))
+                return np.array(words[:, 0].view(np.uint64))
     for i, other in enumerate(tensors):
         if not is_torch(other):
             raise wrong(name_of(i), other, f"a torch.Tensor as {name_of(0)} is")
@@ -393,9 +389,9 @@ def _torch_addresses(tensors: list[Any], name_of: Callable[[int], str]) -> npt.N
         _require_same(name_of(i), "shape", other.shape, name_of(0), shape)
         _require_same(name_of(i), "stride", other.stride(), name_of(0), stride)
         _require_same(name_of(i), "device", other.device, name_of(0), device)
-        end = needed and (other.storage_offset() + needed) * itemsize
-        if other.untyped_storage().nbytes() < end or other.is_neg() or other.is_conj():
+        if other.is_neg() or other.is_conj():
             _stored(name_of(i), other, None)  # refuses it
+        require_whole(name_of(i), other)
     return np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
 
 

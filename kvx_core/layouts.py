@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import Layout
-from kvx_core.words import integer, sizes
+from kvx_core.types import Axis, Layout
+from kvx_core.words import integer, sizes, wrong
 
 
 class Axes(NamedTuple):
@@ -44,6 +44,40 @@ def axes(layout: Layout, shape: Sequence[int]) -> Axes:
     raise InvalidArgumentError(
         f"tensor.ndim is {ndim}, expected {expected} ({layout.name}, spec 4.2)"
     )
+
+
+def named_axis(name: str, axis: Any) -> Axis:
+    """An Axis or its name in any case. Raises InvalidArgumentError."""
+    return Axis.of(axis.upper() if isinstance(axis, str) else axis, name)
+
+
+def named_axes(name: str, axes: Any) -> tuple[Axis, ...]:
+    """What each axis of a tensor is. Raises InvalidArgumentError."""
+    if not isinstance(axes, (list, tuple)):
+        raise wrong(
+            name, axes, "a list or tuple with the name of each axis: block, token, head, dim"
+        )
+    return tuple(named_axis(f"{name}[{i}]", axis) for i, axis in enumerate(axes))
+
+
+def order_of(axes: Sequence[Axis]) -> tuple[Layout, list[int]]:
+    """The layout in which named axes have another order, and the axes in the order of this layout.
+
+    axes: block, token and head once each, dim once or, split, twice
+    Raises InvalidArgumentError. Spec: 4.2
+    """
+    at: dict[Axis, list[int]] = {axis: [] for axis in Axis}
+    for i, axis in enumerate(axes):
+        at[axis].append(i)
+    if [len(at[axis]) for axis in Axis] not in ([1, 1, 1, 1], [1, 1, 1, 2]):
+        named = ", ".join(axis.name.lower() for axis in axes) or "no axes"
+        raise InvalidArgumentError(
+            f"layout is {named}, expected block, token and head once each and dim once or twice. "
+            "Other splits of axes are planes (spec 4.2)"
+        )
+    (block,), (token,), (head,), (*outer, inner) = at.values()
+    layout = Layout.BLOCK_HND_PACKED if outer else Layout.BLOCK_HND
+    return layout, [block, head, *outer, token, inner]
 
 
 def shape(

@@ -9,13 +9,14 @@ from typing import Any
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.layouts import named_axes, named_axis
 from kvx_core.memory_checks import same_memory
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SlotMapping
 from kvx_core.tensor_desc import stored_as
 from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields
 from kvx_core.types import Axis, DType, Role
-from kvx_core.words import fix, flag, instance, integer, wrong
+from kvx_core.words import fix, flag, instance, integer
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -38,7 +39,14 @@ class Plane(Borrowed):
     zero: ScaleDesc | None = None  # zero points, where the dtype has them
 
     def __post_init__(self) -> None:
-        fix(self, role=_role, layer=integer, tokens_per_entry=integer, replicated=flag, axes=_axes)
+        fix(
+            self,
+            role=_role,
+            layer=integer,
+            tokens_per_entry=integer,
+            replicated=flag,
+            axes=named_axes,
+        )
         Borrowed.__post_init__(self)
         if len(self.axes) != len(self.shape) or not self.axes:
             raise InvalidArgumentError(
@@ -97,15 +105,9 @@ class Plane(Borrowed):
         Raises InvalidArgumentError, UnsupportedError.
         """
         fields = borrowed_fields(name, tensor)
-        counted = _axes("axes", axes)
+        counted = named_axes("axes", axes)
         if dtype is not None:
-            if DType.of(dtype).numbers > 1 and counted and counted[-1] is not Axis.DIM:
-                raise InvalidArgumentError(
-                    f"axes[{len(counted) - 1}] is {counted[-1].name.lower()}, expected dim: the "
-                    f"last axis of the tensor holds units of {DType.of(dtype).name}, which are "
-                    "numbers along dim (spec E.10)"
-                )
-            fields |= stored_as(name, fields, dtype)
+            fields |= stored_as(name, fields, dtype, counted)
         return cls(
             axes=counted,
             role=_role("role", role),
@@ -141,7 +143,7 @@ class Plane(Borrowed):
 
     def extent(self, axis: Axis | str) -> int:
         """Extents of all parts of an axis together; 1 if it has none."""
-        wanted = _axis("axis", axis)
+        wanted = named_axis("axis", axis)
         parts = zip(self.shape, self.axes, strict=True)
         return prod(extent for extent, found in parts if found is wanted)
 
@@ -176,18 +178,6 @@ class Plane(Borrowed):
 def role_name(role: int) -> str:
     """ "INDEX_K", or "role 40" of a caller's own."""
     return Role(role).name if role in list(Role) else f"role {role}"
-
-
-def _axis(name: str, axis: Any) -> Axis:
-    return Axis.of(axis.upper() if isinstance(axis, str) else axis, name)
-
-
-def _axes(name: str, axes: Any) -> tuple[Axis, ...]:
-    if not isinstance(axes, (list, tuple)):
-        raise wrong(
-            name, axes, "a list or tuple with the name of each axis: block, token, head, dim"
-        )
-    return tuple(_axis(f"{name}[{i}]", axis) for i, axis in enumerate(axes))
 
 
 def _role(name: str, role: Any) -> int:

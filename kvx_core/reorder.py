@@ -191,7 +191,7 @@ def picked(tensor: TensorDesc, dims: Dims) -> TensorDesc | None:
     shape, stride = tensor.shape, tensor.stride
     return replace(
         tensor,
-        layout=Layout.BLOCK_CUSTOM,
+        layout=Layout.BLOCK_HND_PACKED,
         shape=(shape[block], shape[head], outer_extent, shape[token], inner_extent),
         stride=(stride[block], stride[head], outer_stride, stride[token], inner_stride),
         data=tensor.data + int(at[0]) * tensor.dtype.itemsize,

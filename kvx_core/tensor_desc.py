@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.layouts import named_axes, order_of
 from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields
-from kvx_core.types import DType, Layout
+from kvx_core.types import Axis, DType, Layout
 from kvx_core.words import fix
 
 
@@ -40,7 +42,7 @@ class TensorDesc(Borrowed):
 
 def describe(
     tensor: TensorLike,
-    layout: Layout | str,
+    layout: Layout | str | Sequence[Axis | str],
     *,
     dtype: DType | str | None = None,
     name: str = "tensor",
@@ -48,7 +50,10 @@ def describe(
     """Describes a K or V tensor, zero-copy.
 
     tensor: shape in the order of `layout`; any strides, dtype, library and device
-    layout: which axis is which, a Layout or its name; never guessed from the shape
+    layout: which axis is which, never guessed from the shape: a Layout or its name, or the name of
+            each axis in any order, such as ("block", "head", "dim", "token"), with "dim" twice
+            where it is split. The description then has the order of BLOCK_HND or BLOCK_HND_PACKED.
+            BLOCK_CUSTOM is for axes of different extents alone
     dtype:  of the elements, if the tensor stores them as another dtype of the same size, such as
             FP8 in uint8; or a format with several numbers in a unit, such as Q8_0, if the tensor is
             uint8 and its last axis holds the bytes of units
@@ -57,18 +62,36 @@ def describe(
     Spec: 4.2, 6.2
     """
     fields = borrowed_fields(name, tensor)
+    axes = named_axes("layout", layout) if isinstance(layout, (list, tuple)) else ()
     if dtype is not None:
-        fields |= stored_as(name, fields, dtype)
-    return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
+        fields |= stored_as(name, fields, dtype, axes)
+    if not axes:
+        return TensorDesc(layout=Layout.of(layout, "layout"), **fields)
+    called, order = order_of(axes)
+    if len(axes) != len(fields["shape"]):
+        raise InvalidArgumentError(
+            f"layout names {len(axes)} axes, expected {len(fields['shape'])}, those of {name} "
+            "(spec 4.2)"
+        )
+    sorted_ = {key: tuple(fields[key][axis] for axis in order) for key in ("shape", "stride")}
+    return TensorDesc(layout=called, **(fields | sorted_))
 
 
-def stored_as(name: str, fields: dict[str, Any], dtype: DType | str) -> dict[str, Any]:
+def stored_as(
+    name: str, fields: dict[str, Any], dtype: DType | str, axes: Sequence[Axis] = ()
+) -> dict[str, Any]:
     """The `fields` of a tensor that change if its elements are of `dtype`.
 
-    `dtype` has the size of the stored elements, or its units are bytes of the last axis.
+    dtype: has the size of the stored elements, or its units are bytes of the last axis
+    axes:  of the tensor, if they are named
     Raises InvalidArgumentError, which calls the tensor `name`.
     """
     stored, wanted = fields["dtype"], DType.of(dtype)
+    if wanted.numbers > 1 and axes and axes[-1] is not Axis.DIM:
+        raise InvalidArgumentError(
+            f"axes[{len(axes) - 1}] is {axes[-1].name.lower()}, expected dim: the last axis of the "
+            f"tensor holds units of {wanted.name}, which are numbers along dim (spec E.10)"
+        )
     if wanted.numbers > 1 and stored is DType.U8:
         return _in_units(name, fields, wanted)
     if wanted.itemsize != stored.itemsize:

@@ -227,6 +227,9 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
 
 def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
+    # An array takes the bytes of such for the memory of its numbers.
+    if isinstance(numbers, (bytes, bytearray)) or not hasattr(numbers, "__iter__"):
+        raise wrong(name, numbers, "a list of integers of 64 bits")
     try:
         return np.array(array("q", numbers), np.int64)
     except (TypeError, OverflowError):
@@ -317,6 +320,31 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return extended
 
 
+def require_resolved(name: str, tensor: Any) -> None:
+    """Refuses a torch tensor with torch's negative bit. Raises UnsupportedError."""
+    if tensor.is_neg():
+        raise UnsupportedError(
+            f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
+            f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
+        )
+
+
+def require_whole(name: str, tensor: Any) -> None:
+    """Refuses a torch tensor whose storage has been shrunk. Raises InvalidArgumentError."""
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        num_elements = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        num_elements = 1 + sum((extent - 1) * step for extent, step in steps)
+    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
+    if needed > storage_bytes:
+        raise InvalidArgumentError(
+            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
+            "been resized since the tensor was made"
+        )
+
+
 def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
@@ -324,27 +352,12 @@ def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
     device = tensor.device.type
     if device == "meta":
         raise UnsupportedError(f"{name}.device is meta, expected a device that holds the data")
-    if tensor.is_neg():
-        raise UnsupportedError(
-            f"{name}.is_neg() is True, expected False: torch negates its numbers when it reads "
-            f"them, and in memory they have the other sign. Pass {name}.resolve_neg()"
-        )
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    storage_bytes = tensor.untyped_storage().nbytes()
-    if tensor.is_contiguous():
-        num_elements = tensor.numel()
-    else:
-        num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    needed = num_elements and (tensor.storage_offset() + num_elements) * tensor.itemsize
-    if needed > storage_bytes:
-        raise InvalidArgumentError(
-            f"{name} has a storage of {storage_bytes} bytes, expected at least {needed}: it has "
-            "been resized since the tensor was made"
-        )
+    require_resolved(name, tensor)
+    require_whole(name, tensor)
     return {
         "data": tensor.data_ptr(),
-        "shape": shape,
-        "stride": stride,
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
         "dtype": _dtype_of(name, tensor.dtype),
         "memory": Memory.HOST if device == "cpu" else Memory.DEVICE,
         "writable": True,
@@ -382,15 +395,20 @@ _DLPACK_MANAGED = 13
 _DLPACK_DTYPE = {dtype.format.dlpack: dtype for dtype in DType if dtype.format.dlpack}
 
 
-def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
+def capsule_of(tensor: TensorLike) -> object:
+    """A DLPack capsule of a tensor, which no copy and no synchronisation made."""
     device_type = int(tensor.__dlpack_device__()[0])
     # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
     options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
     try:
-        capsule = tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
+        return tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
     except TypeError:  # a producer from before DLPack 1.0
-        capsule = tensor.__dlpack__(**options)
-    found = _dlpack.read_dlpack(capsule)
+        return tensor.__dlpack__(**options)
+
+
+def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
+    capsule = capsule_of(tensor)
+    found = _dlpack.read_dlpack(name, capsule)
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(

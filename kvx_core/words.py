@@ -32,6 +32,14 @@ def instance(name: str, value: object, kind: type[_T], expected: str) -> _T:
     return value
 
 
+def one_of(name: str, value: Any, *words: str) -> str:
+    """`value` if it is one of these words. Raises InvalidArgumentError."""
+    if isinstance(value, str) and value in words:
+        return value
+    *others, last = map(repr, words)
+    raise wrong(name, value, f"{', '.join(others)} or {last}")
+
+
 def integer(name: str, value: Any, lowest: int = 0, highest: int = 2**32 - 1) -> int:
     """`value` as an int, from any integer type but bool. Raises InvalidArgumentError."""
     expected = f"{lowest} to {highest}"

@@ -360,6 +360,14 @@ def universal(g: Geometry, dtype: torch.dtype, seed: int) -> Cache:
     return Cache((memory.storage,), layers)
 
 
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """CUSTOM, or the layout of the same axes where extents do not tell them apart. Spec: 4.2"""
+    extents = [extent for extent in tensor.shape if extent > 1]
+    if len(set(extents)) == len(extents):
+        return Layout.BLOCK_CUSTOM
+    return Layout.BLOCK_HND_PACKED if tensor.ndim == 5 else Layout.BLOCK_HND
+
+
 def custom(order: str, padding: int = 3, shift: int = 1) -> Builder:
     """CUSTOM strides: axes stored in any order, each with padding, from an unaligned address.
 
@@ -391,7 +399,7 @@ def custom(order: str, padding: int = 3, shift: int = 1) -> Builder:
             for shape, extents in zip(shapes, padded, strict=True):
                 stored = memory.take(extents, dtype).permute([order.index(a) for a in axes])
                 cut = stored[tuple(slice(shape[a]) for a in axes)]
-                halves.append(Half(cut, Layout.BLOCK_CUSTOM))
+                halves.append(Half(cut, layout_of(cut)))
             layers.append(Layer(*halves))
         return Cache((memory.storage,), tuple(layers))
 

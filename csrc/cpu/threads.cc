@@ -143,10 +143,12 @@ struct Region {
   const Work work;
   void *const context;
   std::atomic<int64_t> helpers;
+  bool caller_has_worked;
 
   static void enter(void *data) {
     auto *region = static_cast<Region *>(data);
     if (pthread_equal(region->caller, pthread_self())) {
+      region->caller_has_worked = true;
       region->work(region->context, true);
     } else if (region->helpers.fetch_sub(1, std::memory_order_relaxed) > 0) {
       region->work(region->context, false);
@@ -180,8 +182,12 @@ uint32_t num_host_threads() {
 void run_with_helpers(uint32_t helpers, Work work, void *context) {
   if (helpers == 0) return work(context, true);
   if (num_host_threads()) {
-    Region region = {pthread_self(), work, context, {helpers}};
-    return host_threads.parallel(Region::enter, &region, 0, 0);
+    Region region = {pthread_self(), work, context, {helpers}, false};
+    host_threads.parallel(Region::enter, &region, 0, 0);
+    // A host that has not run it here leaves items, or none: whoever works takes those that are
+    // left.
+    if (!region.caller_has_worked) work(context, true);
+    return;
   }
   pool().run(helpers, work, context);
 }

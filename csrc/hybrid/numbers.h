@@ -82,7 +82,7 @@ KVX_HD int64_t position_of(const void *positions, uint32_t bytes, uint32_t i) {
 KVX_HD int64_t tail_of_row(const kvx_hybrid_compress_t &c, uint32_t i) {
   if (c.mask && !c.mask[i]) return -1;
   const bool is_bulk = c.flags & KVX_HYBRID_BULK;
-  const int64_t slot = c.slots ? c.slots[i] : i;
+  const int64_t slot = c.slots ? int64_t{c.slots[i]} : int64_t{i};
   if (slot < 0 || (!is_bulk && slot >= c.num_slots)) return -1;
   if (!c.cos_sin) return slot;
   const int64_t position = position_of(c.positions, c.position_bytes, i);
@@ -112,7 +112,7 @@ KVX_HD uint32_t key_code(const kvx_hybrid_flush_t &f, float x) {
 
 // The entry of the pool that a row is written to, -1: none.
 KVX_HD int64_t entry_of_row(const kvx_hybrid_flush_t &f, uint32_t i) {
-  if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] == -1)) return -1;
+  if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] < 0)) return -1;
   const int32_t id = f.entry_ids[i];
   if (id < 0) return -1;
   const uint32_t column = static_cast<uint32_t>(id) / f.entries_per_block;

@@ -246,6 +246,25 @@ struct Identity {
   }
 };
 
+// Whether C can read tensors, those of subclasses too: their storage then holds all elements.
+struct AreWhole {
+  static constexpr char kName[] = "kvx.are_whole";
+
+  TensorType tensors;
+
+  PyObject *kept() const { return tensors.type; }
+
+  // (tensor, ...) -> bool
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    return PyBool_FromLong(std::all_of(args, args + num_args, [&](PyObject *object) {
+      DLTensor found;
+      const bool is_tensor = tensors.type_of(object) == tensors.type ||
+                             PyObject_IsInstance(object, tensors.type) == 1;
+      return is_tensor && tensors.read_any(object, &found);
+    }));
+  }
+};
+
 // Whether tensors still have the memory that they had.
 struct InPlace {
   static constexpr char kName[] = "kvx.in_place";
@@ -304,6 +323,10 @@ KVX_API PyObject *kvx_python_plan(const kvx::Binding *bound, decltype(&kvx_plan_
 
 KVX_API PyObject *kvx_python_identity(const kvx::TensorType *tensors) {
   return kvx::function_of(kvx::Identity{*tensors});
+}
+
+KVX_API PyObject *kvx_python_are_whole(const kvx::TensorType *tensors) {
+  return kvx::function_of(kvx::AreWhole{*tensors});
 }
 
 KVX_API PyObject *kvx_python_in_place(const kvx::TensorType *type, const kvx::HeldTensor *held,

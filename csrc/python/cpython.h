@@ -28,6 +28,7 @@ inline bool is_none(PyObject *object) { return object == &_Py_NoneStruct; }
 
 void Py_DecRef(PyObject *object);
 PyObject *PyObject_CallObject(PyObject *callable, PyObject *args);
+int PyObject_IsInstance(PyObject *object, PyObject *type);
 PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
 PyObject *PyTuple_Pack(Py_ssize_t size, ...);
 PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t index);

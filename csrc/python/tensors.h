@@ -50,17 +50,38 @@ struct TensorType {
   bool (*is_neg)(const void *handle);
   int32_t (*data_ptr)(const void *handle, void **data);
   int32_t (*storage_bytes)(const void *handle, int64_t *num_bytes);
+  int32_t (*storage_offset)(const void *handle, int64_t *elements);
 
   // False if torch tensors cannot be read (`type` is NULL), for a tensor of more dimensions than
-  // KVX has, for one with torch's negative bit, which DLPack does not report, and for objects of
-  // any other type: the memory of a subclass may have another meaning.
+  // KVX has, for one with torch's negative bit, which DLPack does not report, for one whose storage
+  // has been shrunk, and for objects of any other type: the memory of a subclass may have another
+  // meaning.
   bool read(PyObject *object, DLTensor *tensor) const {
-    if (!type || type_of(object) != type || is_neg(handle_of(object))) return false;
+    return type && type_of(object) == type && read_any(object, tensor);
+  }
+
+  // The same of a torch.Tensor or a subclass, of which only the memory is asked.
+  bool read_any(PyObject *object, DLTensor *tensor) const {
+    if (is_neg(handle_of(object))) return false;
     if (to_dlpack(object, tensor) != 0) {
       PyErr_Clear();
       return false;
     }
-    return tensor->ndim <= KVX_MAX_TENSOR_DIMS && (tensor->strides || tensor->ndim == 0);
+    const int32_t ndim = tensor->ndim;
+    if (ndim < 0 || ndim > KVX_MAX_TENSOR_DIMS) return false;
+    return (!ndim || (tensor->shape && tensor->strides)) && is_whole(handle_of(object), *tensor);
+  }
+
+  // Whether the storage holds all elements.
+  bool is_whole(const void *handle, const DLTensor &tensor) const {
+    int64_t last = 0, bytes = 0, offset = 0;
+    for (int32_t axis = 0; axis < tensor.ndim; ++axis) {
+      if (tensor.shape[axis] == 0) return true;
+      last += (tensor.shape[axis] - 1) * tensor.strides[axis];
+    }
+    if (storage_bytes(handle, &bytes) != 0 || storage_offset(handle, &offset) != 0) return false;
+    const int64_t element_bits = int64_t{tensor.bits} * tensor.lanes;
+    return (offset + last + 1) * element_bits <= bytes * 8;
   }
 
   PyObject *type_of(PyObject *object) const {

@@ -21,6 +21,23 @@ const char *section_of(kvx_layout_t layout) {
   }
 }
 
+// Checks that the extents of a CUSTOM tensor say which axis is which.
+kvx_status_t check_distinct(const Path &path, const kvx_tensor_desc_t &tensor) {
+  if (tensor.layout != KVX_LAYOUT_BLOCK_CUSTOM) return KVX_STATUS_OK;
+  for (uint32_t axis = 1; axis < tensor.ndim; ++axis) {
+    for (uint32_t other = 0; other < axis; ++other) {
+      if (tensor.shape[axis] <= 1 || tensor.shape[axis] != tensor.shape[other]) continue;
+      return KVX_INVALID(
+          "%s.shape[%u] and shape[%u] are both %lld, expected extents that differ, since they alone "
+          "say which axis of BLOCK_CUSTOM is which; name the order by %s, whose strides are as free, "
+          "or by the axes of a plane (spec 4.2)",
+          KVX_AT(path), other, axis, static_cast<ll>(tensor.shape[axis]),
+          tensor.ndim == 5 ? "BLOCK_HND_PACKED" : "BLOCK_HND or BLOCK_NHD");
+    }
+  }
+  return KVX_STATUS_OK;
+}
+
 // Checks size, dtype, layout, memory and ndim, before axes_of() may be called.
 kvx_status_t check_layout(const Path &path, const kvx_tensor_desc_t &tensor) {
   KVX_TRY(check_struct(path, &tensor));
@@ -91,6 +108,7 @@ kvx_status_t check_tensor(const Path &path, const kvx_cache_desc_t &cache,
   KVX_TRY(check_shape(path, tensor, axes.token, cache.block_size, "block_size", section));
   KVX_TRY(check_shape(path, tensor, axes.head, cache.num_kv_heads, "num_kv_heads", section));
   KVX_TRY(check_dim(path, tensor, axes, head_dim, section));
+  KVX_TRY(check_distinct(path, tensor));
   int64_t extent;
   KVX_TRY(check_strides(path, tensor.ndim, tensor.shape, tensor.stride, tensor.dtype, &extent));
   KVX_TRY(check_disjoint(path, tensor.ndim, tensor.shape, tensor.stride));
@@ -110,8 +128,9 @@ kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache) {
   KVX_TRY(check_nonzero(path, "block_size", cache->block_size));
   KVX_TRY(check_nonzero(path, "num_kv_heads", cache->num_kv_heads));
   KVX_TRY(check_nonzero(path, "head_dim", cache->head_dim));
+  KVX_TRY(check_unused({&path, "pool"}, cache->pool));
   KVX_TRY(check_tensor({&path, "k"}, *cache, cache->k, cache->head_dim));
-  if (is_absent(cache->v)) return KVX_STATUS_OK;
+  if (is_absent(cache->v)) return check_unused({&path, "v"}, cache->v);
   // The usual V is a K elsewhere in memory.
   if (have_same_form(cache->k, cache->v)) return check_place({&path, "v"}, cache->v);
   return check_tensor({&path, "v"}, *cache, cache->v, 0);
@@ -123,6 +142,7 @@ kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache,
   if (cache->num_blocks != valid.num_blocks || cache->block_size != valid.block_size ||
       cache->num_kv_heads != valid.num_kv_heads || cache->head_dim != valid.head_dim ||
       !have_same_form(cache->k, valid.k) || !have_same_form(cache->v, valid.v) ||
+      cache->pool.size != valid.pool.size ||
       is_absent(cache->v) != is_absent(valid.v)) {
     return check_cache(path, cache);
   }

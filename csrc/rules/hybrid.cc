@@ -392,11 +392,12 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_tail_t &t) {
 }
 
 kvx_status_t check_hybrid_data(const kvx_hybrid_compress_t &c) {
-  const bool by_slot = c.slots && !(c.flags & KVX_HYBRID_BULK);
+  // In bulk a slot says nothing but whether its row is skipped.
+  const int64_t most = c.flags & KVX_HYBRID_BULK ? INT32_MAX : int64_t{c.num_slots} - 1;
   for (uint64_t i = 0; i < c.num_rows; ++i) {
     if (!takes_part(c.mask, c.slots, i)) continue;
-    if (by_slot)
-      KVX_TRY(check_number("compress.slots", i, c.slots[i], -1, int64_t{c.num_slots} - 1));
+    if (c.slots)
+      KVX_TRY(check_number("compress.slots", i, c.slots[i], -1, most));
     if (!c.cos_sin) continue;
     const int64_t position = position_at(c.positions, c.position_bytes, i);
     KVX_TRY(check_number("compress.positions", i, position, 0, int64_t{c.num_positions} - 1));
@@ -408,6 +409,7 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_flush_t &f) {
   const int64_t most = int64_t{f.max_blocks} * f.entries_per_block - 1;
   for (uint64_t i = 0; i < f.num_rows; ++i) {
     if (!takes_part(f.mask, f.slots, i)) continue;
+    if (f.slots) KVX_TRY(check_number("flush.slots", i, f.slots[i], -1, INT32_MAX));
     KVX_TRY(check_number("flush.entry_ids", i, f.entry_ids[i], 0, most));
     const uint64_t at =
         i * f.max_blocks + static_cast<uint32_t>(f.entry_ids[i]) / f.entries_per_block;

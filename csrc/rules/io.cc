@@ -62,7 +62,7 @@ kvx_status_t check_io(const Path &path, const kvx_cache_desc_t &cache, const kvx
   KVX_TRY(check_tensor(key, io, io.key, cache.head_dim, output));
   KVX_TRY(check_convertible(key, io.key.dtype, k, cache.k.dtype));
   if (is_absent(cache.v)) {
-    if (is_absent(io.value)) return KVX_STATUS_OK;
+    if (is_absent(io.value)) return check_unused(value, io.value);
     return KVX_INVALID("%s is given, but cache.v is absent (spec E.1)", KVX_AT(value));
   }
   const int64_t v_dim = dim_of(cache.v);

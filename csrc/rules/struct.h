@@ -17,6 +17,15 @@ inline kvx_status_t check_struct(const Path &path, const Struct *object) {
   return KVX_STATUS_OK;
 }
 
+// Checks the size of an embedded struct that the call does not use: 0, or that of the struct.
+template <class Struct>
+inline kvx_status_t check_unused(const Path &path, const Struct &object) {
+  if (__builtin_expect(object.size == 0 || object.size >= sizeof(Struct), true))
+    return KVX_STATUS_OK;
+  return KVX_INVALID("%s.size is %u, expected at least %zu, or 0 if it is not used (spec 3)",
+                     KVX_AT(path), object.size, sizeof(Struct));
+}
+
 inline kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t value) {
   if (value) return KVX_STATUS_OK;
   return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);

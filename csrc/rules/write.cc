@@ -24,6 +24,7 @@ kvx_status_t check_write_scales(const Path &cache_path, const kvx_cache_desc_t &
   const void *const pointer = is_v ? write.v_scale : write.k_scale;
   const char *const desc_name = is_v ? "v_scale_desc" : "k_scale_desc";
   const char *const pointer_name = is_v ? "v_scale" : "k_scale";
+  if (!desc.data) KVX_TRY(check_unused({&path, desc_name}, desc));
   if (desc.data || pointer) {
     KVX_TRY(check_scales({&path, desc.data ? desc_name : pointer_name},
                          scale_or_pointer(desc, pointer), cache, tensor, tensor_path));
@@ -55,10 +56,8 @@ kvx_status_t check_write(const Path &cache_path, const kvx_cache_desc_t &cache, 
                        write->slots.token_count, write->io.num_tokens);
   }
   const bool finds_scales = flags & KVX_FLAG_FIND_SCALES;
-  if (finds_scales || has_scales(*write)) {
-    for (const bool is_v : {false, true})
-      KVX_TRY(check_write_scales(cache_path, cache, path, *write, is_v, finds_scales));
-  }
+  for (const bool is_v : {false, true})
+    KVX_TRY(check_write_scales(cache_path, cache, path, *write, is_v, finds_scales));
   return check_apart(cache_path, cache, path, *write, owner, finds_scales);
 }
 

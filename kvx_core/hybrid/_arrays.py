@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvx_core import _abi
+from kvx_core import _abi, _bound
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.streams import current_stream
-from kvx_core.tensors import is_torch
+from kvx_core.tensors import is_torch, require_resolved, require_whole
 from kvx_core.types import DType, Memory
 from kvx_core.words import wrong
 
@@ -19,6 +19,7 @@ CODES = ("uint8", "float8_e4m3fn")
 MASKS = ("bool", "uint8")
 POSITIONS = ("int32", "int64")
 _DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
+_are_whole = _bound.are_whole()
 
 
 @cache
@@ -27,12 +28,13 @@ def _kinds(names: tuple[str, ...]) -> frozenset[torch.dtype]:
 
 
 class Arrays:
-    """The tensors of one call: contiguous, on one device, that of the first."""
+    """The tensors of one call: contiguous, on one device, that of the first, and whole."""
 
     def __init__(self, name: str, tensor: Any) -> None:
         if not is_torch(tensor):
             raise wrong(name, tensor, "a torch.Tensor")
         self._name, self._first = name, tensor
+        self._taken: dict[str, Any] = {}
         self.device = tensor.device
         if self.device.type not in ("cpu", "cuda"):
             raise InvalidArgumentError(
@@ -53,6 +55,7 @@ class Arrays:
         strided_rows: elements of the first axis may lie apart
         Raises InvalidArgumentError.
         """
+        self._taken[name] = tensor
         if (  # all is well, seen in little time: a decode step makes several calls for each layer
             isinstance(tensor, torch.Tensor)
             and tensor.shape == shape
@@ -97,7 +100,15 @@ class Arrays:
         return None if tensor is None else self.take(name, tensor, dtypes, *shape)
 
     def call(self, function: Any, desc: Any) -> None:
-        """Calls a function of kvx_hybrid.h on torch's current stream."""
+        """Calls a function of kvx_hybrid.h on torch's current stream.
+
+        Raises InvalidArgumentError, UnsupportedError for tensors whose memory is not what they say.
+        """
+        if not _are_whole(*self._taken.values()):
+            for name, tensor in self._taken.items():
+                if tensor is not None:
+                    require_resolved(name, tensor)
+                    require_whole(name, tensor)
         if self.device.type == "cuda":
             stream = _abi.stream_now(current_stream(self._first))
             with torch.cuda.device(self.device):
@@ -128,9 +139,17 @@ def dtype_of(tensor: Any) -> DType:
 
 
 def extents(name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
-    """The shape of a tensor of `ndim` axes. Raises InvalidArgumentError."""
+    """The shape of a tensor of `ndim` axes of less than 2^31 elements.
+
+    Raises InvalidArgumentError.
+    """
     if not is_torch(tensor):
         raise wrong(name, tensor, "a torch.Tensor")
     if tensor.ndim != ndim:
         raise InvalidArgumentError(f"{name}.ndim is {tensor.ndim}, expected {ndim} (spec E.22)")
-    return tuple(tensor.shape)
+    shape = tuple(tensor.shape)
+    if max(shape) >= 2**31:
+        raise InvalidArgumentError(
+            f"{name}.shape is {shape}, expected extents below 2^31 (spec E.22)"
+        )
+    return shape

@@ -27,7 +27,7 @@ from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.types import Role
 from kvx_core.view import CacheView
-from kvx_core.words import fix, flag, instance, integer, wrong
+from kvx_core.words import fix, flag, instance, integer, one_of, wrong
 
 # A record: 448 numbers in E4M3 and 64 in BF16; then 7 scales in E8M0 and an unused byte.
 NOPE_DIM, ROPE_DIM, SCALE_GROUP = 448, 64, 64
@@ -151,8 +151,7 @@ class IndexerPages:
 
     def __post_init__(self) -> None:
         fix(self, layer=integer, entries=integer, tokens_per_entry=integer, hadamard=flag)
-        if self.encoding not in _INDEX_BYTES:
-            raise wrong("encoding", self.encoding, "'fp8' or 'mxfp4'")
+        one_of("encoding", self.encoding, *_INDEX_BYTES)
         _check_pages(self.pages, self.entries, sum(_INDEX_BYTES[self.encoding]))
 
     @property

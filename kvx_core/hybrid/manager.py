@@ -122,6 +122,7 @@ class KVCacheManager:
 
         self._free_slots = list(range(self.max_requests - 1, -1, -1))
         self._promised: dict[int, int] = {}  # tokens that were promised, by slot of a request
+        self._steps: dict[int, tuple[int, int]] = {}  # tokens before and after the last step
         most = max_tokens_per_step or max(self.max_context_tokens, self.max_requests)
         ratios = {s.compression_ratio for s in self.schemas.values() if s.compression_ratio}
         self.step = ForwardStep(
@@ -169,6 +170,7 @@ class KVCacheManager:
         self.require_free(needed)
         self._free_slots.pop()
         self._promised[slot] = num_tokens
+        self._steps[slot] = 0, 0
         return slot
 
     def release_request(self, request_slot: int) -> None:
@@ -187,7 +189,7 @@ class KVCacheManager:
             self._lens(layer)[slot].fill_(0)
         for state in self.states.values():
             state.reset_slot(slot)
-        del self._promised[slot]
+        del self._promised[slot], self._steps[slot]
         self._free_slots.append(slot)
 
     def slot(self, name: str, request_slot: int) -> int:
@@ -196,6 +198,22 @@ class KVCacheManager:
         if slot not in self._promised:
             raise InvalidArgumentError(f"{name} is {slot}, which no request has: see admit_request")
         return slot
+
+    def require_follows(self, name: str, slot: int, before: int) -> None:
+        """Raises InvalidArgumentError unless the next step of a request may begin after `before`
+        tokens: after its last step, or where that began, if it is to be repeated.
+        """
+        first, last = self._steps[slot]
+        if before not in (first, last):
+            expected = f"{last}" if first == last else f"{last}, or {first} to repeat that step"
+            raise InvalidArgumentError(
+                f"{name} is {before}, and the last step of slot {slot} had {last} tokens after it, "
+                f"expected {expected}: tokens come step by step"
+            )
+
+    def keep_steps(self, slots: list[int], before: list[int], after: list[int]) -> None:
+        """Takes these as the last steps of requests."""
+        self._steps.update(zip(slots, zip(before, after, strict=True), strict=True))
 
     def tokens(self, name: str, num_tokens: int) -> int:
         """`num_tokens` if a request may have so many. Raises InvalidArgumentError."""
@@ -284,10 +302,11 @@ class KVCacheManager:
         object: it shows the current step.
         Raises InvalidArgumentError.
         """
-        handle = self._handles.get(layer_idx)
+        layer = layer_idx if type(layer_idx) is int else integer("layer_idx", layer_idx)
+        handle = self._handles.get(layer)
         if handle is None:
             raise InvalidArgumentError(
-                f"layer_idx is {layer_idx}, expected one of the schedule's {len(self.schemas)}"
+                f"layer_idx is {layer}, expected one of the schedule's {len(self.schemas)}"
             )
         return handle
 
@@ -308,12 +327,13 @@ class KVCacheManager:
         return torch.zeros(self.max_requests, dim, dtype=torch.bfloat16, device=self.device)
 
     def _with_blocks(self, layer_idx: int) -> int:
-        if layer_idx not in self._held:
+        layer = layer_idx if type(layer_idx) is int else integer("layer_idx", layer_idx)
+        if layer not in self._held:
             raise InvalidArgumentError(
-                f"layer_idx is {layer_idx}, expected a layer with compressed entries: "
+                f"layer_idx is {layer}, expected a layer with compressed entries: "
                 f"{', '.join(map(str, self._held)) or 'there is none'}"
             )
-        return layer_idx
+        return layer
 
     def _allocator(self, layer: int) -> BlockAllocator:
         allocator = self.allocators[layer]

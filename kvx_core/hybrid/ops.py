@@ -23,7 +23,7 @@ from kvx_core.hybrid._arrays import (
     extents,
 )
 from kvx_core.hybrid.page_records import read_v4_page, v4_page_bytes, write_v4_page
-from kvx_core.words import flag, wrong
+from kvx_core.words import flag, one_of, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ _KEYS = {
     "mxfp4": (_abi_hybrid.MXFP4, 2, 32),
     "fp8": (_abi_hybrid.FP8, 1, 0),
 }
+_LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _ROUNDING = {"nearest_even": 0, "thresholds": _abi_hybrid.THRESHOLDS}
 
 
@@ -277,11 +278,8 @@ def flush_write_csa(
     arrays, desc = _flush(
         entry, slots, entry_ids, mask, block_table, entries_fp8, entries_rope, inv_scale
     )
-    if keys not in _KEYS:
-        raise wrong("keys", keys, "'nvfp4', 'mxfp4' or 'fp8'")
-    if rounding not in _ROUNDING:
-        raise wrong("rounding", rounding, "'nearest_even' or 'thresholds'")
-    desc.flags = _ROUNDING[rounding]
+    one_of("keys", keys, *_KEYS)
+    desc.flags = _ROUNDING[one_of("rounding", rounding, *_ROUNDING)]
     _rows, key_dim = extents("index_key", index_key, 2)
     desc.keys, halves, group = _KEYS[keys]
     blocks = desc.num_blocks, desc.entries_per_block
@@ -359,8 +357,7 @@ def _like(tensor: Tensor) -> tuple[str]:
 
 
 def _row_width(row: str, dim: int, overlaps: bool) -> int:
-    if row not in ("wide", "single"):
-        raise wrong("row", row, "'wide' or 'single'")
+    one_of("row", row, "wide", "single")
     return 2 * dim if overlaps and row == "wide" else dim
 
 
@@ -379,8 +376,8 @@ def _compress(
 ) -> None:
     """Fills in what both ways to compress share, and calls it."""
     rows, dim = out.shape
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise wrong("eps", eps, "a number")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or abs(eps) > _LARGEST_F32:
+        raise wrong("eps", eps, "a number that float32 holds")
     desc.memory, desc.num_rows, desc.ratio, desc.head_dim = arrays.memory, rows, ratio, dim
     desc.eps, desc.state, desc.position_bytes = eps, dtype_of(state), 8
     desc.out = arrays.take("out", out, FLOATS, rows, dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, integer, wrong
+from kvx_core.words import instance, integer, one_of
 
 IndexKeys = Literal["nvfp4", "mxfp4", "fp8"]
 IndexRounding = Literal["nearest_even", "thresholds"]
@@ -57,10 +57,8 @@ class PagedCache:
                 "compressed entries"
             )
         num_blocks = integer("num_blocks", num_blocks, 0, 2**31 - 1)
-        if index_keys not in _FORMS:
-            raise wrong("index_keys", index_keys, "'nvfp4', 'mxfp4' or 'fp8'")
-        if index_rounding not in ("nearest_even", "thresholds"):
-            raise wrong("index_rounding", index_rounding, "'nearest_even' or 'thresholds'")
+        one_of("index_keys", index_keys, *_FORMS)
+        one_of("index_rounding", index_rounding, "nearest_even", "thresholds")
         if index_rounding == "thresholds" and index_keys == "fp8":
             raise InvalidArgumentError(
                 "index_rounding is 'thresholds' and index_keys 'fp8', expected 'nearest_even': "

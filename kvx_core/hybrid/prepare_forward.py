@@ -32,7 +32,8 @@ def prepare_forward(
     """Takes the blocks that a forward pass needs, and says to the caches which tokens it brings.
 
     request_slots:     slots of admitted requests, each once
-    num_tokens_before: tokens of each request in the cache
+    num_tokens_before: tokens of each request in the cache: 0 at first, then num_tokens_after of
+                       its last step or, if that step is prepared anew, num_tokens_before
     num_tokens_after:  tokens of each after the pass; not fewer
     Blocks are those of the entries after the pass that the request does not hold yet, so that a
     second call with the same numbers takes none.
@@ -64,6 +65,7 @@ def prepare_forward(
                 f"num_tokens_after[{i}] is {last}, expected at least {first}, "
                 f"num_tokens_before[{i}]"
             )
+        manager.require_follows(f"num_tokens_before[{i}]", slots[i], first)
     manager.step.require_room(sum(after) - sum(before))
 
     taken: dict[int, dict[int, int]] = {}
@@ -72,14 +74,7 @@ def prepare_forward(
         if not schema.entries_per_block:
             continue
         for i, slot in enumerate(slots):
-            held = manager.num_held(layer, slot)
-            if held < schema.blocks(before[i]):
-                raise InvalidArgumentError(
-                    f"num_tokens_before[{i}] is {before[i]}, and slot {slot} has {held} blocks in "
-                    f"layer {layer}, expected at least {schema.blocks(before[i])}: tokens come "
-                    "step by step"
-                )
-            count = schema.blocks(after[i]) - held
+            count = schema.blocks(after[i]) - manager.num_held(layer, slot)
             if count > 0:
                 taken[layer][slot] = count
     # All layers are asked before the first block is taken.
@@ -90,6 +85,7 @@ def prepare_forward(
         if counts:
             manager.take_blocks(layer, counts)
     manager.step.fill(slots, before, after)
+    manager.keep_steps(slots, before, after)
     schemas = manager.schemas.items()
     return PreparedForward(
         new_entries={

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, integer, wrong
+from kvx_core.words import instance, integer, one_of, wrong
 
 # The score of a token that is not there. Softmax gives it the weight 0 beside any real score, and,
 # unlike -inf, a row of nothing else gives no NaN.
@@ -79,9 +79,8 @@ class StateCache:
         instance("schema", schema, LayerCacheSchema, "a LayerCacheSchema")
         self.max_requests = integer("max_requests", max_requests, 1, 2**31 - 1)
         self.schema = schema
-        if tail_row_width not in ("wide", "single"):
-            raise wrong("tail_row_width", tail_row_width, "'wide' or 'single'")
-        if tail_dtype not in (torch.float32, torch.bfloat16):
+        one_of("tail_row_width", tail_row_width, "wide", "single")
+        if not any(tail_dtype is dtype for dtype in (torch.float32, torch.bfloat16)):
             raise wrong(
                 "tail_dtype",
                 str(tail_dtype),

@@ -31,6 +31,7 @@ from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensors import int64_array
 from kvx_core.types import Axis, DType
 from kvx_core.view import CacheView
+from kvx_core.words import wrong
 
 
 def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -41,6 +42,9 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
                 f"tokens is an array of {tokens.dtype} with {tokens.ndim} axes, expected integers "
                 "with 1 axis"
             )
+        if tokens.dtype.kind == "u" and tokens.size and tokens.max() >= 2**63:
+            at = int(tokens.argmax())
+            raise wrong(f"tokens[{at}]", int(tokens[at]), "an integer of 64 bits")
         return tokens.astype("<i8", copy=False)
     return int64_array("tokens", tokens)
 

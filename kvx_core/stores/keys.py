@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
+from kvx_core.words import instance
 
 OPENING_TOKENS = 8
 # What is remembered: a chunk's name is needed several times while it is copied and stored.
@@ -78,6 +79,7 @@ def space_of(
     # Without planes and formats nothing, as before there were any.
     beside: list[object] = [{"planes": kinds}] if kinds else []
     beside += [{"lossy": lossy}] if lossy else []
+    instance("salt", salt, str, "a string")
     text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed, *beside])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -712,6 +712,55 @@ static void test_size_guards(void) {
   }
 }
 
+/* An embedded struct that is not used: 0 or at least its size. */
+static void test_unused_sizes(void) {
+  struct unused_t {
+    const char *name;
+    uint32_t *size, whole;
+    kvx_status_t (*call)(void);
+  } unused[] = {
+      {"cache.pool", &f.cache.pool.size, sizeof(f.cache.pool), validate},
+      {"cache.pool", &f.cache.pool.size, sizeof(f.cache.pool), gather_kv},
+      {"cache.v", &f.cache.v.size, sizeof(f.cache.v), validate},
+      {"write.io.value", &f.write.io.value.size, sizeof(f.write.io.value), write_kv},
+      {"gather.io.value", &f.gather.io.value.size, sizeof(f.gather.io.value), gather_kv},
+      {"write.k_scale_desc", &f.write.k_scale_desc.size, sizeof(kvx_scale_desc_t), write_kv},
+      {"write.v_scale_desc", &f.write.v_scale_desc.size, sizeof(kvx_scale_desc_t), write_kv},
+  };
+  size_t i;
+  for (i = 0; i < sizeof(unused) / sizeof(unused[0]); ++i) {
+    reset(KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_NHD);
+    if (strstr(unused[i].name, "scale") == NULL && strstr(unused[i].name, "pool") == NULL) {
+      ZERO(f.cache.v);
+      ZERO(f.write.io.value);
+      ZERO(f.gather.io.value);
+    }
+    *unused[i].size = 3;
+    INVALID(unused[i].call(), unused[i].name);
+    *unused[i].size = unused[i].whole - 1;
+    INVALID(unused[i].call(), unused[i].name);
+    *unused[i].size = 0;
+    check(unused[i].call() == KVX_STATUS_OK, "no size where a struct is not used", __LINE__);
+    *unused[i].size = unused[i].whole;
+    check(unused[i].call() == KVX_STATUS_OK, "the size of a struct that is not used", __LINE__);
+  }
+}
+
+/* [block, token, head, dim] with as many heads as tokens, in the order of CUSTOM: refused. */
+static void test_ambiguous_axes(void) {
+  const int64_t square[] = {kBlocks, kBlockSize, kBlockSize, kDim};
+  reset(KVX_LAYOUT_BLOCK_HND, KVX_LAYOUT_BLOCK_HND);
+  f.cache.num_kv_heads = kBlockSize;
+  ZERO(f.cache.v);
+  set_shape(&f.cache.k, 4, square);
+  f.cache.k.stride[0] = 1 << 20; /* the test's memory is not touched */
+  CHECK(validate() == KVX_STATUS_OK);
+  f.cache.k.layout = KVX_LAYOUT_BLOCK_NHD;
+  CHECK(validate() == KVX_STATUS_OK);
+  f.cache.k.layout = KVX_LAYOUT_BLOCK_CUSTOM;
+  INVALID(validate(), "cache.k.shape[1] and shape[2] are both");
+}
+
 static void test_cache_rules(void) {
   reset(KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_NHD);
   INVALID(kvx_validate_cache_desc(NULL), "cache");
@@ -852,6 +901,8 @@ int main(void) {
   test_migrate();
   test_zeros();
   test_size_guards();
+  test_unused_sizes();
+  test_ambiguous_axes();
   test_cache_rules();
   test_write_rules();
   test_gather_rules();

@@ -190,6 +190,23 @@ def test_what_is_refused(call: Any, sentence: str) -> None:
     assert str(refused.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("odd", range(5))
+def test_blocks_that_are_aligned_differently(odd: int) -> None:
+    """One block of a plane lies two bytes further on than all others, whichever it is."""
+    blocks = filled_stack(DIMS, "NHD", BF16)
+    for chunk in range(len(blocks[odd])):
+        moved = torch.empty(1 + blocks[odd][chunk].numel(), dtype=BF16)[1:].view(4, 3, 8)
+        assert moved.data_ptr() % 16 == 2
+        blocks[odd][chunk] = moved.copy_(blocks[odd][chunk])
+    universals = filled(5, DIMS.universal, BF16)
+    migrate(block_stack(blocks), universal_blocks(universals), [20], same_model=True)
+    assert all_same(universals, [as_universal(block, DIMS, "NHD") for block in blocks])
+    back = stack(DIMS, "NHD", BF16, 9)
+    migrate(universal_blocks(universals), block_stack(back), [20], same_model=True)
+    for block, wanted in zip(back, blocks, strict=True):
+        assert all_same(block, wanted)
+
+
 def test_storage_that_moves_is_refused() -> None:
     blocks, universals = stack(DIMS, "NHD", BF16, 8), filled(5, DIMS.universal, BF16)
     src, dst = block_stack(blocks), universal_blocks(universals)

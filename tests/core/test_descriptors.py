@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import weakref
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvx_core import (
     TensorDesc,
     UnsupportedError,
     describe,
+    gather_kv,
 )
 from tests.core import dlpack
 from tests.core.dlpack import Producer
@@ -111,6 +113,51 @@ def test_k_and_v_of_different_layouts() -> None:
     )
     cache.validate()
     assert (cache.block_size, cache.head_dim, cache.v_head_dim) == (16, 64, 48)
+
+
+def test_axes_are_named_in_any_order() -> None:
+    """As many heads as tokens and numbers: nothing but the names says which axis is which."""
+    logical = torch.arange(5 * 4 * 4 * 4).reshape(5, 4, 4, 4).float()  # block, token, head, dim
+    names = ("block", "token", "head", "dim")
+    wanted = describe(logical, "BLOCK_NHD")
+    for order in permutations(range(4)):
+        stored = logical.permute(order).contiguous()
+        found = describe(stored, [names[i] for i in order])
+        assert found.layout is Layout.BLOCK_HND
+        assert found.shape == (5, 4, 4, 4)
+        key, _ = gather_kv(CacheDesc.from_kv(found), [[3, 1]], [8])
+        expected, _ = gather_kv(CacheDesc.from_kv(wanted), [[3, 1]], [8])
+        assert torch.equal(key, expected)
+    packed = logical.reshape(5, 4, 4, 2, 2).permute(3, 0, 1, 4, 2).contiguous()
+    found = describe(packed, ("dim", "block", "token", "dim", "head"))
+    assert (found.layout, found.shape) == (Layout.BLOCK_HND_PACKED, (5, 4, 2, 4, 2))
+    key, _ = gather_kv(CacheDesc.from_kv(found), [[3, 1]], [8])
+    assert torch.equal(key[0], logical[[3, 1]].flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ((), "layout is a tuple, expected a kvx_core.Layout"),
+        (("block", "token", "head"), "layout is block, token, head, expected block, token and hea"),
+        (("block", "token", "dim", "head", "head"), "layout is block, token, dim, head, head, exp"),
+        (("block", "token", "dim", "head", "dim"), "layout names 5 axes, expected 4, those of ten"),
+        (("block", "token", "dim", "row"), "layout[3] is 'ROW', expected a kvx_core.Axis: BLOCK"),
+    ],
+)
+def test_names_of_axes_that_are_refused(layout: Any, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        describe(torch.zeros(5, 4, 3, 2), layout)
+    assert str(refused.value).startswith(says)
+
+
+def test_custom_does_not_guess_which_axis_is_which() -> None:
+    """[block, token, head, dim] with as many heads as tokens was read with both exchanged."""
+    k = torch.arange(3 * 4 * 4 * 8).reshape(3, 4, 4, 8).float()
+    with pytest.raises(InvalidArgumentError, match=r"cache.k.shape\[1\] and shape\[2\] are both 4"):
+        gather_kv(CacheDesc.from_kv(describe(k, "BLOCK_CUSTOM")), [[1]], [4])
+    key, _ = gather_kv(CacheDesc.from_kv(describe(k, "BLOCK_NHD")), [[1]], [4])
+    assert torch.equal(key[0], k[1])
 
 
 def test_a_cache_without_v() -> None:

@@ -150,6 +150,28 @@ def test_wrong_tokens_leave_the_store_as_it_was(dtype: str) -> None:
     assert same(contents(store), contents(fill(store_of(dtype, dtype), some(4, 1))))
 
 
+def test_storages_that_were_shrunk_are_not_read_past_their_end() -> None:
+    store = fill(store_of(), some(4, 1))
+
+    def shrunk(*shape: int) -> torch.Tensor:
+        tensor = torch.ones(shape)
+        tensor.untyped_storage().resize_(tensor.nbytes - 1)
+        return tensor
+
+    short, tokens, query = shrunk(2, HEADS, DIM), torch.ones(2, HEADS, DIM), shrunk(HEADS, DIM)
+    sizes = f"has a storage of {short.nbytes - 1} bytes, expected at least {short.nbytes}"
+    tail = ": it has been resized since the tensor was made"
+    for name, keys, values in (("keys", short, tokens), ("values", tokens, short)):
+        refused(
+            store,
+            InvalidArgumentError,
+            f"{name} {sizes}{tail}",
+            lambda keys=keys, values=values: store.append(0, keys, values),
+        )
+    with pytest.raises(InvalidArgumentError, match=r"^query has a storage of"):
+        store.attend(0, query)
+
+
 def test_ranges_that_are_not_there() -> None:
     store = fill(store_of(), some(4, 1))
     store.append_token(0, TOKEN, TOKEN)

@@ -23,8 +23,10 @@ from kvx_core import (
     describe,
     gather_kv,
     migrate,
+    torch_ops,  # noqa: F401
     verify,
     write_kv,
+    write_layers,
 )
 from kvx_core.lookup import find_tokens
 from kvx_core.stores import Section
@@ -157,6 +159,57 @@ def test_a_description_of_memory_that_has_moved_is_refused(
     move(given, how)
     for call in calls:
         with pytest.raises(InvalidArgumentError, match=r"describes memory that its tensor no long"):
+            call()
+
+
+def shrink(tensor: Tensor) -> None:
+    """Takes the last byte from its storage; shape and strides stay."""
+    storage = tensor.untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+
+
+def calls_with(key: Tensor, value: Tensor, **given: Tensor) -> list[Callable[[], Any]]:
+    """Calls that were made before with whole tensors, and read them in C each time."""
+    whole, slots = (torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)), torch.arange(4)
+    table, lens = torch.tensor([[1]]), torch.tensor([4])
+    one, (k, v) = cache(1)[0], torch.randn(2, 4, 4, 2, 8)
+    write, read = WritePlan(one, whole[0][0], whole[1][0]), GatherPlan(one, *whole)
+    layers = (one, cache(2)[0])
+    slots, table, lens = (given.get(n, t) for n, t in zip(NAMES, (slots, table, lens), strict=True))
+    flat = key[0], value[0]
+    return [
+        lambda: write(*flat, slots),
+        lambda: write_kv(one, *flat, slots),
+        lambda: write_layers(layers, [flat[0]] * 2, [flat[1]] * 2, slots),
+        lambda: torch.ops.kvx.write_kv(*flat, k, v, slots, "BLOCK_NHD"),
+        lambda: read(key, value, table, lens),
+        lambda: gather_kv(one, table, lens, out=(key, value)),
+        lambda: torch.ops.kvx.gather_kv_out(k, v, table, lens, key, value, "BLOCK_NHD"),
+    ]
+
+
+NAMES = "slots", "table", "lens"
+
+
+@pytest.mark.parametrize("which", ["key", "value", *NAMES])
+def test_storages_that_were_shrunk_are_not_read_past_their_end(which: str) -> None:
+    """torch keeps the shape of a tensor whose storage is resized, and the calls believed it."""
+    tensors = {
+        "key": torch.randn(1, 4, 2, 8),
+        "value": torch.randn(1, 4, 2, 8),
+        "slots": torch.arange(4),
+        "table": torch.tensor([[1]]),
+        "lens": torch.tensor([4]),
+    }
+    calls = calls_with(**tensors)
+    for call in calls:
+        call()
+    shrink(tensors[which])
+    for i, call in enumerate(calls):
+        if which in ("key", "value") or (which == "slots") == (i < 4):
+            with pytest.raises(InvalidArgumentError, match=r"has a storage of \d+ bytes, expected"):
+                call()
+        else:
             call()
 
 

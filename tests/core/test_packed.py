@@ -211,6 +211,26 @@ def test_a_copy_shares_memory_until_either_appends() -> None:
     assert copy.copy(PackedKVCache(3)).has_packed is False
 
 
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("which", ["the original", "the copy"])
+def test_a_copy_keeps_its_tokens_when_the_other_drops_and_appends(which: str, new: int) -> None:
+    """Whichever of the two goes back, and by however many tokens it then goes on."""
+    keys, values = some(6)
+    cache = PackedKVCache()
+    cache.append_packed(keys, values)
+    fork = copy.copy(cache)
+    changed, kept = (cache, fork) if which == "the original" else (fork, cache)
+    changed.truncate(3)
+    more = some(new, 1)
+    changed.append_packed(*more)
+    assert holds(kept, keys, values)
+    assert holds(changed, *cat((keys[:, :3], values[:, :3]), more))
+    kept.truncate(6)
+    kept.append_packed(*more)
+    assert holds(kept, *more)
+    assert holds(changed, *cat((keys[:, :3], values[:, :3]), more))
+
+
 def test_inference_mode_and_back() -> None:
     cache = PackedKVCache()
     parts = [some(2, seed) for seed in range(4)]
@@ -305,6 +325,22 @@ def test_a_storage_that_was_resized_is_not_written_behind_its_end() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         cache.append_packed(keys, values)
     assert cache.seq_len == 1
+
+
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("which", ["new_keys", "new_values"])
+def test_tokens_whose_storage_was_shrunk_are_not_read_past_their_end(which: str, new: int) -> None:
+    """One token is appended by C, two by torch."""
+    cache = PackedKVCache(capacity=20)
+    cache.append_packed(*some(3))
+    before = state_of(cache)[1]
+    tokens = dict(zip(("new_keys", "new_values"), some(new, 1), strict=True))
+    shrunk = tokens[which].untyped_storage()
+    shrunk.resize_(shrunk.nbytes() - 1)
+    with pytest.raises(InvalidArgumentError, match=f"^{which} has a storage of .* expected at lea"):
+        cache.append_packed(**tokens)
+    assert cache.seq_len == 3
+    assert state_of(cache)[1] == before
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -378,9 +378,22 @@ def test_tokens_of_any_size_and_nothing_else(tmp_path: Path) -> None:
     store.commit(store.capture(tokens, 0, 4, Engine().sections()))  # type: ignore[arg-type]
     assert store.lookup(tokens).num_tokens == 4
     assert store.lookup([]).num_tokens == 0
-    for wrong in (["a"], [1.5], [2**63], np.zeros((2, 2), np.int64)):
+    unsigned = np.array([0, 2**64 - 1, 2**63 - 1, 2**63], np.uint64)
+    assert store.lookup(unsigned[:1]).num_tokens == 1
+    for wrong in (["a"], [1.5], [2**63], np.zeros((2, 2), np.int64), unsigned, unsigned[3:]):
         with pytest.raises(InvalidArgumentError, match="tokens"):
             store.lookup(wrong)  # type: ignore[arg-type]
+    for wrong in (None, 3, b"ab", "ab", {1}, iter([1]), np.array(3)):
+        for call in (store.lookup, store.nodes):
+            with pytest.raises(InvalidArgumentError, match="tokens"):
+                call(wrong)  # type: ignore[arg-type]
+
+
+def test_a_salt_is_a_string(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for wrong in (b"x", None, 3):
+        with pytest.raises(InvalidArgumentError, match=r"salt is .*, expected a string"):
+            store.salted(wrong)  # type: ignore[arg-type]
 
 
 def test_a_match_goes_to_another_process(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from kvx_core import (
     borrow,
     describe,
 )
+from kvx_core.stores.kv.tokens import array_of
 from kvx_core.tensors import row_major
 from tests.core import dlpack
 from tests.core.dlpack import OldProducer, Producer
@@ -116,6 +117,54 @@ def test_dlpack_from_before_1_0() -> None:
     found = borrow(OldProducer(data=4096, shape=(3, 4), strides=(8, 2)))
     assert (found.data, found.shape, found.stride) == (4096, (3, 4), (8, 2))
     assert found.writable
+
+
+@pytest.mark.parametrize("kind", [Producer, OldProducer])
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"ndim": 1 << 20}, "ndim is 1048576, expected 0 to 8"),
+        ({"ndim": 9}, "ndim is 9, expected 0 to 8"),
+        ({"ndim": -1}, "ndim is -1, expected 0 to 8"),
+        ({"ndim": -(2**31)}, "ndim is -2147483648, expected 0 to 8"),
+        ({"shape": None}, "shape is NULL, expected 2 extents"),
+        ({"extent": -1}, r"shape\[1\] is -1, expected 0 to 2\^62"),
+        ({"extent": 2**62 + 1}, r"shape\[1\] is 4611686018427387905, expected 0 to 2\^62"),
+        ({"byte_offset": 2**64 - 4096}, "byte_offset is 18446744073709547520, expected one within"),
+    ],
+)
+def test_hostile_dlpack(kind: type[Producer], fields: dict[str, Any], says: str) -> None:
+    class Hostile(kind):  # type: ignore[misc,valid-type]
+        def _tensor(self) -> Any:
+            tensor = super()._tensor()
+            self.extents[1] = fields.get("extent", 4)
+            for name in fields.keys() - {"extent"}:
+                setattr(tensor, name, fields[name])
+            return tensor
+
+    hostile = Hostile(data=4096, shape=(3, 4))
+    for call in (borrow, lambda t: describe(t, "BLOCK_NHD"), array_of_store):
+        with pytest.raises(InvalidArgumentError, match=f"is a DLPack tensor whose {says}"):
+            call(hostile)
+
+
+def array_of_store(tensor: Any) -> Any:
+    return array_of("keys", tensor)
+
+
+def test_a_capsule_that_is_none() -> None:
+    class Other(Producer):
+        def __dlpack__(self, **options: Any) -> object:
+            return self.made
+
+    other = Other(data=4096, shape=(3, 4))
+    used = torch.zeros(3).__dlpack__()
+    torch.from_dlpack(used)
+    for other.made in (None, 3, used):
+        with pytest.raises(
+            InvalidArgumentError, match=r"__dlpack__\(\) is .* expected a DLPack cap"
+        ):
+            borrow(other)
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,24 @@ def test_use_openmp() -> None:
     for num_tokens in (1, 7, NUM_TOKENS):
         assert Case(num_tokens).write()
     assert not kvx_core.use_openmp(False)
+
+
+class Teams:
+    """Host threads that break the promise to run on the calling thread."""
+
+    @staticmethod
+    def nobody(work: Callable[[int], None], data: int, num_threads: int, flags: int) -> None:
+        pass
+
+    @staticmethod
+    def others_alone(work: Callable[[int], None], data: int, num_threads: int, flags: int) -> None:
+        other = threading.Thread(target=work, args=(data,))
+        other.start()
+        other.join()
+
+
+@pytest.mark.parametrize("team", [Teams.nobody, Teams.others_alone], ids=lambda t: t.__name__)
+def test_the_caller_does_what_host_threads_leave(team: Callable[..., None]) -> None:
+    lent = _PARALLEL(team)
+    _lend(lent)
+    assert Case().write()

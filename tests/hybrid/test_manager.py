@@ -143,7 +143,11 @@ def test_a_step_is_all_or_nothing() -> None:
         (([2], [0], [1]), r"request_slots\[0\] is 2, which no request has"),
         (([0], [5], [4]), r"num_tokens_after\[0\] is 4, expected at least 5"),
         (([0], [0], [1025]), r"num_tokens_after\[0\] is 1025, expected 0 to 1024"),
-        (([0], [4], [5]), "slot 0 has 0 blocks in layer 1, expected at least 1: tokens come step"),
+        (
+            ([0], [4], [5]),
+            r"num_tokens_before\[0\] is 4, and the last step of slot 0 had 0 tokens after it, "
+            "expected 0: tokens come step by step",
+        ),
         (([0, 1], [0, 0], [400, 400]), "the step brings 800 tokens, expected at most 512"),
     ],
 )
@@ -153,6 +157,55 @@ def test_steps_that_are_refused(args: tuple[Any, Any, Any], says: str) -> None:
     caches.admit_request()
     with pytest.raises(InvalidArgumentError, match=says):
         prepare_forward(caches, *args)
+    check(caches)
+    assert all(a is None or a.num_held == 0 for a in caches.allocators.values())
+    assert caches.step.spans == []
+
+
+def test_a_step_follows_the_last_one_or_repeats_it() -> None:
+    """Gaps and overlaps lie within blocks that the request has: nothing else would notice them."""
+    caches = manager(2)
+    slot, other = caches.admit_request(), caches.admit_request()
+    prepare_forward(caches, [slot], [0], [10])
+    prepare_forward(caches, [slot, other], [0, 0], [10, 3])  # the same again, and another request
+    prepare_forward(caches, [slot], [10], [12])
+    for before in (0, 9, 11, 13, 20):
+        says = f"is {before}, .* slot {slot} had 12 tokens after it, expected 12, or 10 to repeat"
+        with pytest.raises(InvalidArgumentError, match=says):
+            prepare_forward(caches, [slot, other], [before, 3], [21, 4])
+    assert caches.step.spans == [(slot, 10, 12)]
+    prepare_forward(caches, [slot, other], [12, 3], [12, 4])  # one waits
+    with pytest.raises(InvalidArgumentError, match="had 12 tokens after it, expected 12: tokens"):
+        prepare_forward(caches, [slot], [10], [13])
+    caches.release_request(slot)
+    assert caches.admit_request() == slot
+    for before in (10, 12):
+        with pytest.raises(InvalidArgumentError, match="had 0 tokens after it, expected 0: tokens"):
+            prepare_forward(caches, [slot], [before], [13])
+    prepare_forward(caches, [other, slot], [4, 0], [5, 1])
+
+
+def test_a_step_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails: too few blocks, or memory for the step's tensors after blocks were taken."""
+    caches = manager(2, 1024, csa=3, hca=3)
+    slot, other = caches.admit_request(), caches.admit_request()
+    prepare_forward(caches, [slot], [0], [100])
+    with pytest.raises(OutOfBlocksError):
+        prepare_forward(caches, [slot, other], [100, 0], [300, 200])
+    prepare_forward(caches, [slot, other], [100, 0], [120, 100])
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(caches.step), "fill", fails)
+        with pytest.raises(MemoryError):
+            prepare_forward(caches, [slot, other], [120, 100], [133, 101])
+    check(caches)
+    assert caches.num_held(CSA, slot) == 2
+    prepare_forward(caches, [slot, other], [120, 100], [133, 101])
+    assert caches.num_held(CSA, slot) == 2
+    assert caches.step.spans == [(slot, 120, 133), (other, 100, 101)]
     check(caches)
 
 
@@ -318,6 +371,10 @@ def test_layers_without_entries_have_no_such_views() -> None:
         caches.acquire(HCA).read_indexer_view()
     with pytest.raises(InvalidArgumentError, match="layer_idx is 4, expected one of the schedule"):
         caches.acquire(4)
+    for wrong in ([0], None, "1", 1.0, True):
+        for call in (caches.acquire, lambda layer: caches.num_held(layer, 0)):
+            with pytest.raises(InvalidArgumentError, match=r"layer_idx is .*, expected an integer"):
+                call(wrong)  # type: ignore[arg-type]
 
 
 class NoTensors(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError
+from kvx_core import InvalidArgumentError, UnsupportedError
 from kvx_core.hybrid import (
     AttentionType,
     BlockAllocator,
@@ -26,6 +26,7 @@ from kvx_core.hybrid import (
     gqa_bytes_per_token,
     migrate_pages,
     migrate_pending,
+    ops,
     page_bytes,
     pending_to_tails,
     pending_tokens,
@@ -166,9 +167,75 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         for name in names.split()
     ],
 )
-@pytest.mark.parametrize("value", [None, 1.5, "x", object()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [None, 1.5, "x", object(), {"a": [1]}], ids=lambda v: type(v).__name__
+)
 def test_values_of_other_types(
     call: Callable[..., Any], given: dict[str, Any], name: str, value: object
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"\b{name}\b"):
         call(**{**given, name: value})
+
+
+OPS: list[tuple[Callable[..., None], dict[str, torch.Tensor]]] = [
+    (
+        ops.append_swa,
+        {
+            "x": torch.ones(2, 12, dtype=torch.bfloat16),
+            "positions": torch.tensor([5, 6]),
+            "slots": torch.tensor([0, 1], dtype=torch.int32),
+            "swa_fp8": torch.zeros(2, 4, 8, dtype=torch.uint8),
+            "swa_rope": torch.zeros(2, 4, 4, dtype=torch.bfloat16),
+            "swa_inv": torch.zeros(2, 4),
+            "swa_pos": torch.zeros(2, 4, dtype=torch.int32),
+            "swa_head": torch.zeros(2, dtype=torch.int32),
+        },
+    ),
+    (
+        ops.hca_reset_state,
+        {
+            "slots": torch.tensor([0, 1], dtype=torch.int32),
+            "mask": torch.ones(2, dtype=torch.bool),
+            "ka": torch.ones(2, 4, 8),
+            "za": torch.ones(2, 4, 8),
+            "tail_len": torch.zeros(2, dtype=torch.int32),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "tensors", "name"),
+    [pytest.param(c, t, n, id=f"{c.__name__}-{n}") for c, t in OPS for n in t],
+)
+def test_tensors_whose_memory_is_not_what_they_say(
+    call: Callable[..., None], tensors: dict[str, torch.Tensor], name: str
+) -> None:
+    """A shrunk storage would be read or written past its end; torch's negative bit is not seen."""
+    given = {field: tensor.clone() for field, tensor in tensors.items()}
+    call(*given.values())
+    before = {field: tensor.clone() for field, tensor in given.items()}
+    storage = given[name].untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+    with pytest.raises(InvalidArgumentError, match=f"^{name} has a storage of .* bytes, expected"):
+        call(*given.values())
+    if given[name].is_floating_point():
+        given[name] = torch._neg_view(before[name].clone())
+        with pytest.raises(UnsupportedError, match=rf"^{name}.is_neg\(\) is True"):
+            call(*given.values())
+    for field, tensor in given.items():
+        assert field == name or torch.equal(tensor, before[field])
+
+
+def test_extents_that_a_field_of_c_does_not_hold() -> None:
+    """2**32 + 2 rows would be 2 of them."""
+    tails, none = [torch.ones(2, 4, 16)] * 4, torch.zeros(2**32 + 2, 0)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^out.shape is .* expected extents below 2\^31"
+    ):
+        ops.compress(*tails, None, None, None, 0.0, None, None, None, none)
+    for eps in (1 << 2000, 1e39):
+        with pytest.raises(
+            InvalidArgumentError, match=r"^eps is .* expected a number that float32"
+        ):
+            ops.compress(*tails, None, None, None, eps, None, None, None, torch.zeros(2, 8))

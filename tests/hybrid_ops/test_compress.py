@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import InvalidArgumentError, OutOfRangeError
-from kvx_core.hybrid import ops
+from kvx_core import InvalidArgumentError, OutOfRangeError, _abi, _abi_hybrid
+from kvx_core.hybrid import _arrays, ops
+from kvx_core.types import DType
 from tests.hybrid_ops import oracle
 from tests.hybrid_ops.conftest import On
 
@@ -70,6 +71,34 @@ def test_hca_entries_by_slot(on: On, out_dtype: torch.dtype, seed: int) -> None:
     expected = w.finished(entry, positions)
     expected[1] = 7
     close(to, expected, 3e-6 if out_dtype == torch.float32 else 2**-8)
+
+
+def test_a_row_of_a_bulk_whose_slot_is_minus_1_is_skipped(on: On) -> None:
+    """Through C, as compress_bulk takes no slots. Others say nothing in bulk, however large."""
+    rows, ratio, dim = 5, 4, 32
+    k, z = on(*torch.randn(2, rows * ratio, dim, generator=torch.Generator().manual_seed(1)))
+    found, every = on(torch.full((rows, dim), 7.0)), on(torch.full((rows, dim), 7.0))
+    slots = on(torch.tensor([5, -1, -1, 2**31 - 1, -1], dtype=torch.int32))
+    for out, given in ((every, None), (found, slots.data_ptr())):
+        desc = _abi_hybrid.kvx_hybrid_compress_t(
+            memory=_arrays.memory_of(k.device),
+            num_rows=rows,
+            num_slots=1,
+            ratio=ratio,
+            head_dim=dim,
+            position_bytes=8,
+            state=DType.F32,
+            out_dtype=DType.F32,
+            flags=_abi_hybrid.BULK | _abi_hybrid.NO_OVERLAP,
+            ka=k.data_ptr(),
+            za=z.data_ptr(),
+            out=out.data_ptr(),
+            slots=given,
+        )
+        _abi.check(_abi_hybrid.functions().kvx_hybrid_compress(desc, None))
+    skipped = torch.tensor([False, True, True, False, True])
+    assert (found.cpu()[skipped] == 7).all()
+    assert torch.equal(found.cpu()[~skipped], every.cpu()[~skipped])
 
 
 def test_all_scores_absent_is_their_mean_and_no_nan(on: On) -> None:

@@ -46,7 +46,7 @@ class Pool:
         else:
             ops.flush_write_hca(self.on(entry), *rows, *self.tensors)
         for i in range(len(entry)):
-            if not mask[i] or slots[i] == -1:
+            if not mask[i] or slots[i] < 0:
                 continue
             number = int(ids[i])
             at = int(table[i, number // self.per_block]), number % self.per_block
@@ -88,6 +88,25 @@ def test_entries_go_where_tables_say(
     pool.write(entry.flip(0), key.flip(0), i32(0, 1, 2, 3, -1), i32(33, 1, 30, 70, 9), mask, table)
     pool.check()
     assert (pool.tensors[0].cpu()[3] == SENTINEL).all(), "the row whose mask is False was written"
+
+
+@pytest.mark.parametrize("slot", [-2, -(2**31)])
+@pytest.mark.parametrize("keys", ["fp8", None])
+def test_a_slot_below_minus_1_is_out_of_range(on: On, keys: str | None, slot: int) -> None:
+    """On the host nothing is written; a kernel, which cannot refuse, skips the row."""
+    pool = Pool(on, keys, blocks=3, per_block=2, nope=448)
+    entry, key = entries(2, 0, 448, torch.bfloat16)
+    table, mask = torch.tensor([[1], [2]], dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    if on.looks_first:
+        says = rf"flush.slots\[1\] is {slot}, expected -1 to 2147483647"
+        with pytest.raises(OutOfRangeError, match=says):
+            pool.write(entry, key, i32(0, slot), i32(0, 1), mask, table)
+    else:
+        pool.write(entry, key, i32(0, slot), i32(0, 1), mask, table)
+    pool.check()
+    mask[1] = False  # a masked row's slot is not looked at
+    pool.write(entry, key, i32(0, slot), i32(0, 1), mask, table)
+    pool.check()
 
 
 def test_no_mask_set_changes_no_byte(on: On) -> None:

@@ -10,7 +10,8 @@
  *
  * Conventions
  *   - Every struct begins with `size`, set by the caller to sizeof(the struct). A smaller value is
- *     refused; a larger one, from a newer header of the same major version, is accepted.
+ *     refused, but 0 of an embedded struct that is not used; a larger one, from a newer header of
+ *     the same major version, is accepted.
  *   - Strides are in elements. Fields in bytes have "bytes" in their name.
  *   - All pointers are borrowed for the duration of the call and never retained.
  *   - Functions are thread-safe as long as concurrent calls do not write overlapping memory.
@@ -93,13 +94,15 @@ typedef enum kvx_memory_type_t {
   KVX_MEMORY_UNIFIED = 3
 } kvx_memory_type_t;
 
-/* Order of the axes in `shape` and `stride`; the strides are free. Spec: 4.2 */
+/* Order of the axes in `shape` and `stride`; the strides are free. CUSTOM says nothing that the
+ * others do not: its axes are told apart by their extents, so that no two above 1 may be equal.
+ * Spec: 4.2 */
 typedef enum kvx_layout_t {
   KVX_LAYOUT_INVALID = 0,
   KVX_LAYOUT_BLOCK_NHD = 1,        /* [num_blocks, block_size, num_kv_heads, head_dim] */
   KVX_LAYOUT_BLOCK_HND = 2,        /* [num_blocks, num_kv_heads, block_size, head_dim] */
   KVX_LAYOUT_BLOCK_HND_PACKED = 3, /* [num_blocks, num_kv_heads, head_dim/pack, block_size, pack] */
-  KVX_LAYOUT_BLOCK_CUSTOM = 15     /* 4-D as HND, 5-D as HND_PACKED; no canonical strides implied */
+  KVX_LAYOUT_BLOCK_CUSTOM = 15     /* 4-D as HND, 5-D as HND_PACKED; no two equal extents */
 } kvx_layout_t;
 
 /* How a sequence's tokens are found in the cache. Spec: 5.1 */

@@ -115,7 +115,7 @@ typedef struct kvx_hybrid_flush_t {
   uint32_t flags;             /* THRESHOLDS, with NVFP4 or MXFP4 */
   const void *entry;          /* [num_rows, nope_dim + rope_dim] */
   const void *index_key;      /* [num_rows, key_dim]; NULL without keys */
-  const int32_t *slots;       /* [num_rows], -1: skipped; NULL: none is */
+  const int32_t *slots;       /* [num_rows], -1: skipped, less: refused; NULL: none is */
   const int32_t *entry_ids;   /* [num_rows] number of the entry in its request */
   const uint8_t *mask;        /* [num_rows], 0: skipped; NULL: none is */
   const int32_t *block_table; /* [num_rows, max_blocks] */

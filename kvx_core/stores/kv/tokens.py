@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.dlpack import from_dlpack
 
+from kvx_core._dlpack import read_dlpack
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import capsule_of, require_whole
 from kvx_core.words import wrong
 
 _A_TENSOR = "a torch.Tensor, a numpy.ndarray or an object with __dlpack__"
@@ -20,10 +22,13 @@ def array_of(name: str, tokens: Any) -> Any:
     Raises InvalidArgumentError.
     """
     if isinstance(tokens, Tensor):
+        if tokens.layout is strided:
+            require_whole(name, tokens)
         return tokens.detach() if tokens.requires_grad else tokens
     if isinstance(tokens, np.ndarray):
         return tokens
     if hasattr(tokens, "__dlpack__") and not isinstance(tokens, type):
+        read_dlpack(name, capsule_of(tokens))  # torch does not check what it reads of one
         return from_dlpack(tokens)
     raise wrong(name, tokens, _A_TENSOR)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvx_core import _bound
 from kvx_core.append_op import kvcache_append
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.tensors import require_whole
 from kvx_core.words import instance, integer, listed, product
 
 _SPARE = 256  # tokens of room that a new allocation has, at least
@@ -270,6 +271,8 @@ def _require_follows(held: Held, new_keys: Tensor, new_values: Tensor) -> None:
             and new_keys.device == new_values.device == keys.device
             and new_keys.layout is new_values.layout is torch.strided
         ):
+            require_whole("new_keys", new_keys)
+            require_whole("new_values", new_values)
             return
     require_packed("new_keys", new_keys, "new_values", new_values)
     for axis, name in ((0, "batch"), (2, "dim")):

@@ -40,6 +40,14 @@ struct End {
 // in between or without, or by the copies that the plan lists; a write also as one of layers.
 enum Way { kCall, kPlan, kPlanOfOthers, kPlanRanges, kLayers };
 
+// Whether extents alone tell axes apart, as those of CUSTOM must. Spec: 4.2
+inline bool has_distinct_extents(const kvx_tensor_desc_t &tensor) {
+  for (uint32_t i = 0; i < tensor.ndim; ++i)
+    for (uint32_t j = 0; j < i; ++j)
+      if (tensor.shape[i] > 1 && tensor.shape[i] == tensor.shape[j]) return false;
+  return true;
+}
+
 struct Case {
   Op op;
   Way way = kCall;

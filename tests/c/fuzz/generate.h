@@ -152,6 +152,8 @@ class Generator {
       tensor->ndim = 4;
       std::copy(shape, shape + 4, tensor->shape);
     }
+    if (tensor->layout != KVX_LAYOUT_BLOCK_CUSTOM || has_distinct_extents(*tensor)) return;
+    tensor->layout = tensor->ndim == 5 ? KVX_LAYOUT_BLOCK_HND_PACKED : KVX_LAYOUT_BLOCK_HND;
   }
 
   kvx_cache_desc_t cache_of(const Geometry &of) {

@@ -98,6 +98,16 @@ class HybridCase {
           random_.pick({-2, static_cast<int32_t>(count), INT32_MAX, INT32_MIN});
     return slots;
   }
+  // Slots that say nothing but which rows are skipped; one may be out of range.
+  int32_t *skips_of(uint32_t rows) {
+    auto *const slots = numbers<int32_t>(rows);
+    for (uint32_t i = 0; i < rows; ++i)
+      slots[i] = !is_hostile_ && random_.one_in(5)
+                     ? -1
+                     : static_cast<int32_t>(random_.below(uint64_t{INT32_MAX} + 1));
+    if (rows && hostile()) slots[random_.below(rows)] = random_.pick({-2, INT32_MIN});
+    return slots;
+  }
   uint8_t *mask_of(uint32_t rows) {
     if (random_.one_in(2)) return nullptr;
     uint8_t *const mask = bytes(rows);
@@ -221,8 +231,9 @@ class HybridCase {
     uint8_t *const positions = bytes(Wide{d.num_rows} * d.position_bytes);
     std::memset(positions, 0, std::max<size_t>(1, size_t{d.num_rows} * d.position_bytes));
     d.positions = positions;
-    const int32_t *const slots =
-        is_bulk || random_.one_in(2) ? nullptr : slots_of(d.num_rows, d.num_slots, false);
+    const int32_t *const slots = random_.one_in(2) ? nullptr
+                                 : is_bulk         ? skips_of(d.num_rows)
+                                           : slots_of(d.num_rows, d.num_slots, false);
     d.slots = slots;
     const uint8_t *const mask = mask_of(d.num_rows);
     d.mask = mask, d.out = bytes(Wide{d.num_rows} * d.head_dim * size(d.out_dtype));
@@ -297,8 +308,9 @@ class HybridCase {
               random_.pick({-1, static_cast<int32_t>(d.num_blocks), INT32_MIN});
       }
     }
+    const int32_t *const slots = random_.one_in(2) ? nullptr : skips_of(d.num_rows);
     const uint8_t *const mask = mask_of(d.num_rows);
-    d.entry_ids = ids, d.block_table = table, d.mask = mask;
+    d.slots = slots, d.entry_ids = ids, d.block_table = table, d.mask = mask;
     d.fp8 = bytes(entries * d.nope_dim), d.rope = bytes(entries * d.rope_dim * 2);
     d.inv_scale = numbers<float>(entries);
     if (d.keys != KVX_HYBRID_NO_KEYS) {
@@ -326,11 +338,11 @@ class HybridCase {
               at(&d.key_codes, has_keys ? all * code_bytes(d) : 0, true),
               at(&d.key_scales, has_keys ? all * scale_bytes(d) : 0, true)};
     };
-    untouched_ = [this, &d, ids, mask] {
+    untouched_ = [this, &d, ids, slots, mask] {
       const Wide all = Wide{d.num_blocks} * d.entries_per_block;
-      const auto written = [&d, ids, mask](Wide entry) {
+      const auto written = [&d, ids, slots, mask](Wide entry) {
         const Wide row = entry / d.entries_per_block;  // the block of row i is block i
-        return row < d.num_rows && (!mask || mask[row]) &&
+        return row < d.num_rows && (!mask || mask[row]) && (!slots || slots[row] != -1) &&
                entry % d.entries_per_block == ids[row] % static_cast<int32_t>(d.entries_per_block);
       };
       std::string found = kept(d.fp8, all, d.nope_dim, written);

@@ -145,8 +145,8 @@ inline Fields fields_of(Case *c) {
   Fields f;
   for (auto *end : {&c->src, &c->dst}) {
     const std::string name = end == &c->src ? "src" : "dst";
-    const size_t layers =
-        c->op == kMigrate ? end->layers.size() : std::min<size_t>(1, end->layers.size());
+    const size_t used = c->op == kMigrate ? end->span.num_layers : 1;
+    const size_t layers = std::min(used, end->layers.size());
     for (size_t l = 0; l < layers; ++l)
       f.cache(name + ".layers[" + std::to_string(l) + "]", &end->layers[l]);
     for (int kv = 0; kv < 2; ++kv) {
@@ -244,6 +244,17 @@ inline void mutate(Random &random, Fields &fields, Memory *memory, std::string *
       return store(shift ? was + 1 : uintptr_t{0});
     }
   }
+}
+
+// The size of a struct that the call has, used or not, which is smaller than the smallest struct
+// and not 0. Scales and zero points that a case has are not always given to its call.
+inline const Field *small_size_of(const Fields &fields) {
+  for (const Field &field : fields.all) {
+    const bool is_given = field.name.find("_scale.") == std::string::npos &&
+                          field.name.find("_zero.") == std::string::npos;
+    if (is_given && field.kind == Field::kSize && load<uint32_t>(field.at) - 1u < 7u) return &field;
+  }
+  return nullptr;
 }
 
 inline void mutate(Random &random, Case *c) {

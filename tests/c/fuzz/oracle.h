@@ -155,6 +155,20 @@ inline int64_t counterpart(int64_t d, kvx_dtype_t of, kvx_dtype_t other) {
   return d * numbers_of(of) / numbers_of(other);
 }
 
+// Whether the first layers of an end have a tensor of CUSTOM whose axes extents do not tell apart.
+inline bool is_ambiguous(const End &end, size_t num_layers) {
+  for (size_t l = 0; l < std::min(num_layers, end.layers.size()); ++l)
+    for (const kvx_tensor_desc_t *tensor : {&end.layers[l].k, &end.layers[l].v})
+      if (tensor->data && tensor->layout == KVX_LAYOUT_BLOCK_CUSTOM &&
+          !has_distinct_extents(*tensor))
+        return true;
+  return false;
+}
+inline bool is_ambiguous(const Case &c) {
+  if (c.op != kMigrate) return is_ambiguous(c.op == kGather ? c.src : c.dst, 1);
+  return is_ambiguous(c.src, c.src.span.num_layers) || is_ambiguous(c.dst, c.dst.span.num_layers);
+}
+
 struct Oracle {
   Case &c;
   const char *bad_index = nullptr;  // what the spec wants refused: the first index out of range
