@@ -258,8 +258,8 @@ struct AreWhole {
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
     return PyBool_FromLong(std::all_of(args, args + num_args, [&](PyObject *object) {
       DLTensor found;
-      const bool is_tensor = tensors.type_of(object) == tensors.type ||
-                             PyObject_IsInstance(object, tensors.type) == 1;
+      const bool is_tensor =
+          tensors.type_of(object) == tensors.type || PyObject_IsInstance(object, tensors.type) == 1;
       return is_tensor && tensors.read_any(object, &found);
     }));
   }

@@ -28,8 +28,10 @@ kvx_status_t check_distinct(const Path &path, const kvx_tensor_desc_t &tensor) {
     for (uint32_t other = 0; other < axis; ++other) {
       if (tensor.shape[axis] <= 1 || tensor.shape[axis] != tensor.shape[other]) continue;
       return KVX_INVALID(
-          "%s.shape[%u] and shape[%u] are both %lld, expected extents that differ, since they alone "
-          "say which axis of BLOCK_CUSTOM is which; name the order by %s, whose strides are as free, "
+          "%s.shape[%u] and shape[%u] are both %lld, expected extents that differ, since they "
+          "alone "
+          "say which axis of BLOCK_CUSTOM is which; name the order by %s, whose strides are as "
+          "free, "
           "or by the axes of a plane (spec 4.2)",
           KVX_AT(path), other, axis, static_cast<ll>(tensor.shape[axis]),
           tensor.ndim == 5 ? "BLOCK_HND_PACKED" : "BLOCK_HND or BLOCK_NHD");
@@ -142,8 +144,7 @@ kvx_status_t check_cache(const Path &path, const kvx_cache_desc_t *cache,
   if (cache->num_blocks != valid.num_blocks || cache->block_size != valid.block_size ||
       cache->num_kv_heads != valid.num_kv_heads || cache->head_dim != valid.head_dim ||
       !have_same_form(cache->k, valid.k) || !have_same_form(cache->v, valid.v) ||
-      cache->pool.size != valid.pool.size ||
-      is_absent(cache->v) != is_absent(valid.v)) {
+      cache->pool.size != valid.pool.size || is_absent(cache->v) != is_absent(valid.v)) {
     return check_cache(path, cache);
   }
   KVX_TRY(check_place({&path, "k"}, cache->k));

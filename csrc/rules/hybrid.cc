@@ -396,8 +396,7 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_compress_t &c) {
   const int64_t most = c.flags & KVX_HYBRID_BULK ? INT32_MAX : int64_t{c.num_slots} - 1;
   for (uint64_t i = 0; i < c.num_rows; ++i) {
     if (!takes_part(c.mask, c.slots, i)) continue;
-    if (c.slots)
-      KVX_TRY(check_number("compress.slots", i, c.slots[i], -1, most));
+    if (c.slots) KVX_TRY(check_number("compress.slots", i, c.slots[i], -1, most));
     if (!c.cos_sin) continue;
     const int64_t position = position_at(c.positions, c.position_bytes, i);
     KVX_TRY(check_number("compress.positions", i, position, 0, int64_t{c.num_positions} - 1));

@@ -221,7 +221,7 @@ class PrefixStore:
 
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
         """The key of the tokens before each chunk: the argument `node` of capture and missing."""
-        chain = self.chain_of(token_ids(tokens))
+        chain = self.chain_of(tokens)
         return [chain.node(i) for i in range(len(tokens) // self.chunk_tokens + 1)]
 
     def spans(self, num_tokens: int, start: int = 0) -> list[tuple[int, int]]:

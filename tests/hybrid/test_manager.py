@@ -103,7 +103,10 @@ def test_a_step_says_which_tokens_it_brings() -> None:
     caches = manager()
     first, second = caches.admit_request(), caches.admit_request()
     prepare_forward(caches, [first], [0], [7])
+    prepare_forward(caches, [second, first], [0, 7], [1, 8])
+    assert caches.step.one_each
     prepare_forward(caches, [second, first], [0, 7], [2, 8])
+    assert not caches.step.one_each  # else a kernel may give both tokens of `second` one place
     handle = caches.acquire(CSA)
     assert handle.request_slots.tolist() == [second, first]
     assert handle.positions.tolist() == [0, 1, 7]

@@ -245,3 +245,14 @@ def test_states_that_are_refused(fields: dict[str, object], says: str) -> None:
         StateCache(schema("CSA"), **{"max_requests": 2, **fields})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="slot is 2, expected 0 to 1"):
         StateCache(schema("CSA"), 2).reset_slot(2)
+
+
+def test_a_block_that_was_given_back_is_not_given_back_again() -> None:
+    """Others are held, so that the count alone would not tell."""
+    pool = BlockAllocator(4)
+    first, second = pool.acquire(2).tolist()
+    pool.release([first])
+    with pytest.raises(InvalidArgumentError, match=f"block {first} is released and nobody holds"):
+        pool.release([first])
+    assert [pool.holds(block) for block in (first, second)] == [False, True]
+    assert sorted(pool.acquire(3).tolist()) == sorted({0, 1, 2, 3} - {second})

@@ -47,7 +47,8 @@ KVX_API kvx_status_t kvx_set_num_threads(uint32_t num_threads);
 /* Runs work(data) at once on `num_threads` threads of the host program, the calling thread among
  * them, and returns when all have returned; num_threads 0: the host chooses. GOMP_parallel, which
  * the OpenMP runtimes of GCC, LLVM and Intel export, has this type; `flags` is 0. If it has not run
- * work on the calling thread, libkvx does so: whatever other threads have left is then done there. */
+ * work on the calling thread, libkvx does so: whatever other threads have left is then done there.
+ */
 typedef void (*kvx_parallel_t)(void (*work)(void *data), void *data, unsigned num_threads,
                                unsigned flags);
 

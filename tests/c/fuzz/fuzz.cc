@@ -167,8 +167,7 @@ bool run_one(Random random, Counts *counts, bool threads, bool big) {
   const Fields fields = fields_of(&c);
   if (const Field *const size = small_size_of(fields))
     return fail(c, "accepted " + size->name + " " + std::to_string(load<uint32_t>(size->at)));
-  if (is_ambiguous(c))
-    return fail(c, "accepted axes of CUSTOM that have equal extents");
+  if (is_ambiguous(c)) return fail(c, "accepted axes of CUSTOM that have equal extents");
   if (claims == Claims::kTooLarge) {
     return c.memory.unchanged() ? true : fail(c, "a call without tokens has changed memory");
   }

@@ -233,7 +233,7 @@ class HybridCase {
     d.positions = positions;
     const int32_t *const slots = random_.one_in(2) ? nullptr
                                  : is_bulk         ? skips_of(d.num_rows)
-                                           : slots_of(d.num_rows, d.num_slots, false);
+                                                   : slots_of(d.num_rows, d.num_slots, false);
     d.slots = slots;
     const uint8_t *const mask = mask_of(d.num_rows);
     d.mask = mask, d.out = bytes(Wide{d.num_rows} * d.head_dim * size(d.out_dtype));
