@@ -24,8 +24,8 @@ def never_found(
     held = sorted({section.heads for section in sections})
     if len(held) > 1:
         return (
-            f"layers have the KV heads {' and '.join(map(_words, held))}, expected the same in all: a store of layers that "
-            "differ in their number of heads is not there yet"
+            f"layers have the KV heads {' and '.join(map(_words, held))}, expected the same in "
+            "all: a store of layers that differ in their number of heads is not there yet"
         )
     finder, files = store.finder, []
     for of in {*held, *heads}:
