@@ -473,6 +473,17 @@ def test_a_plan_that_stays_bound_is_done_once(serve: Factory) -> None:
     assert not list(serve.store.rglob("*.safetensors"))
 
 
+def test_a_pool_whose_entries_no_lookup_would_find(
+    serve: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.tensorrt_llm_plugin.model import Model
+
+    monkeypatch.setattr(Model, "heads_of", lambda self, rank: (0, 1))  # of two ranks
+    with pytest.raises(UnsupportedError, match="would store what it never finds: nobody would"):
+        serve(args={"tensor_parallel_size": 2})
+    assert not list(serve.store.rglob("*.safetensors"))
+
+
 def test_a_step_before_any_plan(serve: Factory) -> None:
     """Warm-up."""
     worker = serve().ranks[0].worker
