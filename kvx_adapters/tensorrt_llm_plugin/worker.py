@@ -31,6 +31,7 @@ from kvx_core.connector.plan import BlockIds
 from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped
 from kvx_core.snapshot import Section, StorageFormat
+from kvx_core.stores.dry_run import never_found
 
 
 class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
@@ -69,6 +70,12 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
         self._view: CacheView = self._model.view(kv_cache_tensor, self._heads)
         StorageFormat.of(self._settings.format).check(self._section(None))
+        ranks = range(self._model.tensor_parallel_size)
+        heads = [self._model.heads_of(rank) for rank in ranks]
+        if self._store is not None and (
+            reason := never_found(self._store, [self._section(None)], heads)
+        ):
+            raise UnsupportedError(f"KVX would store what it never finds: {reason}")
         self._blocks = kv_cache_tensor
         if self._store is not None and self._saver is None:
             self._saver = Saver(

@@ -141,10 +141,9 @@ class Stores(Scoped):
             return ""
         each = " and ".join(sorted(one.name for one in found.each))
         return (
-            f"KVX: layers are kept in {each}. With accept 'same' this engine loads entries that "
-            "are as precise as each of them, or of engines with the same "
-            "kv_cache_dtype_skip_layers; others take its entries for "
-            f"{Precision(found.formats).name}"
+            f"KVX: layers are kept in {each}. With accept 'same' this engine loads what is as "
+            "precise as each of them, or from engines with the same kv_cache_dtype_skip_layers; "
+            f"others take its entries for {Precision(found.formats).name}"
         )
 
 

@@ -24,6 +24,7 @@ from kvx_core import (
     migrate,
     write_kv,
 )
+from tests.adapters.test_vllm import rows_of
 from tests.fakes.vllm import LAYOUTS, D, H, N, needs_vllm, random_tokens
 
 pytestmark = needs_vllm
@@ -186,6 +187,126 @@ def test_kernel_blocks_of_a_group(layout: str) -> None:
     write_kv(view.layers[1], key, key, slots)
     table = vllm.block_table([[4, 2]], kernel_blocks_per_block=kernel_blocks)
     assert torch.equal(gather_kv(view.layers[1], table, [70])[0][0], key)
+
+
+def test_layers_that_are_cut_into_kernel_blocks_otherwise_are_refused() -> None:
+    cut, whole = (
+        engine([(names(0, 1), full(block_size=48))], "LBHNC", kernel_block_sizes=[size])
+        for size in (16, 48)
+    )
+    cut.kv_caches[names(1)[0]] = whole.kv_caches[names(1)[0]]
+    (group,) = cut.groups()
+    with pytest.raises(UnsupportedError, match=r"one group have \[1, 3\] kernel blocks per block"):
+        cut.view(group)
+
+
+def test_a_live_block_table_counts_kernel_blocks() -> None:
+    """Of an engine with kernel blocks of 16 and blocks of 48, none of which runs on a CPU."""
+    (name,) = names(0)
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(
+            num_blocks=11, kv_cache_groups=[SimpleNamespace(layer_names=[name])]
+        ),
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: SimpleNamespace(kv_cache=torch.empty(33, 1))}
+        ),
+    )
+    manager = SimpleNamespace(get_block_ids=lambda request: ([4, 2],))
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(requests={"a"}, kv_cache_manager=manager),
+        model_executor=SimpleNamespace(
+            driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+        ),
+    )
+    found = vllm.live_block_table(
+        SimpleNamespace(
+            llm_engine=SimpleNamespace(
+                engine_core=SimpleNamespace(engine_core=core),
+                vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()),
+            )
+        ),
+        ["a"],
+    )
+    assert rows_of(found) == [[12, 13, 14, 6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("mla", "layers", "expected"),
+    [
+        (False, None, ""),
+        (False, [{}, {"head_size": 128}], ""),
+        (False, [{}, {"total_num_kv_heads": 8}], ""),
+        (
+            False,
+            [{}, {"total_num_kv_heads": 2}],
+            "layers have 2 and 8 KV heads, which a store cannot keep yet",
+        ),
+        (True, [{}, {"total_num_kv_heads": 2}], ""),  # one latent in each
+    ],
+)
+def test_models_whose_layers_have_other_numbers_of_heads(
+    mla: bool, layers: list[dict[str, int]] | None, expected: str
+) -> None:
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(),
+        is_hybrid=False,
+        is_attention_free=False,
+        is_encoder_decoder=False,
+        use_mla=mla,
+        model_arch_config=SimpleNamespace(per_layer_overrides=layers),
+        get_total_num_kv_heads=lambda: 8,
+    )
+    assert vllm.model_refusal(model) == expected
+
+
+def test_reasons_not_to_share_stand_side_by_side() -> None:
+    assert vllm.refusal() == vllm.refusal(kv_heads=[4]) == ""
+    assert (
+        vllm.refusal(
+            states=True,
+            indexed=True,
+            other=True,
+            is_chunked=True,
+            shared=True,
+            has_encoder=True,
+            kv_heads=[4, 1],
+        )
+        == "layers keep a state, an indexer's keys are not described, some layers are unknown, "
+        "chunked attention, layers share their K and V, an encoder, layers have 1 and 4 KV heads, "
+        "which a store cannot keep yet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "expected"),
+    [
+        ([], (None, None)),
+        ([{"is_neox_style": True, "rotary_dim": 64}] * 2, ("half", 64)),
+        ([{"is_neox_style": False, "rotary_dim": 32}], ("interleaved", 32)),
+        ([{"is_neox_style": True, "rotary_dim": 64}, {"rotary_dim": 7}], ("half", 64)),
+        (
+            [{"is_neox_style": True, "rotary_dim": n} for n in (32, 64)],
+            (None, None),
+        ),
+    ],
+)
+def test_the_rotary_embedding_that_all_layers_share(
+    embeddings: list[dict[str, Any]], expected: tuple[str | None, int | None]
+) -> None:
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 2, dtype=torch.float16)
+    modules = [SimpleNamespace(**fields) for fields in embeddings]
+    arguments = {"version": VERSION, "fingerprint": "f", "first_kv_head": 1}
+    facts = vllm.cache_facts(model, modules, **arguments)
+    assert (facts.rotary, facts.rotary_dim) == expected
+    assert facts.rope_applied is (True if expected[0] else None)
+    assert (facts.total_kv_heads, facts.first_kv_head) == (2, 1)
+
+
+def test_phi_3_has_no_attribute_that_says_its_style() -> None:
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 2, dtype=torch.float16)
+    named = type("Phi3LongRoPEScaledRotaryEmbedding", (), {"rotary_dim": 96})()
+    facts = vllm.cache_facts(model, [named], version=VERSION, fingerprint=None, first_kv_head=0)
+    assert (facts.rotary, facts.rotary_dim) == ("half", 96)
 
 
 def test_layers_come_in_the_order_of_the_model() -> None:

@@ -307,6 +307,31 @@ def test_vllms_own_op_is_found_below_the_one_in_its_place() -> None:
     assert calls == ["vllm", "kvx"]
 
 
+@needs_cpu_op
+@pytest.mark.parametrize("broken", ["vllm", "kvx", "none"])
+def test_both_writes_of_a_group_are_tried(broken: str) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    spec = cpu_spec()
+    _, (kv_cache,) = by_permutation(spec)
+    layer = cpu_layer(kv_cache, spec)
+    update = CPUAttentionBackendImpl.do_kv_cache_update
+
+    def of(name: str) -> Any:
+        return (lambda *args: None) if name == broken else update
+
+    stock = type("Stock", (CPUAttentionBackendImpl,), {"do_kv_cache_update": of("vllm")})
+    own = {"do_kv_cache_update": of("kvx"), "__module__": "kvx_adapters.plugin"}
+    layer.impl.__class__ = type("Own", (stock,), own)
+    (name,) = ["model.layers.0.self_attn.attn"]
+    group = vllm.LayerGroup((name,), (0,), (spec,), 0)
+    if broken == "none":
+        vllm.self_test_group(group, {name: kv_cache}, {name: layer})
+        return
+    with pytest.raises(InvalidArgumentError, match="KVX reads no change there"):
+        vllm.self_test_group(group, {name: kv_cache}, {name: layer})
+
+
 @pytest.mark.skipif(
     not is_vllm_for_cpu() or find_spec("triton") is None, reason="vllm or triton is not installed"
 )

@@ -148,6 +148,14 @@ def test_what_comes_from_the_store_is_not_written_again(serve: Factory) -> None:
     assert len(now) == 9  # 180 tokens: the seventh chunk is full now, and an eighth
 
 
+def test_the_last_token_of_a_prompt_is_computed(serve: Factory) -> None:
+    """Also if the store has it and it ends a block: its logits choose the next one."""
+    tokens = prompt(150, 8)
+    saved(serve, tokens)
+    assert serve(16).ask(tokens[:96]).computed == 16
+    assert serve(16).ask(tokens[:97]).computed == 1
+
+
 @pytest.mark.parametrize("honours", [0, 1, 3])
 def test_a_promise_of_which_a_part_is_taken(serve: Factory, honours: int) -> None:
     """And nothing is saved before it has been computed, in chunks."""
@@ -457,11 +465,23 @@ def test_a_plan_that_stays_bound_is_done_once(serve: Factory) -> None:
     for path in serve.store.rglob("*.safetensors"):
         path.unlink()
     (rank,) = engine.ranks
+    assert rank.worker._metadata.saves == rank.worker._metadata.loads == []
     rank.raw.fill_(SENTINEL)  # the blocks are another request's
     rank.worker.start_load_kv(None)
     rank.worker.wait_for_save(None)
     engine.close()
     assert (rank.raw == SENTINEL).all()
+    assert not list(serve.store.rglob("*.safetensors"))
+
+
+def test_a_pool_whose_entries_no_lookup_would_find(
+    serve: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.tensorrt_llm_plugin.model import Model
+
+    monkeypatch.setattr(Model, "heads_of", lambda self, rank: (0, 1))  # of two ranks
+    with pytest.raises(UnsupportedError, match="would store what it never finds: nobody would"):
+        serve(args={"tensor_parallel_size": 2})
     assert not list(serve.store.rglob("*.safetensors"))
 
 

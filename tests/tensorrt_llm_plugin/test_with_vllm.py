@@ -41,7 +41,7 @@ def vllm(
 ) -> Iterator[Engine]:
     """A vLLM with the same store, and blocks of 64 tokens."""
     process = EngineProcess(tmp_path_factory.mktemp("log") / "engine.log")
-    # Memory never answers for the disk, and a lookup may take its time, on any machine.
+    # However fast the machine is: memory never answers for the disk, and lookups may take long.
     config = connector(store_dir, chunk_tokens=24, fresh_seconds=0, lookup_seconds=60)
     with process.engine(llama, block_size=64, kv_transfer_config=config) as engine:
         yield engine

@@ -401,6 +401,37 @@ class Server:
 
         worker._loader._load = load_and_keep
 
+    def keep_raw_loads(self, folder: str) -> None:
+        """Saves what each load has left in the KV cache, as vLLM's attention on CPU (isa vec) reads
+        it: a file per prompt, with layers.3.k and layers.3.v, (tokens, heads, dims). Tokens of null
+        blocks are NaN.
+        """
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        load = worker._loader._load
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        layers = runner.compilation_config.static_forward_context
+
+        def load_and_keep(work: Any) -> bool:
+            good: bool = load(work)
+            plan, found = work.load, {}
+            for part in worker._held:
+                ids = torch.tensor(plan.block_ids[part.index])
+                for layer, name in zip(part.group.layers, part.group.layer_names, strict=True):
+                    blocks = layers[name].kv_cache[ids].clone()
+                    blocks[ids == 0] = torch.nan
+                    num_blocks, heads, size, both = blocks.shape
+                    k = blocks.view(num_blocks, heads, 2, both // 2, size)[:, :, 0]
+                    v = blocks.view(num_blocks, heads, 2, size, both // 2)[:, :, 1]
+                    for kv, half in (("k", k.permute(0, 3, 1, 2)), ("v", v.transpose(1, 2))):
+                        found[f"layers.{layer}.{kv}"] = half.flatten(0, 1)[: plan.stop]
+            torch.save(found, Path(folder) / plan.request_id.partition("-")[0])
+            return good
+
+        worker._loader._load = load_and_keep
+
     @property
     def _core(self) -> Any:
         """The EngineCore, if it is in this process."""

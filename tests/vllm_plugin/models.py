@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,34 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     """Random tokens; the same seed gives the same beginning."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB_SIZE, (512,), generator=generator)[:num_tokens].tolist()
+
+
+def same_keys_and_values(directory: Path, prompts: Sequence[Sequence[int]], loads: Path) -> None:
+    """Asserts that what `keep_raw_loads` has kept of each prompt is, token by token, what
+    transformers computes of it. Its answer would not notice another order of rotated keys.
+
+    Tokens that transformers' windows have left, and null blocks, are not compared.
+    """
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for i, tokens in enumerate(prompts):
+        found = torch.load(loads / str(i))
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(torch.tensor([list(tokens)]), past_key_values=cache)
+        for layer, held in enumerate(cache.layers):
+            for kv, expected in (("k", held.keys[0]), ("v", held.values[0])):
+                stop = len(tokens) - 1
+                first = len(tokens) - expected.shape[1]
+                loaded = found[f"layers.{layer}.{kv}"][first:stop]
+                wanted = expected.transpose(0, 1)[: stop - first]
+                assert loaded.shape == wanted.shape
+                is_there = ~loaded.isnan().any(-1).any(-1)
+                assert is_there[-WINDOW // 2 :].all()
+                wrong = (loaded - wanted).abs().amax((1, 2)) > 1e-3
+                at = (wrong & is_there).nonzero().flatten().tolist()
+                assert not at, f"prompt {i}, {kv} of layer {layer}: token {first + at[0]} differs"
 
 
 def _save(kind: Any, config: Any, directory: Path, seed: int) -> Path:

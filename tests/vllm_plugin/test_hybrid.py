@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
-from tests.vllm_plugin.models import WINDOW, prompt
+from tests.vllm_plugin.models import WINDOW, prompt, same_keys_and_values
 from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
@@ -69,10 +69,14 @@ def test_windows(
         kv_transfer_config=config,
     ) as engine:
         num_free_blocks = engine.num_free_blocks()
+        loads = tmp_path / "loads"
+        loads.mkdir()
+        engine.call("keep_raw_loads", folder=str(loads))
         outputs = engine.generate([*PROMPTS, OF_TRANSFORMERS], max_tokens=NUM_NEW)
         same_tokens(outputs, expected)
         assert [output.num_cached_tokens for output in outputs] == loaded
         assert engine.num_free_blocks() == num_free_blocks
+    same_keys_and_values(gemma, PROMPTS[:5], loads)
 
 
 def test_heads_of_two_sizes(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ def test_what_matters(record: Record, tmp_path: Path, llama: Path) -> None:
         {"load_format": "dummy"},
         {"load_format": "dummy", "dtype": "float32"},
         {"load_format": "dummy", "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {
+            "load_format": "dummy",
+            "pipeline_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+        },
         {"quantization": "fp8"},
         {"quantization": "online", "quantization_config": BLOCKS},
         {"quantization": "online", "quantization_config": TENSORS},
@@ -135,6 +140,27 @@ def test_a_class_that_a_plugin_has_put_in_the_models_place(
     )
     assert found.salts["model class"] == "somebody.llama:Llama"
     assert found.salts["engine"].startswith("vllm ")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "by_length"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, False),
+        ({"rope_type": "default", "use_fope": True}, True),
+        ({"rope_type": "ntk", "factor": 2.0}, True),
+    ],
+)
+def test_angles_that_may_depend_on_the_length(parameters: dict[str, Any], by_length: bool) -> None:
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm.model_record import _rope
+
+    config = {"rope_parameters": {"rope_theta": 1e4} | parameters}
+    text = SimpleNamespace(max_position_embeddings=512, to_dict=lambda: config)
+    short, long = (
+        _rope(SimpleNamespace(hf_text_config=text, max_model_len=length)) for length in (256, 512)
+    )
+    assert (short != long) is by_length
 
 
 @pytest.mark.parametrize(

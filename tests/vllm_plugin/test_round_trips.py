@@ -12,7 +12,7 @@ from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
-from tests.vllm_plugin.models import prompt
+from tests.vllm_plugin.models import prompt, same_keys_and_values
 from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
@@ -59,16 +59,23 @@ def filled(llama: Path, engines: EngineProcess, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_blocks_of_32_to_larger_ones(
-    block_size: int, filled: Path, llama: Path, engines: EngineProcess, stock: Stock
+    block_size: int,
+    filled: Path,
+    llama: Path,
+    engines: EngineProcess,
+    stock: Stock,
+    tmp_path: Path,
 ) -> None:
     expected = stock(llama, PROMPTS, NUM_NEW)
     before = sorted(filled.rglob("*"))
     config = connector(filled, "kv_consumer")
     with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
+        engine.call("keep_raw_loads", folder=str(tmp_path))
         outputs = [engine.generate([one], max_tokens=NUM_NEW)[0] for one in PROMPTS]
     same_tokens(outputs, expected)
     all_but_the_last_token(outputs, PROMPTS)
     assert sorted(filled.rglob("*")) == before  # a consumer writes nothing
+    same_keys_and_values(llama, PROMPTS[-1:], tmp_path)  # each was the first of its call
 
 
 def test_blocks_of_64_to_smaller_ones(

@@ -129,9 +129,8 @@ def test_a_model_that_cannot_be_shared_ends_a_start_before_its_weights_are_read(
         "KVXConnector"
     )
     assert not (tmp_path / "store").exists()
-    if model != "gemma4_text":  # doctor cannot read its sizes yet
-        verdicts = {check.name: check.text for check in doctor_model.check_model(tmp_path)}
-        assert verdicts["vLLM"] == f"the connector refuses it: {reason}"
+    verdicts = {check.name: check.text for check in doctor_model.check_model(tmp_path)}
+    assert verdicts["vLLM"] == f"the connector refuses it: {reason}"
 
 
 @pytest.mark.slow
