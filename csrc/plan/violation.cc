@@ -81,7 +81,8 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
     case Fault::kHole:
       return KVX_OUT_OF_RANGE(
           "%s.indices[%llu] is %lld, a null block, and tokens of the call are there: they would be "
-          "left out; expected a block, or HOLES in the flags of the table (BlockTable.with_holes()) "
+          "left out; expected a block, or HOLES in the flags of the table "
+          "(BlockTable.with_holes()) "
           "(spec 5.1)",
           table, static_cast<ull>(f.index), static_cast<ll>(f.value));
     case Fault::kPointer:
