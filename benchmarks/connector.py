@@ -134,10 +134,10 @@ def _serve(store: PrefixStore, prompts: Iterable[list[int]]) -> Calls:
     for i, tokens in enumerate(prompts):
         request = _Request(f"r{i}", list(tokens))
         name = "lookup"
-        while (count := calls(name, policy.lookup, request, "", 0)) is None:
+        while (count := calls(name, policy.lookup, request, 0)) is None:
             policy.lookups.wait(60)
         blocks = (list(range(TOKENS // BLOCK)),)
-        calls("allocated", policy.allocated, request, "", blocks, count)
+        calls("allocated", policy.allocated, request, blocks, count)
         for start in range(count, TOKENS, STEP):
             stop = min(start + STEP, TOKENS)
             calls("plan", policy.step, request.request_id, start, stop, (), are_new=False)

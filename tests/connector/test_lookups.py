@@ -365,7 +365,9 @@ def test_lookups_that_could_have_hit_are_counted(tmp_path: Path) -> None:
     for tokens in (stored, stored[:9] + other, other[:20]):
         asked.answer(tokens)
     assert asked.lookups.take_counts()["lookup_repeats"] == 3
-    while asked.policy.lookup(Request("salted", stored, 1), "another", 0) is None:
+    salted = asked.store.salted("another")
+    chain = salted.chain_of(stored)
+    while asked.lookups.ask("salted", salted, chain, len(stored), 8) is None:
         asked.lookups.wait(0.01)
     assert asked.lookups.take_counts()["lookup_repeats"] == 0
 
