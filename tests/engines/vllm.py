@@ -92,7 +92,10 @@ class VllmCache:
         }
         spec = vllm.LayerSpec(**(defaults | fields))
         facts = vllm.cache_facts(
-            SimpleNamespace(get_total_num_kv_heads=lambda: sizes.heads_of_model),
+            SimpleNamespace(
+                use_mla=store is store_latent,
+                get_total_num_kv_heads=lambda: sizes.heads_of_model,
+            ),
             [SimpleNamespace(is_neox_style=True, rotary_dim=sizes.head_dim)],
             version=spec.version,
             fingerprint=FINGERPRINT,
