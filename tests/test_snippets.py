@@ -44,7 +44,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "": (1, (DRAWING,)),
         "python": (2, ("tests/test_deepseek_v4_doc.py",)),
     },
-    "docs/describe.md": {"python": (11, ("tests/test_describe_doc.py",))},
+    "docs/describe.md": {"python": (12, ("tests/test_describe_doc.py",))},
     "docs/formats.md": {"python": (3, ("tests/test_formats_doc.py",))},
     "docs/layouts.md": {"": (1, (DRAWING,))},
     "docs/live_migration.md": {

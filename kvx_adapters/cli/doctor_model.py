@@ -15,8 +15,6 @@ from typing import Any
 
 from kvx_adapters.cli.doctor import Check
 from kvx_adapters.cli.extras import pip_install
-from kvx_adapters.vllm import refusal
-from kvx_core import KvxError
 
 _GENERATES = re.compile("ForCausalLM|LMHeadModel|ForConditionalGeneration")
 _GROUPS = "a view of each group of layers"
@@ -173,6 +171,7 @@ def _kv_numbers(text: Any, layers: int) -> tuple[int, str]:
     layers: that have K and V
     """
     from kvx_adapters.transformers.sizes import are_unlike, kv_layers, sizes_in_words
+    from kvx_core import KvxError
 
     try:
         found = kv_layers(text)
@@ -188,6 +187,8 @@ def _kv_numbers(text: Any, layers: int) -> tuple[int, str]:
 def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
     """Of each engine. Source: "What is left to vLLM, and what is refused" in docs/vllm.md, and the
     same in docs/tensorrt_llm.md; docs/transformers.md."""
+    from kvx_adapters.vllm import refusal
+
     no = refusal(states=kinds.states > 0, indexed=kinds.indexed > 0, other=kinds.other > 0)
     connector = refusal(
         states=kinds.states > 0,

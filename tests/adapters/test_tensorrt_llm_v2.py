@@ -209,7 +209,7 @@ def test_a_hole_is_no_block() -> None:
         trt.id_table([[-1, 4, 2]], spec),
     ):
         found = Dense(spec, 1, 20, 5)
-        migrate(view.at(blocks), found.at(), [20])
+        migrate(view.at(blocks.with_holes()), found.at(), [20])
         for a, b in zip(found.layers, expected.layers, strict=True):
             assert_same(a, b)
 

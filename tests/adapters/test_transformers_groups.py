@@ -323,10 +323,14 @@ def test_a_request_is_asked_what_it_holds(models: dict[str, Any]) -> None:
     assert cache.can_store_request_tokens(state, 14)
     state.position_offset = 13
     full, windows = sorted(hf.paged_groups(cache, facts(like)), key=lambda g: g.window)
-    room = torch.zeros(2, 1, 16, HEADS, DIM)
-    layer = CacheDesc.from_kv(*(describe(half, "BLOCK_NHD") for half in room))
+
+    def layer() -> CacheDesc:
+        return CacheDesc.from_kv(
+            *(describe(half, "BLOCK_NHD") for half in torch.zeros(2, 1, 16, HEADS, DIM))
+        )
+
     dsts = [
-        CacheView((layer,) * len(group.layers), group.view.facts, dense=True)
+        CacheView(tuple(layer() for _ in group.layers), group.view.facts, dense=True)
         for group in (full, windows)
     ]
     for first in (0, 4):

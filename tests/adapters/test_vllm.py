@@ -264,7 +264,7 @@ def test_migrates_between_layouts(layout: str) -> None:
     dst_table = [list(range(9, 18))]
     facts = SAME_MODEL
     migrate(
-        vllm.cache_view(src_caches, src_spec, facts).at(vllm.block_table(src_table)),
+        vllm.cache_view(src_caches, src_spec, facts).at(vllm.block_table(src_table).with_holes()),
         vllm.cache_view(dst_caches, dst_spec, facts).at(vllm.block_table(dst_table)),
         [length],
     )

@@ -73,3 +73,18 @@ def test_metrics_of_evictions(llama: Path, engines: EngineProcess, tmp_path: Pat
     paths = list(tmp_path.rglob("*.safetensors"))
     assert 0 < found["vllm:kvx_store_files"] <= len(paths) + 2  # of the last report
     assert 0 < found["vllm:kvx_store_bytes"] <= 800_000 + 2 * 450_000
+
+
+def test_requests_that_are_not_shared_have_a_label() -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    from kvx_adapters.vllm_plugin.stats import KVXPromMetrics
+
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    metrics = KVXPromMetrics(None, kinds, ["model_name", "engine"], {3: ["tiny", "3"]})
+    for value in (2, 5):
+        metrics.observe({"unshared_requests:lora": value, "unshared_requests:images": 1}, 3)
+    labels = {"model_name": "tiny", "engine": "3"}
+    for reason, expected in (("lora", 7), ("images", 2)):
+        name = "vllm:kvx_unshared_requests_total"
+        assert REGISTRY.get_sample_value(name, labels | {"reason": reason}) == expected
