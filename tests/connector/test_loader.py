@@ -12,7 +12,7 @@ from kvx_core import Section
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader, Results
-from kvx_core.connector.plan import BlockIds, Load
+from kvx_core.connector.plan import BlockIds, Load, Scope
 from kvx_core.connector.settings import StoreSettings
 from tests.connector.test_toy_engine import Frozen
 from tests.core.test_stores import Engine, save, store_in
@@ -32,7 +32,7 @@ class Loading:
         self.engines, self.log, self.counts = [Engine(), Engine(seed=1)], list[str](), Counts()
         settings = StoreSettings(path=path, loader_threads=1)
         self.loader = Loader(
-            {"": self.store}, settings, Boundary(self.log.append), self.counts, self._sections
+            {Scope(): self.store}, settings, Boundary(self.log.append), self.counts, self._sections
         )
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
@@ -40,7 +40,7 @@ class Loading:
 
     def start(self, engine: int) -> Load:
         """A load of request "r" into the cache of an engine."""
-        load = Load("r", "", self.match, 0, len(TOKENS), ([engine],), wait=False)
+        load = Load("r", Scope(), self.match, 0, len(TOKENS), ([engine],), wait=False)
         self.loader.start(load)
         return load
 

@@ -14,6 +14,7 @@ import torch
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
+from kvx_core.connector.plan import Scope
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL, needs_cpu_op
 from tests.hostile import hostile_files
@@ -57,7 +58,7 @@ def connected(path: Path) -> tuple[Any, Worker]:
     both._boundary = Boundary(logging.getLogger("kvx").warning)
     both._worker, both._settings = worker.half, Settings(path=path)
     both._scheduler = SchedulerHalf(
-        stores={"": worker.store},  # type: ignore[arg-type]
+        stores={Scope(): worker.store},  # type: ignore[arg-type]
         boundary=both._boundary,
         lookups=Lookups(both._boundary),
         chunk_tokens=CHUNK,

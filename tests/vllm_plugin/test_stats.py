@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.engine import EngineProcess, connector
@@ -81,7 +82,8 @@ def test_requests_that_are_not_shared_have_a_label() -> None:
     from kvx_adapters.vllm_plugin.stats import KVXPromMetrics
 
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
-    metrics = KVXPromMetrics(None, kinds, ["model_name", "engine"], {3: ["tiny", "3"]})
+    config = SimpleNamespace(kv_transfer_config=object())
+    metrics = KVXPromMetrics(config, kinds, ["model_name", "engine"], {3: ["tiny", "3"]})
     for value in (2, 5):
         metrics.observe({"unshared_requests:lora": value, "unshared_requests:images": 1}, 3)
     labels = {"model_name": "tiny", "engine": "3"}

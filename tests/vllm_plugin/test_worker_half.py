@@ -218,7 +218,7 @@ def test_what_a_step_copies_layer_by_layer_is_bounded(tmp_path: Path) -> None:
     worker.fill()
     node, others = worker.store.nodes([])[0], [token + 1 for token in TOKENS]
     saves = [
-        Save(name, "", node, 0, np.array(tokens), (blocks,), False)
+        Save(name, Scope(), node, 0, np.array(tokens), (blocks,), False)
         for name, tokens, blocks in (("a", TOKENS, [3, 1, 5]), ("b", others, [2, 4, 6]))
     ]
     step = StepPlan(saves=saves)
@@ -421,7 +421,7 @@ def test_a_rank_has_the_heads_whose_weights_vllm_loads(
     for rank in range(num_ranks):
         of_rank(rank, num_ranks)
         loaded = heads_that_vllm_loads(total)
-        assert _facts(config, "f").first_kv_head == loaded[0]
+        assert _facts(config).first_kv_head == loaded[0]
         first, last = vllm.kv_heads_of(model, rank, num_ranks)
         assert list(range(first, last)) == loaded
 
@@ -435,7 +435,7 @@ def test_latents_have_one_head_on_every_rank(of_rank: Callable[[int, int], None]
     assert vllm.total_kv_heads(model) == 1
     for rank in range(4):
         of_rank(rank, 4)
-        facts = _facts(config, "f")
+        facts = _facts(config)
         assert (facts.first_kv_head, facts.total_kv_heads) == (0, 1)
         assert vllm.kv_heads_of(model, rank, 4) == (0, 1)
 
