@@ -655,6 +655,9 @@ static void test_zeros(void) {
   CHECK(memcmp(f.key_out, key_out, sizeof(key_out)) == 0);
   options.null_block_plus_1 = KVX_NULL_BLOCK(0);
   memset(f.key_out, kSentinel, sizeof(f.key_out));
+  CHECK(kvx_gather_kv_ext(&f.cache, &f.gather, &options, NULL) == KVX_STATUS_OUT_OF_RANGE);
+  CHECK(strstr(kvx_last_error(), "a null block") != NULL);
+  f.gather.block_table.flags = KVX_BLOCK_TABLE_FLAG_HOLES;
   CHECK(kvx_gather_kv_ext(&f.cache, &f.gather, &options, NULL) == KVX_STATUS_OK);
   CHECK(all_sentinel(f.key_out + kMaxLen * kRow, sizeof(f.key_out) / 2));
 
@@ -861,6 +864,7 @@ static void test_gather_rules(void) {
   /* A null block is never dereferenced, a sequence longer than max_seq_len is cut to it. */
   f.indices[0] = -1, f.indices[2] = -1;
   f.lengths[0] = 4, f.lengths[1] = 1;
+  f.gather.block_table.flags = KVX_BLOCK_TABLE_FLAG_HOLES;
   CHECK(gather_kv() == KVX_STATUS_OK && untouched());
   f.lengths[0] = 8, f.indices[0] = 0;
   CHECK(gather_kv() == KVX_STATUS_OK);

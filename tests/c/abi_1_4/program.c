@@ -142,6 +142,8 @@ int main(void) {
   table.seq_count = 1;
   table.max_blocks_per_seq = table.indices_count = kBlocks;
   table.indices = indices;
+  table.flags = 1u << 3; /* since 1.5: else needed null blocks are refused */
+
   memset(&lens, 0, sizeof(lens));
   lens.size = sizeof(lens);
   lens.dtype = KVX_DTYPE_S32;
