@@ -19,6 +19,7 @@ from kvx_core import (
     CacheDesc,
     CacheView,
     Difference,
+    DType,
     InvalidArgumentError,
     Layout,
     OutOfRangeError,
@@ -613,3 +614,29 @@ def test_verify_reads_memory_that_is_read_only() -> None:
     view = view_of([tuple(halves)], Layout.BLOCK_NHD, dense=True)
     assert verify(view, view, [12, 12])
     assert kvx_core.verify is verify
+
+
+def halves_of(tensor: torch.Tensor, **options: Any) -> CacheView:
+    """A dense view of K and V, (2, 1, num_tokens, HEADS, elements)."""
+    layer = CacheDesc.from_kv(*(describe(half, Layout.BLOCK_NHD, **options) for half in tensor))
+    return CacheView((layer,), SAME_MODEL, dense=True)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4"])
+def test_codec_of_units(name: str) -> None:
+    """What a migration rounds to units is right; a bit more or less is not, either way."""
+    for seed in range(3):
+        drawn = torch.randn(2, 1, 7, HEADS, 64, generator=torch.Generator().manual_seed(seed))
+        unit = DType[name].format
+        num_bytes = 64 // unit.numbers * unit.itemsize
+        stored = torch.zeros(2, 1, 7, HEADS, num_bytes, dtype=torch.uint8)
+        exact, units = halves_of(drawn), halves_of(stored, dtype=name)
+        migrate(exact, units, [7])
+        found = verify(exact, units, [7], tolerance="codec")
+        assert found.ok
+        assert found.max_error > 0
+        assert verify(exact, units, [7], tolerance=2 * found.max_error).ok
+        assert not verify(exact, units, [7], tolerance=0.5 * found.max_error).ok
+        assert not verify(exact, units, [7]).ok
+        stored[seed % 2, 0, 5, 1, 9] ^= 1 << seed
+        assert not verify(exact, units, [7], tolerance="codec").ok
