@@ -26,6 +26,9 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 READ = ("sm_80", "sm_90")  # whose code is read: without and with conversions to FP8
 OTHERS = [architecture for architecture in ARCHITECTURES if architecture not in READ]
 MAX_REGISTERS = 64  # at 256 threads a block: four blocks on a multiprocessor
+# Since a null entry that a token needs is a fault, four kernels keep 16 bytes of it on the stack.
+SPILLS = {"sm_80": 16, "sm_89": 16}
+SPILLING = re.compile(r"quantize_kernel<kvx::B?[Ff]16, kvx::E\dm\d, CompactParams<160u> ?>")
 MAX_WHEEL_BYTES = 13 << 19  # five architectures, all kernels each, for few pairs and for many
 
 # Kernels that move vectors of 16 bytes, by a part of their names.
@@ -82,7 +85,9 @@ def test_registers_and_spills(library: Path, architecture: str) -> None:
     over = [
         f"{name}: {used}"
         for name, used in found.items()
-        if used.registers > MAX_REGISTERS or used.stack or used.local
+        if used.registers > MAX_REGISTERS
+        or used.stack > (SPILLS.get(architecture, 0) if SPILLING.search(name) else 0)
+        or used.local
     ]
     assert not over, "\n".join(over)
 

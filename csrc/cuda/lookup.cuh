@@ -59,8 +59,7 @@ __device__ __forceinline__ Fault token_fault(const KernelLookup &a, uint64_t row
   Place place;
   found->value = a.indices[found->index];
   found->limit = limit_of(a, found->value);
-  const Fault fault = place_of(a, found->value, offset, &place);
-  return fault == Fault::kNone ? hole_of(a, place) : fault;
+  return place_of(a, found->value, offset, &place);
 }
 
 // Reports the fault of a row or, if `of_token`, of the entry of one of its tokens, whose row has
@@ -156,19 +155,17 @@ __device__ __forceinline__ Token token_at(const Common &p, const Pair &pair, con
   const auto &[src, dst] = p.lookups[pair.lookup];
   bool wrong = false;
   if (token < chunk.stored)
-    wrong = find_or_null(src, chunk.src, token, flat, pair.plane, &t.from) != Fault::kNone;
-  find_or_null(dst, chunk.dst, token, flat, pair.plane, &t.to);  // null at a fault
-  // A token that is out of range at one end is skipped at both, zero fill or not.
-  const bool moves = !wrong && t.to.block >= 0 && (t.from.block >= 0 || p.zero_fill);
-  // Whether a token that does not move is a fault is rarely asked, so it is looked up again.
-  if (!kReportsLast && !moves && reports)
+    wrong = find(src, chunk.src, token, flat, pair.plane, &t.from) != Fault::kNone;
+  if (find(dst, chunk.dst, token, flat, pair.plane, &t.to) != Fault::kNone) wrong = true;
+  if (!kReportsLast && wrong && reports)
     report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
-  if (moves) {
+  // A token that is out of range at one end is skipped at both, zero fill or not.
+  if (!wrong && t.to.block >= 0 && (t.from.block >= 0 || p.zero_fill)) {
     t.dst = address_of(p.shape.dst, pair.bases.dst, pair.bases.dst_secondary, t.to);
     if (t.from.block >= 0)
       t.src = address_of(p.shape.src, pair.bases.src, pair.bases.src_secondary, t.from);
   }
-  if (kReportsLast && !moves && reports)
+  if (kReportsLast && wrong && reports)
     report(p, pair.lookup, chunk.row, true, token, flat, pair.plane);
   return t;
 }

@@ -81,8 +81,7 @@ class End {
     for (uint64_t i = index_of(lookup_, begin, 0); i < end; ++i) {
       const int64_t entry = lookup_.indices[i];
       Place place;
-      Fault fault = place_of(lookup_, entry, 0, &place);
-      if (fault == Fault::kNone) fault = hole_of(lookup_, place);
+      const Fault fault = place_of(lookup_, entry, 0, &place);
       if (fault != Fault::kNone) return fail_entry(fault, i, entry);
     }
     return KVX_STATUS_OK;

@@ -52,32 +52,13 @@ KVX_HD Division divide_wide(uint64_t number, uint32_t divisor) {
   return divide(number, divisor);
 }
 
-// The errors of an index that only the data shows.
-enum class Fault : uint8_t {
-  kNone,
-  kSlot,         // past the cache
-  kBlock,        // past the cache
-  kNoSecondary,  // in a secondary pool that is not there
-  kPoolBlock,    // past its pool
-  kSubBlock,     // another tensor's
-  kLength,       // negative
-  kStart,        // negative
-  kCapacity,     // a row needs more than its table, or its block, holds
-  kIndptr,       // out of order
-  kPointer,      // not aligned, or no address
-  kExact,        // a RAGGED row has more or fewer entries than tokens
-  kSlotCount,    // fewer slots than tokens
-  kScale,        // not finite or not positive
-  kUnit,         // a row begins within a unit that covers the tokens of a block
-  kHole,         // a null entry that a token needs, in a table without holes
-};
-
 // Finds the tokens of each row (a sequence, or one beam of it) at one end, for K or for V.
 struct Lookup {
   LookupMode mode;
   bool is_v;                    // K's or V's part of a KV_OFFSETS table
   bool is_own;                  // a plane's own, not the span's: for errors
-  bool exact;                   // RAGGED: a row has one entry per token, and no more
+  bool exact : 1;               // RAGGED: a row has one entry per token, and no more
+  bool holes : 1;               // tokens may have null entries: they are left out
   uint32_t tokens_per_entry;    // tokens of an entry; 0: an entry has all tokens of its row
   uint32_t block_size;          // tokens, or entries
   uint32_t max_blocks_per_seq;  // columns of PACKED and KV_OFFSETS
@@ -85,8 +66,7 @@ struct Lookup {
   uint32_t sub_blocks;          // KV_OFFSETS: sub-blocks per block, all layers and K and V
   uint32_t sub_block;           // KV_OFFSETS: the one of this tensor
   uint32_t planes_per_entry;    // an entry has an index for each plane of the span; 0: one for all
-  uint8_t pointer_shift;        // POINTERS: bits of an address that are 0; the rest is the block id
-  Fault hole;                   // of a null entry that a token needs; kNone: the token is left out
+  uint32_t pointer_shift;       // POINTERS: bits of an address that are 0; the rest is the block id
   uint32_t indices_count;       // entries of `indices`, times planes_per_entry
   uint64_t num_blocks;          // bound of a block id
   uint64_t secondary_blocks;    // bound of a block id in the secondary pool
@@ -113,6 +93,26 @@ struct Place {
   uint32_t offset;  // tokens into the block
   uint32_t run;
   bool secondary;
+};
+
+// The errors of an index that only the data shows.
+enum class Fault : uint8_t {
+  kNone,
+  kSlot,         // past the cache
+  kBlock,        // past the cache
+  kNoSecondary,  // in a secondary pool that is not there
+  kPoolBlock,    // past its pool
+  kSubBlock,     // another tensor's
+  kLength,       // negative
+  kStart,        // negative
+  kCapacity,     // a row needs more than its table, or its block, holds
+  kIndptr,       // out of order
+  kPointer,      // not aligned, or no address
+  kExact,        // a RAGGED row has more or fewer entries than tokens
+  kSlotCount,    // fewer slots than tokens
+  kScale,        // not finite or not positive
+  kUnit,         // a row begins within a unit that covers the tokens of a block
+  kHole,         // a null entry that a token needs, in a table without holes
 };
 
 // The entries of a row of this many tokens from its start on: complete ones, or the one of the
@@ -265,6 +265,12 @@ KVX_HD Fault place_of_slot(const L &a, int64_t slot, Place *place) {
   return Fault::kNone;
 }
 
+// The fault of a null entry.
+template <class L>
+KVX_HD Fault hole_of(const L &a) {
+  return a.holes ? Fault::kNone : Fault::kHole;
+}
+
 // Decodes a slot, or an entry and `offset` tokens into its block.
 template <class L>
 KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) {
@@ -279,7 +285,7 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
     case LookupMode::kRagged: {
       const uint32_t run = a.mode == LookupMode::kRagged ? 1 : a.block_size - offset;
       *place = {-1, offset, run, false};
-      if (entry < 0 || entry == a.null_block) return Fault::kNone;
+      if (entry < 0 || entry == a.null_block) return hole_of(a);
       if (static_cast<uint64_t>(entry) >= a.num_blocks) return Fault::kBlock;
       place->block = entry;
       return Fault::kNone;
@@ -287,7 +293,7 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
     case LookupMode::kPointers: {
       *place = {-1, offset, a.block_size - offset, false};
       const int64_t block = entry >> a.pointer_shift;
-      if (entry == 0) return Fault::kNone;
+      if (entry == 0) return hole_of(a);
       if (entry < 0 || block << a.pointer_shift != entry) return Fault::kPointer;
       place->block = block;
       return Fault::kNone;
@@ -298,12 +304,12 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
   // A KVCacheIndex counts sub-blocks; null (-1) has bit 31 set and is tested first.
   // Source: TensorRT-LLM main (2026), cpp/include/tensorrt_llm/kernels/kvCacheIndex.h, KVCacheIndex
   *place = {-1, offset, a.block_size - offset, false};
-  if (entry == -1) return Fault::kNone;
+  if (entry == -1) return hole_of(a);
   const auto index = static_cast<uint32_t>(static_cast<int32_t>(entry));
   const bool secondary = (index & kSecondaryPool) != 0;
   const Division at = a.by_sub_block(index & ~kSecondaryPool);
   const auto block = static_cast<int64_t>(at.quotient);
-  if (block == a.null_block) return Fault::kNone;
+  if (block == a.null_block) return hole_of(a);
   const uint64_t blocks = secondary ? a.secondary_blocks : a.num_blocks;
   if (secondary && blocks == 0) return Fault::kNoSecondary;
   if (at.quotient >= blocks) return Fault::kPoolBlock;
@@ -311,12 +317,6 @@ KVX_HD Fault place_of(const L &a, int64_t entry, uint32_t offset, Place *place) 
   place->block = block;
   place->secondary = secondary;
   return Fault::kNone;
-}
-
-// The fault of a null entry that a token needs, after place_of has found none.
-template <class L>
-KVX_HD Fault hole_of(const L &a, const Place &place) {
-  return place.block < 0 ? a.hole : Fault::kNone;
 }
 
 // The bound that an entry refused by place_of exceeds: tokens, or blocks of its pool.
@@ -335,8 +335,8 @@ KVX_HD uint64_t index_of(const Lookup &a, uint64_t entry, uint32_t plane) {
 // Finds a token of a row in plane `plane` of the span. Even if the caller's arrays have changed
 // since they were checked, the place is within the cache or, at a fault, null.
 template <class L, class Count>
-KVX_HD Fault find_or_null(const L &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
-                          uint32_t plane, Place *place) {
+KVX_HD Fault find(const L &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
+                  uint32_t plane, Place *place) {
   uint64_t entry;
   uint32_t offset;
   *place = {-1, 0, 1, false};
@@ -346,14 +346,6 @@ KVX_HD Fault find_or_null(const L &a, const RowLookup<Count> &row, uint64_t toke
   entry = index_of(a, entry, plane);
   if (entry >= a.indices_count) return Fault::kSlotCount;
   return place_of(a, a.indices[entry], offset, place);
-}
-
-// The same of a token that is needed: a null entry is a fault, unless the table has holes.
-template <class L, class Count>
-KVX_HD Fault find(const L &a, const RowLookup<Count> &row, uint64_t token, uint64_t flat,
-                  uint32_t plane, Place *place) {
-  const Fault fault = find_or_null(a, row, token, flat, plane, place);
-  return fault == Fault::kNone ? hole_of(a, *place) : fault;
 }
 
 // ---- all rows

@@ -294,7 +294,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
       LookupPair &lookup = plan->lookups.add();
       set_table(&lookup.src, cache, tensor, is_v, table, options.null_block_plus_1,
                 options.secondary_num_blocks);
-      if (plan->zero_fill) lookup.src.hole = Fault::kNone;
+      lookup.src.holes |= plan->zero_fill;
       set_dense(&lookup.dst, plan->rows.count, gather.max_seq_len);
     }
     PlanePair &pair = plan->pairs.add();
@@ -332,7 +332,7 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
     LookupPair &lookup = plan->lookups.add();
     set_span(&lookup.src, src, is_v);
     set_span(&lookup.dst, dst, is_v);
-    if (plan->zero_fill) lookup.src.hole = Fault::kNone;
+    lookup.src.holes |= plan->zero_fill;
   }
   reserve_pairs(plan, src, dst);
   plan->layers.reserve(size_t{src.num_layers} + src.num_planes);
@@ -385,7 +385,7 @@ void plan_find(const kvx_find_desc_t &find, Plan *plan) {
   } else {
     set_span(&lookup.src, *find.span, find.is_v);
   }
-  lookup.src.hole = Fault::kNone;  // they are what it reports
+  lookup.src.holes = true;  // they are what it reports
   lookup.dst = lookup.src;
 }
 

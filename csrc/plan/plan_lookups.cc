@@ -16,7 +16,7 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
   a->indices = ints(table.indices, table.index_dtype);
   a->indices_count = table.indices_count;
   a->mode = mode_of(table.format);
-  a->hole = table.flags & KVX_BLOCK_TABLE_FLAG_HOLES ? Fault::kNone : Fault::kHole;
+  a->holes = table.flags & KVX_BLOCK_TABLE_FLAG_HOLES;
   if (a->mode == LookupMode::kRagged) {
     a->exact = table.flags & KVX_BLOCK_TABLE_FLAG_EXACT;
     a->num_rows = table.seq_count;
@@ -33,7 +33,7 @@ bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide 
 // Whether both find the same tokens in the same places, under the same names.
 bool are_same(const Lookup &a, const Lookup &b) {
   return a.mode == b.mode && a.tokens_per_entry == b.tokens_per_entry && a.is_own == b.is_own &&
-         a.exact == b.exact && a.hole == b.hole && a.block_size == b.block_size &&
+         a.exact == b.exact && a.holes == b.holes && a.block_size == b.block_size &&
          a.max_blocks_per_seq == b.max_blocks_per_seq && a.indices_count == b.indices_count &&
          a.num_blocks == b.num_blocks && a.null_block == b.null_block &&
          a.invalid_slot == b.invalid_slot && are_same(a.indices, b.indices) &&
@@ -110,7 +110,7 @@ void set_span(Lookup *a, const kvx_span_t &span, const kvx_plane_t &plane) {
     a->tokens_per_entry = 0;
     if (!plane.slots) return;
     a->mode = LookupMode::kPacked;
-    a->hole = Fault::kNone;
+    a->holes = true;
     a->max_blocks_per_seq = 1;
     a->indices = ints(plane.slots->slots, plane.slots->dtype);
     a->indices_count = plane.slots->token_count;
@@ -134,7 +134,7 @@ uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plan
   LookupPair &lookup = plan->lookups.add();
   set_span(&lookup.src, *migrate.src, src);
   set_span(&lookup.dst, *migrate.dst, dst);
-  if (plan->zero_fill) lookup.src.hole = Fault::kNone;
+  lookup.src.holes |= plan->zero_fill;
   const auto last = static_cast<uint32_t>(plan->lookups.size() - 1);
   for (uint32_t i = 0; i < last; ++i) {
     if (!are_same(plan->lookups[i].src, lookup.src) || !are_same(plan->lookups[i].dst, lookup.dst))
