@@ -4,11 +4,12 @@
 
 Two engines share a store: one serves from the beginning to the end, the other is stopped or killed
 and started again as a different one, of the same model or of one that differs in a layer, beside a
-connector whose loads fail, or with a cache that is less precise. Requests begin alike, are aborted
-and preempted; engines replace their weights, sleep, and reset their caches; meanwhile the
-file system fails in phases, and files are truncated, changed, exchanged and replaced by hostile
-ones. Every answer is compared with that of an engine without a connector. Ends with a table, and
-with status 1 unless nothing was wrong, leaked or raised, and memory and descriptors stayed flat.
+connector whose loads fail, or with a cache that is less precise. Requests begin alike, have LoRA
+adapters, images, or embeddings in place of ids, are aborted and preempted; engines replace their
+weights, sleep, and reset their caches; meanwhile the file system fails in phases, and files are
+truncated, changed, exchanged and replaced by hostile ones. Every answer is compared with that of
+an engine without a connector. Ends with a table, and with status 1 unless nothing was wrong,
+leaked or raised, and memory and descriptors stayed flat.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from pathlib import Path
 from tests.soak import vandal
 from tests.soak.engines import Driver, SoakProcess
 from tests.soak.report import MIB, report, total
-from tests.soak.work import Work
-from tests.vllm_plugin import models
+from tests.soak.work import llamas, with_embeddings, with_images
 
 
 def soak(directory: Path, seconds: float) -> bool:
     """Returns whether all is good."""
-    print("making a model, and asking vLLM alone ...", flush=True)
-    model = models.llama(directory / "model")
-    other = models.with_another_layer(model, directory / "other")
+    print("making models, and asking vLLM alone ...", flush=True)
     store, flags = directory / "store", directory / "phases"
     alone = SoakProcess(directory / "alone.log")
-    work = Work.of([model, other], alone)
+    with_adapters = llamas(directory, alone)
+    families = [
+        with_adapters,
+        with_embeddings(with_adapters, alone),
+        with_images(directory, alone),
+    ]
     alone.close()
 
     ended = threading.Event()
@@ -45,9 +48,8 @@ def soak(directory: Path, seconds: float) -> bool:
         Driver(
             name,
             SoakProcess(directory / f"{name}.log", **variables),
-            [model, other],
+            families,
             store,
-            work,
             ended,
             n,
         )

@@ -16,7 +16,7 @@ from tests.soak.report import Sample
 from tests.vllm_plugin.engine import Engine, EngineError, EngineProcess, Output, connector
 
 if TYPE_CHECKING:
-    from tests.soak.work import Work
+    from tests.soak.work import Family
 
 CHUNK_TOKENS = 32
 ROUND_SECONDS = 300  # a round that takes longer hangs
@@ -49,7 +49,7 @@ class Rounds:
     def __init__(
         self,
         engine: Engine,
-        work: Work,
+        family: Family,
         found: Found,
         chance: random.Random,
         policy: str,
@@ -57,8 +57,8 @@ class Rounds:
         *,
         is_exact: bool,
     ) -> None:
-        """is_exact: answers are those of `work`: not with a cache that is less precise"""
-        self._engine, self._work, self._found = engine, work, found
+        """is_exact: answers are those of `family`: not with a cache that is less precise"""
+        self._engine, self._family, self._found = engine, family, found
         self._chance, self._policy = chance, policy
         self._model, self._is_exact = model, is_exact
         self._free_blocks = engine.num_free_blocks()
@@ -67,16 +67,18 @@ class Rounds:
 
     def run(self) -> None:
         """One round. Raises EngineError if the engine ends."""
-        chance, work = self._chance, self._work
+        chance, family = self._chance, self._family
         self._change_engine()
-        which = [chance.randrange(len(work.prompts)) for _ in range(chance.randrange(4, 33))]
+        batch = chance.choices(family.batches, [len(part) for part in family.batches])[0]
+        which = chance.choices(batch, k=chance.randrange(4, 33))
         aborted = chance.sample(range(len(which)), len(which) // 5)
         outputs = self._engine.generate(
-            [work.prompts[i] for i in which],
-            max_tokens=len(work.answers[self._model][0]),
+            [family.requests[i].prompt for i in which],
+            max_tokens=len(family.answers[self._model][0]),
             abort_at={i: chance.randrange(40) for i in aborted},
             cache_salt=chance.choice([None, None, "one", "two"]),
             reset_at=[chance.randrange(30)] if chance.random() < 0.1 else (),
+            besides=[family.requests[i].beside for i in which],
         )
         for i, output in zip(which, outputs, strict=True):
             self._compare(i, output)
@@ -93,8 +95,7 @@ class Rounds:
         chance = self._chance.random()
         if chance < 0.15:
             self._found.counts["new weights"] += 1
-            models = list(self._work.answers)
-            self._model = self._chance.choice(models)
+            self._model = self._chance.choice(self._family.models)
             self._engine.call("change_weights", how="reload", path=str(self._model))
             self._engine.call("reset_prefix_cache")
         elif chance < 0.2:
@@ -112,6 +113,8 @@ class Rounds:
     def _compare(self, i: int, output: Output) -> None:
         counts = self._found.counts
         counts["requests"] += 1
+        for kind in self._family.requests[i].beside or ():
+            counts[f"with {kind}"] += 1
         if output.finish_reason == "error":
             counts["failed by policy"] += 1
             if self._policy != "fail":
@@ -120,7 +123,7 @@ class Rounds:
         if not self._is_exact:
             counts["of less precise caches"] += 1
             return
-        expected = self._work.answers[self._model][i]
+        expected = self._family.answers[self._model][i]
         if output.finish_reason == "abort":
             counts["aborted"] += 1
             expected = expected[: len(output.tokens)]
@@ -160,9 +163,8 @@ class Driver:
 
     name: str
     process: SoakProcess
-    models: list[Path]  # the same but for a layer
+    families: list[Family]
     store: Path
-    work: Work
     ended: threading.Event
     seed: int
     found: Found = field(default_factory=Found)
@@ -180,7 +182,8 @@ class Driver:
             },
             "recompute",
             self.ended,
-            self.models[0],
+            self.families[0],
+            self.families[0].models[0],
         )
 
     def run_with_restarts(self) -> None:
@@ -220,7 +223,9 @@ class Driver:
             self._is_killed = False
             timer = threading.Timer(chance.uniform(25, 60), self._end, [life, is_killed])
             timer.start()
-            self._engine(options, policy, life, chance.choice(self.models), is_exact=is_exact)
+            family = chance.choices(self.families, [4, 1, 1])[0]
+            model = chance.choice(family.models)
+            self._engine(options, policy, life, family, model, is_exact=is_exact)
             timer.cancel()
 
     def _end(self, life: threading.Event, is_killed: bool) -> None:
@@ -234,6 +239,7 @@ class Driver:
         options: Mapping[str, Any],
         policy: str,
         life: threading.Event,
+        family: Family,
         model: Path,
         *,
         is_exact: bool = True,
@@ -248,10 +254,11 @@ class Driver:
                 max_model_len=192,
                 max_num_batched_tokens=128,
                 disable_log_stats=False,
+                **family.options,
                 **options,
             ) as engine:
                 rounds = Rounds(
-                    engine, self.work, self.found, chance, policy, model, is_exact=is_exact
+                    engine, family, self.found, chance, policy, model, is_exact=is_exact
                 )
                 while not (life.is_set() or self.ended.is_set()):
                     watch = threading.Timer(ROUND_SECONDS, self._hangs)

@@ -64,8 +64,9 @@ def report(
     seconds: of the soak; one of less than twice the warm-up is not judged by memory
     """
     rows: list[tuple[str, str, str]] = []
-    names = ("requests", "of less precise caches", "aborted", "failed by policy")
-    for name in (*names, "engines", "kills", "new weights", "sleeps"):
+    names = ("requests", "with adapter", "with image", "with embeddings", "of less precise caches")
+    names += ("aborted", "failed by policy", "engines", "kills", "new weights", "sleeps")
+    for name in names:
         rows.append((name, f"{counts.get(name, 0):,}", ""))
     good = True
     for name in ("wrong tokens", "leaked blocks", "raises"):

@@ -85,6 +85,7 @@ class Engine:
         cache_salt: str | None = None,
         sampling: Mapping[str, Any] | None = None,
         reset_at: Sequence[int] = (),
+        besides: Sequence[Mapping[str, Any] | None] = (),
     ) -> list[Output]:
         """Runs all prompts at once, greedily, until the engine has nothing left to do.
 
@@ -92,6 +93,7 @@ class Engine:
         abort_at:   the step before which a prompt's request is aborted, by the prompt's index
         sampling:   more SamplingParams
         reset_at:   steps before which all requests lose their blocks, and caches are reset
+        besides:    what each prompt has besides tokens, as `besides.request` takes it
         """
         outputs = self.call(
             "generate",
@@ -101,6 +103,7 @@ class Engine:
             cache_salt=cache_salt,
             sampling=dict(sampling or {}),
             reset_at=list(reset_at),
+            besides=list(besides) or [None] * len(prompts),
         )
         return [Output(**output) for output in outputs]
 
@@ -243,22 +246,22 @@ class Server:
         cache_salt: str | None,
         sampling: dict[str, Any],
         reset_at: list[int],
+        besides: list[dict[str, Any] | None],
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
+
+        from tests.vllm_plugin.besides import request as to_vllm
 
         engine = self._llm.llm_engine
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         self._num_scheduled.clear()
         self._longest_step = 0.0
-        ids = [
-            engine.add_request(
-                str(i),
-                {"prompt_token_ids": prompt} | salt,
-                SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, **sampling),
-            )
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        ]
+        ids = []
+        for i, (prompt, limit, beside) in enumerate(zip(prompts, limits, besides, strict=True)):
+            request, adapter = to_vllm(prompt, **beside or {})
+            greedy = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, **sampling)
+            ids.append(engine.add_request(str(i), request | salt, greedy, lora_request=adapter))
         outputs: dict[int, Any] = {}
         step = 0
         while engine.has_unfinished_requests():

@@ -1,0 +1,54 @@
+"""What requests have besides tokens: images, adapters, embeddings in place of ids."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.vllm_plugin.models import IMAGE_SIZE
+
+
+def request(
+    prompt: list[int],
+    adapter: str | None = None,
+    image: int | None = None,
+    embeddings: str | None = None,
+) -> tuple[dict[str, Any], Any]:
+    """What vLLM takes of one prompt, and its LoRARequest.
+
+    adapter:    the directory of a LoRA adapter
+    image:      the seed of its random pixels
+    embeddings: the directory of the model, whose embeddings are given in place of ids
+    """
+    asked: dict[str, Any] = {"prompt_token_ids": prompt}
+    if image is not None:
+        asked["multi_modal_data"] = {"image": _image(image)}
+    if embeddings is not None:
+        asked = {"prompt_embeds": _table(embeddings)[torch.tensor(prompt)]}
+    return asked, adapter and _lora(adapter)
+
+
+def _image(seed: int) -> Any:
+    """Random pixels, as PIL has them."""
+    from PIL import Image
+
+    shape = (IMAGE_SIZE, IMAGE_SIZE, 3)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
+
+
+def _lora(directory: str) -> Any:
+    """vLLM's request for an adapter; there is one."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, directory)
+
+
+@cache
+def _table(model: str) -> torch.Tensor:
+    """(vocabulary, hidden size): what the first layer sees of ids."""
+    return load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"]
