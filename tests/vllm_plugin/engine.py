@@ -301,6 +301,7 @@ class Server:
 
     def _by_reload(self, path: str) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path} if path else {})
+        self._llm.llm_engine.reset_encoder_cache()  # the workers' is empty
 
     def _by_model(self, path: str) -> None:
         """As trainers in the same process do. On CPU, vLLM has packed all weights but norms."""
