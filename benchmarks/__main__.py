@@ -30,6 +30,7 @@ _ALL = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "peers",
     "decode_steps",
     "connector",
     "snapshots",
@@ -44,6 +45,7 @@ _PACKAGES = {  # they need
     "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
+    "peers": ["vllm-cpu"],
     "decode_steps": ["vllm-cpu"],
     "live": ["transformers"],
     "migrate_vs_lmcache": ["lmcache"],
@@ -121,6 +123,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import vllm_cpu_write
 
         return vllm_cpu_write.run(shape, threads, rounds, options.only)
+    if name == "peers":
+        from benchmarks import peers
+
+        return peers.run(rounds, options.only, quick=options.quick)
     if name == "vllm_connector":
         from benchmarks import vllm_connector
 

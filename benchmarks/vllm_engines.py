@@ -33,7 +33,7 @@ MODEL = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-_ENVIRONMENT = {  # of the engines
+ENVIRONMENT = {  # of the engines
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -60,6 +60,7 @@ class Run:
     steps: list[float]  # seconds of each
     decode_steps: list[float]  # of these, which computed one token of each request and nothing else
     num_cached_tokens: int  # of the prompts: not computed
+    tokens: list[list[int]]  # that came after each prompt
     inside: float  # seconds of those steps that were spent in KVXConnector
     counters: Mapping[str, float]  # what it counted: see vllm_plugin/stats.py
 
@@ -127,20 +128,20 @@ def engines(
             "max_num_seqs": sequences,
             "kv_cache_memory_bytes": 1 << 30,
         }
-        with _variables(_ENVIRONMENT | environment):
-            alone = stack.enter_context(_engine(options))
-            ours = stack.enter_context(_engine(options, store))
+        with variables(**ENVIRONMENT | environment):
+            alone = stack.enter_context(engine(options))
+            ours = stack.enter_context(engine(options, _with_store(store)))
             on_disk = None
             if with_disk:
                 disk = stack.enter_context(tempfile.TemporaryDirectory(prefix=".kvx-", dir="."))
-                on_disk = stack.enter_context(_engine(options, Path(disk).absolute()))
+                on_disk = stack.enter_context(engine(options, _with_store(Path(disk).absolute())))
         for each in filter(None, (alone, ours, ours, on_disk, on_disk)):  # first touches
             each.run([tokens(64, 0)], 2)
         yield Engines(alone, ours, store, on_disk)
 
 
 @contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+def variables(**environment: str) -> Iterator[None]:
     """Variables of processes that are started meanwhile."""
     before = dict(os.environ)
     os.environ.update(environment)
@@ -151,11 +152,28 @@ def _variables(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _with_store(store: Path) -> dict[str, Any]:
+    """KVTransferConfig of an engine of random weights with KVXConnector."""
+    return {
+        "kv_connector": "KVXConnector",
+        "kv_connector_module_path": "kvx_adapters.vllm_plugin.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"path": str(store), "fingerprint": "random weights"},
+    }
+
+
 @contextmanager
-def _engine(options: Mapping[str, Any], store: Path | None = None) -> Iterator[Engine]:
+def engine(
+    options: Mapping[str, Any], transfer: Mapping[str, Any] | None = None
+) -> Iterator[Engine]:
+    """An engine in a new process.
+
+    options:  of vllm.LLM; its weights are random unless they name a load_format
+    transfer: of KVTransferConfig; None: without a connector
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, options, store))
+    process = context.Process(target=_serve, args=(there, options, transfer))
     process.start()
     there.close()
     try:
@@ -168,26 +186,25 @@ def _engine(options: Mapping[str, Any], store: Path | None = None) -> Iterator[E
 # ---- in the engine's process ----
 
 
-def _serve(connection: Connection, options: Mapping[str, Any], store: Path | None) -> None:
+def _serve(
+    connection: Connection, options: Mapping[str, Any], transfer: Mapping[str, Any] | None
+) -> None:
     """Answers each call of Engine.run until the other end is closed."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    transfer = store and KVTransferConfig(
-        kv_connector="KVXConnector",
-        kv_connector_module_path="kvx_adapters.vllm_plugin.connector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"path": str(store), "fingerprint": "random weights"},
-    )
     llm = LLM(
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        kv_transfer_config=transfer,
-        **options,
+        **{
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+        }
+        | options
     )
     scheduled = _Scheduled(llm)
-    connector = _Connector(llm) if store else None
+    is_ours = transfer is not None and transfer["kv_connector"] == "KVXConnector"
+    connector = _Connector(llm) if is_ours else None
     while True:
         try:
             prompts, max_tokens, others = connection.recv()
@@ -195,7 +212,10 @@ def _serve(connection: Connection, options: Mapping[str, Any], store: Path | Non
             return
         llm.reset_prefix_cache()  # what is not computed comes from the store
         found = _steps(llm, scheduled, prompts, max_tokens, others)
-        inside, counters = connector.settle() if connector else (0.0, {})
+        inside = connector.seconds if connector else 0.0
+        while scheduled.scheduler.has_requests():  # whose last tokens are not copied yet
+            llm.llm_engine.step()
+        counters = connector.settle() if connector else {}
         connection.send(Run(*found, inside, counters))
 
 
@@ -205,8 +225,8 @@ def _steps(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     others: Others | None,
-) -> tuple[list[float], list[float], int]:
-    """Steps until all prompts are answered: `steps`, `decode_steps`, `num_cached_tokens` of Run."""
+) -> tuple[list[float], list[float], int, list[list[int]]]:
+    """Steps until all prompts are answered: the first four fields of Run."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -243,7 +263,9 @@ def _steps(
     engine.abort_request(list(arrived), internal=True)
     if others and others.flag:
         Path(others.flag).unlink(missing_ok=True)
-    return steps, decode_steps, sum(output.num_cached_tokens for output in last.values())
+    answers = [last[str(i)] for i in range(len(prompts))]
+    cached = sum(answer.num_cached_tokens for answer in answers)
+    return steps, decode_steps, cached, [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 class _Scheduled:
@@ -251,15 +273,15 @@ class _Scheduled:
 
     def __init__(self, llm: Any) -> None:
         self.now: list[int] = []  # tokens of each request
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        schedule = scheduler.schedule
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = self.scheduler.schedule
 
         def seen(*arguments: Any, **keywords: Any) -> Any:
             output = schedule(*arguments, **keywords)
             self.now = list(output.num_scheduled_tokens.values())
             return output
 
-        scheduler.schedule = seen
+        self.scheduler.schedule = seen
 
 
 class _Connector:
@@ -268,27 +290,23 @@ class _Connector:
     def __init__(self, llm: Any) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._llm = llm
-        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self._worker = get_kv_transfer_group()
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._counters: dict[str, float] = {}
-        for half in (self._scheduler.connector, self._worker):
+        for half in (scheduler.connector, self._worker):
             for name in vars(type(half)):
                 if not name.startswith("_") and inspect.ismethod(getattr(half, name)):
                     setattr(half, name, self._timed(getattr(half, name)))
         self._take = self._worker.get_kv_connector_stats
         self._worker.get_kv_connector_stats = self._count
 
-    def settle(self) -> tuple[float, dict[str, float]]:
-        """Waits until everything is stored; seconds and counts since the last time."""
-        seconds = self._seconds
-        while self._scheduler.has_requests():  # whose last tokens are not copied yet
-            self._llm.llm_engine.step()
+    def settle(self) -> dict[str, float]:
+        """Waits until everything is stored; counts since the last time. Seconds begin anew."""
         self._worker._worker._saver._writer.threads.wait()  # after all files
         self._count()
-        counters, self._counters, self._seconds = self._counters, {}, 0.0
-        return seconds, counters
+        counters, self._counters, self.seconds = self._counters, {}, 0.0
+        return counters
 
     def _count(self) -> Any:
         from kvx_adapters.vllm_plugin.stats import COUNTERS
@@ -305,6 +323,6 @@ class _Connector:
             try:
                 return call(*arguments, **keywords)
             finally:
-                self._seconds += time.perf_counter() - begin
+                self.seconds += time.perf_counter() - begin
 
         return timed

