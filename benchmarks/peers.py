@@ -47,15 +47,26 @@ class Contestant:
     needs_server: bool = False
 
     @contextmanager
-    def engine(self, model: Path, folder: Path, **options: Any) -> Iterator[Engine]:
-        """A new engine, and a new server, on what the folder holds."""
+    def store(self, folder: Path) -> Iterator[Store]:
+        """What the folder holds, with a new server beside it if one is needed."""
+        folder.mkdir(exist_ok=True)
         port = _free_port()
-        with _server(folder, port, self.needs_server), _variables():
-            given = _OPTIONS | {"model": str(model)} | options
-            with engine(given, self.transfer(folder, port)) as found:
-                found.run([tokens(40, 0)], 2)  # first touches
-                yield found
-            time.sleep(1)  # the server writes its files meanwhile
+        with _server(folder, port, self.needs_server):
+            yield Store(self.transfer(folder, port))
+
+
+@dataclass(frozen=True)
+class Store:
+    """Prefixes that engines share."""
+
+    transfer: Mapping[str, Any]  # of KVTransferConfig
+
+    @contextmanager
+    def engine(self, model: Path, **options: Any) -> Iterator[Engine]:
+        with _variables(), engine(_OPTIONS | {"model": str(model)} | options, self.transfer) as new:
+            new.run([tokens(40, 0)], 2)  # first touches
+            yield new
+        time.sleep(1)  # a server writes meanwhile
 
 
 def _kvx(folder: Path, port: int) -> dict[str, Any]:
@@ -148,18 +159,17 @@ def _times(
     contestant: Contestant, model: Path, folder: Path, prompts: tuple[int, ...], rounds: int
 ) -> dict[str, Any]:
     """Time to the first token of prompts that an engine before this one has stored."""
-    stored = folder / "times"
-    stored.mkdir()
-    with contestant.engine(model, stored) as writer:
-        for num_tokens in prompts:
-            for i in range(rounds):
-                writer.run([_prompt(num_tokens, i)], _SAVED_AFTER)
     ms, reused = {}, {}
-    with contestant.engine(model, stored) as reader:
-        for num_tokens in prompts:
-            runs = [reader.run([_prompt(num_tokens, i)], 1) for i in range(rounds)]
-            ms[num_tokens] = round(1e3 * median(sum(one.steps) for one in runs), 1)
-            reused[num_tokens] = min(one.num_cached_tokens for one in runs)
+    with contestant.store(folder / "times") as store:
+        with store.engine(model) as writer:
+            for num_tokens in prompts:
+                for i in range(rounds):
+                    writer.run([_prompt(num_tokens, i)], _SAVED_AFTER)
+        with store.engine(model) as reader:
+            for num_tokens in prompts:
+                runs = [reader.run([_prompt(num_tokens, i)], 1) for i in range(rounds)]
+                ms[num_tokens] = round(1e3 * median(sum(one.steps) for one in runs), 1)
+                reused[num_tokens] = min(one.num_cached_tokens for one in runs)
     return {"first_token_ms": ms, "reused_of_prompts": reused}
 
 
@@ -167,10 +177,6 @@ def _others(
     contestant: Contestant, models: list[Path], folder: Path, expected: _Expected
 ) -> dict[str, Any]:
     """What engines reuse of one stored prompt, and whether their tokens are right."""
-    stored = folder / "stored"
-    stored.mkdir()
-    with contestant.engine(models[0], stored) as writer:
-        writer.run([tokens(_STORED, 7)], _SAVED_AFTER)
     found: dict[str, Any] = {}
 
     def ask(case: str, reader: Engine, prompt: list[int]) -> None:
@@ -178,16 +184,20 @@ def _others(
         is_right = answer.tokens[0] == expected.answers.get(case, expected.answers["same"])
         found[case] = {"reused": answer.num_cached_tokens, "right": is_right}
 
-    with contestant.engine(models[0], stored) as reader:
-        ask("same", reader, tokens(_STORED, 7))
-        ask("shared", reader, _shared_prompt())
-    with contestant.engine(models[0], stored, block_size=32) as reader:
-        ask("another block size", reader, tokens(_STORED, 7))
-    with contestant.engine(models[1], stored) as reader:
-        ask("another model", reader, tokens(_STORED, 7))
-    _flip(stored)
-    with contestant.engine(models[0], stored) as reader:
-        ask("flipped bytes", reader, tokens(_STORED, 7))
+    stored = tokens(_STORED, 7)
+    with contestant.store(folder / "stored") as store:
+        with store.engine(models[0]) as writer:
+            writer.run([stored], _SAVED_AFTER)
+        with store.engine(models[0]) as reader:
+            ask("same", reader, stored)
+            ask("shared", reader, _shared_prompt())
+        with store.engine(models[0], block_size=32) as reader:
+            ask("another block size", reader, stored)
+        with store.engine(models[1]) as reader:
+            ask("another model", reader, stored)
+    _flip(folder / "stored")
+    with contestant.store(folder / "stored") as store, store.engine(models[0]) as reader:
+        ask("flipped bytes", reader, stored)
     return {"cases": found}
 
 
@@ -247,23 +257,25 @@ def _server(folder: Path, port: int, is_needed: bool) -> Iterator[None]:
         return
     command = [
         *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)),
-        *("--http-port", str(_free_port()), "--l1-size-gb", "2", "--disable-observability"),
-        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})),
+        *("--http-port", str(_free_port()), "--l1-size-gb", "2", "--eviction-policy", "LRU"),
+        "--disable-observability",
+        *("--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(folder)})),
     ]
-    log = (folder.parent / "server.log").open("a")
-    process = subprocess.Popen(command, stdout=log, stderr=log)
+    path = folder.parent / "server.log"
+    with path.open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        _wait_for(port, process)
+        _wait_for(port, process, path)
         yield
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(600):
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}")
+            raise RuntimeError(f"the server has ended: {log.read_text()[-2000:]}")
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:

@@ -193,15 +193,13 @@ def _serve(
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    llm = LLM(
-        **{
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
-        }
-        | options
-    )
+    given: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+    }
+    llm = LLM(**given | dict(options))
     scheduled = _Scheduled(llm)
     is_ours = transfer is not None and transfer["kv_connector"] == "KVXConnector"
     connector = _Connector(llm) if is_ours else None

@@ -8,11 +8,12 @@ a copy, and those that a copy can undo exactly: kvx_core.reorder does that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
 
 from kvx_core.types import DType
+from kvx_core.words import one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,32 @@ class CacheFacts:
     # they are as an engine computed them, as far as is known.
     lossy: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InvalidArgumentError."""
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                one_of(f"facts.{name}", value, *words)
+
+    def like(self, other: CacheFacts) -> CacheFacts:
+        """These facts, and of those that are unknown here what `other` says: for two caches that
+        the caller knows to be alike.
+        """
+        unknown = {f.name for f in fields(self) if getattr(self, f.name) is None}
+        return replace(self, **{name: getattr(other, name) for name in unknown})
+
+    def __str__(self) -> str:
+        """A line for each fact that is known."""
+        known = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return "\n".join(f"{name}: {value}" for name, value in known if value is not None)
+
+
+# What each of these fields may be, if it is known.
+_WORDS = {
+    "rotary": ("half", "interleaved", "none"),
+    "scale_convention": ("multiply", "divide"),
+    "negative_slots": ("skip", "wrap", "undefined"),
+}
 
 _EQUAL = (
     "fingerprint",

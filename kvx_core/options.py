@@ -6,7 +6,7 @@ A ...Keywords types what callers may pass; an ...Options holds the checked value
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self, TypedDict
 
 from kvx_core import _abi
@@ -68,8 +68,18 @@ class _Options:
             usual = cls._defaults[cls] = cls()
         for name, value in keywords.items():
             if value is not getattr(usual, name, cls):
-                return cls(**keywords)
-        return usual
+                break
+        else:
+            return usual
+        try:
+            return cls(**keywords)
+        except TypeError:
+            known = [field.name for field in fields(usual) if field.init]  # type: ignore[arg-type]
+            for name in keywords:
+                if name not in known:
+                    expected = ", ".join(known)
+                    raise TypeError(f"unexpected keyword {name!r}, expected {expected}") from None
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,7 +445,8 @@ def test_the_commands_of_the_document(path: Path) -> None:
     assert {words[2] for words in commands} == {"ls", "stat", "verify", "trim", "rm"}
     for words in commands:
         assert words[3] == "/srv/kvx", words
-        kvx(words[2], path, *(word.strip("'") for word in words[4:]))
+        given = [word.strip("'") for word in words[4:]]
+        kvx(words[2], path, *given, code=1 if "--model" in given else 0)  # it is not there
 
 
 def test_the_arithmetic_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:

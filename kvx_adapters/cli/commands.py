@@ -18,7 +18,6 @@ from kvx_adapters.cli import store
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(store.app, name="store")
@@ -56,8 +55,13 @@ def _options(
 
 
 @app.command("info")
-def _info() -> None:
+def _info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
     """Show the version, instruction set, threads and CUDA support of this build."""
+    if as_json:
+        print(json.dumps(dict(_facts()), indent=1))
+        return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _facts():
         table.add_row(name, value)
@@ -107,7 +111,8 @@ def _doctor(
     With --store or --model it checks only these: whether engines can use the directory, and what
     it holds; what the model's caches hold, and which engines' adapters take them.
 
-    Exits with 0 if every check passes, else with 1.
+    Exits with 0 if every check passes, else with 1. A vLLM that is not installed fails no check
+    unless an option is for its test engine.
     """
     from kvx_adapters.cli.doctor_report import Report
 
@@ -130,7 +135,11 @@ def _doctor(
         if attention_backend:
             options["attention_backend"] = attention_backend
         report.add_all(
-            run_checks(lambda: report.waiting("engine", "a test engine starts"), **options)
+            run_checks(
+                lambda: report.waiting("engine", "a test engine starts"),
+                needs_vllm=set(options.values()) != {"auto"},
+                **options,
+            )
         )
         for name, text in engines():
             report.fact(name, text)

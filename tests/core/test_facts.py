@@ -11,6 +11,7 @@ from kvx_core import (
     CacheFacts,
     Comparison,
     DType,
+    InvalidArgumentError,
     ReorderRotary,
     compare,
 )
@@ -293,3 +294,19 @@ def test_facts_that_no_cache_of_results_takes_are_compared() -> None:
     assert compare(here, there) == ALIKE
     (reason,) = compare(here, THERE).reasons
     assert reason.startswith("fingerprint is ['a', 'b'] at the source")
+
+
+def test_facts_like_others() -> None:
+    own = CacheFacts(fingerprint="m", rotary="half", window=0)
+    other = CacheFacts(fingerprint="n", rotary="interleaved", rotary_dim=64, rope_applied=False)
+    assert own.like(other) == CacheFacts(
+        fingerprint="m", rotary="half", rotary_dim=64, rope_applied=False, window=0
+    )
+    assert str(own) == "fingerprint: m\nrotary: half\nwindow: 0"
+
+
+def test_words_that_no_fact_has() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        CacheFacts(rotary="neox")  # type: ignore[arg-type]
+    sentence = "facts.rotary is 'neox', expected 'half', 'interleaved' or 'none'"
+    assert str(caught.value) == sentence
