@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import kvx_adapters.needs_torch  # noqa: F401
+
+# isort: split
 import torch
 from torch import Tensor
 

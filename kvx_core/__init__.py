@@ -24,6 +24,7 @@ from kvx_core.errors import (
     KvxError,
     OutOfRangeError,
     UnsupportedError,
+    not_installed,
 )
 from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare
 from kvx_core.layer_writes import WriteLayersPlan, write_layers
@@ -85,7 +86,12 @@ else:
         """Imports a name of `_LATER` at its first use."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LATER[name]), name)
+        try:
+            return getattr(import_module(_LATER[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("kvx_"):
+                raise
+            raise not_installed(f"kvx_core.{name}", error.name) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,3 +92,11 @@ BY_STATUS: dict[int, type[KvxError]] = {
         InternalError,
     )
 }
+
+
+def not_installed(who: str, package: str) -> ModuleNotFoundError:
+    """The error of a part of KVX that needs a package which is not there."""
+    install = "'torch>=2.13'" if package == "torch" else package
+    return ModuleNotFoundError(
+        f"{who} needs {package}, which is not installed: pip install {install}", name=package
+    )

@@ -130,6 +130,43 @@ def test_an_example_says_what_to_install(path: Path, kvx_is_there: bool, bare: P
     )
 
 
+TORCH = "pip install 'torch>=2.13'"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "from kvx_core import *",
+            f"kvx_core.CachedAttention needs torch, which is not installed: {TORCH}",
+        ),
+        ("from kvx_core import migrate, PrefixStore, Snapshot", ""),
+        *(
+            (
+                f"import kvx_adapters.{name}",
+                f"this adapter of KVX needs torch, which is not installed: {TORCH}",
+            )
+            for name in ("flashinfer", "sglang", "tensorrt_llm", "tgi", "transformers", "vllm")
+        ),
+        *(
+            (f"import kvx_adapters.{name}", "")
+            for name in ("kvbm", "llama_cpp", "mlx", "onnxruntime", "openvino")
+        ),
+    ],
+)
+def test_imports_without_torch(line: str, sentence: str, bare: Path) -> None:
+    done = subprocess.run(
+        [bare, "-c", line],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1:]
+    assert last == ([f"ModuleNotFoundError: {sentence}"] if sentence else []), done.stderr
+
+
 @pytest.mark.parametrize("module", ["benchmarks", "benchmarks.gpu"])
 def test_benchmarks_say_that_torch_is_missing(module: str, bare: Path) -> None:
     done = subprocess.run(
