@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 
 # isort: split
 import torch

@@ -83,7 +83,7 @@ def test_the_demo_names_what_is_missing(cli: Path) -> None:
 
 def test_doctor_says_what_to_install(cli: Path) -> None:
     done = kvx(cli, "doctor")
-    assert done.returncode == 1
+    assert done.returncode == 0  # other engines may be what is wanted
     assert "pip install 'vllm>=0.26,<0.34'; without a GPU `make setup`" in done.stdout
 
 

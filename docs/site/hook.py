@@ -35,7 +35,7 @@ def modules() -> list[str]:
         path.with_suffix("")
         for path in (ROOT / "kvx_adapters").iterdir()
         if (path / "__init__.py").is_file() or path.suffix == ".py"
-        if path.stem not in ("__init__", "cli", "needs_torch")
+        if path.stem not in ("__init__", "cli")
     ]
     return [".".join(p.relative_to(ROOT).parts) for p in (*sorted(core), *sorted(adapters))]
 

@@ -9,7 +9,7 @@ A KVX block is a page. Requests share pages of a common prefix (the radix cache)
 tokens behind the prefix of a request, see `request_slots`.
 """
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.sglang.groups import LayerGroup, layer_groups
 from kvx_adapters.sglang.host import host_views
 from kvx_adapters.sglang.pools import cache_desc, cache_facts, cache_view

@@ -12,7 +12,7 @@ says it under TensorRT-LLM's names. A tensor that disagrees is refused.
 `buffer_view` one from get_buffers, `slot_view` one of KVCacheManagerV2 from its own addresses.
 """
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.tensorrt_llm.buffers import buffer_view, slot_view
 from kvx_adapters.tensorrt_llm.describe import Pool, cache_desc, cache_view, cache_views
 from kvx_adapters.tensorrt_llm.facts import cache_facts

@@ -10,7 +10,7 @@ Block tables serve to read whole sequences. With shared prefixes or cyclic windo
 `request_slots` and `slot_mapping`.
 """
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.tgi.caches import (
     RESERVED_BLOCK_ID,
     CacheSpec,

@@ -6,7 +6,7 @@ differ, in sliding windows or sizes. `paged_groups` describes the cache of conti
 Quantized and linear-attention layers are refused.
 """
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.transformers.cache import (
     block_table,
     cache_desc,

@@ -12,7 +12,7 @@ of a worker since 0.26; `live_*` do that for an engine that runs in this process
 describes pages of NVFP4 data and scales.
 """
 
-import kvx_adapters.needs_torch  # noqa: F401
+import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.vllm.amx import amx_planes
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
 from kvx_adapters.vllm.facts import cache_facts, kv_heads_of, total_kv_heads
