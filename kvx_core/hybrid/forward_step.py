@@ -18,19 +18,20 @@ from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.block_tables import Counts
+from kvx_core.hybrid.ops import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
     """The entry that each request slot completes in a step, if its tokens are all of one entry.
 
-    mask:      (R,) bool, slots whose entry is complete
+    valid_mask: (R,) bool, slots whose entry is complete
     entry_ids: (R,) int32, the entry of each slot, counted from the first of its sequence; 0 where
-               the mask is False
+                the mask is False
     positions: (R,) int32, the position that the entry is rotated to: that of its first token
     """
 
-    mask: Tensor
+    valid_mask: Tensor
     entry_ids: Tensor
     positions: Tensor
 
@@ -73,6 +74,7 @@ class ForwardStep:
     positions:     (tokens,) int32, of each token in its sequence, the requests one after the other
     request_ids:   (tokens,) int32, the request of each token, an index into request_slots
     token_slots:   (tokens,) int32, the request slot of each token
+    token_spans:   request_ids, and the first token of each request; None without requests
     all_slots:     (R,) int32, 0 to R - 1: flushes run over all slots, and masks choose
     one_each:      no request brings more than one token, as in decoding: a token's place in its
                    window is taken by an atomic addition
@@ -88,6 +90,7 @@ class ForwardStep:
         self.max_tokens = max_tokens
         self.device = device
         self._slots, self._positions = room(max_requests), room(max_tokens)
+        self._starts = room(max_requests + 1)
         self._request_ids, self._token_slots = room(max_tokens), room(max_tokens)
         self.all_slots = torch.arange(max_requests, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(len(ratios), 3, max_requests, dtype=torch.int32, device=device)
@@ -116,6 +119,8 @@ class ForwardStep:
         self.positions = self._positions[:num_tokens]
         self.request_ids = self._request_ids[:num_tokens]
         self.token_slots = self._token_slots[:num_tokens]
+        starts = self._starts[: num_requests + 1]
+        self.token_spans = Spans(self.request_ids, starts) if num_requests else None
 
     def fill(self, step: Step) -> None:
         """Sets the requests and tokens of the next step."""
@@ -125,10 +130,12 @@ class ForwardStep:
         self.require_room(total)
         self._show(len(slots), total)
         rows = np.repeat(np.arange(len(slots)), counts)
-        first = np.cumsum(counts) - counts
+        starts = np.zeros(len(slots) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
         _set(self.request_slots, slots)
+        _set(self._starts[: len(starts)], starts)
         _set(self.request_ids, rows)
-        _set(self.positions, np.arange(total) + (before - first)[rows])
+        _set(self.positions, np.arange(total) + (before - starts[:-1])[rows])
         _set(self.token_slots, slots[rows])
         self._step = step
         self.one_each = total == np.count_nonzero(counts)

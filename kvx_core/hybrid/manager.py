@@ -7,6 +7,7 @@ pool, as many as its compressed entries take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from kvx_core.hybrid.schema import (
     specs,
 )
 from kvx_core.hybrid.state_cache import StateCache, TailRowWidth
-from kvx_core.words import integer
+from kvx_core.words import flag, integer
 
 
 class KVCacheManager:
@@ -42,6 +43,7 @@ class KVCacheManager:
     device:                   where all tensors lie
     tail_row_width, tail_dtype: see StateCache
     index_keys, index_rounding: how CSA layers keep indexer keys, see PagedCache
+    needs_inv_scale:          False: FP8 numbers have no scales, see LayerCacheSchema
     max_tokens_per_step:      tokens that a forward pass may bring; None: max_context_tokens
 
     Everything is allocated here. schemas, states, allocators, paged, block_tables and block_lens
@@ -67,13 +69,18 @@ class KVCacheManager:
         max_tokens_per_step: int | None = None,
         index_keys: IndexKeys = "nvfp4",
         index_rounding: IndexRounding = "nearest_even",
+        needs_inv_scale: bool = True,
     ) -> None:
         self.config = config
         schedule = specs("schedule", schedule)
         self.max_requests = integer("max_concurrent_requests", max_concurrent_requests, 1, 2**20)
         self.max_context_tokens = integer("max_context_tokens", max_context_tokens, 1, 2**30)
         self.device = torch.device(device)
-        self.schemas = {spec.layer_idx: build_schema(config, spec) for spec in schedule}
+        scaled = flag("needs_inv_scale", needs_inv_scale)
+        self.schemas = {
+            spec.layer_idx: replace(build_schema(config, spec), needs_inv_scale=scaled)
+            for spec in schedule
+        }
         if len(self.schemas) != len(schedule) or not schedule:
             raise InvalidArgumentError(
                 f"schedule has {len(schedule)} layers of {len(self.schemas)} indices, expected one "

@@ -64,7 +64,9 @@ class LayerCacheSchema:
     tail_buffer_size_a: int  # m (CSA), m' (HCA): tokens since the last entry
     tail_buffer_size_b: int  # m (CSA): tokens of the last entry
 
-    needs_inv_scale: bool = True  # FP8 numbers have a scale per entry
+    # FP8 numbers have an inverse scale per token and entry. Without, it is 1, none is stored, and
+    # numbers above 448 become 448.
+    needs_inv_scale: bool = True
 
     @property
     def tail_buffer_size(self) -> int:

@@ -117,7 +117,7 @@ def test_a_step_says_which_tokens_it_brings() -> None:
     assert handle.read_classical_view().valid_lens.tolist() == [2, 0, 0]
     assert caches.step.compression[4].most_entries == 1
     flush = caches.step.compression[4].flush
-    assert flush.mask.tolist() == [True, False, False]
+    assert flush.valid_mask.tolist() == [True, False, False]
     assert flush.entry_ids.tolist() == [1, 0, 0]
     assert flush.positions.tolist() == [4, 0, 0]
 
@@ -318,13 +318,13 @@ def test_slots_are_given_once_and_again() -> None:
     prepare_forward(caches, slots, [0, 0, 0], [200, 300, 400])
     for state in caches.states.values():
         state.swa_pos[slots[1]] = 5
-        if state.zb is not None:
-            state.zb[slots[1]] = 5
+        if state.tail_zb is not None:
+            state.tail_zb[slots[1]] = 5
     caches.release_request(slots[1])
     check(caches)
     for state in caches.states.values():
         assert bool((state.swa_pos[slots[1]] == -1).all())
-        assert state.zb is None or bool((state.zb[slots[1]] == -1e9).all())
+        assert state.tail_zb is None or bool((state.tail_zb[slots[1]] == -1e9).all())
     for wrong in (slots[1], 3, -1, "0"):
         with pytest.raises(InvalidArgumentError, match="request_slot is"):
             caches.release_request(wrong)  # type: ignore[arg-type]
@@ -513,7 +513,7 @@ def test_tensors_of_a_step_stay_where_they_are() -> None:
                 t.data_ptr()
                 for t in (
                     *(step.request_slots, step.positions, step.request_ids, step.token_slots),
-                    *(flush.mask, flush.entry_ids, flush.positions),
+                    *(flush.valid_mask, flush.entry_ids, flush.positions),
                     handle.read_classical_view().valid_lens,
                 )
             )
