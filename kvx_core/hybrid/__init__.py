@@ -47,7 +47,7 @@ from kvx_core.hybrid.schema import (
     hf_config,
     schedule_of,
 )
-from kvx_core.hybrid.sizes import bytes_per_token, gqa_bytes_per_token
+from kvx_core.hybrid.sizes import bytes_per_request, bytes_per_token, gqa_bytes_per_token
 from kvx_core.hybrid.state_cache import StateCache
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "StateCache",
     "build_schema",
     "byte_pages",
+    "bytes_per_request",
     "bytes_per_token",
     "capturing",
     "compress_csa",

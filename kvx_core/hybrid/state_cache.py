@@ -59,7 +59,7 @@ class StateCache:
 
     A token of a CSA layer has two projections: one for the entry that it ends up in (a) and one for
     the entry after that (b). Rows are [b | a], twice as wide as an entry. An entry reads the a half
-    of tail_ka and tail_za and the b half of tail_kb and tail_zb, so that a flush only copies ka to kb.
+    of tail_ka and tail_za and the b half of tail_kb and tail_zb: a flush has only to copy ka to kb.
     tail_row_width: "wide"; "single" keeps one projection per row, as narrow as an entry, and reads
               it as both. That is not DeepSeek-V4's attention: entries after the first are wrong. It
               is here to compare with caches that did so. HCA rows are single in either case
