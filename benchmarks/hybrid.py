@@ -2,7 +2,8 @@
 
 Rows of 448 numbers in E4M3 and 64 in BF16. Beside KVX a plain copy of the numbers that are read,
 torch doing the same, and vLLM's CPU ops for this cache, which need a processor with AVX-512 and
-BF16. Warm, over and over on the same tensors. Run with `python -m benchmarks hybrid`.
+BF16. Warm, over and over on the same tensors. hybrid_steps.py has what the host does between two
+steps. Run with `python -m benchmarks hybrid`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import kvx_core
-from benchmarks import report
+from benchmarks import hybrid_steps, report
 from benchmarks.cases import row
 from benchmarks.rounds import SPIN_SECONDS, Contestant, Goal, compete, repeated
 from kvx_core.hybrid import ops
@@ -102,7 +103,7 @@ def run(threads: Sequence[int], rounds: int, only: str) -> list[dict[str, Any]]:
                 results.append(row(case, count, work.num_bytes, timing, _GOALS))
                 report.print_row(results[-1], _VERSUS)
     kvx_core.set_num_threads(0)
-    return results
+    return results + hybrid_steps.run(rounds, only)
 
 
 # ---- tokens ----

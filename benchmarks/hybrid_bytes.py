@@ -1,7 +1,7 @@
 """`python -m benchmarks.hybrid_bytes`: bytes per token of DeepSeek-V4's cache beside other caches.
 
 Computed from the layers and the layouts; nothing is measured. Draws docs/deepseek_v4.svg and
-rewrites the table of docs/deepseek_v4.md.
+rewrites the tables of docs/deepseek_v4.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from kvx_core.hybrid import bytes_per_token, gqa_bytes_per_token, schedule_of
+from kvx_core.hybrid import (
+    bytes_per_request,
+    bytes_per_token,
+    gqa_bytes_per_token,
+    page_bytes,
+    schedule_of,
+)
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "deepseek_v4.md"
@@ -69,6 +75,37 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Tokens of a request, of which windows and tails are a share.
+CONTEXTS = (4096, 8192, 32768, 131072, 1048576)
+
+
+def paged_bytes(ratios: list[int]) -> float:
+    """Bytes per token in vLLM's pages of 256 tokens, with MXFP4 indexer keys, padding included."""
+    csa, hca = ratios.count(4), ratios.count(128)
+    pages = csa * (page_bytes(64) + page_bytes(64, 68)) + hca * page_bytes(2)
+    return pages / 256
+
+
+def smaller(ratios: list[int], num_tokens: int) -> float:
+    """How many times smaller than V3.2 the cache of one request is, its windows and tails too."""
+    schedule = schedule_of(ratios, len(ratios))
+    _, entry_bytes, indexer_bytes = LAYOUTS[0]
+    per_token = bytes_per_token(schedule, entry_bytes=entry_bytes, indexer_bytes=indexer_bytes)
+    return V32 * num_tokens / (per_token * num_tokens + bytes_per_request(schedule))
+
+
+def contexts() -> str:
+    """The table of whole requests."""
+    lines = [
+        "| tokens of a request | " + " | ".join(f"{tokens:,}" for tokens in CONTEXTS) + " |",
+        "| --- |" + " --- |" * len(CONTEXTS),
+    ]
+    for name, ratios in (("Pro", PRO), ("Flash", FLASH)):
+        found = " | ".join(f"{smaller(ratios, tokens):.2f} x" for tokens in CONTEXTS)
+        lines.append(f"| {name} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
 def bars() -> list[tuple[str, float]]:
     """What the plot shows: a name and bytes per token."""
     pro, flash = sizes(LAYOUTS[0])
@@ -105,13 +142,17 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    """Draws the plot and rewrites the table."""
+    """Draws the plot and rewrites the tables."""
     draw(PLOT)
     text = PAGE.read_text()
-    found = re.sub(
-        r"(<!-- table -->\n).*?(<!-- end)", lambda m: m[1] + table() + m[2], text, flags=re.S
-    )
-    PAGE.write_text(found)
+    for name, lines in (("table", table()), ("contexts", contexts())):
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end)",
+            lambda m, lines=lines: m[1] + lines + m[2],
+            text,
+            flags=re.S,
+        )
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ def _serve(
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    if find_spec("lmcache"):
+        _mend_llvmlite()
     given: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -215,6 +218,23 @@ def _serve(
             llm.llm_engine.step()
         counters = connector.settle() if connector else {}
         connection.send(Run(*found, inside, counters))
+
+
+def _mend_llvmlite() -> None:
+    """LMCache imports numba. vLLM 0.32 on CPU looks into the `__dict__` of all that modules hold,
+    and an object of llvmlite takes that for the name of a function of LLVM.
+    """
+    from llvmlite.binding import ffi
+
+    kind = type(ffi.lib)
+    find = kind.__getattr__
+
+    def find_function(self: object, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return find(self, name)
+
+    kind.__getattr__ = find_function
 
 
 def _steps(

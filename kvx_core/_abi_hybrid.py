@@ -20,8 +20,8 @@ def _fields(*groups: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
 
 class kvx_hybrid_append_t(_abi._Struct):
     _fields_ = _fields(
-        (c_uint32, "num_tokens num_slots window nope_dim rope_dim position_bytes flags reserved"),
-        (c_void_p, "x positions slots fp8 rope inv_scale pos head"),
+        (c_uint32, "num_tokens num_slots window nope_dim rope_dim position_bytes flags num_spans"),
+        (c_void_p, "x positions slots fp8 rope inv_scale pos head span_of span_starts"),
     )
 
 
@@ -30,6 +30,8 @@ class kvx_hybrid_tail_t(_abi._Struct):
         (c_uint32, "num_tokens num_slots ratio row"),
         (c_int, "dtype state"),
         (c_void_p, "k z slots ka za tail_len"),
+        (c_uint32, "num_spans reserved"),
+        (c_void_p, "span_of span_starts"),
     )
 
 

@@ -37,8 +37,11 @@ def append(on: Backend) -> dict[str, Any]:
         "inv_scale": torch.zeros(2, 4),
         "pos": torch.zeros(2, 4, dtype=torch.int32),
         "head": i32(0, 0),
+        "span_of": i32(0, 1, 2),
+        "span_starts": i32(0, 1, 2, 3),
     }
     sizes = {"num_tokens": 3, "num_slots": 2, "window": 4, "nope_dim": 8, "rope_dim": 4}
+    sizes |= {"num_spans": 3}
     struct = _abi_hybrid.kvx_hybrid_append_t
     return described(on, "append", struct, tensors, **sizes, position_bytes=8)
 
@@ -52,8 +55,10 @@ def tail(on: Backend) -> dict[str, Any]:
         "ka": torch.zeros(2, 4, 8),
         "za": torch.zeros(2, 4, 8),
         "tail_len": i32(3, 0),
+        "span_of": i32(0, 1, 2),
+        "span_starts": i32(0, 1, 2, 3),
     }
-    sizes = {"num_tokens": 3, "num_slots": 2, "ratio": 4, "row": 8}
+    sizes = {"num_tokens": 3, "num_slots": 2, "ratio": 4, "row": 8, "num_spans": 3}
     struct = _abi_hybrid.kvx_hybrid_tail_t
     return described(on, "tail", struct, tensors, **sizes, dtype=F32, state=F32)
 

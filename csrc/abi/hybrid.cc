@@ -4,8 +4,8 @@
 #include "abi/guarded.h"
 #include "kvx/kvx_hybrid.h"
 
-static_assert(sizeof(kvx_hybrid_append_t) == 104);
-static_assert(sizeof(kvx_hybrid_tail_t) == 80);
+static_assert(sizeof(kvx_hybrid_append_t) == 120);
+static_assert(sizeof(kvx_hybrid_tail_t) == 104);
 static_assert(sizeof(kvx_hybrid_compress_t) == 152);
 static_assert(sizeof(kvx_hybrid_flush_t) == 136);
 static_assert(sizeof(kvx_hybrid_state_t) == 88);

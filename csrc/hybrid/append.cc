@@ -31,11 +31,19 @@ bool is_slot(int32_t slot, uint32_t num_slots) {
   return slot >= 0 && static_cast<uint32_t>(slot) < num_slots;
 }
 
+// Tokens of a token's span behind it.
+uint64_t later_of_span(const kvx_hybrid_append_t &a, uint64_t i) {
+  const auto span = static_cast<uint32_t>(a.span_of[i]);
+  if (span >= a.num_spans) return UINT64_MAX;
+  return static_cast<uint32_t>(a.span_starts[span + 1]) - 1 - i;
+}
+
 // Gives each token its place and advances the heads. Tokens that later ones of the call would
 // overwrite have none.
 void place_tokens(const kvx_hybrid_append_t &a, Places *places) {
-  std::vector<uint32_t> left;
-  if (a.num_tokens > a.window) {
+  std::vector<uint32_t> left;  // of each slot, without spans
+  const bool drops = a.num_tokens > a.window;
+  if (drops && !a.num_spans) {
     left.resize(a.num_slots);
     for (uint64_t i = 0; i < a.num_tokens; ++i)
       if (is_slot(a.slots[i], a.num_slots)) ++left[static_cast<uint32_t>(a.slots[i])];
@@ -47,8 +55,9 @@ void place_tokens(const kvx_hybrid_append_t &a, Places *places) {
     const auto of = static_cast<uint32_t>(slot);
     const auto head = static_cast<uint32_t>(a.head[of]);
     a.head[of] = static_cast<int32_t>(head + 1);
-    if (left.empty() || left[of]-- <= a.window)
-      (*places)[i] = uint64_t{of} * a.window + head % a.window;
+    uint64_t later = 0;
+    if (drops) later = a.num_spans ? later_of_span(a, i) : --left[of];
+    if (later < a.window) (*places)[i] = uint64_t{of} * a.window + head % a.window;
   }
 }
 
@@ -61,9 +70,9 @@ void run(const kvx_hybrid_append_t &a) {
   each_row(a.num_tokens, 3 * dim, [&](uint64_t i) {
     const uint64_t to = places[i];
     if (to == kNowhere) return;
-    a.inv_scale[to] = quantize_row(
-        a.fp8 + to * a.nope_dim, number_at(a.rope, KVX_DTYPE_BF16, to * a.rope_dim),
-        number_at(a.x, KVX_DTYPE_BF16, i * dim), KVX_DTYPE_BF16, a.nope_dim, a.rope_dim);
+    quantize_row(a.fp8 + to * a.nope_dim, number_at(a.rope, KVX_DTYPE_BF16, to * a.rope_dim),
+                 a.inv_scale ? a.inv_scale + to : nullptr, number_at(a.x, KVX_DTYPE_BF16, i * dim),
+                 KVX_DTYPE_BF16, a.nope_dim, a.rope_dim);
     a.pos[to] =
         static_cast<int32_t>(position_of(a.positions, a.position_bytes, static_cast<uint32_t>(i)));
   });

@@ -21,7 +21,9 @@ struct Order {
   uint32_t earlier, later;
 };
 
-__device__ __forceinline__ Order order_of(const int32_t *slots, uint32_t num_tokens, uint32_t i) {
+// All tokens are looked at.
+__device__ __forceinline__ Order found_order(const int32_t *slots, uint32_t num_tokens,
+                                             uint32_t i) {
   __shared__ Order of_warps[kThreads / kWarp];
   const int32_t slot = slots[i];
   Order found{0, 0};
@@ -46,6 +48,24 @@ __device__ __forceinline__ Order order_of(const int32_t *slots, uint32_t num_tok
   return found;
 }
 
+// That of a token of a span. One that has no span is behind and before too many to have a place.
+template <class Call>
+__device__ __forceinline__ Order order_of(const Call &call, uint32_t i) {
+  if (!call.num_spans) return found_order(call.slots, call.num_tokens, i);
+  const auto span = static_cast<uint32_t>(call.span_of[i]);
+  if (span >= call.num_spans) return {UINT32_MAX, UINT32_MAX};
+  return {i - static_cast<uint32_t>(call.span_starts[span]),
+          static_cast<uint32_t>(call.span_starts[span + 1]) - 1 - i};
+}
+
+// The token that a block advances a head or tail for: one of each span, or any. -1: none.
+template <class Call>
+__device__ __forceinline__ int64_t token_of_block(const Call &call) {
+  if (!call.num_spans) return blockIdx.x;
+  const int32_t first = call.span_starts[blockIdx.x], last = call.span_starts[blockIdx.x + 1] - 1;
+  return first <= last && static_cast<uint32_t>(last) < call.num_tokens ? last : -1;
+}
+
 __device__ __forceinline__ bool is_slot(int32_t slot, uint32_t num_slots) {
   return slot >= 0 && static_cast<uint32_t>(slot) < num_slots;
 }
@@ -62,7 +82,7 @@ __device__ __forceinline__ int64_t place_of(const kvx_hybrid_append_t &a, uint32
     __syncthreads();
     head = taken;
   } else {
-    const Order order = order_of(a.slots, a.num_tokens, i);
+    const Order order = order_of(a, i);
     if (order.later >= a.window) return -1;
     head = static_cast<uint32_t>(a.head[slot]) + order.earlier;
   }
@@ -78,10 +98,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int64_t place = place_of<kOneEach>(a, i, slot);
   if (place < 0) return;
   const uint64_t dim = uint64_t{a.nope_dim} + a.rope_dim;
-  quantize_row<Bf16, kNumbers>(a.fp8 + place * a.nope_dim,
-                               static_cast<uint16_t *>(a.rope) + place * a.rope_dim,
-                               a.inv_scale + place, static_cast<const uint16_t *>(a.x) + i * dim,
-                               a.nope_dim, a.rope_dim, largest_of_warps());
+  quantize_row<Bf16, kNumbers>(
+      a.fp8 + place * a.nope_dim, static_cast<uint16_t *>(a.rope) + place * a.rope_dim,
+      a.inv_scale ? a.inv_scale + place : nullptr, static_cast<const uint16_t *>(a.x) + i * dim,
+      a.nope_dim, a.rope_dim, largest_of_warps());
   if (threadIdx.x == 0)
     a.pos[place] = static_cast<int32_t>(position_of(a.positions, a.position_bytes, i));
 }
@@ -89,9 +109,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // The rings' heads after a call in which slots have several tokens.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     advance_heads_kernel(const __grid_constant__ kvx_hybrid_append_t a) {
-  const int32_t slot = a.slots[blockIdx.x];
+  const int64_t i = token_of_block(a);
+  if (i < 0) return;
+  const int32_t slot = a.slots[i];
   if (!is_slot(slot, a.num_slots)) return;
-  const Order order = order_of(a.slots, a.num_tokens, blockIdx.x);
+  const Order order = order_of(a, static_cast<uint32_t>(i));
   if (order.later == 0 && threadIdx.x == 0)
     atomicAdd(a.head + slot, static_cast<int>(order.earlier + 1));
 }
@@ -104,8 +126,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const uint32_t i = blockIdx.x;
   const int32_t slot = t.slots[i];
   if (!is_slot(slot, t.num_slots)) return;
-  const uint64_t row = uint64_t{static_cast<uint32_t>(t.tail_len[slot])} +
-                       order_of(t.slots, t.num_tokens, i).earlier;
+  const uint64_t row = uint64_t{static_cast<uint32_t>(t.tail_len[slot])} + order_of(t, i).earlier;
   if (row >= t.ratio) return;
   const uint64_t from = uint64_t{i} * t.row, to = (uint64_t{t.ratio} * slot + row) * t.row;
   for (uint32_t d = threadIdx.x; d < t.row; d += kThreads) {
@@ -122,9 +143,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     advance_tails_kernel(const __grid_constant__ kvx_hybrid_tail_t t) {
-  const int32_t slot = t.slots[blockIdx.x];
+  const int64_t i = token_of_block(t);
+  if (i < 0) return;
+  const int32_t slot = t.slots[i];
   if (!is_slot(slot, t.num_slots)) return;
-  const Order order = order_of(t.slots, t.num_tokens, blockIdx.x);
+  const Order order = order_of(t, static_cast<uint32_t>(i));
   if (order.later || threadIdx.x) return;
   const uint64_t len = uint64_t{static_cast<uint32_t>(t.tail_len[slot])} + order.earlier + 1;
   t.tail_len[slot] = static_cast<int32_t>(len < t.ratio ? len : t.ratio);
@@ -147,7 +170,8 @@ kvx_status_t launch(const kvx_hybrid_append_t &a, void *stream) {
     launch_append<true>(a, on);
   } else {
     launch_append<false>(a, on);
-    KVX_LAUNCH(advance_heads_kernel, dim3(a.num_tokens), dim3(kThreads), 0, on, a);
+    KVX_LAUNCH(advance_heads_kernel, dim3(a.num_spans ? a.num_spans : a.num_tokens), dim3(kThreads),
+               0, on, a);
   }
   return launched();
 }
@@ -160,7 +184,8 @@ kvx_status_t launch(const kvx_hybrid_tail_t &t, void *stream) {
                  dim3(kThreads), 0, on, t);
     });
   });
-  KVX_LAUNCH(advance_tails_kernel, dim3(t.num_tokens), dim3(kThreads), 0, on, t);
+  KVX_LAUNCH(advance_tails_kernel, dim3(t.num_spans ? t.num_spans : t.num_tokens), dim3(kThreads),
+             0, on, t);
   return launched();
 }
 

@@ -56,20 +56,23 @@ __device__ __forceinline__ void store_e4m3(uint8_t *to, const float (&values)[1]
 }
 
 // The row's first `nope_dim` numbers as E4M3, the others as BF16; thread 0 stores the inverse
-// scale.
+// scale, which is 1 if inv_scale is null.
 template <class Format, uint32_t kNumbers>
 __device__ __forceinline__ void quantize_row(uint8_t *fp8, uint16_t *rope, float *inv_scale,
                                              const typename Format::Bits *row, uint32_t nope_dim,
                                              uint32_t rope_dim, OfWarps &of_warps) {
   using Numbers = Some<Format, kNumbers>;
-  int32_t most = 0;
-  for (uint32_t d = threadIdx.x * kNumbers; d < nope_dim; d += kThreads * kNumbers) {
-    float values[kNumbers];
-    Numbers::load(row + d, values);
+  float scale = 1.0f;
+  if (inv_scale) {
+    int32_t most = 0;
+    for (uint32_t d = threadIdx.x * kNumbers; d < nope_dim; d += kThreads * kNumbers) {
+      float values[kNumbers];
+      Numbers::load(row + d, values);
 #pragma unroll
-    for (uint32_t i = 0; i < kNumbers; ++i) most = largest_magnitude(most, values[i]);
+      for (uint32_t i = 0; i < kNumbers; ++i) most = largest_magnitude(most, values[i]);
+    }
+    scale = inverse_scale(largest_of_block(most, of_warps));
   }
-  const float scale = inverse_scale(largest_of_block(most, of_warps));
   for (uint32_t d = threadIdx.x * kNumbers; d < nope_dim; d += kThreads * kNumbers) {
     float values[kNumbers];
     Numbers::load(row + d, values);
@@ -81,7 +84,7 @@ __device__ __forceinline__ void quantize_row(uint8_t *fp8, uint16_t *rope, float
     const auto bits = row[nope_dim + d];
     rope[d] = sizeof bits == 2 ? static_cast<uint16_t>(bits) : Bf16::encode(Format::decode(bits));
   }
-  if (threadIdx.x == 0) *inv_scale = scale;
+  if (inv_scale && threadIdx.x == 0) *inv_scale = scale;
 }
 
 // Whether rows of these dims can be read and written four numbers at a time.

@@ -62,9 +62,9 @@ void run(const kvx_hybrid_flush_t &f) {
     const int64_t found = entry_of_row(f, static_cast<uint32_t>(i));
     if (found < 0) return;
     const auto to = static_cast<uint64_t>(found);
-    f.inv_scale[to] =
-        quantize_row(f.fp8 + to * f.nope_dim, number_at(f.rope, KVX_DTYPE_BF16, to * f.rope_dim),
-                     number_at(f.entry, f.dtype, i * dim), f.dtype, f.nope_dim, f.rope_dim);
+    quantize_row(f.fp8 + to * f.nope_dim, number_at(f.rope, KVX_DTYPE_BF16, to * f.rope_dim),
+                 f.inv_scale ? f.inv_scale + to : nullptr, number_at(f.entry, f.dtype, i * dim),
+                 f.dtype, f.nope_dim, f.rope_dim);
     if (f.keys == KVX_HYBRID_FP8) {
       write_fp8_key(f, i, to);
     } else if (f.keys != KVX_HYBRID_NO_KEYS) {

@@ -58,10 +58,11 @@ __device__ __forceinline__ void write_entry(const kvx_hybrid_flush_t &f) {
   const uint64_t dim = uint64_t{f.nope_dim} + f.rope_dim, row = blockIdx.x;
   const int64_t entry = entry_of_row(f, blockIdx.x);
   if (entry < 0) return;
-  quantize_row<Format, kNumbers>(
-      f.fp8 + entry * f.nope_dim, static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
-      f.inv_scale + entry, static_cast<const typename Format::Bits *>(f.entry) + row * dim,
-      f.nope_dim, f.rope_dim, largest_of_warps());
+  quantize_row<Format, kNumbers>(f.fp8 + entry * f.nope_dim,
+                                 static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
+                                 f.inv_scale ? f.inv_scale + entry : nullptr,
+                                 static_cast<const typename Format::Bits *>(f.entry) + row * dim,
+                                 f.nope_dim, f.rope_dim, largest_of_warps());
   if constexpr (kKeys) {
     if (f.keys == KVX_HYBRID_FP8) {
       write_fp8_key<Format>(f, row, static_cast<uint64_t>(entry), largest_of_warps());

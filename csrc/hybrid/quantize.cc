@@ -40,12 +40,12 @@ void to_dtype(void *to, kvx_dtype_t to_dtype, const void *numbers, kvx_dtype_t d
   cpu::kernels().find(dtype, to_dtype)(to, numbers, count, how);
 }
 
-float quantize_row(uint8_t *fp8, void *rope, const void *row, kvx_dtype_t dtype, uint32_t nope_dim,
-                   uint32_t rope_dim) {
-  const float scale = inverse_scale(largest_of(row, dtype, nope_dim));
+void quantize_row(uint8_t *fp8, void *rope, float *inv_scale, const void *row, kvx_dtype_t dtype,
+                  uint32_t nope_dim, uint32_t rope_dim) {
+  const float scale = inv_scale ? inverse_scale(largest_of(row, dtype, nope_dim)) : 1.0f;
   to_e4m3(fp8, row, dtype, nope_dim, scale);
   to_dtype(rope, KVX_DTYPE_BF16, number_at(row, dtype, nope_dim), dtype, rope_dim);
-  return scale;
+  if (inv_scale) *inv_scale = scale;
 }
 
 }  // namespace kvx::hybrid

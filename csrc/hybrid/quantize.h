@@ -15,9 +15,10 @@ void to_e4m3(uint8_t *to, const void *numbers, kvx_dtype_t dtype, uint32_t count
 void to_dtype(void *to, kvx_dtype_t to_dtype, const void *numbers, kvx_dtype_t dtype,
               uint32_t count);
 
-// A row in two parts: `nope` numbers in E4M3 and `rope` in BF16. Returns the inverse scale.
-float quantize_row(uint8_t *fp8, void *rope, const void *row, kvx_dtype_t dtype, uint32_t nope_dim,
-                   uint32_t rope_dim);
+// A row in two parts: `nope` numbers in E4M3 and `rope` in BF16. Stores the inverse scale, which is
+// 1 if inv_scale is NULL.
+void quantize_row(uint8_t *fp8, void *rope, float *inv_scale, const void *row, kvx_dtype_t dtype,
+                  uint32_t nope_dim, uint32_t rope_dim);
 
 inline uint32_t size_of_number(kvx_dtype_t dtype) { return dtype == KVX_DTYPE_F32 ? 4 : 2; }
 

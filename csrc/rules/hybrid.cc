@@ -128,6 +128,14 @@ struct Lister {
   }
 };
 
+// The spans of append and tail.
+template <class Call>
+void list_spans(const Lister &add, const Call &call) {
+  if (!call.num_spans) return;
+  add("span_of", call.span_of, {call.num_tokens, 4}, 4);
+  add("span_starts", call.span_starts, {uint64_t{call.num_spans} + 1, 4}, 4);
+}
+
 // Both of a pair of arrays, or neither.
 kvx_status_t check_pair(const Path &path, const char *first, const void *a, const char *second,
                         const void *b) {
@@ -169,6 +177,39 @@ int64_t position_at(const void *positions, uint32_t bytes, uint64_t i) {
                     : static_cast<const int64_t *>(positions)[i];
 }
 
+// Spans hold all tokens one after the other, those of one slot each; no two have one slot.
+template <class Call>
+kvx_status_t check_spans(const char *name, const Call &call) {
+  if (!call.num_spans) return KVX_STATUS_OK;
+  const auto fail = [&](const char *field, uint64_t index, int64_t value, const char *expected) {
+    return KVX_OUT_OF_RANGE("%s.%s[%llu] is %lld, expected %s (spec E.22)", name, field,
+                            static_cast<ull>(index), static_cast<ll>(value), expected);
+  };
+  std::vector<bool> seen(call.num_slots);
+  uint32_t i = 0;
+  for (uint32_t span = 0; span < call.num_spans; ++span) {
+    if (call.span_starts[span] != static_cast<int64_t>(i))
+      return fail("span_starts", span, call.span_starts[span], "the end of the span before");
+    const int32_t end = call.span_starts[span + 1];
+    if (end < static_cast<int64_t>(i) || end > static_cast<int64_t>(call.num_tokens))
+      return fail("span_starts", span + 1, end, "no less than the one before, num_tokens at most");
+    if (end == static_cast<int64_t>(i)) continue;
+    const int32_t slot = call.slots[i];
+    if (slot >= 0 && static_cast<uint32_t>(slot) < call.num_slots) {
+      if (seen[static_cast<uint32_t>(slot)])
+        return fail("slots", i, slot, "a slot that no span before has");
+      seen[static_cast<uint32_t>(slot)] = true;
+    }
+    for (; i < static_cast<uint32_t>(end); ++i) {
+      if (call.span_of[i] != static_cast<int64_t>(span))
+        return fail("span_of", i, call.span_of[i], "the span that its token lies in");
+      if (call.slots[i] != slot) return fail("slots", i, call.slots[i], "that of its whole span");
+    }
+  }
+  if (i == call.num_tokens) return KVX_STATUS_OK;
+  return fail("span_starts", call.num_spans, i, "num_tokens");
+}
+
 bool takes_part(const uint8_t *mask, const int32_t *slots, uint64_t i) {
   return (!mask || mask[i]) && (!slots || slots[i] != -1);
 }
@@ -186,7 +227,7 @@ kvx_status_t check_hybrid(const kvx_hybrid_append_t *append, HybridArrays *array
                                {"rope_dim", a.rope_dim, 1, kMostDim}}));
   KVX_TRY(check_position_bytes(path, a.position_bytes));
   KVX_TRY(check_bits(path, a.flags, KVX_HYBRID_ONE_EACH));
-  KVX_TRY(check_reserved(path, a.reserved));
+  KVX_TRY(check_between(path, {{"num_spans", a.num_spans, 0, kMostRows}}));
   if (!a.num_tokens) return KVX_STATUS_OK;
   const Lister add{arrays};
   const uint64_t dim = uint64_t{a.nope_dim} + a.rope_dim;
@@ -195,9 +236,10 @@ kvx_status_t check_hybrid(const kvx_hybrid_append_t *append, HybridArrays *array
   add("slots", a.slots, {a.num_tokens, 4}, 4);
   add.write("fp8", a.fp8, {a.num_slots, a.window, a.nope_dim}, 1);
   add.write("rope", a.rope, {a.num_slots, a.window, a.rope_dim, 2}, 2);
-  add.write("inv_scale", a.inv_scale, {a.num_slots, a.window, 4}, 4);
+  add("inv_scale", a.inv_scale, {a.num_slots, a.window, 4}, 4, true, true);
   add.write("pos", a.pos, {a.num_slots, a.window, 4}, 4);
   add.write("head", a.head, {a.num_slots, 4}, 4);
+  list_spans(add, a);
   return check_arrays(path, *arrays);
 }
 
@@ -211,6 +253,8 @@ kvx_status_t check_hybrid(const kvx_hybrid_tail_t *tail, HybridArrays *arrays) {
                                {"row", t.row, 1, 2 * kMostDim}}));
   KVX_TRY(check_numbers(path, "dtype", t.dtype));
   KVX_TRY(check_numbers(path, "state", t.state));
+  KVX_TRY(check_between(path, {{"num_spans", t.num_spans, 0, kMostRows}}));
+  KVX_TRY(check_reserved(path, t.reserved));
   if (!t.num_tokens) return KVX_STATUS_OK;
   const Lister add{arrays};
   const uint32_t read = size_of_number(t.dtype), kept = size_of_number(t.state);
@@ -220,6 +264,7 @@ kvx_status_t check_hybrid(const kvx_hybrid_tail_t *tail, HybridArrays *arrays) {
   add.write("ka", t.ka, {t.num_slots, t.ratio, t.row, kept}, kept);
   add.write("za", t.za, {t.num_slots, t.ratio, t.row, kept}, kept);
   add.write("tail_len", t.tail_len, {t.num_slots, 4}, 4);
+  list_spans(add, t);
   return check_arrays(path, *arrays);
 }
 
@@ -302,7 +347,7 @@ kvx_status_t check_hybrid(const kvx_hybrid_flush_t *flush, HybridArrays *arrays)
   add("block_table", f.block_table, {f.num_rows, f.max_blocks, 4}, 4);
   add.write("fp8", f.fp8, {entries, f.nope_dim}, 1);
   add.write("rope", f.rope, {entries, f.rope_dim, 2}, 2);
-  add.write("inv_scale", f.inv_scale, {entries, 4}, 4);
+  add("inv_scale", f.inv_scale, {entries, 4}, 4, true, true);
   if (f.keys != KVX_HYBRID_NO_KEYS) {
     const bool is_fp8 = f.keys == KVX_HYBRID_FP8;
     const uint32_t group = f.keys == KVX_HYBRID_NVFP4 ? 16 : 32;
@@ -370,7 +415,7 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_append_t &a) {
     const int64_t position = position_at(a.positions, a.position_bytes, i);
     KVX_TRY(check_number("append.positions", i, position, 0, INT32_MAX));
   }
-  return KVX_STATUS_OK;
+  return check_spans("append", a);
 }
 
 kvx_status_t check_hybrid_data(const kvx_hybrid_tail_t &t) {
@@ -388,7 +433,7 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_tail_t &t) {
           static_cast<ull>(i), slot, t.ratio);
     }
   }
-  return KVX_STATUS_OK;
+  return check_spans("tail", t);
 }
 
 kvx_status_t check_hybrid_data(const kvx_hybrid_compress_t &c) {

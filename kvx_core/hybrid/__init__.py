@@ -1,7 +1,8 @@
 """DeepSeek-V4's cache: compressed entries in blocks, and a window and tails per request.
 
-schema.py says what a layer keeps, allocator.py hands out blocks, paged_cache.py and state_cache.py
-hold the tensors. manager.py owns all of it, prepare_forward.py takes blocks between two captured
+config.py reads a model's numbers, schema.py says what a layer keeps, allocator.py hands out blocks,
+block_tables.py says who holds which, paged_cache.py and state_cache.py hold the tensors. manager.py
+owns all of it, prepare_forward.py takes blocks between two captured
 graphs, handle.py is a layer's cache as a forward pass uses it, flush.py turns tails into entries.
 engine_pages.py and pending_rows.py describe what engines keep such a cache in. All of it needs
 torch.
@@ -10,6 +11,7 @@ Source: arXiv 2606.19348
 
 from kvx_core.hybrid.allocator import BlockAllocator, OutOfBlocksError, capturing
 from kvx_core.hybrid.compressor import Compressor
+from kvx_core.hybrid.config import DSV4Config
 from kvx_core.hybrid.engine_pages import (
     IndexerPages,
     RecordPages,
@@ -38,14 +40,14 @@ from kvx_core.hybrid.prepare_forward import PreparedForward, prepare_forward
 from kvx_core.hybrid.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     AttentionType,
-    DSV4Config,
     LayerCacheSchema,
     LayerSpec,
     build_schema,
     compute_block_budget,
+    hf_config,
     schedule_of,
 )
-from kvx_core.hybrid.sizes import bytes_per_token, gqa_bytes_per_token
+from kvx_core.hybrid.sizes import bytes_per_request, bytes_per_token, gqa_bytes_per_token
 from kvx_core.hybrid.state_cache import StateCache
 
 __all__ = [
@@ -69,12 +71,14 @@ __all__ = [
     "StateCache",
     "build_schema",
     "byte_pages",
+    "bytes_per_request",
     "bytes_per_token",
     "capturing",
     "compress_csa",
     "compress_hca",
     "compute_block_budget",
     "gqa_bytes_per_token",
+    "hf_config",
     "maybe_flush_csa",
     "maybe_flush_hca",
     "migrate_pages",

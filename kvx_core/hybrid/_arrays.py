@@ -1,18 +1,22 @@
-"""Checks of the torch tensors of a call, whose addresses C gets."""
+"""Checks of the torch tensors of a call, whose addresses C gets, and of lists of numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvx_core import _abi, _bound
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.streams import current_stream
 from kvx_core.tensors import is_torch, require_resolved, require_whole
 from kvx_core.types import DType, Memory
-from kvx_core.words import wrong
+from kvx_core.words import integer, wrong
 
 FLOATS = ("float32", "bfloat16")
 CODES = ("uint8", "float8_e4m3fn")
@@ -153,3 +157,29 @@ def extents(name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
             f"{name}.shape is {shape}, expected extents below 2^31 (spec E.22)"
         )
     return shape
+
+
+def integers(name: str, numbers: Sequence[Any], lowest: int, highest: int) -> NDArray[np.int64]:
+    """A list or tuple of any integer types as an array. Raises InvalidArgumentError."""
+    checked = [integer(f"{name}[{i}]", number, lowest, highest) for i, number in enumerate(numbers)]
+    return np.array(checked, dtype=np.int64)
+
+
+def integer_rows(
+    named: Mapping[str, Sequence[Any]], highest: Sequence[int]
+) -> Sequence[NDArray[np.int64]]:
+    """Lists or tuples of as many integers, 0 or more, as arrays. Raises InvalidArgumentError.
+
+    highest: of each list
+    """
+    lists = list(named.values())
+    if set(map(type, chain(*lists))) == {int}:  # a decode step has hundreds
+        try:
+            rows = np.array(lists, dtype=np.int64)
+        except OverflowError:
+            pass
+        else:
+            if rows.min() >= 0 and (rows.max(1) <= highest).all():
+                return list(rows)
+    pairs = zip(named.items(), highest, strict=True)
+    return [integers(name, numbers, 0, most) for (name, numbers), most in pairs]

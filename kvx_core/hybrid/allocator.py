@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx_core.errors import InternalError, InvalidArgumentError
+from kvx_core.hybrid._arrays import integers
 from kvx_core.words import integer, wrong
 
 _capturing: ContextVar[bool] = ContextVar("kvx_hybrid_capturing", default=False)
@@ -47,6 +50,52 @@ def capturing() -> Iterator[None]:
         _capturing.reset(token)
 
 
+class Blocks(NamedTuple):
+    """Blocks of several pools."""
+
+    pools: NDArray[np.int64]
+    ids: NDArray[np.int32]
+
+
+class FreeLists:
+    """The free lists of L pools in arrays: stacks of block ids, in rows of N, of the largest pool.
+
+    free_ids: (L, N) int32 on `device`, the first top[i] of which are free in pool i
+    top:      (L,) int32 in host memory, pinned if there is a CUDA device
+    What it is told is not checked: BlockAllocator checks for one pool, BlockTables for all.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], device: torch.device) -> None:
+        pools, most = len(num_blocks), max(num_blocks, default=0)
+        self.top = torch.zeros(pools, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.free_ids = torch.arange(most, dtype=torch.int32, device=device).repeat(pools, 1)
+        # The same on the host, and which blocks are held: what a release is checked against.
+        self.num_free = self.top.numpy()
+        self.num_free[:] = num_blocks
+        self.ids = np.tile(np.arange(most, dtype=np.int32), (pools, 1))
+        self.is_held = np.zeros((pools, most), dtype=bool)
+
+    def next_blocks(self, counts: NDArray[np.int64]) -> Blocks:
+        """The next `counts` blocks of each pool, the pools one after the other."""
+        pools = np.repeat(np.arange(len(counts)), counts)
+        first = self.num_free - np.cumsum(counts)  # of a pool's blocks, less those of pools before
+        return Blocks(pools, self.ids[pools, first[pools] + np.arange(len(pools))])
+
+    def take(self, blocks: Blocks, counts: NDArray[np.int64]) -> None:
+        """Takes the blocks of next_blocks."""
+        self.is_held[blocks] = True
+        self.num_free -= counts.astype(np.int32)
+
+    def put_back(self, pool: int, ids: NDArray[np.int32]) -> None:
+        """Gives back blocks of a pool that are held, each once."""
+        first = int(self.num_free[pool])
+        last = first + len(ids)
+        self.is_held[pool, ids] = False
+        self.ids[pool, first:last] = ids
+        self.free_ids[pool, first:last] = torch.from_numpy(ids).to(self.free_ids.device)
+        self.num_free[pool] = last
+
+
 class BlockAllocator:
     """A free list of blocks 0 to num_blocks - 1: what was given back last is taken first.
 
@@ -56,17 +105,22 @@ class BlockAllocator:
     """
 
     def __init__(
-        self, num_blocks: int, device: torch.device | str = "cpu", *, name: str = "pool"
+        self,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        name: str = "pool",
+        lists: FreeLists | None = None,
+        pool: int = 0,
     ) -> None:
+        """lists, pool: the free lists that have this one, and which it is; None: of its own."""
         self.num_blocks = integer("num_blocks", num_blocks, 0, 2**31 - 1)
         self.device = torch.device(device)
         self.name = name
-        pinned = self.device.type == "cuda"
-        self.top = torch.full((1,), self.num_blocks, dtype=torch.int32, pin_memory=pinned)
-        self.free_ids = torch.arange(self.num_blocks, dtype=torch.int32, device=self.device)
-        # The same stack on the host, and which blocks are held: what a release is checked against.
-        self._ids = np.arange(self.num_blocks, dtype=np.int32)
-        self._held = np.zeros(self.num_blocks, dtype=bool)
+        self._lists = lists or FreeLists([self.num_blocks], self.device)
+        self._pool = pool
+        self.top = self._lists.top[pool : pool + 1]
+        self.free_ids = self._lists.free_ids[pool, : self.num_blocks]
 
     def __repr__(self) -> str:
         return f"BlockAllocator({self.num_free} of {self.num_blocks} blocks free)"
@@ -74,7 +128,7 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
-        return int(self.top)
+        return int(self._lists.num_free[self._pool])
 
     @property
     def num_held(self) -> int:
@@ -87,18 +141,15 @@ class BlockAllocator:
         Raises OutOfBlocksError if fewer are free, and RuntimeError inside a capture; nothing is
         then taken.
         """
-        return self.acquire_with_ids(count)[0]
-
-    def acquire_with_ids(self, count: int) -> tuple[Tensor, list[int]]:
-        """The same, and the ids as the host knows them, without waiting for the device."""
-        self.require_outside_capture()
+        require_outside_capture(self.device, self.name)
         count, top = integer("count", count, 0, 2**31 - 1), self.num_free
         if count > top:
             raise OutOfBlocksError(self.name, count, top, self.num_blocks)
-        ids = self._ids[top - count : top]
-        self._held[ids] = True
-        self.top[0] = top - count
-        return self.free_ids[top - count : top].clone(), ids.tolist()
+        ids = self.free_ids[top - count : top].clone()
+        counts = np.zeros(len(self._lists.top), dtype=np.int64)
+        counts[self._pool] = count
+        self._lists.take(self._lists.next_blocks(counts), counts)
+        return ids
 
     def release(self, block_ids: Tensor | Sequence[int]) -> None:
         """Gives blocks back.
@@ -108,46 +159,48 @@ class BlockAllocator:
         twice, and for more blocks than are held; RuntimeError inside a capture. Nothing is then
         given back.
         """
-        self.require_outside_capture()
+        require_outside_capture(self.device, self.name)
         ids = _ids(block_ids)
-        top = self.num_free
-        if len(ids) > self.num_blocks - top:
+        if len(ids) > self.num_held:
             raise InvalidArgumentError(
-                f"{self.name}: {len(ids)} blocks are released and {self.num_blocks - top} are held"
+                f"{self.name}: {len(ids)} blocks are released and {self.num_held} are held"
             )
-        for i, block in enumerate(ids):
-            if not 0 <= block < self.num_blocks:
-                raise InvalidArgumentError(
-                    f"{self.name}: block_ids[{i}] is {block}, expected 0 to {self.num_blocks - 1}"
-                )
+        outside = np.flatnonzero((ids < 0) | (ids >= self.num_blocks))
+        if len(outside):
+            raise InvalidArgumentError(
+                f"{self.name}: block_ids[{outside[0]}] is {ids[outside[0]]}, expected 0 to "
+                f"{self.num_blocks - 1}"
+            )
         once, counts = np.unique(ids, return_counts=True)
-        for block, count in zip(once.tolist(), counts.tolist(), strict=True):
-            if count > 1 or not self._held[block]:
-                raise InvalidArgumentError(
-                    f"{self.name}: block {block} is released twice"
-                    if count > 1
-                    else f"{self.name}: block {block} is released and nobody holds it"
-                )
-        self._held[ids] = False
-        self._ids[top : top + len(ids)] = ids
-        self.free_ids[top : top + len(ids)] = torch.from_numpy(ids).to(self.device)
-        self.top[0] = top + len(ids)
+        for block in once[(counts > 1) | ~self._is_held[once]].tolist():
+            raise InvalidArgumentError(
+                f"{self.name}: block {block} is released twice"
+                if counts[once == block] > 1
+                else f"{self.name}: block {block} is released and nobody holds it"
+            )
+        self._lists.put_back(self._pool, ids)
 
     def holds(self, block_id: int) -> bool:
         """Whether somebody holds this block."""
-        return bool(self._held[integer("block_id", block_id, 0, self.num_blocks - 1)])
+        return bool(self._is_held[integer("block_id", block_id, 0, self.num_blocks - 1)])
 
-    def require_outside_capture(self) -> None:
-        """Raises InternalError, a RuntimeError, inside a capture."""
-        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if captured or _capturing.get():
-            raise InternalError(
-                f"{self.name}: blocks are taken or given back inside a captured graph, whose "
-                "replays would not repeat it. Call prepare_forward before the graph"
-            )
+    @property
+    def _is_held(self) -> NDArray[np.bool_]:
+        row: NDArray[np.bool_] = self._lists.is_held[self._pool]
+        return row
 
 
-def _ids(block_ids: Tensor | Sequence[int]) -> np.ndarray:
+def require_outside_capture(device: torch.device, what: str = "the manager") -> None:
+    """Raises InternalError, a RuntimeError, inside a capture."""
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured or _capturing.get():
+        raise InternalError(
+            f"{what}: blocks are taken or given back inside a captured graph, whose replays would "
+            "not repeat it. Call prepare_forward before the graph"
+        )
+
+
+def _ids(block_ids: Tensor | Sequence[int]) -> NDArray[np.int32]:
     """Block ids in host memory, (count,) int32. Raises InvalidArgumentError."""
     if isinstance(block_ids, Tensor):
         if block_ids.dim() != 1 or block_ids.dtype not in (torch.int32, torch.int64):
@@ -155,7 +208,4 @@ def _ids(block_ids: Tensor | Sequence[int]) -> np.ndarray:
         block_ids = block_ids.tolist()
     if not isinstance(block_ids, (list, tuple)):
         raise wrong("block_ids", block_ids, "a tensor (count,) of int32 or int64, or a list")
-    checked = [
-        integer(f"block_ids[{i}]", block, -(2**31), 2**31 - 1) for i, block in enumerate(block_ids)
-    ]
-    return np.array(checked, dtype=np.int32)
+    return integers("block_ids", block_ids, -(2**31), 2**31 - 1).astype(np.int32)

@@ -374,12 +374,14 @@ class _KeyParts:
 def _read(pool: PagedCache, slots: Tensor) -> Tensor:
     per = pool.schema.entries_per_block
     at = slots // per, slots % per
-    nope = pool.entries_fp8[at].view(torch.float8_e4m3fn).float() * pool.inv_scale[at][:, None]
+    nope = pool.entries_fp8[at].view(torch.float8_e4m3fn).float()
+    if pool.inv_scale is not None:
+        nope = nope * pool.inv_scale[at][:, None]
     return torch.cat((nope, pool.entries_rope[at].float()), 1)
 
 
 def _write(pool: PagedCache, values: Tensor, slots: Tensor) -> None:
-    per, device = pool.schema.entries_per_block, pool.inv_scale.device
+    per, device = pool.schema.entries_per_block, pool.entries_fp8.device
     blocks, places = ((slots // per).int()[:, None], (slots % per).int())
     where = None, places.to(device), None, blocks.to(device)
     entries = pool.entries_fp8, pool.entries_rope, pool.inv_scale

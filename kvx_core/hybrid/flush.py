@@ -41,7 +41,7 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
         handle.index_key,
         slots,
         at.entry_ids,
-        at.mask,
+        at.valid_mask,
         view.block_table,
         *view.entries,
         keys.keys,
@@ -52,7 +52,7 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
     for ka, za, kb, zb, tail_len in both:
         assert kb is not None
         assert zb is not None
-        ops.csa_rotate_state(slots, at.mask, ka, za, kb, zb, tail_len)
+        ops.csa_rotate_state(slots, at.valid_mask, ka, za, kb, zb, tail_len)
 
 
 def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
@@ -64,8 +64,10 @@ def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
     tails, view = handle.state.tails(), handle.read_classical_view()
     slots, at = handle.step.all_slots, _one_flush(handle)
     _compress(handle, compressor, tails, at, handle.entry)
-    ops.flush_write_hca(handle.entry, slots, at.entry_ids, at.mask, view.block_table, *view.entries)
-    ops.hca_reset_state(slots, at.mask, tails.ka, tails.za, tails.tail_len)
+    ops.flush_write_hca(
+        handle.entry, slots, at.entry_ids, at.valid_mask, view.block_table, *view.entries
+    )
+    ops.hca_reset_state(slots, at.valid_mask, tails.ka, tails.za, tails.tail_len)
 
 
 def compress_csa(
@@ -122,7 +124,10 @@ def _one_flush(handle: LayerCacheHandle) -> Flush:
 
 
 def _append(handle: LayerCacheHandle, tails: Tails, k: Tensor, z: Tensor) -> None:
-    ops.append_tail(k, z, handle.step.token_slots, tails.ka, tails.za, tails.tail_len)
+    step = handle.step
+    ops.append_tail(
+        k, z, step.token_slots, tails.ka, tails.za, tails.tail_len, spans=step.token_spans
+    )
 
 
 def _compress(
@@ -136,7 +141,7 @@ def _compress(
         weights.eps,
         weights.cos_sin,
         flush.positions,
-        flush.mask,
+        flush.valid_mask,
         out,
         row=handle.state.tail_row_width,
     )

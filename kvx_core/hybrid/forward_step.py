@@ -7,26 +7,31 @@ tokens of a step are the beginnings of larger ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.hybrid.block_tables import Counts
+from kvx_core.hybrid.ops import Spans
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
     """The entry that each request slot completes in a step, if its tokens are all of one entry.
 
-    mask:      (R,) bool, slots whose entry is complete
+    valid_mask: (R,) bool, slots whose entry is complete
     entry_ids: (R,) int32, the entry of each slot, counted from the first of its sequence; 0 where
-               the mask is False
+                the mask is False
     positions: (R,) int32, the position that the entry is rotated to: that of its first token
     """
 
-    mask: Tensor
+    valid_mask: Tensor
     entry_ids: Tensor
     positions: Tensor
 
@@ -40,29 +45,26 @@ class Compression:
     flush:        what is complete, if that is 1
     """
 
-    def __init__(self, ratio: int, max_requests: int, device: torch.device) -> None:
-        def by_slot(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max_requests, dtype=dtype, device=device)
-
+    def __init__(self, ratio: int, numbers: Tensor, mask: Tensor) -> None:
+        """numbers: (3, R) int32, valid_lens and the numbers of `flush`; mask: (R,) bool."""
         self.ratio = ratio
         self.most_entries = 0
-        self.valid_lens = by_slot(torch.int32)
-        self.flush = Flush(by_slot(torch.bool), by_slot(torch.int32), by_slot(torch.int32))
+        self.valid_lens, entry_ids, positions = numbers.unbind()
+        self.flush = Flush(mask, entry_ids, positions)
 
-    def fill(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Sets what the next step does; see ForwardStep.spans."""
-        ratio, slots = self.ratio, len(self.valid_lens)
-        valid, first = torch.zeros(2, slots, dtype=torch.int32)
-        for slot, before, after in spans:
-            valid[slot], first[slot] = after // ratio, before // ratio
-        mask = first < valid
-        self.valid_lens.copy_(valid)
-        self.flush.mask.copy_(mask)
-        self.flush.entry_ids.copy_(first * mask)
-        self.flush.positions.copy_(first * mask * ratio)
-        self.most_entries = max(
-            ((after - 1) // ratio - before // ratio + 1 for _, before, after in spans), default=0
-        )
+
+class Step(NamedTuple):
+    """What a step does, as the host knows it."""
+
+    slots: Counts  # (B,), distinct
+    before: Counts  # (B,) tokens of each request before the step
+    after: Counts
+    entries: Mapping[int, tuple[Counts, Counts]]  # complete ones before and after, by ratio
+
+    @classmethod
+    def of(cls, slots: Counts, before: Counts, after: Counts, ratios: Iterable[int]) -> Step:
+        """With the entries counted, once for all layers of a ratio."""
+        return cls(slots, before, after, {r: (before // r, after // r) for r in ratios})
 
 
 class ForwardStep:
@@ -72,9 +74,8 @@ class ForwardStep:
     positions:     (tokens,) int32, of each token in its sequence, the requests one after the other
     request_ids:   (tokens,) int32, the request of each token, an index into request_slots
     token_slots:   (tokens,) int32, the request slot of each token
+    token_spans:   request_ids, and the first token of each request; None without requests
     all_slots:     (R,) int32, 0 to R - 1: flushes run over all slots, and masks choose
-    spans:         slot, tokens before and tokens after the step of each request, as the host knows
-                   them
     one_each:      no request brings more than one token, as in decoding: a token's place in its
                    window is taken by an atomic addition
     Raises InvalidArgumentError for a step of more tokens than there is room for.
@@ -89,36 +90,69 @@ class ForwardStep:
         self.max_tokens = max_tokens
         self.device = device
         self._slots, self._positions = room(max_requests), room(max_tokens)
+        self._starts = room(max_requests + 1)
         self._request_ids, self._token_slots = room(max_tokens), room(max_tokens)
         self.all_slots = torch.arange(max_requests, dtype=torch.int32, device=device)
-        self.compression = {ratio: Compression(ratio, max_requests, device) for ratio in ratios}
-        self.spans: list[tuple[int, int, int]] = []
+        self._numbers = torch.zeros(len(ratios), 3, max_requests, dtype=torch.int32, device=device)
+        self._masks = torch.zeros(len(ratios), max_requests, dtype=torch.bool, device=device)
+        self.compression = {
+            ratio: Compression(ratio, self._numbers[i], self._masks[i])
+            for i, ratio in enumerate(sorted(ratios))
+        }
+        none = np.zeros(0, dtype=np.int64)
+        self._step = Step(none, none, none, {})
         self.one_each = True
+        self._shown = -1, -1
         self._show(0, 0)
 
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Slot, tokens before and tokens after the step of each request."""
+        columns = (numbers.tolist() for numbers in self._step[:3])
+        return list(zip(*columns, strict=True))
+
     def _show(self, num_requests: int, num_tokens: int) -> None:
+        if (num_requests, num_tokens) == self._shown:
+            return
+        self._shown = num_requests, num_tokens
         self.request_slots = self._slots[:num_requests]
         self.positions = self._positions[:num_tokens]
         self.request_ids = self._request_ids[:num_tokens]
         self.token_slots = self._token_slots[:num_tokens]
+        starts = self._starts[: num_requests + 1]
+        self.token_spans = Spans(self.request_ids, starts) if num_requests else None
 
-    def fill(self, slots: list[int], before: list[int], after: list[int]) -> None:
-        """Sets the requests of the next step, and the tokens that each has before and after."""
-        counts = torch.tensor(after) - torch.tensor(before)
+    def fill(self, step: Step) -> None:
+        """Sets the requests and tokens of the next step."""
+        slots, before, after, entries = step
+        counts = after - before
         total = int(counts.sum())
         self.require_room(total)
         self._show(len(slots), total)
-        rows = torch.repeat_interleave(torch.arange(len(slots)), counts)
-        starts = torch.cumsum(counts, 0) - counts
-        host_slots = torch.tensor(slots, dtype=torch.int64)
-        self.request_slots.copy_(host_slots)
-        self.request_ids.copy_(rows)
-        self.positions.copy_(torch.arange(total) - starts[rows] + torch.tensor(before)[rows])
-        self.token_slots.copy_(host_slots[rows])
-        self.spans = list(zip(slots, before, after, strict=True))
-        self.one_each = all(last - first <= 1 for _, first, last in self.spans)
-        for compression in self.compression.values():
-            compression.fill(self.spans)
+        rows = np.repeat(np.arange(len(slots)), counts)
+        starts = np.zeros(len(slots) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        _set(self.request_slots, slots)
+        _set(self._starts[: len(starts)], starts)
+        _set(self.request_ids, rows)
+        _set(self.positions, np.arange(total) + (before - starts[:-1])[rows])
+        _set(self.token_slots, slots[rows])
+        self._step = step
+        self.one_each = total == np.count_nonzero(counts)
+
+        numbers = np.zeros(self._numbers.shape, dtype=np.int32)
+        masks = np.zeros(self._masks.shape, dtype=bool)
+        for i, (ratio, compression) in enumerate(self.compression.items()):
+            made, valid = entries[ratio]
+            completes = made < valid
+            of_slot = numbers[i]
+            of_slot[0, slots] = valid
+            of_slot[1, slots] = ids = made * completes
+            of_slot[2, slots] = ids * ratio
+            masks[i, slots] = completes
+            compression.most_entries = int(((after - 1) // ratio - made).max(initial=-1)) + 1
+        _set(self._numbers, numbers)
+        _set(self._masks, masks)
 
     def require_room(self, num_tokens: int) -> None:
         """Raises InvalidArgumentError for a step of more tokens than there is room for."""
@@ -127,3 +161,7 @@ class ForwardStep:
                 f"the step brings {num_tokens} tokens, expected at most {self.max_tokens}: split "
                 "it, or raise max_tokens_per_step of the manager"
             )
+
+
+def _set(tensor: Tensor, numbers: NDArray[Any]) -> None:
+    tensor.copy_(torch.from_numpy(numbers))

@@ -20,7 +20,7 @@ class SWAView:
 
     fp8: Tensor  # (R, window, nope_dim) uint8, E4M3
     rope: Tensor  # (R, window, rope_dim) bfloat16
-    inv_scale: Tensor  # (R, window) float32
+    inv_scale: Tensor | None  # (R, window) float32; None: 1 for all
     positions: Tensor  # (R, window) int32, -1: empty
     head: Tensor  # (R,) int32
     request_slots: Tensor  # (B,) int32: the slots of this step's requests
@@ -45,14 +45,14 @@ class ClassicalView:
 
     entries_fp8: Tensor  # (nb, epb, nope_dim) uint8, E4M3
     entries_rope: Tensor  # (nb, epb, rope_dim) bfloat16
-    inv_scale: Tensor  # (nb, epb) float32
+    inv_scale: Tensor | None  # (nb, epb) float32; None: 1 for all
     block_table: Tensor  # (R, max_blocks) int32, -1 after the last block
     block_lens: Tensor  # (R,) int32, blocks of each slot
     valid_lens: Tensor  # (R,) int32, complete entries of each slot after the step
     request_slots: Tensor  # (B,) int32
 
     @property
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+    def entries(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """FP8 numbers, RoPE dims and scales: what a flush writes."""
         return self.entries_fp8, self.entries_rope, self.inv_scale
 
@@ -115,16 +115,18 @@ class LayerCacheHandle:
         Mutates the windows. Tails are not touched: see flush.compress_csa.
         """
         state = self.state
+        step = self.step
         ops.append_swa(
             x,
-            self.step.positions,
-            self.step.token_slots,
+            step.positions,
+            step.token_slots,
             state.swa_fp8,
             state.swa_rope,
             state.swa_inv,
             state.swa_pos,
             state.swa_head,
-            one_each=self.step.one_each,
+            one_each=step.one_each,
+            spans=None if step.one_each else step.token_spans,
         )
 
     def read_swa_view(self) -> SWAView:

@@ -8,7 +8,7 @@ Spec: E.22
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvx_core import _abi_hybrid
 from kvx_core.errors import InvalidArgumentError
@@ -23,12 +23,13 @@ from kvx_core.hybrid._arrays import (
     extents,
 )
 from kvx_core.hybrid.page_records import read_v4_page, v4_page_bytes, write_v4_page
-from kvx_core.words import flag, one_of, wrong
+from kvx_core.words import flag, instance, one_of, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Spans",
     "append_swa",
     "append_tail",
     "compress",
@@ -52,17 +53,27 @@ _LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _ROUNDING = {"nearest_even": 0, "thresholds": _abi_hybrid.THRESHOLDS}
 
 
+class Spans(NamedTuple):
+    """Where the tokens of each slot stand in a call: in spans, one after the other, each of one
+    slot, no two of one slot. A span may be empty.
+    """
+
+    of: Tensor  # (tokens,) int32, the span of each token
+    starts: Tensor  # (spans + 1,) int32, the first token of each span; the number of tokens
+
+
 def append_swa(
     x: Tensor,
     positions: Tensor,
     slots: Tensor,
     swa_fp8: Tensor,
     swa_rope: Tensor,
-    swa_inv: Tensor,
+    swa_inv: Tensor | None,
     swa_pos: Tensor,
     swa_head: Tensor,
     *,
     one_each: bool = False,
+    spans: Spans | None = None,
 ) -> None:
     """Quantises tokens and writes them behind the newest of their requests' rings.
 
@@ -71,10 +82,13 @@ def append_swa(
     slots:     (tokens,) int32, the ring of each token; -1: skipped
     swa_fp8:   (R, window, nope) uint8, E4M3 of x / inv
     swa_rope:  (R, window, rope) bfloat16, the last numbers of x
-    swa_inv:   (R, window) float32: the largest magnitude / 448, or 1 if that is 0
+    swa_inv:   (R, window) float32: the largest magnitude / 448, or 1 if that is 0; None: there are
+               no scales, inv is 1 for all, and numbers above 448 become 448
     swa_pos:   (R, window) int32
     swa_head:  (R,) int32, tokens that a ring has been given; the next one goes to head % window
     one_each:  no two tokens are of one slot, as in a decode step: one kernel on a device, not two
+    spans:     where the tokens of a slot stand; None: anywhere, which a device looks for, for each
+               token among all others
     Of more than `window` tokens of a request only the last are written; the head counts all.
     Mutates the swa tensors. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
@@ -96,15 +110,23 @@ def append_swa(
         slots=arrays.take("slots", slots, ("int32",), tokens),
         fp8=arrays.take("swa_fp8", swa_fp8, CODES, num_slots, window, nope),
         rope=arrays.take("swa_rope", swa_rope, ("bfloat16",), num_slots, window, rope),
-        inv_scale=arrays.take("swa_inv", swa_inv, ("float32",), num_slots, window),
+        inv_scale=arrays.take_if_given("swa_inv", swa_inv, ("float32",), num_slots, window),
         pos=arrays.take("swa_pos", swa_pos, ("int32",), num_slots, window),
         head=arrays.take("swa_head", swa_head, ("int32",), num_slots),
+        **_span_fields(arrays, spans, tokens),
     )
     arrays.call(_abi_hybrid.functions().kvx_hybrid_append_swa, desc)
 
 
 def append_tail(
-    k: Tensor, z: Tensor, slots: Tensor, ka: Tensor, za: Tensor, tail_len: Tensor
+    k: Tensor,
+    z: Tensor,
+    slots: Tensor,
+    ka: Tensor,
+    za: Tensor,
+    tail_len: Tensor,
+    *,
+    spans: Spans | None = None,
 ) -> None:
     """Writes rows behind those that the tails of their requests have.
 
@@ -112,6 +134,7 @@ def append_tail(
     slots:    (tokens,) int32, the tail of each token; -1: skipped
     ka, za:   (R, m, row) float32 or bfloat16
     tail_len: (R,) int32, rows that a tail has
+    spans:    as for `append_swa`
     A tail that would have more than m rows is an OutOfRangeError; on a device these are skipped.
     Mutates ka, za and tail_len. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
@@ -135,6 +158,7 @@ def append_tail(
         dtype=dtype_of(k),
         state=dtype_of(ka),
         **addresses,
+        **_span_fields(arrays, spans, tokens),
     )
     arrays.call(_abi_hybrid.functions().kvx_hybrid_append_tail, desc)
 
@@ -255,7 +279,7 @@ def flush_write_csa(
     block_table: Tensor,
     entries_fp8: Tensor,
     entries_rope: Tensor,
-    inv_scale: Tensor,
+    inv_scale: Tensor | None,
     indexer_keys: Tensor,
     indexer_scales: Tensor,
     *,
@@ -300,7 +324,7 @@ def flush_write_hca(
     block_table: Tensor,
     entries_fp8: Tensor,
     entries_rope: Tensor,
-    inv_scale: Tensor,
+    inv_scale: Tensor | None,
 ) -> None:
     """Quantises entries and writes them into blocks.
 
@@ -312,7 +336,7 @@ def flush_write_hca(
                   block_table[i, e // epb]
     entries_fp8:  (blocks, epb, nope) uint8, E4M3 of number / inv_scale
     entries_rope: (blocks, epb, rope) bfloat16
-    inv_scale:    (blocks, epb) float32, as for `append_swa`
+    inv_scale:    (blocks, epb) float32 or None, as for `append_swa`
     Rows that are skipped change no byte. No two rows have one place.
     Mutates the last three. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
@@ -350,6 +374,23 @@ def hca_reset_state(
     Mutates ka, za and tail_len. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
     _rotate(slots, mask, ka, za, None, tail_len)
+
+
+def _span_fields(arrays: Arrays, spans: Spans | None, tokens: int) -> dict[str, int]:
+    if spans is None:
+        return {}
+    instance("spans", spans, Spans, "Spans")
+    count = extents("spans.starts", spans.starts, 1)[0] - 1
+    if count < 1:
+        raise InvalidArgumentError(
+            f"spans.starts.shape[0] is {count + 1}, expected at least 2: the first token of each "
+            "span, and the number of tokens (spec E.22)"
+        )
+    return {
+        "num_spans": count,
+        "span_of": arrays.take("spans.of", spans.of, ("int32",), tokens),
+        "span_starts": arrays.take("spans.starts", spans.starts, ("int32",), count + 1),
+    }
 
 
 def _like(tensor: Tensor) -> tuple[str]:
@@ -402,7 +443,7 @@ def _flush(
     block_table: Tensor,
     entries_fp8: Tensor,
     entries_rope: Tensor,
-    inv_scale: Tensor,
+    inv_scale: Tensor | None,
 ) -> tuple[Arrays, _abi_hybrid.kvx_hybrid_flush_t]:
     arrays = Arrays("entry", entry)
     rows = extents("entry", entry, 2)[0]
@@ -423,7 +464,7 @@ def _flush(
         block_table=arrays.take("block_table", block_table, ("int32",), rows, None),
         fp8=arrays.take("entries_fp8", entries_fp8, CODES, blocks, per_block, nope),
         rope=arrays.take("entries_rope", entries_rope, ("bfloat16",), blocks, per_block, rope),
-        inv_scale=arrays.take("inv_scale", inv_scale, ("float32",), blocks, per_block),
+        inv_scale=arrays.take_if_given("inv_scale", inv_scale, ("float32",), blocks, per_block),
         dtype=dtype_of(entry),
     )
     return arrays, desc

@@ -28,7 +28,7 @@ class PagedCache:
 
     entries_fp8:    (nb, epb, nope_dim) uint8, E4M3 codes; number = code * inv_scale
     entries_rope:   (nb, epb, rope_dim) bfloat16
-    inv_scale:      (nb, epb) float32
+    inv_scale:      (nb, epb) float32; None if the schema needs none: all are 1
     indexer_keys:   (nb, epb, indexer_head_dim / 2) uint8, E2M1 codes, an even number in the lower
                     half of a byte; None for HCA
     indexer_scales: (nb, epb, indexer_head_dim / 16) uint8, E4M3 codes; None for HCA
@@ -71,7 +71,8 @@ class PagedCache:
         rows = num_blocks, schema.entries_per_block
         self.entries_fp8 = torch.zeros(*rows, schema.nope_dim, dtype=torch.uint8, device=device)
         self.entries_rope = torch.zeros(*rows, schema.rope_dim, dtype=torch.bfloat16, device=device)
-        self.inv_scale = torch.ones(*rows, dtype=torch.float32, device=device)
+        scaled = schema.needs_inv_scale
+        self.inv_scale = torch.ones(*rows, dtype=torch.float32, device=device) if scaled else None
         self.indexer_keys: Tensor | None = None
         self.indexer_scales: Tensor | None = None
         if schema.indexer_entries_per_block:

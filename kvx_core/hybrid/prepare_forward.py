@@ -5,22 +5,63 @@ Runs between two captured graphs. The graph itself takes no blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.hybrid._arrays import integer_rows
+from kvx_core.hybrid.allocator import require_outside_capture
+from kvx_core.hybrid.block_tables import Needs
+from kvx_core.hybrid.forward_step import Step
 from kvx_core.hybrid.manager import KVCacheManager
+from kvx_core.hybrid.schema import LayerCacheSchema
 from kvx_core.words import instance, wrong
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PreparedForward:
-    """What prepare_forward found, by layer_idx and in the order of the requests."""
+    """What prepare_forward found, by layer_idx and in the order of the requests. Its dicts are made
+    when they are asked for.
+    """
 
-    new_entries: dict[int, list[int]]  # entries that the step completes
-    new_blocks: dict[int, list[int]]  # blocks that were taken for them
-    tail_lens: dict[int, list[int]]  # tokens after the step that no entry stands for
+    _schemas: Mapping[int, LayerCacheSchema]
+    _layers: Sequence[int]  # those of _needs
+    _step: Step
+    _needs: Needs
+
+    def __repr__(self) -> str:
+        return f"PreparedForward(new_entries={self.new_entries}, new_blocks={self.new_blocks})"
+
+    @property
+    def new_entries(self) -> dict[int, list[int]]:
+        """Entries that the step completes."""
+        entries = self._step.entries
+        counts = {ratio: (valid - made).tolist() for ratio, (made, valid) in entries.items()}
+        return self._by_layer(counts)
+
+    @property
+    def new_blocks(self) -> dict[int, list[int]]:
+        """Blocks that were taken for them."""
+        slots = self._step.slots
+        found = {layer: [0] * len(slots) for layer in self._schemas}
+        where = np.argsort(slots)[np.searchsorted(np.sort(slots), self._needs.slots)]
+        for layer, counts in zip(self._layers, self._needs.counts.tolist(), strict=False):
+            for i, count in zip(where, counts, strict=True):
+                found[layer][i] = count
+        return found
+
+    @property
+    def tail_lens(self) -> dict[int, list[int]]:
+        """Tokens after the step that no entry stands for."""
+        step = self._step
+        return self._by_layer({ratio: (step.after % ratio).tolist() for ratio in step.entries})
+
+    def _by_layer(self, counts: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        none = [0] * len(self._step.slots)
+        found = {layer: schema.compression_ratio for layer, schema in self._schemas.items()}
+        return {layer: list(counts.get(ratio, none)) for layer, ratio in found.items()}
 
 
 def prepare_forward(
@@ -54,51 +95,23 @@ def prepare_forward(
             raise InvalidArgumentError(
                 f"{name} has {len(numbers)} numbers, expected {len(request_slots)}, one per request"
             )
-    slots = [manager.slot(f"request_slots[{i}]", slot) for i, slot in enumerate(request_slots)]
-    if len(set(slots)) < len(slots):
-        raise InvalidArgumentError(f"request_slots is {slots}, expected each slot once")
-    before = _tokens(manager, "num_tokens_before", num_tokens_before)
-    after = _tokens(manager, "num_tokens_after", num_tokens_after)
-    for i, (first, last) in enumerate(zip(before, after, strict=True)):
-        if last < first:
-            raise InvalidArgumentError(
-                f"num_tokens_after[{i}] is {last}, expected at least {first}, "
-                f"num_tokens_before[{i}]"
-            )
-        manager.require_follows(f"num_tokens_before[{i}]", slots[i], first)
-    manager.step.require_room(sum(after) - sum(before))
+    most = manager.max_requests - 1, manager.max_context_tokens, manager.max_context_tokens
+    slots, before, after = integer_rows(named, most)
+    manager.require_requests("request_slots", slots)
+    for i in np.flatnonzero(after < before):
+        raise InvalidArgumentError(
+            f"num_tokens_after[{i}] is {after[i]}, expected at least {before[i]}, "
+            f"num_tokens_before[{i}]"
+        )
+    manager.require_follows("num_tokens_before", slots, before)
+    manager.step.require_room(int((after - before).sum()))
+    require_outside_capture(manager.device)
 
-    taken: dict[int, dict[int, int]] = {}
-    for layer, schema in manager.schemas.items():
-        taken[layer] = {}
-        if not schema.entries_per_block:
-            continue
-        for i, slot in enumerate(slots):
-            count = schema.blocks(after[i]) - manager.num_held(layer, slot)
-            if count > 0:
-                taken[layer][slot] = count
+    step = Step.of(slots, before, after, manager.step.compression)
+    needs = manager.tables.missing(slots, {ratio: n for ratio, (_, n) in step.entries.items()})
     # All layers are asked before the first block is taken.
-    for layer, counts in taken.items():
-        if counts:
-            manager.require_free({layer: sum(counts.values())}, counts)
-    for layer, counts in taken.items():
-        if counts:
-            manager.take_blocks(layer, counts)
-    manager.step.fill(slots, before, after)
+    manager.tables.require_free(needs)
+    manager.tables.take(needs)
+    manager.step.fill(step)
     manager.keep_steps(slots, before, after)
-    schemas = manager.schemas.items()
-    return PreparedForward(
-        new_entries={
-            layer: [s.entries(b) - s.entries(a) for a, b in zip(before, after, strict=True)]
-            for layer, s in schemas
-        },
-        new_blocks={layer: [taken[layer].get(slot, 0) for slot in slots] for layer, _ in schemas},
-        tail_lens={
-            layer: [b % s.compression_ratio if s.compression_ratio else 0 for b in after]
-            for layer, s in schemas
-        },
-    )
-
-
-def _tokens(manager: KVCacheManager, name: str, numbers: Sequence[Any]) -> list[int]:
-    return [manager.tokens(f"{name}[{i}]", number) for i, number in enumerate(numbers)]
+    return PreparedForward(manager.schemas, manager.tables.layers, step, needs)

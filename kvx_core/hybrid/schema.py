@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from math import lcm
+from enum import Enum, StrEnum
+from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.words import fix, instance, integer, wrong
+from kvx_core.hybrid.config import DSV4Config, as_object, dims, field, indexer_dim
+from kvx_core.words import fix, instance, integer, one_of, wrong
 
 # Tokens that a block of compressed entries stands for: lcm(4, 128), so that a block of a CSA layer
-# (32 entries) and one of an HCA layer (1 entry) end at the same token.
+# (32 entries) and one of an HCA layer (1 entry) end at the same token. Of models with other ratios,
+# too.
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
 
 
@@ -25,40 +27,6 @@ class AttentionType(StrEnum):
     CSA = "csa"  # entries of m tokens, chosen by an indexer
     HCA = "hca"  # entries of m' tokens, all of them
     SWA = "swa"  # nothing
-
-
-@dataclass(frozen=True, slots=True)
-class DSV4Config:
-    """The numbers of a model that its cache depends on. Defaults: DeepSeek-V4, Flash and Pro.
-
-    Raises InvalidArgumentError.
-    Source: arXiv 2606.19348, 4.2.1
-    """
-
-    head_dim: int = 512  # numbers of an entry, the RoPE dims included
-    rope_dim: int = 64  # the last of them, which are kept in BF16
-    indexer_head_dim: int = 128  # numbers of an indexer key
-    sliding_window: int = 128  # tokens
-    csa_compression_ratio: int = 4  # m, tokens per entry
-    hca_compression_ratio: int = 128  # m'
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            fix(self, **{name: lambda field, value: integer(field, value, 1, 2**20)})
-        if self.rope_dim >= self.head_dim:
-            raise InvalidArgumentError(
-                f"rope_dim is {self.rope_dim}, expected less than head_dim, {self.head_dim}"
-            )
-        if self.indexer_head_dim % 16:
-            raise InvalidArgumentError(
-                f"indexer_head_dim is {self.indexer_head_dim}, expected a multiple of 16: indexer "
-                "keys have a scale for 16 numbers"
-            )
-
-    @property
-    def nope_dim(self) -> int:
-        """Numbers of an entry before its RoPE dims, which are kept in FP8."""
-        return self.head_dim - self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +64,9 @@ class LayerCacheSchema:
     tail_buffer_size_a: int  # m (CSA), m' (HCA): tokens since the last entry
     tail_buffer_size_b: int  # m (CSA): tokens of the last entry
 
-    needs_inv_scale: bool = True  # FP8 numbers have a scale per entry
+    # FP8 numbers have an inverse scale per token and entry. Without, it is 1, none is stored, and
+    # numbers above 448 become 448.
+    needs_inv_scale: bool = True
 
     @property
     def tail_buffer_size(self) -> int:
@@ -129,35 +99,30 @@ class LayerCacheSchema:
 def build_schema(config: DSV4Config, spec: LayerSpec) -> LayerCacheSchema:
     """The cache layout of a layer.
 
-    Raises InvalidArgumentError if the compression ratios do not divide a block of 128 tokens, or if
-    a shorter block would hold complete entries of both.
+    config: a DSV4Config, or another object with the fields that the layer's type needs: its own
+            names or Hugging Face's (DeepseekV4Config)
+    spec:   a LayerSpec, or another object with its fields
+    Raises InvalidArgumentError, also if the ratio does not divide a block of 128 tokens.
     """
-    instance("config", config, DSV4Config, "a DSV4Config")
-    instance("spec", spec, LayerSpec, "a LayerSpec")
-    csa, hca = config.csa_compression_ratio, config.hca_compression_ratio
-    for name, ratio in (("csa_compression_ratio", csa), ("hca_compression_ratio", hca)):
-        if BLOCK_SIZE_ORIGINAL_TOKENS % ratio:
-            raise InvalidArgumentError(
-                f"{name} is {ratio}, expected a divisor of {BLOCK_SIZE_ORIGINAL_TOKENS}, the "
-                "tokens of a block"
-            )
-    if lcm(csa, hca) != BLOCK_SIZE_ORIGINAL_TOKENS:
+    layer_idx, attn = _spec("spec", spec)
+    head_dim, rope_dim = dims(config)
+    is_csa = attn is AttentionType.CSA
+    ratio = _ratio(config, attn) if attn is not AttentionType.SWA else 0
+    if ratio and BLOCK_SIZE_ORIGINAL_TOKENS % ratio:
         raise InvalidArgumentError(
-            f"the least common multiple of csa_compression_ratio {csa} and hca_compression_ratio "
-            f"{hca} is {lcm(csa, hca)}, expected {BLOCK_SIZE_ORIGINAL_TOKENS}, a block"
+            f"{attn}_compression_ratio is {ratio}, expected a divisor of "
+            f"{BLOCK_SIZE_ORIGINAL_TOKENS}, the tokens of a block"
         )
-    ratio = {AttentionType.CSA: csa, AttentionType.HCA: hca, AttentionType.SWA: 0}[spec.attn]
     entries = BLOCK_SIZE_ORIGINAL_TOKENS // ratio if ratio else 0
-    is_csa = spec.attn is AttentionType.CSA
     return LayerCacheSchema(
-        layer_idx=spec.layer_idx,
-        attn_type=spec.attn,
+        layer_idx=layer_idx,
+        attn_type=attn,
         entries_per_block=entries,
-        entry_head_dim=config.head_dim,
-        rope_dim=config.rope_dim,
+        entry_head_dim=head_dim,
+        rope_dim=rope_dim,
         indexer_entries_per_block=entries if is_csa else 0,
-        indexer_head_dim=config.indexer_head_dim if is_csa else 0,
-        swa_window_size=config.sliding_window,
+        indexer_head_dim=indexer_dim(config) if is_csa else 0,
+        swa_window_size=field(config, "sliding_window"),
         tail_buffer_size_a=ratio,
         tail_buffer_size_b=ratio if is_csa else 0,
     )
@@ -192,36 +157,99 @@ def schedule_of(
     compress_ratios: a number per layer, then those of layers for multi-token prediction, which are
                      left out: 0 or 1 is a layer with a window alone
     num_layers:      num_hidden_layers
+    config:          an object with the two compression ratios, as build_schema takes it
     Raises InvalidArgumentError.
     Source: vllm 0.32 models/deepseek_v4/attention.py, max(1, ratio)
     """
-    config = instance("config", config or DSV4Config(), DSV4Config, "a DSV4Config")
     num_layers = integer("num_layers", num_layers)
     if not isinstance(compress_ratios, (list, tuple)):
-        raise wrong("compress_ratios", compress_ratios, "a list or tuple of integers")
-    types = {
-        0: AttentionType.SWA,
-        1: AttentionType.SWA,
-        config.csa_compression_ratio: AttentionType.CSA,
-        config.hca_compression_ratio: AttentionType.HCA,
-    }
+        raise wrong(
+            "compress_ratios",
+            compress_ratios,
+            "a list or tuple of integers. A config that has none is read by hf_config",
+        )
+    types = {0: AttentionType.SWA, 1: AttentionType.SWA}
+    for attn in (AttentionType.CSA, AttentionType.HCA):
+        ratio = _ratio(DSV4Config() if config is None else config, attn)
+        if ratio in types:
+            raise InvalidArgumentError(
+                f"{attn}_compression_ratio is {ratio}, the ratio of {types[ratio].name} layers, "
+                "too: expected another, or LayerSpecs in place of compress_ratios"
+            )
+        types[ratio] = attn
     if len(compress_ratios) < num_layers:
         raise InvalidArgumentError(
             f"compress_ratios has {len(compress_ratios)} numbers, expected at least {num_layers}, "
             "one per layer"
         )
-    for i, ratio in enumerate(compress_ratios[:num_layers]):
+    ratios = [integer(f"compress_ratios[{i}]", r) for i, r in enumerate(compress_ratios)]
+    for i, ratio in enumerate(ratios[:num_layers]):
         if ratio not in types:
             raise wrong(
                 f"compress_ratios[{i}]", ratio, f"one of {', '.join(map(str, sorted(types)))}"
             )
-    return [LayerSpec(i, types[ratio]) for i, ratio in enumerate(compress_ratios[:num_layers])]
+    return [LayerSpec(i, types[ratio]) for i, ratio in enumerate(ratios[:num_layers])]
 
 
-def specs(name: str, schedule: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+_OF_LAYER_TYPES = {
+    "sliding_attention": AttentionType.SWA,
+    "compressed_sparse_attention": AttentionType.CSA,
+    "heavily_compressed_attention": AttentionType.HCA,
+}
+
+
+def hf_config(config: Any) -> tuple[DSV4Config, list[LayerSpec]]:
+    """The numbers and the layers of a model, from its Hugging Face config.
+
+    config: transformers' or vLLM's DeepseekV4Config, or the dict of a config.json. Layers are those
+            of compress_ratios or, where these are absent or None, of layer_types
+    Raises InvalidArgumentError, also if both are there and differ.
+    Source: transformers 5, models/deepseek_v4/configuration_deepseek_v4.py
+    """
+    config = as_object(config)
+    numbers = DSV4Config(**{name: field(config, name) for name in DSV4Config.__slots__})
+    count = integer("num_hidden_layers", getattr(config, "num_hidden_layers", None), 1)
+    ratios, names = (getattr(config, name, None) for name in ("compress_ratios", "layer_types"))
+    if ratios is None and names is None:
+        raise InvalidArgumentError(
+            "config has neither compress_ratios nor layer_types, expected one: they say which "
+            "layers compress"
+        )
+    by_ratios = None if ratios is None else schedule_of(ratios, count, numbers)
+    if by_ratios is not None and names is None:
+        return numbers, by_ratios
+    if not isinstance(names, (list, tuple)) or len(names) < count:
+        raise wrong("layer_types", names, f"a list of at least {count} names, one per layer")
+    found = []
+    for i, name in enumerate(names[:count]):
+        found.append(
+            LayerSpec(i, _OF_LAYER_TYPES[one_of(f"layer_types[{i}]", name, *_OF_LAYER_TYPES)])
+        )
+        if by_ratios is not None and by_ratios[i] != found[i]:
+            raise InvalidArgumentError(
+                f"layer_types[{i}] is {name!r} and compress_ratios says a layer of type "
+                f"{by_ratios[i].attn.name}, expected one type"
+            )
+    return numbers, found
+
+
+def specs(name: str, schedule: Sequence[LayerSpec]) -> list[LayerSpec]:
     """`schedule` if it is one. Raises InvalidArgumentError."""
     if not isinstance(schedule, (list, tuple)):
         raise wrong(name, schedule, "a list or tuple of LayerSpec, one per layer")
-    for i, spec in enumerate(schedule):
-        instance(f"{name}[{i}]", spec, LayerSpec, "a LayerSpec")
-    return schedule
+    return [LayerSpec(*_spec(f"{name}[{i}]", spec)) for i, spec in enumerate(schedule)]
+
+
+def _spec(name: str, spec: Any) -> tuple[int, AttentionType]:
+    """The fields of a LayerSpec. Raises InvalidArgumentError."""
+    layer_idx, attn = getattr(spec, "layer_idx", None), getattr(spec, "attn", None)
+    if layer_idx is None or attn is None:
+        raise wrong(name, spec, "a LayerSpec, or another object with layer_idx and attn")
+    if isinstance(attn, Enum) and attn.name in AttentionType.__members__:  # of another library
+        attn = AttentionType[attn.name]
+    checked = LayerSpec(layer_idx, attn)
+    return checked.layer_idx, checked.attn
+
+
+def _ratio(config: Any, attn: AttentionType) -> int:
+    return field(config, f"{attn}_compression_ratio")

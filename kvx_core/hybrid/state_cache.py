@@ -47,19 +47,19 @@ class StateCache:
 
     swa_fp8:  (R, window, nope_dim) uint8, E4M3 codes; number = code * swa_inv
     swa_rope: (R, window, rope_dim) bfloat16
-    swa_inv:  (R, window) float32
+    swa_inv:  (R, window) float32; None if the schema needs no inverse scales: all are 1
     swa_pos:  (R, window) int32, the position of the token in each place; -1: none
     swa_head: (R,) int32, tokens that were appended
-    ka, za:   (R, m, width) tail_dtype: values and scores of the tokens since the last entry
-    kb, zb:   the same of the tokens of the last entry; None for HCA
-    tail_len: (R,) int32, rows of ka and za that are filled
+    tail_ka, tail_za: (R, m, width) tail_dtype: values and scores of the tokens since the last entry
+    tail_kb, tail_zb: the same of the tokens of the last entry; None for HCA
+    tail_len: (R,) int32, rows of tail_ka and tail_za that are filled
     idx_ka, idx_za, idx_kb, idx_zb, idx_tail_len: the same of the indexer's own compressor; None but
               for CSA
-    All of ka to idx_tail_len are None for SWA.
+    All of tail_ka to idx_tail_len are None for SWA.
 
     A token of a CSA layer has two projections: one for the entry that it ends up in (a) and one for
     the entry after that (b). Rows are [b | a], twice as wide as an entry. An entry reads the a half
-    of ka and za and the b half of kb and zb, so that a flush has only to copy ka to kb.
+    of tail_ka and tail_za and the b half of tail_kb and tail_zb: a flush has only to copy ka to kb.
     tail_row_width: "wide"; "single" keeps one projection per row, as narrow as an entry, and reads
               it as both. That is not DeepSeek-V4's attention: entries after the first are wrong. It
               is here to compare with caches that did so. HCA rows are single in either case
@@ -95,7 +95,8 @@ class StateCache:
         window = schema.swa_window_size
         self.swa_fp8 = rows(window, schema.nope_dim, dtype=torch.uint8)
         self.swa_rope = rows(window, schema.rope_dim, dtype=torch.bfloat16)
-        self.swa_inv = rows(window, dtype=torch.float32, value=1)
+        scaled = schema.needs_inv_scale
+        self.swa_inv = rows(window, dtype=torch.float32, value=1) if scaled else None
         self.swa_pos = rows(window, dtype=torch.int32, value=-1)
         self.swa_head = rows(dtype=torch.int32)
 
@@ -110,9 +111,9 @@ class StateCache:
         def length(dim: int) -> Tensor | None:
             return rows(dtype=torch.int32) if a and dim else None
 
-        self.ka, self.za = tail(a, schema.entry_head_dim), tail(a, schema.entry_head_dim)
-        self.kb = tail(b, schema.entry_head_dim)
-        self.zb = tail(b, schema.entry_head_dim, NO_SCORE)
+        self.tail_ka, self.tail_za = tail(a, schema.entry_head_dim), tail(a, schema.entry_head_dim)
+        self.tail_kb = tail(b, schema.entry_head_dim)
+        self.tail_zb = tail(b, schema.entry_head_dim, NO_SCORE)
         self.tail_len = length(schema.entry_head_dim)
         self.idx_ka, self.idx_za = (
             tail(a, schema.indexer_head_dim),
@@ -122,7 +123,7 @@ class StateCache:
         self.idx_zb = tail(b, schema.indexer_head_dim, NO_SCORE)
         self.idx_tail_len = length(schema.indexer_head_dim)
         # What a slot without a request holds; 0 where nothing is said.
-        self._fresh = {"swa_inv": 1.0, "swa_pos": -1, "zb": NO_SCORE, "idx_zb": NO_SCORE}
+        self._fresh = {"swa_inv": 1.0, "swa_pos": -1, "tail_zb": NO_SCORE, "idx_zb": NO_SCORE}
 
     def __repr__(self) -> str:
         return (
@@ -140,8 +141,8 @@ class StateCache:
 
         Raises InvalidArgumentError for a layer that has none.
         """
-        ka, za, tail_len = self.ka, self.za, self.tail_len
-        kb, zb = self.kb, self.zb
+        ka, za, tail_len = self.tail_ka, self.tail_za, self.tail_len
+        kb, zb = self.tail_kb, self.tail_zb
         if indexer:
             ka, za, tail_len = self.idx_ka, self.idx_za, self.idx_tail_len
             kb, zb = self.idx_kb, self.idx_zb
@@ -168,6 +169,6 @@ class StateCache:
 
 _NAMES = (
     *("swa_fp8", "swa_rope", "swa_inv", "swa_pos", "swa_head"),
-    *("ka", "za", "kb", "zb", "tail_len"),
+    *("tail_ka", "tail_za", "tail_kb", "tail_zb", "tail_len"),
     *("idx_ka", "idx_za", "idx_kb", "idx_zb", "idx_tail_len"),
 )

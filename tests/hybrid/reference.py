@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ def append_swa(
     swa_head: Tensor,
     *,
     one_each: bool,
+    spans: Any,
 ) -> None:
     assert not one_each or len(set(slots.tolist())) == len(slots)
     window, nope = swa_fp8.shape[1:]
@@ -76,7 +78,7 @@ def append_swa(
 
 
 def append_tail(
-    k: Tensor, z: Tensor, slots: Tensor, ka: Tensor, za: Tensor, tail_len: Tensor
+    k: Tensor, z: Tensor, slots: Tensor, ka: Tensor, za: Tensor, tail_len: Tensor, *, spans: Any
 ) -> None:
     for t, slot in enumerate(slots.tolist()):
         if slot < 0:

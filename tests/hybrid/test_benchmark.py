@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import hybrid_steps
 from benchmarks.hybrid import CASES
 
 
@@ -62,3 +63,13 @@ def test_vllms_op_may_flush_small_numbers_and_no_other_byte(
         else:
             with pytest.raises(AssertionError, match=f"{name}: .* of output 0 differ"):
                 one.verify()
+
+
+def test_steps_that_are_timed_take_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid_steps, "_CONTEXT", 512)
+    steps = hybrid_steps.Steps(3)
+    for _ in range(5):  # requests come anew
+        assert steps() > 0
+        for layer, schema in steps.caches.schemas.items():
+            for slot, count in zip(steps.slots, steps.counts, strict=True):
+                assert steps.caches.num_held(layer, slot) == schema.blocks(count)

@@ -520,10 +520,7 @@ def test_waiting_tokens_in_tails(part: str, tokens: int, has_ape: bool) -> None:
     schema = build_schema(config, LayerSpec(3, attn))
     generator = torch.Generator().manual_seed(tokens)
     state = StateCache(schema, 3)
-    prefix = "idx_" if part == "indexer" else ""
-    ka, za, kb, zb, lens = (
-        getattr(state, prefix + n) for n in ("ka", "za", "kb", "zb", "tail_len")
-    )
+    ka, za, kb, zb, lens = state.tails(indexer=part == "indexer")
     ratio, width = ka.shape[1:]
     k, z = torch.randn(2, tokens, width, generator=generator).unbind()
     ape = torch.randn(ratio, width, generator=generator)

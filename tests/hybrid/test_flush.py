@@ -242,9 +242,12 @@ def test_tails_rotate() -> None:
     csa, hca = [tokens(4, 2, s) for s in (1, 2)], [tokens(4, 1, s) for s in (1, 2)]
     forward(caches, slots, [0, 0], [4, 2], csa, hca)
     state = caches.states[CSA].tensors
-    for k, z, a, b in (("kb", "zb", "ka", "za"), ("idx_kb", "idx_zb", "idx_ka", "idx_za")):
-        given = csa[0].k if k == "kb" else csa[0].index_k
-        scores = csa[0].z if z == "zb" else csa[0].index_z
+    for k, z, a, b in (
+        ("tail_kb", "tail_zb", "tail_ka", "tail_za"),
+        ("idx_kb", "idx_zb", "idx_ka", "idx_za"),
+    ):
+        given = csa[0].k if k == "tail_kb" else csa[0].index_k
+        scores = csa[0].z if z == "tail_zb" else csa[0].index_z
         assert torch.equal(state[k][0], given)
         assert torch.equal(state[z][0], scores)
         assert not state[a][0].any()

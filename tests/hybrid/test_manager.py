@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from kvx_core.hybrid import (
     KVCacheManager,
     OutOfBlocksError,
     capturing,
+    compute_block_budget,
     prepare_forward,
 )
 from tests.hybrid.models import SMALL, layers, manager
@@ -115,7 +117,7 @@ def test_a_step_says_which_tokens_it_brings() -> None:
     assert handle.read_classical_view().valid_lens.tolist() == [2, 0, 0]
     assert caches.step.compression[4].most_entries == 1
     flush = caches.step.compression[4].flush
-    assert flush.mask.tolist() == [True, False, False]
+    assert flush.valid_mask.tolist() == [True, False, False]
     assert flush.entry_ids.tolist() == [1, 0, 0]
     assert flush.positions.tolist() == [4, 0, 0]
 
@@ -212,6 +214,82 @@ def test_a_step_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> N
     check(caches)
 
 
+@pytest.mark.parametrize("fails", ["index_copy_", "copy_"])
+def test_a_step_that_fails_on_its_way_can_be_repeated(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that fails at any operation, before or after blocks are taken."""
+    caches = manager(2, 1024)
+    slot, other = caches.admit_request(), caches.admit_request()
+    prepare_forward(caches, [slot], [0], [100])
+    held = {layer: caches.held_blocks(layer, slot) for layer in (CSA, HCA, 3)}
+    whole, calls = getattr(torch.Tensor, fails), []
+    for turn in range(2):
+
+        def breaks(
+            tensor: torch.Tensor, *args: object, turn: int = turn, **options: object
+        ) -> object:
+            calls.append(tensor)
+            if len(calls) > turn:
+                raise RuntimeError("the device is gone")
+            return whole(tensor, *args, **options)
+
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, fails, breaks)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                prepare_forward(caches, [slot, other], [100, 0], [260, 128])
+        assert len(calls) == turn + 1
+        counts = [allocator.num_held for allocator in caches.allocators.values() if allocator]
+        assert counts in ([1, 0, 1], [4, 3, 4])  # none of the step's blocks, or all of them
+        assert caches.held_blocks(CSA, slot)[:1] == held[CSA]
+    assert prepare_forward(caches, [slot, other], [100, 0], [260, 128]).new_entries == {
+        SWA: [0, 0],
+        CSA: [40, 32],
+        HCA: [2, 1],
+        3: [40, 32],
+    }
+    check(caches)
+    assert caches.num_held(CSA, slot) == 3
+    assert caches.step.spans == [(slot, 100, 260), (other, 0, 128)]
+
+
+def test_blocks_of_one_layer_alone_count_for_it_alone() -> None:
+    caches = manager(2)
+    slot, other = caches.admit_request(), caches.admit_request()
+    taken = [caches.allocate_block(CSA, slot), caches.allocate_block(CSA, slot)]
+    found = prepare_forward(caches, [other, slot], [0, 0], [256, 260])
+    assert found.new_blocks == {SWA: [0, 0], CSA: [2, 1], HCA: [2, 2], 3: [2, 3]}
+    assert caches.held_blocks(CSA, slot)[:2] == taken
+    check(caches)
+    assert repr(found).startswith("PreparedForward(new_entries={0: [0, 0], 1: [64, 65], ")
+
+
+def test_what_a_step_costs_does_not_grow_with_layers_and_requests() -> None:
+    """Calls of functions, which do not depend on how fast a machine is."""
+
+    def calls(requests: int, num_layers: int) -> int:
+        caches = manager(requests, 256, types=("CSA", "HCA") * (num_layers // 2))
+        slots = [caches.admit_request() for _ in range(requests)]
+        for slot in slots:
+            prepare_forward(caches, [slot], [0], [127])
+        count = 0
+
+        def profile(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(profile)
+        prepare_forward(caches, slots, [127] * requests, [128] * requests)
+        sys.setprofile(None)
+        check(caches)
+        assert caches.acquire(1).read_classical_view().valid_lens.tolist() == [1] * requests
+        return count
+
+    few = calls(2, 2)
+    assert calls(100, 2) == calls(2, 40) == calls(100, 40) == few < 500
+
+
 def test_nothing_is_taken_inside_a_capture() -> None:
     caches = manager()
     slot = caches.admit_request()
@@ -240,13 +318,13 @@ def test_slots_are_given_once_and_again() -> None:
     prepare_forward(caches, slots, [0, 0, 0], [200, 300, 400])
     for state in caches.states.values():
         state.swa_pos[slots[1]] = 5
-        if state.zb is not None:
-            state.zb[slots[1]] = 5
+        if state.tail_zb is not None:
+            state.tail_zb[slots[1]] = 5
     caches.release_request(slots[1])
     check(caches)
     for state in caches.states.values():
         assert bool((state.swa_pos[slots[1]] == -1).all())
-        assert state.zb is None or bool((state.zb[slots[1]] == -1e9).all())
+        assert state.tail_zb is None or bool((state.tail_zb[slots[1]] == -1e9).all())
     for wrong in (slots[1], 3, -1, "0"):
         with pytest.raises(InvalidArgumentError, match="request_slot is"):
             caches.release_request(wrong)  # type: ignore[arg-type]
@@ -257,20 +335,37 @@ def test_slots_are_given_once_and_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "tokens", "layer", "blocks"),
-    [(200, 200, "CSA layer 1", (2, 1)), (127, 127, "CSA layer 1", (1, 0))],
+    ("tokens", "layer", "blocks"), [(200, "CSA layer 1", (2, 1)), (127, "CSA layer 1", (1, 0))]
 )
-def test_admission_counts_the_last_block(
-    context: int, tokens: int, layer: str, blocks: tuple[int, int]
-) -> None:
-    """The budget counts complete blocks; tokens inside the last one need a block, too."""
-    caches = manager(1, context)
+def test_admission_counts_the_last_block(tokens: int, layer: str, blocks: tuple[int, int]) -> None:
+    """Tokens inside the last block need a block, too."""
     needed, total = blocks
+    caches = manager(1, tokens, csa=total, hca=total)
     says = f"{layer}: requested {needed} blocks, available {total}, total {total}"
     with pytest.raises(OutOfBlocksError, match=says):
         caches.admit_request(tokens)
     assert caches.requests == []
     assert caches.admit_request(128 * total) == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "context"), [(4, 1000), (1, 127), (1, 128), (3, 129), (10, 100), (1, 3), (2, 1281)]
+)
+def test_pools_hold_what_the_manager_is_made_for(requests: int, context: int) -> None:
+    """As many requests as it names, each as long as it names, also inside their last blocks."""
+    caches = manager(requests, context)
+    slots = [caches.admit_request(context) for _ in range(requests)]
+    for slot in slots:
+        prepare_forward(caches, [slot], [0], [context - 1])
+    prepare_forward(caches, slots, [context - 1] * requests, [context] * requests)
+    check(caches)
+    budget = compute_block_budget(SMALL, layers("CSA", "HCA"), context, requests)
+    for layer, attn in ((CSA, "csa"), (HCA, "hca")):
+        pool = caches.paged[layer]
+        assert pool is not None
+        # As many as are needed, or the budget where it is larger.
+        least = requests * caches.schemas[layer].blocks(context)
+        assert pool.num_blocks == max(least, budget[attn])
 
 
 def test_blocks_that_were_promised_are_not_given_to_others() -> None:
@@ -418,7 +513,7 @@ def test_tensors_of_a_step_stay_where_they_are() -> None:
                 t.data_ptr()
                 for t in (
                     *(step.request_slots, step.positions, step.request_ids, step.token_slots),
-                    *(flush.mask, flush.entry_ids, flush.positions),
+                    *(flush.valid_mask, flush.entry_ids, flush.positions),
                     handle.read_classical_view().valid_lens,
                 )
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -179,14 +181,24 @@ def test_shapes_of_states() -> None:
         "swa_head": (2,),
     }
     assert shapes["SWA"] == window
-    assert shapes["HCA"] == window | {"ka": (2, 128, 512), "za": (2, 128, 512), "tail_len": (2,)}
-    tails = dict.fromkeys(("ka", "za", "kb", "zb"), (2, 4, 1024))
+    assert shapes["HCA"] == window | {
+        "tail_ka": (2, 128, 512),
+        "tail_za": (2, 128, 512),
+        "tail_len": (2,),
+    }
+    tails = dict.fromkeys(("tail_ka", "tail_za", "tail_kb", "tail_zb"), (2, 4, 1024))
     indexer = dict.fromkeys(("idx_ka", "idx_za", "idx_kb", "idx_zb"), (2, 4, 256))
     assert shapes["CSA"] == window | tails | indexer | {"tail_len": (2,), "idx_tail_len": (2,)}
+    plain = StateCache(replace(schema("CSA"), needs_inv_scale=False), 2)
+    assert plain.tensors.keys() == shapes["CSA"].keys() - {"swa_inv"}
+    assert plain.swa_inv is None
+    pool = PagedCache(replace(schema("CSA"), needs_inv_scale=False), 3)
+    assert pool.inv_scale is None
+    assert pool.block_bytes == 20_864 - 4 * 32
     narrow = StateCache(schema("CSA"), 2, tail_row_width="single").tensors
-    assert narrow["zb"].shape == (2, 4, 512)
+    assert narrow["tail_zb"].shape == (2, 4, 512)
     assert narrow["idx_kb"].shape == (2, 4, 128)
-    assert StateCache(schema("HCA"), 2, tail_row_width="single").ka.shape == (2, 128, 512)  # type: ignore[union-attr]
+    assert StateCache(schema("HCA"), 2, tail_row_width="single").tail_ka.shape == (2, 128, 512)  # type: ignore[union-attr]
 
 
 def test_bytes_of_states() -> None:
@@ -194,13 +206,13 @@ def test_bytes_of_states() -> None:
     window = StateCache(schema("SWA"), 1).memory_bytes()
     assert window == 128 * 584 + 4
     hca, csa = StateCache(schema("HCA"), 1).tensors, StateCache(schema("CSA"), 1).tensors
-    assert hca["ka"].nbytes + hca["za"].nbytes == 524_288
-    assert sum(csa[name].nbytes for name in ("ka", "za", "kb", "zb")) == 65_536
+    assert hca["tail_ka"].nbytes + hca["tail_za"].nbytes == 524_288
+    assert sum(csa[f"tail_{name}"].nbytes for name in ("ka", "za", "kb", "zb")) == 65_536
     assert sum(csa[f"idx_{name}"].nbytes for name in ("ka", "za", "kb", "zb")) == 16_384
 
 
 def fresh(state: StateCache, slot: int) -> bool:
-    wanted = {"swa_inv": 1.0, "swa_pos": -1, "zb": -1e9, "idx_zb": -1e9}
+    wanted = {"swa_inv": 1.0, "swa_pos": -1, "tail_zb": -1e9, "idx_zb": -1e9}
     return all(
         bool((tensor[slot] == torch.tensor(wanted.get(name, 0)).to(tensor.dtype)).all())
         for name, tensor in state.tensors.items()

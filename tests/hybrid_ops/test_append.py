@@ -33,8 +33,15 @@ class Rings:
         self.on = on
         self.expected = [t.cpu().clone() for t in self.tensors]
 
-    def append(self, x: Tensor, positions: Tensor, slots: Tensor, one_each: bool = False) -> None:
-        ops.append_swa(*self.on(x, positions, slots), *self.tensors, one_each=one_each)
+    def append(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        one_each: bool = False,
+        spans: ops.Spans | None = None,
+    ) -> None:
+        ops.append_swa(*self.on(x, positions, slots), *self.tensors, one_each=one_each, spans=spans)
         fp8, rope, inv, pos, head = self.expected
         for token, position, slot in zip(x, positions.tolist(), slots.tolist(), strict=True):
             if slot < 0:
@@ -116,6 +123,114 @@ def test_one_each_takes_places_in_one_launch(on: On) -> None:
     rings.check()
 
 
+def spans_of(on: On, counts: list[int]) -> ops.Spans:
+    """Spans of so many tokens each."""
+    lengths = torch.tensor(counts)
+    starts = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32)
+    of = torch.repeat_interleave(torch.arange(len(counts)), lengths).to(torch.int32)
+    return ops.Spans(*on(of, starts))
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize("slots", [[3, 0, 2, 1], [0, -1, 3, -1], [2, 1, 0, 3]])
+@pytest.mark.parametrize("counts", [[1, 0, 13, 40], [6, 6, 5, 4], [0, 0, 0, 9]])
+def test_tokens_in_spans(on: On, window: int, slots: list[int], counts: list[int]) -> None:
+    """The same bytes as without spans, also from heads that have begun."""
+    rings = Rings(on, slots=5, window=window, nope=7)
+    for step in range(3):
+        of_tokens = torch.repeat_interleave(torch.tensor(slots), torch.tensor(counts)).int()
+        total = sum(counts)
+        positions = torch.arange(step * 100, step * 100 + total)
+        rings.append(tokens(total, step, 7), positions, of_tokens, spans=spans_of(on, counts))
+        rings.check()
+        counts = counts[1:] + counts[:1]
+
+
+def test_no_token_of_another_span_is_looked_at(on: On) -> None:
+    """Else the time of a prompt grows with its square. Two spans of one slot show it."""
+    rings = Rings(on, window=4)
+    call = *on(tokens(2), torch.arange(2), of_slot(2)), *rings.tensors
+    spans = spans_of(on, [1, 1])
+    if on.looks_first:
+        says = r"append.slots\[1\] is 0, expected a slot that no span before has"
+        with pytest.raises(OutOfRangeError, match=says):
+            ops.append_swa(*call, spans=spans)
+        rings.check()
+        return
+    ops.append_swa(*call, spans=spans)
+    assert rings.pos[0, 0] in (0, 1)  # both are the first of their spans
+    assert (rings.pos[0, 1:] == -1).all()
+    assert rings.head == [2, 0]
+    ka = torch.zeros(2, 4, 8)
+    tails = on(ka, ka.clone(), torch.zeros(2, dtype=torch.int32))
+    ops.append_tail(*on(torch.ones(2, 8), torch.ones(2, 8), of_slot(2)), *tails, spans=spans)
+    assert tails[0].cpu().sum(-1).tolist() == [[8, 0, 0, 0], [0] * 4]
+
+
+def test_spans_that_are_out_of_range(on: On) -> None:
+    """Refused in host memory, skipped on a device: no byte but of rings that are named."""
+    of, starts = torch.tensor([0, 0, 1], dtype=torch.int32), [0, 2, 3]
+    for wrong_of, wrong_starts, says in (
+        ([0, 2, 1], starts, r"append.span_of\[1\] is 2, expected the span that its token lies in"),
+        ([0, -1, 1], starts, r"append.span_of\[1\] is -1, expected the span"),
+        (of, [1, 2, 3], r"append.span_starts\[0\] is 1, expected the end of the span before"),
+        (of, [0, 2, 2], r"append.span_starts\[2\] is 2, expected num_tokens"),
+        (of, [0, 2, 4], r"append.span_starts\[2\] is 4, expected no less than the one before"),
+        (of, [0, -5, 3], r"append.span_starts\[1\] is -5, expected no less than the one before"),
+        (of, [0, 1, 3], r"append.slots\[1\] is 2, expected a slot that no span before has"),
+    ):
+        rings = Rings(on, slots=4, window=2)
+        slots = torch.tensor([2, 2, 1], dtype=torch.int32)
+        spans = ops.Spans(*on(torch.as_tensor(wrong_of).int(), torch.tensor(wrong_starts).int()))
+        call = *on(tokens(3), torch.arange(3), slots), *rings.tensors
+        if on.looks_first:
+            with pytest.raises(OutOfRangeError, match=says):
+                ops.append_swa(*call, spans=spans)
+            rings.check()
+        else:
+            ops.append_swa(*call, spans=spans)
+            for tensor, was in zip(rings.tensors, rings.expected, strict=True):
+                kept = tensor.cpu()[[0, 3]].contiguous().view(torch.uint8)
+                assert torch.equal(kept, was[[0, 3]].contiguous().view(torch.uint8))
+
+
+def test_spans_of_slots_that_differ_are_refused() -> None:
+    on = On.__new__(On)
+    on.name = "cpu"
+    rings = Rings(on)
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    call = (tokens(2), torch.arange(2), slots)
+    with pytest.raises(OutOfRangeError, match=r"slots\[1\] is 1, expected that of its whole span"):
+        ops.append_swa(*call, *rings.tensors, spans=spans_of(on, [2]))
+    for spans, says in (
+        (ops.Spans(slots, torch.zeros(1, dtype=torch.int32)), "shape.0. is 1, expected at least 2"),
+        (ops.Spans(slots[:1], slots), r"spans.of.shape\[0\] is 1, expected 2"),
+        (ops.Spans(slots.long(), slots), "spans.of.dtype is int64, expected int32"),
+        ((slots, slots), "spans is a tuple, expected Spans"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=says):
+            ops.append_swa(*call, *rings.tensors, spans=spans)  # type: ignore[arg-type]
+    rings.check()
+
+
+@pytest.mark.parametrize("nope", [NOPE, 7])
+def test_rows_without_scales(on: On, nope: int) -> None:
+    """E4M3 of the numbers themselves; 448 is the largest. No scale is written."""
+    x = (tokens(20, 3, nope).float() * 100).bfloat16()
+    x[0, :4] = torch.tensor([1000.0, -449.0, 448.0, 0.001])
+    rings = Rings(on, nope=nope)
+    fp8, rope, _, pos, head = rings.tensors
+    ops.append_swa(*on(x, torch.arange(20), of_slot(20)), fp8, rope, None, pos, head)
+    codes = x[:, :nope].float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(fp8.cpu()[0, :20], codes)
+    assert fp8[0, 0, :2].tolist() == [0x7E, 0xFE]
+    numbers = x[:, nope:].contiguous().view(torch.int16)
+    assert torch.equal(rope.cpu()[0, :20].contiguous().view(torch.int16), numbers)
+    assert rings.pos[0, :20].tolist() == list(range(20))
+    assert (fp8.cpu()[0, 20:] == SENTINEL).all()
+    assert (rings.tensors[2] == 1).all()
+
+
 def test_numbers_at_the_edges(on: On) -> None:
     x = torch.zeros(6, NOPE + ROPE)
     x[1, 3] = 448.0
@@ -192,10 +307,13 @@ def test_wrong_tensors_are_named() -> None:
     rings.check()
 
 
+@pytest.mark.parametrize("in_spans", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_tails_grow_in_order(on: On, seed: int, given: torch.dtype, kept: torch.dtype) -> None:
+def test_tails_grow_in_order(
+    on: On, seed: int, given: torch.dtype, kept: torch.dtype, in_spans: bool
+) -> None:
     made = torch.Generator().manual_seed(seed)
     ratio, row = 5, 33
     ka = torch.full((3, ratio, row), 7.0, dtype=kept)
@@ -203,8 +321,11 @@ def test_tails_grow_in_order(on: On, seed: int, given: torch.dtype, kept: torch.
     expected = ka.clone(), za.clone(), lens.clone()
     k, z = torch.randn(2, 6, row, generator=made).to(given)
     slots = torch.tensor([1, 0, -1, 1, 2, 0], dtype=torch.int32)
+    spans = None
+    if in_spans:
+        slots, spans = slots[[0, 3, 1, 5, 2, 4]], spans_of(on, [2, 2, 1, 0, 1])
     tensors = on(ka, za, lens)
-    ops.append_tail(*on(k, z, slots), *tensors)
+    ops.append_tail(*on(k, z, slots), *tensors, spans=spans)
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             at = slot, int(expected[2][slot])

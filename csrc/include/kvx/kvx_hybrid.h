@@ -35,7 +35,12 @@ extern "C" {
  */
 #define KVX_HYBRID_THRESHOLDS (1u << 4)
 
-/* Tokens into rings. 104 bytes. */
+/* Spans of append and tail: where the tokens of one slot stand. With num_spans the tokens of a call
+ * lie in spans, one after the other, each of one slot, no two of the same slot but -1; a span may
+ * be empty. Each token is then placed in a time that does not depend on the others. Without spans
+ * tokens of a slot may stand anywhere, and a device looks for them among all tokens of the call. */
+
+/* Tokens into rings. 120 bytes. */
 typedef struct kvx_hybrid_append_t {
   uint32_t size;
   kvx_memory_type_t memory;
@@ -44,18 +49,20 @@ typedef struct kvx_hybrid_append_t {
   uint32_t nope_dim, rope_dim;    /* numbers of a row in E4M3 and in BF16 */
   uint32_t position_bytes;        /* 4: int32_t; 8: int64_t */
   uint32_t flags;                 /* ONE_EACH */
-  uint32_t reserved;              /* 0 */
+  uint32_t num_spans;             /* 0: without spans */
   const void *x;                  /* [num_tokens, nope_dim + rope_dim] BF16 */
   const void *positions;          /* [num_tokens] */
   const int32_t *slots;           /* [num_tokens] ring of each token; -1: skipped */
   uint8_t *fp8;                   /* [num_slots, window, nope_dim] E4M3 */
   void *rope;                     /* [num_slots, window, rope_dim] BF16 */
-  float *inv_scale;               /* [num_slots, window] */
+  float *inv_scale;               /* [num_slots, window]; NULL: no scales, all are 1 */
   int32_t *pos;                   /* [num_slots, window] */
   int32_t *head;                  /* [num_slots] tokens that a ring has been given */
+  const int32_t *span_of;         /* [num_tokens] the span of each token; read with num_spans */
+  const int32_t *span_starts;     /* [num_spans + 1] first token of each span; num_tokens */
 } kvx_hybrid_append_t;
 
-/* Rows into tails. 80 bytes. */
+/* Rows into tails. 104 bytes. */
 typedef struct kvx_hybrid_tail_t {
   uint32_t size;
   kvx_memory_type_t memory;
@@ -66,8 +73,12 @@ typedef struct kvx_hybrid_tail_t {
   kvx_dtype_t state; /* of ka and za: F32 or BF16 */
   const void *k, *z; /* [num_tokens, row] */
   const int32_t *slots;
-  void *ka, *za;     /* [num_slots, ratio, row] */
-  int32_t *tail_len; /* [num_slots] rows that a tail has */
+  void *ka, *za;              /* [num_slots, ratio, row] */
+  int32_t *tail_len;          /* [num_slots] rows that a tail has */
+  uint32_t num_spans;         /* 0: without spans */
+  uint32_t reserved;          /* 0 */
+  const int32_t *span_of;     /* [num_tokens]; see append */
+  const int32_t *span_starts; /* [num_spans + 1] */
 } kvx_hybrid_tail_t;
 
 /* Tails to entries. 152 bytes. */
@@ -121,7 +132,7 @@ typedef struct kvx_hybrid_flush_t {
   const int32_t *block_table; /* [num_rows, max_blocks] */
   uint8_t *fp8;               /* [num_blocks, entries_per_block, nope_dim] E4M3 */
   void *rope;                 /* [num_blocks, entries_per_block, rope_dim] BF16 */
-  float *inv_scale;           /* [num_blocks, entries_per_block] */
+  float *inv_scale;           /* [num_blocks, entries_per_block]; NULL: no scales, all are 1 */
   uint8_t *key_codes;         /* [num_blocks, entries_per_block, key_dim / 2], FP8: key_dim; NULL
                                  without keys */
   uint8_t *key_scales;        /* [num_blocks, entries_per_block, groups], FP8: one float; NULL

@@ -98,6 +98,32 @@ class HybridCase {
           random_.pick({-2, static_cast<int32_t>(count), INT32_MAX, INT32_MIN});
     return slots;
   }
+  // Tokens in spans, a slot each; a number of one may be out of range. Returns the slots.
+  template <class Call>
+  const int32_t *spans_of(Call &d) {
+    if (random_.one_in(2)) return slots_of(d.num_tokens, d.num_slots, false);
+    const uint32_t rows = d.num_tokens, spans = 1 + random_.below(5);
+    auto *const slots = numbers<int32_t>(rows), *const of = numbers<int32_t>(rows);
+    auto *const starts = numbers<int32_t>(spans + 1);
+    uint32_t first = 0;
+    for (uint32_t span = 0; span < spans; ++span) {
+      starts[span] = static_cast<int32_t>(first);
+      const bool skipped = span >= d.num_slots || random_.one_in(5);
+      const uint32_t end = span + 1 == spans ? rows : first + random_.below(rows - first + 1);
+      for (; first < end; ++first) {
+        slots[first] = skipped ? -1 : static_cast<int32_t>(span);
+        of[first] = static_cast<int32_t>(span);
+      }
+    }
+    starts[spans] = static_cast<int32_t>(rows);
+    if (rows && hostile()) {
+      const auto past = static_cast<int32_t>(rows + 1 + spans);
+      const int32_t value = random_.pick({-1, past, INT32_MIN, INT32_MAX});
+      (random_.one_in(2) ? of[random_.below(rows)] : starts[random_.below(spans + 1)]) = value;
+    }
+    d.num_spans = spans, d.span_of = of, d.span_starts = starts;
+    return slots;
+  }
   // Slots that say nothing but which rows are skipped; one may be out of range.
   int32_t *skips_of(uint32_t rows) {
     auto *const slots = numbers<int32_t>(rows);
@@ -136,16 +162,17 @@ class HybridCase {
     uint8_t *const positions = bytes(Wide{d.num_tokens} * d.position_bytes);
     std::memset(positions, 0, std::max<size_t>(1, size_t{d.num_tokens} * d.position_bytes));
     d.positions = positions;
-    const int32_t *const slots = slots_of(d.num_tokens, d.num_slots, false);
+    const int32_t *const slots = spans_of(d);
     d.slots = slots;
     d.fp8 = bytes(rows * d.nope_dim), d.rope = bytes(rows * d.rope_dim * 2);
-    d.inv_scale = numbers<float>(rows), d.pos = numbers<int32_t>(rows);
+    if (!random_.one_in(4)) d.inv_scale = numbers<float>(rows);
+    d.pos = numbers<int32_t>(rows);
     d.head = numbers<int32_t>(d.num_slots);
     for (uint32_t s = 0; s < d.num_slots; ++s) d.head[s] = static_cast<int32_t>(random_.below(300));
     field("size", &d.size), field("memory", &d.memory), field("num_tokens", &d.num_tokens);
     field("num_slots", &d.num_slots), field("window", &d.window), field("nope_dim", &d.nope_dim);
     field("rope_dim", &d.rope_dim), field("position_bytes", &d.position_bytes);
-    field("flags", &d.flags), field("reserved", &d.reserved);
+    field("flags", &d.flags), field("num_spans", &d.num_spans);
     call_ = [&d] { return kvx_hybrid_append_swa(&d, nullptr); };
     arrays_ = [&d]() -> std::vector<Array> {
       const Wide all = Wide{d.num_slots} * d.window;
@@ -156,7 +183,9 @@ class HybridCase {
               at(&d.rope, all * d.rope_dim * 2, true),
               at(&d.inv_scale, all * 4, true),
               at(&d.pos, all * 4, true),
-              at(&d.head, Wide{d.num_slots} * 4, true)};
+              at(&d.head, Wide{d.num_slots} * 4, true),
+              at(&d.span_of, d.num_spans ? Wide{d.num_tokens} * 4 : Wide{0}),
+              at(&d.span_starts, d.num_spans ? (Wide{d.num_spans} + 1) * 4 : Wide{0})};
     };
     untouched_ = [this, &d, slots] {
       const auto named = [&d, slots](Wide slot) { return names(slots, d.num_tokens, slot); };
@@ -176,7 +205,7 @@ class HybridCase {
     const Wide in = Wide{d.num_tokens} * d.row * size(d.dtype);
     const Wide kept_bytes = Wide{d.num_slots} * d.ratio * d.row * size(d.state);
     d.k = bytes(in), d.z = bytes(in);
-    const int32_t *const slots = slots_of(d.num_tokens, d.num_slots, false);
+    const int32_t *const slots = spans_of(d);
     d.slots = slots, d.ka = bytes(kept_bytes), d.za = bytes(kept_bytes);
     d.tail_len = numbers<int32_t>(d.num_slots);
     for (uint32_t s = 0; s < d.num_slots; ++s)
@@ -184,13 +213,19 @@ class HybridCase {
     field("size", &d.size), field("memory", &d.memory), field("num_tokens", &d.num_tokens);
     field("num_slots", &d.num_slots), field("ratio", &d.ratio), field("row", &d.row);
     field("dtype", &d.dtype), field("state", &d.state);
+    field("num_spans", &d.num_spans), field("reserved", &d.reserved);
     call_ = [&d] { return kvx_hybrid_append_tail(&d, nullptr); };
     arrays_ = [&d]() -> std::vector<Array> {
       const Wide given = Wide{d.num_tokens} * d.row * size(d.dtype);
       const Wide all = Wide{d.num_slots} * d.ratio * d.row * size(d.state);
-      return {
-          at(&d.k, given),      at(&d.z, given),      at(&d.slots, Wide{d.num_tokens} * 4),
-          at(&d.ka, all, true), at(&d.za, all, true), at(&d.tail_len, Wide{d.num_slots} * 4, true)};
+      return {at(&d.k, given),
+              at(&d.z, given),
+              at(&d.slots, Wide{d.num_tokens} * 4),
+              at(&d.ka, all, true),
+              at(&d.za, all, true),
+              at(&d.tail_len, Wide{d.num_slots} * 4, true),
+              at(&d.span_of, d.num_spans ? Wide{d.num_tokens} * 4 : Wide{0}),
+              at(&d.span_starts, d.num_spans ? (Wide{d.num_spans} + 1) * 4 : Wide{0})};
     };
     untouched_ = [this, &d, slots] {
       const auto named = [&d, slots](Wide slot) { return names(slots, d.num_tokens, slot); };
