@@ -30,6 +30,13 @@ PRINTED = {
         "1000 tokens: blocks 170972 bytes, GQA-8 12288000: 72 x",
         "windows and tails: 830488 bytes, however long the sequence is",
     ],
+    "generate_packed": [
+        "20 tokens each, the same as from transformers' own cache",
+        *[
+            rf"layer {i}: PackedKVCache\(2 x 30 x 32, float32, room for 267 tokens\)"
+            for i in range(3)
+        ],
+    ],
     "long_context_in_8_bits": [
         f"300 tokens in {3 * 300 * 2 * (2 * 34 + 33)} bytes: 5.1 times smaller than float32",
         r"logits differ by \d+\.\d %",
