@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import INDICES
 from kvx_core.tensors import (
     Borrowed,
     TensorLike,
@@ -28,7 +29,7 @@ def contiguous(
     name: str,
     borrowed: Borrowed,
     ndim: int,
-    dtypes: tuple[DType, DType] = (DType.S32, DType.S64),
+    dtypes: tuple[DType, ...] = INDICES,
 ) -> Borrowed:
     """Borrows integers; refuses strides, which the ABI's tables do not have."""
     if len(borrowed.shape) != ndim:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.formats import INDICES
 from kvx_core.indices import are_counts, are_right, contiguous, index_list, padded
 from kvx_core.memory_checks import same_memory
 from kvx_core.pointers import (
@@ -82,7 +83,9 @@ class BlockTable:
         fix(
             self,
             format=BlockTableFormat.called,
-            index_dtype=_dtype,
+            index_dtype=lambda name, given: DType.of(
+                given, name, takes=_INDEX_DTYPES.get(self.format, INDICES)
+            ),
             indptr_dtype=_dtype,
             indices=address,
             indptr=address,
@@ -112,7 +115,8 @@ class BlockTable:
             ids = padded("block_table", indices)
             place, (rows, width) = ids.__array_interface__["data"][0], ids.shape
             return cls(BlockTableFormat.PACKED, DType.S64, rows, width, place, ids.size, owner=ids)
-        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
+        found = borrow(indices, name="block_table", takes=INDICES)
+        table = contiguous("block_table.indices", found, 2)
         seq_count, max_blocks_per_seq = table.shape
         return cls(
             format=BlockTableFormat.PACKED,
@@ -182,7 +186,8 @@ class BlockTable:
                  is K and [..., 1, :] is V
         Raises InvalidArgumentError, UnsupportedError.
         """
-        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 4)
+        found = borrow(indices, name="block_table", takes=(DType.S32,))
+        table = contiguous("block_table.indices", found, 4, (DType.S32,))
         seq_count, beam_width, kv, max_blocks_per_seq = table.shape
         if kv != 2:
             raise InvalidArgumentError(
@@ -241,8 +246,8 @@ class BlockTable:
         if not is_tensor(blocks):
             kept = PointedTo.by([list(row) for row in blocks])
             blocks = addresses_of_blocks(blocks) if ndim == 2 else addresses_of_planes(blocks, seen)
-        given = borrow(blocks, name="block_table")
-        table = contiguous("block_table.indices", given, ndim, (DType.S64, DType.U64))
+        given = borrow(blocks, name="block_table", takes=_ADDRESSES)
+        table = contiguous("block_table.indices", given, ndim, _ADDRESSES)
         seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]
         return cls(
             format=BlockTableFormat.POINTERS,
@@ -482,7 +487,16 @@ class SeqLens:
         return _abi.kvx_seq_lens_t(dtype=self.dtype, seq_count=self.seq_count, lengths=self.lengths)
 
 
-_dtype, _memory = DType.called, Memory.called
+_memory = Memory.called
+_ADDRESSES = (DType.S64, DType.U64)
+_INDEX_DTYPES = {
+    BlockTableFormat.POINTERS: (DType.U64,),
+    BlockTableFormat.KV_OFFSETS: (DType.S32,),
+}
+
+
+def _dtype(name: str, given: object) -> DType:
+    return DType.of(given, name, takes=INDICES)
 
 
 def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
