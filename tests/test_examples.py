@@ -97,6 +97,7 @@ def test_example(
         return
     monkeypatch.syspath_prepend(EXAMPLES)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are too small to share
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     torch.set_num_threads(threads)
     require_lines(capsys.readouterr().out, PRINTED[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ SLIDING = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 5,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tensors are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def model_of(kind: str) -> Any:
