@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from kvx_core.geometry import CacheGeometry
     from kvx_core.snapshot import PlaneKind, Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
-    from kvx_core.stores.kv import KvCacheStore, KvMemoryReport, KvStorage
+    from kvx_core.stores.kv import KvCacheStore, KvCacheStoreLike, KvMemoryReport, KvStorage
     from kvx_core.stores.packed import CachedAttention, PackedKVCache, packed_view
 else:
     # Imported at first use: only these need pydantic, safetensors or torch.
@@ -73,7 +73,10 @@ else:
         **dict.fromkeys(
             ("CachedAttention", "PackedKVCache", "packed_view"), "kvx_core.stores.packed"
         ),
-        **dict.fromkeys(("KvCacheStore", "KvMemoryReport", "KvStorage"), "kvx_core.stores.kv"),
+        **dict.fromkeys(
+            ("KvCacheStore", "KvCacheStoreLike", "KvMemoryReport", "KvStorage"),
+            "kvx_core.stores.kv",
+        ),
         **dict.fromkeys(
             ("PlaneKind", "Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"
         ),
@@ -162,6 +165,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "KvCacheStore",
+    "KvCacheStoreLike",
     "KvMemoryReport",
     "KvStorage",
     "KvxError",

@@ -6,7 +6,7 @@ Spec: 4.3, E.10
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -112,46 +112,43 @@ class DType(IntEnum):
         return _FORMATS[self].array_name or self.name
 
     @classmethod
-    def from_name(cls, name: str) -> DType:
-        """The dtype called `name` by torch, numpy, ml_dtypes or KVX: "bfloat16", "BF16".
-
-        Raises InvalidArgumentError for a name that is not a KVX dtype.
-        """
-        found = isinstance(name, str) and _BY_NAME.get(name.removeprefix("torch.").lower())
-        if not found:
-            expected = ", ".join(dtype.label for dtype in _FORMATS if dtype)
-            raise InvalidArgumentError(f"dtype is {name!r}, expected one of {expected} (spec 4.3)")
-        return found
-
-    @classmethod
-    def of(cls, dtype: object) -> DType:
+    def of(
+        cls, dtype: object, name: str = "dtype", *, takes: Iterable[DType] | None = None
+    ) -> DType:
         """`dtype` as a DType, from a DType, a name, a torch.dtype or a numpy dtype.
 
+        dtype: names are those of torch, numpy, ml_dtypes or KVX, such as "bfloat16" or "BF16"
+        name:  of the field or argument, for errors
+        takes: what errors list: the formats that the caller takes; None: all. The caller, or
+               libkvx, refuses other formats
         Raises InvalidArgumentError for anything that is not a KVX dtype.
         """
         if isinstance(dtype, cls):
             return dtype
-        if isinstance(dtype, type):  # numpy.float16 and other scalar types
-            return cls.from_name(dtype.__name__)
-        try:
-            return _named_as(dtype)
+        try:  # numpy.float16 and other scalar types go by their names
+            found = _named_as(dtype.__name__ if isinstance(dtype, type) else dtype)
         except TypeError:  # it has no hash
-            return cls.from_name(str(dtype))
+            found = _named_as(str(dtype))
+        if found is None:
+            raise no_dtype(name, dtype, takes)
+        return found
 
-    @classmethod
-    def called(cls, name: str, dtype: object) -> DType:
-        """The same as `of`, with the name of the field or argument first."""
-        if isinstance(dtype, cls):
-            return dtype
-        try:
-            return cls.of(dtype)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(str(error).replace("dtype", name, 1)) from None
+
+def no_dtype(name: str, dtype: object, takes: Iterable[DType] | None) -> InvalidArgumentError:
+    """The exception for a dtype that the caller does not take; None: it takes all."""
+    found = dtype.__name__ if isinstance(dtype, type) else dtype
+    text = found.label if isinstance(found, DType) else str(found)
+    return InvalidArgumentError(f"{name} is {text!r}, expected one of {labels(takes)} (spec 4.3)")
+
+
+def labels(takes: Iterable[DType] | None) -> str:
+    """Names of formats, for errors; None: of all."""
+    return ", ".join(one.label for one in (_FORMATS if takes is None else takes) if one)
 
 
 @lru_cache(256)  # numpy takes long for the name of a dtype
-def _named_as(dtype: Hashable) -> DType:
-    return DType.from_name(str(dtype))
+def _named_as(dtype: Hashable) -> DType | None:
+    return _BY_NAME.get(str(dtype).removeprefix("torch.").lower())
 
 
 # DLPack: kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.
@@ -186,6 +183,15 @@ _FORMATS = {
     DType.TQ3: Format(50, numbers=128),
     DType.TQ4: Format(66, numbers=128),
 }
+# What caches, tokens, tables and scales may have: csrc/formats/format.h, is_element_type,
+# is_index_type, is_scale_type, and the scales of groups of F4_E2M1.
+ELEMENTS = tuple(
+    dtype
+    for dtype, row in _FORMATS.items()
+    if row.rounding or row.scaled or row.affine or row.numbers > 1 or dtype is DType.U8
+)
+INDICES = (DType.S32, DType.S64)
+SCALES = (DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E8M0)
 _ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
 _BY_NAME = {
     name.lower(): dtype for dtype in _FORMATS if dtype for name in (dtype.label, dtype.name)

@@ -19,9 +19,14 @@ from pydantic import (
 
 from kvx_core import layouts
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS
 from kvx_core.types import DType, Layout
 
 _Count = Annotated[int, Field(strict=True, ge=1, le=2**32 - 1)]
+
+
+def _element(dtype: object) -> DType:
+    return DType.of(dtype, takes=ELEMENTS)
 
 
 class CacheGeometry(BaseModel):
@@ -40,7 +45,7 @@ class CacheGeometry(BaseModel):
     v_head_dim: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = Field(
         default_factory=lambda fields: fields["head_dim"]
     )  # 0: no V; head_dim if not given
-    dtype: Annotated[DType, BeforeValidator(DType.of)]  # or its name, such as "bfloat16"
+    dtype: Annotated[DType, BeforeValidator(_element)]  # or its name, such as "bfloat16"
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.formats import INDICES
 from kvx_core.tensors import (
     Borrowed,
     TensorLike,
+    borrow,
     borrow_ints,
     int64_array,
     is_tensor,
+    is_torch,
     row_major,
 )
 from kvx_core.types import DType, Memory
@@ -28,7 +31,7 @@ def contiguous(
     name: str,
     borrowed: Borrowed,
     ndim: int,
-    dtypes: tuple[DType, DType] = (DType.S32, DType.S64),
+    dtypes: tuple[DType, ...] = INDICES,
 ) -> Borrowed:
     """Borrows integers; refuses strides, which the ABI's tables do not have."""
     if len(borrowed.shape) != ndim:
@@ -44,6 +47,22 @@ def contiguous(
             f"{name}.dtype is {borrowed.dtype.array_name}, expected {expected}"
         )
     return borrowed
+
+
+def table_indices(indices: TensorLike, ndim: int, dtypes: tuple[DType, ...] = INDICES) -> Borrowed:
+    """The tensor behind a block table."""
+    found = borrow(indices, name="block_table", takes=dtypes)
+    return contiguous("block_table.indices", found, ndim, dtypes)
+
+
+def index_dtype(name: str, given: object) -> DType:
+    """The dtype of slots or lengths. Raises InvalidArgumentError."""
+    return DType.of(given, name, takes=INDICES)
+
+
+def table_dtype(name: str, given: object) -> DType:
+    """The dtype of a table, whose indices may be addresses. Raises InvalidArgumentError."""
+    return DType.of(given, name, takes=(*INDICES, DType.U64))
 
 
 def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
@@ -75,3 +94,14 @@ def are_right(dtype: object, memory: object, place: int, count: int, invalid: in
 def are_counts(*numbers: object) -> bool:
     """Whether these are ints of 32 bits without a sign."""
     return all(type(number) is int and 0 <= number < 2**32 for number in numbers)
+
+
+def host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
+    """Copies a torch tensor to HOST memory; returns where its address `at` is now, and the copy."""
+    if not is_torch(owner):
+        raise UnsupportedError(
+            f"{name} is on a device and belongs to a {type(owner).__name__}, expected a "
+            "torch.Tensor, which can be read back"
+        )
+    copy = owner.cpu()
+    return copy.data_ptr() + at - owner.data_ptr(), copy

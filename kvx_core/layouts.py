@@ -9,6 +9,8 @@ from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Axis, Layout
 from kvx_core.words import integer, sizes, wrong
 
+_WITH_SHAPE = (Layout.BLOCK_NHD, Layout.BLOCK_HND, Layout.BLOCK_HND_PACKED)
+
 
 class Axes(NamedTuple):
     """The sizes that a cache tensor's shape states."""
@@ -95,7 +97,7 @@ def shape(
     Raises InvalidArgumentError.
     Spec: 4.2
     """
-    layout = Layout.of(layout, "layout")
+    layout = Layout.of(layout, "layout", takes=_WITH_SHAPE)
     if layout is Layout.BLOCK_NHD:
         return (num_blocks, block_size, num_kv_heads, head_dim)
     if layout is Layout.BLOCK_HND:

@@ -21,6 +21,7 @@ from kvx_core.calls import (
     rest_of_write,
 )
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS
 from kvx_core.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
 from kvx_core.streams import current_stream_here, stream_number
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
@@ -31,6 +32,8 @@ from kvx_core.words import instance, integer, wrong
 
 _USUAL_WRITE = WriteOptions()
 _USUAL_GATHER = GatherOptions()
+# What a gather allocates outputs of.
+_OUTPUTS = tuple(dtype for dtype in ELEMENTS if dtype.format.array_name and dtype is not DType.U8)
 _Key = TypeVar("_Key", bound=TensorLike | TensorDesc)
 _Value = TypeVar("_Value", bound=TensorLike | TensorDesc | None)
 
@@ -193,7 +196,7 @@ def _gather_into_new(
 
     def new(tensor: TensorDesc, head_dim: int) -> Any:
         shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
-        stored = tensor.dtype if dtype is None else DType.of(dtype)
+        stored = tensor.dtype if dtype is None else DType.of(dtype, takes=_OUTPUTS)
         return empty_like_owner(tensor.owner, shape, stored, stream)
 
     key = new(cache.k, cache.head_dim)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS
 from kvx_core.layouts import named_axes, named_axis
 from kvx_core.memory_checks import same_memory
 from kvx_core.scales import ScaleDesc
@@ -27,6 +28,8 @@ class Plane(Borrowed):
     tensor has.
     Spec: E.11
     """
+
+    takes: ClassVar[tuple[DType, ...] | None] = ELEMENTS
 
     axes: tuple[Axis, ...]
     role: int  # a Role, or a number of the caller's own below 2**31
@@ -104,7 +107,7 @@ class Plane(Borrowed):
         name:        what errors call the tensor
         Raises InvalidArgumentError, UnsupportedError.
         """
-        fields = borrowed_fields(name, tensor)
+        fields = borrowed_fields(name, tensor, ELEMENTS)
         counted = named_axes("axes", axes)
         if dtype is not None:
             fields |= stored_as(name, fields, dtype, counted)

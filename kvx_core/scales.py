@@ -7,14 +7,15 @@ Spec: E.14, E.18
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
+from kvx_core.formats import SCALES
 from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields, read_array
-from kvx_core.types import Memory, ScaleGranularity
+from kvx_core.types import DType, Memory, ScaleGranularity
 from kvx_core.words import fix, wrong
 
 
@@ -25,6 +26,8 @@ class ScaleDesc(Borrowed):
     Raises InvalidArgumentError for fields of other types.
     Spec: 6.6
     """
+
+    takes: ClassVar[tuple[DType, ...] | None] = SCALES
 
     granularity: ScaleGranularity
     memory: Memory = Memory.HOST
@@ -65,7 +68,7 @@ class ScaleDesc(Borrowed):
             raise wrong(name, scale, "a number or a tensor")
         if isinstance(scale, (int, float, np.number)):
             scale = np.array(scale, np.float32)
-        fields = borrowed_fields(name, scale)
+        fields = borrowed_fields(name, scale, SCALES)
         return cls(granularity=ScaleGranularity.of(granularity, "granularity"), **fields)
 
     def to_numpy(self) -> npt.NDArray[Any]:

@@ -14,8 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.indices import are_counts, are_right, contiguous, index_list, padded
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.indices import (
+    are_counts,
+    are_right,
+    host_copy,
+    index_dtype,
+    index_list,
+    padded,
+    table_dtype,
+    table_indices,
+)
 from kvx_core.memory_checks import same_memory
 from kvx_core.pointers import (
     PointedTo,
@@ -26,7 +35,6 @@ from kvx_core.pointers import (
 from kvx_core.tensors import (
     Borrowed,
     TensorLike,
-    borrow,
     dtype_name,
     is_tensor,
     is_torch,
@@ -82,8 +90,8 @@ class BlockTable:
         fix(
             self,
             format=BlockTableFormat.called,
-            index_dtype=_dtype,
-            indptr_dtype=_dtype,
+            index_dtype=table_dtype,
+            indptr_dtype=index_dtype,
             indices=address,
             indptr=address,
             memory=_memory,
@@ -112,7 +120,7 @@ class BlockTable:
             ids = padded("block_table", indices)
             place, (rows, width) = ids.__array_interface__["data"][0], ids.shape
             return cls(BlockTableFormat.PACKED, DType.S64, rows, width, place, ids.size, owner=ids)
-        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 2)
+        table = table_indices(indices, 2)
         seq_count, max_blocks_per_seq = table.shape
         return cls(
             format=BlockTableFormat.PACKED,
@@ -182,7 +190,7 @@ class BlockTable:
                  is K and [..., 1, :] is V
         Raises InvalidArgumentError, UnsupportedError.
         """
-        table = contiguous("block_table.indices", borrow(indices, name="block_table"), 4)
+        table = table_indices(indices, 4, (DType.S32,))
         seq_count, beam_width, kv, max_blocks_per_seq = table.shape
         if kv != 2:
             raise InvalidArgumentError(
@@ -241,8 +249,7 @@ class BlockTable:
         if not is_tensor(blocks):
             kept = PointedTo.by([list(row) for row in blocks])
             blocks = addresses_of_blocks(blocks) if ndim == 2 else addresses_of_planes(blocks, seen)
-        given = borrow(blocks, name="block_table")
-        table = contiguous("block_table.indices", given, ndim, (DType.S64, DType.U64))
+        table = table_indices(blocks, ndim, (DType.S64, DType.U64))
         seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]
         return cls(
             format=BlockTableFormat.POINTERS,
@@ -318,11 +325,11 @@ class BlockTable:
             return self
         if self.format is not BlockTableFormat.RAGGED:
             held = self.owner[0] if isinstance(self.owner, tuple) else self.owner
-            indices, owner = _host_copy("block_table.indices", self.indices, held)
+            indices, owner = host_copy("block_table.indices", self.indices, held)
             return replace(self, indices=indices, memory=Memory.HOST, owner=owner)
         owners = self.owner if isinstance(self.owner, tuple) else (self.owner, self.owner)
-        indices, ids = _host_copy("block_table.indices", self.indices, owners[0])
-        indptr, ends = _host_copy("block_table.indptr", self.indptr, owners[1])
+        indices, ids = host_copy("block_table.indices", self.indices, owners[0])
+        indptr, ends = host_copy("block_table.indptr", self.indptr, owners[1])
         return replace(self, indices=indices, indptr=indptr, memory=Memory.HOST, owner=(ids, ends))
 
     def to_c(self) -> _abi.kvx_block_table_t:
@@ -358,7 +365,7 @@ class SlotMapping:
             return
         fix(
             self,
-            dtype=_dtype,
+            dtype=index_dtype,
             token_count=integer,
             slots=address,
             invalid_slot=int64,
@@ -409,7 +416,7 @@ class SlotMapping:
         """
         if self.memory is not Memory.DEVICE:
             return self
-        slots, owner = _host_copy("slots", self.slots, self.owner)
+        slots, owner = host_copy("slots", self.slots, self.owner)
         return replace(self, slots=slots, memory=Memory.HOST, owner=owner)
 
     def to_c(self) -> _abi.kvx_slot_mapping_t:
@@ -435,7 +442,7 @@ class SeqLens:
     def __post_init__(self) -> None:
         if are_right(self.dtype, self.memory, self.lengths, self.seq_count):
             return
-        fix(self, dtype=_dtype, seq_count=integer, lengths=address, memory=_memory)
+        fix(self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory)
 
     def __repr__(self) -> str:
         sequences = many(self.seq_count, "sequence")
@@ -482,19 +489,8 @@ class SeqLens:
         return _abi.kvx_seq_lens_t(dtype=self.dtype, seq_count=self.seq_count, lengths=self.lengths)
 
 
-_dtype, _memory = DType.called, Memory.called
+_memory = Memory.called
 
 
 def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:
     return dtype_name(dtype), None if memory is Memory.HOST else memory.name
-
-
-def _host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
-    """Copies a torch tensor to HOST memory; returns where its address `at` is now, and the copy."""
-    if not is_torch(owner):
-        raise UnsupportedError(
-            f"{name} is on a device and belongs to a {type(owner).__name__}, expected a "
-            "torch.Tensor, which can be read back"
-        )
-    copy = owner.cpu()
-    return copy.data_ptr() + at - owner.data_ptr(), copy

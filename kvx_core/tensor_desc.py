@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvx_core import _abi
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS
 from kvx_core.layouts import named_axes, order_of
 from kvx_core.tensors import Borrowed, TensorLike, borrowed_fields
 from kvx_core.types import Axis, DType, Layout
@@ -22,6 +23,8 @@ class TensorDesc(Borrowed):
     Raises InvalidArgumentError for fields of other types.
     Spec: 6.2
     """
+
+    takes: ClassVar[tuple[DType, ...] | None] = ELEMENTS
 
     layout: Layout
 
@@ -61,7 +64,7 @@ def describe(
     Raises InvalidArgumentError, UnsupportedError.
     Spec: 4.2, 6.2
     """
-    fields = borrowed_fields(name, tensor)
+    fields = borrowed_fields(name, tensor, ELEMENTS)
     axes = named_axes("layout", layout) if isinstance(layout, (list, tuple)) else ()
     if dtype is not None:
         fields |= stored_as(name, fields, dtype, axes)
@@ -86,7 +89,13 @@ def stored_as(
     axes:  of the tensor, if they are named
     Raises InvalidArgumentError, which calls the tensor `name`.
     """
-    stored, wanted = fields["dtype"], DType.of(dtype)
+    stored = fields["dtype"]
+    takes = (
+        one
+        for one in ELEMENTS
+        if one.itemsize == stored.itemsize or (one.numbers > 1 and stored is DType.U8)
+    )
+    wanted = DType.of(dtype, takes=takes)
     if wanted.numbers > 1 and axes and axes[-1] is not Axis.DIM:
         raise InvalidArgumentError(
             f"axes[{len(axes) - 1}] is {axes[-1].name.lower()}, expected dim: the last axis of the "

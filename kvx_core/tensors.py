@@ -9,13 +9,14 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi, _dlpack
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.formats import INDICES, labels
 from kvx_core.types import DType, Memory
 from kvx_core.words import (
     address,
@@ -45,6 +46,8 @@ class Borrowed:
     Raises InvalidArgumentError for fields of other types.
     """
 
+    takes: ClassVar[tuple[DType, ...] | None] = None  # dtypes that errors list; None: all
+
     data: int  # address of element [0, 0, ...]; 0 if the tensor is empty
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
@@ -59,7 +62,7 @@ class Borrowed:
             return  # the usual case of every call, checked quickly
         fix(
             self,
-            dtype=DType.called,
+            dtype=lambda name, given: DType.of(given, name, takes=self.takes),
             memory=Memory.called,
             shape=sizes,
             stride=sizes,
@@ -179,28 +182,33 @@ def moved(name: str) -> InvalidArgumentError:
     )
 
 
-def borrow(tensor: TensorLike, *, name: str = "tensor") -> Borrowed:
+def borrow(
+    tensor: TensorLike, *, name: str = "tensor", takes: tuple[DType, ...] | None = None
+) -> Borrowed:
     """The memory of `tensor`, without copying it.
 
     tensor: torch.Tensor, numpy.ndarray (ml_dtypes included), or an object with __dlpack__; any
             shape and strides. Memory is HOST, or for other devices DEVICE (UNIFIED if DLPack
             calls it managed).
     name:   what errors call it
+    takes:  what errors list: the dtypes that the caller takes; None: all. It refuses others itself
     Does not wait for a device.
     Raises InvalidArgumentError; UnsupportedError, also for a torch tensor with the negative bit
     set. DLPack does not report this bit: do not wrap such a tensor in an object with __dlpack__.
     """
-    return Borrowed(**borrowed_fields(name, tensor))
+    return Borrowed(**borrowed_fields(name, tensor, takes))
 
 
-def borrowed_fields(name: str, tensor: TensorLike) -> dict[str, Any]:
+def borrowed_fields(
+    name: str, tensor: TensorLike, takes: tuple[DType, ...] | None = None
+) -> dict[str, Any]:
     """The fields of a Borrowed, or of a descriptor that adds fields. Raises as `borrow`."""
     if is_torch(tensor):
-        return _borrow_torch(name, tensor)
+        return _borrow_torch(name, tensor, takes)
     if isinstance(tensor, np.ndarray):
-        return _borrow_numpy(name, tensor)
+        return _borrow_numpy(name, tensor, takes)
     if hasattr(tensor, "__dlpack__") and not isinstance(tensor, type):
-        return _borrow_dlpack(name, tensor)
+        return _borrow_dlpack(name, tensor, takes)
     raise wrong(name, tensor, "a torch.Tensor, a numpy.ndarray or an object with __dlpack__")
 
 
@@ -211,7 +219,7 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
     """
     if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Sequence):
         if is_tensor(numbers):
-            return borrow(numbers, name=name)
+            return borrow(numbers, name=name, takes=INDICES)
         raise wrong(name, numbers, "a tensor of int32 or int64, or a list of int")
     found = int64_array(name, numbers)
     return Borrowed(
@@ -345,7 +353,7 @@ def require_whole(name: str, tensor: Any) -> None:
         )
 
 
-def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
+def _borrow_torch(name: str, tensor: Any, takes: tuple[DType, ...] | None) -> dict[str, Any]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{name}.layout is {tensor.layout}, expected torch.strided")
@@ -358,21 +366,23 @@ def _borrow_torch(name: str, tensor: Any) -> dict[str, Any]:
         "data": tensor.data_ptr(),
         "shape": tuple(tensor.shape),
         "stride": tensor.stride(),
-        "dtype": _dtype_of(name, tensor.dtype),
+        "dtype": _dtype_of(name, tensor.dtype, takes),
         "memory": Memory.HOST if device == "cpu" else Memory.DEVICE,
         "writable": True,
         "owner": tensor,
     }
 
 
-def _borrow_numpy(name: str, tensor: npt.NDArray[Any]) -> dict[str, Any]:
+def _borrow_numpy(
+    name: str, tensor: npt.NDArray[Any], takes: tuple[DType, ...] | None
+) -> dict[str, Any]:
     itemsize = tensor.dtype.itemsize
     if not tensor.dtype.isnative:
         raise UnsupportedError(
             f"{name}.dtype is {tensor.dtype.str}, expected native byte order. Pass "
             f"{name}.astype({name}.dtype.newbyteorder('='))"
         )
-    dtype = _dtype_of(name, tensor.dtype)
+    dtype = _dtype_of(name, tensor.dtype, takes)
     if any(stride % itemsize for stride in tensor.strides):
         raise UnsupportedError(
             f"{name}.strides is {tensor.strides} bytes, expected multiples of itemsize {itemsize}"
@@ -406,14 +416,16 @@ def capsule_of(tensor: TensorLike) -> object:
         return tensor.__dlpack__(**options)
 
 
-def _borrow_dlpack(name: str, tensor: TensorLike) -> dict[str, Any]:
+def _borrow_dlpack(
+    name: str, tensor: TensorLike, takes: tuple[DType, ...] | None
+) -> dict[str, Any]:
     capsule = capsule_of(tensor)
     found = _dlpack.read_dlpack(name, capsule)
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(
             f"{name} is a DLPack tensor of type code {found.code} with {found.bits} bits and "
-            f"{found.lanes} lanes, expected a KVX dtype (spec 4.3)"
+            f"{found.lanes} lanes, expected one of {labels(takes)} (spec 4.3)"
         )
     return {
         "data": found.data,
@@ -447,8 +459,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _dtype_of(name: str, dtype: object) -> DType:
+def _dtype_of(name: str, dtype: object, takes: tuple[DType, ...] | None) -> DType:
     try:
-        return DType.of(dtype)
+        return DType.of(dtype, f"{name}.dtype", takes=takes)
     except InvalidArgumentError as error:
-        raise UnsupportedError(f"{name}.{error}") from None
+        raise UnsupportedError(str(error)) from None

@@ -53,7 +53,7 @@ from kvx_core.streams import current_stream
 from kvx_core.tables import SeqLens
 from kvx_core.tensor_desc import TensorDesc, describe
 from kvx_core.token_plans import GatherPlan, WritePlan
-from kvx_core.types import DType, Layout, ScaleGranularity
+from kvx_core.types import Layout, ScaleGranularity
 from kvx_core.view import CacheView
 
 _CACHE = """str layout, str? v_layout=None, *, ScalarType? cache_dtype=None,
@@ -361,7 +361,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _cache(
     k: Tensor, v: Tensor | None, layout: str, v_layout: str | None, dtype: torch.dtype | None
 ) -> CacheDesc:
-    stored = None if dtype is None else DType.of(dtype)
+    stored = None if dtype is None else str(dtype)
     return CacheDesc.from_kv(
         describe(k, Layout.of(layout, "layout"), dtype=stored, name="k_cache"),
         None
@@ -400,10 +400,20 @@ def _scales(scales: Sequence[Tensor] | None, granularity: str) -> list[ScaleDesc
     return [_unowned(_scale(scale, granularity)) for scale in scales]
 
 
+_OF_FP8 = (
+    ScaleGranularity.PER_TENSOR,
+    ScaleGranularity.PER_BLOCK,
+    ScaleGranularity.PER_HEAD,
+    ScaleGranularity.PER_BLOCK_HEAD,
+    ScaleGranularity.PER_TOKEN_HEAD,
+)
+
+
 def _scale(scale: Tensor | None, granularity: str) -> ScaleDesc | None:
     if scale is None:
         return None
-    return ScaleDesc.of(scale, ScaleGranularity.of(granularity, "scale_granularity"))
+    chosen = ScaleGranularity.of(granularity, "scale_granularity", takes=_OF_FP8)
+    return ScaleDesc.of(scale, chosen)
 
 
 _Desc = TypeVar("_Desc", TensorDesc, ScaleDesc)

@@ -5,6 +5,7 @@ Spec: 4.2, 4.3, 5.1, 6.6, 8
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Self
 
@@ -26,16 +27,22 @@ class Named(IntEnum):
     """An enum whose members may be given by their names."""
 
     @classmethod
-    def of(cls, member: object, name: str | None = None) -> Self:
+    def of(
+        cls, member: object, name: str | None = None, *, takes: Iterable[Named] | None = None
+    ) -> Self:
         """`member`, or the member that has exactly this name.
 
-        Raises InvalidArgumentError, which calls the argument `name`.
+        name:  of the field or argument, for errors
+        takes: what errors list: the members that the caller takes; None: all that mean something.
+               The caller, or libkvx, refuses others
+        Raises InvalidArgumentError.
         """
         if isinstance(member, cls):
             return member
         if isinstance(member, str) and member in cls.__members__:
             return cls[member]
-        expected = ", ".join(found for found in cls.__members__ if found not in _NO_MEMBERS)
+        members = [one for one in cls if one.name not in _NO_MEMBERS] if takes is None else takes
+        expected = ", ".join(one.name for one in members)
         raise wrong(name or cls.__name__, member, f"a kvx_core.{cls.__name__}: {expected}")
 
     @classmethod
@@ -44,7 +51,7 @@ class Named(IntEnum):
         return cls.of(member, name)
 
 
-_NO_MEMBERS = ("INVALID", "UNKNOWN")
+_NO_MEMBERS = ("INVALID", "UNKNOWN", "NONE")
 
 
 class Layout(Named):

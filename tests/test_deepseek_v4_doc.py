@@ -41,7 +41,7 @@ def test_the_headline() -> None:
 
 
 def test_what_the_headline_does_not_count() -> None:
-    """9.55 is of long contexts. Pages, windows and tails, as page and README say."""
+    """9.55 is of long contexts. Pages, windows and tails, as both pages say."""
     pro, flash = hybrid_bytes.PRO, hybrid_bytes.FLASH
     # 31 HCA pages of 2 entries, 30 CSA pages of 64 and as many of 64 keys hold 256 tokens.
     paged = (31 * 1728 + 30 * 37440 + 30 * 4608) / 256
@@ -57,11 +57,11 @@ def test_what_the_headline_does_not_count() -> None:
     times = {"entries": v32 / entries, "pages": v32 / paged}
     times |= {n: v32 * n / (entries * n + fixed) for n in hybrid_bytes.CONTEXTS}
     say = {name: f"{number:.2f}" for name, number in times.items()}
-    readme = (hybrid_bytes.PAGE.parent.parent / "README.md").read_text()
+    features = (hybrid_bytes.PAGE.parent / "compatibility.md").read_text()
     assert (
         f"5031 bytes per token of a long context for Pro, {say['entries']} times fewer than V3.2; "
         f"{say['pages']} in vLLM's pages; with windows and tails {say[8192]} at 8k tokens, "
-        f"{say[4096]} at 4k (" in readme
+        f"{say[4096]} at 4k (" in features
     )
     assert (
         f"Pro takes {paged} bytes per token with MXFP4 keys, {say['pages']} times fewer"

@@ -1,12 +1,15 @@
 """The examples that start no engine, run as they are, and what they print.
 
-In this process, which saves each of them the import of torch.
+Most in this process, which saves each of them the import of torch.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,8 @@ START_VLLM = {  # and take their time
 }
 IN_DOCS = {"tgi_kv_cache_store"}  # tests/adapters/test_tgi_docs.py runs it
 IMPORTED = {"needed"}  # by all others; tests/test_extras.py
+# Run by an interpreter of their own, in another folder, as their users run them.
+SCRIPTS = {"trtllm_pool_bridge", "migrate_vllm_to_trtllm", "migrate_tgi_to_vllm"}
 # What each prints, a regular expression per line.
 PRINTED = {
     "deepseek_v4_decode": [
@@ -29,6 +34,13 @@ PRINTED = {
         "500 tokens: blocks 85196 bytes, GQA-8 6144000: 72 x",
         "1000 tokens: blocks 170972 bytes, GQA-8 12288000: 72 x",
         "windows and tails: 830488 bytes, however long the sequence is",
+    ],
+    "generate_packed": [
+        "20 tokens each, the same as from transformers' own cache",
+        *[
+            rf"layer {i}: PackedKVCache\(2 x 30 x 32, float32, room for 267 tokens\)"
+            for i in range(3)
+        ],
     ],
     "long_context_in_8_bits": [
         f"300 tokens in {3 * 300 * 2 * (2 * 34 + 33)} bytes: 5.1 times smaller than float32",
@@ -65,16 +77,37 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    if name in SCRIPTS:
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / f"{name}.py"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        require_lines(done.stdout, PRINTED[name])
+        return
     monkeypatch.syspath_prepend(EXAMPLES)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are too small to share
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     torch.set_num_threads(threads)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == len(PRINTED[name])
-    for line, expected in zip(printed, PRINTED[name], strict=True):
-        assert re.fullmatch(expected, line), line
+    require_lines(capsys.readouterr().out, PRINTED[name])
+
+
+def require_lines(printed: str, expected: list[str]) -> None:
+    lines = printed.splitlines()
+    assert len(lines) == len(expected)
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
 
 
 def test_every_example_is_run() -> None:

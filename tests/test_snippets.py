@@ -75,7 +75,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         ),
     },
     "docs/snapshots.md": {"python": (2, ("tests/test_snapshots_doc.py",))},
-    "docs/stores.md": {"python": (8, ("tests/test_stores_doc.py",))},
+    "docs/stores.md": {"python": (9, ("tests/test_stores_doc.py",))},
     "docs/tensorrt_llm.md": {
         "": (1, (COMMANDS,)),
         "sh": (3, (COMMANDS,)),  # they need a GPU and NVIDIA's container
@@ -85,7 +85,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "python": (4, ("tests/adapters/test_tgi_docs.py",)),
         "text": (1, ("tests/adapters/test_tgi_docs.py",)),
     },
-    "docs/transformers.md": {"python": (9, ("tests/adapters/test_transformers_docs.py",))},
+    "docs/transformers.md": {"python": (10, ("tests/adapters/test_transformers_docs.py",))},
     "docs/vllm.md": {
         "": (5, (COMMANDS,)),
         "text": (7, (COMMANDS, VLLM_COMMANDS, "tests/test_vllm_docs.py")),

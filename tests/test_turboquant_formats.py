@@ -61,7 +61,7 @@ def decode(stored: np.ndarray, dtype: DType) -> np.ndarray:
 def test_sizes() -> None:
     for dtype, bits in BITS.items():
         assert (dtype.itemsize, dtype.numbers) == (turboquant.unit_bytes(DIM, bits), DIM)
-        assert DType.from_name(f"tq{bits}") is dtype
+        assert DType.of(f"tq{bits}") is dtype
     assert [dtype.value for dtype in BITS] == [26, 27, 28]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvx_adapters.llama_cpp.ggml_types import is_quantized
+from kvx_adapters.llama_cpp.ggml_types import cache_type, is_quantized
 from kvx_core import CacheFacts, DType, InvalidArgumentError
 from kvx_core.words import flag, integer
 
@@ -47,8 +47,8 @@ def rotation(
     if flag("disabled", disabled):
         return Rotation(0, 0)
     k_dim, v_dim = integer("k_head_dim", k_head_dim, 1), integer("v_head_dim", v_head_dim, 1)
-    k = k_dim & -k_dim if is_quantized(DType.of(k_dtype)) and k_dim % 64 == 0 else 0
-    v = 64 if is_quantized(DType.of(v_dtype)) and v_dim % 64 == 0 else 0
+    k = k_dim & -k_dim if is_quantized(cache_type(k_dtype, "k_dtype")) and k_dim % 64 == 0 else 0
+    v = 64 if is_quantized(cache_type(v_dtype, "v_dtype")) and v_dim % 64 == 0 else 0
     return Rotation(k, v)
 
 
@@ -80,7 +80,7 @@ def cache_facts(
                   those of the original model
     Raises InvalidArgumentError.
     """
-    found = tuple(DType.of(dtype) for dtype in (k_dtype, v_dtype))
+    found = cache_type(k_dtype, "k_dtype"), cache_type(v_dtype, "v_dtype")
     rounded = sorted({dtype.name.lower() for dtype in found if is_quantized(dtype)})
     if not isinstance(rotation, Rotation):
         raise InvalidArgumentError(

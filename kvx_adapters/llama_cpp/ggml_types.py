@@ -73,11 +73,18 @@ def ggml_type(dtype: DType | str) -> int:
 
     Raises UnsupportedError for formats that are no cache type, InvalidArgumentError.
     """
-    wanted = DType.of(dtype)
-    found = _NUMBERS.get(wanted)
-    if found is None:
-        raise UnsupportedError(f"dtype is {wanted.name.lower()}, expected one of {_ACCEPTED}")
-    return found
+    return _NUMBERS[cache_type(dtype)]
+
+
+def cache_type(dtype: DType | str, name: str = "dtype") -> DType:
+    """A format that caches of llama.cpp have, from a DType or its name.
+
+    Raises UnsupportedError for formats that are no cache type, InvalidArgumentError.
+    """
+    wanted = DType.of(dtype, name, takes=_NUMBERS)
+    if wanted not in _NUMBERS:
+        raise UnsupportedError(f"{name} is {wanted.name.lower()}, expected one of {_ACCEPTED}")
+    return wanted
 
 
 def is_quantized(dtype: DType) -> bool:

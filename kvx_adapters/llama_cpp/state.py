@@ -29,7 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_adapters.llama_cpp.cells import shaped
-from kvx_adapters.llama_cpp.ggml_types import dtype_of, ggml_type, row_bytes
+from kvx_adapters.llama_cpp.ggml_types import (
+    cache_type,
+    dtype_of,
+    ggml_type,
+    row_bytes,
+)
 from kvx_core import (
     CacheDesc,
     CacheFacts,
@@ -167,7 +172,7 @@ class State:
         cells[:, 0] = np.arange(count)
         transposed = flag("v_transposed", v_transposed)
         parts += [cells.tobytes(), struct.pack("<II", transposed, layers)]
-        k, v = DType.of(k_dtype), DType.of(v_dtype)
+        k, v = cache_type(k_dtype, "k_dtype"), cache_type(v_dtype, "v_dtype")
         key = _rows("k", k, heads * integer("k_head_dim", k_head_dim, 1), count, False)
         value = _rows("v", v, heads * integer("v_head_dim", v_head_dim, 1), count, transposed)
         parts += [key] * layers + [value] * layers + [bytes(4 * (streams - 1 - chosen))]

@@ -118,7 +118,7 @@ def cache_facts(
         window=window,
         total_kv_heads=total_kv_heads,
         first_kv_head=first_kv_head,
-        compute_dtype=None if dtype in FP8 else DType.from_name(str(dtype)),
+        compute_dtype=None if dtype in FP8 else DType.of(dtype),
         negative_slots="undefined",  # CUDA's store_cache and the CPU's index_put differ
     )
 

@@ -82,7 +82,8 @@ _FLAVOURS = {
         16,
         _Order.PAGED,
         "skip",
-        no_fp8="TGI has float8_e4m3fnuz there, which KVX has not",
+        no_fp8="the kernel writes the FP8 of the GPU, float8_e4m3fnuz or not, and the cache does "
+        "not say which",
     ),
     # the same, ipex.llm.modules.PagedAttention.reshape_and_cache; IPEX 2.8, csrc/cpu/aten/kernels/
     # PagedAttentionKrnl.cpp, reshape_and_cache_kernel: slot -1 is written outside the cache;
@@ -289,7 +290,7 @@ def cache_facts(
         window=window,
         total_kv_heads=total_kv_heads,
         first_kv_head=first_kv_head,
-        compute_dtype=None if spec.dtype.itemsize == 1 else DType.from_name(str(spec.dtype)),
+        compute_dtype=None if spec.dtype.itemsize == 1 else DType.of(spec.dtype),
         negative_slots=spec._flavour.negative_slots,
     )
 

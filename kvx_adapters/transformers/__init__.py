@@ -3,6 +3,7 @@
 `cache_view` describes a DynamicCache or StaticCache whose layers all hold every token,
 `padded_span` the real tokens of a padded batch in it. `layer_groups` is for models whose layers
 differ, in sliding windows or sizes. `paged_groups` describes the cache of continuous batching.
+`use_packed` makes a model keep its tokens in `PackedKVCache`s.
 Quantized and linear-attention layers are refused.
 """
 
@@ -20,6 +21,7 @@ from kvx_adapters.transformers.cache import (
 )
 from kvx_adapters.transformers.facts import cache_facts
 from kvx_adapters.transformers.groups import LayerGroup, layer_groups, shared_spans
+from kvx_adapters.transformers.packed import use_packed
 from kvx_adapters.transformers.paged import PagedGroup, paged_groups
 from kvx_adapters.transformers.record import model_record
 
@@ -40,4 +42,5 @@ __all__ = [
     "shared_spans",
     "slot_mapping",
     "starts",
+    "use_packed",
 ]

@@ -37,7 +37,7 @@ from kvx_core import (
 
 # Layers that hold the keys and values of every token of the sequence, in order, as computed.
 # Source: transformers 5.19 cache_utils.py
-LAYERS = ("DynamicLayer", "StaticLayer")
+LAYERS = ("DynamicLayer", "StaticLayer", "PackedLayer")
 # Layers that hold the last tokens only.
 SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 

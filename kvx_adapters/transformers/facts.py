@@ -79,6 +79,6 @@ def _shared(values: list[_T]) -> _T | None:
 
 def _dtype(model: Any) -> DType | None:
     try:
-        return DType.from_name(str(getattr(model, "dtype", None)))
+        return DType.of(getattr(model, "dtype", None))
     except InvalidArgumentError:
         return None

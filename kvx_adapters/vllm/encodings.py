@@ -122,5 +122,5 @@ def _check_fp8(spec: LayerSpec) -> None:
     if torch.version.hip is not None or spec.backend.startswith("ROCM_"):
         raise UnsupportedError(
             f"kv_cache_dtype is {spec.kv_cache_dtype!r} on ROCm, whose FP8 may be the FNUZ "
-            "variant, which KVX does not have"
+            "variant or not, by GPU, and the cache does not say which"
         )

@@ -67,7 +67,7 @@ _STYLES = {"Phi3LongRoPEScaledRotaryEmbedding": True}
 
 def _dtype(model_config: Any) -> DType | None:
     try:
-        return DType.from_name(str(getattr(model_config, "dtype", None)))
+        return DType.of(getattr(model_config, "dtype", None))
     except InvalidArgumentError:
         return None
 

@@ -25,7 +25,7 @@ def hadamard(values: TensorLike, order: int | None = None) -> None:
     llama.cpp stores quantized K and V rotated where head_dim is a multiple of 64: K by the largest
     order that divides head_dim, V by order 64. Source: llama.cpp, pull request 21038
     """
-    found = borrow(values, name="values")
+    found = borrow(values, name="values", takes=(DType.F32,))
     if found.memory is not Memory.HOST:
         raise UnsupportedError(
             f"values.memory is {found.memory.name}, expected HOST: rotate a copy in host memory "

@@ -32,7 +32,7 @@ def encode(numbers: TensorLike) -> Any:
     Returns bytes: a torch.Tensor of uint8 if `numbers` is torch's, else a numpy array of uint8.
     Raises InvalidArgumentError, UnsupportedError. Spec: E.19
     """
-    found = _contiguous("numbers", borrow(numbers, name="numbers"))
+    found = _contiguous("numbers", borrow(numbers, name="numbers", takes=(DType.BF16,)))
     count = _count(found)
     encoded: npt.NDArray[np.uint8] = np.empty(_abi_lossless.bound(count), np.uint8)
     written = _abi_lossless.encode(
@@ -90,7 +90,7 @@ def decode(
                 )
         owner = encoded if is_torch(encoded) else np.empty(0)
         into = empty_like_owner(owner, (count,), DType.BF16)
-    target = _contiguous("into", borrow(into, name="into"))
+    target = _contiguous("into", borrow(into, name="into", takes=(DType.BF16,)))
     target.require_writable("into")
     if count is not None and integer("count", count, 0, 2**64 - 1) != _count(target):
         raise InvalidArgumentError(
@@ -108,7 +108,7 @@ def _bytes_of(encoded: TensorLike | bytes) -> Borrowed:
             raise InvalidArgumentError(
                 f"encoded cannot be read: {error}; expected contiguous bytes (spec E.19)"
             ) from None
-    return _contiguous("encoded", borrow(encoded, name="encoded"), DType.U8)
+    return _contiguous("encoded", borrow(encoded, name="encoded", takes=(DType.U8,)), DType.U8)
 
 
 def _contiguous(name: str, found: Borrowed, dtype: DType = DType.BF16) -> Borrowed:

@@ -148,8 +148,8 @@ def _kind(cache_dtype: str) -> int:
     return SLOTS.index(cache_dtype)
 
 
-def _on_host(name: str, tensor: TensorLike) -> Borrowed:
-    found = borrow(tensor, name=name)
+def _on_host(name: str, tensor: TensorLike, takes: tuple[DType, ...]) -> Borrowed:
+    found = borrow(tensor, name=name, takes=takes)
     if found.memory is Memory.DEVICE:
         raise UnsupportedError(
             f"{name}.memory is DEVICE, expected HOST: pass a copy in host memory (spec E.20)"
@@ -161,7 +161,7 @@ def _on_host(name: str, tensor: TensorLike) -> Borrowed:
 
 def _numbers(name: str, tensor: TensorLike) -> npt.NDArray[np.float32]:
     """Contiguous float32 numbers of a tensor."""
-    found = _on_host(name, tensor)
+    found = _on_host(name, tensor, _FLOATS)
     if found.dtype not in _FLOATS:
         raise UnsupportedError(
             f"{name}.dtype is {found.dtype.name}, expected F32, F16 or BF16 (spec E.20)"
@@ -174,7 +174,7 @@ def _numbers(name: str, tensor: TensorLike) -> npt.NDArray[np.float32]:
 
 def _stored(name: str, tensor: TensorLike, size: int) -> npt.NDArray[np.uint8]:
     """Contiguous units of a tensor; what lies behind them in its last axis is left out."""
-    found = _on_host(name, tensor)
+    found = _on_host(name, tensor, (DType.U8,))
     if found.dtype is not DType.U8:
         raise UnsupportedError(f"{name}.dtype is {found.dtype.name}, expected U8 (spec E.20)")
     if found.shape[-1] < size:

@@ -86,7 +86,8 @@ class Precision:
         Raises InvalidArgumentError for what holds no keys or values.
         """
         formats = []
-        for dtype in map(DType.of, dtypes):
+        for given in dtypes:
+            dtype = DType.of(given, takes=_NUMBERS.values())
             name = dtype.name.lower()
             if name not in _INCLUDES:
                 *names, last = (known.name for known in _NUMBERS.values())

@@ -191,7 +191,12 @@ def test_from_half_to_fp8_and_back() -> None:
             E5M2,
             "KVCache.store lets the kernel write 16-bit elements into it",
         ),
-        (("paged", "rocm", ""), E4M3, "TGI has float8_e4m3fnuz there, which KVX has not"),
+        (
+            ("paged", "rocm", ""),
+            E4M3,
+            "the kernel writes the FP8 of the GPU, float8_e4m3fnuz or not, and the cache does "
+            "not say which",
+        ),
         (("paged", "ipex", "cpu"), E4M3, "TGI allocates no such cache"),
         (("flashdecoding-ipex", "ipex", "cpu"), E4M3, "TGI allocates no such cache"),
         (

@@ -64,7 +64,7 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         "paged": pages,
     }
     snippets = [snippet for snippet in PAGE.snippets() if snippet not in programs()]
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     PAGE.run(names, *snippets)
     assert capsys.readouterr().out.splitlines() == PAGE.prints()
 

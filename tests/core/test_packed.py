@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import random
 import re
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvx_core import InvalidArgumentError, PackedKVCache, kvcache_append
+from kvx_core import CachedAttention, InvalidArgumentError, PackedKVCache, kvcache_append
 from kvx_core.stores.packed import cache as packed_cache
 from kvx_core.stores.packed.cache import Held
 from tests.caches import random_values
@@ -756,3 +757,31 @@ def test_what_the_op_refuses(what: str) -> None:
     if isinstance(cache, Tensor) and isinstance(new, Tensor):
         with pytest.raises(InvalidArgumentError, match=f"^{re.escape(says)}"):
             torch.ops.kvx.kvcache_append(cache, new, axis)
+
+
+def test_every_name_of_a_packed_cache_is_there() -> None:
+    """Of the cache, the block and the op; their arguments in this order."""
+    parameters = {
+        PackedKVCache.append_packed: ["self", "new_keys", "new_values"],
+        PackedKVCache.set_packed: ["self", "keys", "values"],
+        PackedKVCache.packed_keys: ["self"],
+        PackedKVCache.packed_values: ["self"],
+        PackedKVCache.clear: ["self"],
+        kvcache_append: ["cache", "new", "axis"],
+    }
+    for call, names in parameters.items():
+        assert list(inspect.signature(call).parameters) == names
+    made = PackedKVCache()
+    assert made.packed_keys() is made.packed_values() is None
+    assert CachedAttention(2, 4).kv_cache is None
+    assert "kv_cache" in inspect.signature(CachedAttention.forward).parameters
+
+
+def test_the_ways_of_the_benchmark_hold_the_same_tokens() -> None:
+    """Per token: KVX, torch's concatenation, transformers' cache and numpy's concatenation."""
+    packed = pytest.importorskip("benchmarks.packed", exc_type=ImportError)
+    assert {"kvx", "torch", "hf", "numpy"} <= set(packed._WAYS)
+    keys, values = (half.half() for half in some(5))
+    packed_by_head = [half.new_zeros(2, 5, 8 * 128).normal_() for half in (keys, values)]
+    new = packed._in_ones(*(half.new_ones(2, 3, 8 * 128) for half in (keys, values)))
+    packed._verify("a few", *packed_by_head, new)

@@ -177,6 +177,97 @@ def test_steps_through_the_cache_are_the_full_computation(
     assert torch.equal(attend(query, key, value), full)
 
 
+def test_none_is_the_full_computation_while_the_block_has_a_cache() -> None:
+    query = random_tokens(9, HEADS, 0)
+    key, value = (random_tokens(9, KV_HEADS, seed) for seed in (1, 2))
+    attend = CachedAttention(HEADS, DIM, num_kv_heads=KV_HEADS)
+    full = attend(query, key, value)
+    attend.kv_cache = cache = PackedKVCache()
+    attend(query[:, :5], key[:, :5], value[:, :5])
+    held = cache._held
+    assert torch.equal(attend(query, key, value, kv_cache=None), full)
+    assert cache._held is held
+    found = attend(query[:, 5:], key[:, 5:], value[:, 5:], kv_cache="own")
+    torch.testing.assert_close(found, full[:, 5:], rtol=0, atol=1e-5)
+    assert cache.seq_len == 9
+
+
+def test_the_field_takes_a_cache_or_none() -> None:
+    cache = PackedKVCache()
+    attend = CachedAttention(HEADS, DIM, kv_cache=cache)
+    for wrong, found in (
+        ([cache], "a list"),
+        (torch.zeros(1), "a Tensor"),
+        (torch.nn.Identity(), "an Identity"),  # torch would register it as a submodule
+        ("own", "'own'"),
+    ):
+        says = f"^kv_cache is {found}, expected a PackedKVCache or None$"
+        with pytest.raises(InvalidArgumentError, match=says):
+            attend.kv_cache = wrong
+        with pytest.raises(InvalidArgumentError, match=says):
+            CachedAttention(HEADS, DIM, kv_cache=wrong)
+        assert attend.kv_cache is cache
+    attend.kv_cache = None
+    assert attend.kv_cache is None
+    assert not list(attend.children())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_prompts_of_unequal_length_share_a_batch(alibi: bool, side: str) -> None:
+    """Each sequence as it is alone, over its own tokens; the padding is as large as any token."""
+    lens, prompt, total = (7, 4), 7, 12
+    query = random_tokens(total, HEADS, 3)
+    key, value = (random_tokens(total, KV_HEADS, seed) for seed in (4, 5))
+    padding = torch.zeros(BATCH, total, dtype=torch.bool)
+    for row, length in enumerate(lens):
+        first = slice(0, prompt - length) if side == "left" else slice(length, prompt)
+        padding[row, first] = True
+    attend = CachedAttention(HEADS, DIM, num_kv_heads=KV_HEADS, alibi=alibi)
+    full = attend(query, key, value, key_padding_mask=padding)
+    attend.kv_cache = PackedKVCache()
+    begin, found = 0, []
+    for new in (prompt, 1, 1, 3):
+        end = begin + new
+        tokens = (half[:, begin:end] for half in (query, key, value))
+        found.append(attend(*tokens, key_padding_mask=padding[:, :end]))
+        begin = end
+    steps = torch.cat(found, 1)
+    for row in range(BATCH):
+        own = ~padding[row]
+        alone = by_hand(*(half[row : row + 1, own] for half in (query, key, value)), alibi=alibi)
+        torch.testing.assert_close(full[row : row + 1, own], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(steps[row : row + 1, own], alone, rtol=0, atol=1e-5)
+    assert steps.isfinite().all()  # also of queries that are padding and see no token
+    without = attend(query, key, value, kv_cache=None)
+    assert (without[1, ~padding[1]] - full[1, ~padding[1]]).abs().max() > 1e-2
+
+
+def test_what_a_padding_mask_has_to_be() -> None:
+    cache = PackedKVCache()
+    attend = CachedAttention(HEADS, DIM, num_kv_heads=KV_HEADS, kv_cache=cache)
+    query, key = random_tokens(2, HEADS, 0), random_tokens(2, KV_HEADS, 1)
+    attend(query, key, key)
+    held = cache._held
+    some = torch.zeros(BATCH, 4, dtype=torch.bool)
+    for mask, says in (
+        (some.long(), "dtype is torch.int64, expected torch.bool, True for padding. Of an atten"),
+        (some[:, :2], "shape is (2, 2), expected (2, 4): of all keys, those of the cache too"),
+        (some[:1], "shape is (1, 4), expected (2, 4): of all keys, those of the cache too"),
+        (some[0], "shape is (4,), expected (2, 4): of all keys, those of the cache too"),
+        (some.to("meta"), "device is meta, expected cpu as key has"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"^key_padding_mask.{re.escape(says)}"):
+            attend(query, key, key, key_padding_mask=mask)
+        assert cache._held is held
+    with pytest.raises(
+        InvalidArgumentError, match=r"^key_padding_mask is a list, expected a torch"
+    ):
+        attend(query, key, key, key_padding_mask=[[False]])
+    with pytest.raises(InvalidArgumentError, match=r"shape is \(2, 4\), expected \(batch, 5\)"):
+        causal_mask(1, 5, key_padding_mask=some)
+
+
 def test_gradients_of_steps_are_those_of_the_full_computation() -> None:
     query = random_tokens(6, HEADS, 0).requires_grad_()
     key, value = (random_tokens(6, KV_HEADS, seed).requires_grad_() for seed in (1, 2))
@@ -210,7 +301,8 @@ def test_what_attention_refuses_leaves_its_cache_as_it_was() -> None:
             "query.shape[1] is 6, expected at most 4: 2 tokens of the cache and 2 of key",
         ),
         ((query, query, query), "new_keys.shape[2] is 48, expected dim 24 of the cache"),
-        ((query, key, key, [cache]), "kv_cache is a list, expected a PackedKVCache or None"),
+        ((query, key, key, [cache]), "kv_cache is a list, expected a PackedKVCache, None or 'own'"),
+        ((query, key, key, "mine"), "kv_cache is 'mine', expected a PackedKVCache, None or 'own'"),
     ):
         with pytest.raises(InvalidArgumentError, match=f"^{re.escape(says)}"):
             attend(*call)

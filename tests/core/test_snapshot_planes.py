@@ -551,7 +551,7 @@ def test_planes_that_differ(tmp_path: Path) -> None:
         "COMPRESSED of layer 3 is in the cache, and is not stored so: an entry for 1 tokens, whole"
     )
     assert len(read.mismatch(replace(good, view=replace(good.view, planes=())))) == 3
-    assert reasons(replace(k, dtype=replace(k).dtype.from_name("F8_E5M2")), scale, entries) == (
+    assert reasons(replace(k, dtype=replace(k).dtype.of("F8_E5M2")), scale, entries) == (
         "planes.3.index_k is F8_E4M3 (1, 8), expected F8_E5M2 (1, 8) as the cache has: planes are "
         "loaded as they were stored"
     )

@@ -287,12 +287,12 @@ def test_dtype_of_any_name(name: object) -> None:
 
 def test_dtype_of_a_scalar_type() -> None:
     assert DType.of(np.float16) is DType.F16
-    assert DType.from_name("bfloat16") is DType.BF16
+    assert DType.of("bfloat16") is DType.of("torch.bfloat16") is DType.BF16
 
 
 def test_dtype_unknown() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        DType.from_name("fp8")
+        DType.of("fp8")
     assert str(raised.value) == (
         "dtype is 'fp8', expected one of float16, bfloat16, float32, float8_e4m3fn, float8_e5m2, "
         "int32, int64, uint32, uint64, uint8, float8_e4m3fnuz, Q8_0, Q4_0, "

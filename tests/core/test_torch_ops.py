@@ -304,7 +304,7 @@ def test_keys_of_a_model_in_training_mode() -> None:
         (
             {"k_scale": torch.tensor(1.0), "scale_granularity": "PER_TOKEN"},
             InvalidArgumentError,
-            "scale_granularity is 'PER_TOKEN', expected a kvx_core.ScaleGranularity: NONE",
+            "scale_granularity is 'PER_TOKEN', expected a kvx_core.ScaleGranularity: PER_TENSOR",
         ),
         (
             {"slots": torch.tensor([48])},

@@ -789,7 +789,7 @@ ELSEWHERE = {
     " Section Snapshot StoreError StoredSpan TensorLike Verification __version__ backend_info"
     " Comparison ModelRecord Precision ReorderRotary compare content_digest"
     " model_files_digest read_key MigratePlan Plan PlanInfo PlaneKind PlaneInfo Plane Axis Role"
-    " KvMemoryReport KvStorage include_dir library_path"
+    " KvCacheStoreLike KvMemoryReport KvStorage include_dir library_path"
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS, no_dtype
 from kvx_core.types import DType
 from kvx_core.words import wrong
 
@@ -25,6 +26,10 @@ PRESETS = {
     "experimental-max": Preset(DType.TQ3, DType.TQ3),
 }
 
+# Formats that write_kv converts to: not bytes without a meaning, and none whose scales and zero
+# points only a migration writes (spec E.14, E.18).
+_WRITTEN = tuple(d for d in ELEMENTS if d is not DType.U8 and not d.format.affine)
+
 
 def of_preset(preset: object) -> Preset:
     """The formats of keys and values of a preset. Raises InvalidArgumentError for another name."""
@@ -37,16 +42,17 @@ def encoding_of(name: str, given: object, num_heads: int, head_dim: int) -> DTyp
     """A format whose units fit head_dim, or else all heads of a token.
 
     name: of the argument
-    What libkvx cannot write into a cache, libkvx refuses: see Half.
-    Raises InvalidArgumentError.
+    Raises InvalidArgumentError, which lists the formats that fit.
     """
-    dtype = DType.called(name, given)
-    if dtype is DType.INVALID:
-        raise wrong(name, "INVALID", "a format of spec 4.3 or E.10")
-    numbers = dtype.format.rounding or dtype.numbers > 1 or dtype.format.affine
-    if not numbers:
-        raise wrong(name, dtype.name, "a format of numbers, such as bfloat16 or Q8_0 (spec E.10)")
-    if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
+
+    def fits(dtype: DType) -> bool:
+        return head_dim % dtype.numbers == 0 or num_heads * head_dim % dtype.numbers == 0
+
+    fitting = tuple(filter(fits, _WRITTEN))
+    dtype = DType.of(given, name, takes=fitting)
+    if dtype not in _WRITTEN:
+        raise no_dtype(name, dtype, fitting)
+    if not fits(dtype):
         raise InvalidArgumentError(
             f"head_dim is {head_dim} and num_heads * head_dim {num_heads * head_dim}, expected one "
             f"of them to be a multiple of {dtype.numbers}: {name} is {dtype.name}, whose units "

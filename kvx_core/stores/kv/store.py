@@ -43,9 +43,7 @@ class KvCacheStore:
         "__weakref__",
         "_attention",
         "_keys",
-        "_next_layer",
-        "_seq_len",
-        "_step",
+        "_seq_lens",
         "_values",
     )
 
@@ -71,9 +69,7 @@ class KvCacheStore:
         self._keys = Half("key", sizes, of_keys, _placement(placement))
         self._values = Half("value", sizes, of_values, _placement(placement))
         self._attention = Attention(self._keys, self._values)
-        self._seq_len = 0  # tokens that all layers hold
-        self._step = 0  # tokens that layers before _next_layer hold beyond those
-        self._next_layer = 0
+        self._seq_lens = [0] * sizes.num_layers
 
     @classmethod
     def from_preset(
@@ -104,14 +100,16 @@ class KvCacheStore:
         )
 
     def __repr__(self) -> str:
-        begun = None
-        if self._next_layer:
-            begun = f"{self._step} more in {many(self._next_layer, 'layer')}"
+        held, more = self.current_seq_len, None
+        ahead = {count - held for count in self._seq_lens} - {0}
+        if ahead:
+            layers = many(sum(count > held for count in self._seq_lens), "layer")
+            more = f"{'up to ' if len(ahead) > 1 else ''}{max(ahead)} more in {layers}"
         return listed(
             "KvCacheStore",
             product((many(self.num_layers, "layer"), many(self.num_heads, "head"), self.head_dim)),
-            f"{self._seq_len} of {self.max_seq_len} tokens",
-            begun,
+            f"{held} of {self.max_seq_len} tokens",
+            more,
             f"K {self.key_encoding.name}",
             f"V {self.value_encoding.name}",
             None if self.placement.type == "cpu" else str(self.placement),
@@ -138,7 +136,7 @@ class KvCacheStore:
     @property
     def current_seq_len(self) -> int:
         """Tokens that all layers hold."""
-        return self._seq_len
+        return min(self._seq_lens)
 
     @property
     def key_encoding(self) -> DType:
@@ -154,39 +152,35 @@ class KvCacheStore:
         return self._keys.device
 
     def layer_seq_len(self, layer: int) -> int:
-        """Tokens that a layer holds: current_seq_len, and in the midst of a step also its tokens.
+        """Tokens that a layer holds: current_seq_len, and those that other layers still miss.
 
         Raises InvalidArgumentError.
         """
-        layer = integer("layer", layer, 0, self.num_layers - 1)
-        return self._seq_len + (self._step if layer < self._next_layer else 0)
+        return self._seq_lens[integer("layer", layer, 0, self.num_layers - 1)]
 
     # ---- tokens in ----
 
     def append_token(self, layer: int, key: Any, value: Any) -> None:
         """Appends one token's keys and values to a layer.
 
-        key, value: (num_heads * head_dim,) or (num_heads, head_dim), of torch or numpy, float32,
-                    float16 or bfloat16; strides are not negative
-        A token goes into the layers one after the other, from 0 on; current_seq_len counts it when
-        the last layer has it, and `attend` of a layer sees it at once.
-        Mutates the store. Raises InvalidArgumentError for a layer out of turn or a wrong size,
-        OutOfRangeError for a full store, UnsupportedError; the store then holds what it held.
+        key, value: (num_heads * head_dim,) or (num_heads, head_dim): a list of numbers, or of torch
+                    or numpy, float32, float16, bfloat16 or float64, which is rounded to float32;
+                    strides are not negative
+        Layers take their tokens in any order: a step layer by layer, or a whole prompt in one layer
+        before the next. current_seq_len counts a token when all layers have it, and `attend` of a
+        layer sees it at once.
+        Mutates the store. Raises InvalidArgumentError for a wrong size or dtype, OutOfRangeError
+        for a full layer, UnsupportedError; the store then holds what it held.
         """
-        sizes = self.num_heads, self.head_dim
-        self._append(layer, one_token("key", key, *sizes), one_token("value", value, *sizes))
+        self._append(layer, *(one_token(*t, self._keys) for t in (("key", key), ("value", value))))
 
     def append(self, layer: int, keys: Any, values: Any) -> None:
         """Appends tokens to a layer, such as a prompt: the same bytes as one by one.
 
-        keys, values: (num_tokens, num_heads, head_dim), at least one token and in all layers as
-                      many; of torch or numpy, float32, float16 or bfloat16; strides are not
-                      negative
-        Layers take turns, as in append_token.
+        keys, values: (num_tokens, num_heads, head_dim), at least one token; as in append_token
         Mutates the store. Raises as append_token; the store then holds what it held.
         """
-        sizes = self.num_heads, self.head_dim
-        found = some_tokens("keys", keys, *sizes), some_tokens("values", values, *sizes)
+        found = some_tokens("keys", keys, self._keys), some_tokens("values", values, self._keys)
         if len(found[0]) != len(found[1]):
             raise InvalidArgumentError(
                 f"values.shape[0] is {len(found[1])}, expected {len(found[0])} tokens as keys has"
@@ -194,74 +188,49 @@ class KvCacheStore:
         self._append(layer, *found)
 
     def _append(self, layer: int, keys: Any, values: Any) -> None:
-        layer = integer("layer", layer, 0, self.num_layers - 1)
-        count = len(keys)
-        self._require_turn(layer)
-        if self._next_layer and count != self._step:
-            raise InvalidArgumentError(
-                f"layer {layer} is given {many(count, 'token')}, expected {self._step} as the "
-                "layers before it were given in this step"
-            )
-        self._require_room(count)
+        begin, count = self.layer_seq_len(layer), len(keys)
+        self._require_room(f"layer {layer}", begin, count)
         # Views of the store's own memory may lie where the tokens go.
         if any(self._keys.owns(t) or self._values.owns(t) for t in (keys, values)):
             keys, values = copied(keys), copied(values)
-        self._keys.write(layer, self._seq_len, keys)
+        self._keys.write(layer, begin, keys)
         # If this fails, keys lie behind the last token, where nobody reads them.
-        self._values.write(layer, self._seq_len, values)
-        if layer == self.num_layers - 1:
-            self._seq_len, self._step, self._next_layer = self._seq_len + count, 0, 0
-        else:
-            self._step, self._next_layer = count, layer + 1
+        self._values.write(layer, begin, values)
+        self._seq_lens[layer] = begin + count
 
     def append_zeros(self, num_tokens: int) -> None:
         """Appends tokens of zeros to all layers: room for tokens that a migration brings.
 
-        Mutates the store. Raises InvalidArgumentError in the midst of a step, OutOfRangeError for
-        a full store; the store then holds what it held.
+        Mutates the store. Raises InvalidArgumentError where layers hold unequally many tokens,
+        OutOfRangeError for a full store; the store then holds what it held.
         """
-        count = integer("num_tokens", num_tokens)
-        if self._next_layer:
+        count, held = integer("num_tokens", num_tokens), self.current_seq_len
+        if max(self._seq_lens) > held:
+            layer = self._seq_lens.index(held)
             raise InvalidArgumentError(
-                f"layer {self._next_layer} is missing in this step, expected all layers or none: "
-                f"append to the others first, or drop the step with evict({self._seq_len})"
+                f"layer {layer} holds {many(held, 'token')}, expected {max(self._seq_lens)} as "
+                f"another layer holds: append to it first, or drop the others' with evict({held})"
             )
-        self._require_room(count)
+        self._require_room("the store", held, count)
         for half in (self._keys, self._values):
-            half.fill_zeros(self._seq_len, self._seq_len + count)
-        self._seq_len += count
+            half.fill_zeros(held, held + count)
+        self._seq_lens = [held + count] * self.num_layers
 
-    def _require_turn(self, layer: int) -> None:
-        at = f"position {self._seq_len}"
-        drop = f"drop the step with evict({self._seq_len})"
-        if layer < self._next_layer:
-            raise InvalidArgumentError(
-                f"layer {layer} has been appended already at {at}, expected layer "
-                f"{self._next_layer}: a layer takes its tokens once per step. Or {drop}"
-            )
-        if layer > self._next_layer:
-            raise InvalidArgumentError(
-                f"layer is {layer} at {at}, expected {self._next_layer}, which is missing: layers "
-                "take their tokens one after the other"
-                + (f". Or {drop}" if self._next_layer else "")
-            )
-
-    def _require_room(self, count: int) -> None:
-        if count > self.max_seq_len - self._seq_len:
+    def _require_room(self, holder: str, held: int, count: int) -> None:
+        if count > self.max_seq_len - held:
             raise OutOfRangeError(
-                f"the store holds {self._seq_len} of max_seq_len {self.max_seq_len} tokens, "
-                f"expected room for {many(count, 'token')} more. Evict tokens, or make a larger "
-                "store"
+                f"{holder} holds {held} of max_seq_len {self.max_seq_len} tokens, expected room "
+                f"for {many(count, 'token')} more. Evict tokens, or make a larger store"
             )
 
     def evict(self, from_pos: int) -> None:
-        """Drops all tokens from position `from_pos` on in all layers, and a step that has begun.
+        """Drops all tokens from position `from_pos` on in all layers.
 
-        evict(current_seq_len) drops only the step. The bytes stay until they are overwritten.
-        Mutates the store. Raises InvalidArgumentError.
+        evict(current_seq_len) drops what not all layers have. The bytes stay until they are
+        overwritten. Mutates the store. Raises InvalidArgumentError.
         """
-        self._seq_len = integer("from_pos", from_pos, 0, self._seq_len)
-        self._step = self._next_layer = 0
+        kept = integer("from_pos", from_pos, 0, max(self._seq_lens))
+        self._seq_lens = [min(held, kept) for held in self._seq_lens]
 
     def clear(self) -> None:
         """Drops all tokens. Mutates the store, which keeps its memory."""
@@ -280,7 +249,7 @@ class KvCacheStore:
     ) -> Any:
         """Decodes the keys of positions `start` to `end` of a layer, and no others.
 
-        end:  None: current_seq_len; at most layer_seq_len(layer)
+        end:  None: current_seq_len, the tokens that all layers hold; at most layer_seq_len(layer)
         head: a KV head; None: all
         out:  a tensor of torch or numpy to fill, of the shape that is returned, float32, float16
               or bfloat16, strides not negative; None: a new torch tensor of float32
@@ -304,7 +273,7 @@ class KvCacheStore:
     def _read(
         self, half: Half, layer: int, start: int, end: int | None, head: int | None, out: Any
     ) -> Any:
-        layer, start, end = self._range(layer, start, end, self._seq_len)
+        layer, start, end = self._range(layer, start, end, None)
         if head is not None:
             head = integer("head", head, 0, self.num_heads - 1)
         shape = self.num_heads if head is None else 1, end - start, self.head_dim
@@ -320,16 +289,23 @@ class KvCacheStore:
         The views show what appends write into these positions after evict.
         Raises InvalidArgumentError.
         """
-        return self._keys.storage(*self._range(layer, start, end, self._seq_len))
+        return self._keys.storage(*self._range(layer, start, end, None))
 
     def read_value_storage(self, layer: int, start: int = 0, end: int | None = None) -> KvStorage:
         """The stored values of positions `start` to `end`: read_key_storage of values."""
-        return self._values.storage(*self._range(layer, start, end, self._seq_len))
+        return self._values.storage(*self._range(layer, start, end, None))
 
-    def _range(self, layer: int, start: int, end: int | None, default: int) -> tuple[int, int, int]:
+    def _range(
+        self, layer: int, start: int, end: int | None, default: int | None
+    ) -> tuple[int, int, int]:
         held = self.layer_seq_len(layer)
-        end = default if end is None else integer("end", end, 0, held)
-        return integer("layer", layer), integer("start", start, 0, end), end
+        if end is None:
+            end = self.current_seq_len if default is None else default
+        elif integer("end", end) > held:
+            raise InvalidArgumentError(
+                f"end is {end}, expected 0 to {held}: layer {layer} holds {many(held, 'token')}"
+            )
+        return integer("layer", layer), integer("start", start, 0, end), integer("end", end)
 
     def attend(
         self,
@@ -345,8 +321,8 @@ class KvCacheStore:
         query: (num_q_heads, head_dim), of torch or numpy, any float dtype; num_q_heads is a
                multiple of num_heads, and query head h uses KV head h // (num_q_heads / num_heads)
         scale: of the scores; None: 1 / sqrt(head_dim)
-        end:   None: layer_seq_len(layer), with a token that this step has appended; a query at
-               position p sees end = p + 1
+        end:   None: layer_seq_len(layer), with the token just appended; a query at position p sees
+               end = p + 1
         Decodes a few tokens at a time, never the whole range. Computes in float32.
         Returns (num_q_heads, head_dim), of the query's library and dtype.
         Raises InvalidArgumentError, also for no tokens; UnsupportedError.
@@ -359,10 +335,10 @@ class KvCacheStore:
     def memory_report(self) -> KvMemoryReport:
         """What the buffers take, and what of it tokens use, to the byte."""
         keys, values = self._keys, self._values
-        rows = self.num_layers * self._seq_len + self._next_layer * self._step
+        rows = sum(self._seq_lens)
         return KvMemoryReport(
             **keys.sizes._asdict(),
-            current_seq_len=self._seq_len,
+            current_seq_len=self.current_seq_len,
             key_encoding=keys.encoding,
             value_encoding=values.encoding,
             placement=self.placement,
@@ -387,7 +363,7 @@ class KvCacheStore:
         one.
         """
         instance("facts", facts, CacheFacts, "a CacheFacts: what the bytes mean")
-        count = self._seq_len
+        count = self.current_seq_len
         if count == 0:
             raise InvalidArgumentError(
                 "the store holds no tokens, expected at least one. To migrate into it, make room "
@@ -417,11 +393,11 @@ class KvCacheStore:
 
     def _fewer_than(self, described: int) -> str | None:
         """Why a view of `described` tokens is out of date."""
-        if self._seq_len >= described:
+        if self.current_seq_len >= described:
             return None
         return (
-            f"the store holds {many(self._seq_len, 'token')}, expected the {described} described. "
-            "Call cache_view again"
+            f"the store holds {many(self.current_seq_len, 'token')}, expected the {described} "
+            "described. Call cache_view again"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,7 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.stores.packed.cache import PackedKVCache, require_packed
 from kvx_core.stores.packed.heads import repeats_of, split_heads
-from kvx_core.stores.packed.masks import alibi_mask, alibi_slopes, causal_mask
+from kvx_core.stores.packed.masks import (
+    alibi_mask,
+    alibi_slopes,
+    causal_mask,
+    require_padding,
+)
 from kvx_core.words import flag, instance, integer, wrong
 
 
@@ -20,15 +27,17 @@ class CachedAttention(torch.nn.Module):
     prompt, a step, or several tokens at once. Without one (kv_cache is None) it attends to the
     keys and values that it is given: the full computation, with the same result if these are all.
     It has no parameters: projections and rotary embedding are the block's own, and keys come
-    rotated.
+    rotated. Sequences of unequal length share a batch with padding: key_padding_mask of forward.
 
     num_heads:    of the queries
     num_kv_heads: of keys and values; None: num_heads
     alibi:        add a bias that falls with the distance (alibi_slopes), in the queries' dtype
     scale:        of the scores; None: 1 / sqrt(head_dim)
-    kv_cache:     the cache of the block, or None; may be set and unset later
-    Raises InvalidArgumentError.
+    kv_cache:     the cache of the block, or None: a field, to be read, set and unset
+    Raises InvalidArgumentError, also where kv_cache is set to something else.
     """
+
+    kv_cache: PackedKVCache | None
 
     def __init__(
         self,
@@ -50,23 +59,39 @@ class CachedAttention(torch.nn.Module):
         self.scale = scale
         self.alibi = flag("alibi", alibi)
         self._slopes: Tensor | None = None  # made where the first queries are
-        self.kv_cache = _cache("kv_cache", kv_cache)
+        self.kv_cache = kv_cache
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kv_cache" and value is not None:
+            instance(name, value, PackedKVCache, "a PackedKVCache or None")
+        super().__setattr__(name, value)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: PackedKVCache | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: PackedKVCache | Literal["own"] | None = "own",
+        *,
+        key_padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Attends from the last tokens to all of them.
 
         query:      (batch, q_len, num_heads * head_dim): of the last q_len of all tokens
         key, value: (batch, new, num_kv_heads * head_dim) of the new tokens, in the queries' dtype;
                     or num_heads * head_dim, where the block has repeated its heads
-        kv_cache:   instead of self.kv_cache; None: that one
+        kv_cache:   "own": self.kv_cache; a cache: that one instead; None: no cache, so the full
+                    computation over key and value
+        key_padding_mask: (batch, kv_len), bool, True where a key is padding, of all keys: those
+                    that the cache holds, then `key`. No query sees padding, but a query that is
+                    padding sees its own key. None: there is none
         Returns (batch, q_len, num_heads * head_dim). Mutates the cache: key and value are appended.
         Raises InvalidArgumentError, and leaves the cache as it was.
         """
-        cache = _cache("kv_cache", kv_cache)
-        cache = self.kv_cache if cache is None else cache
-        self._require(query, key, value, 0 if cache is None else cache.seq_len)
+        cache = self.kv_cache if isinstance(kv_cache, str) and kv_cache == "own" else kv_cache
+        if cache is not None and not isinstance(cache, PackedKVCache):
+            raise wrong("kv_cache", kv_cache, "a PackedKVCache, None or 'own'")
+        self._require(query, key, value, 0 if cache is None else cache.seq_len, key_padding_mask)
         keys: Tensor | None = key
         values: Tensor | None = value
         if cache is not None:
@@ -76,7 +101,7 @@ class CachedAttention(torch.nn.Module):
         assert values is not None
         q_len, kv_len = query.shape[1], keys.shape[1]
         stored = keys.shape[2] // self.head_dim
-        mask = self._mask(q_len, kv_len, query)
+        mask = self._mask(q_len, kv_len, query, key_padding_mask)
         mixed = scaled_dot_product_attention(
             split_heads(query, self.num_heads),
             split_heads(keys, stored),
@@ -88,17 +113,24 @@ class CachedAttention(torch.nn.Module):
         )
         return mixed.transpose(1, 2).flatten(2)
 
-    def _mask(self, q_len: int, kv_len: int, query: Tensor) -> Tensor | None:
+    def _mask(
+        self, q_len: int, kv_len: int, query: Tensor, padding: Tensor | None
+    ) -> Tensor | None:
         """None where all see all, or as many queries as keys let torch make the mask."""
         if self.alibi:
             if self._slopes is None or self._slopes.device != query.device:
                 self._slopes = alibi_slopes(self.num_heads, device=query.device)
-            return alibi_mask(self._slopes, q_len, kv_len).to(query.dtype)
+            bias = alibi_mask(self._slopes, q_len, kv_len, key_padding_mask=padding)
+            return bias.to(query.dtype)
+        if padding is not None:
+            return causal_mask(q_len, kv_len, key_padding_mask=padding)[:, None]
         if q_len in (1, kv_len):
             return None
         return causal_mask(q_len, kv_len, device=query.device)
 
-    def _require(self, query: Tensor, key: Tensor, value: Tensor, cached: int) -> None:
+    def _require(
+        self, query: Tensor, key: Tensor, value: Tensor, cached: int, padding: Tensor | None
+    ) -> None:
         require_packed("key", key, "value", value)
         instance("query", query, Tensor, "a torch.Tensor (batch, q_len, num_heads * head_dim)")
         of_queries = self.num_heads * self.head_dim
@@ -127,9 +159,10 @@ class CachedAttention(torch.nn.Module):
                     f"query.{field} is {getattr(query, field)}, expected "
                     f"{getattr(key, field)} as key has"
                 )
-
-
-def _cache(name: str, cache: PackedKVCache | None) -> PackedKVCache | None:
-    if cache is None:
-        return None
-    return instance(name, cache, PackedKVCache, "a PackedKVCache or None")
+        if padding is None:
+            return
+        require_padding(padding, key.shape[0], kv_len)
+        if padding.device != key.device:
+            raise InvalidArgumentError(
+                f"key_padding_mask.device is {padding.device}, expected {key.device} as key has"
+            )
