@@ -43,13 +43,13 @@ def test_bytes_and_numbers_are_those_of_the_oracle(dtype: DType) -> None:
     expected = cache.clone()
     for t, token in enumerate(tokens):
         expected.store(0, t, token)
-    migrate(from_dense(tokens[None], torch.float32), cache.span([[0]]), [len(rows)])
+    migrate(from_dense(tokens, torch.float32), cache.span([[0]]), [len(rows)], same_model=True)
     for found, wanted in zip(cache.raw, expected.raw, strict=True):
         assert torch.equal(found, wanted)
-    out = torch.zeros(1, *tokens.shape)
-    migrate(cache.span([[0]]), from_dense(out, torch.float32), [len(rows)])
+    out = torch.zeros_like(tokens)
+    migrate(cache.span([[0]]), from_dense(out, torch.float32), [len(rows)], same_model=True)
     for t in range(len(rows)):
-        assert torch.equal(out[0, t], expected.numbers(0, t))
+        assert torch.equal(out[t], expected.numbers(0, t))
 
 
 def test_s8_is_what_pytorch_and_the_spec_say() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native import CC, ROOT, alone, library, run, tool
+from tests.native import CC, ROOT, library, run, tool
 
 pytestmark = pytest.mark.slow  # builds, and asks a CUDA compiler
 
@@ -38,10 +38,9 @@ def test_architectures_and_the_toolkits_folder(tmp_path: Path) -> None:
 
 def test_a_static_library(tmp_path: Path) -> None:
     """A program written for KVBM's kernels with libkvx.a inside needs no library of ours."""
-    with alone("static-kernels"):
-        archive = library("static-kernels", KVX_STATIC="ON").with_suffix(".a")
-        program = tmp_path / "kvbm"
-        link = [archive, "-lstdc++", "-lm", "-ldl", "-lpthread"]
-        run([CC, "-std=c11", ROOT / "tests/c/kvbm.c", *link, "-o", program])
+    archive = library("static-kernels", KVX_STATIC="ON").with_suffix(".a")
+    program = tmp_path / "kvbm"
+    link = [archive, "-lstdc++", "-lm", "-ldl", "-lpthread"]
+    run([CC, "-std=c11", ROOT / "tests/c/kvbm.c", *link, "-o", program])
     assert "libkvx" not in run(["readelf", "-d", program])
     assert re.fullmatch(r"stub build 1, batches 0, \d+ checks, 0 failures\n", run([program]))

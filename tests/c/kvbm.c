@@ -256,7 +256,7 @@ static void without_device_tables(void) {
   drop(blocks, 0);
 }
 
-/* With an argument memory is a device's, which this program can read: that of kernels on the CPU. */
+/* With an argument memory is a device's, which this program can read: kernels run on the CPU. */
 int main(int argc, char **argv) {
   (void)argv;
   const bool stub = kvbm_kernels_is_stub_build(), has = kvbm_kernels_has_memcpy_batch_async();

@@ -27,8 +27,8 @@ extern "C" {
  * HOST memory; they are checked as for HOST memory before anything moves. */
 #define KVX_FLAG_COPY_ENGINE (1u << 2)
 
-/* Writes and migrations into FP8 or S8: find the scales, one per token and head, and store them in the
- * PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
+/* Writes and migrations into FP8 or S8: find the scales, one per token and head, and store them in
+ * the PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
 #define KVX_FLAG_FIND_SCALES (1u << 3)
 
 /* Migrations into units that cover all tokens of a block (KVX_SCALE_PER_CHANNEL): tokens may begin
