@@ -42,6 +42,7 @@ _USED_BY = {
     "F8_E4M3": "vLLM, TensorRT-LLM, SGLang: `fp8`",
     "F8_E5M2": "vLLM, SGLang: `fp8_e5m2`",
     "F8_E4M3FNUZ": "ROCm on gfx94x",
+    "S8": "TensorRT-LLM: INT8; vLLM: `int8_per_token_head`",
     "Q8_0": "llama.cpp: `-ctk q8_0`",
     "Q4_0": "llama.cpp: `-ctk q4_0`",
     "Q4_1": "llama.cpp: `-ctk q4_1`",
@@ -143,7 +144,8 @@ def stored(values: Tensor, dtype: DType | str) -> Stored:
 
     values: (tokens, heads, dim) bfloat16. Where dim is no multiple of a unit, units run on over
             heads and tokens; numbers behind the last whole unit are left out
-    FP8 and formats with zero points have a scale for each token and head, F4_E2M1 for each group.
+    FP8, S8 and formats with zero points have a scale for each token and head, F4_E2M1 for each
+    group.
     """
     if isinstance(dtype, str):
         return _ENCODINGS[dtype].stored(values)

@@ -106,6 +106,16 @@ kvx_status_t copy_pairs([[maybe_unused]] const void *const *srcs,
 #endif
 }
 
+kvx_status_t copy_each_pair([[maybe_unused]] const void *const *srcs,
+                            [[maybe_unused]] void *const *dsts, [[maybe_unused]] uint64_t bytes,
+                            [[maybe_unused]] uint32_t num_pairs, [[maybe_unused]] void *stream) {
+#if KVX_WITH_CUDA
+  return cuda::copy_each_pair(srcs, dsts, bytes, num_pairs, stream);
+#else
+  return KVX_STATUS_OK;  // place() has refused DEVICE memory
+#endif
+}
+
 namespace {
 
 template <class Call, class... Direction>

@@ -41,6 +41,10 @@ kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, boo
 kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
                         kvx_memcpy_mode_t mode, bool *batched, void *stream);
 
+// The same for tables that kernels read, whose addresses may be aligned in any way.
+kvx_status_t copy_each_pair(const void *const *srcs, void *const *dsts, uint64_t bytes,
+                            uint32_t num_pairs, void *stream);
+
 // Fills the output of an attention to HOST memory.
 void attend(const Attention &plan);
 

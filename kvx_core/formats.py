@@ -17,7 +17,7 @@ __all__ = ["DType", "Format", "Rounding"]
 
 
 class Rounding(NamedTuple):
-    """Precision and exponent range of a float format."""
+    """Precision and exponent range of a float format, or of integers that are such numbers."""
 
     mantissa: int  # bits, without the leading one
     smallest: int  # exponent of the smallest normal number
@@ -42,7 +42,7 @@ class Format(NamedTuple):
     dlpack: tuple[int, int] | None = None  # (DLDataTypeCode, bits)
     rounding: Rounding | None = None  # of floats
     numbers: int = 1  # of a unit, along dim
-    scaled: bool = False  # FP8: a scale may lie beside it
+    scaled: bool = False  # FP8 and S8: a scale may lie beside it
     affine: bool = False  # a scale and a zero point for each unit lie beside it [E.14, E.18]
     grouped: bool = False  # affine, without zero points: a scale of the tensor, or none [E.18]
 
@@ -79,6 +79,7 @@ class DType(IntEnum):
     TQ2 = 26
     TQ3 = 27
     TQ4 = 28
+    S8 = 29
 
     @property
     def format(self) -> Format:
@@ -182,6 +183,8 @@ _FORMATS = {
     DType.TQ2: Format(34, numbers=128),
     DType.TQ3: Format(50, numbers=128),
     DType.TQ4: Format(66, numbers=128),
+    # The integers to 127: steps of 1 from the smallest number on.
+    DType.S8: Format(1, "int8", (0, 8), Rounding(6, 6, 127.0), scaled=True),
 }
 # What caches, tokens, tables and scales may have: csrc/formats/format.h, is_element_type,
 # is_index_type, is_scale_type, and the scales of groups of F4_E2M1.

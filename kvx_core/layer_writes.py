@@ -156,7 +156,7 @@ def write_layers(
                   has no V
     slots:        (num_tokens,), int32 or int64, or a list of int, for all layers; negative slots
                   are skipped
-    k_scales, v_scales: one of each layer, of FP8 caches; entries may be None
+    k_scales, v_scales: one of each layer, of FP8 and S8 caches; entries may be None
     find_scales:  find the scales on the way and store them there, per token and head
     transfer:     how a device moves the bytes: a Transfer or its name
     stream:       CUDA stream; None: torch's current one if a tensor is torch's, else the default

@@ -52,8 +52,8 @@ def migrate(
     num_heads: None: all heads; both ends then hold the same number
     zero_fill: zero the destination tokens whose source block is null; otherwise they keep what they
                held
-    find_scales: into FP8: compute the scales and store them in those of `dst`, which are per token
-               and head
+    find_scales: into FP8 or S8: compute the scales and store them in those of `dst`, which are per
+               token and head
     requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may begin anywhere
                in a block, and the tokens before them are quantized anew; otherwise they must begin
                at the start of a block

@@ -52,7 +52,7 @@ def write_kv(
     key, value: (>= num_tokens, num_kv_heads, head_dim), any strides and any dtype that converts to
                 the cache's; rows past num_tokens are padding; value is None if there is no V
     slots:      (num_tokens,), int32 or int64, or a list of int; negative slots are skipped
-    k_scale, v_scale: of an FP8 cache
+    k_scale, v_scale: of an FP8 or S8 cache
     find_scales: find the scales on the way and store them in k_scale and v_scale, which are then
                 per token and head
     transfer:   how a device moves the bytes: a Transfer or its name
@@ -120,7 +120,7 @@ def gather_kv(
                  or the same as 3-D, any strides and any dtype that the cache's converts to; value
                  is None if there is no V. None: new tensors of torch or numpy, as the cache's are
     dtype:       of new tensors; None: the cache's
-    k_scale, v_scale: of an FP8 cache
+    k_scale, v_scale: of an FP8 or S8 cache
     null_block_id: a block id that holds nothing (vLLM: 0)
     zero_fill:   zero the tokens of null blocks and those past a sequence's length, which otherwise
                  keep what they held. New tensors are always zero there

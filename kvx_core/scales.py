@@ -1,4 +1,4 @@
-"""ScaleDesc: the scales of an FP8 tensor, and what each of them covers. Spec: 6.6
+"""ScaleDesc: the scales of a tensor of FP8 or S8, and what each of them covers. Spec: 6.6
 
 Scales and zero points of U8_ZERO and U8_BIAS are ScaleDescs too, and scales of F4_E2M1.
 Spec: E.14, E.18
@@ -21,7 +21,7 @@ from kvx_core.words import fix, wrong
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class ScaleDesc(Borrowed):
-    """Scales of an FP8 tensor: value = stored * scale.
+    """Scales of a tensor of FP8 or S8: value = stored * scale.
 
     Raises InvalidArgumentError for fields of other types.
     Spec: 6.6

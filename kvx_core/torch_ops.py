@@ -4,7 +4,7 @@ Importing this module registers the ops. They do what the functions of ops.py an
 plain tensors and without CacheFacts, and raise what those raise.
 
     write_kv       mutates the named slots of k_cache and v_cache
-    write_kv_find_scales  the same into FP8; mutates their scales, per token and head, too
+    write_kv_find_scales  the same into FP8 or S8; mutates their scales, per token and head, too
     write_layers   mutates the named slots of k_caches and v_caches, one tensor per layer, in one
                    call; values and v_caches are empty if there is no V
     gather_kv      returns new (key, value), zero for tokens without a source; without v_cache the

@@ -25,6 +25,7 @@ DTYPES = (
     torch.float32,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.int8,
 )
 
 
@@ -34,6 +35,8 @@ def random_values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor
     count = math.prod(shape)
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
     if dtype == torch.float32:
         exponent = torch.randint(-20, 20, (count,), generator=generator)
         return torch.ldexp(torch.randn(count, generator=generator), exponent).reshape(shape)

@@ -29,6 +29,7 @@ DTYPE = {
     torch.float32: DType.F32,
     torch.float8_e4m3fn: DType.F8_E4M3,
     torch.float8_e5m2: DType.F8_E5M2,
+    torch.int8: DType.S8,
     torch.int32: DType.S32,
     torch.int64: DType.S64,
     torch.uint8: DType.U8,

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvx_core.types import Layout, ScaleGranularity
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALED = (*FP8, torch.int8)  # those that take scales
 
 # ---------------------------------------------------------------------------------------------
 # Numbers. Spec: E.6
@@ -60,6 +61,7 @@ def _magnitudes(fmt: Format) -> np.ndarray:
 
 
 MAGNITUDES = {dtype: _magnitudes(fmt) for dtype, fmt in FORMATS.items()}
+MAGNITUDES[torch.int8] = np.arange(128.0)
 
 
 def bits_of(stored: Tensor) -> np.ndarray:
@@ -78,6 +80,8 @@ def decode(stored: Tensor) -> Tensor:
     """The float32 value of every element, exactly."""
     if stored.dtype == torch.float32:
         return stored.clone()
+    if stored.dtype == torch.int8:
+        return stored.float()
     fmt, table = FORMATS[stored.dtype], MAGNITUDES[stored.dtype]
     codes = bits_of(stored).astype(np.int64)
     sign_bit = 1 << (fmt.exponent_bits + fmt.mantissa_bits)
@@ -92,10 +96,12 @@ def decode(stored: Tensor) -> Tensor:
 
 
 def encode(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest number of `dtype`: ties to even, FP8 saturates, NaN stays NaN."""
+    """The nearest number of `dtype`: ties to even, bytes saturate, NaN stays NaN but in int8."""
     assert value.dtype == torch.float32
     if dtype == torch.float32:
         return value.clone()
+    if dtype == torch.int8:
+        return value.nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)
     fmt, table = FORMATS[dtype], MAGNITUDES[dtype]
     exact = value.numpy().astype(np.float64)
     magnitude = np.abs(exact)
@@ -147,7 +153,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """K or V of one layer: a tensor in the axes of its layout and the scales of an FP8 cache."""
+    """K or V of one layer: a tensor in the axes of its layout, and the scales of FP8 or int8."""
 
     tensor: Tensor
     layout: Layout

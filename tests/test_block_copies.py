@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ctypes import byref, c_int
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from tests.block_layouts import (
     same,
 )
 from tests.calls import Backend
+from tests.native import CXX, ROOT
+from tests.native import run as run_command
 
 DIMS = Dims(nh=3, nl=2, no=2, nt=4, hd=5, nb=3)
 OPERATIONAL = Dims(nh=2, nl=3, no=2, nt=4, hd=3, nb=2)
@@ -64,7 +67,7 @@ def test_a_rank_of_the_heads(backend: Backend) -> None:
 
 
 def has_batches(backend: Backend) -> bool:
-    """Whether this build calls cudaMemcpyBatchAsync, which has its signature from CUDA 13 on."""
+    """Whether this build calls cudaMemcpyBatchAsync, which CUDA has from 12.9 on."""
     return bool(_abi_blocks.declare(backend.library()).kvx_has_memcpy_batch_async())
 
 
@@ -98,7 +101,7 @@ def test_operational_backends(
     if which == BATCH and on_host:
         refused = UnsupportedError, "memory is HOST, where there is no cudaMemcpyBatchAsync"
     elif which == BATCH and not has_batches(backend):
-        refused = UnsupportedError, "a batch of copies is asked for, which takes CUDA 13"
+        refused = UnsupportedError, "a batch of copies is asked for, which takes CUDA 12.9"
     if refused:
         with pytest.raises(refused[0], match=refused[1]):
             operational(blocks, which, to_operational, stream)
@@ -113,11 +116,25 @@ def test_operational_backends(
     assert taken == expected
 
 
+@pytest.mark.parametrize(
+    ("version", "last"), [(12080, None), (12090, "&failed, stream_"), (13000, "1, stream_")]
+)
+def test_batches_of_each_cuda(version: int, last: str | None) -> None:
+    """CUDA 12.9 has batches with one more argument than 13. Source: cuda_runtime_api.h of both"""
+    folders = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/include", "tests/hostgrid")]
+    compiler = [CXX, "-std=c++17", "-xc++", f"-DCUDART_VERSION={version}", *folders]
+    source = ROOT / "csrc/cuda/copy_engine.cu"
+    run_command([*compiler, "-fsyntax-only", "-Wall", "-Werror", source])
+    text = run_command([*compiler, "-E", "-P", source]).split("class Copies", 1)[1]
+    calls = re.findall(r"cudaMemcpyBatchAsync\(dsts, .*?, (\S+ stream_)\)", text, re.DOTALL)
+    assert set(calls) == ({last} if last else set())
+
+
 def test_a_batch_needs_a_stream_of_its_own(backend: Backend) -> None:
     if backend.memory == Memory.HOST or backend.mirror is not None:
         pytest.skip("the legacy default stream of the kernels on the CPU")
     blocks = Blocks.of(backend, OPERATIONAL, 6, universal=False, from_stack=True)
-    with pytest.raises(UnsupportedError, match="takes CUDA 13, a stream that is not the legacy"):
+    with pytest.raises(UnsupportedError, match=r"12\.9, a stream that is not the legacy"):
         operational(blocks, BATCH, True, LEGACY)
     odd = replace(OPERATIONAL, nt=3, nh=1)
     blocks = Blocks.of(backend, odd, 6, universal=False, from_stack=True)
@@ -157,6 +174,36 @@ def test_vectorized_copy(backend: Backend, num_bytes: int, shift: int) -> None:
     assert all_same(dsts, srcs)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 15, 16, 250, 65536, 65552, 131077])
+def test_vectorized_copy_looks_at_each_pair(backend: Backend, num_bytes: int) -> None:
+    """Alignment 0: one call whose pairs are aligned to 16, 8, 4, 2 bytes and 1."""
+    blocks, srcs, dsts = pairs(backend, num_bytes, 16)
+    rooms = [torch.zeros(num_bytes + 32, dtype=torch.uint8) for _ in range(5)]
+    for i, shift in enumerate((16, 8, 4, 2, 1)):
+        rooms[i][shift : shift + num_bytes] = srcs[i]
+    srcs = [room[shift:][:num_bytes] for room, shift in zip(rooms, (16, 8, 4, 2, 1), strict=True)]
+    tables = blocks.table(srcs), blocks.table(dsts)
+    run(backend, "kvx_vectorized_copy", *tables, num_bytes, 5, backend.memory, 0)
+    assert all_same(dsts, srcs)
+
+
+def test_vectorized_copy_reports_a_null_pair(backend: Backend) -> None:
+    blocks, srcs, dsts = pairs(backend, 64, 0)
+    tables = blocks.table(srcs), blocks.table(dsts)
+    tables[1][3] = 0
+    before = dsts[3].clone()
+    call = "kvx_vectorized_copy", *tables, 64, 5, backend.memory, 0
+    if backend.looks_first:
+        with pytest.raises(InvalidArgumentError, match=r"dsts\[3\] is NULL, expected an address"):
+            run(backend, *call)
+        return
+    with pytest.raises(OutOfRangeError, match=r"dst.block_table.indices\[3\] is 0, a null block"):
+        run(backend, *call)
+    assert same(dsts[3], before)
+    assert all_same(dsts[:3], srcs[:3])
+    assert same(dsts[4], srcs[4])
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_memcpy_batch(backend: Backend, mode: int) -> None:
     blocks, srcs, dsts = pairs(backend, 250, 3)
@@ -169,7 +216,7 @@ def test_memcpy_batch(backend: Backend, mode: int) -> None:
             run(backend, *call, stream=stream)
         return
     if mode == 2 and not has_batches(backend):
-        with pytest.raises(UnsupportedError, match="takes CUDA 13"):
+        with pytest.raises(UnsupportedError, match=r"takes CUDA 12\.9"):
             run(backend, *call, stream=stream)
         return
     run(backend, *call, stream=stream)
@@ -194,5 +241,5 @@ def test_a_wrong_promise_of_alignment(backend: Backend) -> None:
 def test_what_this_build_has(backend: Backend) -> None:
     library = _abi_blocks.declare(backend.library())
     assert library.kvx_is_stub_build() == (not backend.has_kernels())
-    if backend.name != "cuda":  # there it is so if its nvcc is of CUDA 13
+    if backend.name != "cuda":  # there it is so if its nvcc is of CUDA 12.9
         assert has_batches(backend) == backend.has_kernels()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native import CC, CXX, ROOT, compile_program, run
+from tests.native import CC, CXX, ROOT, compile_program, hostgrid_library, run
 
 PROGRAM = ROOT / "tests/c/conformance.c"
 WARNINGS = ("-Wall", "-Wextra", "-pedantic", "-Werror")
@@ -33,6 +33,30 @@ def test_conformance_program(language: str, installed: Path, tmp_path: Path) -> 
     )
     checks, failures = re.findall(r"(\d+) checks, (\d+) failures", run([program]))[0]
     assert (int(failures), int(checks) > 500) == (0, True)
+
+
+def kvbm(library: Path, tmp_path: Path) -> Path:
+    """The program of a user of KVBM's kernels, which sees no header of KVX."""
+    return compile_program(
+        [*LANGUAGES["c11"], *WARNINGS],
+        ROOT / "tests/c/kvbm.c",
+        tmp_path / "kvbm",
+        include=tmp_path,
+        library=library,
+    )
+
+
+def test_a_program_written_for_kvbm_links_and_runs(installed: Path, tmp_path: Path) -> None:
+    """All memory is the host's. A wheel without CUDA is what KVBM calls a stub build."""
+    said = run([kvbm(installed / "kvx_core/libkvx.so", tmp_path)])
+    stub, batches, checks, failures = map(int, re.findall(r"\d+", said))
+    assert (checks > 500, failures) == (True, 0), said
+    assert batches == (not stub)
+
+
+def test_a_program_written_for_kvbm_on_the_kernels(tmp_path: Path) -> None:
+    said = run([kvbm(hostgrid_library(), tmp_path), "device"])
+    assert re.fullmatch(r"stub build 0, batches 1, \d+ checks, 0 failures\n", said), said
 
 
 @pytest.mark.parametrize(("version", "checks"), [("1_3", "14"), ("1_4", "25")])
@@ -76,7 +100,8 @@ def test_header_stands_alone(language: str, header: str, installed: Path, tmp_pa
 def test_library_exports_what_the_headers_declare(installed: Path) -> None:
     core = installed / "kvx_core"
     text = "".join(path.read_text() for path in (core / "include/kvx").glob("*.h"))
-    declared = set(re.findall(r"^KVX_API [\w ]+[ *](kvx_\w+)\(", text, re.MULTILINE))
+    functions = r"^KVX_API [\w ]+[ *]((?:kvx|kvbm_kernels)_\w+)\("
+    declared = set(re.findall(functions, text, re.MULTILINE))
     symbols = run(["nm", "-D", "--defined-only", "--format=posix", core / "libkvx.so"])
     assert {line.split()[0] for line in symbols.splitlines()} == declared
     assert len(declared) >= 9

@@ -58,7 +58,7 @@ from tests.engines import (
     EngineCache,
     Sizes,
 )
-from tests.engines.vllm import fp8_rows, int8_rows
+from tests.engines.vllm import fp8_rows, int4_rows
 from tests.fp4 import Fp4
 from tests.fp4 import page as nvfp4_page
 from tests.native import ROOT
@@ -762,8 +762,8 @@ def test_pairs_that_never_meet(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("first", [name for name, engine in ENGINES.items() if not engine.mla])
 def test_rows_of_bytes_are_no_values(first: str) -> None:
-    """INT8 with a scale in each row goes to its own kind only, though all sizes agree."""
-    rows = Engine(int8_rows, 16, (torch.uint8,))
+    """INT4 with a scale in each row goes to its own kind only, though all sizes agree."""
+    rows = Engine(int4_rows, 16, (torch.uint8,))
     a = end_of(first, "first", 0, torch.bfloat16)
     b = replace(a, engine=rows, sizes=replace(a.sizes, num_blocks=64, block_size=16))
     b = replace(b, sequences=[[5 * i + j + 1 for j in range(5)] for i in range(len(a.lengths))])

@@ -31,7 +31,7 @@ from tests.reference import End, Half, Layer, Place
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 HEAD_DIMS = (1, 7, 8, 20, 64, 72, 80, 96, 128, 192, 256, 264, 576)
 
 
@@ -148,7 +148,7 @@ def rows(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     """Rows of numbers of one size each, the sizes far apart; some rows are special."""
     generator = torch.Generator().manual_seed(seed)
     count, dim = math.prod(shape[:-1]), shape[-1]
-    widest = {F16: 12, E4M3: 6, E5M2: 12}.get(dtype, 100)
+    widest = {F16: 12, E4M3: 6, E5M2: 12, torch.int8: 6}.get(dtype, 100)
     exponent = torch.randint(-widest - 4, widest, (count, 1), generator=generator)
     values = torch.ldexp(torch.randn(count, dim, generator=generator), exponent)
     specials = (0.0, -0.0, math.nan, math.inf, -math.inf, 2.0**-149, 3.4e38)
@@ -179,7 +179,7 @@ def check_write(
 
 
 @pytest.mark.parametrize("scale_dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("fp8", LARGEST, ids=str)
 @pytest.mark.parametrize("src", DTYPES, ids=str)
 def test_write_every_dtype(
     backend: Backend, src: torch.dtype, fp8: torch.dtype, scale_dtype: torch.dtype

@@ -39,6 +39,7 @@ TORCH = {
     DType.F8_E4M3: torch.float8_e4m3fn,
     DType.F8_E5M2: torch.float8_e5m2,
     DType.F8_E4M3FNUZ: FNUZ,
+    DType.S8: torch.int8,
 }
 GGML = tuple(ggml.NAMES)
 FORMATS = [*TORCH, *GGML]

@@ -378,6 +378,8 @@ def is_exact(src: torch.dtype, dst: torch.dtype) -> bool:
     """Every finite number of `src` comes back from `dst`."""
     if src == torch.float32:
         return dst == torch.float32
+    if torch.int8 in (src, dst):
+        return src == dst  # -128 does not come back
     codes = np.arange(256**src.itemsize).astype(reference.FORMATS[src].bits)
     numbers = reference.from_bits(codes, src)
     again = reference.convert(reference.convert(numbers, dst), src)

@@ -23,7 +23,7 @@ HEADER_FILES = sorted(path for path in (ROOT / HEADERS).glob("*.h") if path.name
 @pytest.mark.parametrize("header", HEADER_FILES, ids=lambda path: path.name)
 def test_every_declaration_of_a_header_is_there(header: Path) -> None:
     text, page = header.read_text(), c_reference.page(header, SECTIONS)
-    functions = re.findall(r"^KVX_API [^(;]*?\b(kvx_\w+)\(", text, re.M)
+    functions = re.findall(r"^KVX_API [^(;]*?\b((?:kvx|kvbm_kernels)_\w+)\(", text, re.M)
     types = re.findall(r"^(?:\} |typedef [^{;]*?)\(?\*?(kvx_\w+_t)(?:;|\)\()", text, re.M)
     assert functions or types or header.name == "kvx_plane.h"
     headings = [line.replace("\\", "") for line in page.split("\n") if line.startswith("### ")]

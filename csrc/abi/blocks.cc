@@ -283,8 +283,8 @@ kvx_status_t vectorized_copy(const void *const *srcs, void *const *dsts, uint64_
   KVX_TRY(check_pointer_table("srcs", srcs));
   KVX_TRY(check_pointer_table("dsts", dsts));
   KVX_TRY(check_copy_bytes(bytes));
-  return pairs_move(srcs, dsts, bytes, num_pairs, memory)
-      .run(alignment ? alignment : 16, on_device, stream);
+  if (on_device && !alignment) return backend::copy_each_pair(srcs, dsts, bytes, num_pairs, stream);
+  return pairs_move(srcs, dsts, bytes, num_pairs, memory).run(alignment, on_device, stream);
 }
 
 kvx_status_t memcpy_batch(const void *const *srcs, void *const *dsts, uint64_t bytes,

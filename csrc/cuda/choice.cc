@@ -146,7 +146,7 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
       return alignment % vector == 0 && holds_units(plane, shape.head_dim, elements, vector);
     };
     const bool has_units = is_fast(shape.src.dtype) && is_fast(shape.dst.dtype) &&
-                           !(is_fp8(shape.src.dtype) && is_fp8(shape.dst.dtype)) &&
+                           !(takes_scale(shape.src.dtype) && takes_scale(shape.dst.dtype)) &&
                            fits(shape.src, src_bytes, kElementsPerUnit) &&
                            fits(shape.dst, dst_bytes, kElementsPerUnit);
     if (shape.find_scales) {
@@ -158,7 +158,7 @@ Choice choose(const PlanePair &pair, uint64_t alignment, uint32_t block_tokens, 
     }
     if (has_units) {
       choice.kernel = Kernel::kConvert;
-      const bool is_wide = is_fp8(shape.src.dtype) && dst_bytes == 2 &&
+      const bool is_wide = takes_scale(shape.src.dtype) && dst_bytes == 2 &&
                            fits(shape.src, src_bytes, kWideUnit) &&
                            fits(shape.dst, dst_bytes, 2 * kWideUnit);  // of two lanes
       choice.units = units_of(shape, is_wide ? kWideUnit : kElementsPerUnit);

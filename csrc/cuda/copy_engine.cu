@@ -11,6 +11,9 @@
 #include "plan/violation.h"
 #include "plan/walk.h"
 
+// cudaMemcpyBatchAsync; before CUDA 13 it returns the number of a copy that has an error, too.
+#define KVX_HAS_BATCHES (CUDART_VERSION >= 12090)
+
 namespace kvx::cuda {
 namespace {
 
@@ -73,15 +76,21 @@ class Copies {
 
  private:
   kvx_status_t flush_as_batch() {
-#if CUDART_VERSION >= 13000
+#if KVX_HAS_BATCHES
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t first = 0;  // of the copies that have these attributes
-    KVX_CUDA_TRY(cudaMemcpyBatchAsync(reinterpret_cast<void *const *>(dsts_.data()),
-                                      reinterpret_cast<const void *const *>(srcs_.data()),
-                                      sizes_.data(), sizes_.size(), &attributes, &first, 1,
-                                      stream_));
+    const auto dsts = reinterpret_cast<void **>(dsts_.data());
+    const auto srcs = reinterpret_cast<void **>(const_cast<uint8_t **>(srcs_.data()));
+#if CUDART_VERSION >= 13000
+    KVX_CUDA_TRY(cudaMemcpyBatchAsync(dsts, srcs, sizes_.data(), sizes_.size(), &attributes, &first,
+                                      1, stream_));
+#else
+    size_t failed;  // number of the copy that has an error
+    KVX_CUDA_TRY(cudaMemcpyBatchAsync(dsts, srcs, sizes_.data(), sizes_.size(), &attributes, &first,
+                                      1, &failed, stream_));
+#endif
 #endif
     return KVX_STATUS_OK;
   }
@@ -93,11 +102,11 @@ class Copies {
   std::vector<size_t> sizes_;
 };
 
-// Batches need a runtime that has them (with another signature before CUDA 13), and a stream that
-// is neither being captured nor the legacy default stream.
+// Batches need a runtime that has them, and a stream that is neither being captured nor the legacy
+// default stream.
 kvx_status_t can_batch(cudaStream_t stream, bool *can) {
   *can = false;
-  if (CUDART_VERSION < 13000 || !stream || stream == cudaStreamLegacy) return KVX_STATUS_OK;
+  if (!has_batches() || !stream || stream == cudaStreamLegacy) return KVX_STATUS_OK;
   cudaStreamCaptureStatus capture;
   KVX_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
   *can = capture == cudaStreamCaptureStatusNone;
@@ -213,7 +222,7 @@ const char *find_in_device_memory(const Plan &plan) {
   return nullptr;
 }
 
-bool has_batches() { return CUDART_VERSION >= 13000; }
+bool has_batches() { return KVX_HAS_BATCHES; }
 
 kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
                         kvx_memcpy_mode_t mode, bool *batched, void *stream) {
@@ -221,7 +230,7 @@ kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t byt
   if (mode != KVX_MEMCPY_ASYNC) KVX_TRY(can_batch(static_cast<cudaStream_t>(stream), batched));
   if (mode == KVX_MEMCPY_BATCH && !*batched) {
     return fail(KVX_STATUS_UNSUPPORTED,
-                "a batch of copies is asked for, which takes CUDA 13, a stream that is not the "
+                "a batch of copies is asked for, which takes CUDA 12.9, a stream that is not the "
                 "legacy default stream, and no capture; give such a stream, or take MEMCPY_ASYNC "
                 "(spec E.15)");
   }

@@ -89,8 +89,8 @@ constexpr bool is_scale_type(kvx_dtype_t dtype) {
 // Whether a unit is one number, so that strides of numbers are strides of units.
 constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_log2 == 0; }
 
-// Whether it is FP8: a byte per number, with a scale or without.
-constexpr bool is_fp8(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
+// Whether it is FP8 or S8: a byte per number, with a scale or without.
+constexpr bool takes_scale(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }
 
 // Whether scales of groups lie beside the data, but no zero points: F4_E2M1.
 constexpr bool has_group_scales(kvx_dtype_t dtype) {

@@ -10,6 +10,7 @@
 #include "formats/q4_k.h"
 #include "formats/q6_k.h"
 #include "formats/q8_0.h"
+#include "formats/s8.h"
 #include "formats/scalar.h"
 #include "formats/turboquant.h"
 
@@ -53,4 +54,5 @@
   ROW(F8_E8M0, Opaque, Unused, 1, 1, 1, 0, Nothing)          \
   ROW(TQ2, TurboQuant<2>, Number, 128, 34, 1, 0, Nothing)    \
   ROW(TQ3, TurboQuant<3>, Number, 128, 50, 1, 0, Nothing)    \
-  ROW(TQ4, TurboQuant<4>, Number, 128, 66, 1, 0, Nothing)
+  ROW(TQ4, TurboQuant<4>, Number, 128, 66, 1, 0, Nothing)    \
+  ROW(S8, S8, Number, 1, 1, 1, 127.0f, Scale)

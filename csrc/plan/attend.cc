@@ -9,7 +9,7 @@ namespace {
 // The scales from one block and token on; none if all are 1.
 Scales scales_from(const kvx_scale_desc_t *scales, kvx_dtype_t dtype, uint32_t block,
                    uint32_t start) {
-  if (!scales || !scales->data || !is_fp8(dtype)) return {};
+  if (!scales || !scales->data || !takes_scale(dtype)) return {};
   const auto step = [&](int axis) {
     return scales->shape[axis] > 1 ? scales->stride[axis] * size_of(scales->dtype) : 0;
   };

@@ -88,7 +88,7 @@ void set_io_plane(Plane *plane, const kvx_tensor_desc_t &tensor, uint64_t tokens
 
 void set_scales(Scales *scales, const kvx_scale_desc_t *desc, kvx_dtype_t tensor_dtype,
                 uint32_t head_start) {
-  if (!desc || !desc->data || !is_fp8(tensor_dtype)) return;
+  if (!desc || !desc->data || !takes_scale(tensor_dtype)) return;
   scales->data = static_cast<const uint8_t *>(desc->data);
   scales->dtype = desc->dtype;
   switch (desc->granularity) {

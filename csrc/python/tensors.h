@@ -23,6 +23,8 @@ inline kvx_dtype_t dtype_of(const DLTensor &tensor) {
       return KVX_DTYPE_F8_E4M3;
     case kDLFloat8_e5m2 << 8 | 8:
       return KVX_DTYPE_F8_E5M2;
+    case kDLInt << 8 | 8:
+      return KVX_DTYPE_S8;
     case kDLInt << 8 | 32:
       return KVX_DTYPE_S32;
     case kDLInt << 8 | 64:

@@ -38,8 +38,7 @@ kvx_status_t check_products(const kvx_blocks_t &sizes) {
 
 kvx_status_t check_alignment(const char *name, uint32_t alignment) {
   if (alignment <= 16 && (alignment & (alignment - 1)) == 0) return KVX_STATUS_OK;
-  return KVX_INVALID("%s is %u, expected 1, 2, 4, 8 or 16, or 0 for 16 (spec E.15)", name,
-                     alignment);
+  return KVX_INVALID("%s is %u, expected 0, 1, 2, 4, 8 or 16 (spec E.15)", name, alignment);
 }
 
 kvx_status_t check_copy_memory(const char *name, kvx_memory_type_t memory) {

@@ -69,9 +69,9 @@ kvx_status_t check_value(const Path &path, const kvx_scale_desc_t &scales,
   const bool one = scales.granularity == KVX_SCALE_PER_TENSOR;
   const bool is_read = one && is_readable(tensor.memory);
   const float scale = is_read ? read_scale(scales.data, scales.dtype) : 1.0f;
-  if (!is_fp8(tensor.dtype) && !(one && scale == 1.0f)) {
+  if (!takes_scale(tensor.dtype) && !(one && scale == 1.0f)) {
     return KVX_INVALID(
-        "%s is given, but %s.dtype is %s: scales apply to FP8 caches; pass no scale, or 1.0 per "
+        "%s is given, but %s.dtype is %s: scales apply to FP8 and S8; pass no scale, or 1.0 per "
         "tensor (spec E.6)",
         KVX_AT(path), KVX_AT(tensor_path), name_of(tensor.dtype));
   }
@@ -127,8 +127,8 @@ kvx_status_t check_pointer_scales(const Path &path, const kvx_scale_desc_t &scal
 kvx_status_t check_found_scales(const Path &path, const kvx_scale_desc_t *scales,
                                 const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
   if (is_absent(tensor)) return KVX_STATUS_OK;
-  if (!is_fp8(tensor.dtype)) {
-    return KVX_INVALID("%s.dtype is %s, expected FP8 with FIND_SCALES (spec E.9)",
+  if (!takes_scale(tensor.dtype)) {
+    return KVX_INVALID("%s.dtype is %s, expected FP8 or S8 with FIND_SCALES (spec E.9)",
                        KVX_AT(tensor_path), name_of(tensor.dtype));
   }
   if (!scales || !scales->data) {

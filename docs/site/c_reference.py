@@ -11,7 +11,7 @@ from docs.site.prose import Sections, escaped, markdown
 # A struct or enum, a type of functions, another type, a function; else a macro.
 _NAME = re.compile(
     r"^typedef (?:struct|enum) (\w+)|^typedef [^;]*?\(\*(\w+)\)|^typedef \w+ (\w+);"
-    r"|^KVX_API [^;]*?(kvx_\w+)\(",
+    r"|^KVX_API [^;]*?((?:kvx|kvbm_kernels)_\w+)\(",
     re.M,
 )
 _MACRO = re.compile(r"^#define (\w+)", re.M)

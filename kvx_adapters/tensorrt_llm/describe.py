@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvx_adapters.tensorrt_llm.spec import PoolSpec
+from kvx_adapters.tensorrt_llm.spec import SCALED, PoolSpec
 from kvx_core import (
     CacheDesc,
     CacheFacts,
@@ -74,10 +74,10 @@ def cache_view(
 
     primary, secondary: as in `cache_desc`
     facts:           of this pool, see `cache_facts`
-    scaling_factors: per layer of an FP8 pool: kv_scale_quant_orig, float32, in the memory of the
-                     pool. The kernels use its first element for K and V. The PyTorch backend leaves
-                     it at 1, whatever the checkpoint says. A float will do, except for a pool given
-                     as an address on a device
+    scaling_factors: per layer of an FP8 or INT8 pool: kv_scale_quant_orig, float32, in the memory
+                     of the pool. The kernels use its first element for K and V. The PyTorch
+                     backend leaves it at 1, whatever the checkpoint says. A float will do, except
+                     for a pool given as an address on a device
     Raises InvalidArgumentError, UnsupportedError.
     """
     layers = [cache_desc(spec, place, primary, secondary) for place in range(len(spec.layers))]
@@ -99,7 +99,7 @@ def cache_views(
     kv_cache_pool_pointers: (num_pools, 2), int64, on the CPU: primary, and secondary or 0
     specs, facts:    one per pool, see `pool_specs` and `cache_facts`
     memory:          where the primary pools are; secondary ones are pinned host memory
-    scaling_factors: per local layer, if the pools are FP8; as in `cache_view`
+    scaling_factors: per local layer, if the pools are FP8 or INT8; as in `cache_view`
     An address has no torch stream: calls on a device run on the default stream, or on `stream`.
     Raises InvalidArgumentError, UnsupportedError.
     """
@@ -259,7 +259,7 @@ def _scales(
     unfusedAttentionKernels_2_template.h, kvScaleOrigQuant[0];
     _torch/attention_backend/trtllm.py, TrtllmAttention.__init__, kv_cache_scaling_factor
     """
-    if spec.dtype != "FP8":
+    if spec.dtype not in SCALED:
         if factors is not None:
             raise InvalidArgumentError(
                 f"scaling_factors is given, expected None for a pool of {spec.dtype}"
@@ -269,7 +269,7 @@ def _scales(
         found = "None" if factors is None else f"{len(factors)} long"
         raise InvalidArgumentError(
             f"scaling_factors is {found}, expected one for each of {len(spec.layers)} layers of "
-            "FP8: 1.0 with the PyTorch backend, whatever the checkpoint says; its "
+            f"{spec.dtype}: 1.0 with the PyTorch backend, whatever the checkpoint says; its "
             "kv_cache_scaling_factor in a TensorRT engine"
         )
     return tuple(

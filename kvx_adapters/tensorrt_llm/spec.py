@@ -16,11 +16,12 @@ _TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "FLOAT": torch.float32,
     "FP8": torch.float8_e4m3fn,
+    "INT8": torch.int8,
 }
+SCALED = ("FP8", "INT8")  # whose numbers are multiplied by a factor of the layer
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp,
 # WindowBlockManager::allocatePools, and its constructor for the pools of block scales
 _REFUSED = {
-    "INT8": "8-bit integers, for which KVX has no dtype",
     "NVFP4": "two 4-bit numbers per byte, and keeps their scales in another pool, in an order that "
     "is not documented",
 }
@@ -40,7 +41,7 @@ class PoolSpec:
     tokens_per_block: int
     num_kv_heads: int  # on this rank
     head_dim: int  # sizePerHead; MLA: kv_lora_rank + qk_rope_head_dim
-    dtype: str  # DataType of the pool: "HALF", "BF16", "FLOAT" or "FP8"
+    dtype: str  # DataType of the pool: "HALF", "BF16", "FLOAT", "FP8" or "INT8"
     kv_factor: int = 2  # 1: SELFKONLY (MLA), whose blocks hold no V
     num_secondary_blocks: int = 0  # in pinned host memory
     window: int = 0  # attention window in tokens; 0: full attention

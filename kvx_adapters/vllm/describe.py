@@ -46,7 +46,7 @@ def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
               or, where vLLM splits its blocks for the kernel, (num_blocks * n, num_kv_heads,
               block_size / n, 2 * head_size), described with those smaller blocks
     spec.kv_cache_dtype says what the bytes are: FP8 is stored as uint8, for example. Vectors in a
-    format that KVX does not have, such as INT8 with a scale behind them, are described as U8: see
+    format that KVX does not have, such as INT4 with a scale behind them, are described as U8: see
     LayerGroup.encoding.
     Raises UnsupportedError for an unknown cache, InvalidArgumentError if `kv_cache` is not what
     `spec` says.
@@ -58,8 +58,8 @@ def cache_desc(kv_cache: Tensor, spec: LayerSpec) -> CacheDesc:
 def inline_scales(kv_cache: Tensor, spec: LayerSpec) -> tuple[ScaleDesc, ScaleDesc] | None:
     """The scales that lie in the cache itself, of K and V; None if there are none.
 
-    kv_cache: as in `cache_desc`; with kv_cache_dtype "fp8_per_token_head" each vector ends in its
-              float32 scale
+    kv_cache: as in `cache_desc`; with kv_cache_dtype "fp8_per_token_head" or "int8_per_token_head"
+              each vector ends in its float32 scale
     Raises UnsupportedError, InvalidArgumentError.
     """
     layer = layer_of(kv_cache, spec)
@@ -104,7 +104,7 @@ def layer_of(kv_cache: Tensor, spec: LayerSpec) -> Layer:
     page, encoding = page_of(spec), encoding_of(spec)
     kv_cache = checked(kv_cache, spec, page, encoding)
     if encoding.dtype is DType.U8:
-        kv_cache = kv_cache.view(torch.uint8)  # KVX has no INT8
+        kv_cache = kv_cache.view(torch.uint8)
     k, v = page.split(kv_cache, spec.num_kv_heads, encoding)
     return Layer(
         desc=CacheDesc.from_kv(

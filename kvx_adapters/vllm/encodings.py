@@ -13,9 +13,13 @@ VALUES = "values"
 FP8 = {"fp8": DType.F8_E4M3, "fp8_e4m3": DType.F8_E4M3, "fp8_e5m2": DType.F8_E5M2}
 _FLOATS = {torch.float16: DType.F16, torch.bfloat16: DType.BF16, torch.float32: DType.F32}
 _SCALE_BYTES = 4  # one float32 behind the values of a head, per token
+# Vectors of values that have a scale behind them.
+# Source: vllm 0.32 v1/attention/ops/triton_reshape_and_cache_flash.py,
+# _PER_TOKEN_HEAD_QUANT_PARAMS
+PER_TOKEN_HEAD = {"fp8_per_token_head": DType.F8_E4M3, "int8_per_token_head": DType.S8}
 # The only backends that keep a scale behind each vector.
 # Source: vllm 0.32 v1/attention/backends/triton_attn.py, TritonAttentionBackend.customize_spec
-_PER_TOKEN_HEAD = ("TRITON_ATTN",)
+_WITH_INLINE_SCALES = ("TRITON_ATTN",)
 # Bytes of a token of sparse MLA, whose head_size is 576.
 # Source: vllm 0.32 v1/attention/backends/mla/flashmla_sparse.py, the note at its head
 _DS_MLA_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
@@ -82,15 +86,16 @@ def _per_token_head(spec: LayerSpec, k: int, v: int) -> Encoding:
     v1/attention/ops/int4_per_token_head.py
     """
     name = spec.kv_cache_dtype
-    if spec.backend not in _PER_TOKEN_HEAD or spec.minor < 26:
+    if spec.backend not in _WITH_INLINE_SCALES or spec.minor < 26:
         raise UnsupportedError(
             f"kv_cache_dtype is {name!r} for backend {spec.backend} of vllm {spec.version}, "
-            f"expected {' or '.join(_PER_TOKEN_HEAD)} since 0.26"
+            f"expected {' or '.join(_WITH_INLINE_SCALES)} since 0.26"
         )
-    if name == "fp8_per_token_head":
-        _check_fp8(spec)
+    if name in PER_TOKEN_HEAD:
+        if name.startswith("fp8"):
+            _check_fp8(spec)
         return Encoding(
-            VALUES, DType.F8_E4M3, k + _SCALE_BYTES, v + _SCALE_BYTES, inline_scales=True
+            VALUES, PER_TOKEN_HEAD[name], k + _SCALE_BYTES, v + _SCALE_BYTES, inline_scales=True
         )
     values_per_byte = 2 if name == "int4_per_token_head" else 1
     k_bytes, v_bytes = (size // values_per_byte + _SCALE_BYTES for size in (k, v))

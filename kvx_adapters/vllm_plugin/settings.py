@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters.vllm import model_refusal, total_kv_heads
-from kvx_adapters.vllm.encodings import FP8, opaque_name
+from kvx_adapters.vllm.encodings import FP8, PER_TOKEN_HEAD, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
-from kvx_core import DType, InvalidArgumentError, KvxError, Status, UnsupportedError
+from kvx_core import InvalidArgumentError, KvxError, Status, UnsupportedError
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
 from kvx_core.stores.config import MIN_CHUNK_TOKENS
@@ -176,6 +176,6 @@ def _of_most_layers(dtype: Any, cache_dtype: str) -> Precision:
         return Precision.of(dtype, cache_dtype)
     if cache_dtype in FP8:
         return Precision.of(dtype, FP8[cache_dtype])
-    if cache_dtype == "fp8_per_token_head":
-        return Precision.of(dtype, DType.F8_E4M3, vector_scales=True)
+    if cache_dtype in PER_TOKEN_HEAD:
+        return Precision.of(dtype, PER_TOKEN_HEAD[cache_dtype], vector_scales=True)
     return Precision.of(opaque=opaque_name(minor(vllm_version), cache_dtype))

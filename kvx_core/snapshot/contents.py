@@ -21,9 +21,9 @@ from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.types import DType, Role
 
 SCALE_KINDS = ("k_scale", "v_scale")
-FP8 = tuple(dtype for dtype in DType if dtype.format.scaled)
+SCALED = tuple(dtype for dtype in DType if dtype.format.scaled)
 IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1 and not dtype.format.affine)
-FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *FP8, DType.U8)  # those that safetensors has
+FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *SCALED, DType.U8)  # those that safetensors has
 KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes of a cache may be
 STORED_UNITS = (*IN_UNITS, DType.F4_E2M1)  # bytes in a file: the last is what NVFP4 is stored in
 GROUP = 16  # numbers of NVFP4 that have a scale, F8_E4M3
@@ -303,10 +303,10 @@ def _wrong_tensor(
     if not is_plane:
         shapes = (*shapes, counts)
     if scale is not None and (
-        scale.dtype is not DType.F32 or stored.dtype not in FP8 or scale.shape not in shapes
+        scale.dtype is not DType.F32 or stored.dtype not in SCALED or scale.shape not in shapes
     ):
         yield (
             f"{scale_name(name)} is {scale.dtype.name} {scale.shape} for {name} of "
             f"{stored.dtype.name}, expected F32 {', '.join(map(str, shapes[:-1]))} or {shapes[-1]} "
-            "for FP8"
+            "for FP8 and S8"
         )

@@ -15,7 +15,7 @@ from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
-from kvx_core.snapshot.contents import FP8, KV_DTYPES, PlaneKind, Stored, scale_name
+from kvx_core.snapshot.contents import KV_DTYPES, SCALED, PlaneKind, Stored, scale_name
 from kvx_core.snapshot.precision import VALUES
 from kvx_core.tensors import row_major
 from kvx_core.types import Axis, DType, Memory, Role, ScaleGranularity
@@ -48,8 +48,8 @@ def shape_of(plane: Plane, num_tokens: int) -> tuple[int, int, int]:
 
 
 def scale_of(plane: Plane) -> ScaleDesc | None:
-    """The scale of a plane of FP8."""
-    return plane.scale if plane.dtype in FP8 else None
+    """The scale of a plane of FP8 or S8."""
+    return plane.scale if plane.dtype in SCALED else None
 
 
 def num_heads_of(planes: Sequence[Plane]) -> int:

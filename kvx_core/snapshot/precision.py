@@ -20,19 +20,19 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# Names of number formats. FP8 numbers with a scale per token and head differ from those with one
-# for all tokens. A format with several numbers in a unit has a scale in each.
+# Names of number formats. FP8 and S8 with a scale per token and head differ from those with one for
+# all tokens. A format with several numbers in a unit has a scale in each.
 _NUMBERS = {
     dtype.name.lower(): dtype
     for dtype in DType
     if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
 }
-_FP8 = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
+_SCALED = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
 # What only stores hold, with a scale beside each group of 16 numbers and none of the tensor.
 _NVFP4 = "nvfp4"
 _FORMATS = {
     **_NUMBERS,
-    **{f"{name}_row": _NUMBERS[name] for name in _FP8},
+    **{f"{name}_row": _NUMBERS[name] for name in _SCALED},
     _NVFP4: DType.F4_E2M1,
 }
 
@@ -50,11 +50,11 @@ _INCLUDES = {name: _includes(name) for name in _FORMATS}
 
 
 def _digits(dtype: DType) -> int:
-    """Significant bits, about; fewer for FP8."""
+    """Significant bits, about."""
     rounding = dtype.format.rounding
     if rounding is None:
         return dtype.itemsize * 8 // dtype.numbers - 1
-    return 4 - (rounding.mantissa < 3) if dtype.format.scaled else rounding.mantissa + 1
+    return rounding.mantissa + 1
 
 
 _DIGITS = {name: _digits(dtype) for name, dtype in _FORMATS.items()}
@@ -82,7 +82,7 @@ class Precision:
         dtypes: of the computation and of K and V: DTypes, torch or numpy dtypes, or names; layers
                 may differ
         opaque: the name of opaque bytes that (some) layers keep; not "values"
-        vector_scales: the FP8 among them have a scale per token and head
+        vector_scales: the FP8 and S8 among them have a scale per token and head
         Raises InvalidArgumentError for what holds no keys or values.
         """
         formats = []
@@ -95,7 +95,7 @@ class Precision:
                     f"dtype is {dtype.name}, expected {', '.join(names)} or {last} for the "
                     "precision of keys and values"
                 )
-            formats.append(f"{name}_row" if vector_scales and name in _FP8 else name)
+            formats.append(f"{name}_row" if vector_scales and name in _SCALED else name)
         if opaque is not None:
             formats.append(f"rows-{_digest(opaque)}")
         return cls(_coarsest(formats))

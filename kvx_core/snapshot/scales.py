@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.scales import ScaleDesc
-from kvx_core.snapshot.contents import FP8
+from kvx_core.snapshot.contents import SCALED
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import is_torch
 from kvx_core.types import Layout, Memory, ScaleGranularity
@@ -29,11 +29,11 @@ def bare(view: CacheView) -> CacheView:
 
 
 def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
-    """The scales of K or V, one per layer; None for a layer that is not FP8, whose scale is 1."""
+    """The scales of K or V, one per layer; None for a layer without scales, whose scale is 1."""
     scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
     tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
     return tuple(
-        scale if tensor is not None and tensor.dtype in FP8 else None
+        scale if tensor is not None and tensor.dtype in SCALED else None
         for scale, tensor in zip(scales, tensors, strict=True)
     )
 

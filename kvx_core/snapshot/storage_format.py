@@ -16,7 +16,7 @@ from kvx_core.types import Axis, DType
 from kvx_core.words import many
 
 # Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
-# gets a scale for each token and head, NVFP4 for each group of 16 numbers.
+# and S8 get a scale for each token and head, NVFP4 for each group of 16 numbers.
 _NAMES = {
     dtype: NVFP4.name if dtype.format.grouped else dtype.name.lower()
     for dtype in DType
@@ -95,8 +95,8 @@ class StorageFormat:
     def is_lossy_for(self, precision: Precision) -> bool:
         """Whether values of this precision are rounded when they are stored.
 
-        FP8 and units of several numbers count as rounded in every other format: their numbers are
-        multiplied by scales. So do numbers that another format has let grow past the largest of
+        FP8, S8 and units of several numbers count as rounded in every other format: their numbers
+        are multiplied by scales. So do numbers that another format has let grow past the largest of
         this one: 65504, computed in F16, is 65536 in a BF16 cache and infinity in F16. Where dtypes
         of tensors differ, `rounds` says it of each.
         """
@@ -184,7 +184,7 @@ class StorageFormat:
         if dtype.format.scaled and any(map(is_kv, section.view.planes)):
             raise UnsupportedError(
                 f"format is {self.name!r} and K and V are planes, which cannot have a scale for "
-                "each token and head. Choose a format that is not FP8"
+                "each token and head. Choose a format without them"
             )
 
     def _check_groups(self, section: Section) -> None:

@@ -20,6 +20,7 @@ NAMES = {
     torch.bfloat16: "BF16",
     torch.float32: "FLOAT",
     torch.float8_e4m3fn: "FP8",
+    torch.int8: "INT8",
 }
 FACTS = SAME_MODEL
 WORKED_EXAMPLE = Config(

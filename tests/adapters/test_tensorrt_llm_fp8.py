@@ -1,4 +1,4 @@
-"""FP8 pools of TensorRT-LLM: one scale per layer, for K and for V."""
+"""FP8 and INT8 pools of TensorRT-LLM: one scale per layer, for K and for V."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.adapters.tensorrt_llm_ends import (
 )
 from tests.fakes.tensorrt_llm import KvCacheManager
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 FACTORS = [0.5, 4.0, 0.125]  # powers of two: 1 / factor is exact, as is the engine's product
 LENGTH = 21
 
 
 def values(spec: PoolSpec, seed: int) -> list[list[Tensor]]:
-    """BF16 tokens of every magnitude, some beyond what FP8 holds."""
+    """BF16 tokens of every magnitude, some beyond what FP8 and INT8 hold."""
     generator = torch.Generator().manual_seed(seed)
     shape = (1, LENGTH, spec.num_kv_heads, spec.head_dim)
     return [
@@ -63,23 +63,32 @@ def view_of(layers: list[list[Tensor]], **scales: tuple[ScaleDesc, ...]) -> Cach
     )
 
 
-def quantised(tensor: Tensor, factor: float) -> Tensor:
-    """As the kernels do: times kv_scale_orig_quant, saturating, to the nearest even."""
-    return (tensor.float() * (1 / factor)).clamp(-448, 448).to(FP8)
+def quantised(tensor: Tensor, factor: float, dtype: torch.dtype = FP8) -> Tensor:
+    """As the kernels do: times kv_scale_orig_quant, saturating, to the nearest even.
+
+    INT8 saturates at -128 there, and at -127 in KVX (spec E.6).
+    """
+    numbers = tensor.float() * (1 / factor)
+    if dtype == INT8:
+        return numbers.round().clamp(-127, 127).to(INT8)
+    return numbers.clamp(-448, 448).to(FP8)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kv_factor", [1, 2])
-def test_k_and_v_are_scaled_by_the_layers_one_factor(kv_factor: int, seed: int) -> None:
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+def test_k_and_v_are_scaled_by_the_layers_one_factor(
+    kv_factor: int, seed: int, dtype: torch.dtype
+) -> None:
     heads = [3] * 3 if kv_factor == 2 else [1] * 3
-    c = config(dtype=FP8, kv_factor=kv_factor, num_kv_heads_per_layer=heads)
+    c = config(dtype=dtype, kv_factor=kv_factor, num_kv_heads_per_layer=heads)
     manager, expected = (KvCacheManager(c, seed) for _ in range(2))
     (spec,) = specs_of(manager)
     assert spec.sub_block_bytes == heads[0] * 8 * 20
     table, other = (rows_of(m, [m.add_sequence(LENGTH)]) for m in (manager, expected))
     dense = values(spec, seed)
     for layer, factor in enumerate(FACTORS):
-        stored = [quantised(tensor, factor) for tensor in dense[layer]]
+        stored = [quantised(tensor, factor, dtype) for tensor in dense[layer]]
         store(expected.attention(layer, other, 0), 0, range(LENGTH), stored)
 
     (view,) = views_of(manager, factors=FACTORS)
@@ -91,12 +100,14 @@ def test_k_and_v_are_scaled_by_the_layers_one_factor(kv_factor: int, seed: int) 
     migrate(span, view_of(found), [LENGTH])
     for layer, factor in enumerate(FACTORS):
         for a, b in zip(found[layer], dense[layer], strict=True):
-            assert torch.equal(a, (quantised(b, factor).float() * factor).to(torch.bfloat16))
+            stored = quantised(b, factor, dtype)
+            assert torch.equal(a, (stored.float() * factor).to(torch.bfloat16))
 
 
-def test_the_same_factor_moves_codes() -> None:
-    """Any byte, NaN too."""
-    manager = KvCacheManager(config(dtype=FP8), 5)
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+def test_the_same_factor_moves_codes(dtype: torch.dtype) -> None:
+    """Any byte, NaN and -128 too."""
+    manager = KvCacheManager(config(dtype=dtype), 5)
     (spec,) = specs_of(manager)
     table = rows_of(manager, [manager.add_sequence(LENGTH)])
     found, expected = (Dense(spec, 1, LENGTH, 5) for _ in range(2))
@@ -151,7 +162,9 @@ def test_layers_of_two_pools_take_their_own_factors() -> None:
 
 
 def test_factors_that_do_not_agree() -> None:
-    fp8, half = (KvCacheManager(config(dtype=dtype)) for dtype in (FP8, torch.float16))
+    fp8, int8, half = (KvCacheManager(config(dtype=d)) for d in (FP8, INT8, torch.float16))
+    with pytest.raises(InvalidArgumentError, match=r"None, expected one for each of 3 layers of I"):
+        views_of(int8)
     wanted = (
         r"expected one for each of 3 layers of FP8: 1.0 with the PyTorch backend, whatever the "
         r"checkpoint says; its kv_cache_scaling_factor in a TensorRT engine$"

@@ -34,24 +34,17 @@ EXPECTED_POOL = (
     [
         (
             "dtype",
-            "INT8",
-            UnsupportedError,
-            "dtype is 'INT8', expected one of HALF, BF16, FLOAT, FP8: a pool of INT8 holds 8-bit "
-            "integers, for which KVX has no dtype",
-        ),
-        (
-            "dtype",
             "NVFP4",
             UnsupportedError,
-            "dtype is 'NVFP4', expected one of HALF, BF16, FLOAT, FP8: a pool of NVFP4 holds two "
-            "4-bit numbers per byte, and keeps their scales in another pool, in an order that is "
-            "not documented",
+            "dtype is 'NVFP4', expected one of HALF, BF16, FLOAT, FP8, INT8: a pool of NVFP4 "
+            "holds two 4-bit numbers per byte, and keeps their scales in another pool, in an order "
+            "that is not documented",
         ),
         (
             "dtype",
             "float16",
             UnsupportedError,
-            "dtype is 'float16', expected one of HALF, BF16, FLOAT, FP8",
+            "dtype is 'float16', expected one of HALF, BF16, FLOAT, FP8, INT8",
         ),
         (
             "tokens_per_block",

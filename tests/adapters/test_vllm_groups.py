@@ -500,15 +500,18 @@ def test_a_layer_without_an_index_is_refused(name: str) -> None:
 def test_rows_of_bytes_are_named_and_not_mixed() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    quantised = full(dtype=torch.int8, state_content_bytes=2 * (D + 4))
-    rows = engine([(names(0), quantised)], name="TRITON_ATTN", kv_cache_dtype="int8_per_token_head")
-    assert rows.groups()[0].encoding == "vllm 0.32 int8_per_token_head"
+    quantised = full(dtype=torch.uint8, state_content_bytes=2 * (D // 2 + 4))
+    rows = engine([(names(0), quantised)], name="TRITON_ATTN", kv_cache_dtype="int4_per_token_head")
+    assert rows.groups()[0].encoding == "vllm 0.32 int4_per_token_head"
+    whole = full(dtype=torch.int8, state_content_bytes=2 * (D + 4))
+    values = engine([(names(0), whole)], name="TRITON_ATTN", kv_cache_dtype="int8_per_token_head")
+    assert values.groups()[0].encoding == "values"
     both = UniformTypeKVCacheSpecs(
         block_size=N, kv_cache_specs={names(0)[0]: quantised, names(1)[0]: full()}
     )
     mixed = engine([(names(0, 1), both)], name="TRITON_ATTN")
-    mixed.layers[names(0)[0]].kv_cache_dtype = "int8_per_token_head"
+    mixed.layers[names(0)[0]].kv_cache_dtype = "int4_per_token_head"
     with pytest.raises(
-        UnsupportedError, match=r"one group store values and vllm 0\.32 int8_per_token_head, ex"
+        UnsupportedError, match=r"one group store values and vllm 0\.32 int4_per_token_head, ex"
     ):
         mixed.groups()

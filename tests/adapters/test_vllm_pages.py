@@ -17,11 +17,15 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import (
+    CacheDesc,
+    CacheView,
     DType,
     FactsMismatchError,
     InvalidArgumentError,
+    Layout,
     ScaleGranularity,
     UnsupportedError,
+    describe,
     gather_kv,
     migrate,
     write_kv,
@@ -346,9 +350,14 @@ def per_token_head_caches(spec: vllm.LayerSpec) -> list[Tensor]:
     return list(dense("LBHNC", spec.layout, extent, spec.dtype)[1])
 
 
+PER_TOKEN_HEAD = {"fp8": (torch.float8_e4m3fn, 448.0, 1 / 15), "int8": (torch.int8, 127.0, 0.0)}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_with_a_scale_per_token_and_head(layout: str) -> None:
-    spec = per_token_head_spec("fp8", layout)
+@pytest.mark.parametrize("name", PER_TOKEN_HEAD)
+def test_bytes_with_a_scale_per_token_and_head(name: str, layout: str) -> None:
+    dtype, largest, rtol = PER_TOKEN_HEAD[name]
+    spec = per_token_head_spec(name, layout)
     caches = per_token_head_caches(spec)
     view = vllm.cache_view(caches, spec, SAME_MODEL)
     assert view.k_scales is not None
@@ -367,26 +376,63 @@ def test_fp8_with_a_scale_per_token_and_head(layout: str) -> None:
     rows = caches[1].transpose(1, 2)[slots // N, slots % N]
     for token, row in ((key, rows[..., : D + 4]), (value, rows[..., D + 4 :])):
         scale = row[..., D:].contiguous().view(torch.float32)
-        torch.testing.assert_close(scale[..., 0], token.abs().amax(-1) / 448, rtol=1e-6, atol=0)
-        found = row[..., :D].contiguous().view(torch.float8_e4m3fn).float() * scale
-        torch.testing.assert_close(found, token, rtol=1 / 15, atol=1e-3)
+        torch.testing.assert_close(scale[..., 0], token.abs().amax(-1) / largest, rtol=1e-6, atol=0)
+        found = row[..., :D].contiguous().view(dtype).float() * scale
+        atol = 1e-3 if rtol else float(scale.max()) * 0.501  # half a step
+        torch.testing.assert_close(found, token, rtol=rtol, atol=atol)
+
+
+def test_int8_rows_of_vllm_are_numbers() -> None:
+    """What vLLM's kernel has stored, in one order, becomes another engine's bfloat16 in another.
+
+    Source: vllm 0.32 v1/attention/ops/triton_reshape_and_cache_flash.py
+    """
+    spec = per_token_head_spec("int8", "BHLNC")
+    caches = per_token_head_caches(spec)
+    tokens = random_tokens(L * 2 * 9, torch.float32).view(L, 2, 9, H, D)
+    slots = torch.arange(40, 49)
+    for i, cache in enumerate(caches):
+        rows = cache.transpose(1, 2)  # [block, token, head, 2 * (D + 4)]
+        for half in (0, 1):
+            token = tokens[i, half]
+            scale = (token.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
+            codes = token * (1 / scale)
+            codes = (
+                torch.where(codes >= 0, codes + 0.5, codes - 0.5).clamp(-128, 127).to(torch.int8)
+            )
+            tokens[i, half] = codes.float() * scale
+            row = torch.cat([codes, scale.view(torch.int8)], -1)
+            begin = half * (D + 4)
+            rows[slots // N, slots % N, :, begin : begin + D + 4] = row
+    out = torch.zeros(2, L, 3, 4, H, D, dtype=torch.bfloat16)
+    layers = (
+        CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+        for k, v in zip(*out, strict=True)
+    )
+    target = CacheView(tuple(layers), SAME_MODEL)
+    source = vllm.cache_view(caches, spec, SAME_MODEL)
+    assert source.layers[0].k.dtype is DType.S8
+    migrate(source.at(slots=slots), target.at(block_table=[[2, 0, 1]]), [9])
+    found = out[:, :, [2, 0, 1]].flatten(2, 3)[:, :, :9]
+    assert torch.equal(found.transpose(0, 1), tokens.to(torch.bfloat16))
 
 
 @needs_vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inline_scales_are_where_triton_has_them(layout: str) -> None:
+@pytest.mark.parametrize("name", PER_TOKEN_HEAD)
+def test_inline_scales_are_where_triton_has_them(name: str, layout: str) -> None:
     """TRITON_ATTN's own spec, and the function that makes its scale tensors."""
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-    spec = per_token_head_spec("fp8", layout)
+    spec = per_token_head_spec(name, layout)
     theirs = TritonAttentionBackend.customize_spec(
         interface.FullAttentionSpec(
             block_size=N,
             num_kv_heads=H,
             head_size=D,
-            dtype=torch.uint8,
-            kv_quant_mode=interface.get_kv_quant_mode("fp8_per_token_head"),
+            dtype=spec.dtype,
+            kv_quant_mode=interface.get_kv_quant_mode(f"{name}_per_token_head"),
         )
     )
     assert theirs.state_content_bytes == spec.state_content_bytes
@@ -400,9 +446,9 @@ def test_inline_scales_are_where_triton_has_them(layout: str) -> None:
         assert ours.stride == tensor.stride()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_rows_of_bytes_go_to_their_own_kind_as_they_are(name: str) -> None:
+def test_rows_of_bytes_go_to_their_own_kind_as_they_are() -> None:
     """Blocks of 16 of one order into blocks of 4 of another: the bytes of every row are kept."""
+    name = "int4"
     src_spec = per_token_head_spec(name, "BHLNC")
     row = src_spec.page_size_bytes // (H * N * 2)
     dst_spec = per_token_head_spec(
@@ -435,12 +481,12 @@ def test_rows_of_bytes_go_to_their_own_kind_as_they_are(name: str) -> None:
 
 def test_rows_of_bytes_are_not_numbers() -> None:
     opaque = vllm.cache_view(
-        per_token_head_caches(per_token_head_spec("int8")),
-        per_token_head_spec("int8"),
+        per_token_head_caches(per_token_head_spec("int4")),
+        per_token_head_spec("int4"),
         SAME_MODEL,
     )
-    spec = make_spec(head_size=D + 4)
-    extent = {"L": L, "B": B, "H": H, "N": N, "C": 2 * (D + 4)}
+    spec = make_spec(head_size=D // 2 + 4)
+    extent = {"L": L, "B": B, "H": H, "N": N, "C": 2 * (D // 2 + 4)}
     values = vllm.cache_view(
         list(dense("LBHNC", "LBNHC", extent, torch.bfloat16)[1]), spec, SAME_MODEL
     )

@@ -93,7 +93,6 @@ REFUSED: dict[str, Refused] = {
     "vllm ROCM_ATTN FP8": Refused(
         partial(vllm.rocm_attn, layout="LHBNC"), "whose FP8 may be the FNUZ variant", E4M3
     ),
-    "tensorrt_llm INT8": Refused(partial(tensorrt_llm.v1, dtype="INT8"), "a pool of INT8 holds"),
     "tensorrt_llm NVFP4": Refused(partial(tensorrt_llm.v1, dtype="NVFP4"), "a pool of NVFP4 holds"),
     "tgi flashdecoding FP8": Refused(tgi.flashdecoding, "TGI allocates no such cache", E4M3),
     "tgi paged rocm FP8": Refused(tgi.paged_rocm, "for paged on rocm", E4M3),

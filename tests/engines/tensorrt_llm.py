@@ -22,6 +22,7 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float32: "FLOAT",
     E4M3: "FP8",
+    torch.int8: "INT8",
 }
 _SECONDARY = -(1 << 31)  # the flag, bit 31 of an int32
 

@@ -159,10 +159,10 @@ def flashmla(sizes: Sizes) -> VllmCache:
     return VllmCache(sizes, storages, layers, store_latent, **fields)
 
 
-def int8_rows(sizes: Sizes) -> VllmCache:
+def int4_rows(sizes: Sizes) -> VllmCache:
     """Rows of bytes of head_dim in all, a scale in the last four: not in ENGINES."""
     storages, layers = _since_29(sizes, "LBNHC", sizes.num_kv_heads, 2 * sizes.head_dim)
-    fields = {"kv_cache_dtype": "int8_per_token_head", "head_size": sizes.head_dim - 4}
+    fields = {"kv_cache_dtype": "int4_per_token_head", "head_size": 2 * (sizes.head_dim - 4)}
     fields |= {"backend": "TRITON_ATTN", "layout": "LBNHC"}
     return VllmCache(sizes, storages, layers, store_halves, **fields)
 

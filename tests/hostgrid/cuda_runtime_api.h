@@ -15,7 +15,9 @@
 #include "devices.h"
 #include "hostgrid.h"
 
+#if !defined(CUDART_VERSION)
 #define CUDART_VERSION 13000
+#endif
 
 // ---- errors ----
 
@@ -381,7 +383,11 @@ struct cudaMemcpyAttributes {
 inline cudaError_t cudaMemcpyBatchAsync(void *const *dsts, const void *const *srcs,
                                         const size_t *sizes, size_t count,
                                         cudaMemcpyAttributes *attributes, size_t *firsts,
-                                        size_t num_attributes, cudaStream_t stream) {
+                                        size_t num_attributes,
+#if CUDART_VERSION < 13000
+                                        size_t *,
+#endif
+                                        cudaStream_t stream) {
   if (!count || !num_attributes || num_attributes > count || firsts[0] != 0 ||
       attributes[0].srcAccessOrder == cudaMemcpySrcAccessOrderInvalid || !stream ||
       stream == cudaStreamLegacy) {

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
         (torch.float16, "fp8_e4m3", "f8_e4m3"),
         (torch.bfloat16, "fp8_e5m2", "f8_e5m2"),
         (torch.bfloat16, "fp8_per_token_head", "f8_e4m3_row"),
+        (torch.bfloat16, "int8_per_token_head", "s8_row"),
     ],
 )
 def test_the_coarsest_of_computation_and_cache(
@@ -40,12 +41,12 @@ def test_opaque_bytes_are_those_of_this_version() -> None:
 
     from kvx_adapters.vllm_plugin.settings import precision
 
-    opaque = f"vllm 0.{version.split('.')[1]} int8_per_token_head"
-    config = SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=[])
+    opaque = f"vllm 0.{version.split('.')[1]} int4_per_token_head"
+    config = SimpleNamespace(cache_dtype="int4_per_token_head", kv_cache_dtype_skip_layers=[])
     assert precision(torch.bfloat16, config) == Precision.of(opaque=opaque)
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16", "int8_per_token_head"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16", "int4_per_token_head"])
 def test_skipped_layers_are_more_precise_than_the_others(cache_dtype: str) -> None:
     """Which ones they are counts too."""
     from kvx_adapters.vllm_plugin.settings import precision

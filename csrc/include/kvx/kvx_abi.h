@@ -83,7 +83,9 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_F8_E8M0 = 25, /* 2^(bits - 127), NaN is 0xff: scales of F4_E2M1 alone */
   KVX_DTYPE_TQ2 = 26,     /* TurboQuant: 128 numbers in 34 bytes. Spec: E.20 */
   KVX_DTYPE_TQ3 = 27,     /* 128 numbers in 50 bytes */
-  KVX_DTYPE_TQ4 = 28      /* 128 numbers in 66 bytes */
+  KVX_DTYPE_TQ4 = 28,     /* 128 numbers in 66 bytes */
+  KVX_DTYPE_S8 = 29 /* signed integers with a scale or without: -127 to 127, -128 is read, never
+                       written. TensorRT-LLM's and vLLM's int8. Spec: E.6 */
 } kvx_dtype_t;
 
 /* The memory of a buffer. HOST is valid for every call; UNIFIED is used where the call runs. */
@@ -255,8 +257,8 @@ typedef struct kvx_kv_io_desc_t {
   uint32_t head_dim;     /* equals cache.head_dim */
 } kvx_kv_io_desc_t;
 
-/* Scales of an FP8 tensor, or scales or zero points of U8_ZERO and U8_BIAS. Frozen (embedded). 104
- * bytes. Spec: 6.6 */
+/* Scales of an FP8 or S8 tensor, or scales or zero points of U8_ZERO and U8_BIAS. Frozen
+ * (embedded). 104 bytes. Spec: 6.6 */
 typedef struct kvx_scale_desc_t {
   uint32_t size;
   kvx_dtype_t dtype; /* F32, F16 or BF16 */

@@ -18,7 +18,7 @@ typedef struct kvx_attend_desc_t {
   uint32_t start, end;     /* its first token, and the one after its last */
   kvx_tensor_desc_t query; /* [num_q_heads, head_dim], F32, any strides; its layout is not read */
   kvx_tensor_desc_t out;   /* [num_q_heads, head_dim of V], F32, filled */
-  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
+  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8 or S8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
   float scale; /* of the scores */
   uint32_t reserved;

@@ -105,7 +105,8 @@ KVX_API kvx_status_t kvx_operational_copy(const void *const *blocks_host, void *
  * kvbm_kernels_launch_vectorized_copy.
  *
  * srcs, dsts: [num_pairs], read where the call runs
- * alignment:  as in kvx_blocks_t
+ * alignment:  as in kvx_blocks_t, but 0 is none: a kernel looks at the addresses of each pair, and
+ *             moves 16, 8, 4 bytes or 1 at a time
  * Spec: E.15 */
 KVX_API kvx_status_t kvx_vectorized_copy(const void *const *srcs, void *const *dsts, uint64_t bytes,
                                          uint32_t num_pairs, kvx_memory_type_t memory,

@@ -1,4 +1,5 @@
-/* Includes all of KVX. Each header is the manual of one concern and can be included alone. */
+/* Includes all of KVX but kvx_kvbm.h, which says why. Each header is the manual of one concern and
+ * can be included alone. */
 #ifndef KVX_EXT_H_
 #define KVX_EXT_H_
 

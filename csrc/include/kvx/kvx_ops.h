@@ -27,8 +27,8 @@ extern "C" {
  * HOST memory; they are checked as for HOST memory before anything moves. */
 #define KVX_FLAG_COPY_ENGINE (1u << 2)
 
-/* Writes and migrations into FP8: find the scales, one per token and head, and store them in the
- * PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
+/* Writes and migrations into FP8 or S8: find the scales, one per token and head, and store them in
+ * the PER_TOKEN_HEAD scales of the destination. Spec: E.9 */
 #define KVX_FLAG_FIND_SCALES (1u << 3)
 
 /* Migrations into units that cover all tokens of a block (KVX_SCALE_PER_CHANNEL): tokens may begin
@@ -73,7 +73,7 @@ typedef struct kvx_gather_options_t {
   int64_t reserved_0;
   uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
   uint32_t reserved_1;
-  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8; NULL: 1 */
+  const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8 or S8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
   uint64_t null_block_plus_1; /* KVX_NULL_BLOCK(id) of a block that holds nothing (vLLM: id 0); 0:
                                  every block holds tokens. Since 1.4 */

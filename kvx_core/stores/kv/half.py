@@ -2,7 +2,7 @@
 
 A layer is a cache of blocks of one token, so that write_kv encodes new tokens into it and gather_kv
 decodes any range of it; a row holds a token's heads one after the other. Where units span heads, it
-is described as one head of all numbers. FP8 has a float32 scale
+is described as one head of all numbers. FP8 and S8 have a float32 scale
 per token and head beside it, which the write finds; other formats have theirs inside.
 """
 
@@ -35,7 +35,7 @@ class KvStorage(NamedTuple):
               as for Q8_0, (num_heads, tokens, bytes) of uint8. Heads of a token are neighbours.
               Where units span heads, (1, tokens, bytes of all heads)
     encoding: the format
-    scale:    of FP8: (num_heads, tokens), float32, value = stored * scale; otherwise None
+    scale:    of FP8 and S8: (num_heads, tokens), float32, value = stored * scale; otherwise None
     """
 
     data: Tensor

@@ -78,7 +78,7 @@ class AttendCase {
   }
 
   void make_scale(const kvx_tensor_desc_t &half, uint32_t heads, kvx_scale_desc_t *scale) {
-    if (is_absent(half) || !is_fp8(half.dtype) || random_.one_in(3)) return;
+    if (is_absent(half) || !takes_scale(half.dtype) || random_.one_in(3)) return;
     scale->size = sizeof *scale, scale->dtype = KVX_DTYPE_F32;
     scale->granularity = KVX_SCALE_PER_HEAD;
     scale->ndim = 1, scale->shape[0] = heads, scale->stride[0] = 1 + random_.below(3);

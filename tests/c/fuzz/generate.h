@@ -99,7 +99,7 @@ class Generator {
       return random.pick({KVX_DTYPE_Q8_0, KVX_DTYPE_Q4_0, KVX_DTYPE_Q4_1, KVX_DTYPE_IQ4_NL,
                           KVX_DTYPE_Q5_0, KVX_DTYPE_Q5_1, KVX_DTYPE_MXFP4});
     return random.pick({KVX_DTYPE_F16, KVX_DTYPE_BF16, KVX_DTYPE_F32, KVX_DTYPE_F8_E4M3,
-                        KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ});
+                        KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ, KVX_DTYPE_S8});
   }
 
   kvx_dtype_t int_dtype() { return random.pick({KVX_DTYPE_S32, KVX_DTYPE_S64}); }
@@ -346,7 +346,7 @@ class Generator {
   void make_scales(const Geometry &of, End *end) {
     for (int kv = 0; kv < 2; ++kv) {
       const kvx_tensor_desc_t &first = kv ? end->layers[0].v : end->layers[0].k;
-      if (is_absent(first) || !is_fp8(first.dtype) || random.one_in(3)) continue;
+      if (is_absent(first) || !takes_scale(first.dtype) || random.one_in(3)) continue;
       for (const kvx_cache_desc_t &cache : end->layers) {
         kvx_scale_desc_t scale = make_scale(of);
         const bool by_block =
@@ -367,8 +367,8 @@ class Generator {
         end->scales[kv].push_back(make_scale(of, KVX_SCALE_PER_TOKEN_HEAD));
   }
 
-  kvx_dtype_t fp8_dtype() {
-    return random.pick({KVX_DTYPE_F8_E4M3, KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ});
+  kvx_dtype_t scaled_dtype() {
+    return random.pick({KVX_DTYPE_F8_E4M3, KVX_DTYPE_F8_E5M2, KVX_DTYPE_F8_E4M3FNUZ, KVX_DTYPE_S8});
   }
 
   // What numbers with a zero point share a scale: those of a token and head, of `groups` of each,
@@ -656,7 +656,7 @@ class Generator {
   void make_write() {
     const bool finds = !opaque && !pool && random.one_in(5);
     if (finds)
-      for (kvx_dtype_t &dtype : dtypes) dtype = fp8_dtype();
+      for (kvx_dtype_t &dtype : dtypes) dtype = scaled_dtype();
     make_end(g, dtypes, 1, pool, &c.dst);
     const int64_t tokens = big ? g.room() : below(g.room() + 1);
     c.dst.slots = make_slots(g, tokens, 0, g.blocks, bad_indices);
@@ -736,7 +736,7 @@ class Generator {
     const bool finds = !affine && !fp4 && !opaque && !(device && in_units) && !pool &&
                        !other_pool && !g.no_v && random.one_in(6);
     if (finds && same_pool)
-      for (kvx_dtype_t &dtype : dtypes) dtype = fp8_dtype();
+      for (kvx_dtype_t &dtype : dtypes) dtype = scaled_dtype();
     const bool stacks[2] = {!pool && !affine && !fp4 && !(finds && same_pool) && random.one_in(5),
                             !other_pool && !affine && !fp4 && !finds && random.one_in(5)};
     if (stacks[0]) {
@@ -753,7 +753,7 @@ class Generator {
       if (fp4 && random.one_in(2)) types[0] = types[1] = KVX_DTYPE_F4_E2M1;
       if (random.one_in(2)) std::copy(dtypes, dtypes + 2, types);
       if (finds)
-        for (kvx_dtype_t &dtype : types) dtype = fp8_dtype();
+        for (kvx_dtype_t &dtype : types) dtype = scaled_dtype();
       if (stacks[1]) {
         make_stacks(other, types, layers, &c.dst);
       } else {
@@ -998,7 +998,7 @@ class Generator {
     if (!plane.data) make_axes(of, pair.dim / numbers_of(plane.dtype), &plane);
     const bool fits = of.blocks == of_span.blocks && of.block_size * tokens == of_span.block_size;
     own |= pair.tokens_per_entry > 0 && !fits;
-    if (is_fp8(plane.dtype) && random.one_in(2)) {
+    if (takes_scale(plane.dtype) && random.one_in(2)) {
       made.scale = make_scale(of);
       give(&plane.scale);
     }

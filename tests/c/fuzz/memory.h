@@ -141,8 +141,9 @@ inline int64_t numbers_of(kvx_dtype_t dtype) {
   return is_unit ? 32 : 1;
 }
 
-inline bool is_fp8(kvx_dtype_t dtype) {
-  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2 || dtype == KVX_DTYPE_F8_E4M3FNUZ;
+inline bool takes_scale(kvx_dtype_t dtype) {
+  return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2 ||
+         dtype == KVX_DTYPE_F8_E4M3FNUZ || dtype == KVX_DTYPE_S8;
 }
 
 // Bytes with a scale and a zero point for each group of them. Spec: E.14
