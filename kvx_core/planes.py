@@ -185,5 +185,5 @@ def role_name(role: int) -> str:
 
 def _role(name: str, role: Any) -> int:
     if isinstance(role, str):
-        return Role.of(role.upper(), name)
+        return Role.of(role, name)
     return integer(name, role, 0, 2**31 - 1)

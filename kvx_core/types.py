@@ -30,7 +30,7 @@ class Named(IntEnum):
     def of(
         cls, member: object, name: str | None = None, *, takes: Iterable[Named] | None = None
     ) -> Self:
-        """`member`, or the member that has exactly this name.
+        """`member`, or the member that has this name, in capitals or not.
 
         name:  of the field or argument, for errors
         takes: what errors list: the members that the caller takes; None: all that mean something.
@@ -39,8 +39,8 @@ class Named(IntEnum):
         """
         if isinstance(member, cls):
             return member
-        if isinstance(member, str) and member in cls.__members__:
-            return cls[member]
+        if isinstance(member, str) and member.upper() in cls.__members__:
+            return cls[member.upper()]
         members = [one for one in cls if one.name not in _NO_MEMBERS] if takes is None else takes
         expected = ", ".join(one.name for one in members)
         raise wrong(name or cls.__name__, member, f"a kvx_core.{cls.__name__}: {expected}")

@@ -153,3 +153,9 @@ def test_members_that_mean_nothing_are_not_listed() -> None:
         with pytest.raises(KvxError) as raised:
             kind.of("?")
         assert not re.search(r"\b(INVALID|UNKNOWN|NONE)\b", str(raised.value))
+
+
+def test_names_in_small_letters() -> None:
+    assert kvx_types.Layout.of("block_nhd") is kvx_types.Layout.BLOCK_NHD
+    assert kvx_types.Role.of("index_k") is kvx_types.Role.INDEX_K
+    assert kvx_types.Transfer.of("copy_engine") is kvx_types.Transfer.COPY_ENGINE
