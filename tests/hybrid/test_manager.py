@@ -82,6 +82,7 @@ def test_entries_and_blocks_of_a_step(
         got = found.new_entries[layer], found.new_blocks[layer], found.tail_lens[layer]
         assert got == tuple([number] for number in wanted), layer
     again = prepare_forward(caches, [slot], [before], [after])
+    assert again == prepare_forward(caches, [slot], [before], [after]) != (before, after)
     assert again.new_blocks == {layer: [0] for layer in range(4)}
     check(caches)
 
