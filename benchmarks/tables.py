@@ -21,6 +21,7 @@ VERSUS = {
     "list": "lists of tensors",
     "gguf": "gguf-py",
     "2 GB/s": "2 GB/s",
+    "0.3 ms": "0.3 ms",
     "1k": "the same at 1024 tokens",
     "decode": "decoding, then attention",
     "migrate": "one migration",

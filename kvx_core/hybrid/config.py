@@ -100,11 +100,13 @@ def _rope_dim(config: Any) -> Any:
 
 def _rate(layer_type: str, name: str, default: int) -> Callable[[Any], Any]:
     def read(config: Any) -> Any:
-        rates = getattr(config, "compress_rates", None)
-        value = rates.get(layer_type) if isinstance(rates, Mapping) else None
-        value = getattr(config, name, None) if value is None else value
-        # A config.json may say neither; a config of another model has no compress_ratios.
-        return default if value is None and hasattr(config, "compress_ratios") else value
+        value, rates = getattr(config, name, None), getattr(config, "compress_rates", None)
+        if value is None and isinstance(rates, Mapping):
+            value = rates.get(layer_type)
+        # A config.json may say neither. Those of other models do not have these.
+        is_of_v4 = getattr(config, "model_type", None) == "deepseek_v4"
+        is_of_v4 = is_of_v4 or hasattr(config, "compress_ratios")
+        return default if value is None and is_of_v4 else value
 
     return read
 

@@ -74,7 +74,7 @@ class ForwardStep:
     positions:     (tokens,) int32, of each token in its sequence, the requests one after the other
     request_ids:   (tokens,) int32, the request of each token, an index into request_slots
     token_slots:   (tokens,) int32, the request slot of each token
-    token_spans:   request_ids, and the first token of each request; None without requests
+    token_spans:   request_ids, and the first token of each request; None if one_each
     all_slots:     (R,) int32, 0 to R - 1: flushes run over all slots, and masks choose
     one_each:      no request brings more than one token, as in decoding: a token's place in its
                    window is taken by an atomic addition
@@ -102,6 +102,7 @@ class ForwardStep:
         none = np.zeros(0, dtype=np.int64)
         self._step = Step(none, none, none, {})
         self.one_each = True
+        self.token_spans: Spans | None = None
         self._shown = -1, -1
         self._show(0, 0)
 
@@ -119,8 +120,6 @@ class ForwardStep:
         self.positions = self._positions[:num_tokens]
         self.request_ids = self._request_ids[:num_tokens]
         self.token_slots = self._token_slots[:num_tokens]
-        starts = self._starts[: num_requests + 1]
-        self.token_spans = Spans(self.request_ids, starts) if num_requests else None
 
     def fill(self, step: Step) -> None:
         """Sets the requests and tokens of the next step."""
@@ -133,12 +132,15 @@ class ForwardStep:
         starts = np.zeros(len(slots) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         _set(self.request_slots, slots)
-        _set(self._starts[: len(starts)], starts)
         _set(self.request_ids, rows)
         _set(self.positions, np.arange(total) + (before - starts[:-1])[rows])
         _set(self.token_slots, slots[rows])
         self._step = step
         self.one_each = total == np.count_nonzero(counts)
+        self.token_spans = None
+        if not self.one_each:
+            self.token_spans = Spans(self.request_ids, self._starts[: len(starts)])
+            _set(self.token_spans.starts, starts)
 
         numbers = np.zeros(self._numbers.shape, dtype=np.int32)
         masks = np.zeros(self._masks.shape, dtype=bool)

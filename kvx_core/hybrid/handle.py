@@ -126,7 +126,7 @@ class LayerCacheHandle:
             state.swa_pos,
             state.swa_head,
             one_each=step.one_each,
-            spans=None if step.one_each else step.token_spans,
+            spans=step.token_spans,
         )
 
     def read_swa_view(self) -> SWAView:

@@ -34,7 +34,7 @@ from kvx_core.words import flag, integer
 class KVCacheManager:
     """The caches of all layers of a model, for requests that come and go.
 
-    config, schedule:         the model; one LayerSpec per layer
+    config, schedule:         the model, as build_schema takes it; one LayerSpec per layer
     max_concurrent_requests:  R, slots
     max_context_tokens:       tokens that a request may reach
     num_blocks_per_csa_layer, num_blocks_per_hca_layer: blocks of each pool; None: those of

@@ -8,7 +8,7 @@ Spec: E.22
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvx_core import _abi_hybrid
 from kvx_core.errors import InvalidArgumentError
@@ -113,8 +113,9 @@ def append_swa(
         inv_scale=arrays.take_if_given("swa_inv", swa_inv, ("float32",), num_slots, window),
         pos=arrays.take("swa_pos", swa_pos, ("int32",), num_slots, window),
         head=arrays.take("swa_head", swa_head, ("int32",), num_slots),
-        **_span_fields(arrays, spans, tokens),
     )
+    if spans is not None:
+        _set_spans(desc, arrays, spans, tokens)
     arrays.call(_abi_hybrid.functions().kvx_hybrid_append_swa, desc)
 
 
@@ -158,8 +159,9 @@ def append_tail(
         dtype=dtype_of(k),
         state=dtype_of(ka),
         **addresses,
-        **_span_fields(arrays, spans, tokens),
     )
+    if spans is not None:
+        _set_spans(desc, arrays, spans, tokens)
     arrays.call(_abi_hybrid.functions().kvx_hybrid_append_tail, desc)
 
 
@@ -376,21 +378,17 @@ def hca_reset_state(
     _rotate(slots, mask, ka, za, None, tail_len)
 
 
-def _span_fields(arrays: Arrays, spans: Spans | None, tokens: int) -> dict[str, int]:
-    if spans is None:
-        return {}
+def _set_spans(desc: Any, arrays: Arrays, spans: Spans, tokens: int) -> None:
     instance("spans", spans, Spans, "Spans")
-    count = extents("spans.starts", spans.starts, 1)[0] - 1
-    if count < 1:
+    numbers = extents("spans.starts", spans.starts, 1)[0]
+    if numbers < 2:
         raise InvalidArgumentError(
-            f"spans.starts.shape[0] is {count + 1}, expected at least 2: the first token of each "
+            f"spans.starts.shape[0] is {numbers}, expected at least 2: the first token of each "
             "span, and the number of tokens (spec E.22)"
         )
-    return {
-        "num_spans": count,
-        "span_of": arrays.take("spans.of", spans.of, ("int32",), tokens),
-        "span_starts": arrays.take("spans.starts", spans.starts, ("int32",), count + 1),
-    }
+    desc.num_spans = numbers - 1
+    desc.span_of = arrays.take("spans.of", spans.of, ("int32",), tokens)
+    desc.span_starts = arrays.take("spans.starts", spans.starts, ("int32",), numbers)
 
 
 def _like(tensor: Tensor) -> tuple[str]:

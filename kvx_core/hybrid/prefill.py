@@ -96,7 +96,15 @@ def _write(handle: LayerCacheHandle, slot: int, first: int, made: Sequence[Tenso
     where = None, (numbers % per_block).to(torch.int32), None, blocks
     if handle.schema.attn_type is AttentionType.CSA:
         keys = handle.read_indexer_view()
-        pool = *view.entries, keys.keys, keys.scales
-        ops.flush_write_csa(made[0], made[1], *where, *pool, keys=keys.form, rounding=keys.rounding)
+        ops.flush_write_csa(
+            made[0],
+            made[1],
+            *where,
+            *view.entries,
+            keys.keys,
+            keys.scales,
+            keys=keys.form,
+            rounding=keys.rounding,
+        )
     else:
         ops.flush_write_hca(made[0], *where, *view.entries)

@@ -20,7 +20,7 @@ from kvx_core.hybrid.schema import LayerCacheSchema
 from kvx_core.words import instance, wrong
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PreparedForward:
     """What prepare_forward found, by layer_idx and in the order of the requests. Its dicts are made
     when they are asked for.
@@ -30,6 +30,14 @@ class PreparedForward:
     _layers: Sequence[int]  # those of _needs
     _step: Step
     _needs: Needs
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PreparedForward):
+            return NotImplemented
+        names = ("new_entries", "new_blocks", "tail_lens")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"PreparedForward(new_entries={self.new_entries}, new_blocks={self.new_blocks})"
@@ -46,9 +54,10 @@ class PreparedForward:
         """Blocks that were taken for them."""
         slots = self._step.slots
         found = {layer: [0] * len(slots) for layer in self._schemas}
-        where = np.argsort(slots)[np.searchsorted(np.sort(slots), self._needs.slots)]
-        for layer, counts in zip(self._layers, self._needs.counts.tolist(), strict=False):
-            for i, count in zip(where, counts, strict=True):
+        places = {slot: i for i, slot in enumerate(slots.tolist())}
+        taking = [places[slot] for slot in self._needs.slots.tolist()]
+        for layer, counts in zip(self._layers, self._needs.counts.tolist(), strict=True):
+            for i, count in zip(taking, counts, strict=True):
                 found[layer][i] = count
         return found
 

@@ -52,13 +52,24 @@ def fp4(x: Tensor) -> tuple[Tensor, Tensor]:
     return flat[0::2] | (flat[1::2] << 4), scales.view(torch.uint8)
 
 
+def write_quantized(
+    fp8: Tensor, inv_scale: Tensor | None, at: tuple[int, int], row: Tensor
+) -> None:
+    """E4M3 with a scale or, where there are no scales, of the numbers themselves."""
+    if inv_scale is not None:
+        fp8[at], inv_scale[at] = quantized(row)
+    else:
+        numbers = row.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        fp8[at] = numbers.view(torch.uint8)
+
+
 def append_swa(
     x: Tensor,
     positions: Tensor,
     slots: Tensor,
     swa_fp8: Tensor,
     swa_rope: Tensor,
-    swa_inv: Tensor,
+    swa_inv: Tensor | None,
     swa_pos: Tensor,
     swa_head: Tensor,
     *,
@@ -71,7 +82,7 @@ def append_swa(
         if slot < 0:
             continue
         at = int(swa_head[slot]) % window
-        swa_fp8[slot, at], swa_inv[slot, at] = quantized(x[t, :nope])
+        write_quantized(swa_fp8, swa_inv, (slot, at), x[t, :nope])
         swa_rope[slot, at] = x[t, nope:]
         swa_pos[slot, at] = positions[t]
         swa_head[slot] += 1
@@ -175,7 +186,7 @@ def flush_write_hca(
     fp8, rope, inv_scale = pool
     nope = fp8.shape[2]
     for row, at in _places(slots, entry_ids, mask, block_table, fp8.shape[1]):
-        fp8[at], inv_scale[at] = quantized(entry[row, :nope])
+        write_quantized(fp8, inv_scale, at, entry[row, :nope])
         rope[at] = entry[row, nope:]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import hybrid_steps
+from benchmarks import hybrid_steps, tables
 from benchmarks.hybrid import CASES
 
 
@@ -63,6 +63,17 @@ def test_vllms_op_may_flush_small_numbers_and_no_other_byte(
         else:
             with pytest.raises(AssertionError, match=f"{name}: .* of output 0 differ"):
                 one.verify()
+
+
+def test_the_budget_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 requests have one; the table of results names it."""
+    monkeypatch.setattr(hybrid_steps, "REQUESTS", (2, 256))
+    monkeypatch.setattr(hybrid_steps, "_CONTEXT", 256)
+    monkeypatch.setattr(hybrid_steps, "_STEPS", 4)
+    few, many = hybrid_steps.run(1, "")
+    assert few["goals"] == []
+    assert many["goals"][0]["versus"] == "0.3 ms"
+    assert "| prepare_forward, 256 |" in tables.of("hybrid", {"results": [few, many]})
 
 
 def test_steps_that_are_timed_take_every_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -301,6 +302,83 @@ def test_weights_are_a_record() -> None:
 
 
 # --- windows ------------------------------------------------------------------------------------
+
+
+def test_steps_of_several_tokens_say_where_they_stand(kernels: ModuleType) -> None:
+    """A step's spans: else a device looks for the tokens of a request among all of them."""
+    caches = manager(types=("SWA",))
+    slots = [caches.admit_request(), caches.admit_request()]
+    given: list[Any] = []
+
+    def appended(*_: object, spans: ops.Spans | None, **__: object) -> None:
+        given.append(spans and (spans.of.tolist(), spans.starts.tolist()))
+
+    handle, x = caches.acquire(0), torch.zeros(45, SMALL.head_dim).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "append_swa", appended)
+        prepare_forward(caches, slots, [0, 0], [40, 3])
+        handle.write_swa(x[:43])
+        prepare_forward(caches, slots[::-1], [3, 40], [3, 42])
+        handle.write_swa(x[43:])
+        prepare_forward(caches, slots, [42, 3], [43, 4])  # a place by an addition to the head
+        handle.write_swa(x[:2])
+    assert given == [([0] * 40 + [1] * 3, [0, 40, 43]), ([1, 1], [0, 0, 2]), None]
+
+
+@pytest.mark.parametrize("ratios", [(4, 64), (16, 32), (8, 8)])
+def test_other_ratios(ratios: tuple[int, int]) -> None:
+    """A step at once and token by token write the entries of the formulas."""
+    config = replace(SMALL, csa_compression_ratio=ratios[0], hca_compression_ratio=ratios[1])
+    main = models.weights(ratios[0], SMALL.head_dim, True, 1)
+    index = models.weights(ratios[0], SMALL.indexer_head_dim, True, 2)
+    whole = models.weights(ratios[1], SMALL.head_dim, False, 3)
+    csa, hca = tokens(150, 2, 3), tokens(150, 1, 4)
+    found = []
+    for steps in ([130, 20], [1] * 150):
+        caches = KVCacheManager(config, models.layers("SWA", "CSA", "HCA"), 1, 150)
+        slot, at = caches.admit_request(150), 0
+        for step in steps:
+            prepare_forward(caches, [slot], [at], [at + step])
+            part, rest = csa.part(at, at + step), hca.part(at, at + step)
+            compress_csa(caches.acquire(1), *part, main, index)
+            compress_hca(caches.acquire(2), rest.k, rest.z, whole)
+            at += step
+        for layer, given, ratio, compressor in (
+            (1, csa, ratios[0], main),
+            (2, hca, ratios[1], whole),
+        ):
+            wanted = models.entries(given.k, given.z, ratio, compressor).bfloat16()
+            _values, rope, _keys = stored(caches, layer, slot)
+            assert len(rope) == 150 // ratio
+            torch.testing.assert_close(rope, wanted[:, SMALL.nope_dim :], rtol=2**-7, atol=1e-6)
+        found.append(everything(caches))
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor.view(torch.uint8), found[1][name].view(torch.uint8)), name
+
+
+def test_a_manager_without_scales() -> None:
+    """Windows and entries in E4M3 of the numbers themselves."""
+    caches = manager(needs_inv_scale=False)
+    slot, csa, hca = caches.admit_request(), tokens(140, 2, 3), tokens(140, 1, 4)
+    for first, last in ((0, 100), (100, 140)):
+        forward(caches, [slot], [first], [last], [csa], [hca])
+    for layer, given, ratio, compressor in ((CSA, csa, 4, MAIN), (HCA, hca, 128, WHOLE)):
+        wanted = models.entries(given.k, given.z, ratio, compressor).bfloat16()
+        view = caches.acquire(layer).read_classical_view()
+        assert view.inv_scale is None
+        e, per_block = torch.arange(140 // ratio), view.entries_fp8.shape[1]
+        codes = view.entries_fp8[view.block_table[slot].long()[e // per_block], e % per_block]
+        nope = wanted[:, : SMALL.nope_dim].float()
+        expected = nope.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert float((codes != expected).float().mean()) < 0.01  # sums in another order
+    x = 300 * torch.randn(3, SMALL.head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    prepare_forward(caches, [slot], [140], [143])
+    handle = caches.acquire(SWA)
+    handle.write_swa(x)
+    window = handle.read_swa_view()
+    assert window.inv_scale is None
+    codes = x[:, : SMALL.nope_dim].float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(window.fp8[slot, :3], codes.view(torch.uint8))
 
 
 def test_windows() -> None:

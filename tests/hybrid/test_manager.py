@@ -82,6 +82,7 @@ def test_entries_and_blocks_of_a_step(
         got = found.new_entries[layer], found.new_blocks[layer], found.tail_lens[layer]
         assert got == tuple([number] for number in wanted), layer
     again = prepare_forward(caches, [slot], [before], [after])
+    assert again == prepare_forward(caches, [slot], [before], [after]) != (before, after)
     assert again.new_blocks == {layer: [0] for layer in range(4)}
     check(caches)
 
@@ -262,6 +263,13 @@ def test_blocks_of_one_layer_alone_count_for_it_alone() -> None:
     assert found.new_blocks == {SWA: [0, 0], CSA: [2, 1], HCA: [2, 2], 3: [2, 3]}
     assert caches.held_blocks(CSA, slot)[:2] == taken
     check(caches)
+    for request in (slot, other):
+        caches.release_request(request)
+        check(caches)
+    assert all(a is None or a.num_held == 0 for a in caches.allocators.values())
+    again = caches.admit_request()
+    taken = prepare_forward(caches, [again], [0], [128]).new_blocks
+    assert taken == {SWA: [0], CSA: [1], HCA: [1], 3: [1]}
     assert repr(found).startswith("PreparedForward(new_entries={0: [0, 0], 1: [64, 65], ")
 
 

@@ -63,5 +63,5 @@ def test_names() -> None:
         assert all(callable(getattr(kind, name)) for name in names.split())
     for view in (SWAView, ClassicalView, IndexerView):
         assert view.__dataclass_fields__
-    for name in "prepare_forward maybe_flush_csa maybe_flush_hca compute_block_budget".split():
+    for name in ["prepare_forward", "maybe_flush_csa", "maybe_flush_hca", "compute_block_budget"]:
         assert callable(getattr(kvx_core.hybrid, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from enum import Enum
 from math import lcm
 
@@ -172,6 +172,7 @@ def test_a_config_of_transformers() -> None:
     assert [schema.compression_ratio for schema in caches.schemas.values()] == [0, 8, 64]
 
 
+EIGHT = {"csa_compression_ratio": 8, "hca_compression_ratio": 64}
 JSON = {
     "num_hidden_layers": 43,
     "head_dim": 512,
@@ -192,6 +193,14 @@ def test_a_config_json() -> None:
     assert hf_config(JSON) == hf_config(Foreign(**JSON)) == wanted
     assert hf_config(JSON | {"compress_ratios": None, "layer_types": names}) == wanted
     assert hf_config(JSON | {"layer_types": names}) == wanted
+    plain = {key: value for key, value in JSON.items() if key != "compress_ratios"}
+    assert hf_config(plain | {"layer_types": names, "model_type": "deepseek_v4"}) == wanted
+    with pytest.raises(InvalidArgumentError, match=r"config is .* with csa_compression_ratio"):
+        hf_config(plain | {"layer_types": names, "model_type": "llama"})
+    rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 64}
+    given = plain | {"layer_types": names, "compress_rates": rates}
+    assert hf_config(given)[0] == replace(DSV4Config(), **EIGHT)
+    assert hf_config(given | {"compress_rate_csa": 16})[0].csa_compression_ratio == 16
     share = {key: value for key, value in JSON.items() if key != "qk_rope_head_dim"}
     assert hf_config(share | {"partial_rotary_factor": 0.125}) == wanted
 

@@ -119,6 +119,24 @@ def test_no_mask_set_changes_no_byte(on: On) -> None:
         pool.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nope", [448, 451])
+def test_entries_without_scales(on: On, nope: int, dtype: torch.dtype) -> None:
+    """E4M3 of the numbers themselves, 448 at most; keys as ever, and no scale is written."""
+    pool = Pool(on, "nvfp4", blocks=2, per_block=2, nope=nope)
+    entry, key = entries(2, 5, nope, dtype)
+    entry[0, :2] = torch.tensor([1000.0, -449.0])
+    fp8, rope, _inv_scale, *keys = pool.tensors
+    rows = on(i32(0, 1), i32(1, 0), torch.ones(2, dtype=torch.bool), i32(1, 0)[:, None])
+    ops.flush_write_csa(on(entry), on(key), *rows, fp8, rope, None, *keys, keys="nvfp4")
+    for i, at in ((0, (1, 1)), (1, (0, 0))):
+        numbers = entry[i, :nope].float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        pool.expected[0][at] = numbers.view(torch.uint8)
+        pool.expected[1][at] = entry[i, nope:].bfloat16()
+        pool.expected[3][at], pool.expected[4][at] = oracle.nvfp4(key[i])
+    pool.check()
+
+
 def test_hca_has_an_entry_per_block(on: On) -> None:
     pool = Pool(on, None, blocks=4, per_block=1, nope=448)
     entry, key = entries(2, 3, 448, torch.float32)
