@@ -55,8 +55,7 @@ def use_packed(model: Any) -> RemovableHandle:
         wanted = given.get("use_cache", given.get("kwargs", {}).get("use_cache"))
         if wanted is None:
             wanted = getattr(config, "use_cache", True)
-        # With checkpoints transformers computes blocks twice, and has no cache.
-        if wanted and not (module.training and module.is_gradient_checkpointing):
+        if wanted:
             past = library.DynamicCache(config=model.config)
             pack_layers(past)
             kwargs["past_key_values"] = past
