@@ -80,6 +80,17 @@ def describe(
     return TensorDesc(layout=called, **(fields | sorted_))
 
 
+# The formats that a tensor's elements may be, by the dtype that it stores them as.
+_STORED_AS = {
+    stored: tuple(
+        one
+        for one in ELEMENTS
+        if one.itemsize == stored.itemsize or (one.numbers > 1 and stored is DType.U8)
+    )
+    for stored in DType
+}
+
+
 def stored_as(
     name: str, fields: dict[str, Any], dtype: DType | str, axes: Sequence[Axis] = ()
 ) -> dict[str, Any]:
@@ -90,12 +101,7 @@ def stored_as(
     Raises InvalidArgumentError, which calls the tensor `name`.
     """
     stored = fields["dtype"]
-    takes = (
-        one
-        for one in ELEMENTS
-        if one.itemsize == stored.itemsize or (one.numbers > 1 and stored is DType.U8)
-    )
-    wanted = DType.of(dtype, takes=takes)
+    wanted = DType.of(dtype, takes=_STORED_AS[stored])
     if wanted.numbers > 1 and axes and axes[-1] is not Axis.DIM:
         raise InvalidArgumentError(
             f"axes[{len(axes) - 1}] is {axes[-1].name.lower()}, expected dim: the last axis of the "

@@ -26,7 +26,12 @@ START_VLLM = {  # and take their time
 IN_DOCS = {"tgi_kv_cache_store"}  # tests/adapters/test_tgi_docs.py runs it
 IMPORTED = {"needed"}  # by all others; tests/test_extras.py
 # Run by an interpreter of their own, in another folder, as their users run them.
-SCRIPTS = {"trtllm_pool_bridge", "migrate_vllm_to_trtllm", "migrate_tgi_to_vllm"}
+SCRIPTS = {
+    "trtllm_pool_bridge",
+    "migrate_vllm_to_trtllm",
+    "migrate_tgi_to_vllm",
+    "reshard_tp4_to_tp8",
+}
 # What each prints, a regular expression per line.
 PRINTED = {
     "deepseek_v4_decode": [

@@ -23,7 +23,7 @@ def use_packed(model: Any) -> RemovableHandle:
            alone. Each has its cache as `kv_cache`: output.past_key_values.layers[i].kv_cache. A
            layer that holds tokens keeps them. Layers with a sliding window, states and caches of
            other kinds stay as they are
-    What the model computes is the same, to the last bit of keys and values.
+    The model computes the same.
     Returns a handle; handle.remove() ends it. Mutates the model, which gets a forward hook, and the
     DynamicCaches that it is called with.
     Raises UnsupportedError for what is no decoder of transformers, and for latent attention, whose
@@ -47,7 +47,8 @@ def use_packed(model: Any) -> RemovableHandle:
         )
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = signature.bind_partial(*args, **kwargs).arguments
+        call = signature.bind_partial(*args, **kwargs)
+        given = call.arguments
         past = given.get("past_key_values")
         if past is not None:
             pack_layers(past)
@@ -55,12 +56,11 @@ def use_packed(model: Any) -> RemovableHandle:
         wanted = given.get("use_cache", given.get("kwargs", {}).get("use_cache"))
         if wanted is None:
             wanted = getattr(config, "use_cache", True)
-        # With checkpoints transformers computes blocks twice, and has no cache.
-        if wanted and not (module.training and module.is_gradient_checkpointing):
+        if wanted:
             past = library.DynamicCache(config=model.config)
             pack_layers(past)
-            kwargs["past_key_values"] = past
-        return args, kwargs
+            given["past_key_values"] = past
+        return call.args, call.kwargs
 
     handle: RemovableHandle = model.register_forward_pre_hook(before, with_kwargs=True)
     return handle

@@ -138,7 +138,9 @@ def test_numbers_that_float32_does_not_reach() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["a"] * HEADS * DIM, [[1.0], [1.0, 2.0]], [10**400], [True], [None], [1j]], ids=str
+    "wrong",
+    [["a"] * HEADS * DIM, [[1.0], [1.0, 2.0]], [10**400], [True], [None], [1j]],
+    ids=["words", "of unequal length", "past float64", "truths", "nothing", "complex"],
 )
 def test_lists_that_are_no_numbers(wrong: list[object]) -> None:
     store = store_of()

@@ -59,6 +59,28 @@ def test_masks_are_those_of_the_last_tokens(q_len: int, kv_len: int) -> None:
                 assert bias[head, i, j] == wanted
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 4), (1, 5), (5, 5), (3, 7)])
+def test_masks_leave_padding_out(q_len: int, kv_len: int) -> None:
+    """On both sides and in the midst; a query that is padding sees itself, whatever it computes."""
+    padding = torch.tensor([[True, True, False, True, False, False, True]])[:, :kv_len]
+    padding = torch.cat((padding, torch.zeros_like(padding)))
+    seen = causal_mask(q_len, kv_len, key_padding_mask=padding)
+    slopes = torch.tensor([0.5, 0.125])
+    bias = alibi_mask(slopes, q_len, kv_len, key_padding_mask=padding)
+    assert seen.shape == (2, q_len, kv_len)
+    assert bias.shape == (2, 2, q_len, kv_len)
+    for row in range(2):
+        for i in range(q_len):
+            position = kv_len - q_len + i
+            for j in range(kv_len):
+                wanted = j == position or (j < position and not padding[row, j])
+                assert seen[row, i, j] == wanted
+                between = int((~padding[row, j + 1 : position + 1]).sum())
+                for head, slope in enumerate((0.5, 0.125)):
+                    found = bias[row, head, i, j]
+                    assert found == (-slope * between if wanted else -float("inf"))
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 20, 32, 71, 112])
 def test_slopes_are_those_of_bloom(num_heads: int) -> None:
     """Source: transformers 5.19 models/bloom/modeling_bloom.py, build_alibi_tensor"""

@@ -172,7 +172,8 @@ class KvCacheStore:
         Mutates the store. Raises InvalidArgumentError for a wrong size or dtype, OutOfRangeError
         for a full layer, UnsupportedError; the store then holds what it held.
         """
-        self._append(layer, *(one_token(*t, self._keys) for t in (("key", key), ("value", value))))
+        half = self._keys
+        self._append(layer, one_token("key", key, half), one_token("value", value, half))
 
     def append(self, layer: int, keys: Any, values: Any) -> None:
         """Appends tokens to a layer, such as a prompt: the same bytes as one by one.
@@ -189,7 +190,8 @@ class KvCacheStore:
 
     def _append(self, layer: int, keys: Any, values: Any) -> None:
         begin, count = self.layer_seq_len(layer), len(keys)
-        self._require_room(f"layer {layer}", begin, count)
+        if count > self.max_seq_len - begin:
+            raise self._too_full(f"layer {layer}", begin, count)
         # Views of the store's own memory may lie where the tokens go.
         if any(self._keys.owns(t) or self._values.owns(t) for t in (keys, values)):
             keys, values = copied(keys), copied(values)
@@ -211,17 +213,17 @@ class KvCacheStore:
                 f"layer {layer} holds {many(held, 'token')}, expected {max(self._seq_lens)} as "
                 f"another layer holds: append to it first, or drop the others' with evict({held})"
             )
-        self._require_room("the store", held, count)
+        if count > self.max_seq_len - held:
+            raise self._too_full("the store", held, count)
         for half in (self._keys, self._values):
             half.fill_zeros(held, held + count)
         self._seq_lens = [held + count] * self.num_layers
 
-    def _require_room(self, holder: str, held: int, count: int) -> None:
-        if count > self.max_seq_len - held:
-            raise OutOfRangeError(
-                f"{holder} holds {held} of max_seq_len {self.max_seq_len} tokens, expected room "
-                f"for {many(count, 'token')} more. Evict tokens, or make a larger store"
-            )
+    def _too_full(self, holder: str, held: int, count: int) -> OutOfRangeError:
+        return OutOfRangeError(
+            f"{holder} holds {held} of max_seq_len {self.max_seq_len} tokens, expected room for "
+            f"{many(count, 'token')} more. Evict tokens, or make a larger store"
+        )
 
     def evict(self, from_pos: int) -> None:
         """Drops all tokens from position `from_pos` on in all layers.

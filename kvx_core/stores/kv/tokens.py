@@ -18,6 +18,7 @@ from kvx_core.words import wrong
 _A_TENSOR = "a torch.Tensor, a numpy.ndarray or an object with __dlpack__"
 _TOKENS = f"a list of numbers, {_A_TENSOR}"
 _FLOATS = "float32, float16, bfloat16 or float64"
+_AS_THEY_ARE = {torch.float32, torch.float16, torch.bfloat16, *map(np.dtype, ("f4", "f2"))}
 
 
 def array_of(name: str, tokens: Any, expected: str = _A_TENSOR) -> Any:
@@ -50,6 +51,8 @@ def _numbers(name: str, tokens: Any, half: Half) -> Any:
     if isinstance(tokens, (list, tuple)):
         return torch.from_numpy(_listed(name, tokens)).to(half.device)
     found = array_of(name, tokens, _TOKENS)
+    if found.dtype in _AS_THEY_ARE:
+        return found
     if isinstance(found, Tensor):
         if not found.is_floating_point():
             raise wrong(f"{name}.dtype", str(found.dtype), _FLOATS)
