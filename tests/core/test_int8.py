@@ -1,4 +1,4 @@
-"""INT8 caches in snapshots: bytes and scales as they are. Spec: E.6"""
+"""INT8 caches: in snapshots bytes and scales as they are; verify knows how they round. Spec: E.6"""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from kvx_core import (
     Section,
     Snapshot,
     describe,
+    migrate,
+    verify,
 )
 from tests.core.sections import FACTS
 from tests.core.test_snapshot_planes import header_of, reopened, section
@@ -49,3 +51,23 @@ def test_int8_stays_int8(granularity: str, tmp_path: Path) -> None:
     if room is not scale:
         expected = scale[[4, 0, 2]].flatten(0, 1)[:11]
         assert torch.equal(room[[1, 3, 0]].flatten(0, 1)[:11], expected)
+
+
+@pytest.mark.parametrize("given", [None, 0.03])
+def test_verify_takes_rounding_for_what_it_is(given: float | None) -> None:
+    """A scale found per token and head, or one of the tensor; the next code is refused."""
+    k = torch.randn(3, 4, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, room = torch.zeros(3, 4, 2, 64, dtype=torch.int8), torch.zeros(3, 4, 2)
+    scale = ScaleDesc.of(room, "PER_TOKEN_HEAD") if given is None else ScaleDesc.of(given)
+    ends = [
+        CacheView((CacheDesc.from_kv(describe(t, "BLOCK_NHD")),), FACTS, k_scales=scales).at(table)
+        for t, scales, table in ((k, None, [[0, 2]]), (codes, (scale,), [[1, 0]]))
+    ]
+    migrate(*ends, [7], find_scales=given is None)
+    found = verify(*ends, [7], tolerance="codec")
+    assert found.ok
+    assert 0 < found.max_error < 0.03 * (1 if given else 2)
+    codes[1, 2, 1, 5] += 2
+    difference = verify(*ends, [7], tolerance="codec").difference
+    assert difference is not None
+    assert (difference.token, difference.head, difference.dim) == (2, 1, 5)
