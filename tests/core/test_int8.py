@@ -17,8 +17,10 @@ from kvx_core import (
     Section,
     Snapshot,
     describe,
+    gather_kv,
     migrate,
     verify,
+    write_kv,
 )
 from tests.core.sections import FACTS
 from tests.core.test_snapshot_planes import header_of, reopened, section
@@ -71,3 +73,32 @@ def test_verify_takes_rounding_for_what_it_is(given: float | None) -> None:
     difference = verify(*ends, [7], tolerance="codec").difference
     assert difference is not None
     assert (difference.token, difference.head, difference.dim) == (2, 1, 5)
+
+
+def test_write_and_gather_by_torch_dtypes() -> None:
+    """Numbers in and out by a scale per head; torch.int8 in and out as the bytes that they are."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.full((4, 5, 2, 16), 99, dtype=torch.int8) for _ in range(2))
+    cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    key, value = torch.randn(2, 3, 2, 16, generator=generator).bfloat16()
+    scale = torch.tensor([0.02, 0.5])
+    slots = torch.tensor([7, -1, 19])
+    write_kv(cache, key, value, slots, k_scale=ScaleDesc.of(scale, "PER_HEAD"), v_scale=0.03)
+    expected_k, expected_v = (torch.full_like(t, 99) for t in (k, v))
+    for token, slot in ((0, 7), (2, 19)):
+        for out, tokens, by in (
+            (expected_k, key, scale[:, None]),
+            (expected_v, value, torch.tensor(0.03)),
+        ):
+            codes = (tokens[token].float() / by).round().clamp(-127, 127).to(torch.int8)
+            out[slot // 5, slot % 5] = codes
+    assert torch.equal(k, expected_k)
+    assert torch.equal(v, expected_v)
+    given = torch.tensor(-128, dtype=torch.int8).expand(1, 2, 16).contiguous()
+    write_kv(cache, given, given, torch.tensor([0]))
+    found = gather_kv(cache, [[0, 1]], [8])
+    assert found[0].dtype is torch.int8
+    assert torch.equal(found[0][0, 0], given[0])
+    assert torch.equal(found[1][0, 7], expected_v[1, 2])
+    numbers, _ = gather_kv(cache, [[0]], [1], dtype="float32", k_scale=0.5)
+    assert torch.equal(numbers[0, 0], torch.full((2, 16), -64.0))
