@@ -37,8 +37,8 @@ from kvx_core.snapshot.precision import NVFP4
 from kvx_core.snapshot.text import strict_json
 from kvx_core.types import DType
 
-_DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES if dtype is not DType.S8}
-_DTYPES |= {"I8": DType.S8, "I64": DType.S64}
+_INTEGERS = {"I8": DType.S8, "I64": DType.S64}
+_DTYPES = {dtype.name: dtype for dtype in FILE_DTYPES if dtype is not DType.S8} | _INTEGERS
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _WORDS = {dtype: dtype.name for dtype in STORED_UNITS} | {DType.F4_E2M1: NVFP4.name.upper()}
 _FORMATS = {word: dtype for dtype, word in _WORDS.items()}
