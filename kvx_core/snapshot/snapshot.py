@@ -144,7 +144,7 @@ class Snapshot:
 
         pool: whose memory this snapshot has as long as it lives; None: new memory
         """
-        ids = token_ids(tokens)
+        ids, start = token_ids(tokens), integer("start", start)
         if not len(ids):
             raise InvalidArgumentError("tokens is empty, expected at least 1 token")
         chunks = Chunks(
