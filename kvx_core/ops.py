@@ -27,7 +27,7 @@ from kvx_core.streams import current_stream_here, stream_number
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import TensorLike, empty_like_owner
-from kvx_core.types import DType
+from kvx_core.types import DType, Memory
 from kvx_core.words import instance, integer, wrong
 
 _USUAL_WRITE = WriteOptions()
@@ -112,7 +112,8 @@ def gather_kv(
     """Gathers the first min(length, max_seq_len) cached tokens of every sequence.
 
     block_table: a BlockTable, or block ids (seq_count, max_blocks_per_seq), int32 or int64; entries
-                 past a sequence's blocks are never read, negative ones are null
+                 past a sequence's blocks are never read, negative ones are null, and refused where
+                 a token is unless BlockTable.with_holes or zero_fill allows it
     seq_lens:    (seq_count,), int32 or int64, or a list of int
     max_seq_len: tokens per sequence; None: those of `out`, or the longest sequence, for which
                  lengths on a device are read back
@@ -122,8 +123,8 @@ def gather_kv(
     dtype:       of new tensors; None: the cache's
     k_scale, v_scale: of an FP8 or S8 cache
     null_block_id: a block id that holds nothing (vLLM: 0)
-    zero_fill:   zero the tokens of null blocks and those past a sequence's length, which otherwise
-                 keep what they held. New tensors are always zero there
+    zero_fill:   any table may have null blocks where tokens are. Zeroes these tokens and those past
+                 a sequence's length, which otherwise keep what they held: new tensors hold zeros
     secondary_num_blocks: blocks in the secondary pool; 0: as many as num_blocks
     transfer:    how a device moves the bytes: a Transfer or its name
     stream:      CUDA stream; None: torch's current one if a tensor is torch's, else the
@@ -184,9 +185,14 @@ def _gather_into_new(
     options: GatherOptions,
 ) -> tuple[Any, Any]:
     table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
+    lengths = lens.to_numpy() if max_seq_len is None or lens.memory is Memory.HOST else None
     if max_seq_len is None:
-        max_seq_len = int(lens.to_numpy().max(initial=0))
+        assert lengths is not None
+        max_seq_len = int(lengths.max(initial=0))
     max_seq_len = integer("max_seq_len", max_seq_len)
+    # Tokens without a source are zero: C zeroes them only where the table may have holes.
+    zero_fill = options.zero_fill or table.has_holes
+    zeros = not zero_fill and (lengths is None or bool((lengths < max_seq_len).any()))
     instance("cache", cache, CacheDesc, A_CACHE)
     if dtype is None and (options.k_scale or options.v_scale):
         raise InvalidArgumentError(
@@ -197,12 +203,13 @@ def _gather_into_new(
     def new(tensor: TensorDesc, head_dim: int) -> Any:
         shape = (table.num_rows, max_seq_len, cache.num_kv_heads, head_dim)
         stored = tensor.dtype if dtype is None else DType.of(dtype, takes=_OUTPUTS)
-        return empty_like_owner(tensor.owner, shape, stored, stream)
+        return empty_like_owner(tensor.owner, shape, stored, stream, zeros=zeros)
 
     key = new(cache.k, cache.head_dim)
     value = None if cache.v is None else new(cache.v, cache.v_head_dim)
-    zeroing = options if options.zero_fill else replace(options, zero_fill=True)
-    _gather(cache, key, value, table, lens, max_seq_len, stream, zeroing)
+    if zero_fill and not options.zero_fill:
+        options = replace(options, zero_fill=True)
+    _gather(cache, key, value, table, lens, max_seq_len, stream, options)
     return key, value
 
 

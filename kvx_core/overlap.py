@@ -10,26 +10,24 @@ _MOST_STEPS = 10_000  # of a search that takes a hundred for caches as they are
 def share_an_element(a: TensorDesc, b: TensorDesc) -> bool:
     """Whether a byte belongs to an element of both.
 
-    Exact for tensors of equal byte strides, as K and V of one allocation have: two halves of one
-    axis share nothing. Tensors of other strides are found only if they begin at the same address.
+    Exact, unless strides have so little in common that it would take too many steps to tell: then
+    tensors count as apart. Two halves of one axis share nothing.
     """
     if 0 in a.shape or 0 in b.shape or not a.data or not b.data:
         return False
     if a.data == b.data:
         return True
-    steps = [stride * a.dtype.itemsize for stride in a.stride]
-    if steps != [stride * b.dtype.itemsize for stride in b.stride]:
-        return False
-    # They share a byte if the distance b - a, up to an element, is a sum of steps, each taken less
-    # often than the axis is long in either tensor.
-    axes = sorted(
-        (abs(step), *((m, n) if step > 0 else (n, m)))
-        for step, m, n in zip(steps, a.shape, b.shape, strict=True)
-        if step
-    )
-    axes.insert(0, (1, a.dtype.itemsize, b.dtype.itemsize))
+    # They share a byte if the distance b - a, up to an element, is a sum of steps of a, less steps
+    # of b, each taken less often than its axis is long: up to m - 1 times, and back n - 1 times.
+    axes = {1: (a.dtype.itemsize, b.dtype.itemsize)}
+    for tensor, forward in ((a, True), (b, False)):
+        for stride, extent in zip(tensor.stride, tensor.shape, strict=True):
+            if step := abs(stride * tensor.dtype.itemsize):
+                m, n = axes.get(step, (1, 1))
+                more = (extent - 1, 0) if (stride > 0) is forward else (0, extent - 1)
+                axes[step] = m + more[0], n + more[1]
     budget = [_MOST_STEPS]
-    return _is_sum(b.data - a.data, axes, budget)
+    return _is_sum(b.data - a.data, sorted((step, *mn) for step, mn in axes.items()), budget)
 
 
 def _is_sum(distance: int, axes: list[tuple[int, int, int]], budget: list[int]) -> bool:

@@ -262,23 +262,30 @@ def is_torch(tensor: object) -> TypeGuard[Any]:
 
 
 def empty_like_owner(
-    owner: object, shape: Sequence[int], dtype: DType, stream: int | None = None
+    owner: object,
+    shape: Sequence[int],
+    dtype: DType,
+    stream: int | None = None,
+    *,
+    zeros: bool = False,
 ) -> Any:
-    """A new uninitialised tensor of `shape`, of the library and on the device of `owner`.
+    """A new tensor of `shape`, of the library and on the device of `owner`.
 
     stream: the stream that uses a device's memory; None: torch's current one
+    zeros:  whether it holds zeros, or anything
 
     Raises UnsupportedError if that is not torch or numpy, or does not know the dtype.
     """
     if is_torch(owner):
         torch = sys.modules["torch"]
         options = {"dtype": getattr(torch, dtype.array_name), "device": owner.device}
+        make = torch.zeros if zeros else torch.empty
         if owner.device.type != "cuda" or stream is None:
-            return torch.empty(shape, **options)
+            return make(shape, **options)
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, owner.device)):
-            return torch.empty(shape, **options)
+            return make(shape, **options)
     if isinstance(owner, np.ndarray):
-        return np.empty(shape, _numpy_dtype(dtype))
+        return (np.zeros if zeros else np.empty)(shape, _numpy_dtype(dtype))
     raise UnsupportedError(
         f"the cache's memory belongs to a {type(owner).__name__}, expected a torch.Tensor or a "
         "numpy.ndarray to allocate beside it. Pass out=(key, value)"

@@ -70,8 +70,8 @@ _SCHEMAS = {
         ScalarType? cache_dtype=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None,
         str scale_granularity="PER_TENSOR") -> ()""",
     "gather_kv": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
-        SymInt max_seq_len, {_CACHE}, ScalarType? dtype=None, int null_block_id=-1)
-        -> (Tensor, Tensor)""",
+        SymInt max_seq_len, {_CACHE}, ScalarType? dtype=None, int null_block_id=-1,
+        bool zero_fill=False) -> (Tensor, Tensor)""",
     "gather_kv_out": f"""(Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens,
         Tensor(a!) key, Tensor(b!)? value, {_CACHE}, int null_block_id=-1, bool zero_fill=False)
         -> ()""",
@@ -232,6 +232,7 @@ def gather_kv(
     scale_granularity: str = "PER_TENSOR",
     dtype: torch.dtype | None = None,
     null_block_id: int = -1,
+    zero_fill: bool = False,
 ) -> tuple[Tensor, Tensor]:
     key, value = _new_outputs(
         k_cache,
@@ -244,6 +245,9 @@ def gather_kv(
         cache_dtype=cache_dtype,
         dtype=dtype,
     )
+    if not zero_fill:  # tokens past a length are zero; null blocks, where tokens are, are refused
+        key.zero_()
+        value.zero_()
     gather_kv_out(
         k_cache,
         v_cache,
@@ -258,7 +262,7 @@ def gather_kv(
         v_scale=v_scale,
         scale_granularity=scale_granularity,
         null_block_id=null_block_id,
-        zero_fill=True,
+        zero_fill=zero_fill,
     )
     return key, value
 

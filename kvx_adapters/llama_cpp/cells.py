@@ -106,13 +106,32 @@ def span(view: CacheView, cells: Mapping[int, npt.ArrayLike], *, memory: Memory)
 
     view:   as `cache_view` returns it
     cells:  of each sequence, by its number in the context: integers, see `slot_mapping`
-    memory: of the context: more tokens than it holds of a sequence are refused at each use, as
-            after llama_memory_seq_rm
-    Raises InvalidArgumentError.
+    memory: of the context, which settles what waits. More tokens than it holds of a sequence are
+            refused at each use, as after llama_memory_seq_rm; and so is a span whose tokens have
+            been shifted or copied since, if KVX was what settled it. Make a new one after each
+    Mutates the context's cache as Memory.settle. Raises InvalidArgumentError.
     """
-    held = replace(view, holds=partial(_held, memory, tuple(cells)))
+    memory.settle()
+    held = replace(
+        view,
+        outdated=partial(_moved, memory, memory.num_settled, view.outdated),
+        holds=partial(_held, memory, tuple(cells)),
+    )
     slots = [found for of_one in cells.values() if len(found := np.asarray(of_one))]
     return held.at(slots=np.concatenate(slots) if slots else [])
+
+
+def _moved(
+    memory: Memory, num_settled: int, outdated: Callable[[], str | None] | None
+) -> str | None:
+    """Why a span is out of date, or None."""
+    gone = None if outdated is None else outdated()
+    if gone is None and memory.num_settled != num_settled:
+        return (
+            "positions were shifted, or sequences copied, since the span was made, expected "
+            "neither: its cells may have other tokens. Make a new span, of the cells that are left"
+        )
+    return gone
 
 
 def _held(memory: Memory, sequences: Sequence[int]) -> list[int]:

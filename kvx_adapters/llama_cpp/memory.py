@@ -41,6 +41,7 @@ class Memory:
 
     def __init__(self, library: Any, context: Any) -> None:
         self._context = ctypes.cast(context, _P)
+        self.num_settled = 0  # times that something waited
         self._functions: dict[str, Any] = {}
         for name, (result, *arguments) in _FUNCTIONS.items():
             try:
@@ -61,7 +62,9 @@ class Memory:
         """
         self._call("llama_synchronize")
         # It says whether something waited, not whether that succeeded: then nothing waits any more.
-        if self._call(_UPDATE, False) and self._call(_UPDATE, False):
+        waited = self._call(_UPDATE, False)
+        self.num_settled += waited
+        if waited and self._call(_UPDATE, False):
             raise InvalidArgumentError(
                 "llama.cpp has not applied a shift of positions or a copy between streams: its log "
                 "says why. Expected none to wait: call llama_decode first"

@@ -131,10 +131,12 @@ def padded_span(view: CacheView, attention_mask: Tensor) -> tuple[CacheSpan, Seq
     """
     layer = view.layers[0]
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != layer.num_blocks or shape[1] > layer.block_size:
+    held = layer.block_size if view.holds is None else view.holds()
+    if shape != (layer.num_blocks, held) or not held:
         raise InvalidArgumentError(
-            f"attention_mask has the shape {shape}, expected ({layer.num_blocks}, at most "
-            f"{layer.block_size}): a row for each sequence of the cache, a column for each token"
+            f"attention_mask has the shape {shape}, expected {(layer.num_blocks, held)}: a row for "
+            "each sequence of the cache, a column for each token that it holds. Pass that of the "
+            "last forward pass"
         )
     first = starts(attention_mask)
     span = view.at(starts=first, first_positions=-first.to_numpy())

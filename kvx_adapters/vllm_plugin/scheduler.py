@@ -35,7 +35,6 @@ class SchedulerHalf(Policy):
 
         None: vLLM asks again in its next step. Source: vllm 0.26 to 0.33 v1/core/sched/scheduler.py
         """
-        self.look_at_weights()
         count = self.lookup(request, num_computed_tokens, may_load=not _computes_all(request))
         return count, self.asynchronous and bool(count)
 
@@ -64,14 +63,12 @@ class SchedulerHalf(Policy):
 
     def has_finished(self, request: Any, block_ids: BlockIds) -> bool:
         """Forgets a request. Returns whether its blocks have to stay until they are saved."""
-        self.look_at_weights()
         self._told.discard(request.request_id)
         is_good = request.status.name in _FINISHED
         return self.finished(request, block_ids, request.num_computed_tokens if is_good else 0)
 
     def to_hand_over(self, request: Any) -> Save | None:
         """See Policy.handed_over. Raises StoreError."""
-        self.look_at_weights()
         return self.handed_over(request.request_id, request.num_computed_tokens)
 
     def take_reports(self, reports: Mapping[int, Report]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvx_core.connector.boundary import Boundary
@@ -119,13 +119,17 @@ class Policy:
         return None if salt is None else Scope(salt, self._now.name)
 
     def look_at_weights(self) -> None:
-        """Notices that they have changed. Every hook of an engine calls it first."""
+        """Notices that they have changed: every method that an engine's hook calls does so first,
+        but for `step`, which is called for each request of a step.
+        """
         before, self._now = self._now, self.epochs.current()
         if self._now is before:
             return
         if self._now is None:
             self._unnamed_since = time.monotonic()
         self.reset()
+        # Of what the old weights computed: these fail.
+        self._next.loads = [replace(load, match=NOTHING) for load in self._next.loads]
 
     def lookup(
         self, request: Request, num_computed_tokens: int, *, may_load: bool = True
@@ -134,6 +138,7 @@ class Policy:
 
         num_computed_tokens: that the engine has found in its own blocks
         """
+        self.look_at_weights()
         request_id = request.request_id
         if num_computed_tokens and not self.epochs.has_current_blocks():
             self._unproven.add(request_id)  # the engine has them in blocks that may be older
@@ -160,6 +165,7 @@ class Policy:
 
         May be called a second time, with 0, after an asynchronous load.
         """
+        self.look_at_weights()
         request_id = request.request_id
         found, scope = self._lookups.get(request_id), self.scope_of(request)
         if scope is None or (num_external_tokens and (found is None or found.scope != scope)):
@@ -252,6 +258,7 @@ class Policy:
 
     def take_plan(self, *, is_idle: bool) -> Plan:
         """The plan of this step, for the workers. Steps without a forward pass wait for lookups."""
+        self.look_at_weights()
         plan, self._next = self._next, Plan()
         plan.is_idle, plan.generation = is_idle, self.epochs.generation
         plan.stamp = None if self._now is None else self._now.stamp
@@ -268,6 +275,7 @@ class Policy:
 
         num_computed_tokens: 0 if it was aborted, or nothing of it may be saved
         """
+        self.look_at_weights()
         tracked = self._tracked.get(request.request_id)
         chain = self._chains.get(request.request_id)
         is_shared = tracked is not None and self._is_shared(tracked)
@@ -322,6 +330,7 @@ class Policy:
         num_computed_tokens: as the engine counts them; drafts of the last step do not matter
         Raises StoreError.
         """
+        self.look_at_weights()
         tracked = self._tracked.get(request_id)
         is_loading = self.asynchronous and request_id in self._loading
         if tracked is None or not self._is_shared(tracked) or is_loading or not self.produces:

@@ -69,6 +69,7 @@ from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
 from kvx_core.view import CacheView
+from kvx_core.words import integer
 
 _MAX_REASON = 500  # characters: strings in a file may be long
 
@@ -143,7 +144,7 @@ class Snapshot:
 
         pool: whose memory this snapshot has as long as it lives; None: new memory
         """
-        ids = token_ids(tokens)
+        ids, start = token_ids(tokens), integer("start", start)
         if not len(ids):
             raise InvalidArgumentError("tokens is empty, expected at least 1 token")
         chunks = Chunks(
@@ -357,11 +358,13 @@ class Snapshot:
         Raises StoreError if `mismatch` has a reason or planes have no entries that begin at `start`
         or end at `stop`, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
+        end = self.header.start + len(self.tokens)
+        start = integer("start", start, self.header.start, end)
+        stop = integer("stop", stop, start, end)
         reasons = self.mismatch(section)
         here = self._layers
         layers = [layer for layer in section.layers if layer in here]
         if start < stop:
-            end = self.header.start + len(self.tokens)
             reasons += [*filter(None, (cut(k, start, stop, end) for k in self._kinds(layers)))]
         if reasons:
             raise StoreError(f"{self.name}: {'; '.join(reasons)}")
@@ -460,11 +463,8 @@ class Snapshot:
         self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
-                least = (
-                    "0 or greater"
-                    if place.tensors[name].dtype is DType.F8_E4M3
-                    else "greater than zero"
-                )
+                may_be_0 = place.tensors[name].dtype is DType.F8_E4M3
+                least = "0 or greater" if may_be_0 else "greater than zero"
                 raise CorruptError(f"{self.name}: {name} is not finite and {least}")
         return snapshot
 

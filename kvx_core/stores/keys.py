@@ -79,6 +79,7 @@ def space_of(
     # Without planes and formats nothing, as before there were any.
     beside: list[object] = [{"planes": kinds}] if kinds else []
     beside += [{"lossy": lossy}] if lossy else []
+    instance("fingerprint", fingerprint, str, "a string")
     instance("salt", salt, str, "a string")
     text = json.dumps([FORMAT, fingerprint, salt, *shape, *signed, *beside])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -49,6 +49,7 @@ from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Usage, Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
+from kvx_core.words import int64, integer
 
 
 class PrefixStore:
@@ -98,11 +99,9 @@ class PrefixStore:
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
-        if min(num_layers, total_kv_heads, requested) < 1:
-            raise InvalidArgumentError(
-                f"num_layers is {num_layers}, total_kv_heads {total_kv_heads}, chunk_tokens "
-                f"{requested}, expected at least 1 of each"
-            )
+        num_layers = integer("num_layers", num_layers, 1)
+        total_kv_heads = integer("total_kv_heads", total_kv_heads, 1)
+        requested = integer("chunk_tokens", requested, 1)
         if accept not in ("same", "lossy"):
             raise InvalidArgumentError(f"accept is {accept!r}, expected 'same' or 'lossy'")
         if not isinstance(precision, Precision) or not precision.formats:
@@ -148,8 +147,8 @@ class PrefixStore:
         """The same store for the model with other weights, and sequences without a salt."""
         other = copy.copy(self)
         other._fingerprint = fingerprint
-        other._sections = replace(self._sections, fingerprint=fingerprint)
         other._space = other._space_of("")
+        other._sections = replace(self._sections, fingerprint=fingerprint)
         return other
 
     def _space_of(self, salt: str) -> str:
@@ -458,6 +457,7 @@ class PrefixStore:
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
+        start, stop = int64("start", start), int64("stop", stop)
         if not 0 <= start <= stop <= match.num_tokens:
             raise InvalidArgumentError(
                 f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= "

@@ -204,6 +204,19 @@ def test_no_more_tokens_than_a_sequence_holds() -> None:
     assert context.memory.positions(1) == range(0)
 
 
+def test_a_span_of_tokens_that_were_shifted_since_is_refused() -> None:
+    """The cells of the tokens that are gone are still among its own."""
+    context, there = computed(), computed()
+    span, dst = context.span(), there.cache().at(slots=there.cells[0][:LEFT])
+    shift(context)
+    before = in_state(raw_state(there))
+    with pytest.raises(InvalidArgumentError, match="positions were shifted, or sequences copied"):
+        migrate(span, dst, [LEFT])
+    assert are_equal(in_state(raw_state(there)), before)
+    migrate(context.span(), dst, [LEFT])
+    assert verify(context.span(), dst, [LEFT]).ok
+
+
 def test_the_order_of_the_sequences_is_that_of_the_cells() -> None:
     context = Context(tiny(), num_sequences=3, unified=True)
     for sequence, tokens in ((2, [1] * 3), (0, [2] * 4), (2, [3] * 2)):

@@ -191,12 +191,14 @@ def test_rows_that_are_padded_on_the_left(models: dict[str, Any]) -> None:
     torch.testing.assert_close(alone.layers[1].keys[:1, :, :3], own.layers[1].keys)
 
 
-@pytest.mark.parametrize("shape", [(1, 5), (2, 6), (5,)])
-def test_a_mask_of_another_batch_is_refused(models: dict[str, Any], shape: Any) -> None:
-    cache = empty("dynamic", models["full"])
+@pytest.mark.parametrize("shape", [(1, 5), (2, 6), (2, 4), (2, 0), (5,)])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_mask_of_another_batch_is_refused(models: dict[str, Any], kind: str, shape: Any) -> None:
+    """Or of an earlier pass, which lacks a token."""
+    cache = empty(kind, models["full"])
     hf.reserve(cache, models["full"], batch_size=2, num_tokens=5)
     view = hf.cache_view(cache, CacheFacts())
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask has the shape .*\(2, at most"):
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask has the shape .*\(2, 5\)"):
         hf.padded_span(view, torch.ones(shape))
 
 

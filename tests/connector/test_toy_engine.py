@@ -96,6 +96,29 @@ def test_requests_beside_each_other(serve: Serve) -> None:
     assert engine.connector.policy._tracked == engine.connector.policy._chains == {}
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_weights_change_between_a_lookup_and_its_load(serve: Serve, is_planned: bool) -> None:
+    """What the old weights have computed is neither found nor, once it is planned, loaded."""
+    tokens = prompt(40, 17)
+    engine = serve()
+    engine.ask(tokens)
+    written(engine)
+    request = engine.add(tokens)
+    while engine.connector.policy.lookup(request, 0) is None:
+        time.sleep(0.001)
+    if is_planned:
+        engine._admit(engine.waiting.popleft())
+        assert engine.connector.policy._next.loads
+    other = Engine()
+    for decoder in (engine.decoder, other.decoder):
+        with engine.connector.weights.change():
+            decoder.weights[0] = decoder.weights[0].flip(1)
+    assert other.ask(tokens).answer != alone(tokens)
+    engine.finish_all()
+    assert request.answer == other.ask(tokens).answer
+    assert request.num_computed_here == 40 + 7
+
+
 def test_what_a_lookup_has_found_is_not_saved_again(serve: Serve) -> None:
     """Not even copied: loaded, or too little to be loaded."""
     tokens = prompt(37, 13)

@@ -61,7 +61,7 @@ class ToyConnector:
         self.policy.allocated(request, (request.block_ids,), num_loaded)
 
     def begin_step(self, running: Sequence[Request], stops: Mapping[str, int]) -> None:
-        self.policy.look_at_weights()
+        self.policy.look_at_weights()  # `step` does not
         for request in running:
             stop = stops[request.request_id]
             start = request.num_computed_tokens

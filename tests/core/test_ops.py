@@ -106,7 +106,7 @@ def test_write_and_gather_numpy(dtype: Any) -> None:
 
 def test_new_outputs_are_zero_without_a_source() -> None:
     _, _, cache = new_cache()
-    key, value = gather_kv(cache, [[1, -1], [0]], [6, 1], null_block_id=0)
+    key, value = gather_kv(cache, [[1, -1], [0]], [6, 1], null_block_id=0, zero_fill=True)
     assert isinstance(key, torch.Tensor)
     assert key.shape == value.shape == (2, 6, HEADS, DIM)
     assert key.dtype is torch.bfloat16
@@ -114,6 +114,25 @@ def test_new_outputs_are_zero_without_a_source() -> None:
         assert (out[0, :4] == 7).all()
         assert (out[0, 4:] == 0).all()
         assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+def test_new_outputs_lose_no_tokens(numpy: bool) -> None:
+    """A block that a token needs is not taken for zeros unless the table or the call says so."""
+    _, _, cache = new_cache()
+    if numpy:
+        k, v = np.full((2, NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM), 7, np.float32)
+        cache = cache_of(k, v)
+    table = [[1, -1], [0, 2]]
+    for lens, longest in (([6, 8], 8), ([6, 6], 6), ([6, 1], 9)):
+        with pytest.raises(OutOfRangeError, match=r"indices\[1\] is -1, a null block"):
+            gather_kv(cache, table, lens, max_seq_len=longest)
+    with pytest.raises(OutOfRangeError, match="a null block"):
+        gather_kv(cache, [[], [2]], [3, 3])  # a row without blocks
+    found, _ = gather_kv(cache, BlockTable.packed(table).with_holes(), [6, 8])
+    assert (np.asarray(found.tolist())[:, :, 0, 0] != 0).sum(1).tolist() == [4, 8]
+    short, _ = gather_kv(cache, table, [3, 6], max_seq_len=9)
+    assert (np.asarray(short.tolist())[:, :, 0, 0] != 0).sum(1).tolist() == [3, 6]
 
 
 def test_given_outputs_keep_what_has_no_source() -> None:

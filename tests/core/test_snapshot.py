@@ -357,6 +357,14 @@ def test_a_table_that_is_too_short_is_refused() -> None:
         Snapshot.capture(range(5), [section_of(small(), (0, 1))])
 
 
+@pytest.mark.parametrize("span", [(2, 1), (7, 6), (8, 8), (-1, -1), (0, 8), (1.0, 2), ("0", 2)])
+def test_tokens_that_a_snapshot_does_not_have(span: Any) -> None:
+    snapshot = capture(small(), [3, 1], 7)
+    with pytest.raises(InvalidArgumentError, match=r"^st(art|op) is .*, expected .*[0-7] to 7$"):
+        snapshot.restore(section_of(small(), (0, 1), [3, 1]), *span)
+    assert snapshot.restore(section_of(small(), (0, 1), [3, 1]), 7, 7) == 0
+
+
 def test_opaque_rows_go_to_the_same_encoding_only(tmp_path: Path) -> None:
     src, dst = (small(seed, torch.uint8, head_dim=20) for seed in (1, 2))
     snapshot = reopened(capture(src, [3, 1], 7, encoding="rows of 20"), tmp_path / "file")

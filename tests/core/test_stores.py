@@ -396,6 +396,21 @@ def test_a_salt_is_a_string(tmp_path: Path) -> None:
             store.salted(wrong)  # type: ignore[arg-type]
 
 
+def test_what_keys_depend_on_has_one_form(tmp_path: Path) -> None:
+    """1.0 layers are other JSON than 1, so that nothing of the store would ever be found."""
+    store = store_in(tmp_path)
+    for wrong in (b"x", None, 3, ["model"]):
+        with pytest.raises(InvalidArgumentError, match=r"fingerprint is .*, expected a string"):
+            store.of_weights(wrong)  # type: ignore[arg-type]
+    for name in ("num_layers", "total_kv_heads", "chunk_tokens"):
+        for number in (2.0, True, 0, "2"):
+            with pytest.raises(InvalidArgumentError, match=f"{name} is .*, expected .*1 to"):
+                store_in(tmp_path / "other", **{name: number})
+    for start in (0.0, True, "0"):
+        with pytest.raises(InvalidArgumentError, match=r"start is .*, expected an integer"):
+            store.load(Match(0, ()), start, 0, [])  # type: ignore[arg-type]
+
+
 def test_a_match_goes_to_another_process(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(20))
@@ -782,7 +797,7 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
     assert store_in(tmp_path, chunk_tokens=128).chunk_tokens == 128
     with pytest.raises(StoreError, match=r"chunk_tokens is 64, expected 128 as .*json says"):
         store_in(tmp_path, chunk_tokens=64)
-    with pytest.raises(InvalidArgumentError, match="chunk_tokens 0, expected at least 1"):
+    with pytest.raises(InvalidArgumentError, match="chunk_tokens is 0, expected 1 to"):
         store_in(tmp_path, chunk_tokens=0)
     new = tmp_path / "new"
     assert store_in(new, chunk_tokens=None, new_chunk_tokens=32).chunk_tokens == 32

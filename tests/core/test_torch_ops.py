@@ -94,7 +94,7 @@ SAMPLES: dict[str, Any] = {
     "gather without V": lambda: (
         "gather_kv",
         (halves(new_kv())[0], None, TABLE, LENS, 13, "BLOCK_HND"),
-        {"dtype": torch.float32, "null_block_id": 0},
+        {"dtype": torch.float32, "null_block_id": 0, "zero_fill": True},
     ),
     "gather fp8 in uint8": lambda: (
         "gather_kv",
