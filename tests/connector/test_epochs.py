@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import Epochs
+from kvx_core.connector.plan import Scope
+from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.connector.weights import AsRanksSay, Files, Report, Unknown, Weights
+from kvx_core.snapshot import Precision
 
 OTHER = Files("/models/other", None, "as it was")
 
@@ -247,3 +251,17 @@ def test_blocks_that_the_engine_keeps() -> None:
     engine.call()  # nothing was computed in between
     engine.report()
     assert engine.epochs.has_current_blocks()
+
+
+@pytest.mark.parametrize("name", ["", "said:v1", "random:1"])
+def test_models_share_nothing_though_their_weights_have_one_name(name: str, tmp_path: Path) -> None:
+    spaces = set()
+    for fingerprint in ("one", "other"):
+        store = StoreSettings(path=tmp_path).store(
+            fingerprint=fingerprint,
+            num_layers=2,
+            total_kv_heads=2,
+            precision=Precision.of("float32"),
+        )
+        spaces |= {Scoped(store)[Scope(salt, name)].nodes([])[0] for salt in ("", "a")}
+    assert len(spaces) == 4

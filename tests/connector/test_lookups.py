@@ -143,6 +143,18 @@ def test_one_lookup_finds_all_corrupt_files(tmp_path: Path, damage: str) -> None
     assert [path.exists() for path in bad] == [False, True]
 
 
+def test_corrupt_files_behind_a_chunk_of_which_a_part_is_found(tmp_path: Path) -> None:
+    """Another entry begins as the corrupt one does, so that the match ends inside the chunk."""
+    tokens = [*range(48)]
+    fill(tmp_path, [*tokens[:21], *[63] * 11])
+    store = fill(tmp_path, tokens)
+    paths = [tmp_path / span.names[0] for span in store.lookup(tokens).spans]
+    for path in paths[1:]:
+        path.write_bytes(path.read_bytes()[:100])
+    assert store_in(Frozen(tmp_path)).lookup(tokens).num_tokens == 21
+    assert [path.exists() for path in paths] == [True, False, False]
+
+
 def test_every_match_is_that_of_the_store(tmp_path: Path) -> None:
     """Whatever memory knows, its answer is the one of a lookup on the disk."""
     generator = np.random.default_rng(5)
