@@ -19,6 +19,7 @@ from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
+from kvx_core.stores import index
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
@@ -82,6 +83,20 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         assert asked.at_once(other) == expected
     assert asked.at_once(prompt(40, 4)) == 0  # the folder of beginnings does not have it
     assert asked.blobs.num_calls == calls
+
+
+def test_of_a_large_folder_memory_knows_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that it has none: what is stored there is found on the disk."""
+    monkeypatch.setattr(index, "_MAX_LISTED", 3)
+    stored = [prompt(40, seed) for seed in range(4)]
+    for tokens in stored:
+        fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    assert asked.answer(prompt(40, 9)) == 0
+    assert asked.lookups._workers.wait(60)  # until the folder of beginnings has been listed
+    assert [asked.answer(tokens) for tokens in stored] == [39] * 4
 
 
 def test_a_miss_does_not_wait_until_a_folder_is_listed(tmp_path: Path) -> None:
