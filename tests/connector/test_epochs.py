@@ -215,6 +215,15 @@ def test_names_that_the_user_gives() -> None:
     assert "random:" in str(engine.name)
 
 
+def test_a_name_of_before_the_change_is_not_that_of_what_follows() -> None:
+    """Also if no step has asked for it in between."""
+    engine = Engine(trusts_said=True)
+    engine.here.say("v0")
+    engine.call()
+    engine.report()
+    assert "random:" in str(engine.name)
+
+
 def test_names_do_not_count_unless_the_user_promises_what_they_mean() -> None:
     engine = Engine()
     engine.call()

@@ -130,3 +130,28 @@ def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
     assert one.lookup(Request("before", tokens, 1)) == 47  # as memory has it
     one.policy.ended("r")
     assert one.lookup(Request("after", tokens, 1)) == 0
+
+
+def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:
+    """Nor the last token, which has no keys and values yet."""
+    one = asked()
+    request = Request("r", prompt(20, 5), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    for num_computed_tokens, stop in ((19, 19), (20, 19), (23, 19), (12, 12)):
+        save = one.policy.handed_over("r", num_computed_tokens)
+        assert (save.start, save.stop) == (0, stop)
+        assert save.tokens.tolist() == request.all_token_ids[:stop]
+
+
+@pytest.mark.parametrize(("num_tokens", "saved"), [(15, [(0, 16)]), (16, []), (17, [(16, 17)])])
+def test_a_chunk_whose_first_token_has_left_the_window(
+    num_tokens: int, saved: list[tuple[int, int]], asked: Any
+) -> None:
+    """The next token sees the last 15 before it: the engine may have freed the block of others."""
+    one = asked(others_fill=True, window=16)
+    request = Request("r", prompt(num_tokens, 6), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    assert one.step(request, num_tokens) == []  # not before the engine accepts a token
+    request.all_token_ids.append(7)
+    found = one.step(request, num_tokens + 1)
+    assert [(save.start, save.stop) for save in found] == saved
