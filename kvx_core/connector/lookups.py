@@ -69,7 +69,9 @@ class Lookups:
         at_least: shorter matches need not be found
         """
         lookup = self._pending.get(request_id)
-        if lookup is not None and lookup.walk.num_tokens != num_tokens:
+        if lookup is not None and (
+            lookup.walk.num_tokens != num_tokens or lookup.walk.chain is not chain
+        ):
             self.forget(request_id)
             lookup = None
         if lookup is None:

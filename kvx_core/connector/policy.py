@@ -94,7 +94,7 @@ class Policy:
     epochs: Epochs = field(default_factory=Epochs)
     _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, _Found] = field(default_factory=dict)
-    _chains: dict[RequestId, TokenChain] = field(default_factory=dict)
+    _chains: dict[RequestId, tuple[Scope, TokenChain]] = field(default_factory=dict)
     _given_up: set[RequestId] = field(default_factory=set)  # they load nothing from now on
     _loading: dict[RequestId, Match] = field(default_factory=dict)  # in this or past steps
     _next: Plan = field(default_factory=Plan)
@@ -185,6 +185,7 @@ class Policy:
             self._load(request_id, scope, found.match, found.start, stop, block_ids)
         if (
             found is not None
+            and found.scope == scope
             and found.match.num_tokens
             and (num_external_tokens or self._finds_equals(scope))
         ):
@@ -277,7 +278,7 @@ class Policy:
         """
         self.look_at_weights()
         tracked = self._tracked.get(request.request_id)
-        chain = self._chains.get(request.request_id)
+        known = self._chains.get(request.request_id)
         is_shared = tracked is not None and self._is_shared(tracked)
         self.ended(request.request_id)
         if tracked is None or not is_shared or not self.produces:
@@ -289,8 +290,11 @@ class Policy:
         if stop - tracked.saved < (1 if at_prompt else self.min_tokens):
             return False
         tracked.block_ids = block_ids
-        if chain is None:
-            chain = self.stores[_scope(tracked)].chain_of(request.all_token_ids)
+        scope = _scope(tracked)
+        if known is not None and known[0] == scope:
+            chain = known[1]
+        else:
+            chain = self.stores[scope].chain_of(request.all_token_ids)
         save = self._save_of(tracked, stop, chain, final=True)
         if self.spread is None:
             self._next.saves.append(save)
@@ -439,12 +443,13 @@ class Policy:
 
     def _chain(self, request: Request, scope: Scope) -> TokenChain:
         """The keys of a request's tokens. Raises StoreError."""
-        chain = self._chains.get(request.request_id)
-        if chain is None:
+        known = self._chains.get(request.request_id)
+        if known is None or known[0] != scope:
             store = self.stores[scope]
-            chain = self._chains[request.request_id] = store.chain_of(request.all_token_ids)
+            known = scope, store.chain_of(request.all_token_ids)
+            self._chains[request.request_id] = known
             self._index = store.index
-        return chain
+        return known[1]
 
     def _lookup(self, request: Request, scope: Scope, num_tokens: int) -> Match | None:
         """What the store has; an error counts as nothing. None: ask again."""

@@ -150,6 +150,19 @@ def test_sessions_with_other_caches_are_refused() -> None:
         adapter.reserve(unknown, batch_size=1, num_tokens=8)
 
 
+def test_layers_are_in_the_models_order_and_keys_first() -> None:
+    """Whatever the order of the session's inputs."""
+    shape = ["batch", 2, "room", 64]
+    names = [f"past_key_values.{i}.{half}" for i in (10, *range(10)) for half in ("value", "key")]
+    given = of(*((name, "tensor(float)", shape) for name in names))
+    made = {name: np.zeros((1, 2, 8, 64), np.float32) for name in names}
+    found = adapter.cache_view(given, made, facts(tiny()), holds=None)
+    for i, layer in enumerate(found.layers):
+        assert layer.k.data == made[f"past_key_values.{i}.key"].ctypes.data
+        assert layer.v is not None
+        assert layer.v.data == made[f"past_key_values.{i}.value"].ctypes.data
+
+
 def test_facts() -> None:
     assert (facts(tiny()).rotary, facts(tiny()).rotary_dim, facts(tiny()).window) == ("half", 64, 0)
     sizes = {"num_layers": 1, "num_kv_heads": 1}

@@ -236,6 +236,22 @@ def test_a_write_that_does_nothing_is_caught() -> None:
         vllm.self_test(cache, spec, lambda key, value, slots: None)
 
 
+def test_a_write_that_fails_in_the_middle_leaves_the_block_as_it_was() -> None:
+    spec = make_spec("LBNHC")
+    raw, kv_caches = by_permutation(spec)
+    write = halves_write(kv_caches[1])
+
+    def fails(key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        write(key, value, slots)
+        if (slots >= 0).any():
+            assert not (raw == SENTINEL).all()
+            raise RuntimeError("as a test says")
+
+    with pytest.raises(RuntimeError, match="as a test says"):
+        vllm.self_test(kv_caches[1], spec, fails)
+    assert (raw == SENTINEL).all()
+
+
 def test_nan_is_not_what_was_written() -> None:
     spec = make_spec(num_layers=1)
     _, (cache,) = by_permutation(spec)

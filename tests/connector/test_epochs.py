@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import Epochs
+from kvx_core.connector.plan import Scope
+from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.connector.weights import AsRanksSay, Files, Report, Unknown, Weights
+from kvx_core.snapshot import Precision
 
 OTHER = Files("/models/other", None, "as it was")
 
@@ -211,6 +215,15 @@ def test_names_that_the_user_gives() -> None:
     assert "random:" in str(engine.name)
 
 
+def test_a_name_of_before_the_change_is_not_that_of_what_follows() -> None:
+    """Also if no step has asked for it in between."""
+    engine = Engine(trusts_said=True)
+    engine.here.say("v0")
+    engine.call()
+    engine.report()
+    assert "random:" in str(engine.name)
+
+
 def test_names_do_not_count_unless_the_user_promises_what_they_mean() -> None:
     engine = Engine()
     engine.call()
@@ -247,3 +260,17 @@ def test_blocks_that_the_engine_keeps() -> None:
     engine.call()  # nothing was computed in between
     engine.report()
     assert engine.epochs.has_current_blocks()
+
+
+@pytest.mark.parametrize("name", ["", "said:v1", "random:1"])
+def test_models_share_nothing_though_their_weights_have_one_name(name: str, tmp_path: Path) -> None:
+    spaces = set()
+    for fingerprint in ("one", "other"):
+        store = StoreSettings(path=tmp_path).store(
+            fingerprint=fingerprint,
+            num_layers=2,
+            total_kv_heads=2,
+            precision=Precision.of("float32"),
+        )
+        spaces |= {Scoped(store)[Scope(salt, name)].nodes([])[0] for salt in ("", "a")}
+    assert len(spaces) == 4

@@ -31,8 +31,14 @@ class Loading:
         assert self.match.num_tokens == len(TOKENS)
         self.engines, self.log, self.counts = [Engine(), Engine(seed=1)], list[str](), Counts()
         settings = StoreSettings(path=path, loader_threads=1)
+        self.era = 0
         self.loader = Loader(
-            {Scope(): self.store}, settings, Boundary(self.log.append), self.counts, self._sections
+            {Scope(): self.store},
+            settings,
+            Boundary(self.log.append),
+            self.counts,
+            self._sections,
+            era=lambda: self.era,
         )
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
@@ -100,3 +106,15 @@ def test_a_load_that_is_cancelled_ends_after_its_chunk(loading: Loading) -> None
     assert (load.request_id, first < len(TOKENS)) == ("r", True)
     loading.engines[0].check(TOKENS, 0, first)
     assert loading.log == []  # nobody waits for it: nothing has failed
+
+
+def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loading) -> None:
+    """Not the tokens that it has loaded either: they are those of the weights before."""
+    load = loading.start(0)
+    loading.blobs.answers.set()
+    assert loading.loader._workers.wait(60)
+    loading.engines[0].check(TOKENS, 0, len(TOKENS))
+    loading.era += 1
+    assert loading.loader.take_results() == Results({"r"}, [(load, 0)])
+    (line,) = loading.log
+    assert line.endswith("could not load request r: the model's weights changed while it ran")

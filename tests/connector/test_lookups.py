@@ -7,18 +7,20 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
 from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section
-from kvx_core.connector import lookups
+from kvx_core.connector import lookups, threads
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
+from kvx_core.stores import index
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
@@ -84,6 +86,20 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked.blobs.num_calls == calls
 
 
+def test_of_a_large_folder_memory_knows_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that it has none: what is stored there is found on the disk."""
+    monkeypatch.setattr(index, "_MAX_LISTED", 3)
+    stored = [prompt(40, seed) for seed in range(4)]
+    for tokens in stored:
+        fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    assert asked.answer(prompt(40, 9)) == 0
+    assert asked.lookups._workers.wait(60)  # until the folder of beginnings has been listed
+    assert [asked.answer(tokens) for tokens in stored] == [39] * 4
+
+
 def test_a_miss_does_not_wait_until_a_folder_is_listed(tmp_path: Path) -> None:
     """It is answered first; one that comes meanwhile too."""
     fill(tmp_path, prompt(40, 1))
@@ -141,6 +157,32 @@ def test_one_lookup_finds_all_corrupt_files(tmp_path: Path, damage: str) -> None
     paths[1].unlink()  # nothing is stored here: what lies behind is not looked at
     assert store_in(Frozen(tmp_path)).lookup(tokens).num_tokens == 0
     assert [path.exists() for path in bad] == [False, True]
+
+
+def test_corrupt_files_behind_a_chunk_of_which_a_part_is_found(tmp_path: Path) -> None:
+    """Another entry begins as the corrupt one does, so that the match ends inside the chunk."""
+    tokens = [*range(48)]
+    fill(tmp_path, [*tokens[:21], *[63] * 11])
+    store = fill(tmp_path, tokens)
+    paths = [tmp_path / span.names[0] for span in store.lookup(tokens).spans]
+    for path in paths[1:]:
+        path.write_bytes(path.read_bytes()[:100])
+    assert store_in(Frozen(tmp_path)).lookup(tokens).num_tokens == 21
+    assert [path.exists() for path in paths] == [True, False, False]
+
+
+def test_a_request_that_grows_while_it_is_looked_up_is_looked_up_again(tmp_path: Path) -> None:
+    tokens = prompt(60, 1)
+    fill(tmp_path, tokens)
+    asked = Asked(tmp_path)
+    asked.blobs.answers.clear()
+    request = Request("r", tokens[:20], 1)
+    assert asked.policy.lookup(request, 0) is None
+    request.all_token_ids += tokens[20:]
+    asked.blobs.answers.set()
+    while (found := asked.policy.lookup(request, 0)) is None:
+        asked.lookups.wait(0.01)
+    assert found == 59
 
 
 def test_every_match_is_that_of_the_store(tmp_path: Path) -> None:
@@ -428,3 +470,23 @@ def test_a_disk_that_does_not_give_files_is_told(tmp_path: Path) -> None:
     assert answer() == 0
     assert store.index.num_corrupt
     assert boundary.take_counts() == {}
+
+
+def test_threads_are_stuck_since_the_last_of_them_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has been at its job for long does not keep the other from answering."""
+    now, go = [100.0], threading.Event()
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = Workers(2, "test")
+    for begun in (0.0, 7.0):
+        now[0] = 100 + begun
+        workers.submit(lambda: go.wait(60))
+        while workers._jobs:
+            time.sleep(0.001)
+        assert workers.stuck_seconds() == 0
+    now[0] = 110.0
+    assert workers.stuck_seconds() == 3
+    go.set()
+    assert workers.wait(60)
+    assert workers.stuck_seconds() == 0

@@ -20,6 +20,7 @@ from kvx_core import (
     SeqLens,
     SlotMapping,
     WritePlan,
+    borrow,
     describe,
     gather_kv,
     migrate,
@@ -211,6 +212,20 @@ def test_storages_that_were_shrunk_are_not_read_past_their_end(which: str) -> No
                 call()
         else:
             call()
+
+
+def test_a_view_behind_others_of_a_storage_that_was_shrunk() -> None:
+    """Its storage has as many bytes as the view, which begins in the middle."""
+    memory = torch.zeros(6, 4)
+    views = memory[2:], memory[2:, 1:3], memory.flatten()[3:11]
+    for view in views:
+        borrow(view)
+    memory.untyped_storage().resize_(4 * 4 * 4)
+    for view, needed in zip(views[:2], (96, 92), strict=True):
+        sentence = f"x has a storage of 64 bytes, expected at least {needed}: it has been resized"
+        with pytest.raises(InvalidArgumentError, match=sentence):
+            borrow(view, name="x")
+    borrow(views[2])
 
 
 def test_a_plan_whose_lengths_have_moved_takes_others() -> None:

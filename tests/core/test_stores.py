@@ -314,6 +314,27 @@ def test_another_model_shape_or_salt_is_another_space(tmp_path: Path) -> None:
     assert store.salted("x").salted("").lookup(range(30)).num_tokens == 20
 
 
+def test_what_other_weights_have_computed_is_loaded_by_an_engine_that_starts_with_them(
+    tmp_path: Path,
+) -> None:
+    """Facts of a cache whose weights change have no fingerprint: its store says whose it is."""
+    running, computed = store_in(tmp_path).of_weights("other"), Engine().compute(range(20))
+    for start, stop in running.spans(20):
+        chunk = running.capture(range(20), start, stop, computed.sections(fingerprint=None))
+        assert chunk is not None
+        running.commit(chunk)
+    started = PrefixStore(
+        Directory(tmp_path),
+        fingerprint="other",
+        num_layers=LAYERS,
+        total_kv_heads=HEADS,
+        precision=Precision.of("float32"),
+    )
+    match, engine = started.lookup(range(20)), Engine(seed=1)
+    started.load(match, 0, 20, engine.sections(fingerprint="other"))
+    engine.check(range(20), 0, 20)
+
+
 def test_spans_are_chunks(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     assert store.spans(40) == [(0, 16), (16, 32), (32, 40)]

@@ -375,7 +375,11 @@ def test_a_store_that_does_not_answer(serve: Factory) -> None:
     for _ in range(10):
         assert engine.ask(tokens).computed == 100
     assert time.monotonic() - begin < 30
+    filled: list[Any] = []
+    engine.scheduler._fill = lambda *arguments: filled.append(arguments)
     answers.set()
+    assert engine.scheduler._reader.wait(60)
+    assert filled == []  # nobody waits for it any more
 
 
 def test_a_store_that_is_slow_and_answers(serve: Factory) -> None:

@@ -341,6 +341,20 @@ def test_what_kvx_cannot_write_as_vllm_reads_it_is_left_to_vllm(
     assert reason in message
 
 
+def test_a_cache_that_kvx_cannot_write_after_one_that_it_could(by_vllm: list[Tensor]) -> None:
+    """vLLM writes it, and nobody goes on writing to the first one."""
+    from kvx_adapters.vllm_plugin.cpu_attention import KVXCPUAttentionImpl
+
+    first, second = cpu_caches(torch.bfloat16)
+    impl, (key, value, slots) = an_impl(KVXCPUAttentionImpl), some_tokens(torch.bfloat16)
+    impl.do_kv_cache_update(a_layer(ONE, ONE), key, value, first, slots)
+    assert by_vllm == []
+    before = first.clone()
+    impl.do_kv_cache_update(a_layer(ONE, ONE, "amx"), key + 1, value + 1, second, slots)
+    assert [cache is second for cache in by_vllm] == [True]
+    assert torch.equal(first.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_encoders_have_no_cache(by_vllm: list[Tensor], log: pytest.LogCaptureFixture) -> None:
     from kvx_adapters.vllm_plugin.cpu_attention import KVXCPUAttentionImpl
 

@@ -209,6 +209,54 @@ def test_a_config_from_elsewhere_is_the_same_as_in_its_place(
     assert record(hf_config_path=str(config)) == record(model)
 
 
+@pytest.mark.parametrize("when", ["never", "before", "while they are read"])
+def test_the_name_of_files_that_take_the_place_of_others(
+    when: str,
+    llama: Path,
+    tmp_path: Path,
+    environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody knows what was loaded from files that have changed since."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvx_adapters.vllm_plugin import identity
+    from kvx_adapters.vllm_plugin.settings import Settings
+    from kvx_core.connector.weights import Files
+
+    other = models.with_another_layer(llama, tmp_path / "other")
+    config = EngineArgs(model=str(llama), dtype="bfloat16", max_model_len=512)
+    config, settings = config.create_engine_config(), Settings(path=tmp_path / "store")
+    first = identity.model_record(config, settings).fingerprint
+    start = identity.StartFiles(config, settings, first)
+    loaded = Files(str(other), None, identity.files_state(str(other), None))
+    read = identity.model_record
+
+    def change() -> None:
+        (other / "model.safetensors").touch()
+
+    def read_and_change(*arguments: Any) -> ModelRecord:
+        found = read(*arguments)
+        change()
+        return found
+
+    if when == "before":
+        change()
+    elif when == "while they are read":
+        monkeypatch.setattr(identity, "model_record", read_and_change)
+    name = start.name(loaded)
+    if when != "never":
+        assert name is None
+        return
+    (kind, _, fingerprint) = str(name).partition(":")
+    assert kind == "files"
+    config = EngineArgs(model=str(other), dtype="bfloat16", max_model_len=512)
+    started = identity.model_record(config.create_engine_config(), settings)
+    assert fingerprint == started.fingerprint != first
+    of_first = Files(str(llama), None, identity.files_state(str(llama), None))
+    assert start.name(of_first) == ""
+
+
 def test_a_quantised_checkpoint_alone_and_with_more(record: Record, tmp_path: Path) -> None:
     """How its files are quantised is in their digest."""
     model = models.llama(tmp_path / "model")

@@ -643,6 +643,22 @@ def test_a_reset_keeps_what_is_stored(start: Any, stored: None) -> None:
     assert loads(steps.plan()) == [("a", 0, 199)]
 
 
+def test_a_reset_counts_if_no_request_has_blocks(start: Any) -> None:
+    """Else vLLM keeps blocks, of the weights before."""
+    from vllm.v1.request import RequestStatus
+
+    steps = start(enable_prefix_caching=True)
+    weights = steps.scheduler.connector._weights
+    steps.add("a", prompt(60, seed=4))
+    steps.plan()
+    assert not steps.scheduler.reset_prefix_cache()
+    assert weights.num_resets == 0
+    steps.run()
+    steps.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert steps.scheduler.reset_prefix_cache()
+    assert weights.num_resets == 1
+
+
 def test_new_weights_share_nothing_with_what_was_stored(start: Any, stored: None) -> None:
     steps = start(enable_prefix_caching=True)
     with steps.scheduler.connector._weights.change():

@@ -90,3 +90,13 @@ def test_requests_that_are_not_shared_have_a_label() -> None:
     for reason, expected in (("lora", 7), ("images", 2)):
         name = "vllm:kvx_unshared_requests_total"
         assert REGISTRY.get_sample_value(name, labels | {"reason": reason}) == expected
+
+
+def test_what_workers_know_of_a_store_is_not_added() -> None:
+    """They have the same one; what each has done is added."""
+    from kvx_adapters.vllm_plugin.stats import KVXStats
+
+    one = KVXStats({"store_bytes": 700, "saved_tokens": 3})
+    for other in ({"store_bytes": 900, "saved_tokens": 4}, {"store_bytes": 800, "errors": 1}):
+        one.aggregate(KVXStats(other))
+    assert one.data == {"store_bytes": 900, "saved_tokens": 7, "errors": 1}

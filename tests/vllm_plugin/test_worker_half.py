@@ -19,7 +19,7 @@ from kvx_adapters import vllm
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import Scope
-from kvx_core.connector.weights import Weights
+from kvx_core.connector.weights import Stamp, Weights
 from kvx_core.snapshot import Precision, Section, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
@@ -135,6 +135,36 @@ def test_tokens_arrive_and_nothing_else_is_written(tmp_path: Path) -> None:
         kv_cache[[4, 2]] = layer.unflatten(1, (2, 2 * N)).transpose(0, 1)
     assert (worker.raw == SENTINEL).all()
     assert worker.stats()["loaded_tokens"] == 27
+
+
+@pytest.mark.parametrize(
+    ("generation", "stamp", "is_saved"),
+    [
+        (0, (0, 0), True),
+        (1, (1, 0), True),
+        (1, (0, 0), False),
+        (0, (0, 1), False),
+        (0, None, False),
+    ],
+)
+def test_a_step_that_was_planned_for_other_weights_is_not_saved(
+    generation: int, stamp: tuple[int, int] | None, is_saved: bool, tmp_path: Path
+) -> None:
+    """The scheduler's have changed since it was planned, or this rank's, or nobody knows."""
+    from kvx_adapters.vllm_plugin.steps import Save, StepPlan
+
+    worker = Worker(Directory(tmp_path))
+    worker.fill()
+    node = worker.store.nodes([])[0]
+    step = StepPlan(
+        saves=[Save("a", Scope(), node, 0, np.array(TOKENS), ([3, 1, 5],), final=True)],
+        generation=generation,
+        stamp=None if stamp is None else Stamp(*stamp),
+    )
+    worker.half.save(step)
+    worker.half.shutdown()
+    assert worker.half.take_results()[0] == {"a"}  # its blocks need not wait
+    assert worker.store.lookup(TOKENS).num_tokens == (40 if is_saved else 0)
 
 
 def test_ranks_with_a_head_each_and_one_with_both(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""A Policy asked in orders that are rare in engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvx_core import Directory, PrefixStore
+from kvx_core.connector import lookups
+from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.lookups import Lookups
+from kvx_core.connector.plan import Save
+from kvx_core.connector.policy import Policy
+from kvx_core.connector.settings import Scoped
+from tests.connector.test_toy_engine import prompt, store_in
+from tests.connector.test_writer import chunks_of
+from tests.connector.toy_engine import Request
+
+CHUNK = 16
+
+
+class Salted(Policy):
+    """A Policy of an engine whose requests have a salt, which may change."""
+
+    __slots__ = ()
+
+    def salt_of(self, request: Any) -> str | None:
+        return getattr(request, "salt", "")
+
+
+class Asked:
+    """A policy of a store; options: of the policy."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        boundary = Boundary(pytest.fail)
+        self.root, self.store = path, store_in(Directory(path))
+        self.lookups = Lookups(boundary, seconds=60)
+        options = {"asynchronous": True} | options
+        self.policy = Salted(Scoped(self.store), boundary, self.lookups, CHUNK, **options)
+
+    def lookup(self, request: Request, num_computed_tokens: int = 0) -> int:
+        while (found := self.policy.lookup(request, num_computed_tokens)) is None:
+            self.lookups.wait(0.01)
+        return found
+
+    def step(self, request: Request, stop: int) -> list[Save]:
+        """What a step saves that computes the request's tokens up to `stop`."""
+        start, request.num_computed_tokens = request.num_computed_tokens, stop
+        self.policy.step(request.request_id, start, stop, (), are_new=False)
+        return self.policy.take_plan(is_idle=False).saves
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Any]:
+    made: list[Asked] = []
+
+    def make(**options: Any) -> Asked:
+        made.append(Asked(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.lookups.shutdown()
+
+
+def fill(store: PrefixStore, tokens: list[int]) -> None:
+    for chunk in chunks_of(store, tokens):
+        store.commit(chunk)
+
+
+def test_a_request_whose_salt_changes_is_looked_up_again(asked: Any) -> None:
+    """What others have stored with its new salt is found, and what it saves is found by them."""
+    one, tokens = asked(), prompt(48, 1)
+    fill(one.store.salted("a"), tokens)
+    fill(one.store.salted("b"), tokens[:32])
+    request = Request("r", tokens, 1)
+    found = []
+    for salt in "abca":
+        request.salt = salt  # type: ignore[attr-defined]
+        found.append(one.lookup(request))
+    assert found == [47, 32, 0, 47]
+    request.salt = "c"  # type: ignore[attr-defined]
+    one.policy.allocated(request, (list(range(12)),), 0)
+    (save,) = one.step(request, 48)
+    assert save.scope.salt == "c"
+    assert save.node == one.store.salted("c").nodes(tokens)[0]
+
+
+def test_a_request_that_gets_blocks_again_is_held_again(asked: Any) -> None:
+    """Others may have filled its new blocks, too: it is saved when it has one more token."""
+    one, tokens = asked(others_fill=True), prompt(20, 2)
+    request = Request("r", tokens, 8)
+    for _ in range(2):  # the second time after a preemption
+        one.policy.allocated(request, (list(range(9)),), 0)
+        request.num_computed_tokens = 0
+        assert one.step(request, len(request.all_token_ids)) == []
+        request.all_token_ids.append(7)
+    assert [(save.start, save.stop) for save in one.step(request, 22)] == [(0, 20)]
+
+
+def test_the_end_of_a_request_is_saved_from_the_blocks_that_it_has_then(asked: Any) -> None:
+    """The engine has freed a block that a window has left: another request may have it."""
+    one = asked()
+    request = Request("r", prompt(40, 3), 8)
+    one.policy.allocated(request, ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14],), 0)
+    request.num_computed_tokens = 39
+    request.all_token_ids += [7] * 9
+    now = [0, 0, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert one.policy.finished(request, (now,), 48)
+    (save,) = one.policy.take_plan(is_idle=False).saves
+    assert (save.final, save.block_ids) == (True, (now,))
+
+
+def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of an aborted request may have found that they have gone."""
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # memory answers, however slow the machine is
+    one, tokens = asked(), prompt(48, 4)
+    one.store.index.fresh_seconds = 60
+    fill(one.store, tokens)
+    request = Request("r", tokens, 1)
+    assert one.lookup(request) == 47
+    one.policy.allocated(request, (list(range(12)),), 47)
+    for path in one.root.rglob("*.safetensors"):
+        path.unlink()
+    assert one.lookup(Request("before", tokens, 1)) == 47  # as memory has it
+    one.policy.ended("r")
+    assert one.lookup(Request("after", tokens, 1)) == 0
+
+
+def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:
+    """Nor the last token, which has no keys and values yet."""
+    one = asked()
+    request = Request("r", prompt(20, 5), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    for num_computed_tokens, stop in ((19, 19), (20, 19), (23, 19), (12, 12)):
+        save = one.policy.handed_over("r", num_computed_tokens)
+        assert (save.start, save.stop) == (0, stop)
+        assert save.tokens.tolist() == request.all_token_ids[:stop]
+
+
+@pytest.mark.parametrize(("num_tokens", "saved"), [(15, [(0, 16)]), (16, []), (17, [(16, 17)])])
+def test_a_chunk_whose_first_token_has_left_the_window(
+    num_tokens: int, saved: list[tuple[int, int]], asked: Any
+) -> None:
+    """The next token sees the last 15 before it: the engine may have freed the block of others."""
+    one = asked(others_fill=True, window=16)
+    request = Request("r", prompt(num_tokens, 6), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    assert one.step(request, num_tokens) == []  # not before the engine accepts a token
+    request.all_token_ids.append(7)
+    found = one.step(request, num_tokens + 1)
+    assert [(save.start, save.stop) for save in found] == saved
