@@ -19,7 +19,6 @@ from kvx_core import (
     FactsMismatchError,
     InvalidArgumentError,
     Layout,
-    OutOfRangeError,
     UnsupportedError,
     describe,
     gather_kv,
@@ -154,21 +153,6 @@ def test_a_static_cache_stays_where_it_is(llama: Any) -> None:
     other = hf.cache_view(filled(transformers.DynamicCache(), 1, 16), SAME_MODEL)
     assert migrate(view, other, [4])
     assert verify(hf.cache_view(cache, SAME_MODEL), other, [4])
-
-
-@torch.inference_mode()
-def test_a_step_that_has_reached_some_layers_counts_for_none(llama: Any) -> None:
-    """In the middle of a forward pass: the other layers do not have its token yet."""
-    cache = transformers.StaticCache(config=llama.config, max_cache_len=16)
-    llama(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    token = torch.zeros(1, KV_HEADS, 1, DIM)
-    for layer in (0, 1):
-        cache.update(token, token, layer)
-    other = hf.cache_view(filled(transformers.DynamicCache(), 1, 16), SAME_MODEL)
-    with pytest.raises(OutOfRangeError, match="src holds 3 tokens of sequence 0 by its en"):
-        migrate(hf.cache_view(cache, SAME_MODEL), other, [4])
-    cache.update(token, token, 2)
-    assert migrate(hf.cache_view(cache, SAME_MODEL), other, [4])
 
 
 def test_kvx_writes_what_transformers_reads(llama: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from kvx_adapters import transformers as hf
+from kvx_adapters.transformers.sizes import kv_layers
 from kvx_core import (
     CacheFacts,
     InvalidArgumentError,
@@ -295,6 +296,19 @@ def test_a_chunk_is_no_window() -> None:
     assert {layers: own.window for layers, own in groups.items()} == {(0,): None, (1,): 0}
 
 
+def test_layers_whose_kinds_have_no_names() -> None:
+    """transformers takes a window before a chunk, as its caches do."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    for fields, window in (
+        ({}, 0),
+        ({"sliding_window": 8}, 8),
+        ({"attention_chunk_size": 8}, None),
+        ({"sliding_window": 4, "attention_chunk_size": 8}, 4),
+    ):
+        config = transformers.LlamaConfig(**sizes, **fields)
+        assert [layer.window for layer in kv_layers(config)] == [window] * 2
+
+
 def test_a_record_says_whether_llama_4_tunes_its_attention(tmp_path: Path) -> None:
     """Which engines leave out or do, whatever the file says."""
     model = make("Llama4Text", **EXPERTS, intermediate_size_mlp=96, attn_temperature_tuning=False)
@@ -527,13 +541,13 @@ def test_a_window_that_two_crops_have_cut_is_refused() -> None:
     cache.crop(-1)
     (group,) = hf.layer_groups(cache, facts)
     assert (group.first_token, group.num_tokens) == (4, 7)
-    cache.crop(-1)
-    cache.crop(-1)
+    for held, tokens in ((6, 10), (5, 9)):
+        cache.crop(-1)
+        with pytest.raises(InvalidArgumentError) as raised:
+            hf.layer_groups(cache, facts)
+        assert str(raised.value) == (
+            f"cache.layers[0] holds the last {held} of {tokens} tokens, expected 7 as its "
+            "attention reads them: crops have dropped the others. Run the sequence anew"
+        )
     hf.reserve(other, model, batch_size=1, num_tokens=9)
-    with pytest.raises(InvalidArgumentError) as raised:
-        hf.layer_groups(cache, facts)
-    assert str(raised.value) == (
-        "cache.layers[0] holds the last 5 of 9 tokens, expected 7 as its attention reads them: "
-        "crops have dropped the others. Run the sequence anew"
-    )
     assert hf.layer_groups(other, facts)[0].num_tokens == 7

@@ -206,6 +206,18 @@ def test_all_bad_chunks_are_found_and_stored_again_at_once(serve: Serve, tmp_pat
     assert serve().ask(tokens).num_computed_here == 1 + 7
 
 
+@pytest.mark.parametrize(("first", "own", "limit"), [(9000, None, 9000), (9000, 5000, 5000)])
+def test_the_limit_of_a_store_is_that_of_the_engine_that_made_it(
+    first: int, own: int | None, limit: int, tmp_path: Path
+) -> None:
+    """Unless an engine has one of its own."""
+    model = {"fingerprint": "m", "num_layers": 1, "total_kv_heads": 1, "precision": F32}
+    for max_bytes in (first, own):
+        store = StoreSettings(path=tmp_path / "store", max_bytes=max_bytes).store(**model)
+        directory: Any = store._blobs
+    assert directory.max_bytes == limit
+
+
 class Frozen(Directory):
     """A directory whose file system does not answer while it is frozen."""
 
