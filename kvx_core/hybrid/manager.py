@@ -92,12 +92,15 @@ class KVCacheManager:
         }
         blocks_of = self._blocks_of_pools(schedule, given)
 
+        # Tokens that the window of each layer was given, by slot: states hold rows of it.
+        heads = torch.zeros(len(self.schemas), self.max_requests, dtype=torch.int32, device=device)
+        self._heads = heads.numpy() if heads.device.type == "cpu" else None
         self.states: dict[int, StateCache] = {}
         self.allocators: dict[int, BlockAllocator | None] = dict.fromkeys(self.schemas)
         self.paged: dict[int, PagedCache | None] = dict.fromkeys(self.schemas)
         self.block_tables: dict[int, Tensor | None] = dict.fromkeys(self.schemas)
         self.block_lens: dict[int, Tensor | None] = dict.fromkeys(self.schemas)
-        for layer, schema in self.schemas.items():
+        for head, (layer, schema) in zip(heads, self.schemas.items(), strict=True):
             self.states[layer] = StateCache(
                 schema,
                 self.max_requests,
@@ -105,6 +108,7 @@ class KVCacheManager:
                 tail_row_width=tail_row_width,
                 tail_dtype=tail_dtype,
             )
+            self.states[layer].swa_head = head
             if schema.entries_per_block:
                 self.paged[layer] = PagedCache(
                     schema,
@@ -130,6 +134,7 @@ class KVCacheManager:
         self._is_taken = np.zeros(self.max_requests, dtype=bool)
         # Tokens before and after the last step of each slot.
         self._steps: Counts = np.zeros((2, self.max_requests), dtype=np.int64)
+        self._heads_then = np.zeros(self.max_requests, dtype=np.int32)
         most = max_tokens_per_step or max(self.max_context_tokens, self.max_requests)
         ratios = {s.compression_ratio for s in self.schemas.values() if s.compression_ratio}
         self.step = ForwardStep(
@@ -182,6 +187,7 @@ class KVCacheManager:
         self._free_slots.pop()
         self._is_taken[slot] = True
         self._steps[:, slot] = 0
+        self._heads_then[slot] = 0
         return slot
 
     def release_request(self, request_slot: int) -> None:
@@ -213,7 +219,9 @@ class KVCacheManager:
 
     def require_follows(self, name: str, slots: Counts, before: Counts) -> None:
         """Raises InvalidArgumentError unless the next step of each request may begin after `before`
-        tokens: after its last step, or where that began, if it is to be repeated.
+        tokens: after its last step, or where that began, if it is to be repeated. On the host, if
+        its tokens are in the caches of some layers only, it can be neither; if they are in those
+        of all layers, it cannot be repeated.
         """
         firsts, lasts = self._steps[:, slots]
         for i in np.flatnonzero((lasts != before) & (firsts != before)):
@@ -223,10 +231,27 @@ class KVCacheManager:
                 f"{name}[{i}] is {before[i]}, and the last step of slot {slots[i]} had {last} "
                 f"tokens after it, expected {expected}: tokens come step by step"
             )
+        if self._heads is None:
+            return
+        most, least = self._heads.max(0)[slots], self._heads.min(0)[slots]
+        given = most - self._heads_then[slots]
+        is_whole = (given == lasts - firsts) & (most == least)
+        # Nothing is given where an engine keeps the tokens in caches of its own.
+        for i in np.flatnonzero((given != 0) & ~(is_whole & (lasts == before))):
+            first, last = int(firsts[i]), int(lasts[i])
+            has = (self._heads[:, slots[i]] - self._heads_then[slots[i]] == last - first).sum()
+            raise InvalidArgumentError(
+                f"{name}[{i}] is {before[i]}, and {has} of {len(self.schemas)} layers hold the "
+                f"tokens {first} to {last} of the last step of slot {slots[i]}, expected "
+                + (f"{last}, the step after it" if is_whole[i] else "all of them")
+                + ". Release the request and compute it anew if that pass has failed"
+            )
 
     def keep_steps(self, slots: Counts, before: Counts, after: Counts) -> None:
         """Takes these as the last steps of requests."""
         self._steps[:, slots] = before, after
+        if self._heads is not None:
+            self._heads_then[slots] = self._heads[0, slots]
 
     def tokens(self, name: str, num_tokens: int) -> int:
         """`num_tokens` if a request may have so many. Raises InvalidArgumentError."""

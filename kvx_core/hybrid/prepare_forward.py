@@ -83,7 +83,9 @@ def prepare_forward(
 
     request_slots:     slots of admitted requests, each once
     num_tokens_before: tokens of each request in the cache: 0 at first, then num_tokens_after of
-                       its last step or, if that step is prepared anew, num_tokens_before
+                       its last step or, if that step is prepared anew, num_tokens_before. On the
+                       host a step is refused if its pass has run and it is prepared anew, or if
+                       the pass before has run in some layers only
     num_tokens_after:  tokens of each after the pass; not fewer
     Blocks are those of the entries after the pass that the request does not hold yet, so that a
     second call with the same numbers takes none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -253,6 +253,42 @@ def test_a_step_that_fails_on_its_way_can_be_repeated(
     check(caches)
     assert caches.num_held(CSA, slot) == 3
     assert caches.step.spans == [(slot, 100, 260), (other, 0, 128)]
+
+
+def test_a_pass_that_ran_is_not_repeated_and_one_that_failed_is_not_passed_over() -> None:
+    """Tokens would be in tails twice, or not at all, and entries of them wrong."""
+    caches = manager(2, 1024)
+    slot, other = caches.admit_request(), caches.admit_request()
+
+    def run(layers: Sequence[int], num_tokens: int) -> None:
+        dim = caches.schemas[CSA].nope_dim + caches.schemas[CSA].rope_dim
+        rows = torch.ones(num_tokens, dim, dtype=torch.bfloat16)
+        for layer in layers:
+            caches.acquire(layer).write_swa(rows)
+
+    prepare_forward(caches, [slot, other], [0, 0], [5, 3])
+    prepare_forward(caches, [slot, other], [0, 0], [6, 2])  # it has not run: it may be another
+    run(list(caches.schemas), 8)
+    step = caches.step.spans
+    for again in ([slot], [slot, other]):
+        with pytest.raises(InvalidArgumentError) as caught:
+            prepare_forward(caches, again, [0] * len(again), [6] * len(again))
+        assert str(caught.value) == (
+            f"num_tokens_before[0] is 0, and 4 of 4 layers hold the tokens 0 to 6 of the last step "
+            f"of slot {slot}, expected 6, the step after it. Release the request and compute it "
+            "anew if that pass has failed"
+        )
+    assert caches.step.spans == step
+    prepare_forward(caches, [slot, other], [6, 2], [7, 3])
+    run([SWA, CSA, HCA], 2)  # and then it fails
+    for before in (6, 7):
+        with pytest.raises(InvalidArgumentError, match="3 of 4 layers hold the tokens 6 to 7 of"):
+            prepare_forward(caches, [slot], [before], [8])
+    caches.release_request(slot)
+    assert caches.admit_request() == slot
+    prepare_forward(caches, [slot], [0], [9])
+    run(list(caches.schemas), 9)
+    prepare_forward(caches, [slot], [9], [10])
 
 
 def test_blocks_of_one_layer_alone_count_for_it_alone() -> None:
