@@ -1073,6 +1073,11 @@ def test_every_sentence_has_a_rule() -> None:
         "lookups.max_seq_len is %u, expected 0: %s (spec E.13)",
         # It takes tables in the memory of a device.
         "%s lies in device memory, expected host memory: the host lists ranges (spec E.13)",
+        # tests/c/kvbm.c: KVBM's functions have statuses alone.
+        "dtype_value is %d, expected F16 (0), BF16 (1), F32 (2) or F64 (3); kvx_blocks.h copies "
+        "numbers of 1 byte, too (spec E.15)",
+        "elem_size is %zu, expected %u as dtype_value %d has (spec E.15)",
+        "num_pairs is %d, expected 0 or more (spec E.15)",
         "info is NULL",
         "info.size is %u, expected at least %zu (spec 6)",
         # tests/test_fp4.py has the rules of F4_E2M1.

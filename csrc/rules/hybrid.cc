@@ -181,7 +181,7 @@ int64_t position_at(const void *positions, uint32_t bytes, uint64_t i) {
 template <class Call>
 kvx_status_t check_spans(const char *name, const Call &call) {
   if (!call.num_spans) return KVX_STATUS_OK;
-  const auto fail = [&](const char *field, uint64_t index, int64_t value, const char *expected) {
+  const auto outside = [&](const char *field, uint64_t index, int64_t value, const char *expected) {
     return KVX_OUT_OF_RANGE("%s.%s[%llu] is %lld, expected %s (spec E.22)", name, field,
                             static_cast<ull>(index), static_cast<ll>(value), expected);
   };
@@ -189,25 +189,27 @@ kvx_status_t check_spans(const char *name, const Call &call) {
   uint32_t i = 0;
   for (uint32_t span = 0; span < call.num_spans; ++span) {
     if (call.span_starts[span] != static_cast<int64_t>(i))
-      return fail("span_starts", span, call.span_starts[span], "the end of the span before");
+      return outside("span_starts", span, call.span_starts[span], "the end of the span before");
     const int32_t end = call.span_starts[span + 1];
     if (end < static_cast<int64_t>(i) || end > static_cast<int64_t>(call.num_tokens))
-      return fail("span_starts", span + 1, end, "no less than the one before, num_tokens at most");
+      return outside("span_starts", span + 1, end,
+                     "no less than the one before, num_tokens at most");
     if (end == static_cast<int64_t>(i)) continue;
     const int32_t slot = call.slots[i];
     if (slot >= 0 && static_cast<uint32_t>(slot) < call.num_slots) {
       if (seen[static_cast<uint32_t>(slot)])
-        return fail("slots", i, slot, "a slot that no span before has");
+        return outside("slots", i, slot, "a slot that no span before has");
       seen[static_cast<uint32_t>(slot)] = true;
     }
     for (; i < static_cast<uint32_t>(end); ++i) {
       if (call.span_of[i] != static_cast<int64_t>(span))
-        return fail("span_of", i, call.span_of[i], "the span that its token lies in");
-      if (call.slots[i] != slot) return fail("slots", i, call.slots[i], "that of its whole span");
+        return outside("span_of", i, call.span_of[i], "the span that its token lies in");
+      if (call.slots[i] != slot)
+        return outside("slots", i, call.slots[i], "that of its whole span");
     }
   }
   if (i == call.num_tokens) return KVX_STATUS_OK;
-  return fail("span_starts", call.num_spans, i, "num_tokens");
+  return outside("span_starts", call.num_spans, i, "num_tokens");
 }
 
 bool takes_part(const uint8_t *mask, const int32_t *slots, uint64_t i) {

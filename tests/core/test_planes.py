@@ -128,7 +128,7 @@ def test_what_planes_refuse() -> None:
         Plane.of(tensor, ("block", "token"), "k")
     with pytest.raises(InvalidArgumentError, match=r"axes\[1\] is 'TOKENS', expected a kvx_core"):
         Plane.of(tensor, ("block", "tokens", "dim"), "k")
-    with pytest.raises(InvalidArgumentError, match="role is 'KEYS', expected a kvx_core"):
+    with pytest.raises(InvalidArgumentError, match="role is 'keys', expected a kvx_core"):
         Plane.of(tensor, ("block", "token", "dim"), "keys")
     with pytest.raises(InvalidArgumentError, match="axes is 'block', expected a list or tuple"):
         Plane.of(tensor, "block", "k")

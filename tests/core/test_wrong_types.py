@@ -833,11 +833,11 @@ def test_a_wrong_type_is_refused_in_words(name: str, argument: str) -> None:
 
 
 @pytest.mark.parametrize("enum", [Layout, Memory, BlockTableFormat, ScaleGranularity, kvx.Transfer])
-def test_names_are_taken_exactly(enum: Any) -> None:
+def test_names_are_taken_in_capitals_or_not(enum: Any) -> None:
     for member in enum:
-        assert enum.of(member) is enum.of(member.name) is member
+        assert enum.of(member) is enum.of(member.name) is enum.of(member.name.lower()) is member
     name = list(enum)[1].name
-    for wrong in (name.lower(), f"{name} ", 1, None, "HND"):
+    for wrong in (name[1:], f"{name} ", 1, None, "HND"):
         with pytest.raises(kvx.InvalidArgumentError) as raised:
             enum.of(wrong)
         assert f", expected a kvx_core.{enum.__name__}: " in str(raised.value)
