@@ -573,14 +573,18 @@ def test_descriptors_that_are_wrong_are_refused_as_ever() -> None:
     """New shapes do not hide that the old ones were wrong."""
     _, src, dst, into = ends()
     k = src.layers[0].k
+
+    def move(change: dict[str, Any]) -> None:
+        wrong = replace(src.layers[0], k=replace(k, **change))
+        migrate(replace(src, layers=(wrong, wrong)).at([[0]]), into.at([[1]]), [1])
+
     for change, message in (
         ({"shape": (*k.shape[:3], 14)}, r"src.layers\[0\]: cache.k.shape\[3\] is 14, expected"),
         ({"stride": (*k.stride[:3], 5)}, "v is in the memory of k"),
         ({"data": 0}, r"src.layers\[0\]: cache.k.data is NULL"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            wrong = replace(src.layers[0], k=replace(k, **change))  # type: ignore[arg-type]
-            migrate(replace(src, layers=(wrong, wrong)).at([[0]]), into.at([[1]]), [1])
+            move(dict(change))
     fewer = CacheView(layers=into.layers[:1], facts=into.facts)
     with pytest.raises(InvalidArgumentError, match=r"dst.num_layers is 1, expected src.num_layers"):
         migrate(src.at([[0]]), fewer.at([[1]]), [1])
