@@ -356,6 +356,8 @@ def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
     quantized.run([0] * 6)
     with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard_v is 0 and rotation is"):
         llama_cpp.unrotated(quantized.span(), [6], rotated)
+    with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard_k is 64 and rotation is"):
+        llama_cpp.unrotated(quantized.span(), [6], llama_cpp.Rotation(32, 0))
 
 
 def test_which_caches_are_rotated() -> None:

@@ -251,6 +251,14 @@ def test_what_is_not_known_has_a_reason(name: str, fields: dict[str, Any], reaso
     assert (facts.rotary, facts.rotary_dim, facts.rope_applied) == (None, None, None)
 
 
+def test_rotary_embeddings_of_two_widths_are_not_known() -> None:
+    """Nothing says which layers use which."""
+    model, narrow = make("Llama"), make("Llama", head_dim=DIM // 2)
+    model.model.rotary_emb_local = narrow.model.rotary_emb
+    with pytest.raises(UnsupportedError, match="several, whose angles have different shapes"):
+        hf.cache_facts(model)
+
+
 @pytest.mark.parametrize("rotary", [None, "half"])
 def test_groups_keep_a_rotation_that_only_the_caller_knows(rotary: Any) -> None:
     model = make("NanoChat")
@@ -498,9 +506,10 @@ def test_a_cache_that_was_reset_holds_its_new_tokens() -> None:
     assert torch.equal(other.layers[1].values[:, :, :10], cache.layers[1].values[:, :, :10])
 
 
-def test_a_layer_that_is_behind_the_others() -> None:
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_layer_that_is_behind_the_others(kind: str) -> None:
     """As after a forward pass that failed half-way."""
-    cache = empty("static", make("Llama"))
+    cache = empty(kind, make("Llama"))
     for i, count in enumerate((6, 5)):
         cache.update(torch.ones(1, 2, count, DIM), torch.ones(1, 2, count, DIM), i)
     view = hf.cache_view(cache, SAME_MODEL)

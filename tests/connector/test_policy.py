@@ -143,6 +143,17 @@ def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:
         assert save.tokens.tolist() == request.all_token_ids[:stop]
 
 
+def test_blocks_that_are_not_proven_are_not_handed_over(asked: Any) -> None:
+    """Another connector may have filled them, and its load may have failed."""
+    one = asked(others_fill=True)
+    request = Request("r", prompt(20, 7), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    assert one.policy.handed_over("r", 20) is None
+    request.all_token_ids.append(7)  # the engine has accepted a token that was computed from them
+    save = one.policy.handed_over("r", 20)
+    assert (save.start, save.stop) == (0, 20)
+
+
 @pytest.mark.parametrize(("num_tokens", "saved"), [(15, [(0, 16)]), (16, []), (17, [(16, 17)])])
 def test_a_chunk_whose_first_token_has_left_the_window(
     num_tokens: int, saved: list[tuple[int, int]], asked: Any
