@@ -41,6 +41,7 @@ _NAMES = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "peers",
     "decode_steps",
     "connector",
     "live",

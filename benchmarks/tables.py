@@ -138,11 +138,34 @@ def _connector(result: dict[str, Any]) -> str:
     return f"{_table(lines)}\n\nGoals: {', '.join(goals)}."
 
 
+def _peers(result: dict[str, Any]) -> str:
+    computed, *rows = result["results"]
+    prompts = list(computed["first_token_ms"])
+    cases = list(rows[0]["cases"])
+    lines = [
+        ["prefixes kept by", *(f"{n} tokens" for n in prompts), *cases],
+        ["---", *["--:"] * len(prompts), *["---"] * len(cases)],
+        ["nobody", *(f"{computed['first_token_ms'][n]:.0f} ms" for n in prompts)]
+        + [""] * len(cases),
+    ]
+    for row in rows:
+        cells = [f"{row['first_token_ms'][n]:.0f} ms" for n in prompts]
+        for case in cases:
+            found = row["cases"][case]
+            cells.append(f"{found['reused']}, {'right' if found['right'] else '**wrong**'}")
+        lines.append([row["case"], *cells])
+    return (
+        "Time to the first token of a stored prompt; of 1,000 stored tokens those that were "
+        "reused, and whether the tokens after them were right.\n\n" + _table(lines)
+    )
+
+
 _TABLES = {
     "call_overhead": _calls,
     "connector": _connector,
     "decode_steps": _decode_steps,
     "live": _live,
+    "peers": _peers,
     "vllm_connector": _engines,
 }
 

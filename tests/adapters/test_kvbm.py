@@ -316,7 +316,7 @@ def test_other_refusals() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.complex64], ids=str)
 def test_what_is_copied_as_bytes_is_not_converted(dtype: torch.dtype) -> None:
     blocks, universals = good()
     label = str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -181,6 +182,28 @@ def test_a_view_is_refused_when_its_cache_has_moved_on() -> None:
     view = packed_view(caches, SAME_MODEL, KV_HEADS)
     caches[0].clear()
     assert "caches[0] has new tensors" in str(outdated())
+
+
+def test_nobody_writes_what_a_fork_holds() -> None:
+    """Neither through a view from before the fork nor through one from behind it; both are read."""
+    caches = packed(some(4, 0))
+    earlier = packed_view(caches, SAME_MODEL, KV_HEADS)
+    fork = [copy.copy(cache) for cache in caches]
+    src = packed_view(packed(some(4, 1)), SAME_MODEL, KV_HEADS)
+    with pytest.raises(InvalidArgumentError, match=r"caches\[0\] was copied, expected no copy"):
+        migrate(src, earlier, [4, 4])
+    for caches_now in (caches, fork):
+        shared = packed_view(caches_now, SAME_MODEL, KV_HEADS)
+        with pytest.raises(InvalidArgumentError, match=r"layers\[0\]\.k .*read-only"):
+            migrate(src, shared, [4, 4])
+        assert verify(shared, packed_view(packed(some(4, 0)), SAME_MODEL, KV_HEADS), [4, 4])
+    for cache, tokens in zip(fork, some(1, 2), strict=True):
+        cache.append_packed(*tokens)  # which gives it memory of its own
+    migrate(src, packed_view(fork, SAME_MODEL, KV_HEADS), [4, 4])
+    assert verify(src, packed_view(fork, SAME_MODEL, KV_HEADS), [4, 4])
+    for cache, (keys, values) in zip(caches, some(4, 0), strict=True):
+        assert torch.equal(cache.packed_keys(), keys)
+        assert torch.equal(cache.packed_values(), values)
 
 
 def test_what_cannot_be_described() -> None:

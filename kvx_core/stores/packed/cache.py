@@ -42,6 +42,7 @@ class Held:
     is_own: bool = False  # allocated here: an append may write behind seq_len
     has_dropped: bool = False  # views that were handed out may show what lies behind seq_len
     step: Callable[..., bool] | None = None  # see _bound.append; None: torch copies each token
+    is_shared: bool = False  # with a copy of the cache: nobody writes here any more
 
 
 class PackedKVCache:
@@ -76,7 +77,7 @@ class PackedKVCache:
         the next append of each copies it."""
         other = PackedKVCache(self._capacity)
         if self._held is not None:
-            held = replace(self._held, is_own=False, step=None)
+            held = replace(self._held, is_own=False, step=None, is_shared=True)
             self._held = other._held = held
         return other
 

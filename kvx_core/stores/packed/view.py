@@ -32,8 +32,10 @@ def packed_view(
     num_kv_heads: of keys and values; head_dim is dim divided by it
     num_heads:    where the caches hold heads that the model has repeated: how many. The view then
                   shows each KV head once and is read-only
-    The view is out of date when a cache has other tensors, as after an append for which there was
-    no room, or fewer tokens: migrate and verify then refuse it.
+    Where a copy of a cache has the same memory the view is read-only: pass set_packed tensors of
+    its own to migrate into it. The view is out of date when a cache has other tensors, as after an
+    append for which there was no room, or fewer tokens, or when it was copied: migrate and verify
+    then refuse it.
     Raises InvalidArgumentError, UnsupportedError.
     """
     listed = [caches] if isinstance(caches, PackedKVCache) else caches
@@ -71,7 +73,7 @@ def _layer(name: str, held: Held, num_kv_heads: int, repeats: int) -> CacheDesc:
         batch, seq_len, _ = tokens.shape
         heads = tokens.view(batch, seq_len, num_kv_heads, repeats, dim // stored)
         desc = describe(heads[:, :, :, 0], Layout.BLOCK_NHD, name=name)
-        return desc if repeats == 1 else replace(desc, writable=False)
+        return replace(desc, writable=False) if repeats > 1 or held.is_shared else desc
 
     return CacheDesc.from_kv(half(f"{name} keys", held.keys), half(f"{name} values", held.values))
 
@@ -84,6 +86,11 @@ def _outdated(described: list[tuple[PackedKVCache, Held]]) -> str | None:
             return (
                 f"caches[{i}] has new tensors, expected those described. A PackedKVCache replaces "
                 "them where there is no room for an append: call packed_view again"
+            )
+        if now.is_shared and not then.is_shared:
+            return (
+                f"caches[{i}] was copied, expected no copy that has the memory described. Call "
+                "packed_view again"
             )
         if now.seq_len < then.seq_len:
             return (
