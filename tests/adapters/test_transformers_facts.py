@@ -339,6 +339,17 @@ def test_frequencies_of_one_type_that_are_changed_by_hand(
         hf.model_record(model, tmp_path)
 
 
+def test_frequencies_that_a_long_prompt_has_changed(tmp_path: Path) -> None:
+    """Those of a dynamic embedding grow with the longest prompt so far, and shrink again."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = make("Llama", rope_parameters=rope, max_position_embeddings=8)
+    model.save_pretrained(tmp_path)
+    before = hf.model_record(model, tmp_path, num_tokens=8)
+    run(model, empty("dynamic", model), *prompt(12))
+    assert not torch.equal(*dict(model.model.rotary_emb.named_buffers()).values())
+    assert hf.model_record(model, tmp_path, num_tokens=8) == before
+
+
 # ---- layers that differ ----
 
 
