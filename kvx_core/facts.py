@@ -7,7 +7,7 @@ a copy, and those that a copy can undo exactly: kvx_core.reorder does that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
@@ -38,7 +38,7 @@ class CacheFacts:
     hadamard_v: int | None = None
     scale_convention: Literal["multiply", "divide"] | None = None  # KVX: value = stored * scale
     num_layers: int | None = None  # layers of the model held here
-    first_layer: int | None = None  # index in the model of the first of them
+    first_layer: int | None = None  # index in the model of the first of them: see first_layer_of
     window: int | None = None  # sliding window in tokens; 0 for full attention
     total_kv_heads: int | None = None  # of the model, over all tensor-parallel ranks
     first_kv_head: int | None = None  # index in the model of the first head held here
@@ -92,6 +92,12 @@ _EQUAL = (
 _ROTATIONS = ("hadamard_k", "hadamard_v")
 # What one engine does alike for one model, and another may not.
 _OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
+
+
+def first_layer_of(layers: Sequence[int]) -> int | None:
+    """The fact first_layer of layers of a model; None: they do not follow each other."""
+    first = layers[0]
+    return first if tuple(layers) == tuple(range(first, first + len(layers))) else None
 
 
 @dataclass(frozen=True, slots=True)

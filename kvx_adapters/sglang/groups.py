@@ -18,6 +18,7 @@ from kvx_core import (
     SlotMapping,
     UnsupportedError,
 )
+from kvx_core.facts import first_layer_of
 from kvx_core.words import integer
 
 
@@ -109,11 +110,10 @@ def layer_groups(
             _part(name, given, attention, layers)
             for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
         ]
-        are_adjacent = layers == tuple(range(layers[0], layers[0] + len(layers)))
         of_group = replace(
             facts,
             num_layers=len(layers),
-            first_layer=layers[0] if are_adjacent else None,
+            first_layer=first_layer_of(layers),
             window=of_window,
         )
         view = cache_view(part, of_group, k_scales=own[0], v_scales=own[1])

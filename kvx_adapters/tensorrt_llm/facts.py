@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvx_adapters.tensorrt_llm.spec import PoolSpec
 from kvx_core import CacheFacts, DType
+from kvx_core.facts import first_layer_of
 
 
 def cache_facts(
@@ -35,7 +36,7 @@ def cache_facts(
     compute_dtype:  TorchLlmArgs.dtype, that of the model's arithmetic; None: unknown
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py
     """
-    first = spec.layers[0]
+    layers = [layer if pp_layers is None else pp_layers[layer] for layer in spec.layers]
     rotary: Literal["half", "interleaved", "none"] | None
     if rotary_dim == 0:
         rotary = "none"
@@ -50,7 +51,7 @@ def cache_facts(
         hadamard=False,
         scale_convention="multiply",
         num_layers=len(spec.layers),
-        first_layer=first if pp_layers is None else pp_layers[first],
+        first_layer=first_layer_of(layers),
         window=spec.window,
         total_kv_heads=total_kv_heads,
         first_kv_head=first_kv_head,

@@ -22,6 +22,7 @@ from kvx_adapters.transformers.cache import (
 )
 from kvx_adapters.transformers.facts import facts_of_layers
 from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, InvalidArgumentError
+from kvx_core.facts import first_layer_of
 
 _STATIC = "StaticSlidingWindowLayer"
 
@@ -164,11 +165,10 @@ def _group(
     members: Sequence[tuple[int, CacheDesc]],
 ) -> LayerGroup:
     layers, described = zip(*members, strict=True)
-    are_adjacent = layers == tuple(range(layers[0], layers[0] + len(layers)))
     own = replace(
         facts,
         num_layers=len(layers),
-        first_layer=layers[0] if are_adjacent else None,
+        first_layer=first_layer_of(layers),
     )
     parts = [cache.layers[i] for i in layers]
 

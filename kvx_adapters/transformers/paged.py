@@ -23,6 +23,7 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
+from kvx_core.facts import first_layer_of
 from kvx_core.words import integer
 
 _ALLOCATORS = ("FullAttentionCacheAllocator", "SlidingAttentionCacheAllocator")
@@ -159,11 +160,10 @@ def _group(allocator: Any, facts: CacheFacts) -> PagedGroup:
         for i in range(len(layers))
     )
     window = int(getattr(allocator, "sliding_window", 0))
-    are_adjacent = layers == tuple(range(layers[0], layers[0] + len(layers)))
     own = replace(
         facts,
         num_layers=len(layers),
-        first_layer=layers[0] if are_adjacent else None,
+        first_layer=first_layer_of(layers),
         window=window,
     )
     return PagedGroup(layers, CacheView(described, own), window, allocator)

@@ -50,7 +50,11 @@ def rotations(model: Any) -> dict[str, Rotation]:
     ((name, turn),) = functions.items()
     angles = _angles(embeddings, config)
     if not angles:
-        raise _unknown(model, "its rotary embedding takes other arguments than x and position_ids")
+        raise _unknown(
+            model,
+            "its rotary embedding takes other arguments than x and position_ids, or there are "
+            "several, whose angles have different shapes",
+        )
     found = {}
     for kind, given in angles.items():
         rotation = _rotation(turn, given)

@@ -15,6 +15,7 @@ from kvx_adapters.vllm.encodings import FP8, encoding_of
 from kvx_adapters.vllm.pages import page_of
 from kvx_adapters.vllm.spec import LayerSpec, minor
 from kvx_core import CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
+from kvx_core.facts import first_layer_of
 
 # Specs whose blocks hold nothing but the keys and values of their tokens. Others hold recurrent
 # states, those of an encoder, or tokens that are in no block table.
@@ -116,7 +117,7 @@ def group_view(
             facts,
             window=group.window,
             num_layers=len(group.layers),
-            first_layer=group.layers[0],
+            first_layer=first_layer_of(group.layers),
         ),
         k_scales=[layer._k_scale for layer in attention] if quantised else None,
         v_scales=[layer._v_scale for layer in attention] if quantised else None,

@@ -140,8 +140,16 @@ def test_strided_chunks() -> None:
         old[:, :, ::2, :5].neg_()
         assert torch.equal(pool, old)
     operationals = filled(DIMS.nb, DIMS.operational, torch.float32)
-    kvbm.block_to_operational(blocks, operationals)
-    assert all_same(operationals, [as_operational(block, DIMS) for block in blocks])
+    for backend in ("vectorized", "async", "batch"):  # which copy no strides
+        said = refusal(lambda b=backend: kvbm.block_to_operational(blocks, operationals, b))
+        assert said == (
+            f"backend is '{backend}', expected 'auto' or 'kernel' for tensors that are not "
+            "contiguous or have two dtypes (spec E.15)"
+        )
+    for backend in ("auto", "kernel"):
+        operationals = filled(DIMS.nb, DIMS.operational, torch.float32)
+        kvbm.block_to_operational(blocks, operationals, backend)
+        assert all_same(operationals, [as_operational(block, DIMS) for block in blocks])
 
 
 def test_numpy() -> None:

@@ -356,6 +356,8 @@ def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
     quantized.run([0] * 6)
     with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard_v is 0 and rotation is"):
         llama_cpp.unrotated(quantized.span(), [6], rotated)
+    with pytest.raises(InvalidArgumentError, match=r"facts\.hadamard_k is 64 and rotation is"):
+        llama_cpp.unrotated(quantized.span(), [6], llama_cpp.Rotation(32, 0))
 
 
 def test_which_caches_are_rotated() -> None:
@@ -440,6 +442,7 @@ def tensor(dtype: int, numbers: int, cells: int = 4, **changes: Any) -> Any:
         (tensor(8, 96), tensor(8, 96), {}, r"k\.ne\[0\] is 96, .* of whole units of 32 numbers"),
         (tensor(0, 128), tensor(0, 128, data=None), {}, r"v\.data is null, expected the address"),
         (tensor(0, 128, nb=[4, 516, 0, 0]), tensor(0, 128), {}, r"k\.nb\[1\] is 516 bytes, expec"),
+        (tensor(0, 128, nb=[4, 512, 4096, 0]), tensor(0, 128), {}, r"k\.nb\[2\] is 4096 bytes"),
         (tensor(0, 128, ne=[128, 0, 1]), tensor(0, 128), {}, r"k\.ne\[1\] is 0"),
         (tensor(8, 128), tensor(8, 128), {"v_transposed": True}, "with flash attention, which a q"),
         (tensor(0, 128), tensor(0, 128), {"num_kv_heads": 0}, "num_kv_heads is 0, expected 1"),

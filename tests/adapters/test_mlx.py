@@ -29,6 +29,7 @@ from kvx_adapters import transformers as hf
 from kvx_adapters.cli.engines.live_mlx import Live, facts, mlx_model
 from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_core import (
+    FactsMismatchError,
     InvalidArgumentError,
     OutOfRangeError,
     UnsupportedError,
@@ -201,6 +202,15 @@ def test_kept_tokens_move_to_another_ring(seed: int) -> None:
         keys = [sorted(np.asarray(pair[0])[0, 0, :, 0].tolist()) for pair in pairs]
         assert keys[0] == keys[1]
         assert keys[0][:4] == [0, 1, 2, 3]
+
+
+def test_kept_tokens_say_no_positions() -> None:
+    """They do not go on, so that an engine without positions takes them; the others do."""
+    layer = numbered(RotatingKVCache(max_size=8, keep=2), *[1] * 12)
+    there = adapter.span(right(1, 8), facts(tiny()))
+    migrate(adapter.span([layer], facts(tiny()), kept=True), there, [8])
+    with pytest.raises(FactsMismatchError, match="moves from position 6 at the source to position"):
+        migrate(adapter.span([layer], facts(tiny())), there, [6])
 
 
 def test_a_chunk_begins_where_it_was_cut() -> None:

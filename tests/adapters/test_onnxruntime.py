@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -124,6 +126,30 @@ def test_only_contiguous_buffers_are_bound() -> None:
     adapter.cache_view(session(tiny()), strided, facts(tiny()), holds=None)
     with pytest.raises(InvalidArgumentError, match="expected contiguous"):
         adapter.bind(session(tiny()).io_binding(), session(tiny()), strided)
+
+
+def test_buffers_of_bfloat16_are_bound_as_such() -> None:
+    """A decoder that leaves its cache as it is: onnxruntime takes no other type of elements."""
+    shape = [1, 2, 3, 8]
+    names = [f"past_key_values.0.{half}" for half in ("key", "value")]
+    there = [name.replace("past_key_values", "present") for name in names]
+    given, made = (
+        [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.BFLOAT16, shape) for n in found]
+        for found in (names, there)
+    )
+    nodes = [onnx.helper.make_node("Identity", [a], [b]) for a, b in zip(names, there, strict=True)]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "cache", given, made),
+        opset_imports=[onnx.helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    running = onnxruntime.InferenceSession(model.SerializeToString())
+    held = {name: torch.randn(shape).bfloat16() for name in names}
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    binding = running.io_binding()
+    adapter.bind(binding, running, held)
+    running.run_with_iobinding(binding)
+    assert all(torch.equal(held[name], before[name]) for name in names)
 
 
 def of(*inputs: tuple[str, str, list[Any]]) -> Any:

@@ -569,13 +569,16 @@ def test_facts() -> None:
         hadamard=False,
         scale_convention="multiply",
         num_layers=2,
-        first_layer=4,
+        first_layer=None,  # 4 and 6
         window=SMALL_WINDOW,
         total_kv_heads=6,
         first_kv_head=3,
     )
-    gptj = trt.cache_facts(small, is_neox=False, rotary_dim=20, **known)
+    one = specs_of(KvCacheManager(config(num_kv_heads_per_layer=[3, 3])))[0]
+    gptj = trt.cache_facts(one, is_neox=False, rotary_dim=20, **known)
     assert (gptj.rotary, gptj.first_layer) == ("interleaved", 0)
+    later = trt.cache_facts(one, is_neox=False, rotary_dim=20, pp_layers=[4, 5], **known)
+    assert later.first_layer == 4
     none = trt.cache_facts(small, is_neox=True, rotary_dim=0, **known)
     assert (none.rotary, none.rope_applied) == ("none", True)
     unknown = trt.cache_facts(small, is_neox=None, rotary_dim=None, **known)

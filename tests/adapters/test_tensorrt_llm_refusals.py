@@ -239,6 +239,8 @@ def test_secondary_pools() -> None:
         r"run$",
     ):
         trt.cache_desc(spec, 0, primary, (4096, Memory.DEVICE))
+    view = trt.cache_view(spec, primary, FACTS)
+    assert view.secondary_num_blocks == 0  # it is not given: no entry may name a block of it
 
 
 def test_layers_that_a_pool_has_not() -> None:

@@ -251,6 +251,14 @@ def test_what_is_not_known_has_a_reason(name: str, fields: dict[str, Any], reaso
     assert (facts.rotary, facts.rotary_dim, facts.rope_applied) == (None, None, None)
 
 
+def test_rotary_embeddings_of_two_widths_are_not_known() -> None:
+    """Nothing says which layers use which."""
+    model, narrow = make("Llama"), make("Llama", head_dim=DIM // 2)
+    model.model.rotary_emb_local = narrow.model.rotary_emb
+    with pytest.raises(UnsupportedError, match="several, whose angles have different shapes"):
+        hf.cache_facts(model)
+
+
 @pytest.mark.parametrize("rotary", [None, "half"])
 def test_groups_keep_a_rotation_that_only_the_caller_knows(rotary: Any) -> None:
     model = make("NanoChat")
@@ -329,6 +337,17 @@ def test_frequencies_of_one_type_that_are_changed_by_hand(
     dict(model.model.rotary_emb.named_buffers())[f"{kind}_{name}"].mul_(0.5)
     with pytest.raises(UnsupportedError, match=r"rotary_emb is not what model\.config says"):
         hf.model_record(model, tmp_path)
+
+
+def test_frequencies_that_a_long_prompt_has_changed(tmp_path: Path) -> None:
+    """Those of a dynamic embedding grow with the longest prompt so far, and shrink again."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = make("Llama", rope_parameters=rope, max_position_embeddings=8)
+    model.save_pretrained(tmp_path)
+    before = hf.model_record(model, tmp_path, num_tokens=8)
+    run(model, empty("dynamic", model), *prompt(12))
+    assert not torch.equal(*dict(model.model.rotary_emb.named_buffers()).values())
+    assert hf.model_record(model, tmp_path, num_tokens=8) == before
 
 
 # ---- layers that differ ----
@@ -498,9 +517,10 @@ def test_a_cache_that_was_reset_holds_its_new_tokens() -> None:
     assert torch.equal(other.layers[1].values[:, :, :10], cache.layers[1].values[:, :, :10])
 
 
-def test_a_layer_that_is_behind_the_others() -> None:
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_layer_that_is_behind_the_others(kind: str) -> None:
     """As after a forward pass that failed half-way."""
-    cache = empty("static", make("Llama"))
+    cache = empty(kind, make("Llama"))
     for i, count in enumerate((6, 5)):
         cache.update(torch.ones(1, 2, count, DIM), torch.ones(1, 2, count, DIM), i)
     view = hf.cache_view(cache, SAME_MODEL)

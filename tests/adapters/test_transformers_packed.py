@@ -110,6 +110,9 @@ def test_steps_append_in_place() -> None:
         assert model(ids, use_cache=False).past_key_values is None
         past = model(ids, None, None, None).past_key_values  # by position
     assert [layer.kv_cache.seq_len for layer in past.layers] == [9] * LAYERS
+    model.config.use_cache = False
+    with torch.inference_mode():
+        assert model(ids).past_key_values is None  # nobody asks for one
 
 
 def test_a_cache_of_the_caller_is_filled_and_keeps_its_tokens() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvx_adapters import vllm
 from kvx_core import (
     CacheFacts,
+    FactsMismatchError,
     InvalidArgumentError,
     UnsupportedError,
     gather_kv,
@@ -138,7 +139,7 @@ def test_hybrid_groups_share_one_buffer(layout: str) -> None:
             fingerprint="f",
             window=group.window,
             num_layers=2,
-            first_layer=group.layers[0],
+            first_layer=None,  # they do not follow each other
         )
         views.append(view)
     assert views[0].layers[0].k.data == views[1].layers[0].k.data == views[2].layers[0].k.data
@@ -153,6 +154,17 @@ def test_hybrid_groups_share_one_buffer(layout: str) -> None:
         theirs_k, theirs_v = cache.transpose(1, 2).split(D, dim=-1)
         assert torch.equal(theirs_k[3 if g == 0 else 4], key)
         assert torch.equal(theirs_v[3 if g == 0 else 4], -key)
+
+
+def test_layers_that_do_not_follow_each_other_have_no_first() -> None:
+    """Layers 0 and 2 are not layers 0 and 1, of which an engine may have as many."""
+    split = engine([(names(0, 2), window(32)), (names(1, 3), full())])
+    windows, _ = split.view(split.groups()[0])
+    one = engine([(names(0, 1), window(32))])
+    both, _ = one.view(one.groups()[0])
+    assert [view.facts.first_layer for view in (windows, both)] == [None, 0]
+    with pytest.raises(FactsMismatchError, match="first_layer is 0 at the destination"):
+        migrate(windows.at([[3]]), both.at([[4]]), [N])
 
 
 def test_evicted_blocks_of_a_window_are_left_alone() -> None:

@@ -153,11 +153,12 @@ def test_files_are_read_in_a_thread(found: Any) -> None:
     assert any("gone" in line for line in engine.lines) == isinstance(found, OSError)
 
 
-def test_files_that_not_all_ranks_have_loaded() -> None:
+@pytest.mark.parametrize("other", [Unknown(), Files("/models/third", None, "as it was")])
+def test_files_that_not_all_ranks_have_loaded(other: Any) -> None:
     engine = Engine(name_files=lambda files: "files:b")
     with engine.here.change():
         engine.here.came_from(AsRanksSay())
-        for rank, origin in zip(engine.ranks, (OTHER, Unknown()), strict=True):
+        for rank, origin in zip(engine.ranks, (OTHER, other), strict=True):
             with rank.change():
                 rank.came_from(origin)
     engine.report()

@@ -277,6 +277,23 @@ def test_a_lookup_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
     assert NOTHING.num_tokens == 0
 
 
+def test_a_lookup_that_has_not_begun_in_time_never_begins(tmp_path: Path) -> None:
+    """So that those which come later are in time, once the store answers."""
+    asked = Asked(tmp_path)
+    asked.blobs.answers.clear()
+    requests = [Request(f"r{seed}", prompt(40, seed), 1) for seed in range(3)]
+    assert [asked.policy.lookup(request, 0) for request in requests] == [None] * 3
+    workers = asked.lookups._workers
+    while len(workers._running) < 2:
+        time.sleep(0.001)
+    assert len(workers._jobs) == 1
+    asked.lookups.seconds = 0
+    assert [asked.policy.lookup(request, 0) for request in requests] == [0] * 3
+    assert not workers._jobs
+    asked.blobs.answers.set()
+    asked.lookups.shutdown()
+
+
 def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvx_core.stores import token_chain
 

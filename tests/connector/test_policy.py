@@ -15,6 +15,7 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
+from kvx_core.connector.weights import Report, Unknown
 from tests.connector.test_toy_engine import prompt, store_in
 from tests.connector.test_writer import chunks_of
 from tests.connector.toy_engine import Request
@@ -132,6 +133,53 @@ def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
     assert one.lookup(Request("after", tokens, 1)) == 0
 
 
+def test_what_a_failed_load_has_not_brought_is_saved_when_it_is_computed(asked: Any) -> None:
+    """Its files may have gone: the store lacks what the engine computes in their place."""
+    one, tokens = asked(), prompt(48, 8)
+    fill(one.store, tokens)
+    request = Request("r", tokens, 1)
+    assert one.lookup(request) == 47
+    one.policy.allocated(request, (list(range(12)),), 47)
+    assert len(one.policy.take_plan(is_idle=False).loads) == 1
+    one.policy.reported(["r"], ["r"], blocks=False)
+    request.num_computed_tokens = 0
+    assert [(save.start, save.stop) for save in one.step(request, 48)] == [(0, 48)]
+
+
+def test_a_request_that_grows_before_it_has_blocks_is_looked_up_again(asked: Any) -> None:
+    one, tokens = asked(), prompt(48, 9)
+    fill(one.store, tokens)
+    request = Request("r", tokens[:20], 1)
+    assert one.lookup(request) == 19
+    request.all_token_ids.extend(tokens[20:])
+    assert one.lookup(request) == 47
+
+
+def test_a_load_that_is_given_up_names_no_blocks_that_the_engine_has_filled(asked: Any) -> None:
+    one, tokens = asked(), prompt(48, 10)
+    fill(one.store, tokens)
+    assert one.lookup(Request("r", tokens, 1), 16) == 31
+    one.policy.give_up("r", (list(range(12)),), 31)
+    (load,) = one.policy.take_plan(is_idle=False).loads
+    assert (load.start, load.stop) == (16, 47)
+
+
+def test_an_id_that_is_used_again_is_that_of_another_request(asked: Any) -> None:
+    """The first one had blocks of older weights; they have gone since."""
+    one, tokens = asked(), prompt(48, 11)
+    weights, epochs = one.policy.epochs.weights, one.policy.epochs
+    epochs.step_computes()
+    with weights.change():
+        pass
+    epochs.take({0: Report(weights.generation, 0, False, Unknown())})
+    request = Request("r", tokens, 1)
+    assert one.lookup(request, 16) == 0
+    assert one.policy.scope_of(request) is None
+    one.policy.ended("r")
+    weights.num_resets += 1
+    assert one.policy.scope_of(Request("r", tokens, 1)) is not None
+
+
 def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:
     """Nor the last token, which has no keys and values yet."""
     one = asked()
@@ -141,6 +189,17 @@ def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:
         save = one.policy.handed_over("r", num_computed_tokens)
         assert (save.start, save.stop) == (0, stop)
         assert save.tokens.tolist() == request.all_token_ids[:stop]
+
+
+def test_blocks_that_are_not_proven_are_not_handed_over(asked: Any) -> None:
+    """Another connector may have filled them, and its load may have failed."""
+    one = asked(others_fill=True)
+    request = Request("r", prompt(20, 7), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    assert one.policy.handed_over("r", 20) is None
+    request.all_token_ids.append(7)  # the engine has accepted a token that was computed from them
+    save = one.policy.handed_over("r", 20)
+    assert (save.start, save.stop) == (0, 20)
 
 
 @pytest.mark.parametrize(("num_tokens", "saved"), [(15, [(0, 16)]), (16, []), (17, [(16, 17)])])

@@ -174,3 +174,4 @@ def test_nothing_is_written_after_a_shutdown(writing: Writing) -> None:
     with pytest.raises(RuntimeError, match="shut down"):
         writing.writer.add(writing.store, writing.chunks[0])
     assert writing.writer.pending_bytes == 0
+    assert not writing.store.index.is_held(writing.names()[0])  # memory does not take it for stored

@@ -5,6 +5,7 @@ The oracles of the bytes are gguf-py and torch, as in tests/test_formats.py.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -380,13 +381,17 @@ def test_costs_do_not_grow_with_the_length() -> None:
 
 def test_views_of_the_store_are_appended_as_they_were() -> None:
     """Their rows are where the tokens go: without a copy, the first would overwrite the next."""
-    for as_given in (Tensor.clone, lambda t: t, Tensor.numpy):
+    forms = Tensor.clone, lambda t: t, Tensor.numpy
+    for as_given, others in itertools.product(forms, ((), (0,), (1,))):
         store = KvCacheStore(1, 2, 32, 24, key_encoding="float32", value_encoding="float32")
         keys, values = torch.randn(2, 10, 2, 32, generator=torch.Generator().manual_seed(3))
         store.append(0, keys, values)
         held = store.read_key_storage(0).data, store.read_value_storage(0).data
         store.evict(5)
-        store.append(0, *(as_given(data.transpose(0, 1)) for data in held))
+        given = [as_given(data.transpose(0, 1)) for data in held]
+        for half in others:  # keys or values alone are views of the store
+            given[half] = (keys, values)[half]
+        store.append(0, *given)
         assert torch.equal(store.read_keys(0, 5), keys.transpose(0, 1))
         assert torch.equal(store.read_values(0, 5), values.transpose(0, 1))
 

@@ -99,12 +99,14 @@ def test_heads_of_ranks(
     assert [model.heads_of(rank) for rank in range(ranks)] == expected
 
 
-def test_heads_that_ranks_cannot_share_out(tmp_path: Path) -> None:
-    sizes = {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 96}
+@pytest.mark.parametrize(("total", "ranks"), [(6, 4), (4, 6)])
+def test_heads_that_ranks_cannot_share_out(tmp_path: Path, total: int, ranks: int) -> None:
+    sizes = {"num_key_value_heads": total, "num_attention_heads": 12, "hidden_size": 96}
     args = args_for(config_dir(tmp_path, "Llama", dtype="float16", **sizes))
-    args.tensor_parallel_size = 4
+    args.tensor_parallel_size = ranks
     with pytest.raises(
-        UnsupportedError, match="tensor_parallel_size is 4 with 6 KV heads, expected one to be a"
+        UnsupportedError,
+        match=f"tensor_parallel_size is {ranks} with {total} KV heads, expected one to be a",
     ):
         model_of(args, fingerprint="f").heads_of(0)
 
@@ -326,6 +328,14 @@ def test_models_that_are_refused(
     directory = config_dir(tmp_path, name, dtype="bfloat16", **fields)
     with pytest.raises(UnsupportedError, match=re.escape(sentence)):
         model_of(args_for(directory), fingerprint="f")
+
+
+def test_a_rope_type_under_its_older_name(model_dir: Path) -> None:
+    """transformers renames it in files, and not in what TensorRT-LLM sets afterwards."""
+    args = args_for(model_dir)
+    args.model_kwargs = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    with pytest.raises(UnsupportedError, match="model is a llama with rope_type 'yarn', expected"):
+        model_of(args)
 
 
 def test_what_the_settings_say_of_other_models(tmp_path: Path) -> None:

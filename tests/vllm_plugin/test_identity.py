@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,35 @@ def test_a_quantised_checkpoint_alone_and_with_more(record: Record, tmp_path: Pa
         record(model, quantization_config={"moe": part["linear"]}) for part in (BLOCKS, TENSORS)
     ]
     assert len({found.fingerprint for found in (alone, *more)}) == 3
+
+
+def test_what_is_loaded_of_a_directory_with_two_formats(
+    record: Record, llama: Path, tmp_path: Path
+) -> None:
+    """One digest of all files does not say which of them an engine has loaded."""
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    (file,) = model.glob("*.safetensors")
+    shutil.copy(file, model / "consolidated.safetensors")
+    files = model_files_digest(model)
+    for load_format in ("safetensors", "mistral"):
+        assert record(model, load_format=load_format).files == f"{files} by {load_format}"
+
+
+@pytest.mark.parametrize(
+    ("method", "is_stored"),
+    [("modelopt", True), ("modelopt_fp4", True), ("modelopts", False), ("fp8", False)],
+)
+def test_variants_of_the_method_of_a_checkpoint(method: str, is_stored: bool) -> None:
+    """vLLM names the variant, the files its family."""
+    from kvx_adapters.vllm.model_record import _quantization
+
+    model = SimpleNamespace(
+        quantization=method,
+        quantization_config=None,
+        model_arch_config=SimpleNamespace(quantization_config={"quant_method": "modelopt"}),
+    )
+    assert (_quantization(model, "0.32.0") is None) is is_stored
 
 
 def test_longrope_is_that_of_the_longest_sequence(record: Record, tmp_path: Path) -> None:

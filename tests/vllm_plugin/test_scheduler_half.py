@@ -810,6 +810,23 @@ def test_tokens_that_see_those_after_them_are_refused(name: str) -> None:
         check_engine(config, Settings(path="store"))
 
 
+def test_scales_that_the_first_pass_replaces_are_refused() -> None:
+    """Such as vLLM computes until 0.31."""
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm_plugin.settings import Settings, check_engine
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(calculate_kv_scales=True),
+        attention_config=SimpleNamespace(),
+    )
+    with pytest.raises(UnsupportedError, match="calculate_kv_scales is True, expected False"):
+        check_engine(config, Settings(path="store"))
+    config.cache_config.calculate_kv_scales = False
+    check_engine(config, Settings(path="store"))
+
+
 @pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_ranks_that_share_out_the_tokens_of_a_block_are_refused(size: str) -> None:
     from types import SimpleNamespace

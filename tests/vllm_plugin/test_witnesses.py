@@ -101,6 +101,22 @@ def test_what_drops_weights(
     assert engine.weights.generation == counts
 
 
+def test_a_reset_counts_if_it_has_succeeded(engine: Engine) -> None:
+    """While requests have blocks vLLM drops none, and says so."""
+    from kvx_adapters.vllm_plugin import witnesses
+
+    class Scheduler:
+        vllm_config = engine.worker.vllm_config
+
+        def reset_prefix_cache(self, succeeds: bool) -> bool:
+            return succeeds
+
+    witnesses._wrap(Scheduler, "reset_prefix_cache", witnesses._reset_prefix_cache)
+    for succeeds, num_resets in ((False, 0), (True, 1), (False, 1)):
+        assert Scheduler().reset_prefix_cache(succeeds) is succeeds
+        assert engine.weights.num_resets == num_resets
+
+
 @pytest.mark.parametrize("when", ["before", "while they are loaded"])
 def test_files_that_change(when: str, engine: Engine, tmp_path: Path) -> None:
     """Nobody knows which of their weights the engine has, if they change while it loads them."""
