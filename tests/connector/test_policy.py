@@ -102,6 +102,19 @@ def test_a_request_that_gets_blocks_again_is_held_again(asked: Any) -> None:
     assert [(save.start, save.stop) for save in one.step(request, 22)] == [(0, 20)]
 
 
+def test_blocks_of_a_failed_load_may_be_those_of_any_request(asked: Any) -> None:
+    """What was saved from them is stored anew once it is computed."""
+    one = asked(others_fill=True)
+    request = Request("r", prompt(20, 13), 8)
+    one.policy.allocated(request, (list(range(9)),), 0)
+    assert one.step(request, 20) == []
+    for failed in (False, True):
+        request.all_token_ids.append(7)
+        one.policy.reported((), (), blocks=failed)
+        found = one.step(request, len(request.all_token_ids))
+        assert [(save.start, save.stop) for save in found] == [(0, 20)]
+
+
 def test_the_end_of_a_request_is_saved_from_the_blocks_that_it_has_then(asked: Any) -> None:
     """The engine has freed a block that a window has left: another request may have it."""
     one = asked()
@@ -178,6 +191,18 @@ def test_an_id_that_is_used_again_is_that_of_another_request(asked: Any) -> None
     one.policy.ended("r")
     weights.num_resets += 1
     assert one.policy.scope_of(Request("r", tokens, 1)) is not None
+
+
+def test_after_an_error_nothing_more_of_a_request_is_saved(asked: Any) -> None:
+    """Its block ids may be out of date."""
+    one, log = asked(), list[str]()
+    one.policy.boundary = Boundary(log.append)
+    request = Request("r", prompt(48, 12), 8)
+    one.policy.allocated(request, (list(range(8)),), 0)
+    one.policy.step("r", 0, 16, ([8], [9]), are_new=False)  # of two groups, where there is one
+    assert "KVX did not save request r" in log[0]
+    request.num_computed_tokens = 16
+    assert one.step(request, 48) == []
 
 
 def test_drafts_that_an_engine_counts_are_not_handed_over(asked: Any) -> None:

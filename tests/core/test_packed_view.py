@@ -182,6 +182,12 @@ def test_a_view_is_refused_when_its_cache_has_moved_on() -> None:
     view = packed_view(caches, SAME_MODEL, KV_HEADS)
     caches[0].clear()
     assert "caches[0] has new tensors" in str(outdated())
+    keys, values = some(4, 3)[0]
+    for half in range(2):  # keys or values alone are others
+        caches[0].set_packed(keys, values)
+        view = packed_view(caches, SAME_MODEL, KV_HEADS)
+        caches[0].set_packed(*(t.clone() if i == half else t for i, t in enumerate((keys, values))))
+        assert "caches[0] has new tensors" in str(outdated())
 
 
 def test_nobody_writes_what_a_fork_holds() -> None:

@@ -660,6 +660,19 @@ def test_lookup_does_not_count_broken_files(kind: str, stop: int, tmp_path: Path
     unchanged(engine, lambda: reader.load(match, last, stop, engine.sections()), StoreError, name)
 
 
+def test_others_take_the_place_of_a_broken_file_where_they_hold_its_part(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for rank in ranks(*TENSOR_PARALLEL, *PIPELINE):
+        save(store, range(16), rank)
+    (broken,) = (path for path in files_of(tmp_path) if ".h0-2." in path.name)
+    damage("cut")(broken)
+    reader, engine = store_in(tmp_path), Engine(seed=1)
+    match = reader.lookup(range(16))
+    assert match.num_tokens == 16
+    reader.load(match, 0, 16, engine.sections())
+    engine.check(range(16), 0, 16)
+
+
 def test_a_header_that_says_other_things_is_found(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     save(store, range(16))
