@@ -55,6 +55,17 @@ LONG = (
 )
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch, for modules whose tensors are too small to share."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What KVX remembers of weights, in engines' processes too, is of this run alone."""

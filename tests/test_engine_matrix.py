@@ -68,17 +68,10 @@ from tests.test_ggml import test_units_are_ggml_s as move_units
 from tests.test_migrate import check_migrate
 from tests.test_write_gather import check_write, key_value
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_LAYERS, HEADS, DIM = 2, 3, 48
 LONGEST = 41  # tokens: what the engines that keep a sequence in one block have room for
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- what is moved ----

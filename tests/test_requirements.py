@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from docs.list_requirements import DATA, PAGE, ROOT, Row, page, sections
 from tests.documents import Document
 
@@ -112,11 +110,6 @@ def test_the_table_of_features_agrees() -> None:
     for name, row in shown.items():
         assert ("not yet" in said[name] and "GPU" in said[name]) == (UNSEEN in row.note), name
         assert ("mock" in said[name]) == bool(re.search("a mock|laid out as", row.note)), name
-
-
-@pytest.mark.parametrize("path", [DATA, PAGE], ids=["rows", "page"])
-def test_it_names_nothing_of_a_workplace(path: Path) -> None:
-    assert not re.search(r"/work\b|/root\b|\bseeds?\b|\bissue\b", path.read_text())
 
 
 def test_it_is_in_the_menu() -> None:

@@ -9,7 +9,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,15 +22,6 @@ from tests.kv_stores import DIM, FORMATS, HEADS, OTHERS, SEEDS, dim_of, fill, so
 from tests.native import ROOT
 
 BOUND = 1e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Of torch, for tensors that are too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def oracle(
@@ -196,6 +187,8 @@ def test_it_is_faster_than_to_decode_everything_first() -> None:
 DIGEST = """
 import hashlib, torch
 from tests.kv_stores import fill, some, store_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 store = fill(store_of("Q8_0", "Q4_0", 300), some(300, 1))
 query = torch.randn(6, store.head_dim, generator=torch.Generator().manual_seed(1))
 print(hashlib.sha256(store.attend(1, query).numpy().tobytes()).hexdigest())

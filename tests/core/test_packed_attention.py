@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,12 @@ from kvx_core import CachedAttention, InvalidArgumentError, PackedKVCache
 from kvx_core.stores.packed import alibi_mask, alibi_slopes, causal_mask, expand_heads
 from kvx_core.stores.packed.heads import split_heads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 transformers = pytest.importorskip("transformers")
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 6, 3, 8
 SEEDS = (0, 1, 2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_tokens(seq_len: int, num_heads: int, seed: int) -> Tensor:
