@@ -202,7 +202,7 @@ def _others(
 
 
 def _flip(folder: Path) -> None:
-    """Changes the sign of every eighth byte's top bit in the second half of each file."""
+    """Flips the top bit of every eighth byte in the second half of each large file."""
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size > 1 << 16:
             data = bytearray(path.read_bytes())
