@@ -23,6 +23,8 @@ from tests.native import ROOT
 
 BOUND = 1e-5
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def oracle(
     store: KvCacheStore,
@@ -188,7 +190,6 @@ DIGEST = """
 import hashlib, torch
 from tests.kv_stores import fill, some, store_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 store = fill(store_of("Q8_0", "Q4_0", 300), some(300, 1))
 query = torch.randn(6, store.head_dim, generator=torch.Generator().manual_seed(1))
 print(hashlib.sha256(store.attend(1, query).numpy().tobytes()).hexdigest())
