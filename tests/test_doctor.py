@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -387,7 +388,7 @@ MODELS = {
     "gemma3_text": (
         {"num_hidden_layers": 6, "sliding_window": 512, "num_key_value_heads": 1, "head_dim": 8},
         "1 layer: K and V of all tokens; 5 layers: K and V of a window of 512 tokens",
-        "192 bytes per token in bfloat16: 1 KV heads of 8 in each layer",
+        "192 bytes per token in bfloat16: 1 KV head of 8 in each layer",
         {"TensorRT-LLM": f"{REFUSED}windows", "transformers": "a view of each group of layers"},
     ),
     "gemma4_text": (
@@ -403,14 +404,52 @@ MODELS = {
         | {"head_dim": 8, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
         "4 layers: K and V of a window of 512 tokens; 2 layers: nothing: they use other layers' K "
         "and V",
-        "128 bytes per token in bfloat16: 1 KV heads of 8 in each layer",
+        "128 bytes per token in bfloat16: 1 KV head of 8 in each layer",
         {"vLLM": f"{REFUSED}layers share their K and V"},
     ),
     "deepseek_v3": (
         {"num_hidden_layers": 3},
-        "3 layers: latents (MLA), in transformers K and V, of all tokens",
+        "3 layers: latents (MLA) of all tokens",
         "3,456 bytes per token in bfloat16: latents of 512 numbers and keys of 64 in each layer",
         {"vLLM": "the connector shares its prefixes"},
+    ),
+    "nemotron_h": (
+        {},
+        "1 layer: K and V of all tokens; 1 layer: a state (Mamba, linear attention or "
+        "convolution); 2 layers: nothing",
+        "4,096 bytes per token in bfloat16: 8 KV heads of 128 in each layer",
+        {"vLLM": f"{REFUSED}layers keep a state"},
+    ),
+    "falcon_h1": (
+        {"num_hidden_layers": 2},
+        "2 layers: K and V of all tokens and a state (Mamba, linear attention or convolution)",
+        "8,192 bytes per token in bfloat16: 8 KV heads of 128 in each layer",
+        {"vLLM": f"{REFUSED}layers keep a state"},
+    ),
+    "falcon": (
+        {"num_hidden_layers": 2},
+        "2 layers: K and V of all tokens",
+        "512 bytes per token in bfloat16: 1 KV head of 64 in each layer",
+        {"vLLM": "the connector shares its prefixes"},
+    ),
+    "recurrent_gemma": (
+        {},
+        "26 layers: keys, values and states in its modules",
+        None,
+        {"vLLM": f"{REFUSED}some layers are unknown", "transformers": "not described: some layers"},
+    ),
+    "deepseek_v4": (
+        {},
+        "20 layers: a DeepseekV4CSACache, which KVX does not know; 23 layers: a "
+        "DeepseekV4HCACache, which KVX does not know",
+        None,
+        {"kvx_core.hybrid": "lays out its caches"},
+    ),
+    "vision-encoder-decoder": (
+        {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2", "n_layer": 2}},
+        "2 layers: K and V of all tokens; 1 layer: an encoder's output",
+        "6,144 bytes per token in bfloat16: 12 KV heads of 64 in each layer",
+        {"vLLM": f"{REFUSED}an encoder"},
     ),
     "mamba2": (
         {"num_hidden_layers": 3},
@@ -449,13 +488,45 @@ def test_a_model(name: str, tmp_path: Path) -> None:
     assert kvx_json("--model", tmp_path / "config.json")[1]["caches"] == found["caches"]
 
 
+@pytest.mark.slow
+@needs_transformers
+def test_every_model_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict for each that generates text, and a reason for each other; never a traceback."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    auto = importlib.import_module("transformers.models.auto")
+    tasks = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
+    generating = set()
+    for task in (*tasks, "MULTIMODAL_LM", "TEXT_TO_WAVEFORM"):
+        generating |= set(getattr(auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES"))
+    refused = set()
+    for name, config in auto.configuration_auto.CONFIG_MAPPING_NAMES.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+        checks = list(doctor_model.check_model(tmp_path))
+        if checks[0].problem:
+            assert len(checks) == 1, name
+            refused.add(name)
+        else:
+            verdicts = {"model", "caches", "vLLM", "transformers", "TensorRT-LLM", "others"}
+            assert verdicts <= {check.name for check in checks}, (name, config)
+    assert len(generating) > 200
+    # Without their parts, or with several that have layers, configurations say nothing.
+    assert refused & generating == {
+        *("bark", "blt", "fastspeech2_conformer_with_hifigan", "gemma4_assistant", "pi0"),
+        *("gemma4_unified_assistant", "musicgen", "musicgen_melody", "encoder-decoder"),
+        *("speech-encoder-decoder", "vision-encoder-decoder"),
+    }
+
+
 @needs_transformers
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("[1", "OSError: "),
         ('{"model_type": "nonsense"}', "ValueError: "),
-        ('{"model_type": "deepseek_v4"}', "has no layers of the kind"),
+        ('{"model_type": "blt"}', "global_config have, and caches of their own"),
+        ('{"model_type": "llama", "num_hidden_layers": -1}', "transformers makes no cache for it"),
+        ('{"model_type": "llama", "num_hidden_layers": "x"}', "expected int, got str"),
+        ('{"model_type": "gemma4_vision"}', "transformers has none of this type"),
         ('{"model_type": "vit", "architectures": ["ViTModel"]}', "a model that generates text"),
     ],
 )
@@ -474,7 +545,7 @@ def test_what_reads_a_model_is_missing(
         raise ImportError("it is missing", name=name)
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(doctor_model, "_read", fail)
+    monkeypatch.setattr(doctor_model, "read_config", fail)
     status, found = kvx_json("--model", tmp_path)
     assert status == 1
     assert found["model"]["text"] == f"{name or 'torch'} is not installed"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_adapters.transformers.sizes import KvLayer, are_unlike, kv_layers, sizes_in_words
+from kvx_adapters.transformers.sizes import KvLayer, are_alike, kv_layers, sizes_in_words
 from kvx_core import (
     BlockTable,
     CacheDesc,
@@ -215,11 +215,11 @@ def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | Non
 def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
     """Sizes of a cache for `model` that holds `num_tokens` tokens of `batch_size` sequences.
 
-    Raises InvalidArgumentError naming the wrong number, UnsupportedError for latent attention and
-    for layers that differ in their sizes.
+    Raises InvalidArgumentError naming the wrong number, UnsupportedError for layers that differ in
+    their sizes, and for keys of another size than values (MLA).
     """
     layers = _layers_with_tokens(model)
-    if are_unlike(layers):
+    if not are_alike(layers):
         raise UnsupportedError(
             f"{type(model).__name__} has {sizes_in_words(layers)}, expected the same in all. "
             "reserve makes room of each layer's own size"
@@ -228,13 +228,7 @@ def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
 
 
 def _layers_with_tokens(model: Any) -> tuple[KvLayer, ...]:
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedError(
-            f"model is a {type(model).__name__} with latent attention (config.kv_lora_rank), whose "
-            "keys and values have sizes of their own. Run it once instead, to make its cache"
-        )
-    layers = kv_layers(config)
+    layers = kv_layers(model.config.get_text_config(decoder=True))
     if not layers:
         raise UnsupportedError(
             f"model is a {type(model).__name__}, whose layers keep states, expected some with keys "
@@ -246,6 +240,7 @@ def _layers_with_tokens(model: Any) -> tuple[KvLayer, ...]:
 def _geometry(
     model: Any, layer: KvLayer, batch_size: int, num_tokens: int, *, num_layers: int = 1
 ) -> CacheGeometry:
+    """Of the keys of a layer."""
     return CacheGeometry(
         num_layers=num_layers,
         num_blocks=batch_size,
@@ -261,8 +256,8 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
 
     cache: an empty DynamicCache(config=model.config), or a StaticCache of at least that length
     Mutates the cache: keys and values of each layer are then (batch_size, num_kv_heads, num_tokens,
-    head_dim) as the model has them there, zero, since attention multiplies padding by 0 and the
-    padding must be finite.
+    head_dim) as the model has them there, or latents and rotated keys of one head (MLA). They are
+    zero: attention multiplies padding by 0, and padding must be finite.
     Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError; then
     nothing is changed.
     """
@@ -291,8 +286,9 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
             )
     # update() copies what it is given, so one zero stands for all of them.
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    for i, shape in zip(indices, shapes, strict=True):
-        cache.update(zero.expand(shape), zero.expand(shape), i)
+    for layer, shape in zip(wanted, shapes, strict=True):
+        keys, values = zero.expand(shape), zero.expand(*shape[:-1], layer.v_head_dim)
+        cache.update(keys, values, layer.layer)
 
 
 def _has_layers(cache: Any) -> bool:

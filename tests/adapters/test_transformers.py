@@ -222,13 +222,6 @@ def test_reserve_names_the_wrong_number(llama: Any) -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_reserve_refuses_latent_attention() -> None:
-    model = make_model("DeepseekV3", n_routed_experts=2, num_experts_per_tok=1, n_group=1)
-    cache = transformers.DynamicCache(config=model.config)
-    with pytest.raises(UnsupportedError, match="DeepseekV3ForCausalLM with latent attention"):
-        hf.reserve(cache, model, batch_size=1, num_tokens=3)
-
-
 # ---- prefill here, continue there ----
 
 BLOCK_SIZE = 4
