@@ -133,8 +133,8 @@ def test_models_with_caches_of_their_own(name: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         kv_layers(config)
     assert str(raised.value) == (
-        f"config is of a model of type {name}, which keeps {unsaid(config)}: expected one that keeps "
-        "what its configuration says. Run the model once instead, to make its cache"
+        f"config is of a model of type {name}, which keeps {unsaid(config)}: expected one that "
+        "keeps what its configuration says. Run the model once instead, to make its cache"
     )
     assert "xlstm" not in name or "state" in str(raised.value)
 
@@ -151,7 +151,8 @@ def test_latents_have_room() -> None:
     for mine, theirs in zip(cache.layers, once.layers, strict=True):
         assert mine.keys.shape == theirs.keys.shape
         assert mine.values.shape == theirs.values.shape
-        assert not mine.keys.any() and not mine.values.any()
+        assert not mine.keys.any()
+        assert not mine.values.any()
     facts = hf.cache_facts(model, allow_unknown=True)
     assert facts.total_kv_heads == 1
     words = sizes_in_words(kv_layers(model.config))
