@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from kvx_core.types import DType
-from kvx_core.words import one_of
+from kvx_core.words import integer, one_of, wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,12 @@ class CacheFacts:
             value = getattr(self, name)
             if value is not None:
                 one_of(f"facts.{name}", value, *words)
+        for name, least in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, integer(f"facts.{name}", value, lowest=least))
+        if (self.rotary_dim or 0) % 2:
+            raise wrong("facts.rotary_dim", self.rotary_dim, "an even number: dims turn in pairs")
 
     def like(self, other: CacheFacts) -> CacheFacts:
         """These facts, and of those that are unknown here what `other` says: for two caches that
@@ -61,6 +67,10 @@ class CacheFacts:
         """
         unknown = {f.name for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **{name: getattr(other, name) for name in unknown})
+
+    def of_parts(self) -> CacheFacts:
+        """These facts for parts of a head, or for other tensors than K: without its rotation."""
+        return replace(self, rotary=None, rotary_dim=None)
 
     def __str__(self) -> str:
         """A line for each fact that is known."""
@@ -73,6 +83,13 @@ _WORDS = {
     "rotary": ("half", "interleaved", "none"),
     "scale_convention": ("multiply", "divide"),
     "negative_slots": ("skip", "wrap", "undefined"),
+}
+
+# The least that each of these fields may be.
+_NUMBERS = {
+    **dict.fromkeys(("rotary_dim", "hadamard_k", "hadamard_v", "first_layer", "window"), 0),
+    **dict.fromkeys(("num_layers", "total_kv_heads"), 1),
+    "first_kv_head": 0,
 }
 
 _EQUAL = (
@@ -261,8 +278,6 @@ def _reorder_rotary(
         return difference  # and these are reasons of their own
     if rotary_dim is None:
         return f"{difference}: set CacheFacts.rotary_dim of both, so that K can be reordered"
-    if rotary_dim < 0 or rotary_dim % 2:
-        return f"{difference}, and rotary_dim is {rotary_dim}, expected an even number of dims"
     if src.hadamard is None:
         return (
             f"{difference}, and hadamard is unknown at both: K can be reordered if it is False, "

@@ -49,6 +49,8 @@ def narrowed(
     if pointers and table is not None:
         table = _of_planes(table, kept)
     none: dict[str, Any] = dict.fromkeys(("k_scales", "v_scales", "k_zeros", "v_zeros"))
+    if any(kinds == "v" for _, kinds in chosen):
+        none["facts"] = view.facts.of_parts()
     return replace(view, layers=tuple(layers), **(none | {"planes": ()} | fields)), table
 
 

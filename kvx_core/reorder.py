@@ -143,7 +143,8 @@ def _described(name: str, view: CacheView, dims: Dims) -> CacheView | str:
         k_scales += tuple(k_scales[i] for i in others)
     if v_scales is not None:
         v_scales += (None,) * len(others)
-    return replace(view, layers=tuple(layers), k_scales=k_scales, v_scales=v_scales)
+    facts = view.facts.of_parts()
+    return replace(view, layers=tuple(layers), facts=facts, k_scales=k_scales, v_scales=v_scales)
 
 
 def _fixed(k: TensorDesc) -> str:

@@ -78,6 +78,7 @@ class CacheView:
             asked = getattr(self, name)
             if asked is not None and not callable(asked):
                 raise wrong(name, asked, "a function or None")
+        self._check_rotation()
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", _abi.pointer_array(structs, _abi.kvx_cache_desc_t))
         for name in _BESIDE:
@@ -98,6 +99,15 @@ class CacheView:
         set_("reordered", {})
         set_("memo", {})
         set_("_held", [])
+
+    def _check_rotation(self) -> None:
+        widest = max((layer.head_dim for layer in self.layers), default=0)
+        if widest and (self.facts.rotary_dim or 0) > widest:
+            raise wrong(
+                "facts.rotary_dim",
+                self.facts.rotary_dim,
+                f"at most head_dim, which is {widest}: it counts the dims of a head that rotate",
+            )
 
     def __repr__(self) -> str:
         first = [part for part in self.layers[0].words() if part] if self.layers else []

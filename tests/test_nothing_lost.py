@@ -99,7 +99,7 @@ def test_many_blocks_out_of_order_are_told_apart() -> None:
     """More than the check keeps without allocating memory."""
     tokens = 3001
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
-    here, there = torch.randn(tokens, 1, 1, 2), torch.zeros(tokens, 1, 1, 2)
+    here, there = torch.randn(tokens, 1, 1, 8), torch.zeros(tokens, 1, 1, 8)
     layers = [CacheDesc.from_kv(describe(kv, "BLOCK_NHD")) for kv in (here, there)]
     src, dst = (CacheView((layer,), SAME_MODEL) for layer in layers)
     rows = torch.arange(tokens)[None]

@@ -96,7 +96,7 @@ def scales_as_cache(view: CacheView) -> CacheView:
         k = tensor(k_scale)
         assert k is not None  # by has_vector_scales
         layers.append(CacheDesc.from_kv(k, tensor(v_scale)))
-    return replace(bare(view), layers=tuple(layers))
+    return replace(bare(view), layers=tuple(layers), facts=view.facts.of_parts())
 
 
 def scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:

@@ -323,8 +323,9 @@ def test_the_page() -> None:
         "unified_pool": hosts[1],
         "host_slots": hosts[0].alloc(64)[:57],
     }
+    turning = {"rotary": "half", "rotary_dim": pool.head_dim}
     facts = sglang.cache_facts(
-        pool, version="0.5.23", fingerprint="of one model", rotary="half", rotary_dim=80, window=0
+        pool, version="0.5.23", fingerprint="of one model", window=0, **turning
     )
     view = sglang.cache_view(other, facts)
     names["destination"] = view.at(slots=into.all_slots)

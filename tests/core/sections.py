@@ -15,7 +15,7 @@ FACTS = CacheFacts(
     engine="here 1.0",
     fingerprint="abc",
     rotary="half",
-    rotary_dim=16,
+    rotary_dim=4,
     rope_applied=True,
     hadamard=False,
     scale_convention="multiply",
@@ -40,8 +40,11 @@ def section_of(
     """
     first, total = heads or (0, cache.layers[0].k.num_kv_heads)
     chosen = cache.layers if at is None else [cache.layers[i] for i in at]
+    layers_held = tuple(map(_desc, chosen))
+    dim = max(layer.head_dim for layer in layers_held)
+    facts = {"rotary_dim": min(4, dim - dim % 2)} | facts
     view = CacheView(
-        layers=tuple(map(_desc, chosen)),
+        layers=layers_held,
         facts=replace(FACTS, first_kv_head=first, total_kv_heads=total, **facts),
         k_scales=tuple(_scale(layer.k) for layer in chosen),
         v_scales=tuple(_scale(layer.v) for layer in chosen),

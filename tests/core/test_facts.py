@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvx_core import (
@@ -257,8 +258,6 @@ def test_one_pair_of_dims_stands_alike_in_both_orders(rotary_dim: int) -> None:
     ("facts", "reason"),
     [
         ({"rotary_dim": None}, ": set CacheFacts.rotary_dim of both, so that K can be reordered"),
-        ({"rotary_dim": 63}, ", and rotary_dim is 63, expected an even number of dims"),
-        ({"rotary_dim": -2}, ", and rotary_dim is -2, expected an even number of dims"),
         ({"hadamard": True}, ", and K is stored Hadamard-rotated, which mixes its dims"),
         (
             {"hadamard": None},
@@ -310,3 +309,28 @@ def test_words_that_no_fact_has() -> None:
         CacheFacts(rotary="neox")  # type: ignore[arg-type]
     sentence = "facts.rotary is 'neox', expected 'half', 'interleaved' or 'none'"
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"rotary_dim": 63}, "facts.rotary_dim is 63, expected an even number: dims turn in pairs"),
+        ({"rotary_dim": -2}, "facts.rotary_dim is -2, expected 0 to 4294967295"),
+        ({"rotary_dim": True}, "facts.rotary_dim is True, expected an integer, 0 to 4294967295"),
+        ({"num_layers": 0}, "facts.num_layers is 0, expected 1 to 4294967295"),
+        ({"total_kv_heads": 0}, "facts.total_kv_heads is 0, expected 1 to 4294967295"),
+        ({"first_kv_head": -1}, "facts.first_kv_head is -1, expected 0 to 4294967295"),
+        ({"first_layer": 1.5}, "facts.first_layer is 1.5, expected an integer, 0 to 4294967295"),
+        ({"window": "8"}, "facts.window is '8', expected an integer, 0 to 4294967295"),
+        ({"hadamard_k": -64}, "facts.hadamard_k is -64, expected 0 to 4294967295"),
+    ],
+)
+def test_numbers_that_no_cache_has(facts: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        CacheFacts(**facts)
+    assert str(raised.value) == sentence
+
+
+def test_numbers_of_any_integer_type() -> None:
+    facts = CacheFacts(rotary_dim=np.int64(64), window=np.uint8(3))
+    assert (type(facts.rotary_dim), type(facts.window)) == (int, int)

@@ -457,9 +457,24 @@ def test_one_memory_for_k_and_v_is_refused() -> None:
 
 
 def test_more_rotary_dims_than_a_head_has_are_refused() -> None:
-    _, src, dst, into = ends(18)
-    assert refused(src, into) == tuple(
-        f"rotary_dim is 18 and {end}.layers[0].head_dim is 16, expected at least as many"
+    with pytest.raises(InvalidArgumentError) as raised:
+        ends(18)
+    assert str(raised.value) == (
+        "facts.rotary_dim is 18, expected at most head_dim, which is 16: it counts the dims of a "
+        "head that rotate"
+    )
+
+
+def test_more_rotary_dims_than_some_heads_have_are_refused() -> None:
+    """The first layers have more dims than the others."""
+    _, src, dst, into = ends()
+    wide = CacheDesc.from_kv(*(describe(torch.zeros(3, 4, 2, 20), "BLOCK_NHD") for _ in "kv"))
+    here, there = (
+        replace(view, layers=(wide, *view.layers[1:]), facts=replace(view.facts, rotary_dim=18))
+        for view in (src, into)
+    )
+    assert refused(here, there) == tuple(
+        f"rotary_dim is 18 and {end}.layers[1].head_dim is 16, expected at least as many"
         for end in ("src", "dst")
     )
     check_untouched(dst, "nhd")
