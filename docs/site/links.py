@@ -14,7 +14,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "performance.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
 HEADERS = "csrc/include/kvx/"
 _LANGUAGES = {".py": "python", ".h": "c", ".c": "c", ".cc": "cpp", ".cu": "cpp", ".sh": "bash"}
