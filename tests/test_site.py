@@ -131,7 +131,7 @@ def test_links_lead_to_pages_of_the_site() -> None:
     found, targets = rewritten(text, "README.md")
     assert found.split("\n") == [
         "[a](vllm.md#layouts) ![b](hub.svg) [c](reference/c/kvx_plan.h.md)",
-        "[d](source/examples/index.md) [e](source/examples/share_a_prefix.py.md) "
+        "[d](examples.md) [e](source/examples/share_a_prefix.py.md) "
         "[f](https://example.org) `[g](docs/vllm.md)`",
         *text.split("\n")[2:],
     ]

@@ -15,7 +15,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 from docs.site import c_reference
-from docs.site.links import HEADERS, PAGES, ROOT, rewritten, site_path, source_page, spaced
+from docs.site.links import (
+    HEADERS,
+    PAGES,
+    ROOT,
+    rewritten,
+    site_path,
+    source_page,
+    sources_in,
+    text_of,
+)
 from docs.site.prose import Sections
 
 NO_SEARCH = "---\nsearch: {exclude: true}\n---\n"
@@ -103,9 +112,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path in done:
             continue
         done.add(path)
+        if (ROOT / path / "README.md").is_file():
+            waiting.append(f"{path}/README.md")
+            continue
         uri, hidden = site_path(path), InclusionLevel.NOT_IN_NAV
-        if path.endswith(".md"):
-            text, targets = rewritten(spaced((ROOT / path).read_text()), path)
+        if path.endswith((".md", ".ipynb")):
+            text, targets = rewritten(text_of(path), path)
             waiting += targets
             if files.get_file_from_path(uri):
                 files.remove(files.get_file_from_path(uri))
@@ -118,7 +130,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         elif (ROOT / path).is_dir() or uri.endswith(".md"):
             add(path, uri, content=NO_SEARCH + source_page(path), inclusion=hidden)
             if (ROOT / path).is_dir():
-                waiting += [f"{path}/{p.name}" for p in (ROOT / path).glob("*.py")]
+                waiting += [f"{path}/{name}" for name in sources_in(path)]
         else:
             add(path, uri, abs_src_path=str(ROOT / path))
     return files
