@@ -3,6 +3,7 @@ and of Python, and the sources that pages link to; the version, and links that e
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -63,15 +64,21 @@ def source_of(name: str) -> str:
 def python_page(name: str) -> str:
     """A module's page, which mkdocstrings fills in."""
     lines = [f"::: {name}\n"]
-    at = ROOT.joinpath(*name.split("."))
-    if at.is_dir():
-        # A name that a module below has too is taken for that module.
-        names = re.findall(
-            r"^from (\S+) import .*\b(\w+)\b", (at / "__init__.py").read_text(), re.M
-        )
-        shadowed = [f"{of}.{one}" for of, one in names if of == f"{name}.{one}"]
-        lines += [f"::: {one}\n    options: {{heading_level: 2}}\n" for one in shadowed]
+    for one in shadowed(name):
+        lines.append(f"::: {one}\n    options: {{heading_level: 2}}\n")
     return "\n".join(lines)
+
+
+def shadowed(name: str) -> list[str]:
+    """The public names of a package that a module below it has, too, and is taken for."""
+    tree = ast.parse((ROOT / source_of(name)).read_text())
+    return [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module == f"{name}.{alias.name}"
+    ]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
