@@ -43,7 +43,7 @@ def test_every_declaration_of_a_header_is_there(header: Path) -> None:
 @pytest.fixture(scope="module")
 def sources() -> griffe.Module:
     """kvx_core as mkdocstrings has it."""
-    extensions = griffe.load_extensions("dataclasses", Prose)
+    extensions = griffe.load_extensions("unpack_typeddict", "dataclasses", Prose)
     core = griffe.load("kvx_core", search_paths=[ROOT], extensions=extensions)
     assert isinstance(core, griffe.Module)
     return core
@@ -84,13 +84,21 @@ def test_methods_that_say_nothing_are_hidden(sources: griffe.Module) -> None:
 
 
 def test_docstrings_are_lists_of_parameters(sources: griffe.Module) -> None:
+    """Of a module the first line says what it is; of others it may be a parameter."""
+    assert sources["migrate"].docstring.value.startswith(
+        "migrate: sequences from one engine's cache"
+    )
+    made = sources["stores.inventory.Inventory.__init__"].docstring.value
+    assert made.strip().startswith("- **`key`**: that files are signed with")
+    parameters = [parameter.name for parameter in sources["migrate.migrate"].parameters]
+    assert parameters[:3] + parameters[-1:] == ["src", "dst", "seq_lens", "transfer"]
     text = sources["set_num_threads"].docstring.value
     assert "\n- **`num_threads`**: 1: the caller alone; 0: the default, $KVX" in text
     assert "\n\nRaises InvalidArgumentError." in text
 
 
 def test_comments_become_markdown() -> None:
-    text = """name: new_tokens, see `a_b`.
+    text = """Writes new_tokens, see `a_b`.
 No parameter: this is text.
 
 key, value: (num_tokens, 3),
@@ -107,7 +115,7 @@ Mutates a*b < c. Spec: 5.1
 """
     found = markdown(text, SECTIONS, "python").split("\n")
     assert list(filter(None, found)) == [
-        "name: new\\_tokens, see `a_b`.",
+        "Writes new\\_tokens, see `a_b`.",
         "No parameter: this is text.",
         "- **`key, value`**: (num\\_tokens, 3),",
         "  any strides",

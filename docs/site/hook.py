@@ -65,7 +65,8 @@ def python_page(name: str) -> str:
     """A module's page, which mkdocstrings fills in."""
     lines = [f"::: {name}\n"]
     for one in shadowed(name):
-        lines.append(f"::: {one}\n    options: {{heading_level: 2}}\n")
+        options = "{heading_level: 2, show_root_full_path: false}"
+        lines.append(f"::: {one}\n    options: {options}\n")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ def markdown(text: str, sections: Sections, language: str) -> str:
     """text: dedented. language: of indented examples that are code."""
     out: list[str] = []
     example: list[str] = []
-    kind = "text"  # of the last line: "text", "item", "example" or, at an empty line, ""
+    kind = ""  # of the last line: "text", "item", "example" or, at an empty line, ""
     for line in text.strip("\n").split("\n"):
         words = line.strip()
         indent = len(line) - len(line.lstrip())

@@ -40,7 +40,7 @@ class Prose(griffe.Extension):
                 if scope.is_class and _is_hidden(member):
                     scope.del_member(name)
                 _set(member, self._markdown(member))
-            elif scope.is_class and "property" not in member.labels:
+            elif _is_field(member, scope):
                 text += self._item(member)  # a line of its class
                 scope.del_member(name)
             else:
@@ -59,7 +59,20 @@ class Prose(griffe.Extension):
         text = member.docstring.value if member.docstring else ""
         if isinstance(member, griffe.Attribute) and not text:
             text = comments(member)
-        return markdown(inspect.cleandoc(text), self._sections, "python") if text else ""
+        if not text:
+            return ""
+        text, summary = inspect.cleandoc(text), ""
+        if isinstance(member, griffe.Module):  # "name: what it is" is no parameter
+            summary, _, text = text.partition("\n")
+            summary = escaped(summary) + "\n"
+        return summary + markdown(text, self._sections, "python")
+
+
+def _is_field(member: griffe.Attribute, scope: griffe.Module | griffe.Class) -> bool:
+    """No property, and nothing of a TypedDict, of which griffe makes parameters of functions."""
+    if not isinstance(scope, griffe.Class) or "property" in member.labels:
+        return False
+    return "TypedDict" not in map(str, scope.bases)
 
 
 def _is_hidden(method: griffe.Function) -> bool:
