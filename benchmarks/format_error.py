@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import chart
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, ScaleDesc, describe, migrate
 from kvx_core.encodings import turboquant
 from kvx_core.snapshot.coding import CODINGS
@@ -32,7 +33,12 @@ _QUERIES = 64
 _LEAST = 1e-12  # error that is drawn
 # Formats whose scales lie beside them, one for a group of numbers: the group, the scales' dtype.
 _GROUPS = {"F4_E2M1": (16, torch.float8_e4m3fn)}  # as NVFP4 has them
-_COLOURS = {"gaussian": "#1f5f8b", "outliers": "#f2a541", "keys": "#3a7d44", "values": "#a8324f"}
+_COLOURS = {
+    "gaussian": chart.BLUE,
+    "outliers": chart.ORANGE,
+    "keys": chart.GREEN,
+    "values": chart.RED,
+}
 
 # What each format is for. Formats that are not here have an empty cell.
 _USED_BY = {
@@ -247,54 +253,29 @@ def is_drawn(row: dict[str, Any]) -> bool:
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
     """Draws size against error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    matplotlib.rcParams |= {
-        "svg.hashsalt": "kvx",
-        "svg.fonttype": "none",
-    }  # the same file each time
-    figure, panels = plt.subplots(1, 2, figsize=(12, 8), layout="constrained")
-    for panel, key, title in (
-        (panels[0], "relative_mse", "relative mean squared error"),
-        (panels[1], "inner_product", "error of inner products, relative"),
-    ):
-        lossy = [row for row in found if is_drawn(row)]
-        for name, colour in _COLOURS.items():
-            points = [row["rows"][name] for row in lossy]
-            x, y = ([point[k] for point in points] for k in ("bits", key))
-            panel.scatter(x, y, s=16, color=colour, label=name, zorder=2)
-        panel.set_yscale("log")
-        panel.margins(x=0.35)  # for texts
-        panel.set_xlabel("bits per number, scales included")
-        panel.set_title(title, fontsize=10)
-        panel.grid(alpha=0.3)
-    bits = [row["rows"]["gaussian"]["bits"] for row in found if is_drawn(row)]
-    line = [min(bits), max(bits)]
-    bound = [4.0**-b for b in line]
-    panels[0].plot(line, bound, "--", color="grey", lw=1, label="least for Gaussian numbers")
-    panels[0].legend(fontsize=8, loc="lower left")
-    figure.draw_without_rendering()  # fixes the axes, in which texts are placed
-    for panel, key in zip(panels, ("relative_mse", "inner_product"), strict=True):
-        _write(panel, _labels([row for row in found if is_drawn(row)], key))
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def _write(panel: Any, labels: list[tuple[str, float, float]]) -> None:
-    """Writes each text to the right of its point, lower where another one is already."""
-    scale = 72 / panel.figure.dpi  # pixels to points
-    taken: list[tuple[float, float, float]] = []  # left, right, middle
-    for text, x, y in sorted(labels, key=lambda label: -label[2]):
-        left, middle = panel.transData.transform((x, y)) * scale + (5, 0)
-        right, lower = left + 4.1 * len(text), middle
-        while any(a < right and left < b and abs(at - lower) < 8 for a, b, at in taken):
-            lower -= 1
-        taken.append((left, right, lower))
-        offset = (5, lower - middle - 2)
-        panel.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=7)
+    lossy = [row for row in found if is_drawn(row)]
+    bits = [row["rows"]["gaussian"]["bits"] for row in lossy]
+    bound = [(x, 4.0**-x) for x in (min(bits), max(bits))]
+    panels = [
+        chart.Panel(
+            title,
+            [
+                chart.Point(row["rows"][name]["bits"], row["rows"][name][key], colour)
+                for name, colour in _COLOURS.items()
+                for row in lossy
+            ],
+            _labels(lossy, key),
+            line,
+        )
+        for key, title, line in (
+            ("relative_mse", "relative mean squared error", bound),
+            ("inner_product", "error of inner products, relative", ()),
+        )
+    ]
+    note = "benchmarks/results/format_error.json; dashed: the least for Gaussian numbers"
+    x_title = "bits per number, scales included"
+    title = "Size against error of number formats; names are at the Gaussian points"
+    chart.points(path, title, note, panels, legend=_COLOURS, x_title=x_title)
 
 
 def _labels(found: list[dict[str, Any]], key: str) -> list[tuple[str, float, float]]:

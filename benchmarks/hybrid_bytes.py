@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import chart
 from kvx_core.hybrid import (
     bytes_per_request,
     bytes_per_token,
@@ -120,25 +121,17 @@ def bars() -> list[tuple[str, float]]:
 
 def draw(path: Path) -> None:
     """Draws bytes per token."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    matplotlib.rcParams |= {"svg.hashsalt": "kvx", "svg.fonttype": "none"}
-    figure, panel = plt.subplots(figsize=(8, 2.8), layout="constrained")
-    names, values = zip(*bars()[::-1], strict=True)
-    colours = ["#1f5f8b", "#1f5f8b", "#f2a541", "#999999", "#999999"]
-    drawn = panel.barh(names, values, color=colours, zorder=2)
-    for bar, value in zip(drawn, values, strict=True):
+    rows = {}
+    for name, value in bars():
         text = f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
-        panel.annotate(text, (value, bar.get_y() + bar.get_height() / 2), xytext=(4, 0),
-                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-    panel.set_xlim(0, 280_000)
-    panel.set_xlabel("bytes per token of context, all layers")
-    panel.grid(axis="x", alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+        colour = chart.GREY if name.startswith("GQA") else chart.ORANGE
+        if name.startswith("DeepSeek-V4"):
+            colour = chart.BLUE
+        rows[name] = [[chart.Bar(value, text, colour)]]
+    title = "Bytes per token of context, all layers"
+    chart.bars(
+        path, title, ["computed from the layouts by benchmarks/hybrid_bytes.py"], rows, ["bytes"]
+    )
 
 
 def main() -> None:

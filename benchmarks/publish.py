@@ -1,7 +1,7 @@
 """`python -m benchmarks.publish`: takes the last runs into the repository.
 
-Copies the JSON of full, undisturbed runs from build/benchmarks to benchmarks/results, draws
-ratios.png from all that is there, and rewrites the tables of README.md.
+Copies the JSON of full, undisturbed runs from build/benchmarks to benchmarks/results, draws the
+plots of docs/performance.md from all that is there, and rewrites the tables of README.md.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
-
-from benchmarks import tables
-from benchmarks.tables import VERSUS
+from benchmarks import plots, tables
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RUNS = _ROOT / "build" / "benchmarks"
@@ -47,8 +40,6 @@ _NAMES = (
     "live",
 )
 _MAX_OTHERS_CORES = 0.2
-_NUMBER_INCHES = 0.36  # that a number takes, at most
-_COLORS = {1: "#1f5f8b", 2: "#f2a541"}  # by threads
 
 
 def main() -> None:
@@ -64,14 +55,14 @@ def main() -> None:
     }
     if not found:
         raise SystemExit(f"no results in {_RUNS} or {_RESULTS}. Run `make bench` first")
-    _draw(found, _RESULTS / "ratios.png")
+    plots.draw(plots.FOLDER)
     text = "\n".join(_section(name, result) for name, result in found.items())
     begin, end = "<!-- results -->\n", "<!-- end of results -->"
     readme = _README.read_text()
     _README.write_text(
         re.sub(f"{begin}.*{end}", lambda _: f"{begin}{text}{end}", readme, flags=re.S)
     )
-    print(f"wrote {', '.join(found)}, ratios.png and the tables of README.md")
+    print(f"wrote {', '.join(found)}, the plots of docs/performance and the tables of README.md")
 
 
 def _run_of(name: str) -> Path:
@@ -104,75 +95,12 @@ def _section(name: str, result: dict[str, Any]) -> str:
 {result["settings"]["rounds"]} rounds; others used \
 {sum(result["disturbance"].values()):.2f} cores meanwhile.
 
+<details markdown="1"><summary>The figures</summary>
+
 {tables.of(name, result)}
+
+</details>
 """
-
-
-# ---- The drawing ----
-
-
-def _draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Bars of how many times as fast KVX is; a tick where a goal lies."""
-    large = found.get("cpu_copy", {"results": []})["results"]
-    migrations = found.get("migrate_vs_lmcache", {"results": []})["results"]
-    small = found.get("in_cache", {"results": []})["results"]
-    panels = [(large, v) for v in ("memcpy", "stream", "torch")]
-    panels += [(migrations, v) for v in ("lmcache", "torch", "memcpy")]
-    panels += [(small, "rows")]
-    figure = plt.figure(figsize=(15, 16), layout="constrained")
-    grid = figure.add_gridspec(3, 3, height_ratios=[17, 3, 17])
-    places = [grid[0, 0], grid[0, 1], grid[0, 2], grid[1, 0], grid[1, 1], grid[1, 2], grid[2, :]]
-    for (rows, versus), place in zip(panels, places, strict=True):
-        if rows:
-            first = place.colspan.start == 0
-            _bars(figure.add_subplot(place), rows, versus, names=first)
-    cpu = next(iter(found.values()))["machine"]["cpu"]
-    figure.suptitle(f"How many times as fast KVX is; a black tick is the goal. {cpu}")
-    handles = [Patch(color=color) for color in _COLORS.values()]
-    words = [f"{threads} thread{'s' if threads > 1 else ''}" for threads in _COLORS]
-    figure.legend(handles, words, loc="outside lower center", ncols=len(words))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _bars(axes: Any, rows: list[dict[str, Any]], versus: str, *, names: bool) -> None:
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    threads = sorted({row["threads"] for row in rows})
-    height = 0.8 / len(threads)
-    numbers = []  # (value, y, goals)
-    for row in rows:
-        if versus not in row["kvx_speedup"]:
-            continue
-        i = threads.index(row["threads"])
-        y = cases.index(row["case"]) + (i - (len(threads) - 1) / 2) * height
-        value = row["kvx_speedup"][versus]
-        axes.barh(y, value, height, color=_COLORS.get(row["threads"], "#777777"))
-        goals = [goal["at_least"] for goal in row["goals"] if goal["versus"] == versus]
-        for x in goals:
-            axes.plot([x, x], [y - height / 2, y + height / 2], color="black", linewidth=2)
-        numbers.append((value, y, goals))
-    axes.margins(x=0.15)
-    _write_numbers(axes, numbers)
-    axes.axvline(1, color="#999999", linewidth=0.8)
-    axes.set_yticks(range(len(cases)), cases if names else [""] * len(cases), fontsize=8)
-    axes.invert_yaxis()
-    axes.set_title(f"x {VERSUS[versus]}", fontsize=10)
-
-
-def _write_numbers(axes: Any, numbers: list[tuple[float, float, list[float]]]) -> None:
-    """Writes each value behind its bar, or behind the tick or the line at 1 that would cross it.
-
-    numbers: value, y, goals
-    """
-    left, right = axes.get_xlim()
-    inches = axes.get_position().width * axes.figure.get_figwidth()
-    text_width = (right - left) * _NUMBER_INCHES / inches
-    for value, y, goals in numbers:
-        x = value
-        for mark in sorted({*goals, 1.0}):
-            if x <= mark < x + text_width:
-                x = mark
-        axes.text(x, y, f" {value:.2f}", va="center", fontsize=7)
 
 
 if __name__ == "__main__":

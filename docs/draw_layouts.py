@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from docs.drawing import both_schemes
 from kvx_core import CacheDesc, CacheView, Layout, TensorDesc
 from kvx_core.layouts import axes
 from tests.engines import ENGINES, Engine, Sizes
@@ -230,12 +231,12 @@ def draw(view: CacheView, raw: Sequence[Tensor]) -> str:
     y += 26
     legend = "h head, d dim, t token"
     if tokens > 1:
-        legend += f"; dark: token {TOKEN}, wherever it lies"
+        legend += f"; bold: token {TOKEN}, wherever it lies"
     if desc.block_size > TOKENS:
         legend += "; ⋮ other tokens, blocks or layers"
     out.append(text(MARGIN, y, legend, 12, ' fill="#555"'))
     y += 16
-    return "\n".join(
+    svg = "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:g}" '
             'font-family="Helvetica, Arial, sans-serif" fill="#222">',
@@ -244,6 +245,7 @@ def draw(view: CacheView, raw: Sequence[Tensor]) -> str:
             "</svg>\n",
         ]
     )
+    return both_schemes(svg)
 
 
 def sizes_of(engine: Engine) -> Sizes:

@@ -50,8 +50,8 @@ class CacheView:
     # None: every token that the view describes. See kvx_core.holds
     holds: Callable[[], int | Sequence[int]] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
-    k_zeros: tuple[ScaleDesc | None, ...] | None = None  # zero points of U8_ZERO and U8_BIAS, or
-    # the scale of a tensor of F4_E2M1 [E.14, E.18]
+    # Zero points of U8_ZERO and U8_BIAS, or the scale of a tensor of F4_E2M1. Spec: E.14, E.18
+    k_zeros: tuple[ScaleDesc | None, ...] | None = None
     v_zeros: tuple[ScaleDesc | None, ...] | None = None
     _layers: Any = field(init=False, compare=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False)

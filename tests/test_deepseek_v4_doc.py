@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import hybrid_bytes
@@ -24,13 +26,15 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == PAGE.prints()
 
 
-def test_table_and_plot() -> None:
+def test_table_and_plot(tmp_path: Path) -> None:
     assert f"<!-- table -->\n{hybrid_bytes.table()}<!-- end" in PAGE.text, AGAIN
     assert f"<!-- contexts -->\n{hybrid_bytes.contexts()}<!-- end" in PAGE.text, AGAIN
     plot = hybrid_bytes.PLOT.read_text()
     for name, size in hybrid_bytes.bars():
         assert f">{name}<" in plot, AGAIN
         assert f">{size:,.2f}<".replace(".00<", "<") in plot, AGAIN
+    hybrid_bytes.draw(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text() == plot, AGAIN
     assert f"]({hybrid_bytes.PLOT.name})" in PAGE.text
 
 

@@ -40,6 +40,17 @@ PRINTED = {
         "1000 tokens: blocks 170972 bytes, GQA-8 12288000: 72 x",
         "windows and tails: 830488 bytes, however long the sequence is",
     ],
+    "edit_a_store": [
+        "A store of two tenants:",
+        "  2 entries, 30 tokens",
+        "  4 entries, 43 tokens",
+        r"  a prompt of 19 tokens: \[0, 1, 2\] \.\.\. \[91, 92\]",
+        r"  a prompt of 40 tokens: \[0, 1, 2\] \.\.\. \[38, 39\]",
+        "6 files verified, 1 bad, 1 deleted",
+        "2 files of tenant-7 removed",
+        "The other store:",
+        "  3 entries, 40 tokens, signed",
+    ],
     "generate_packed": [
         "20 tokens each, the same as from transformers' own cache",
         *[
@@ -59,6 +70,13 @@ PRINTED = {
         rf"{139 * 4 * 2 * 2 * 128 * 2} bytes migrated; equal: 139 tokens, 284672 values",
         r"K offsets of sequence 0: \[24, 0, 2147483647, 2147483647\]",
         "TensorRT-LLM's own indexing finds every token",
+    ],
+    "own_engine": [
+        "21 tokens in 2 layers are where the description says",
+        f"{21 * 2 * 2 * 3 * 40 * 2} bytes migrated",
+        r"equal: 21 tokens, 10080 values, the largest error 0\.00\d+, its mean square \S+e-06",
+        "19 of 22 tokens of another prompt loaded from the store",
+        "equal: 19 tokens, 9120 values",
     ],
     "reshard_tp4_to_tp8": [
         r"4 ranks -> 8: 17\.0 MB in 8 calls, \d+\.\d ms, exact",
@@ -118,3 +136,19 @@ def require_lines(printed: str, expected: list[str]) -> None:
 def test_every_example_is_run() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
     assert found == START_VLLM | IN_DOCS | IMPORTED | set(PRINTED)
+
+
+def test_the_index_has_every_example() -> None:
+    """Each once: what it shows, what it needs, how long it takes; its own first line agrees."""
+    text = (EXAMPLES / "README.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| [")]
+    listed = [re.match(r"\| \[(\S+)\]\((\S+)\)", row[0]) for row in rows]
+    assert all(found and found[1] == found[2] for found in listed)
+    programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    programs -= {f"{name}.py" for name in IMPORTED}
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert sorted(found[1] for found in listed if found) == sorted(programs | folders)
+    for row in rows:
+        assert len(row) == 4, row
+        assert row[2], row
+        assert re.fullmatch(r"(?:\d+ s|a minute) \|", row[3]), row

@@ -38,6 +38,8 @@ def test_table_and_plot_are_those_of_the_data(tmp_path: Path) -> None:
     for row in FOUND:
         marked = re.search(rf">[^<]*\b{row['format']}\b[^<]*</text>", plot) is not None
         assert marked is format_error.is_drawn(row), AGAIN
+    format_error.draw(FOUND, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text() == plot, AGAIN
     assert f"]({format_error.PLOT.name})" in PAGE.text
 
 

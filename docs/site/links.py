@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from docs import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,7 +17,9 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "performance.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
+    "examples/walk_through.ipynb": "walk_through.md",
 }
 HEADERS = "csrc/include/kvx/"
 _LANGUAGES = {".py": "python", ".h": "c", ".c": "c", ".cc": "cpp", ".cu": "cpp", ".sh": "bash"}
@@ -24,6 +29,8 @@ def site_path(path: str) -> str:
     """Where the site has a file or folder of the repository."""
     if path in PAGES:
         return PAGES[path]
+    if (ROOT / path / "README.md").is_file():
+        return site_path(f"{path}/README.md")
     if (ROOT / path).is_dir():
         return f"source/{path}/index.md"
     if path.startswith("docs/") and not path.endswith(".py"):
@@ -79,10 +86,21 @@ def with_code(text: str) -> Iterator[tuple[bool, str]]:
         inside ^= fence
 
 
+def text_of(path: str) -> str:
+    """The text of a page of the repository, or of a notebook."""
+    text = (ROOT / path).read_text()
+    return spaced(notebook.markdown(json.loads(text)) if path.endswith(".ipynb") else text)
+
+
+def sources_in(folder: str) -> list[str]:
+    """The names of a folder's files that are pages of the site."""
+    return sorted(p.name for p in (ROOT / folder).iterdir() if p.suffix in _LANGUAGES)
+
+
 def source_page(path: str) -> str:
-    """A file as a page; a folder as a list of its Python files."""
+    """A file as a page; a folder as a list of its files."""
     at = ROOT / path
     if at.is_dir():
-        files = sorted(p.name for p in at.glob("*.py"))
+        files = sources_in(path)
         return f"# {path}\n\n" + "\n".join(f"- [{name}]({name}.md)" for name in files) + "\n"
     return f"# {path}\n\n~~~~{_LANGUAGES[at.suffix]}\n{at.read_text()}~~~~\n"

@@ -11,12 +11,14 @@ from kvx_core.snapshot import (
 )
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.blobs import Directory
+from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.prefix import Match, PrefixStore, StoredSpan
 
 __all__ = [
     "BlobStore",
     "CorruptError",
     "Directory",
+    "Inventory",
     "Match",
     "Precision",
     "PrefixStore",

@@ -1,0 +1,159 @@
+"""The pages "How to": their snippets print what they say, what they say of keys is true, and the
+notebook prints what it has kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("torch")
+from docs import notebook
+from kvx_adapters.cli.commands import app
+from kvx_core import CacheView, Directory, Precision, PrefixStore, StoreError, verify
+from tests.documents import Document
+from tests.native import ROOT
+from tests.test_examples import PRINTED
+
+ROTATION = Document("key_rotation.md")
+PROMPT = list(range(300))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """The names of the page on rotation: facts, store, room, carry_over."""
+    return ROTATION.run({})
+
+
+def signed(path: Path, key: bytes) -> PrefixStore:
+    return PrefixStore(
+        Directory(path),
+        fingerprint="a model",
+        num_layers=2,
+        total_kv_heads=4,
+        precision=Precision.of("bfloat16"),
+        key=key,
+    )
+
+
+def save(store: PrefixStore, page: dict[str, Any]) -> CacheView:
+    """Stores PROMPT; returns where its keys and values are."""
+    section = page["room"](len(PROMPT))
+    for layer in section.view.layers:
+        for tensor in layer.torch_owners:
+            tensor.normal_()
+    for start, stop in store.spans(len(PROMPT)):
+        store.commit(store.capture(PROMPT, start, stop, [section]))
+    return section.view
+
+
+def require_holds(store: PrefixStore, view: CacheView, page: dict[str, Any]) -> None:
+    """The store has PROMPT with these numbers."""
+    section = page["room"](len(PROMPT))
+    match = store.lookup(PROMPT)
+    assert match.num_tokens == len(PROMPT)
+    store.load(match, 0, len(PROMPT), [section])
+    assert verify(view, section.view, [len(PROMPT)])
+
+
+def test_prompts_are_carried_over_to_another_encryption_key(
+    page: dict[str, Any], tmp_path: Path
+) -> None:
+    old = page["store"](tmp_path / "old", secrets.token_bytes(32))
+    new = page["store"](tmp_path / "new", secrets.token_bytes(32))
+    view = save(old, page)
+    assert page["carry_over"]([*PROMPT, 7], old, new) == len(PROMPT)
+    shutil.rmtree(tmp_path / "old")
+    require_holds(new, view, page)
+
+
+def test_a_store_that_is_encrypted_takes_no_other_key(page: dict[str, Any], tmp_path: Path) -> None:
+    save(page["store"](tmp_path, secrets.token_bytes(32)), page)
+    with pytest.raises(StoreError, match="is encrypted with another key"):
+        page["store"](tmp_path, secrets.token_bytes(32))
+    with pytest.raises(StoreError, match="is encrypted"):
+        signed(tmp_path, secrets.token_bytes(32))
+
+
+def test_signed_files_of_two_keys_share_a_directory(page: dict[str, Any], tmp_path: Path) -> None:
+    """Neither finds the other's; `kvx store` with the new key deletes those of the old one."""
+    keys = [secrets.token_bytes(32) for _ in range(2)]
+    old, new = (signed(tmp_path / "store", key) for key in keys)
+    save(old, page)
+    assert new.lookup(PROMPT).num_tokens == 0
+    view = save(new, page)
+    assert old.lookup(PROMPT).num_tokens == len(PROMPT)
+    require_holds(new, view, page)
+
+    key_file = tmp_path / "key"
+    key_file.write_bytes(keys[1])
+    key_file.chmod(0o600)
+    listed = kvx("ls", tmp_path / "store", "--key-file", key_file, "--json")
+    (space,) = [space["space"] for space in json.loads(listed) if space["model"] is None]
+    kvx("rm", tmp_path / "store", "--key-file", key_file, "--model", space[:8])
+    assert signed(tmp_path / "store", keys[0]).lookup(PROMPT).num_tokens == 0
+    require_holds(signed(tmp_path / "store", keys[1]), view, page)
+
+
+def kvx(command: str, *words: object) -> str:
+    result = CliRunner().invoke(app, ["store", command, *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_merging(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The snippets; and `cp -rn`, as the page has it."""
+    page = Document("merge_prefixes.md")
+    names = page.run({})
+    assert capsys.readouterr().out.splitlines() == page.prints()
+    assert "cp -rn /srv/kvx-a/. /srv/kvx-b/" in page.text
+    one, other = (Directory(tmp_path / name) for name in "ab")
+    stores = [names["store"](directory) for directory in (one, other)]
+    prompts = [range(40), range(50, 90)]
+    for store, prompt in zip(stores, prompts, strict=True):
+        names["save"](store, prompt, names["whole"])
+    subprocess.run(["cp", "-rn", f"{one.root}/.", f"{other.root}/"], check=True)
+    found = names["store"](Directory(other.root))
+    assert [found.lookup(prompt).num_tokens for prompt in prompts] == [40, 40]
+
+
+def test_the_page_shows_what_the_example_prints() -> None:
+    text = Document("own_engine.md").text
+    (shown,) = re.findall(r"^\$ python examples/own_engine.py\n(.*?)^```", text, re.M | re.S)
+    lines = shown.splitlines()
+    assert len(lines) == len(PRINTED["own_engine"])
+    for line, pattern in zip(lines, PRINTED["own_engine"], strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_prints_what_it_has_kept(path: Path) -> None:
+    text = path.read_text()
+    kept = json.loads(text)
+    assert (kept["nbformat"], kept["nbformat_minor"]) == (4, 5)
+    assert notebook.text_of(notebook.executed(kept)) == text, f"run python -m docs.notebook {path}"
+
+
+def test_a_cell_shows_its_last_value() -> None:
+    names: dict[str, object] = {}
+    assert notebook.run("a = 3\nprint('b')\na + 1", names) == "b\n4\n"
+    assert notebook.run("print(a)", names) == "3\n"
+    assert notebook.run("a = 5", names) == ""
+
+
+def test_a_notebook_is_a_page() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# A\n", "text"]},
+        {"cell_type": "code", "source": ["b"], "outputs": [{"text": ["1\n", "2\n"]}]},
+        {"cell_type": "code", "source": ["c"], "outputs": []},
+    ]
+    expected = "# A\ntext\n\n```python\nb\n```\n\n```text\n1\n2\n```\n\n```python\nc\n```\n"
+    assert notebook.markdown({"cells": cells}) == expected
