@@ -332,7 +332,9 @@ def test_the_page() -> None:
     names = document.run(names, snippets[0])
     assert verify(names["span"], names["destination"], lengths).ok
     whole = names["span"]
+    names["facts"] = replace(facts, rotary_dim=24)  # of the pool with a window
     names = document.run(names, snippets[1])
+    names["facts"] = facts
     assert names["span"].slots.token_count == 24
     names["table"] = whole.block_table
     moved_to = names["view"].at(names["table"])
