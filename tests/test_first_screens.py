@@ -60,7 +60,7 @@ def clone() -> Iterator[Path]:
     shutil.copytree(ROOT / "build" / "ccache", folder / "build" / "ccache", symlinks=True)
     shutil.copytree(venv, folder / ".venv", symlinks=True, copy_function=os.link)
     for script in (folder / ".venv" / "bin").iterdir():
-        if not script.is_symlink() and script.read_bytes()[:2] == b"#!":
+        if script.is_file() and not script.is_symlink() and script.read_bytes()[:2] == b"#!":
             text = script.read_text().replace(str(venv), str(folder / ".venv"))
             script.unlink()
             script.write_text(text)

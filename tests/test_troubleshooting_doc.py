@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each sentence in it is one that KVX says."""
+"""docs/troubleshooting.md: each sentence in it is one that KVX says, and each way out leads out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from typer.testing import CliRunner
 
 from kvx_adapters.cli.commands import app
 from kvx_adapters.vllm.spec import minor
-from kvx_core import CacheDesc, CacheFacts, CacheView, KvxError, describe, migrate, write_kv
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    KvxError,
+    ScaleDesc,
+    describe,
+    migrate,
+    write_kv,
+)
 from kvx_core.snapshot import Precision, Section, Snapshot, read_key
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.types import DType
@@ -132,7 +141,7 @@ CASES: list[Callable[[Path], object]] = [
     lambda path: (lambda one: move(one, one))(view()),
     lambda path: migrate(view(), view(), [3]),
     lambda path: move(view(), CacheView((cache(), cache()), CacheFacts(**FACTS))),
-    lambda path: move(view(), view(cache(dim=32))),
+    lambda path: move(view(), view(cache(dim=128))),
     lambda path: migrate(view().at(block_table=[[1]]), view().at(block_table=[[2], [3]]), [3]),
     lambda path: write_kv(cache(), *torch.zeros(2, 1, 2, 64), slots=[128]),
     lambda path: moved_memory(),
@@ -159,6 +168,134 @@ CASES: list[Callable[[Path], object]] = [
 ]
 
 
+def with_heads() -> None:
+    src, dst = view(first_kv_head=2), view(cache(heads=4))
+    at = {"block_table": [[1]]}
+    migrate(src.at(**at), dst.at(**at, head_start=2), [3], num_heads=2)
+
+
+def fp8_bytes() -> None:
+    tensor = torch.zeros(8, 16, 2, 64, dtype=torch.uint8)
+    desc = CacheDesc.from_kv(
+        *[describe(tensor, "BLOCK_NHD", dtype="float8_e4m3fn")] * 2, shared_kv=True
+    )
+    move(view(), CacheView((desc,), CacheFacts(**FACTS)))
+
+
+def other_blocks_of_one_pool() -> None:
+    one = view()
+    migrate(one.at(block_table=[[2]]), one.at(block_table=[[1]]), [3])
+
+
+def halves_of_one_tensor() -> None:
+    """K and V lie side by side in the last axis."""
+    k, v = torch.zeros(8, 16, 2, 128).split(64, dim=-1)
+    move(view(), view(CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))))
+
+
+def described_again() -> None:
+    tensor = torch.zeros(8, 16, 2, 64)
+    tensor.untyped_storage().resize_(0)
+    desc = CacheDesc.from_kv(describe(torch.zeros(8, 16, 2, 64), "BLOCK_NHD"), None)
+    write_kv(desc, torch.zeros(1, 2, 64), None, slots=[5])
+
+
+def as_a_source() -> None:
+    array = np.zeros((8, 16, 2, 64), np.float32)
+    array.flags.writeable = False
+    src = CacheView((CacheDesc.from_kv(describe(array, "BLOCK_NHD"), None),), CacheFacts(**FACTS))
+    desc = CacheDesc.from_kv(describe(torch.zeros(8, 16, 2, 64), "BLOCK_NHD"), None)
+    move(src, CacheView((desc,), CacheFacts(**FACTS)))
+
+
+def chunks_left_out(path: Path) -> None:
+    store(path)
+    store(path, chunk_tokens=None)
+
+
+def another_directory(path: Path) -> None:
+    (path / "kvx-store.json").write_text(json.dumps({"format": 1, "chunk_tokens": 16}))
+    store(path / "new")
+
+
+def listed(path: Path) -> None:
+    store(path)
+    result = CliRunner().invoke(app, ["store", "ls", str(path)])
+    assert result.exit_code == 0, result.output
+
+
+def given_chunks(path: Path) -> None:
+    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    with pytest.raises(KvxError):
+        store(path, chunk_tokens=None)
+    (path / "kvx-store.json").unlink()
+    store(path, chunk_tokens=16)
+
+
+def saved_again(path: Path) -> None:
+    with pytest.raises(KvxError):
+        damaged(path)
+    Snapshot.open(saved(path)).read([0])
+
+
+WAYS_OUT: list[Callable[[Path], object]] = [
+    lambda path: move(view(hadamard=False), view(rotary="interleaved", hadamard=False)),
+    lambda path: migrate(
+        view(fingerprint=None).at(block_table=[[1]]),
+        view(fingerprint=None).at(block_table=[[1]]),
+        [3],
+        same_model=True,
+    ),
+    lambda path: move(view(), view()),
+    lambda path: move(view(), view(), block=7),
+    lambda path: move(view(), view(), num_tokens=16),
+    lambda path: move(
+        CacheView(view().layers, view().facts, holds=lambda: 2), view(), num_tokens=2
+    ),
+    lambda path: with_heads(),
+    lambda path: fp8_bytes(),
+    lambda path: other_blocks_of_one_pool(),
+    lambda path: migrate(
+        CacheView((cache(),), CacheFacts(**FACTS), dense=True), view().at(block_table=[[5]]), [3]
+    ),
+    lambda path: move(
+        CacheView((cache(), cache()), CacheFacts(**FACTS)),
+        CacheView((cache(), cache()), CacheFacts(**FACTS)),
+    ),
+    lambda path: halves_of_one_tensor(),
+    lambda path: migrate(
+        view().at(block_table=[[1], [4]]), view().at(block_table=[[2], [3]]), [3, 5]
+    ),
+    lambda path: write_kv(cache(), *torch.zeros(2, 1, 2, 64), slots=[127]),
+    lambda path: described_again(),
+    lambda path: describe(torch.zeros(3, 4, 5, 6), "BLOCK_NHD"),
+    lambda path: describe(torch.zeros(3, 4, 5, 6, dtype=torch.float64).float(), "BLOCK_NHD"),
+    lambda path: described(torch.zeros(8, 16, 128).unflatten(-1, (2, 64))),
+    lambda path: described(torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64)),
+    lambda path: described(torch.zeros(8, 16, 2, 64)),
+    lambda path: described(*torch.zeros(2, 8, 16, 2, 64)),
+    lambda path: as_a_source(),
+    lambda path: CacheView(
+        (cache(),),
+        CacheFacts(**FACTS),
+        k_scales=(ScaleDesc.of(0.5),),
+        v_scales=(ScaleDesc.of(0.5),),
+    ),
+    lambda path: view().at(block_table=torch.zeros(2, 4, dtype=torch.int32).t().contiguous()),
+    lambda path: minor("0.20.0"),
+    chunks_left_out,
+    another_directory,
+    lambda path: Directory(path / "store"),
+    lambda path: store(path, format="q8_0"),
+    listed,
+    given_chunks,
+    lambda path: key_file(path, 32, 0o600),
+    lambda path: key_file(path, 4096, 0o600),
+    lambda path: Snapshot.open(saved(path)),  # of the version that is here
+    saved_again,
+]
+
+
 def said(case: Callable[[Path], object], path: Path) -> str:
     try:
         case(path)
@@ -173,3 +310,9 @@ def said(case: Callable[[Path], object], path: Path) -> str:
 def test_each_sentence_is_said(i: int, tmp_path: Path) -> None:
     expected = re.escape(SENTENCES[i]).replace(r"\.\.\.", ".*")
     assert re.search(expected, said(CASES[i], tmp_path), re.S), said(CASES[i], tmp_path)
+
+
+@pytest.mark.parametrize("i", range(max(len(SENTENCES), len(WAYS_OUT))))
+def test_each_way_out_leads_out(i: int, tmp_path: Path) -> None:
+    assert SENTENCES[i]
+    WAYS_OUT[i](tmp_path)
