@@ -192,10 +192,18 @@ def test_trim_deletes_what_was_used_least_recently(path: Path) -> None:
     for age, file in enumerate(all_of_them):
         os.utime(file, (time.time() - age * DAY,) * 2)
     each = all_of_them[0].stat().st_blocks * 512
-    kvx("trim", path, 5 * each)
-    assert files(path) == all_of_them[:5]
+    all_bytes, gone = len(all_of_them) * each, len(all_of_them) - 5
+    numbers = {"num_files": gone, "bytes": gone * each, "bytes_left": all_bytes - gone * each}
+    for dry_run in (True, False):
+        words = ["--json", "--dry-run"][: 1 + dry_run]
+        said = json.loads(kvx("trim", path, 5 * each, *words).stdout)
+        assert said == {"dry_run": dry_run} | numbers
+        assert files(path) == (all_of_them if dry_run else all_of_them[:5])
     kvx("trim", path, "1GB")
     assert files(path) == all_of_them[:5]
+    left = json.loads(kvx("rm", path, "--json", "--older", "90s").stdout)
+    assert left["num_files"] == 4
+    assert files(path) == all_of_them[:1]
     kvx("trim", path, "1B")
     assert files(path) == []
 

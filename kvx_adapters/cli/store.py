@@ -164,6 +164,7 @@ def _trim(
     path: StorePath,
     to: Annotated[str, typer.Argument(help="Bytes that may stay, such as 50GB or 1.5TiB.")],
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete the least recently used files until the others have at most this many bytes.
 
@@ -181,7 +182,7 @@ def _trim(
                 break
             chosen.append(file)
             left -= file.num_bytes
-        _delete(found, chosen, dry_run=dry_run)
+        _delete(found, chosen, dry_run=dry_run, as_json=as_json)
         if not dry_run:
             found.directory.trim()
 
@@ -199,6 +200,7 @@ def _rm(
     key_file: KeyFile = None,
     encryption_key_file: EncryptionKeyFile = None,
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete the files to which all that is given applies.
 
@@ -211,7 +213,7 @@ def _rm(
         chosen, unknown = found.chosen(salt=salt, model=model, before=before)
         is_missing = model is not None and not found.has_model(model)
         if not is_missing:
-            _delete(found, chosen, dry_run=dry_run)
+            _delete(found, chosen, dry_run=dry_run, as_json=as_json)
     if is_missing:
         print(
             f"model is {model}, expected the beginning of a model or of a space: no name here "
@@ -255,17 +257,19 @@ def _encryption(path: Path | None) -> Encryption | None:
     return None if path is None else Encryption(read_key(path, "encryption_key_file"))
 
 
-def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool) -> None:
+def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool, as_json: bool) -> None:
     num_bytes = sum(file.num_bytes for file in files)
     if not dry_run:
         with _steps("deleting", len(files)) as step:
             for _ in found.delete(files):
                 step()
+    left = found.num_bytes - num_bytes
+    if as_json:
+        facts = {"dry_run": dry_run, "num_files": len(files), "bytes": num_bytes}
+        print(json.dumps(facts | {"bytes_left": left}))
+        return
     would = "Would delete" if dry_run else "Deleted"
-    print(
-        f"{would} {len(files):,} files, {size_text(num_bytes)}; "
-        f"{size_text(found.num_bytes - num_bytes)} stay."
-    )
+    print(f"{would} {len(files):,} files, {size_text(num_bytes)}; {size_text(left)} stay.")
 
 
 def _facts(space: Space) -> dict[str, Any]:
