@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_adapters.llama_cpp.ggml_types import dtype_of, is_quantized, row_bytes
+from kvx_adapters.llama_cpp.held import positions_held
 from kvx_adapters.llama_cpp.memory import Memory
 from kvx_core import (
     CacheDesc,
@@ -107,36 +108,59 @@ def span(view: CacheView, cells: Mapping[int, npt.ArrayLike], *, memory: Memory)
     view:   as `cache_view` returns it
     cells:  of each sequence, by its number in the context: integers, see `slot_mapping`
     memory: of the context, which settles what waits. More tokens than it holds of a sequence are
-            refused at each use, as after llama_memory_seq_rm; and so is a span whose tokens have
-            been shifted or copied since, if KVX was what settled it. Make a new one after each
+            refused at each use, as after llama_memory_seq_rm; so is a sequence without some of the
+            tokens in its middle, and a span whose tokens have been shifted or copied since, if KVX
+            was what settled it. Make a new one after each
+    With all cells of each sequence, the span says at which positions they begin.
     Mutates the context's cache as Memory.settle. Raises InvalidArgumentError.
     """
     memory.settle()
+    positions = {sequence: positions_held(memory, view, sequence) for sequence in cells}
+    begins = {sequence: found.start for sequence, found in positions.items() if found}
     held = replace(
         view,
-        outdated=partial(_moved, memory, memory.num_settled, view.outdated),
-        holds=partial(_held, memory, tuple(cells)),
+        outdated=partial(_moved, memory, memory.num_settled, begins, view.outdated),
+        holds=partial(_num_held, memory, view, tuple(cells)),
     )
-    slots = [found for of_one in cells.values() if len(found := np.asarray(of_one))]
-    return held.at(slots=np.concatenate(slots) if slots else [])
+    slots = {sequence: np.asarray(of_one) for sequence, of_one in cells.items()}
+    every = [found for found in slots.values() if len(found)]
+    # Of some cells of a sequence it is not known which ones they are.
+    whole = all(len(slots[sequence]) == len(found) for sequence, found in positions.items())
+    return held.at(
+        slots=np.concatenate(every) if every else [],
+        first_positions=[found.start for found in positions.values()] if whole and every else None,
+    )
 
 
 def _moved(
-    memory: Memory, num_settled: int, outdated: Callable[[], str | None] | None
+    memory: Memory,
+    num_settled: int,
+    begins: Mapping[int, int],
+    outdated: Callable[[], str | None] | None,
 ) -> str | None:
     """Why a span is out of date, or None."""
     gone = None if outdated is None else outdated()
-    if gone is None and memory.num_settled != num_settled:
+    if gone is not None:
+        return gone
+    if memory.num_settled != num_settled:
         return (
             "positions were shifted, or sequences copied, since the span was made, expected "
             "neither: its cells may have other tokens. Make a new span, of the cells that are left"
         )
-    return gone
+    for sequence, begin in begins.items():
+        now = memory.positions(sequence)
+        if now and now.start != begin:
+            return (
+                f"sequence {sequence} began at position {begin} when the span was made, and now "
+                f"begins at {now.start}: its first cells are gone. Make a new span, of the cells "
+                "that are left"
+            )
+    return None
 
 
-def _held(memory: Memory, sequences: Sequence[int]) -> list[int]:
-    """The most tokens that each sequence can have: positions begin at 0."""
-    return [memory.positions(sequence).stop for sequence in sequences]
+def _num_held(memory: Memory, view: CacheView, sequences: Sequence[int]) -> list[int]:
+    """The tokens of each sequence."""
+    return [len(positions_held(memory, view, sequence)) for sequence in sequences]
 
 
 def slot_mapping(cells: TensorLike | Sequence[int]) -> SlotMapping:
