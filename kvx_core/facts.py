@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from kvx_core.types import DType
-from kvx_core.words import one_of
+from kvx_core.words import flag, integer, is_a, one_of, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,15 @@ class Comparison:
         return *self.reasons, *(transform.difference for transform in self.transforms)
 
 
+@takes(
+    src=is_a(CacheFacts),
+    dst=is_a(CacheFacts),
+    src_head_start=integer,
+    dst_head_start=integer,
+    same_model=flag,
+    hadamard_k=integer,
+    hadamard_v=integer,
+)
 def compare(
     src: CacheFacts,
     dst: CacheFacts,

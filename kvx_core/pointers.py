@@ -18,7 +18,7 @@ from kvx_core.tensors import (
     moved,
     torch_owners,
 )
-from kvx_core.words import address
+from kvx_core.words import address, each
 
 
 class PointedTo(NamedTuple):
@@ -38,6 +38,17 @@ class PointedTo(NamedTuple):
         for tensor, begin in zip(self.tensors, self.addresses, strict=True):
             if begin and not is_in_place(tensor, begin, begin + 1):
                 raise moved(name)
+
+
+def nested(blocks: Any, depth: int) -> list[Any]:
+    """Lists in lists, as deep as that. Raises InvalidArgumentError.
+
+    blocks: lists or tuples, or what else has a length
+    """
+    if depth == 0:
+        return blocks  # type: ignore[no-any-return]  # a block
+    found = each("blocks", blocks, "a tensor of addresses, or lists of rows of blocks")
+    return [nested(one, depth - 1) for one in found]
 
 
 def addresses_of_planes(

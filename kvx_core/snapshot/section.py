@@ -23,6 +23,7 @@ from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens
 from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
+from kvx_core.words import fix, int64s, integer, is_a, or_none, text
 
 BlockIds = npt.NDArray[np.integer[Any]]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
@@ -46,6 +47,8 @@ class Section:
     state_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        fix(self, layers=_in_order, view=is_a(CacheView), block_table=or_none(is_a(BlockTable)))
+        fix(self, encoding=text, state_tokens=or_none(integer))
         view = self.view
         if len(set(self.layers)) != len(self.layers) or (
             view.layers and len(self.layers) != len(view.layers)
@@ -203,6 +206,11 @@ class Section:
             raise OutOfRangeError(
                 f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
             )
+
+
+def _in_order(name: str, value: Any) -> tuple[int, ...]:
+    """Indices of layers. Raises InvalidArgumentError for a set too, which has no order."""
+    return int64s(name, None if isinstance(value, (set, frozenset)) else value)
 
 
 def lossy_of(facts: CacheFacts) -> Precision:
