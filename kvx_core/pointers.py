@@ -59,6 +59,12 @@ def addresses_of_planes(
     seen: gets the first tensor of each plane; the others are like it
     """
     planes = {len(block) for row in rows for block in row}
+    if not planes and len(rows):
+        raise InvalidArgumentError(
+            f"blocks has {len(rows)} rows without a block, expected at least one block in all: how "
+            "many planes there are is not known without. Leave sequences without tokens out, or "
+            "give an array of zeros, (seq_count, 1, planes)"
+        )
     if len(planes) > 1:
         raise InvalidArgumentError(
             f"block_table has blocks with {sorted(planes)} planes, expected the same number in all"
