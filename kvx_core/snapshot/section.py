@@ -16,6 +16,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.holds import require_holds
 from kvx_core.lookup import find_tokens
 from kvx_core.narrow import narrowed
+from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales
@@ -108,6 +109,14 @@ class Section:
             dtypes.add(view.facts.compute_dtype)
         found = Precision.of(*dtypes, vector_scales=has_vector_scales(view))
         return found.meet(lossy_of(view.facts))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of so many tokens as they are stored here; entries of several are complete ones."""
+        return num_tokens * self.view.bytes_per_token() + sum(
+            PlaneKind.of(plane).num_entries(num_tokens) * plane.entry_bytes()
+            for plane in self.view.planes
+            if plane.tokens_per_entry != 1
+        )
 
     @property
     def first_tensor(self) -> Borrowed:

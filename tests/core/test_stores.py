@@ -489,6 +489,16 @@ def test_ranks_in_one_process(tmp_path: Path) -> None:
         rank.check(range(20), 0, 20)
 
 
+def test_bytes_that_two_files_have_are_loaded_once(tmp_path: Path) -> None:
+    """Engines with other ranks store the same prompt; none holds it alone."""
+    store = store_in(tmp_path)
+    for rank in ranks((range(LAYERS), range(3)), (range(LAYERS), range(1, 4))):
+        save(store, range(16), rank)
+    match, (reader,) = store.lookup(range(16)), ranks(ALL, seed=1)
+    assert store.load(match, 3, 13, reader.sections()) == 10 * LAYERS * 2 * HEADS * DIM * 4
+    reader.check(range(16), 3, 13)
+
+
 def test_a_file_that_holds_everything_is_preferred_to_several(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     for rank in ranks(*TENSOR_PARALLEL, ALL):
