@@ -611,7 +611,7 @@ def test_a_span_holds_what_generate_token_has_stored() -> None:
 
 
 def test_a_span_of_a_window_that_has_gone_round_is_refused() -> None:
-    """Its table has fewer blocks than tokens; behind them is what other requests are padded with."""
+    """Its table has fewer blocks than tokens; what is behind them is memory of others."""
     cache = Cache("paged", "cuda", "cuda", num_blocks=12)
     allocator = SimpleAllocator(cache, window=30)
     requests = [allocator.allocate(40), SimpleAllocator(cache, seed=1).allocate(60)]
