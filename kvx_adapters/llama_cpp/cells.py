@@ -65,7 +65,7 @@ def cache_view(
     tensors: Sequence[tuple[Any, Any]],
     facts: CacheFacts,
     *,
-    num_kv_heads: int,
+    num_kv_heads: int | Sequence[int],
     v_transposed: bool,
     memory: Memory | None,
     owner: object = None,
@@ -76,18 +76,45 @@ def cache_view(
     tensors:  (k, v) of each layer, as `cache_desc` takes them. A model with sliding windows has two
               caches with cells of their own: one view for each
     facts:    see `cache_facts`
+    num_kv_heads: of all layers, or a list of each one's, where they differ: llama_model_n_head_kv is
+              that of layer 0
     memory:   of the context: before each use of the view, it settles what waits for the next
               llama_decode. None only for tensors that no context uses
     outdated: called before the view is used, and before `memory` is; returns why its memory is
               gone, or None. Memory of a context stays where it is until llama_free
     The other arguments: as in `cache_desc`. Raises InvalidArgumentError, UnsupportedError.
     """
-    layers = tuple(
-        cache_desc(k, v, num_kv_heads=num_kv_heads, v_transposed=v_transposed, owner=owner)
-        for k, v in tensors
+    given = isinstance(num_kv_heads, Sequence)
+    heads = (
+        list(num_kv_heads) if isinstance(num_kv_heads, Sequence) else [num_kv_heads] * len(tensors)
     )
+    if len(heads) != len(tensors):
+        raise InvalidArgumentError(
+            f"num_kv_heads has {len(heads)} numbers, expected {len(tensors)}, one per layer"
+        )
+    layers = tuple(
+        cache_desc(k, v, num_kv_heads=n, v_transposed=v_transposed, owner=owner)
+        for (k, v), n in zip(tensors, heads, strict=True)
+    )
+    if not given:
+        require_same_head_dim(layers)
     asked = outdated if memory is None else partial(_unsettled, memory, outdated)
     return CacheView(layers, facts, outdated=asked)
+
+
+def require_same_head_dim(layers: Sequence[CacheDesc]) -> None:
+    """Raises InvalidArgumentError where one number of heads gives layers vectors of several sizes.
+
+    Layers of one cache have heads of one size; where their numbers of heads differ, one number
+    would cut the vectors of others wrongly.
+    """
+    dims = sorted({(layer.head_dim, layer.v_head_dim) for layer in layers})
+    if len(dims) > 1:
+        raise InvalidArgumentError(
+            f"num_kv_heads gives layers a head_dim of {' and '.join(str(dim) for dim, _ in dims)}, "
+            "expected one: the layers have different numbers of heads. Give num_kv_heads of each "
+            "layer to cache_view; a state of such a model has no way in"
+        )
 
 
 def _unsettled(memory: Memory, outdated: Callable[[], str | None] | None) -> str | None:

@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvx_adapters.llama_cpp.cells import shaped
+from kvx_adapters.llama_cpp.cells import require_same_head_dim, shaped
 from kvx_adapters.llama_cpp.ggml_types import (
     cache_type,
     dtype_of,
@@ -249,6 +249,7 @@ def _read_cells(
         _read_rows(reader, f"v of layer {i}", heads, count, bool(transposed)) for i in range(layers)
     ]
     described = tuple(CacheDesc.from_kv(k, v) for k, v in zip(keys, values, strict=True))
+    require_same_head_dim(described)
     return StateCells(positions, bool(transposed), streams, described)
 
 
