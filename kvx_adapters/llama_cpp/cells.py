@@ -76,18 +76,15 @@ def cache_view(
     tensors:  (k, v) of each layer, as `cache_desc` takes them. A model with sliding windows has two
               caches with cells of their own: one view for each
     facts:    see `cache_facts`
-    num_kv_heads: of all layers, or a list of each one's, where they differ: llama_model_n_head_kv is
-              that of layer 0
+    num_kv_heads: of all layers, or where they differ a list of each one's: llama_model_n_head_kv
+              is that of layer 0
     memory:   of the context: before each use of the view, it settles what waits for the next
               llama_decode. None only for tensors that no context uses
     outdated: called before the view is used, and before `memory` is; returns why its memory is
               gone, or None. Memory of a context stays where it is until llama_free
     The other arguments: as in `cache_desc`. Raises InvalidArgumentError, UnsupportedError.
     """
-    given = isinstance(num_kv_heads, Sequence)
-    heads = (
-        list(num_kv_heads) if isinstance(num_kv_heads, Sequence) else [num_kv_heads] * len(tensors)
-    )
+    heads = num_kv_heads if isinstance(num_kv_heads, Sequence) else [num_kv_heads] * len(tensors)
     if len(heads) != len(tensors):
         raise InvalidArgumentError(
             f"num_kv_heads has {len(heads)} numbers, expected {len(tensors)}, one per layer"
@@ -96,7 +93,7 @@ def cache_view(
         cache_desc(k, v, num_kv_heads=n, v_transposed=v_transposed, owner=owner)
         for (k, v), n in zip(tensors, heads, strict=True)
     )
-    if not given:
+    if heads is not num_kv_heads:
         require_same_head_dim(layers)
     asked = outdated if memory is None else partial(_unsettled, memory, outdated)
     return CacheView(layers, facts, outdated=asked)
