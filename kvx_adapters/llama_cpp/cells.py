@@ -134,8 +134,8 @@ def span(view: CacheView, cells: Mapping[int, npt.ArrayLike], *, memory: Memory)
     memory: of the context, which settles what waits. More tokens than it holds of a sequence are
             refused at each use, as after llama_memory_seq_rm; so is a sequence without some of the
             tokens in its middle, and a span whose tokens have been shifted or copied since, if KVX
-            was what settled it. Make a new one after each. Tokens that were removed and computed anew
-            at the same positions are not seen: they may be in other cells
+            was what settled it. Make a new one after each. Tokens that were removed and computed
+            anew at the same positions are not seen: they may be in other cells
     With all cells of each sequence, the span says at which positions they begin.
     Mutates the context's cache as Memory.settle. Raises InvalidArgumentError.
     """
