@@ -37,7 +37,7 @@ prompt_ids, first_token = outputs[0].prompt_token_ids, outputs[0].outputs[0].tok
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 cache = DynamicCache(config=model.config)
 hf.reserve(cache, model, batch_size=1, num_tokens=len(prompt_ids))
-src = vllm.live_view(llm, fingerprint=name).at(vllm.live_block_table(llm, [request_id]))
+src = vllm.live_span(llm, [request_id], fingerprint=name)
 dst = hf.cache_view(cache, hf.cache_facts(model, fingerprint=name))
 num_bytes = migrate(src, dst, [len(prompt_ids)])
 print(

@@ -84,18 +84,22 @@ def cache_inputs(compiled: Any) -> dict[str, Input]:
             "value_cache.I for I from 0. Apply paged_attention_transformation before compile_model"
         )
     inputs = {name: _input(name, found[name]) for name in names}
-    if inputs["value_cache.0"].dtype is DType.U8_ZERO:
-        _require_a_scale_per_vector(compiled, inputs["value_cache.0"].head_dim)
+    values = [found for name, found in inputs.items() if name.startswith("value")]
+    rounded = {found.head_dim for found in values if found.dtype is DType.U8_ZERO}
+    if rounded:
+        _require_a_scale_per_vector(compiled, rounded)
     return inputs
 
 
-def _require_a_scale_per_vector(compiled: Any, head_dim: int) -> None:
+def _require_a_scale_per_vector(compiled: Any, head_dims: set[int]) -> None:
     """The shape of a pool does not tell groups from a larger head_dim; the model does.
+
+    head_dims: of layers with u8, as their shapes have them
 
     Source: OpenVINO 2026.4.1, CompiledModel.get_property
     """
     size = int(compiled.get_property("VALUE_CACHE_GROUP_SIZE"))
-    if size not in (0, head_dim):
+    if size and head_dims != {size}:
         raise UnsupportedError(
             f"VALUE_CACHE_GROUP_SIZE is {size}, expected 0: scales and zero points of the groups "
             "of a vector lie between its numbers. Compile the model without it"
@@ -316,7 +320,7 @@ def cache_facts(
     Raises InvalidArgumentError, UnsupportedError.
     """
     inputs = cache_inputs(compiled)
-    first = inputs["key_cache.0"]
+    heads = {found.num_kv_heads for found in inputs.values()}
     rounded = {found.dtype for found in inputs.values()} & {DType.U8_ZERO}
     return CacheFacts(
         engine=f"openvino {version}" if version else "openvino",
@@ -329,7 +333,7 @@ def cache_facts(
         num_layers=len(inputs) // 2,
         first_layer=0,
         window=integer("window", window),
-        total_kv_heads=first.num_kv_heads,
+        total_kv_heads=heads.pop() if len(heads) == 1 else None,
         first_kv_head=0,
         negative_slots="undefined",
         lossy="u8_zero" if rounded else None,

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.words import instance, text
 
 
 def content_digest(*parts: bytes | str | Path) -> str:
@@ -20,7 +21,9 @@ def content_digest(*parts: bytes | str | Path) -> str:
         if isinstance(part, Path):
             content = _path_digest(part)
         else:
-            content = hashlib.sha256(part.encode() if isinstance(part, str) else part).digest()
+            instance("a part", part, (bytes, str), "bytes, a str or a pathlib.Path")
+            data = text("a part", part).encode() if isinstance(part, str) else part
+            content = hashlib.sha256(data).digest()
         digest.update(content)
     return digest.hexdigest()
 

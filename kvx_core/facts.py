@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from kvx_core.types import DType
-from kvx_core.words import integer, one_of, wrong
+from kvx_core.words import flag, instance, integer, one_of, wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,8 @@ def compare(
     facts do not say which part of the model a cache holds, the caller must know it.
     `migrate` does the transforms; a caller that does none uses `reasons_as_is`.
     """
-    if hadamard_k or hadamard_v:
+    if hadamard_k != 0 or hadamard_v != 0:
+        _check(src, dst, hadamard_k=hadamard_k, hadamard_v=hadamard_v)
         turned = _turned(src, hadamard_k, hadamard_v)
         if isinstance(turned, str):
             return Comparison((turned,))
@@ -203,11 +204,21 @@ def compare(
         return _compared.__wrapped__(src, dst, src_head_start, dst_head_start, same_model)
 
 
+def _check(src: object, dst: object, **numbers: object) -> None:
+    """Raises InvalidArgumentError."""
+    for name, facts in (("src", src), ("dst", dst)):
+        instance(name, facts, CacheFacts, "a CacheFacts")
+    for name, number in numbers.items():
+        integer(name, number)
+
+
 # Migrations between the same two caches compare the same facts every time.
 @lru_cache(maxsize=256, typed=True)
 def _compared(
     src: CacheFacts, dst: CacheFacts, src_head_start: int, dst_head_start: int, same_model: bool
 ) -> Comparison:
+    _check(src, dst, src_head_start=src_head_start, dst_head_start=dst_head_start)
+    flag("same_model", same_model)
     reasons: list[str] = []
     transforms: list[ReorderRotary] = []
     for name in _EQUAL:

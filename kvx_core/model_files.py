@@ -13,6 +13,7 @@ from kvx_core.content_digest import content_digest
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.rope import KEYS, standard_rope
 from kvx_core.tensor_digests import Progress, Tensor, digests, metadata
+from kvx_core.words import instance
 
 logger = logging.getLogger("kvx")
 
@@ -50,6 +51,7 @@ def model_files_digest(
     Raises InvalidArgumentError if there is no config.json or *.safetensors, or if one is broken or
     changes meanwhile.
     """
+    instance("directory", directory, (str, Path), "a path: a str or a pathlib.Path")
     directory = Path(directory)
     parts: list[str | bytes | Path] = ["kvx model 2, sampled" if sample else "kvx model 2"]
     parts += _config_parts(directory, directory if config is None else Path(config))
@@ -80,6 +82,7 @@ def model_config_digest(directory: Path | str, *, config: Path | str | None = No
 
     Raises InvalidArgumentError if there is no config.json, or it is broken.
     """
+    instance("directory", directory, (str, Path), "a path: a str or a pathlib.Path")
     directory = Path(directory)
     parts = _config_parts(directory, directory if config is None else Path(config))
     return content_digest("kvx config 2", *parts)

@@ -18,7 +18,7 @@ from kvx_core.tensors import (
     moved,
     torch_owners,
 )
-from kvx_core.words import address
+from kvx_core.words import address, each
 
 
 class PointedTo(NamedTuple):
@@ -40,6 +40,17 @@ class PointedTo(NamedTuple):
                 raise moved(name)
 
 
+def nested(blocks: Any, depth: int) -> list[Any]:
+    """Lists in lists, as deep as that. Raises InvalidArgumentError.
+
+    blocks: lists or tuples, or what else has a length
+    """
+    if depth == 0:
+        return blocks  # type: ignore[no-any-return]  # a block
+    found = each("blocks", blocks, "a tensor of addresses, or lists of rows of blocks")
+    return [nested(one, depth - 1) for one in found]
+
+
 def addresses_of_planes(
     rows: Sequence[Sequence[Sequence[TensorLike | int | None]]], seen: dict[int, Borrowed]
 ) -> npt.NDArray[Any]:
@@ -48,6 +59,12 @@ def addresses_of_planes(
     seen: gets the first tensor of each plane; the others are like it
     """
     planes = {len(block) for row in rows for block in row}
+    if not planes and len(rows):
+        raise InvalidArgumentError(
+            f"blocks has {len(rows)} rows without a block, expected at least one block in all: how "
+            "many planes there are is not known without. Leave sequences without tokens out, or "
+            "give an array of zeros, (seq_count, 1, planes)"
+        )
     if len(planes) > 1:
         raise InvalidArgumentError(
             f"block_table has blocks with {sorted(planes)} planes, expected the same number in all"

@@ -31,6 +31,7 @@ from kvx_core.pointers import (
     address_of,
     addresses_of_blocks,
     addresses_of_planes,
+    nested,
 )
 from kvx_core.tensors import (
     Borrowed,
@@ -42,7 +43,7 @@ from kvx_core.tensors import (
     require_array_in_place,
 )
 from kvx_core.types import DType, Memory, Named
-from kvx_core.words import address, fix, int64, integer, listed, many
+from kvx_core.words import address, fix, flag, int64, integer, listed, many
 
 
 class BlockTableFormat(Named):
@@ -177,7 +178,7 @@ class BlockTable:
             indptr_dtype=ends.dtype,
             indptr=ends.data,
             indptr_count=ends.shape[0],
-            flags=_abi.FLAG_EXACT if exact else 0,
+            flags=_abi.FLAG_EXACT if flag("exact", exact) else 0,
             memory=ids.memory,
             owner=(ids.owner, ends.owner),
         )
@@ -247,7 +248,7 @@ class BlockTable:
         kept: PointedTo | None = None
         seen: dict[int, Borrowed] = {}
         if not is_tensor(blocks):
-            kept = PointedTo.by([list(row) for row in blocks])
+            kept = PointedTo.by(blocks := nested(blocks, ndim))
             blocks = addresses_of_blocks(blocks) if ndim == 2 else addresses_of_planes(blocks, seen)
         table = table_indices(blocks, ndim, (DType.S64, DType.U64))
         seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]

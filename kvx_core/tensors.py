@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeGuard
 
@@ -236,17 +237,21 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
 def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     """A list as an array. Raises InvalidArgumentError for what is not an integer of 64 bits."""
     # An array takes the bytes of such for the memory of its numbers.
-    if isinstance(numbers, (bytes, bytearray)) or not hasattr(numbers, "__iter__"):
+    # A set has no order. A tensor of bools is a mask.
+    unlisted = (bytes, bytearray, dict, set, frozenset)
+    is_mask = str(getattr(numbers, "dtype", "")).endswith("bool")
+    if isinstance(numbers, unlisted) or is_mask or not hasattr(numbers, "__iter__"):
         raise wrong(name, numbers, "a list of integers of 64 bits")
     try:
         return np.array(array("q", numbers), np.int64)
     except (TypeError, OverflowError):
         pass
-    for i, number in enumerate(numbers):
-        try:
-            array("q", [number])
-        except (TypeError, OverflowError):
-            raise wrong(f"{name}[{i}]", number, "an integer of 64 bits") from None
+    with suppress(TypeError):  # a tensor without axes
+        for i, number in enumerate(numbers):
+            try:
+                array("q", [number])
+            except (TypeError, OverflowError):
+                raise wrong(f"{name}[{i}]", number, "an integer of 64 bits") from None
     raise wrong(name, numbers, "a list of integers of 64 bits")
 
 

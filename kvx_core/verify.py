@@ -100,7 +100,8 @@ def verify(
     Spec: E.3, E.6
     """
     is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-    if not (is_number and 0 <= float(tolerance) < np.inf) and tolerance not in ("exact", "codec"):
+    is_word = isinstance(tolerance, str) and tolerance in ("exact", "codec")
+    if not (is_number and 0 <= float(tolerance) < np.inf) and not is_word:
         raise wrong("tolerance", tolerance, "'exact', 'codec' or a finite number of at least 0")
     src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
     lens = SeqLens.of(seq_lens)
@@ -196,6 +197,12 @@ def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
                     f"{name}.{field}.memory is DEVICE, expected HOST, where verify compares. Copy "
                     "the cache there first"
                 )
+        held = [layer.num_kv_heads for layer in end.view.layers]
+        held += [plane.extent(Axis.HEAD) for plane in end.view.planes]
+        if num_heads is not None and num_heads > max(held):  # before there is memory for so many
+            raise InvalidArgumentError(
+                f"num_heads is {num_heads}, expected at most {max(held)} as {name} has (spec E.3)"
+            )
     sizes = ["head_dim", "v_head_dim"] if num_heads else ["head_dim", "v_head_dim", "num_kv_heads"]
     for i, (a, b) in enumerate(zip(at_src, at_dst, strict=True)):
         for size in sizes:

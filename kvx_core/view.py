@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import ref
 
 from kvx_core import _abi, _bound
@@ -22,9 +22,7 @@ from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
 from kvx_core.types import Transfer
-from kvx_core.words import fix, flag, instance, int64, integer, listed, many, wrong
-
-_T = TypeVar("_T")
+from kvx_core.words import fix, flag, instance, int64, integer, list_of, listed, many, wrong
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -71,7 +69,7 @@ class CacheView:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_("layers", _checked("layers", self.layers, CacheDesc, "CacheDesc, one per layer"))
+        set_("layers", list_of("layers", self.layers, CacheDesc, "CacheDesc, one per layer"))
         instance("facts", self.facts, CacheFacts, "a CacheFacts: what the bytes mean")
         fix(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
         for name in ("outdated", "holds"):
@@ -84,7 +82,7 @@ class CacheView:
         for name in _BESIDE:
             scales = getattr(self, name)
             set_(f"_{name}", None if scales is None else self._scales_to_c(name, scales))
-        set_("planes", _checked("planes", self.planes, Plane, "Plane, see Plane.of"))
+        set_("planes", list_of("planes", self.planes, Plane, "Plane, see Plane.of"))
         planes = [plane.to_c() for plane in self.planes]
         set_("_planes", _abi.pointer_array(planes, _abi.kvx_plane_t))
         tensors: dict[str, Borrowed] = {
@@ -426,13 +424,3 @@ def _positions(given: Any) -> tuple[int, ...]:
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     return tuple(SeqLens.of(given, name="first_positions").to_numpy().tolist())
-
-
-def _checked(name: str, given: Any, kind: type[_T], expected: str) -> tuple[_T, ...]:
-    """`given`, a list or tuple of `kind`."""
-    if not isinstance(given, (list, tuple)):
-        raise wrong(name, given, f"a list or tuple of {expected}")
-    for i, one in enumerate(given):
-        if not isinstance(one, kind):
-            raise wrong(f"{name}[{i}]", one, f"a {kind.__name__}: a list or tuple of {expected}")
-    return tuple(given)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import wraps
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvx_core.errors import InvalidArgumentError
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+Check = Callable[[str, Any], Any]  # of a name and a value: the value, as it is taken, or raises
 
 
 def found(value: object) -> str:
@@ -25,7 +30,7 @@ def wrong(name: str, value: object, expected: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name} is {found(value)}, expected {expected}")
 
 
-def instance(name: str, value: object, kind: type[_T], expected: str) -> _T:
+def instance(name: str, value: object, kind: type[_T] | tuple[type[_T], ...], expected: str) -> _T:
     """`value` if it is a `kind`. Raises InvalidArgumentError."""
     if not isinstance(value, kind):
         raise wrong(name, value, expected)
@@ -80,6 +85,91 @@ def sizes(name: str, value: Any) -> tuple[int, ...]:
     if all(type(number) is int for number in value):
         return tuple(value)
     return tuple(int64(f"{name}[{i}]", number) for i, number in enumerate(value))
+
+
+def text(name: str, value: Any) -> str:
+    """`value` if it is a str that UTF-8 can encode. Raises InvalidArgumentError."""
+    with suppress(UnicodeEncodeError):
+        instance(name, value, str, "a str").encode()
+        return str(value)
+    raise wrong(name, value, "a text of Unicode characters")
+
+
+def items(name: str, value: Any) -> Any:
+    """`value` if it has a length and positions, as a list has. Raises InvalidArgumentError."""
+    if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__getitem__"):
+        try:
+            len(value)
+        except (TypeError, RuntimeError):  # a tensor without axes; torch's sparse ones
+            pass
+        else:
+            return value
+    raise wrong(name, value, "a list or an array of integers")
+
+
+def int64s(name: str, value: Any) -> tuple[int, ...]:
+    """Integers that can be gone through, as a tuple. Raises InvalidArgumentError."""
+    found = each(name, value, "a list of integers")
+    return tuple(int64(f"{name}[{i}]", number) for i, number in enumerate(found))
+
+
+def each(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    """What can be gone through, but no text or dict, as a tuple. Raises InvalidArgumentError."""
+    if not isinstance(value, (str, bytes, dict)):
+        with suppress(TypeError):
+            return tuple(value)
+    raise wrong(name, value, expected)
+
+
+def list_of(name: str, given: Any, kind: type[_T], expected: str) -> tuple[_T, ...]:
+    """`given`, a list or tuple of `kind`. Raises InvalidArgumentError."""
+    if not isinstance(given, (list, tuple)):
+        raise wrong(name, given, f"a list or tuple of {expected}")
+    for i, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise wrong(f"{name}[{i}]", one, f"a {kind.__name__}: a list or tuple of {expected}")
+    return tuple(given)
+
+
+def or_none(check: Check) -> Check:
+    """The same check, which None passes."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def is_a(kind: type, expected: str = "") -> Check:
+    """The check that a value is a `kind`."""
+    said = expected or f"a {kind.__name__}"
+    return lambda name, value: instance(name, value, kind, said)
+
+
+def each_is_a(kind: type) -> Check:
+    """The check that a value is a list or tuple of `kind`."""
+    return lambda name, value: list_of(name, value, kind, kind.__name__)
+
+
+def takes(**checks: Check) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Checks arguments of a function, by their names, before it runs: it gets what checks return.
+
+    What is not given is not checked.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        names = list(inspect.signature(function).parameters)
+        places = [(names.index(name), name, check) for name, check in checks.items()]
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> _T:
+            found = list(args)
+            for at, name, check in places:
+                if at < len(found):
+                    found[at] = check(name, found[at])
+                elif name in given:
+                    given[name] = check(name, given[name])
+            return function(*found, **given)
+
+        return checked
+
+    return decorate
 
 
 def fix(desc: object, **fields: Callable[[str, Any], Any]) -> None:

@@ -277,3 +277,11 @@ def test_gather(backend: Backend, seed: int) -> None:
                 if (row, column, plane) != (0, 1, 1):
                     expected[row, token] = source.blocks[plane][ids[row][column]][offset]
         assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+
+
+def test_rows_without_a_block_do_not_say_how_many_planes_there_are() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match="blocks has 2 rows without a block, expected at"
+    ):
+        BlockTable.pointers([[], []])
+    assert BlockTable.pointers([]).seq_count == 0

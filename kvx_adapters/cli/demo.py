@@ -77,7 +77,7 @@ def run(
 
         # The caches of both engines, described in place, and two caches without an engine.
         src = vllm.live_view(llm, fingerprint=_fingerprint(llm.llm_engine.model_config.model))
-        src_span = src.at(vllm.live_block_table(llm, prefilled.request_ids))
+        src_span = vllm.live_span(llm, prefilled.request_ids, fingerprint=src.facts.fingerprint)
         cache = DynamicCache(config=model.config)
         mask = left_padded(prompt_lens)
         hf.reserve(cache, model, batch_size=len(PROMPTS), num_tokens=mask.shape[1])

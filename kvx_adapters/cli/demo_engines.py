@@ -126,8 +126,7 @@ class ChatInVLLM:
     def view(self) -> CacheSpan:
         """The tokens in the cache; valid until the next step. Raises UnsupportedError, and
         InvalidArgumentError once the text has ended."""
-        view = vllm.live_view(self._llm, fingerprint=self._fingerprint)
-        return view.at(vllm.live_block_table(self._llm, [self._request_id]))
+        return vllm.live_span(self._llm, [self._request_id], fingerprint=self._fingerprint)
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_adapters.llama_cpp.ggml_types import dtype_of, is_quantized, row_bytes
+from kvx_adapters.llama_cpp.held import positions_held
 from kvx_adapters.llama_cpp.memory import Memory
 from kvx_core import (
     CacheDesc,
@@ -64,7 +65,7 @@ def cache_view(
     tensors: Sequence[tuple[Any, Any]],
     facts: CacheFacts,
     *,
-    num_kv_heads: int,
+    num_kv_heads: int | Sequence[int],
     v_transposed: bool,
     memory: Memory | None,
     owner: object = None,
@@ -75,18 +76,42 @@ def cache_view(
     tensors:  (k, v) of each layer, as `cache_desc` takes them. A model with sliding windows has two
               caches with cells of their own: one view for each
     facts:    see `cache_facts`
+    num_kv_heads: of all layers, or where they differ a list of each one's: llama_model_n_head_kv
+              is that of layer 0
     memory:   of the context: before each use of the view, it settles what waits for the next
               llama_decode. None only for tensors that no context uses
     outdated: called before the view is used, and before `memory` is; returns why its memory is
               gone, or None. Memory of a context stays where it is until llama_free
     The other arguments: as in `cache_desc`. Raises InvalidArgumentError, UnsupportedError.
     """
+    heads = num_kv_heads if isinstance(num_kv_heads, Sequence) else [num_kv_heads] * len(tensors)
+    if len(heads) != len(tensors):
+        raise InvalidArgumentError(
+            f"num_kv_heads has {len(heads)} numbers, expected {len(tensors)}, one per layer"
+        )
     layers = tuple(
-        cache_desc(k, v, num_kv_heads=num_kv_heads, v_transposed=v_transposed, owner=owner)
-        for k, v in tensors
+        cache_desc(k, v, num_kv_heads=n, v_transposed=v_transposed, owner=owner)
+        for (k, v), n in zip(tensors, heads, strict=True)
     )
+    if heads is not num_kv_heads:
+        require_same_head_dim(layers)
     asked = outdated if memory is None else partial(_unsettled, memory, outdated)
     return CacheView(layers, facts, outdated=asked)
+
+
+def require_same_head_dim(layers: Sequence[CacheDesc]) -> None:
+    """Raises InvalidArgumentError where one number of heads gives layers vectors of several sizes.
+
+    Layers of one cache have heads of one size; where their numbers of heads differ, one number
+    would cut the vectors of others wrongly.
+    """
+    dims = sorted({(layer.head_dim, layer.v_head_dim) for layer in layers})
+    if len(dims) > 1:
+        raise InvalidArgumentError(
+            f"num_kv_heads gives layers a head_dim of {' and '.join(str(dim) for dim, _ in dims)}, "
+            "expected one: the layers have different numbers of heads. Give num_kv_heads of each "
+            "layer to cache_view; a state of such a model has no way in"
+        )
 
 
 def _unsettled(memory: Memory, outdated: Callable[[], str | None] | None) -> str | None:
@@ -107,36 +132,60 @@ def span(view: CacheView, cells: Mapping[int, npt.ArrayLike], *, memory: Memory)
     view:   as `cache_view` returns it
     cells:  of each sequence, by its number in the context: integers, see `slot_mapping`
     memory: of the context, which settles what waits. More tokens than it holds of a sequence are
-            refused at each use, as after llama_memory_seq_rm; and so is a span whose tokens have
-            been shifted or copied since, if KVX was what settled it. Make a new one after each
+            refused at each use, as after llama_memory_seq_rm; so is a sequence without some of the
+            tokens in its middle, and a span whose tokens have been shifted or copied since, if KVX
+            was what settled it. Make a new one after each. Tokens that were removed and computed
+            anew at the same positions are not seen: they may be in other cells
+    With all cells of each sequence, the span says at which positions they begin.
     Mutates the context's cache as Memory.settle. Raises InvalidArgumentError.
     """
     memory.settle()
+    positions = {sequence: positions_held(memory, view, sequence) for sequence in cells}
+    begins = {sequence: found.start for sequence, found in positions.items() if found}
     held = replace(
         view,
-        outdated=partial(_moved, memory, memory.num_settled, view.outdated),
-        holds=partial(_held, memory, tuple(cells)),
+        outdated=partial(_moved, memory, memory.num_settled, begins, view.outdated),
+        holds=partial(_num_held, memory, view, tuple(cells)),
     )
-    slots = [found for of_one in cells.values() if len(found := np.asarray(of_one))]
-    return held.at(slots=np.concatenate(slots) if slots else [])
+    slots = {sequence: np.asarray(of_one) for sequence, of_one in cells.items()}
+    every = [found for found in slots.values() if len(found)]
+    # Of some cells of a sequence it is not known which ones they are.
+    whole = all(len(slots[sequence]) == len(found) for sequence, found in positions.items())
+    return held.at(
+        slots=np.concatenate(every) if every else [],
+        first_positions=[found.start for found in positions.values()] if whole and every else None,
+    )
 
 
 def _moved(
-    memory: Memory, num_settled: int, outdated: Callable[[], str | None] | None
+    memory: Memory,
+    num_settled: int,
+    begins: Mapping[int, int],
+    outdated: Callable[[], str | None] | None,
 ) -> str | None:
     """Why a span is out of date, or None."""
     gone = None if outdated is None else outdated()
-    if gone is None and memory.num_settled != num_settled:
+    if gone is not None:
+        return gone
+    if memory.num_settled != num_settled:
         return (
             "positions were shifted, or sequences copied, since the span was made, expected "
             "neither: its cells may have other tokens. Make a new span, of the cells that are left"
         )
-    return gone
+    for sequence, begin in begins.items():
+        now = memory.positions(sequence)
+        if now and now.start != begin:
+            return (
+                f"sequence {sequence} began at position {begin} when the span was made, and now "
+                f"begins at {now.start}: its first cells are gone. Make a new span, of the cells "
+                "that are left"
+            )
+    return None
 
 
-def _held(memory: Memory, sequences: Sequence[int]) -> list[int]:
-    """The most tokens that each sequence can have: positions begin at 0."""
-    return [memory.positions(sequence).stop for sequence in sequences]
+def _num_held(memory: Memory, view: CacheView, sequences: Sequence[int]) -> list[int]:
+    """The tokens of each sequence."""
+    return [len(positions_held(memory, view, sequence)) for sequence in sequences]
 
 
 def slot_mapping(cells: TensorLike | Sequence[int]) -> SlotMapping:

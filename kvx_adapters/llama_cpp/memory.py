@@ -27,6 +27,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, arguments
     "llama_memory_seq_pos_min": (_I, _P, _I),
     "llama_memory_seq_pos_max": (_I, _P, _I),
     "llama_state_seq_get_size": (_Z, _P, _I),
+    "llama_state_seq_get_size_ext": (_Z, _P, _I, ctypes.c_uint32),
     "llama_state_seq_get_data": (_Z, _P, _P, _Z, _I),
 }
 
@@ -73,6 +74,7 @@ class Memory:
     def positions(self, sequence: int) -> range:
         """First to last position of a sequence; empty for one without tokens.
 
+        Tokens between may have been removed: llama_cpp.span asks how many there are.
         Of a model with sliding windows, those in the cells of its windows. Raises
         InvalidArgumentError.
         """
@@ -81,6 +83,15 @@ class Memory:
             self._functions[f"llama_memory_seq_pos_{end}"](memory, chosen) for end in ("min", "max")
         )
         return range(max(first, 0), last + 1)
+
+    def state_bytes(self, sequence: int, *, windows: bool = False) -> int:
+        """llama_state_seq_get_size: bytes of a state, which is not made. Raises
+        InvalidArgumentError.
+
+        windows: of a model with sliding windows, of the cache of these layers alone
+        """
+        chosen = self._sequence(sequence)
+        return int(self._call("llama_state_seq_get_size_ext", chosen, int(windows)))
 
     def state(self, sequence: int = 0) -> bytes:
         """llama_state_seq_get_data, settled first: what State.read reads.

@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvx_adapters.llama_cpp.cells import shaped
+from kvx_adapters.llama_cpp.cells import require_same_head_dim, shaped
 from kvx_adapters.llama_cpp.ggml_types import (
     cache_type,
     dtype_of,
@@ -44,7 +44,7 @@ from kvx_core import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from kvx_core.words import flag, integer
+from kvx_core.words import flag, integer, many
 
 _DATA, _FILE, _FILE_VERSION = 0xAF143CD8, 0x67677371, 3
 _MOST_STREAMS = 256  # LLAMA_MAX_SEQ
@@ -68,14 +68,24 @@ class StateCells:
         """The tokens in order of their positions: one end of a migration.
 
         facts: as of the cache: see `cache_facts`
-        Raises InvalidArgumentError for a cache without tokens.
+        It says at which position they begin. Raises InvalidArgumentError for a cache without
+        tokens, or without some in the middle.
         """
         if not self.layers:
             raise InvalidArgumentError(
                 "the state holds no token of this sequence, expected at least one. Take it after "
                 "llama_decode"
             )
-        return CacheView(self.layers, facts).at(slots=np.argsort(self.positions, kind="stable"))
+        first, last = int(self.positions.min()), int(self.positions.max())
+        if last - first >= len(self.positions):
+            raise InvalidArgumentError(
+                f"the state holds {many(len(self.positions), 'token')} at the positions {first} to "
+                f"{last}, expected one at each: some were removed (llama_memory_seq_rm), and K of "
+                "those behind is rotated for where they stand. Close the gap with "
+                "llama_memory_seq_add before the state is taken"
+            )
+        order = np.argsort(self.positions, kind="stable")
+        return CacheView(self.layers, facts).at(slots=order, first_positions=first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +249,7 @@ def _read_cells(
         _read_rows(reader, f"v of layer {i}", heads, count, bool(transposed)) for i in range(layers)
     ]
     described = tuple(CacheDesc.from_kv(k, v) for k, v in zip(keys, values, strict=True))
+    require_same_head_dim(described)
     return StateCells(positions, bool(transposed), streams, described)
 
 

@@ -23,7 +23,7 @@ from kvx_adapters.tensorrt_llm_plugin.model import Model
 from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load, StepPlan
-from kvx_adapters.tensorrt_llm_plugin.witness import weights_of_process
+from kvx_adapters.tensorrt_llm_plugin.witness import weights_changed, weights_of_process
 from kvx_core import BlockTable, InvalidArgumentError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import Epochs
@@ -100,7 +100,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     """KVX as a KV cache connector's scheduler.
 
     Raises InvalidArgumentError, UnsupportedError at start-up; later only InvalidArgumentError, if
-    TensorRT-LLM gives a request too few blocks for the tokens it was promised.
+    TensorRT-LLM gives a request too few blocks for the tokens it was promised, or new weights
+    between the promise and its plan.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorScheduler
@@ -115,6 +116,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._requests: dict[int, _Request] = {}
         self._reader = Workers(self._settings.loader_threads, "kvx-read", exit_seconds=0)
         self._policy: Policy | None = None  # of what is saved
+        self._weights = weights_of_process()
         if self._store is not None:
             api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
             if warning := self._settings.warned():
@@ -126,7 +128,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 self._store.chunk_tokens,
                 save_generated=self._settings.save_generated,
                 consumes=False,  # what is loaded has been read before
-                epochs=Epochs(weights_of_process(), log=self._weights_change),
+                epochs=Epochs(self._weights, log=self._weights_change),
             )
 
     def _weights_change(self, line: str) -> None:
@@ -167,6 +169,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             position = data.computed_position
             promise, tracked.promise = tracked.promise, None
             if promise is not None:
+                if self._weights.is_changing or self._weights.generation:
+                    raise weights_changed(f"request {data.request_id}")
                 plan.loads.append(self._load(data.request_id, tracked, promise))
                 # The position does not count promised tokens; in the first versions it did.
                 if position not in (promise.start, promise.stop):
@@ -244,10 +248,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         store, what = self._store.salted(salt), f"request {request_id}"
         read = _Read(store.walk(store.chain_of(tokens), len(tokens)), num_computed_tokens, room)
         self._reader.submit(lambda: self._read(store, read, what))
-        tracked.promise = self._wait_for(read)
-        if tracked.promise is None:
+        promise = self._wait_for(read)
+        self._policy.look_at_weights()  # which may have changed meanwhile
+        if promise is None or self._policy.scope_of(tracked) is None:
             return 0
-        count = tracked.promise.stop - num_computed_tokens
+        tracked.promise = promise
+        count = promise.stop - num_computed_tokens
         api.logger.info(
             f"KVX: request {request_id} takes {count} of {len(tokens)} prompt tokens from the store"
         )

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from kvx_adapters.tensorrt_llm_plugin import api
+from kvx_core import InvalidArgumentError
 from kvx_core.connector.watched import watch
 from kvx_core.connector.weights import Weights
 
@@ -33,6 +34,14 @@ def weights_of_process() -> Weights:
     else:
         watch(loader, "reload", _reload, _give_up)
     return _weights
+
+
+def weights_changed(what: str) -> InvalidArgumentError:
+    """The error for loads that were promised before the weights changed."""
+    return InvalidArgumentError(
+        f"{what}: the weights have changed since tokens were promised, expected those that the "
+        "engine has started with. Update weights while no request runs"
+    )
 
 
 @contextmanager

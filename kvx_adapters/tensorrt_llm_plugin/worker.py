@@ -17,6 +17,7 @@ from kvx_adapters.tensorrt_llm_plugin.model import Model
 from kvx_adapters.tensorrt_llm_plugin.opened import opened_store
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 from kvx_adapters.tensorrt_llm_plugin.steps import Load
+from kvx_adapters.tensorrt_llm_plugin.witness import weights_changed, weights_of_process
 from kvx_core import (
     BlockTable,
     CacheView,
@@ -38,7 +39,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
     """Owns threads, which `close` ends.
 
     Raises InvalidArgumentError, UnsupportedError at start-up. Later only `start_load_kv` raises:
-    TensorRT-LLM would treat blocks that were not written as computed.
+    TensorRT-LLM would treat blocks that were not written, or are of old weights, as computed.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorWorker
@@ -51,6 +52,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._heads = self._model.heads_of(api.mpi_rank())
         self._store = opened_store(self._model, self._settings)
         self._boundary = Boundary(api.logger.warning)
+        self._weights = weights_of_process()
         self._saver: Saver | None = None  # from register_kv_caches on
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
@@ -122,6 +124,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             return
         # TensorRT-LLM keeps a plan bound until there is a new one.
         loads, plan.loads = plan.loads, []
+        if loads and self._are_new:
+            raise weights_changed("the loads of this step")
         with torch.cuda.stream(stream):
             for load in loads:
                 self._write(load)
@@ -138,6 +142,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         if plan is None or self._saver is None:
             return
         saves, plan.saves = plan.saves, []
+        if self._are_new:
+            return
         with self._boundary.guard("did not save a step"), torch.cuda.stream(stream):
             self._saver.save(plan, saves)
 
@@ -154,6 +160,11 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         with self._boundary.guard("did not shut down"):
             if self._saver is not None:
                 self._saver.shutdown()
+
+    @property
+    def _are_new(self) -> bool:
+        """Whether this rank's weights are no longer those that it has started with."""
+        return self._weights.is_changing or self._weights.generation > 0
 
     def _write(self, load: Load) -> None:
         """Writes this rank's heads of a load's blocks. Raises OutOfRangeError."""

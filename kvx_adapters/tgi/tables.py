@@ -119,15 +119,32 @@ def span(view: CacheView, batch: Any) -> CacheSpan:
     view:  see `cache_view`
     batch: FlashCausalLMBatch. generate_token has added what it stored to cache_lengths_tensor; its
            input_lengths are then those of the next step, whose tokens are not there yet
-    At each use more tokens than that are refused. Waits for a device. Raises InvalidArgumentError.
-    Source: TGI 3.3.7 models/flash_causal_lm.py, FlashCausalLM.generate_token
+    At each use more tokens than that are refused, and a request whose slots have gone round its
+    blocks: see `request_slots`. Waits for a device. Raises InvalidArgumentError.
+    Source: TGI 3.3.7 models/flash_causal_lm.py, FlashCausalLM.generate_token;
+    backends/v3/src/block_allocator.rs, SimpleAllocator::allocate
     """
-    held = replace(view, holds=partial(_held, batch))
+    held = replace(view, holds=partial(_held, batch, view.layers[0].block_size))
     return held.at(block_table(batch.block_tables_tensor))
 
 
-def _held(batch: Any) -> list[int]:
+def _held(batch: Any, block_size: int) -> list[int]:
+    """The tokens of each request, all of which its table has."""
     lengths: list[int] = batch.cache_lengths_tensor.tolist()
+    table, bounds = batch.block_tables_tensor, batch.cu_slots.tolist()
+    for i, length in enumerate(lengths):
+        slots = batch.slots[bounds[i] : bounds[i] + length]
+        tokens = torch.arange(len(slots), device=slots.device)
+        columns = (tokens // block_size).clamp(max=table.shape[1] - 1)
+        places = table[i][columns].long() * block_size + tokens % block_size
+        other = (slots != places).nonzero()
+        if other.numel():
+            raise InvalidArgumentError(
+                f"request {i} has {length} tokens in blocks for {int(other[0])}, expected blocks "
+                "for all: its window is a ring, which a block table cannot describe. Give the "
+                "slots of the tokens that it still has: request_slots(slots, cu_slots, ends, "
+                "starts)"
+            )
     return lengths
 
 

@@ -17,7 +17,7 @@ from kvx_adapters.vllm.amx import amx_planes
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
 from kvx_adapters.vllm.facts import cache_facts, kv_heads_of, total_kv_heads
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
-from kvx_adapters.vllm.live import live_block_table, live_view
+from kvx_adapters.vllm.live import live_block_table, live_span, live_view
 from kvx_adapters.vllm.model_record import loads_files, model_record
 from kvx_adapters.vllm.nvfp4 import nvfp4_view
 from kvx_adapters.vllm.refusals import model_refusal, refusal
@@ -41,6 +41,7 @@ __all__ = [
     "layer_groups",
     "layout_before_29",
     "live_block_table",
+    "live_span",
     "live_view",
     "loads_files",
     "model_record",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvx_adapters.vllm.facts import cache_facts
 from kvx_adapters.vllm.groups import group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.tables import block_table
-from kvx_core import BlockTable, CacheView, InvalidArgumentError, UnsupportedError
+from kvx_core import BlockTable, CacheSpan, CacheView, InvalidArgumentError, UnsupportedError
 
 
 def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
@@ -41,6 +43,58 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
         first_kv_head=0,
     )
     return group_view(group, kv_caches, facts, layers)[0]
+
+
+def live_span(llm: Any, request_ids: Sequence[str], *, fingerprint: str | None = None) -> CacheSpan:
+    """Unfinished requests in the cache of `live_view`: one end of a migration of their tokens.
+
+    llm, fingerprint: as for `live_view`
+    request_ids:      as llm.llm_engine.add_request returned them
+    At each use more tokens than a request has computed are refused, and a request that is finished
+    or has other blocks: one that was preempted. The token that was sampled last is not computed.
+    Raises UnsupportedError, InvalidArgumentError.
+    Source: vllm 0.32 v1/request.py, Request.num_computed_tokens, num_output_placeholders
+    """
+    view, table = live_view(llm, fingerprint=fingerprint), live_block_table(llm, request_ids)
+    scheduler = engine_core(llm).scheduler
+    ids = tuple(request_ids)
+    blocks = {one: _blocks(scheduler, one) for one in ids}
+    held = replace(
+        view,
+        outdated=partial(_outdated, view, scheduler, blocks),
+        holds=partial(_held, scheduler, ids),
+    )
+    return held.at(table)
+
+
+def _blocks(scheduler: Any, request_id: str) -> list[int]:
+    return list(scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+
+def _outdated(view: CacheView, scheduler: Any, blocks: dict[str, list[int]]) -> str | None:
+    """Why requests lie no longer where they did; None if they do."""
+    gone = None if view.outdated is None else view.outdated()
+    if gone is not None:
+        return gone
+    for name, then in blocks.items():
+        if name not in scheduler.requests:
+            return f"request {name!r} is finished, and its blocks are free"
+        now = _blocks(scheduler, name)
+        if now[: len(then)] != then:
+            return (
+                f"request {name!r} has the blocks {now}, expected {then} as when the span was "
+                "made. Make a new span"
+            )
+    return None
+
+
+def _held(scheduler: Any, request_ids: Sequence[str]) -> list[int]:
+    """The tokens that requests have computed; a step that is under way counts as not done."""
+    found = [scheduler.requests[request_id] for request_id in request_ids]
+    return [
+        max(0, int(one.num_computed_tokens) - int(getattr(one, "num_output_placeholders", 0)))
+        for one in found
+    ]
 
 
 def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:

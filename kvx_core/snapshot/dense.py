@@ -21,6 +21,7 @@ from kvx_core.tensor_desc import TensorDesc
 from kvx_core.tensors import row_major
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from kvx_core.view import CacheView
+from kvx_core.words import wrong
 
 Views = dict[Any, CacheView]
 
@@ -50,6 +51,8 @@ class Dense:
 
         Units of several numbers are bytes, along the last axis.
         """
+        if name not in self.tensors:
+            raise wrong("name", name, f"a tensor of the snapshot: {', '.join(self.tensors)}")
         tensor = self.tensors[name]
         if tensor.dtype.numbers > 1:
             return self.bytes_of(name).reshape(*tensor.shape[:-1], -1)

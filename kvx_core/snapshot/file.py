@@ -27,6 +27,7 @@ from kvx_core.snapshot.layout import Layout
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.seal import check_seal, sealed_counts
 from kvx_core.snapshot.signing import Key
+from kvx_core.words import wrong
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TOKENS = 1 << 24  # of a file, which may have holes: what it says takes no disk
@@ -220,6 +221,8 @@ def write(
 
     target: a path, overwritten if it is there, or a new file that is open for writing
     """
+    if not isinstance(target, Path) and not hasattr(target, "write"):
+        raise wrong("target", target, "a pathlib.Path, or a file open for writing")
     is_coded = any(tensor.coding for tensor in tensors.values())
     try:
         data = {name: data_of(name) for name in tensors}
@@ -324,4 +327,6 @@ def file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotFi
     signer = None if key is None else Key(key)
     if isinstance(source, Path):
         return SnapshotFile.of(source, signer)
+    if not hasattr(source, "fileno"):
+        raise wrong("source", source, "a pathlib.Path, or a file open for reading")
     return SnapshotFile(source, name or str(source), signer)

@@ -16,6 +16,7 @@ from typing import Literal, Self
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
+from kvx_core.words import flag, text
 
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
@@ -85,6 +86,7 @@ class Precision:
         vector_scales: the FP8 and S8 among them have a scale per token and head
         Raises InvalidArgumentError for what holds no keys or values.
         """
+        vector_scales = flag("vector_scales", vector_scales)
         formats = []
         for given in dtypes:
             dtype = DType.of(given, takes=_NUMBERS.values())
@@ -97,7 +99,7 @@ class Precision:
                 )
             formats.append(f"{name}_row" if vector_scales and name in _SCALED else name)
         if opaque is not None:
-            formats.append(f"rows-{_digest(opaque)}")
+            formats.append(f"rows-{_digest(text('opaque', opaque))}")
         return cls(_coarsest(formats))
 
     @classmethod

@@ -16,6 +16,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.holds import require_holds
 from kvx_core.lookup import find_tokens
 from kvx_core.narrow import narrowed
+from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales
@@ -23,6 +24,7 @@ from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens
 from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
 from kvx_core.view import CacheView
+from kvx_core.words import fix, int64s, integer, is_a, or_none, text
 
 BlockIds = npt.NDArray[np.integer[Any]]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
@@ -46,6 +48,8 @@ class Section:
     state_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        fix(self, layers=_in_order, view=is_a(CacheView), block_table=or_none(is_a(BlockTable)))
+        fix(self, encoding=text, state_tokens=or_none(integer))
         view = self.view
         if len(set(self.layers)) != len(self.layers) or (
             view.layers and len(self.layers) != len(view.layers)
@@ -105,6 +109,14 @@ class Section:
             dtypes.add(view.facts.compute_dtype)
         found = Precision.of(*dtypes, vector_scales=has_vector_scales(view))
         return found.meet(lossy_of(view.facts))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of so many tokens as they are stored here; entries of several are complete ones."""
+        return num_tokens * self.view.bytes_per_token() + sum(
+            PlaneKind.of(plane).num_entries(num_tokens) * plane.entry_bytes()
+            for plane in self.view.planes
+            if plane.tokens_per_entry != 1
+        )
 
     @property
     def first_tensor(self) -> Borrowed:
@@ -203,6 +215,11 @@ class Section:
             raise OutOfRangeError(
                 f"section.block_table holds {num_tokens} tokens, expected at least {stop}"
             )
+
+
+def _in_order(name: str, value: Any) -> tuple[int, ...]:
+    """Indices of layers. Raises InvalidArgumentError for a set too, which has no order."""
+    return int64s(name, None if isinstance(value, (set, frozenset)) else value)
 
 
 def lossy_of(facts: CacheFacts) -> Precision:

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import close
 from kvx_core.snapshot.errors import UnsignedError
+from kvx_core.words import instance
 
 _MIN_BYTES, _MAX_BYTES = 32, 4096
 _DIGEST_BYTES = 32
@@ -28,7 +29,8 @@ class Key:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.secret, bytes) or len(self.secret) < _MIN_BYTES:
+        instance("key", self.secret, bytes, f"at least {_MIN_BYTES} bytes that nobody can guess")
+        if len(self.secret) < _MIN_BYTES:
             raise InvalidArgumentError(
                 f"key has {len(self.secret)} bytes, expected at least {_MIN_BYTES} that nobody can "
                 "guess. Make one with os.urandom(32)"

@@ -23,11 +23,7 @@ from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.ops import device_status
 from kvx_core.planes import Plane
-from kvx_core.snapshot.capture import (
-    Copy,
-    token_ids,
-    unlike_head_dims,
-)
+from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
@@ -69,8 +65,9 @@ from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
 from kvx_core.view import CacheView
-from kvx_core.words import integer
+from kvx_core.words import each_is_a, int64s, integer, is_a, or_none, takes, text
 
+_PRECISION = or_none(is_a(Precision))
 _MAX_REASON = 500  # characters: strings in a file may be long
 
 
@@ -94,6 +91,7 @@ class Snapshot:
     name: str = "the snapshot"  # for messages
 
     @classmethod
+    @takes(sections=each_is_a(Section))
     def capture(
         cls,
         tokens: Sequence[int] | npt.NDArray[Any],
@@ -126,6 +124,7 @@ class Snapshot:
         return snapshot
 
     @classmethod
+    @takes(sections=each_is_a(Section), start=integer, precision=_PRECISION)
     def reserve(
         cls,
         tokens: Sequence[int] | npt.NDArray[Any],
@@ -144,7 +143,7 @@ class Snapshot:
 
         pool: whose memory this snapshot has as long as it lives; None: new memory
         """
-        ids, start = token_ids(tokens), integer("start", start)
+        ids = token_ids(tokens)
         if not len(ids):
             raise InvalidArgumentError("tokens is empty, expected at least 1 token")
         chunks = Chunks(
@@ -180,6 +179,7 @@ class Snapshot:
                 leased.append(Leased(one.lease, one.header.start, len(one.tokens)))
         copy_into(leased, section)
 
+    @takes(section=is_a(Section))
     def fill(self, section: Section) -> None:
         """Copies the layers of a section given to `reserve`, or of Section.of some of its layers.
 
@@ -295,14 +295,15 @@ class Snapshot:
         """What num_bytes would be without a format: K and V as the cache had them."""
         return cache_bytes_of(self.tensors)
 
+    @takes(layers=int64s)
     def names_of(self, layers: Iterable[int]) -> list[str]:
         """The tensors of these layers."""
-        wanted = list(layers)
-        names = [f"layers.{layer}.{kind}" for layer in wanted for kind in ("k", "v", *SCALE_KINDS)]
-        for kind in self._kinds(wanted):
+        names = [f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS)]
+        for kind in self._kinds(layers):
             names += [kind.name, scale_name(kind.name)]
         return [name for name in names if name in self.tensors]
 
+    @takes(num_tokens=or_none(integer))
     def memory_for(self, layers: Iterable[int], num_tokens: int | None = None) -> int:
         """Bytes of memory that `read` needs for these layers.
 
@@ -319,6 +320,7 @@ class Snapshot:
         """
         return self._read(self.names_of(layers), room)
 
+    @takes(section=is_a(Section))
     def mismatch(self, section: Section) -> list[str]:
         """Why the section cannot take its layers from here: a sentence each, or none.
 
@@ -416,6 +418,7 @@ class Snapshot:
             device_status(stream)  # waits: tables and memory that the device reads are freed now
         return num_bytes
 
+    @takes(name=text)
     def array(self, name: str) -> npt.NDArray[Any]:
         """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size.
 
@@ -434,7 +437,7 @@ class Snapshot:
         for name in sorted(self.tensors.keys() - {"tokens"}):
             stored = self.tensors[name]
             found.update(f"{name} {stored.dtype.name} {stored.shape}\n".encode())
-            found.update(self._bytes(name).data)
+            found.update(self._dense.bytes_of(name).data)
         return found.hexdigest()
 
     @property
@@ -443,9 +446,6 @@ class Snapshot:
             wrong = f"{self.name} has its data in a file, expected it in memory. Use read(layers)"
             raise InvalidArgumentError(wrong)
         return Dense(self.tensors, self.memory, None if self.room is None else self.room.views)
-
-    def _bytes(self, name: str) -> Bytes:
-        return self._dense.bytes_of(name)
 
     def _placed(self, names: Sequence[str], num_tokens: int | None) -> Placed:
         longest = len(self.tokens) if num_tokens is None else num_tokens
@@ -460,7 +460,7 @@ class Snapshot:
         snapshot = replace(
             self, tensors=place.tensors, file=None, memory=memory, room=room, at=at, place=place
         )
-        self.file.read(self.tensors, {name: snapshot._bytes(name) for name in names})
+        self.file.read(self.tensors, {name: snapshot._dense.bytes_of(name) for name in names})
         for name in names:
             if is_scale(name) and not are_good(snapshot.array(name)):
                 may_be_0 = place.tensors[name].dtype is DType.F8_E4M3

@@ -30,6 +30,7 @@ from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
 from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_temporary
 from kvx_core.stores.usage import Usage
+from kvx_core.words import instance, integer, one_of
 
 _MAX_WORDS = 8  # of a name
 _MAX_NAMES = 1 << 16  # that `names` returns
@@ -78,12 +79,13 @@ class Directory:
                    system without modes
         Raises InvalidArgumentError.
         """
+        instance("root", root, (str, Path), "a path: a str or a pathlib.Path")
+        max_bytes = None if max_bytes is None else integer("max_bytes", max_bytes, 0, 2**63 - 1)
         if "\0" in str(root):
             raise InvalidArgumentError(f"root is {str(root)!r}, expected a path without NUL")
         if os.path.isfile(root):
             raise InvalidArgumentError(f"root is {root}, a file, expected a directory")
-        if group not in MODES:
-            raise InvalidArgumentError(f"group is {group!r}, expected one of {', '.join(MODES)}")
+        one_of("group", group, *MODES)
         self.root = Path(root)
         self.max_bytes = max_bytes
         self.usage = Usage()
@@ -206,7 +208,7 @@ class Directory:
 
         Leaves out what cannot be a word of a name. At most 65,536 of them.
         """
-        if folder:
+        if not isinstance(folder, str) or folder:
             _check_name(folder)
         found: list[str] = []
         pace = Pace()
@@ -390,7 +392,7 @@ class Directory:
 
 
 def _check_name(name: str) -> None:
-    words = name.split("/")
+    words = instance("the name of a blob", name, str, "a str").split("/")
     if len(words) > _MAX_WORDS or not all(map(_is_word, words)):
         raise InvalidArgumentError(
             f"the name of a blob is {name!r}, expected words with '/' between them, {_MAX_WORDS} "

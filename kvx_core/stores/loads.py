@@ -267,9 +267,14 @@ class _Load:
             self._last = hi
             return
         self._restore()
+        restored, served = 0, dict[int, Section]()
         for snapshot, takers in read:
             for section in takers:
-                self.num_bytes += snapshot.restore(section, lo, hi, stream=self.stream)
+                served[id(section)] = section
+                restored += snapshot.restore(section, lo, hi, stream=self.stream)
+        # Files of other ranks may have the same heads.
+        needed = sum(section.num_bytes(hi - lo) for section in served.values())
+        self.num_bytes += min(restored, needed)
         self.progress.stop = hi
 
     def _restore(self) -> None:

@@ -11,6 +11,7 @@ from kvx_core.planes import Plane
 from kvx_core.snapshot import PlaneKind, Section, StoreError
 from kvx_core.snapshot.planes import kinds_of
 from kvx_core.types import Role
+from kvx_core.words import each, instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,9 @@ class ModelPlanes:
 
     @classmethod
     def of(cls, planes: Iterable[Plane | PlaneKind]) -> Self:
+        planes = each("planes", planes, "a list or tuple of Plane")
+        for i, plane in enumerate(planes):
+            instance(f"planes[{i}]", plane, (Plane, PlaneKind), "a Plane")
         kinds = (PlaneKind.of(p) if isinstance(p, Plane) else p for p in planes)
         return cls(frozenset(kind for kind in kinds if kind.role not in (Role.K, Role.V)))
 

@@ -31,6 +31,7 @@ from kvx_core.snapshot import (
     precision_of,
     token_ids,
 )
+from kvx_core.stores import arguments
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import commit_files
 from kvx_core.stores.config import stored_config
@@ -49,7 +50,7 @@ from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Usage, Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
-from kvx_core.words import int64, integer
+from kvx_core.words import int64, int64s, integer, items, takes
 
 
 class PrefixStore:
@@ -64,6 +65,7 @@ class PrefixStore:
     formats have rounded: its entries have other keys.
     """
 
+    @takes(blobs=arguments.blobs, accept=arguments.accept)
     def __init__(
         self,
         blobs: BlobStore,
@@ -102,8 +104,6 @@ class PrefixStore:
         num_layers = integer("num_layers", num_layers, 1)
         total_kv_heads = integer("total_kv_heads", total_kv_heads, 1)
         requested = integer("chunk_tokens", requested, 1)
-        if accept not in ("same", "lossy"):
-            raise InvalidArgumentError(f"accept is {accept!r}, expected 'same' or 'lossy'")
         if not isinstance(precision, Precision) or not precision.formats:
             raise InvalidArgumentError(
                 f"precision is {precision!r}, expected Precision.of(dtype of the computation, "
@@ -118,6 +118,7 @@ class PrefixStore:
         self._precision, self._accept = precision.meet(self.format.precision), accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
+        self._space = self._space_of(salt)
         self._sections = ModelSections(
             fingerprint, self._shape, self._planes, self.format, self.is_lossy
         )
@@ -126,7 +127,6 @@ class PrefixStore:
         limit += self._planes.header_bytes
         self._entries = Entries(blobs, key, limit, has_planes=bool(self._planes.kinds))
         self._superseded = Superseded(blobs, self.index)
-        self._space = self._space_of(salt)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
         try:
@@ -185,6 +185,7 @@ class PrefixStore:
         """The coarsest precision that was loaded here and is coarser than this cache's own."""
         return self._carried.precision
 
+    @takes(precision=arguments.PRECISION)
     def carry(self, precision: Precision) -> None:
         """Makes all that is captured from now on count as at most this precise.
 
@@ -218,17 +219,21 @@ class PrefixStore:
             whole=self._planes.have_states,
         )
 
+    @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
         """The key of the tokens before each chunk: the argument `node` of capture and missing."""
         chain = self.chain_of(tokens)
         return [chain.node(i) for i in range(len(tokens) // self.chunk_tokens + 1)]
 
+    @takes(num_tokens=int64, start=integer)
     def spans(self, num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
         """The chunks (start, stop) that tokens `start` to `num_tokens` lie in, the last one cut."""
         step = self.chunk_tokens
+        arguments.check_spans(num_tokens, step)
         first = start // step * step if start < num_tokens else num_tokens
         return [(at, min(at + step, num_tokens)) for at in range(first, num_tokens, step)]
 
+    @takes(tokens=items)
     def lookup(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Match:
         """The longest prefix of `tokens` that is stored, exact to the token.
 
@@ -265,6 +270,7 @@ class PrefixStore:
         """Lists folders that walks have passed, so that `known` has more answers."""
         self._entries.list_noted()
 
+    @takes(**arguments.CHUNK, layers=int64s, heads=arguments.heads)
     def missing(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],
@@ -292,14 +298,14 @@ class PrefixStore:
         node, ids = self._span(tokens, start, stop, node, base)
         own = self._precision.meet(self.carried)
         held = list(layers)
+        arguments.check_part(self._shape, held, heads[1])
         name = name_of(self._space, node, ids, held, heads, own)
-        folder = name.rpartition("/")[0]
+        folder, _, last = name.rpartition("/")
         if from_memory and self.index.is_held(name):
             return False
         if from_memory and not self.index.may_have_names(folder):
             return True
         finder = self.known if from_memory else self.finder
-        folder, _, last = name.rpartition("/")
         try:
             found = finder.parsed(folder)
         except Unknown:
@@ -321,6 +327,7 @@ class PrefixStore:
         for name in self.index.take_doubted():
             self._entries.is_there(name)
 
+    @takes(**arguments.CHUNK, sections=arguments.SECTIONS)
     def capture(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],
@@ -374,6 +381,7 @@ class PrefixStore:
             precision = precision.meet(self._precision)
         return precision
 
+    @takes(sections=arguments.SECTIONS, heads=arguments.heads)
     def would_write(self, sections: Sequence[Section], heads: tuple[int, int]) -> str:
         """The name of the file of a full chunk that is captured from sections like these.
 
@@ -399,6 +407,7 @@ class PrefixStore:
             raise stored
         return stored
 
+    @takes(snapshots=arguments.SNAPSHOTS)
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
         """`commit` for each of these, and what it returns or raises.
 
@@ -425,6 +434,7 @@ class PrefixStore:
         usage: Usage | None = getattr(self._blobs, "usage", None)
         return Used() if usage is None else usage.now
 
+    @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:
         """The name of the file that `commit` writes."""
         return name_of(
@@ -436,6 +446,7 @@ class PrefixStore:
             snapshot.header.precision,
         )
 
+    @takes(match=arguments.MATCH, start=int64, stop=int64, sections=arguments.SECTIONS)
     def load(
         self,
         match: Match,
@@ -457,7 +468,6 @@ class PrefixStore:
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        start, stop = int64("start", start), int64("stop", stop)
         if not 0 <= start <= stop <= match.num_tokens:
             raise InvalidArgumentError(
                 f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= "
@@ -482,8 +492,8 @@ class PrefixStore:
         step, end = self.chunk_tokens, base + len(tokens)
         if start % step or not 0 <= base <= start < stop <= min(start + step, end):
             raise InvalidArgumentError(
-                f"tokens {start} to {stop} of {end} are not a chunk of at most {step} "
-                f"tokens, expected what spans() returned"
+                f"start is {start} and stop is {stop} of tokens {base} (base) to {end}, which are "
+                f"not a chunk of at most {step} tokens, expected what spans() returned"
             )
         if node is None:
             node = self.chain_of(token_ids(tokens[:start])).node(start // step)

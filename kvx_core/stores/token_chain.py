@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import token_ids
 from kvx_core.stores.keys import Ids, chain
-from kvx_core.words import wrong
+from kvx_core.words import items
 
 _PART = 1 << 15
 _PIECE = 4096  # ids that are converted in one go: 0.1 ms, in which no other thread runs
@@ -32,12 +32,8 @@ class TokenChain:
         space: the key before the first chunk
         Raises InvalidArgumentError for what has no length and no positions, as a sequence has.
         """
-        if isinstance(source, np.ndarray):
-            token_ids(source[:0] if source.ndim else source)
-        elif isinstance(source, (str, bytes)) or not (
-            hasattr(source, "__len__") and hasattr(source, "__getitem__")
-        ):
-            raise wrong("tokens", source, "a list or an array of integers")
+        if isinstance(items("tokens", source), np.ndarray):
+            token_ids(source[:0])
         self._source = source
         self.chunk_tokens = chunk_tokens
         self._lock = Lock()

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends import utils
 from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
 from kvx_adapters.cli.demo import make_model
-from kvx_core import DType, InvalidArgumentError, compare, gather_kv
+from kvx_core import DType, InvalidArgumentError, OutOfRangeError, compare, gather_kv, verify
 
 directory, kv_cache_dtype = Path(sys.argv[1]), sys.argv[2]
 make_model(directory, "float32", 0)
@@ -50,11 +50,11 @@ request_ids = [
     engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     for i, prompt in enumerate(prompts)
 ]
-started: set[str] = set()
+started: dict[str, int] = {}  # and how many tokens it has said
 while len(started) < len(prompts):
     for output in engine.step():
         assert not output.finished
-        started.add(output.request_id)
+        started[output.request_id] = len(output.outputs[0].token_ids)
 
 view = vllm.live_view(llm, fingerprint="f")
 table = vllm.live_block_table(llm, request_ids)
@@ -102,8 +102,22 @@ shifted = dict(zip(group.layer_names, [*layers[1:], layers[0]], strict=True))
 with pytest.raises(InvalidArgumentError, match="vLLM wrote a token to slot 1535, and KVX reads no"):
     vllm.self_test_group(group, shifted, attention)
 
+span = vllm.live_span(llm, request_ids, fingerprint="f")
+counts = [len(prompt) + started[str(i)] - 1 for i, prompt in enumerate(prompts)]
+assert span.view.holds is not None
+assert span.view.holds() == counts
+verify(span, span, counts)
+for row in range(4):
+    more = [count + (i == row) for i, count in enumerate(counts)]
+    with pytest.raises(OutOfRangeError, match=f"holds {counts[row]} tokens? of sequence {row} by"):
+        verify(span, span, more)
+engine.step()
+assert span.view.holds() == [count + 1 for count in counts]
+
 engine.abort_request([request_ids[2]], internal=True)
 engine.step()
+with pytest.raises(InvalidArgumentError, match=r"request '2-.*' is finished, and its blocks are"):
+    verify(span, span, counts)
 with pytest.raises(InvalidArgumentError, match=r"request_ids has '2-.*', which is not an unfin"):
     vllm.live_block_table(llm, request_ids)
 print("as HF computed them")

@@ -17,6 +17,7 @@ from kvx_adapters.cli.engines.llama_cpp_library import LIBLLAMA, folder
 from kvx_adapters.llama_cpp import Memory, State
 from kvx_core import (
     CacheSpan,
+    FactsMismatchError,
     InvalidArgumentError,
     OutOfRangeError,
     UnsupportedError,
@@ -202,6 +203,85 @@ def test_no_more_tokens_than_a_sequence_holds() -> None:
     migrate(context.span(0), there.cache().at(slots=there.cells[0][:12]), [12])
     assert context.memory.positions(0) == range(12)
     assert context.memory.positions(1) == range(0)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize(("first", "stop"), [(4, 9), (1, 2), (18, 19)])
+def test_tokens_that_were_removed_from_the_middle(first: int, stop: int, unified: bool) -> None:
+    """Without a shift: cells are free, and K of the tokens behind is as rotated as it was."""
+    context, there = computed(num_sequences=3, unified=unified), computed()
+    earlier = context.span()
+    library().llama_memory_seq_rm(memory_of(context), 0, first, stop)
+    del context.cells[0][first:stop]
+    left = HELD - (stop - first)
+    dst = there.cache().at(slots=there.cells[0][:left])
+    (cells,) = State.read(context.memory.state(), num_kv_heads=2).caches
+    assert cells.positions.tolist() == [*range(first), *range(stop, HELD)]
+    before = in_state(raw_state(there))
+    tries = (
+        lambda: context.span(),
+        lambda: migrate(earlier, there.span(), [HELD]),
+        lambda: migrate(there.span(), earlier, [HELD]),
+        lambda: verify(earlier, there.span(), [HELD]),
+        lambda: migrate(cells.span(context.facts()), dst, [left]),
+    )
+    for one in tries:
+        with pytest.raises(InvalidArgumentError) as raised:
+            one()
+        assert f"{left} tokens at the positions 0 to 19, expected one at each" in str(raised.value)
+    assert are_equal(in_state(raw_state(there)), before)
+    library().llama_memory_seq_add(memory_of(context), 0, stop, -1, first - stop)
+    migrate(context.span(), dst, [left])
+    assert verify(context.span(), dst, [left])
+
+
+def test_tokens_that_were_removed_from_the_beginning() -> None:
+    """Those that are left stand where they stood."""
+    context, there, other = computed(), computed(), computed()
+    earlier = context.span()
+    for one in (context, other):
+        library().llama_memory_seq_rm(memory_of(one), 0, 0, 5)
+        del one.cells[0][:5]
+    dst = there.cache().at(slots=there.cells[0][:15], first_positions=0)
+    before = in_state(raw_state(there))
+    with pytest.raises(InvalidArgumentError, match="sequence 0 began at position 0 when the span"):
+        migrate(earlier, there.span(), [HELD])
+    (cells,) = State.read(context.memory.state(), num_kv_heads=2).caches
+    for span in (context.span(), cells.span(context.facts())):
+        with pytest.raises(FactsMismatchError, match="sequence 0 moves from position 5 at the sou"):
+            migrate(span, dst, [15])
+    assert are_equal(in_state(raw_state(there)), before)
+    migrate(context.span(), other.span(), [15])
+    assert list(in_state(raw_state(other))[0][0]) == list(range(5, 20))
+
+
+def test_a_view_of_some_layers_holds_what_all_do() -> None:
+    """Its bytes say nothing of how many tokens a state has."""
+    for num_tokens in range(1, 12):
+        context = Context(tiny())
+        context.run(tiny_model.prompt(num_tokens))
+        for layers in (slice(0, 1), slice(0, 2), slice(1, 4)):
+            view = context.cache(layers)
+            span = llama_cpp.span(view, {0: context.cells[0]}, memory=context.memory)
+            assert span.view.holds is not None
+            assert span.view.holds() == [num_tokens]
+
+
+def test_both_caches_of_a_model_with_windows_without_some_tokens() -> None:
+    for first, stop, of_windows in ((4, 9, False), (30, 33, True)):
+        context = Context(windowed(), architecture="olmo2")
+        context.run(tiny_model.prompt(40))
+        library().llama_memory_seq_rm(memory_of(context), 0, first, stop)
+        full = context.cache(slice(3, 4), window=0), context.full_cells[0]
+        del context.cells[0][first:stop]
+        windows = context.cache(slice(0, 3)), context.cells[0]
+        with pytest.raises(InvalidArgumentError, match="tokens at the positions 0 to 39, expected"):
+            llama_cpp.span(full[0], {0: full[1]}, memory=context.memory)
+        if of_windows:
+            with pytest.raises(InvalidArgumentError, match="has 13 tokens at the positions 24 to"):
+                llama_cpp.span(windows[0], {0: windows[1]}, memory=context.memory)
+        else:
+            llama_cpp.span(windows[0], {0: windows[1]}, memory=context.memory)
 
 
 def test_a_span_of_tokens_that_were_shifted_since_is_refused() -> None:

@@ -332,6 +332,38 @@ def test_groups_of_a_vector_are_refused(size: int) -> None:
         adapter.cache_inputs(model)
 
 
+def of_layers(*layers: tuple[ov.Type, list[int], list[int]], group_size: int = 0) -> Any:
+    """A model whose layers differ: kind, shape of K and of V of each."""
+    inputs = []
+    for i, (kind, *shapes) in enumerate(layers):
+        for name, shape in zip(("key", "value"), shapes, strict=True):
+            (given, _) = model_of(kind, shape).inputs
+            given.get_names = lambda name=f"{name}_cache.{i}": {name}
+            inputs.append(given)
+    return SimpleNamespace(inputs=inputs, get_property=lambda name: group_size)
+
+
+def test_groups_of_any_layer_are_refused() -> None:
+    """Layer 1 has vectors of 128 in two groups of 64, layer 0 one of 64: its own size."""
+    first = ov.Type.u8, [-1, 2, 40, 64], [-1, 2, 32, 72]
+    second = ov.Type.u8, [-1, 2, 40, 128], [-1, 2, 32, 128 + 16]
+    for layers in ((first, second), (second, first)):
+        with pytest.raises(UnsupportedError, match="VALUE_CACHE_GROUP_SIZE is 64, expected 0: sca"):
+            adapter.cache_inputs(of_layers(*layers, group_size=64))
+    exact = ov.Type.f32, [-1, 2, 32, 64], [-1, 2, 32, 64]
+    with pytest.raises(UnsupportedError, match="VALUE_CACHE_GROUP_SIZE is 64, expected 0: scales"):
+        adapter.cache_inputs(of_layers(exact, second, group_size=64))
+    assert len(adapter.cache_inputs(of_layers(first, exact, group_size=64))) == 4
+
+
+def test_facts_of_layers_with_other_heads_do_not_say_how_many() -> None:
+    first = ov.Type.f32, [-1, 2, 32, 64], [-1, 2, 32, 64]
+    second = ov.Type.f32, [-1, 4, 32, 64], [-1, 4, 32, 64]
+    for layers, heads in (((first, first), 2), ((first, second), None)):
+        facts = adapter.cache_facts(of_layers(*layers), rotary="half", rotary_dim=64)
+        assert facts.total_kv_heads == heads
+
+
 def test_models_without_paged_attention_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="Apply paged_attention_transformation"):
         adapter.cache_inputs(SimpleNamespace(inputs=[]))

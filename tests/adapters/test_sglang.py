@@ -282,6 +282,17 @@ def test_the_tables_have_the_pages_of_each_request() -> None:
     assert sglang.seq_lens(torch.tensor([20, 3])).to_numpy().tolist() == [20, 3]
 
 
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_requests_without_tokens_move_nothing(lengths: list[int]) -> None:
+    requests = Requests([20, 3], page=4, pages=7, seed=1)
+    k, v = torch.zeros(2, 7, 4, 2, 8)
+    cache = CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD), describe(v, Layout.BLOCK_NHD))
+    view, rows = CacheView((cache,), SAME_MODEL), requests.rows[: len(lengths)]
+    for make in (sglang.block_table, sglang.ragged):
+        table = make(requests.table, rows, lengths, page_size=4)
+        assert migrate(view.at(table), view.at([[1]] * len(lengths)), lengths) == 0
+
+
 # ---- to other engines and back ----
 
 

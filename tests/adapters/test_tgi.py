@@ -608,3 +608,25 @@ def test_a_span_holds_what_generate_token_has_stored() -> None:
             migrate(span, dst, more)
     batch.cache_lengths_tensor = torch.tensor([20, 5])
     migrate(span, dst, [20, 5])
+
+
+def test_a_span_of_a_window_that_has_gone_round_is_refused() -> None:
+    """Its table has fewer blocks than tokens; what is behind them is memory of others."""
+    cache = Cache("paged", "cuda", "cuda", num_blocks=12)
+    allocator = SimpleAllocator(cache, window=30)
+    requests = [allocator.allocate(40), SimpleAllocator(cache, seed=1).allocate(60)]
+    batch: Any = Batch.of(requests, input_lengths=[1, 1], cache_lengths=[39, 59])
+    batch.cache_lengths_tensor = batch.cache_lengths
+    batch.block_tables_tensor[0, 2:] = 5  # memory that is not initialised may look like a block
+    spec = cache.spec()
+    facts = tgi.cache_facts(spec, fingerprint="f", rotary="none", rotary_dim=0, num_layers=1)
+    view = tgi.cache_view([(cache.key, cache.value)], spec, facts)
+    there = Cache("flashdecoding", "cuda", "cuda", num_blocks=3)
+    theirs = tgi.cache_view([(there.key, there.value)], there.spec(), facts)
+    span, dst = tgi.span(view, batch), theirs.at(block_table=[[2], [1]])
+    for ends in ((span, dst), (dst, span)):
+        with pytest.raises(InvalidArgumentError) as raised:
+            migrate(*ends, [39, 59])
+        assert "request 0 has 39 tokens in blocks for 32, expected" in str(raised.value)
+    batch.cache_lengths_tensor = torch.tensor([32, 59], dtype=torch.int32)  # before it goes round
+    migrate(span, dst, [32, 59])

@@ -17,15 +17,22 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import (
+    BlockTable,
+    CacheDesc,
     CacheFacts,
+    CacheView,
     FactsMismatchError,
     InvalidArgumentError,
+    Layout,
+    OutOfRangeError,
     UnsupportedError,
+    describe,
     gather_kv,
     migrate,
     write_kv,
 )
 from tests.adapters.test_vllm import rows_of
+from tests.facts import SAME_MODEL
 from tests.fakes.vllm import LAYOUTS, D, H, N, needs_vllm, random_tokens
 
 pytestmark = needs_vllm
@@ -527,3 +534,43 @@ def test_rows_of_bytes_are_named_and_not_mixed() -> None:
         UnsupportedError, match=r"one group store values and vllm 0\.32 int4_per_token_head, ex"
     ):
         mixed.groups()
+
+
+def test_a_live_span_asks_the_scheduler_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that a request has computed; those of a step under way do not count."""
+    from kvx_adapters.vllm import live
+
+    k, v = torch.randn(2, 6, 4, 2, 16)
+    cache = CacheDesc.from_kv(*(describe(half, Layout.BLOCK_NHD) for half in (k, v)))
+    blocks = {"a": [4, 2], "b": [5]}
+    requests = {
+        "a": SimpleNamespace(num_computed_tokens=7, num_output_placeholders=1),
+        "b": SimpleNamespace(num_computed_tokens=3),
+    }
+    manager = SimpleNamespace(get_block_ids=lambda request: (blocks[request],))
+    core = SimpleNamespace(scheduler=SimpleNamespace(requests=requests, kv_cache_manager=manager))
+    monkeypatch.setattr(live, "engine_core", lambda llm: core)
+    monkeypatch.setattr(live, "live_view", lambda llm, **_: CacheView((cache,), SAME_MODEL))
+    table = BlockTable.packed([[4, 2], [5, -1]])
+    monkeypatch.setattr(live, "live_block_table", lambda *_: table)
+    span = vllm.live_span(None, ["a", "b"])
+    there = torch.zeros(2, 2, 8, 2, 16)
+    dst = CacheView(
+        (CacheDesc.from_kv(*(describe(half, Layout.BLOCK_NHD) for half in there)),),
+        SAME_MODEL,
+        dense=True,
+    )
+    migrate(span, dst, [6, 3])
+    assert torch.equal(there[0, 0, :6], torch.cat([k[4], k[2]])[:6])
+    for more in ([7, 3], [6, 4]):
+        with pytest.raises(OutOfRangeError, match="by its engine's own count"):
+            migrate(span, dst, more)
+    blocks["a"] = [4, 2, 1]  # a step that needs one more
+    requests["a"].num_computed_tokens = 8
+    migrate(span, dst, [7, 3])
+    blocks["b"] = [0]  # preempted, and computed anew
+    with pytest.raises(InvalidArgumentError, match=r"request 'b' has the blocks \[0\], expected"):
+        migrate(span, dst, [6, 3])
+    del requests["b"]
+    with pytest.raises(InvalidArgumentError, match="request 'b' is finished, and its blocks are"):
+        migrate(span, dst, [6, 3])

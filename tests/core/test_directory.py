@@ -140,7 +140,7 @@ def test_names_of_blobs(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_directory_is_made_of(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="group is 'all', expected one of none, read"):
+    with pytest.raises(InvalidArgumentError, match="group is 'all', expected 'none', 'read'"):
         Directory(tmp_path, group="all")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="expected a path without NUL"):
         Directory("a\0b")

@@ -341,7 +341,7 @@ def test_spans_are_chunks(tmp_path: Path) -> None:
     assert store.spans(40, 31) == [(16, 32), (32, 40)]
     assert store.spans(32, 32) == store.spans(0) == []
     for start, stop in ((0, 17), (1, 3), (16, 16), (32, 41), (-16, 0)):
-        with pytest.raises(InvalidArgumentError, match=f"tokens {start} to {stop} of 40 are not a"):
+        with pytest.raises(InvalidArgumentError, match=f"start is {start} and stop is {stop} of"):
             store.capture(range(40), start, stop, Engine().sections())
 
 
@@ -487,6 +487,16 @@ def test_ranks_in_one_process(tmp_path: Path) -> None:
     store.load(store.lookup(range(20)), 0, 20, sections)
     for rank in consumers:
         rank.check(range(20), 0, 20)
+
+
+def test_bytes_that_two_files_have_are_loaded_once(tmp_path: Path) -> None:
+    """Engines with other ranks store the same prompt; none holds it alone."""
+    store = store_in(tmp_path)
+    for rank in ranks((range(LAYERS), range(3)), (range(LAYERS), range(1, 4))):
+        save(store, range(16), rank)
+    match, (reader,) = store.lookup(range(16)), ranks(ALL, seed=1)
+    assert store.load(match, 3, 13, reader.sections()) == 10 * LAYERS * 2 * HEADS * DIM * 4
+    reader.check(range(16), 3, 13)
 
 
 def test_a_file_that_holds_everything_is_preferred_to_several(tmp_path: Path) -> None:

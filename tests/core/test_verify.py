@@ -561,7 +561,7 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             lambda src, dst: verify(src.at(TABLE), dst, LENS, num_heads=4),
             InvalidArgumentError,
-            "verify reads src as src: src.head_start is 0: with num_heads 4 it reaches past the 3",
+            "num_heads is 4, expected at most 3 as src has (spec E.3)",
         ),
         (
             lambda src, dst: verify(

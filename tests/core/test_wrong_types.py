@@ -6,13 +6,16 @@ unnoticed.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvx_core as kvx
 from kvx_adapters import kvbm
@@ -358,6 +361,203 @@ RIGHT_OPTIONS = {
 
 def options(*names: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
     return {n: RIGHT_OPTIONS[n] for n in names}, {n: OPTIONS[n] for n in names}
+
+
+def at_rest_calls(folder: Path) -> dict[str, Case]:
+    """Those of snapshots, stores of prefixes, their directories and facts."""
+    none = set[str]()
+    facts = replace(SAME_MODEL, first_kv_head=0, total_kv_heads=2)
+    view, table = replace(PAGED, facts=facts), BlockTable.packed([[1, 0]])
+    section = kvx.Section((0,), view, table)
+    snapshot = kvx.Snapshot.capture(range(16), [section])
+    directory, exact = kvx.Directory(folder), kvx.Precision.of("float32")
+    model = {
+        "fingerprint": facts.fingerprint,
+        "num_layers": 1,
+        "total_kv_heads": 2,
+        "precision": exact,
+    }
+    store = kvx.PrefixStore(directory, **model, chunk_tokens=8)
+    captured = store.capture(range(16), 0, 8, [section])
+    assert captured is not None
+    assert snapshot is not None
+    assert store.commit(captured)
+    chunk = {"tokens": list(range(16)), "start": 0, "stop": 8, "node": None, "base": 0}
+    chunk_also = {"tokens": none, "start": none, "stop": INTS, "node": OPTIONAL, "base": none}
+    part = {"layers": (0,), "heads": (0, 2)}
+    numbers = {"torch list", "list"}
+    sections = {"sections": [section]}
+    # What has a length may be tokens; those of no full chunk are not read where nothing is like it.
+    unread = {kind for kind, value in WRONG.items() if hasattr(value, "__getitem__")}
+    unread -= {"str", "bytes", "dict", "numpy float", "numpy int", "numpy objects", "numpy strings"}
+    no_config = {"directory": ""}  # of another one: "x has no config.json"
+    none_or_number = INTS | OPTIONAL
+    return {
+        "compare": case(
+            kvx.compare,
+            {"src": facts, "dst": facts, "src_head_start": 0, "same_model": True, "hadamard_k": 0},
+            {
+                "src": none,
+                "dst": none,
+                "src_head_start": INTS,
+                "same_model": {"bool"},
+                "hadamard_k": INTS,
+            },
+        ),
+        "Section": case(
+            kvx.Section,
+            {"layers": (0,), "view": view, "block_table": table}
+            | {"encoding": "values", "state_tokens": None},
+            {
+                "layers": numbers,
+                "view": none,
+                "block_table": OPTIONAL,
+                "encoding": none,
+                "state_tokens": none_or_number,
+            },
+        ),
+        "Snapshot.capture": case(
+            kvx.Snapshot.capture,
+            {"tokens": range(8), "sections": [section], "start": 0, "precision": None},
+            {
+                "tokens": LISTS | {"torch table"},  # of one element
+                "sections": none,
+                "start": INTS,
+                "precision": OPTIONAL,
+            },
+        ),
+        "Snapshot.fill": case(snapshot.fill, {"section": section}, {"section": none}),
+        "Snapshot.restore": case(
+            snapshot.restore,
+            {"section": section, "start": 0, "stop": 8},
+            {"section": none, "start": INTS, "stop": INTS},
+        ),
+        "Snapshot.mismatch": case(snapshot.mismatch, {"section": section}, {"section": none}),
+        "Snapshot.memory_for": case(
+            snapshot.memory_for,
+            {"layers": [0], "num_tokens": None},
+            {"layers": LISTS | {"set"}, "num_tokens": none_or_number},
+        ),
+        "Snapshot.array": case(snapshot.array, {"name": "layers.0.k"}, {"name": none}),
+        "Snapshot.save": case(
+            snapshot.save,
+            {"target": folder / "file", "key": b"k" * 32},
+            {"target": none, "key": OPTIONAL},
+        ),
+        "Directory": case(
+            kvx.Directory,
+            {"root": folder, "max_bytes": None, "group": "none"},
+            {"root": {"str"}, "max_bytes": none_or_number, "group": none},
+        ),
+        "Directory.names": case(
+            directory.names, {"folder": ""}, {"folder": {"str"}}, {"folder": ""}
+        ),
+        "Directory.open": case(directory.open, {"name": "a"}, {"name": {"str"}}),
+        "Directory.delete": case(directory.delete, {"name": "a"}, {"name": {"str"}}),
+        "PrefixStore": case(
+            kvx.PrefixStore,
+            {"blobs": directory, "chunk_tokens": 8, "salt": "", "accept": "same"}
+            | {"key": b"k" * 32, "planes": (), **model},
+            {
+                "blobs": none,
+                "fingerprint": {"str"},
+                "num_layers": INTS,
+                "total_kv_heads": INTS,
+                "precision": none,
+                "chunk_tokens": OPTIONAL,
+                "salt": {"str"},
+                "accept": none,
+                "key": OPTIONAL,
+                "planes": {"empty list"},
+            },
+        ),
+        "PrefixStore.salted": case(store.salted, {"salt": ""}, {"salt": {"str"}}),
+        "PrefixStore.of_weights": case(
+            store.of_weights, {"fingerprint": ""}, {"fingerprint": {"str"}}
+        ),
+        "PrefixStore.nodes": case(store.nodes, {"tokens": [1]}, {"tokens": unread}),
+        "PrefixStore.lookup": case(store.lookup, {"tokens": [1]}, {"tokens": unread}),
+        "PrefixStore.spans": case(
+            store.spans,
+            {"num_tokens": 20, "start": 0},
+            {"num_tokens": ANY_INTS, "start": INTS},
+        ),
+        "PrefixStore.missing": case(
+            store.missing, chunk | part, chunk_also | {"layers": none, "heads": {"pair"}}
+        ),
+        "PrefixStore.capture": case(
+            store.capture, chunk | sections, chunk_also | {"sections": none}
+        ),
+        "PrefixStore.would_write": case(
+            store.would_write,
+            sections | {"heads": (0, 2)},
+            {"sections": {"empty list"}, "heads": {"pair"}},
+        ),
+        "PrefixStore.commit": case(store.commit, {"snapshot": captured}, {"snapshot": none}),
+        "PrefixStore.name_of": case(store.name_of, {"snapshot": captured}, {"snapshot": none}),
+        "PrefixStore.carry": case(store.carry, {"precision": exact}, {"precision": none}),
+        "PrefixStore.load": case(
+            store.load,
+            {"match": store.lookup(range(16)), "start": 0, "stop": 8} | sections,
+            {"match": none, "start": INTS, "stop": INTS, "sections": {"empty list"}},
+        ),
+        "Precision": case(
+            lambda **given: kvx.Precision.of("float32", **given),
+            {"opaque": "rows", "vector_scales": False},
+            {"opaque": {"str", *OPTIONAL}, "vector_scales": {"bool"}},
+        ),
+        "content_digest": case(
+            lambda part: kvx.content_digest(part), {"part": b""}, {"part": {"str", "bytes"}}
+        ),
+        "model_files_digest": case(
+            kvx.model_files_digest, {"directory": _model(folder)}, {"directory": none}, no_config
+        ),
+    }
+
+
+def _model(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_count_takes_no_memory_before_it_is_checked(tmp_path: Path) -> None:
+    store = kvx.PrefixStore(
+        kvx.Directory(tmp_path),
+        fingerprint="m",
+        num_layers=1,
+        total_kv_heads=2,
+        precision=kvx.Precision.of("float32"),
+        chunk_tokens=16,
+    )
+    assert store.spans(40, 20) == [(16, 32), (32, 40)]
+    with pytest.raises(kvx.InvalidArgumentError, match="num_tokens is 9223372036854775807, expect"):
+        store.spans(2**63 - 1)
+    with pytest.raises(kvx.InvalidArgumentError, match="num_heads is 2147483648, expected at most"):
+        kvx.verify(VIEW, OTHER, [1, 0, 0, 0], num_heads=2**31)
+
+
+def test_a_part_that_a_model_does_not_have_is_not_looked_for(tmp_path: Path) -> None:
+    store = kvx.PrefixStore(
+        kvx.Directory(tmp_path),
+        fingerprint="m",
+        num_layers=2,
+        total_kv_heads=2,
+        precision=kvx.Precision.of("float32"),
+        chunk_tokens=4,
+    )
+    for layers, heads in (((2,), (0, 2)), ((-1,), (0, 2)), ((), (0, 2)), ((0,), (0, 3))):
+        with pytest.raises(kvx.InvalidArgumentError, match="of the model"):
+            store.missing([1, 2, 3, 4], 0, 4, layers, heads)
+
+
+def test_sections_that_can_be_gone_through_once_are_refused() -> None:
+    """A snapshot of a generator's sections would be one of zeros."""
+    facts = replace(SAME_MODEL, first_kv_head=0, total_kv_heads=2)
+    section = kvx.Section([0], replace(PAGED, facts=facts), BlockTable.packed([[1, 0]]))
+    assert section.layers == (0,)
+    with pytest.raises(kvx.InvalidArgumentError, match="sections is a generator, expected a list"):
+        kvx.Snapshot.capture(range(16), (one for one in [section]))
 
 
 def calls() -> dict[str, Case]:
@@ -777,6 +977,7 @@ def calls() -> dict[str, Case]:
         **block_calls(),
         **encoding_calls(),
         **store_calls(),
+        **at_rest_calls(Path(tempfile.mkdtemp())),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
     }

@@ -89,8 +89,7 @@ class Live:
 
     def view(self) -> CacheSpan:
         assert self._request is not None
-        view = adapter.live_view(_llm(), fingerprint=FINGERPRINT)
-        return view.at(adapter.live_block_table(_llm(), [self._request]))
+        return adapter.live_span(_llm(), [self._request], fingerprint=FINGERPRINT)
 
     def decode(self, count: int, *, after: int) -> list[int]:
         if self._sampled is None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core.stores.prefix import PrefixStore
 from tests.calls import BACKENDS
 from tests.fakes import tensorrt_llm_executor as fake
 from tests.fakes.tensorrt_llm_executor import SENTINEL, Executor, LlmRequest
@@ -605,3 +606,57 @@ def test_weights_that_are_updated(serve: Factory, trtllm: ModuleType) -> None:
     engine.close()
     assert any("the weights have changed" in line for line in trtllm.logger.warnings())
     assert serve().ask(more).computed == 100
+
+
+@pytest.mark.parametrize("when", ["promise", "plan", "lookup"])
+def test_weights_that_are_updated_after_a_promise(
+    serve: Factory, trtllm: ModuleType, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that the old weights have computed are not written: results would be wrong."""
+    tokens = prompt(100, 61)
+    saved(serve, tokens)
+    engine = serve()
+    loader = sys.modules["tensorrt_llm._torch.pyexecutor.model_loader"].ModelLoader()
+    pool = engine.ranks[0].blocks.clone()
+    if when == "lookup":  # while the scheduler reads what it will promise
+        before = PrefixStore.load
+
+        def load(*args: Any, **options: Any) -> int:
+            loader.reload(None, {})
+            return before(*args, **options)
+
+        monkeypatch.setattr(PrefixStore, "load", load)
+        assert engine.ask(tokens).computed == 100
+        return
+    name, owner = {
+        "promise": ("build_connector_meta", engine.scheduler),
+        "plan": ("start_load_kv", engine.ranks[0].worker),
+    }[when]
+    call = getattr(owner, name)
+
+    def late(*args: Any) -> Any:
+        loader.reload(None, {})
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, late)
+    with pytest.raises(InvalidArgumentError, match="the weights have changed since"):
+        engine.ask(tokens)
+    assert torch.equal(engine.ranks[0].blocks, pool)
+
+
+def test_a_step_during_which_weights_are_updated_is_not_stored(
+    serve: Factory, trtllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = serve(), prompt(100, 61)
+    loader = sys.modules["tensorrt_llm._torch.pyexecutor.model_loader"].ModelLoader()
+    worker = engine.ranks[0].worker
+    call = worker.wait_for_save
+
+    def late(*args: Any) -> Any:
+        loader.reload(None, {})
+        return call(*args)
+
+    monkeypatch.setattr(worker, "wait_for_save", late)
+    assert engine.ask(tokens).computed == 100
+    engine.close()
+    assert not list(serve.store.rglob("*.safetensors"))

@@ -1,0 +1,91 @@
+"""Checks of arguments of a PrefixStore, see kvx_core.words.takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.snapshot import Precision, Section, Snapshot
+from kvx_core.stores.keys import is_node
+from kvx_core.stores.match import Match
+from kvx_core.words import (
+    Check,
+    each_is_a,
+    instance,
+    int64,
+    int64s,
+    is_a,
+    items,
+    one_of,
+    or_none,
+    wrong,
+)
+
+_MAX_SPANS = 1 << 20  # of one sequence: more than any has, and a list of them is 150 MB
+
+
+def accept(name: str, value: Any) -> str:
+    """A word. Raises InvalidArgumentError."""
+    return one_of(name, value, "same", "lossy")
+
+
+def blobs(name: str, value: Any) -> Any:
+    """What has the functions of a BlobStore. Raises InvalidArgumentError."""
+    for function in ("put", "open", "names", "delete"):
+        if not callable(getattr(value, function, None)):
+            raise wrong(name, value, f"a BlobStore, such as a Directory: it has no {function}")
+    return value
+
+
+def node(name: str, value: Any) -> str:
+    """The key of all tokens before a chunk. Raises InvalidArgumentError."""
+    if not is_node(instance(name, value, str, "one of nodes(tokens)")):
+        raise wrong(name, value, "one of nodes(tokens)")
+    return str(value)
+
+
+def heads(name: str, value: Any) -> tuple[int, int]:
+    """First, and one past the last. Raises InvalidArgumentError."""
+    found = int64s(name, value)
+    if len(found) != 2 or not 0 <= found[0] < found[1]:
+        raise InvalidArgumentError(f"{name} is {value}, expected first and one past the last head")
+    return found[0], found[1]
+
+
+SECTIONS = each_is_a(Section)
+SNAPSHOT = is_a(Snapshot)
+SNAPSHOTS = each_is_a(Snapshot)
+PRECISION = is_a(Precision)
+MATCH = is_a(Match)
+CHUNK: dict[str, Check] = {
+    "tokens": items,
+    "start": int64,
+    "stop": int64,
+    "node": or_none(node),
+    "base": int64,
+}
+
+
+def check_part(shape: tuple[int, int], layers: Sequence[int], stop_head: int) -> None:
+    """Raises InvalidArgumentError unless a model of this shape has these layers and heads.
+
+    shape: layers, and KV heads of each
+    """
+    if not layers or not 0 <= min(layers) <= max(layers) < shape[0]:
+        raise InvalidArgumentError(
+            f"layers is {list(layers)}, expected some of the {shape[0]} of the model, from 0 on"
+        )
+    if stop_head > shape[1]:
+        raise InvalidArgumentError(
+            f"heads end at {stop_head}, expected at most {shape[1]}, those of the model"
+        )
+
+
+def check_spans(num_tokens: int, chunk_tokens: int) -> None:
+    """Raises InvalidArgumentError if these are more tokens than a sequence can have."""
+    if num_tokens > _MAX_SPANS * chunk_tokens:
+        raise InvalidArgumentError(
+            f"num_tokens is {num_tokens}, expected at most {_MAX_SPANS * chunk_tokens}: "
+            f"{_MAX_SPANS} chunks of {chunk_tokens} tokens"
+        )
