@@ -151,7 +151,7 @@ release: $(VENV)/.kvx-release
 	$(MAKE) --no-print-directory wheel wheel-aarch64
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 	$(VENV)/release/bin/twine check --strict dist/*
-	$(PYTHON) -m venv --clear build/release
+	$(PYTHON) -m venv --clear --without-pip build/release
 	$(PIP) --python build/release/bin/python install $$(ls dist/kvx-*_$$(uname -m).whl)
 	$(VENV)/release/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
 	    --output-reproducible --output-file build/release/kvx.cdx.json build/release/bin/python
