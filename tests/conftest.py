@@ -113,7 +113,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     with alone("wheel"):
         if not list(out.glob("*.whl")):
             build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-            if not pytestconfig.getoption("--slow"):
+            if pytestconfig.getoption("--slow"):
+                build += ["-Ccmake.define.KVX_CUDA=ON"]
+            else:
                 # In a folder of its own: a release's would keep what is set here.
                 build += ["-Ccmake.define.KVX_CUDA=OFF", "-Cbuild-dir=build/without_cuda"]
             run([*build, "--outdir", out, ROOT])

@@ -6,11 +6,15 @@ KVX_CPU_ISA is read once per process, so the tests run again in a process of the
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.native import CC, CXX, compile_program, run
 
 ROOT = Path(__file__).parents[1]
 ISA = "from kvx_core import backend_info; print(backend_info().cpu_isa)"
@@ -53,3 +57,50 @@ def test_an_unknown_instruction_set_is_ignored() -> None:
     assert best.returncode == 0, best.stderr
     assert unknown.stdout == best.stdout
     assert best.stdout.strip() in ("avx512vbmi", "avx512", "avx2", "portable")
+
+
+CHOSEN = """
+#include <stdio.h>
+#include "kvx/kvx_ext.h"
+int main(void) {
+  kvx_backend_info_t info = {0};
+  info.size = sizeof(info);
+  return kvx_backend_info(&info) != KVX_STATUS_OK || puts(info.cpu_isa) < 0;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("qemu-x86_64") is None, reason="no emulator of processors: apt install qemu-user"
+)
+@pytest.mark.parametrize(("processor", "isa"), [("Nehalem", "portable"), ("Haswell", "avx2")])
+def test_a_processor_that_has_less(
+    processor: str, isa: str, installed: Path, tmp_path: Path
+) -> None:
+    """What it does not have is not executed: the emulator would end the program."""
+    core = installed / "kvx_core"
+    (tmp_path / "chosen.c").write_text(CHOSEN)
+    said = {}
+    for compiler, source, arguments in (
+        ([CC], tmp_path / "chosen.c", []),
+        ([CC], ROOT / "tests/c/conformance.c", []),
+        (
+            [CXX, "-std=c++17", f"-I{ROOT / 'csrc'}"],
+            ROOT / "tests/c/fuzz/fuzz.cc",
+            ["0", "1", "0", "2000"],
+        ),
+    ):
+        program = compile_program(
+            compiler,
+            source,
+            tmp_path / source.stem,
+            include=core / "include",
+            library=core / "libkvx.so",
+        )
+        said[source.stem] = run(["qemu-x86_64", "-cpu", processor, program, *arguments])
+    assert said["chosen"] == f"{isa}\n"
+    assert " 0 failures" in said["conformance"]
+    accepted = re.findall(r"(\d+) accepted", said["fuzz"])
+    assert len(accepted) == 6
+    assert min(map(int, accepted)) > 10

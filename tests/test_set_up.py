@@ -101,7 +101,7 @@ def test_make_setup_without_an_index(tmp_path: Path) -> None:
     assert done.returncode == 2
     (line,) = done.stdout.splitlines()
     assert line.startswith("[1/4] Python 3.")
-    assert "ERROR: No matching distribution found for scikit-build-core>=0.11" in done.stderr
+    assert "ERROR: No matching distribution found for scikit-build-core>=0.12" in done.stderr
     log = tmp_path / "build" / "setup.log"
     assert f"The whole log: {log}. The next make repeats the step." in done.stderr
     assert log.read_text().startswith(line)
