@@ -187,7 +187,7 @@ def compare(
         hadamard_k = integer("hadamard_k", hadamard_k)
         hadamard_v = integer("hadamard_v", hadamard_v)
     if hadamard_k or hadamard_v:
-        _check(src, dst)
+        _check(src, dst, hadamard_k=hadamard_k, hadamard_v=hadamard_v)
         turned = _turned(src, hadamard_k, hadamard_v)
         if isinstance(turned, str):
             return Comparison((turned,))
