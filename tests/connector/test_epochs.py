@@ -195,6 +195,16 @@ def test_an_update_that_fails_leaves_weights_that_nobody_knows() -> None:
     assert "random:" in str(engine.name)
 
 
+def test_a_change_that_says_nothing_of_files_is_of_none() -> None:
+    """Though the one before it came from files."""
+    engine = Engine(1, name_files=lambda files: "files:b")
+    engine.call(OTHER)
+    with engine.here.change(), engine.ranks[0].change():
+        engine.here.came_from(AsRanksSay())
+    engine.report()
+    assert "random:" in str(engine.name)
+
+
 def test_names_that_the_user_gives() -> None:
     engine = Engine(trusts_said=True)
     engine.here.say("v0")

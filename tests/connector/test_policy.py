@@ -128,6 +128,20 @@ def test_the_end_of_a_request_is_saved_from_the_blocks_that_it_has_then(asked: A
     assert (save.final, save.block_ids) == (True, (now,))
 
 
+@pytest.mark.parametrize(("num_computed_tokens", "stop"), [(39, 39), (40, 40), (41, 40), (44, 40)])
+def test_the_last_token_of_a_request_is_never_saved(
+    num_computed_tokens: int, stop: int, asked: Any
+) -> None:
+    """It has no keys and values, nor have drafts that an engine counts."""
+    one = asked()
+    request = Request("r", prompt(33, 18), 8)
+    one.policy.allocated(request, (list(range(20)),), 0)
+    request.all_token_ids += [7] * 8
+    assert one.policy.finished(request, (list(range(20)),), num_computed_tokens)
+    (save,) = one.policy.take_plan(is_idle=False).saves
+    assert (save.start, save.stop) == (0, stop)
+
+
 def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
