@@ -106,6 +106,12 @@ def test_what_matters(record: Record, tmp_path: Path, llama: Path) -> None:
         {"model_class_overrides": {"LlamaForCausalLM": named}},
         {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
         {"hf_overrides": {"rope_theta": 5e5}},
+        {
+            "hf_overrides": {
+                "rope_theta": 3e5,
+                "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+            }
+        },
         {"hf_overrides": {"rms_norm_eps": 1e-4}},
         {"hf_overrides": louder},
         {"additional_config": {"a": 1}},
