@@ -325,3 +325,20 @@ def test_a_request_that_begins_anew_has_no_older_blocks(asked: Any) -> None:
     assert one.lookup(request, 0) == 0
     one.policy.allocated(request, (list(range(12)),), 0)
     assert [(save.start, save.stop) for save in one.step(request, 48)] == [(0, 48)]
+
+
+@pytest.mark.parametrize("has", ["nothing", "a save", "a load"])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_only_steps_with_nothing_to_do_wait_for_lookups(
+    is_idle: bool, has: str, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, waits = asked(), list[float]()
+    monkeypatch.setattr(one.lookups, "wait", waits.append)
+    request = Request("r", prompt(16, 19), 1)
+    if has == "a load":
+        one.policy.give_up("r", ([0, 1, 2, 3],), 15)
+    if has == "a save":
+        one.policy.allocated(request, ([0, 1, 2, 3],), 0)
+        one.policy.step("r", 0, 16, (), are_new=False)
+    one.policy.take_plan(is_idle=is_idle)
+    assert len(waits) == (is_idle and has == "nothing")
