@@ -196,3 +196,14 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
         Workers(2, "some")
     started[0].join(10)
     assert not started[0].is_alive()
+
+
+def test_a_thread_is_free_while_jobs_are_fewer_than_threads() -> None:
+    workers, go = Workers(2, "some", exit_seconds=0), threading.Event()
+    for expected in (True, True, False, False):
+        assert workers.has_free_thread is expected
+        workers.submit(lambda: go.wait(60))
+    go.set()
+    assert workers.wait(60)
+    assert workers.has_free_thread
+    assert workers.shutdown(60)
