@@ -81,6 +81,11 @@ def test_an_update_in_several_calls_is_one_change(engine: Engine) -> None:
     assert (engine.weights.is_changing, engine.weights.generation) == (False, 1)
 
 
+def test_a_model_that_a_user_loads_by_hand_has_changed(engine: Engine) -> None:
+    engine.model.load_weights()
+    assert (engine.weights.generation, engine.weights.origin) == (1, Unknown())
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_weights_come_from_what_was_loaded_last(
     by_hand: bool, engine: Engine, tmp_path: Path
