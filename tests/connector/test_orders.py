@@ -80,6 +80,7 @@ def test_what_is_stored_and_loaded_is_what_it_is_called(options: dict[str, Any])
         for _ in range(40):
             one.step()
         one.finish_all()
+        one.policy.lookups.shutdown()
         seen += one.seen
     expected = {"saves"} if one.policy.produces else set()
     if one.policy.produces and not one.policy.window:
