@@ -83,3 +83,10 @@ def test_the_least_that_is_taken(call: Callable[..., Any], name: str, least: int
 def test_windows_are_none_unless_said() -> None:
     assert [facts().window for facts in (llama_facts, onnx_facts, mlx_facts)] == [0, 0, 0]
     assert llama_facts().first_layer == 0
+
+
+def test_keys_that_do_not_turn_have_no_rotary_dims() -> None:
+    """Whatever the metadata says beside."""
+    found = llama_facts(rope_type=-1)
+    assert (found.rotary, found.rotary_dim) == ("none", 0)
+    assert llama_facts(rope_type=2).rotary_dim == 64
