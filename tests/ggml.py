@@ -69,6 +69,14 @@ def quantize_in_c(values: np.ndarray, dtype: DType) -> np.ndarray:
     return stored
 
 
+def type_name(number: int) -> str:
+    """What ggml calls a type. Numbers above those of its version end the process."""
+    name = _library().ggml_type_name
+    name.restype = ctypes.c_char_p
+    found: bytes = name(number)
+    return found.decode()
+
+
 @cache
 def _library() -> Any:
     (path,) = (

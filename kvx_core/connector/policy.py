@@ -53,11 +53,12 @@ class _Tracked:
     """A request that has blocks."""
 
     request: Request
-    salt: str
-    epoch: Epoch  # when it got its first blocks
+    scope: Scope  # when it got its first blocks, as the epoch
+    epoch: Epoch
     block_ids: BlockIds
     hold: int  # saves begin when the request has more tokens than this
     saved: int = 0  # tokens that are in the store, or need not be saved
+    has_gap: bool = False  # a sliding window has left some of them before they were saved
     is_prepared: bool = False  # a thread was asked to compute its keys
 
 
@@ -142,6 +143,8 @@ class Policy:
         request_id = request.request_id
         if num_computed_tokens and not self.epochs.has_current_blocks():
             self._unproven.add(request_id)  # the engine has them in blocks that may be older
+        else:  # it begins anew, if it had blocks
+            self._unproven.discard(request_id)
         if not (self.consumes and may_load) or request_id in self._given_up:
             return 0
         scope = self.scope_of(request)
@@ -175,7 +178,7 @@ class Policy:
         hold = len(request.all_token_ids) if self._holds else 0
         tracked = self._tracked.get(request_id)
         if tracked is None:
-            tracked = _Tracked(request, scope.salt, self._now, block_ids, hold)
+            tracked = _Tracked(request, scope, self._now, block_ids, hold)
             self._tracked[request_id] = tracked
         tracked.block_ids, tracked.hold = block_ids, hold
         if num_external_tokens:
@@ -201,6 +204,8 @@ class Policy:
         if num_external_tokens:
             self._given_up.add(request_id)
             start = 0 if found is None else found.start
+            if found is None or start:  # it keeps blocks of before
+                self._unproven.add(request_id)
             stop = start + num_external_tokens
             self._load(request_id, Scope(), NOTHING, start, stop, block_ids)
 
@@ -290,11 +295,10 @@ class Policy:
         if stop - tracked.saved < (1 if at_prompt else self.min_tokens):
             return False
         tracked.block_ids = block_ids
-        scope = _scope(tracked)
-        if known is not None and known[0] == scope:
+        if known is not None and known[0] == tracked.scope:
             chain = known[1]
         else:
-            chain = self.stores[scope].chain_of(request.all_token_ids)
+            chain = self.stores[tracked.scope].chain_of(request.all_token_ids)
         save = self._save_of(tracked, stop, chain, final=True)
         if self.spread is None:
             self._next.saves.append(save)
@@ -329,7 +333,7 @@ class Policy:
 
     def handed_over(self, request_id: RequestId, num_computed_tokens: int) -> Save | None:
         """What the store lacks of a running request, no tokens if it lacks none; None: it may not
-        be saved, or its blocks are still being loaded.
+        be saved, its blocks are still being loaded, or a sliding window has left some of it.
 
         num_computed_tokens: as the engine counts them; drafts of the last step do not matter
         Raises StoreError.
@@ -339,21 +343,23 @@ class Policy:
         is_loading = self.asynchronous and request_id in self._loading
         if tracked is None or not self._is_shared(tracked) or is_loading or not self.produces:
             return None
-        known = len(tracked.request.all_token_ids)
-        if known <= tracked.hold:
+        if len(tracked.request.all_token_ids) <= tracked.hold:
             return None
-        stop = min(known - 1, num_computed_tokens)
-        scope = _scope(tracked)
-        chain = self._chain(tracked.request, scope)
+        stop = min(len(tracked.request.all_token_ids) - 1, num_computed_tokens)
+        start = tracked.saved - tracked.saved % self.chunk_tokens
+        if tracked.has_gap or (stop > tracked.saved and self._gone(num_computed_tokens) > start):
+            return None
+        chain = self._chain(tracked.request, tracked.scope)
         if stop > tracked.saved:
             return self._save_of(tracked, stop, chain)
         blocks = _lists(tracked.block_ids)
-        return Save(request_id, scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
+        return Save(request_id, tracked.scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
 
     def reset(self) -> None:
         """Forgets what has been looked up. What is stored stays, and is looked up anew."""
         self.lookups.forget_all()
-        self._lookups.clear()
+        for found in self._lookups.values():  # what the engine has already is still true
+            found.match, found.num_tokens = NOTHING, -1
         self._chains.clear()
 
     def forget_all(self) -> None:
@@ -404,13 +410,12 @@ class Policy:
             full = max(full, num_prompt_tokens)
         if not self.save_generated:
             full = min(full, num_prompt_tokens)
-        # Engines free the blocks of tokens that no sliding window reaches any more.
-        # Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
-        gone = num_computed_tokens - self.window + 1 if self.window else 0
+        gone = self._gone(num_computed_tokens)
         if gone > tracked.saved - tracked.saved % chunk:
             tracked.saved = min(-(-gone // chunk) * chunk, full)
+            tracked.has_gap = True
         if full > tracked.saved:
-            chain = self._chain(request, _scope(tracked))
+            chain = self._chain(request, tracked.scope)
             ready = chain.num_ids + _OWN_TOKENS
             if ready < full and not self.window:  # the rest is saved by later steps
                 full = ready - ready % chunk
@@ -427,13 +432,20 @@ class Policy:
             if self.spread is not None:
                 self.spread.saves(full - start)
 
+    def _gone(self, num_computed_tokens: int) -> int:
+        """How many of the first tokens no sliding window reaches: engines free their blocks.
+
+        Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
+        """
+        return num_computed_tokens - self.window + 1 if self.window else 0
+
     def _save_of(
         self, tracked: _Tracked, stop: int, chain: TokenChain, *, final: bool = False
     ) -> Save:
         start = tracked.saved - tracked.saved % self.chunk_tokens
         return Save(
             request_id=tracked.request.request_id,
-            scope=_scope(tracked),
+            scope=tracked.scope,
             node=chain.node(start // self.chunk_tokens),
             start=start,
             tokens=chain.ids(start, stop),
@@ -471,7 +483,7 @@ class Policy:
         if tracked.epoch is not self._now:
             return False
         return (
-            self.salt_of(tracked.request) == tracked.salt
+            self.salt_of(tracked.request) == tracked.scope.salt
             and tracked.request.request_id not in self._unproven
         )
 
@@ -482,10 +494,6 @@ class Policy:
     @property
     def _has_waited_for_weights(self) -> bool:
         return time.monotonic() - self._unnamed_since > self.lookups.seconds
-
-
-def _scope(tracked: _Tracked) -> Scope:
-    return Scope(tracked.salt, tracked.epoch.name)
 
 
 def _lists(block_ids: Sequence[Sequence[int]]) -> BlockIds:

@@ -6,6 +6,7 @@ the other.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from kvx_core import (
     migrate,
     verify,
 )
+from tests import ggml
 from tests.engines import tiny_model, windows_model
 from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
@@ -406,8 +408,15 @@ def test_types() -> None:
     for number, name in ((0, "F32"), (30, "BF16"), (8, "Q8_0"), (20, "IQ4_NL")):
         assert llama_cpp.dtype_of(number) is DType[name]
         assert llama_cpp.ggml_type(name) == number
-    with pytest.raises(UnsupportedError, match=r"type is ggml_type 12 \(q4_K\), expected one of f"):
-        llama_cpp.dtype_of(12)
+    for number in range(40):
+        name = ggml.type_name(number)
+        if name in ("f32", "f16", "bf16", "iq4_nl", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"):
+            assert llama_cpp.dtype_of(number).name.lower() == name
+            continue
+        known = f" ({name})" if name.isidentifier() and name != "DEPRECATED" else ""
+        told = re.escape(f"type is ggml_type {number}{known}, expected one of f32")
+        with pytest.raises(UnsupportedError, match=told):
+            llama_cpp.dtype_of(number)
     with pytest.raises(UnsupportedError, match="type is ggml_type 99, expected one of f32"):
         llama_cpp.dtype_of(99)
     with pytest.raises(UnsupportedError, match="dtype is q4_k, expected one of f32"):

@@ -208,6 +208,19 @@ def test_refusals(data: bytes, error: str) -> None:
         State.read(data, num_kv_heads=2)
 
 
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [
+        ({"num_kv_heads": 0}, "num_kv_heads is 0, expected 1 to"),
+        ({"num_kv_heads": 2, "num_caches": 0}, "num_caches is 0, expected 1 to 2"),
+        ({"num_kv_heads": 2, "num_caches": 3}, "num_caches is 3, expected 1 to 2"),
+    ],
+)
+def test_counts_that_no_state_has(counts: dict[str, int], error: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=error):
+        State.read(blob(), **counts)
+
+
 @pytest.mark.parametrize("data", [None, 7, "text", np.zeros(3), np.zeros(8, "u1")[::2]])
 def test_other_things(data: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"data is .*, expected bytes or a contiguous"):
@@ -219,6 +232,15 @@ def test_other_things(data: Any) -> None:
     [
         ({"num_tokens": 0}, "num_tokens is 0, expected 1 to"),
         ({"stream": 1}, "stream is 1, expected 0 to 0"),
+        ({"stream": -1}, "stream is -1, expected 0 to 0"),
+        ({"num_layers": 0}, "num_layers is 0, expected 1 to"),
+        ({"num_streams": 0}, "num_streams is 0, expected 1 to"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0, expected 1 to"),
+        ({"k_head_dim": 0}, "k_head_dim is 0, expected 1 to"),
+        ({"v_head_dim": 0}, "v_head_dim is 0, expected 1 to"),
+        ({"sequence": -1}, "sequence is -1, expected 0 to 255"),
+        ({"sequence": 256}, "sequence is 256, expected 0 to 255"),
+        ({"tokens": [5, -1]}, r"tokens\[1\] is -1, expected 0 to 2147483647"),
         ({"k_dtype": "Q4_K"}, "dtype is q4_k, expected one of f32"),
         ({"v_dtype": "Q8_0"}, "type of v of layer 0 is q8_0 and transposed"),
         ({"k_dtype": "Q8_0", "k_head_dim": 40}, "num_kv_heads times k_head_dim is 80, expected a"),

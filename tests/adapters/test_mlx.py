@@ -183,6 +183,12 @@ def test_a_ring_is_read_in_order(
     assert read(layer, first=held.stop - 3, kept=True) == [*kept, *list(held)[-3:]]
 
 
+def test_a_ring_that_is_empty_keeps_nothing() -> None:
+    layer = RotatingKVCache(max_size=8, keep=4)
+    assert adapter.positions(layer) == range(0)
+    assert adapter.num_kept(layer) == 0
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_kept_tokens_move_to_another_ring(seed: int) -> None:
     """Both have dropped tokens; afterwards the second attends to what the first one does."""

@@ -174,6 +174,9 @@ def test_sessions_with_other_caches_are_refused() -> None:
     unknown = of((K0, "tensor(float)", ["batch", 2, "room", "dim"]), value)
     with pytest.raises(UnsupportedError, match="leaves its heads or head_dim to the run"):
         adapter.reserve(unknown, batch_size=1, num_tokens=8)
+    for name in ("batch_size", "num_tokens"):
+        with pytest.raises(InvalidArgumentError, match=f"{name} is 0, expected 1 to"):
+            adapter.reserve(session(tiny()), **{"batch_size": 1, "num_tokens": 8, name: 0})
 
 
 def test_layers_are_in_the_models_order_and_keys_first() -> None:

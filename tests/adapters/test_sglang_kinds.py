@@ -208,8 +208,12 @@ def test_tokens_behind_the_window_are_refused() -> None:
     pool.register_mapping(mapping)
     with pytest.raises(InvalidArgumentError, match=r"slots\[1\] is 7, which has no slot in the wi"):
         sliding.slots(torch.tensor([8, 7]))
-    with pytest.raises(InvalidArgumentError, match=r"slots\[0\] is 66, which has no slot"):
-        sliding.slots(torch.tensor([66]))
+    mapping[65] = 4
+    found: Any = sliding.slots(torch.tensor([65, 8])).owner
+    assert found.tolist() == [4, 9]
+    for slot in (-1, 0, 66):
+        with pytest.raises(InvalidArgumentError, match=rf"slots\[0\] is {slot}, which has no slot"):
+            sliding.slots(torch.tensor([slot]))
     with pytest.raises(InvalidArgumentError, match="window is 0, expected the tokens of the slid"):
         sglang.layer_groups(pool, SAME_MODEL)
     with pytest.raises(UnsupportedError, match=r"pool is a SWAKVPool.*use layer_groups"):

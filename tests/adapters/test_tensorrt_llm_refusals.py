@@ -288,6 +288,16 @@ OFFSETS = torch.zeros(2, 6, 2, 8, dtype=torch.int32)
             r"2, max_blocks_per_seq\) of torch.int32$",
         ),
         (
+            lambda: trt.block_table(OFFSETS[..., 0], 0),
+            InvalidArgumentError,
+            r"^kv_cache_block_offsets is \(2, 6, 2\) of torch.int32, expected \(num_pools,",
+        ),
+        (
+            lambda: trt.block_table(OFFSETS[:, :, :, None], 0),
+            InvalidArgumentError,
+            r"^kv_cache_block_offsets is \(2, 6, 2, 1, 8\) of torch.int32, expected \(num_pools,",
+        ),
+        (
             lambda: trt.block_table(OFFSETS.long(), 0),
             InvalidArgumentError,
             r"^kv_cache_block_offsets is \(2, 6, 2, 8\) of torch.int64, expected \(num_pools,",
@@ -296,6 +306,21 @@ OFFSETS = torch.zeros(2, 6, 2, 8, dtype=torch.int32)
             lambda: trt.block_table(OFFSETS, 2),
             InvalidArgumentError,
             r"^pool_idx is 2, expected one of the 2 pools of kv_cache_block_offsets$",
+        ),
+        (
+            lambda: trt.block_table(OFFSETS, -1),
+            InvalidArgumentError,
+            r"^pool_idx is -1, expected one of the 2 pools of kv_cache_block_offsets$",
+        ),
+        (
+            lambda: trt.block_table(OFFSETS, 0, beam_width=0),
+            InvalidArgumentError,
+            r"^beam_width is 0, expected a divisor of the 6 rows$",
+        ),
+        (
+            lambda: trt.block_offsets([[0]], SPEC, max_blocks_per_seq=1, beam_width=0),
+            InvalidArgumentError,
+            r"^beam_width is 0, expected a divisor of the 1 rows of blocks$",
         ),
         (
             lambda: trt.block_table(OFFSETS, 0, beam_width=4),

@@ -693,8 +693,9 @@ def test_unknown_is_refused(fields: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_fp8_on_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head"])
+def test_fp8_on_rocm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype=name)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(UnsupportedError, match="on ROCm, whose FP8 may be the FNUZ variant"):
         vllm.cache_desc(torch.zeros(B, H, N, 2 * D, dtype=torch.uint8), spec)

@@ -70,12 +70,17 @@ def test_nothing_has_a_name_until_all_ranks_have_reported() -> None:
     assert engine.name is None
     engine.report(0)
     assert engine.name is None
+    told = "the weights change: nothing is shared until all ranks have new ones"
+    assert engine.lines == [told]  # however often somebody asks
     engine.report(1)
     name = engine.name
     assert name is not None
     assert name.startswith("random:")
+    assert engine.lines[1:] == [f"prefixes are shared under new keys from now on: weights {name}"]
     assert engine.name == name  # until the next change
     engine.call()
+    assert engine.name is None
+    assert engine.lines[2:] == [told]
     engine.report()
     assert engine.name not in ("", name, None)
 
@@ -191,6 +196,16 @@ def test_an_update_that_fails_leaves_weights_that_nobody_knows() -> None:
 
     with pytest.raises(RuntimeError, match="in the middle"):
         fail()
+    engine.report()
+    assert "random:" in str(engine.name)
+
+
+def test_a_change_that_says_nothing_of_files_is_of_none() -> None:
+    """Though the one before it came from files."""
+    engine = Engine(1, name_files=lambda files: "files:b")
+    engine.call(OTHER)
+    with engine.here.change(), engine.ranks[0].change():
+        engine.here.came_from(AsRanksSay())
     engine.report()
     assert "random:" in str(engine.name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,22 @@ def run_until_it_reads(loading: Loading) -> None:
     loading.start(0)
     while loading.blobs.num_calls == calls:
         time.sleep(0.001)
+
+
+def test_an_idle_step_waits_only_for_loads_that_run(loading: Loading) -> None:
+    waits: list[float] = []
+    loading.loader._load_is_over = SimpleNamespace(  # type: ignore[assignment]
+        wait=waits.append, notify_all=lambda: None
+    )
+    loading.loader.wait(1)
+    assert waits == []
+    run_until_it_reads(loading)
+    loading.loader.wait(2)
+    assert waits == [2]
+    loading.blobs.answers.set()
+    assert loading.loader._workers.wait(60)
+    loading.loader.wait(3)  # there is something to report
+    assert waits == [2]
 
 
 def test_the_end_of_a_cancelled_load_is_not_that_of_the_next_one(loading: Loading) -> None:

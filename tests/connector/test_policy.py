@@ -128,6 +128,20 @@ def test_the_end_of_a_request_is_saved_from_the_blocks_that_it_has_then(asked: A
     assert (save.final, save.block_ids) == (True, (now,))
 
 
+@pytest.mark.parametrize(("num_computed_tokens", "stop"), [(39, 39), (40, 40), (41, 40), (44, 40)])
+def test_the_last_token_of_a_request_is_never_saved(
+    num_computed_tokens: int, stop: int, asked: Any
+) -> None:
+    """It has no keys and values, nor have drafts that an engine counts."""
+    one = asked()
+    request = Request("r", prompt(33, 18), 8)
+    one.policy.allocated(request, (list(range(20)),), 0)
+    request.all_token_ids += [7] * 8
+    assert one.policy.finished(request, (list(range(20)),), num_computed_tokens)
+    (save,) = one.policy.take_plan(is_idle=False).saves
+    assert (save.start, save.stop) == (0, stop)
+
+
 def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,3 +253,92 @@ def test_a_chunk_whose_first_token_has_left_the_window(
     request.all_token_ids.append(7)
     found = one.step(request, num_tokens + 1)
     assert [(save.start, save.stop) for save in found] == saved
+
+
+@pytest.mark.parametrize(
+    ("saved", "num_computed_tokens", "stop"),
+    [(0, 16, 16), (0, 17, None), (16, 32, 32), (16, 33, None)],
+)
+def test_what_a_window_has_left_is_not_handed_over(
+    saved: int, num_computed_tokens: int, stop: int | None, asked: Any
+) -> None:
+    """The next token sees the last 16 before it: the engine may have freed the blocks of others."""
+    one = asked(window=17)
+    request = Request("r", prompt(60, 14), 8)
+    one.policy.allocated(request, (list(range(20)),), 0)
+    if saved:
+        assert [(save.start, save.stop) for save in one.step(request, 16)] == [(0, 16)]
+    save = one.policy.handed_over("r", num_computed_tokens)
+    assert (save if save is None else (save.start, save.stop)) == (stop and (saved, stop))
+
+
+def test_what_follows_a_gap_is_not_handed_over(asked: Any) -> None:
+    """Nobody would find it."""
+    one = asked(window=17)
+    request = Request("r", prompt(60, 15), 8)
+    one.policy.allocated(request, (list(range(20)),), 0)
+    assert [(save.start, save.stop) for save in one.step(request, 16)] == [(0, 16)]
+    request.num_computed_tokens = 34  # as after steps that have saved nothing
+    assert one.step(request, 40) == []
+    assert one.policy.handed_over("r", 40) is None
+
+
+def changed(one: Asked) -> None:
+    """New weights, which all ranks have reported."""
+    weights = one.policy.epochs.weights
+    with weights.change():
+        pass
+    seen = weights.generation
+    one.policy.epochs.take({0: Report(seen, seen, False, Unknown())})
+
+
+@pytest.mark.parametrize("num_computed_tokens", [0, 16])
+def test_weights_change_between_a_lookup_and_its_blocks(
+    num_computed_tokens: int, asked: Any
+) -> None:
+    """The load fails where the engine's own tokens end. If the old weights have computed those,
+    nothing of the request is stored, though it gets to know its blocks a second time.
+    """
+    one, tokens = asked(), prompt(48, 16)
+    fill(one.store, tokens)
+    one.policy.epochs.step_computes()
+    request = Request("r", tokens, 1)
+    count = one.lookup(request, num_computed_tokens)
+    changed(one)
+    for external in (count, 0):  # the second time after the load
+        one.policy.allocated(request, (list(range(12)),), external)
+    (load,) = one.policy.take_plan(is_idle=False).loads
+    assert (load.start, load.stop, load.match.spans) == (num_computed_tokens, 47, ())
+    request.num_computed_tokens = num_computed_tokens
+    saves = one.step(request, 48)
+    assert [(save.start, save.stop) for save in saves] == [(0, 48)] * (num_computed_tokens == 0)
+
+
+def test_a_request_that_begins_anew_has_no_older_blocks(asked: Any) -> None:
+    """It was asked for when the engine still had some, and had to wait."""
+    one, tokens = asked(), prompt(48, 17)
+    one.policy.epochs.step_computes()
+    changed(one)
+    request = Request("r", tokens, 1)
+    assert one.lookup(request, 16) == 0
+    one.policy.epochs.weights.num_resets += 1
+    assert one.lookup(request, 0) == 0
+    one.policy.allocated(request, (list(range(12)),), 0)
+    assert [(save.start, save.stop) for save in one.step(request, 48)] == [(0, 48)]
+
+
+@pytest.mark.parametrize("has", ["nothing", "a save", "a load"])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_only_steps_with_nothing_to_do_wait_for_lookups(
+    is_idle: bool, has: str, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, waits = asked(), list[float]()
+    monkeypatch.setattr(one.lookups, "wait", waits.append)
+    request = Request("r", prompt(16, 19), 1)
+    if has == "a load":
+        one.policy.give_up("r", ([0, 1, 2, 3],), 15)
+    if has == "a save":
+        one.policy.allocated(request, ([0, 1, 2, 3],), 0)
+        one.policy.step("r", 0, 16, (), are_new=False)
+    one.policy.take_plan(is_idle=is_idle)
+    assert len(waits) == (is_idle and has == "nothing")

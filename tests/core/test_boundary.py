@@ -136,6 +136,23 @@ def test_a_store_cannot_fill_the_log(lines: list[str]) -> None:
     assert boundary.take_counts() == {"errors": 3001}
 
 
+def test_kinds_that_are_known_stay_apart_when_there_are_too_many(lines: list[str]) -> None:
+    clock, words = Clock(), [f"{a}{b}" for a in "abcdefghijklmnop" for b in "abcdefghijklmnopqr"]
+    boundary = Boundary(lines.append, quiet_seconds=60, clock=clock)
+
+    def told(*words: str) -> list[str]:
+        del lines[:]
+        for word in words:
+            with boundary.guard("could not load"):
+                raise OSError(word)
+        return [line.removeprefix("KVX could not load: ") for line in lines]
+
+    assert told(*words) == words[:257]  # all that follow are of one kind
+    clock.now = 61
+    last = f"{words[287]} (32 of this kind since the last line)"
+    assert told(*words[:2], words[287], words[286]) == [*words[:2], last]
+
+
 def test_an_error_that_has_no_words_and_a_log_that_fails() -> None:
     class Mute(RuntimeError):
         def __str__(self) -> str:
@@ -196,3 +213,14 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
         Workers(2, "some")
     started[0].join(10)
     assert not started[0].is_alive()
+
+
+def test_a_thread_is_free_while_jobs_are_fewer_than_threads() -> None:
+    workers, go = Workers(2, "some", exit_seconds=0), threading.Event()
+    for expected in (True, True, False, False):
+        assert workers.has_free_thread is expected
+        workers.submit(lambda: go.wait(60))
+    go.set()
+    assert workers.wait(60)
+    assert workers.has_free_thread
+    assert workers.shutdown(60)

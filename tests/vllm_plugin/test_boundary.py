@@ -294,6 +294,49 @@ def check_stored(path: Path, tokens: list[int], wanted: torch.Tensor) -> None:
     other.half.shutdown()
 
 
+@pytest.mark.parametrize("layerwise", [False, True], ids=["after-all-layers", "layerwise"])
+def test_when_a_layer_is_copied(layerwise: bool, tmp_path: Path) -> None:
+    """As soon as vLLM says that it is computed, or when the step is over."""
+    from kvx_adapters.vllm_plugin.steps import Save, Scope, StepPlan
+
+    worker = Worker(Directory(tmp_path))
+    worker.fill()
+    connector = connected(worker, layerwise=layerwise)
+    save = Save("a", Scope(), worker.store.nodes([])[0], 0, np.array(TOKENS), ([3, 1, 5],))
+    connector.bind_connector_metadata(StepPlan(saves=[save]))
+    expected = worker.tokens([3, 1, 5], len(TOKENS)).clone()
+    for name, kv_cache in zip(worker.half._layer_of, worker.kv_caches, strict=True):
+        connector.save_kv_layer(name, torch.empty(0), None)
+        kv_cache += 1
+    if not layerwise:
+        expected = worker.tokens([3, 1, 5], len(TOKENS)).clone()
+    connector.wait_for_save()
+    connector.shutdown()
+    check_stored(tmp_path, TOKENS, expected)
+
+
+def test_what_vllm_before_0_30_asks_for(tmp_path: Path) -> None:
+    """Which requests are saved, and of which the load is over."""
+    from kvx_adapters.vllm_plugin.steps import Load, Save, Scope, StepPlan
+
+    worker = filled(tmp_path)
+    match = worker.store.lookup(TOKENS)
+    worker = Worker(Directory(tmp_path))
+    connector = connected(worker)
+    node = worker.store.nodes([])[0]
+    save = Save("a", Scope(), node, 0, np.array(TOKENS[::-1]), ([3, 1, 5],), final=True)
+    load = Load("b", Scope(), match, 0, 40, ([4, 2, 6],), wait=False)
+    connector.bind_connector_metadata(StepPlan(saves=[save], loads=[load]))
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert worker.half._loader._workers.wait(60)
+    assert connector.get_finished(set()) == ({"a"}, {"b"})
+    assert connector.get_finished(set()) == (set(), set())
+    connector.shutdown()
+    connector._worker = None  # as before the cache is there
+    assert connector.get_finished(set()) == (None, None)
+
+
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[Path]:
     """Copies of a store that has TOKENS."""

@@ -106,6 +106,12 @@ def test_what_matters(record: Record, tmp_path: Path, llama: Path) -> None:
         {"model_class_overrides": {"LlamaForCausalLM": named}},
         {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
         {"hf_overrides": {"rope_theta": 5e5}},
+        {
+            "hf_overrides": {
+                "rope_theta": 3e5,
+                "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+            }
+        },
         {"hf_overrides": {"rms_norm_eps": 1e-4}},
         {"hf_overrides": louder},
         {"additional_config": {"a": 1}},
@@ -372,3 +378,26 @@ def test_a_field_that_nobody_has_judged_salts_and_is_logged(
     told = "does not know whether VllmConfig.additional_config={'a': 1} matter"
     # Two handlers may have been given one record.
     assert len({id(r) for r in caplog.records if told in r.getMessage()}) == 1
+
+
+@pytest.mark.parametrize(("own", "expected"), [("r2", "r2"), (None, "r1")])
+def test_a_config_from_elsewhere_has_a_revision_of_its_own(
+    own: str | None, expected: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps the one that it has resolved; else that of the model counts."""
+    from kvx_adapters.vllm_plugin import identity
+
+    asked: list[tuple[str, str | None]] = []
+
+    def local(name: str, revision: str | None, *others: Any, **options: Any) -> Path:
+        asked.append((name, revision))
+        return llama
+
+    monkeypatch.setattr(identity, "local_model", local)
+    model = SimpleNamespace(
+        model="the/model", revision="r1", hf_config_path="a/config", _hf_config_revision=own
+    )
+    load = SimpleNamespace(download_dir=None, load_format="dummy")
+    config = SimpleNamespace(model_config=model, load_config=load)
+    identity._files(config, sample=False)
+    assert asked == [("the/model", "r1"), ("a/config", expected)]

@@ -46,6 +46,7 @@ class Engine:
         )
         self.weights: Weights = witnesses.weights_of(config, in_worker=True)
         self.worker: Any = Worker(config)
+        self.model = Model()
         self.does: Callable[[], object] = lambda: None
 
 
@@ -78,6 +79,23 @@ def test_an_update_in_several_calls_is_one_change(engine: Engine) -> None:
         assert engine.weights.is_changing
     engine.worker.finish_weight_update()
     assert (engine.weights.is_changing, engine.weights.generation) == (False, 1)
+
+
+def test_a_model_that_a_user_loads_by_hand_has_changed(engine: Engine) -> None:
+    engine.model.load_weights()
+    assert (engine.weights.generation, engine.weights.origin) == (1, Unknown())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_weights_come_from_what_was_loaded_last(
+    by_hand: bool, engine: Engine, tmp_path: Path
+) -> None:
+    """What a user loads into the model by hand is in no files, though what was before it is."""
+    engine.worker.start_weight_update()
+    engine.worker.reload_weights(weights_path=str(tmp_path))
+    if by_hand:
+        engine.model.load_weights()
+    assert isinstance(engine.weights.origin, Unknown if by_hand else Files)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""How the connector takes vLLM's KV cache groups apart, and which it refuses."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_adapters import vllm
+from kvx_core import UnsupportedError
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+
+
+def group_of(*layers: int) -> vllm.LayerGroup:
+    names = tuple(f"model.layers.{i}" for i in layers)
+    specs: Any = tuple(f"the spec of {i}" for i in layers)
+    return vllm.LayerGroup(names, layers, specs, None)
+
+
+def config_of(first: int, last: int) -> Any:
+    model = SimpleNamespace(get_layers_start_end_indices=lambda parallel: (first, last))
+    return SimpleNamespace(model_config=model, parallel_config=None)
+
+
+def test_a_workers_groups_have_each_of_its_layers() -> None:
+    from kvx_adapters.vllm_plugin.connector import _check_layers
+
+    _check_layers([group_of(4, 2), group_of(3)], config_of(2, 5))
+    for groups, found in (
+        ([group_of(2, 3)], "[2, 3]"),
+        ([group_of(2, 3, 4, 5)], "[2, 3, 4, 5]"),
+        ([group_of(2, 3), group_of(3, 4)], "[2, 3, 3, 4]"),
+        ([], "[]"),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            _check_layers(groups, config_of(2, 5))
+        told = f"the KV cache has layers {found}, expected each of 2 to 4 once: "
+        assert str(caught.value).startswith(told)
+
+
+def test_the_window_of_a_group() -> None:
+    from vllm.v1 import kv_cache_interface as of_vllm
+
+    from kvx_adapters.vllm_plugin.connector import _window
+
+    full = of_vllm.FullAttentionSpec(16, **SIZES, sliding_window=7)  # it keeps all blocks
+    sliding = of_vllm.SlidingWindowSpec(16, **SIZES, sliding_window=7)
+    chunked = of_vllm.ChunkedLocalAttentionSpec(16, **SIZES, attention_chunk_size=32)
+    several = of_vllm.UniformTypeKVCacheSpecs(16, {"a": sliding, "b": sliding})
+    assert [_window(spec) for spec in (full, sliding, several)] == [0, 7, 7]
+    with pytest.raises(UnsupportedError, match="a KV cache group has a ChunkedLocalAttentionSp"):
+        _window(chunked)
+
+
+def test_layers_of_a_group_have_windows_of_their_own() -> None:
+    from kvx_adapters.vllm_plugin.connector import _by_window
+
+    group = group_of(0, 1, 2, 3)
+    windows = zip(group.layer_names, (7, None, 5, 7), strict=True)
+    layers = {name: SimpleNamespace(sliding_window=window) for name, window in windows}
+    del layers["model.layers.1"].sliding_window
+    parts = _by_window(group, layers)
+    assert [(part.window, part.layers) for part in parts] == [(0, (1,)), (5, (2,)), (7, (0, 3))]
+    for part in parts:
+        assert part.layer_names == group_of(*part.layers).layer_names
+        assert part.specs == group_of(*part.layers).specs
+
+
+def test_a_description_that_cannot_be_tested_is_used_and_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvx_adapters.vllm_plugin.connector import _self_test
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    group = group_of(0)
+    kv_caches = {"model.layers.0": torch.zeros(1)}
+    layer = SimpleNamespace(impl=object(), _k_scale=None, _v_scale=None)
+    _self_test(group, kv_caches, {"model.layers.0": layer})
+    assert "KVX has not tested its description of the KV cache: object has no do_kv" in caplog.text
