@@ -22,7 +22,7 @@ VLLM_COMMANDS = "tests/vllm_plugin/test_commands.py"
 # Of each page, by language: how many blocks there are, and the tests that run them.
 TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "README.md": {
-        "": (2, (COMMANDS,)),
+        "": (2, (COMMANDS, "tests/test_first_screens.py")),
         "python": (1, ("tests/test_readme.py",)),
     },
     "CONTRIBUTING.md": {"": (4, (COMMANDS,))},
@@ -47,6 +47,11 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "docs/describe.md": {"python": (12, ("tests/test_describe_doc.py",))},
     "docs/formats.md": {"python": (3, ("tests/test_formats_doc.py",))},
     "docs/install.md": {"": (1, (COMMANDS,))},
+    "docs/key_rotation.md": {
+        "": (2, (COMMANDS,)),
+        "bash": (1, ("tests/test_how_to.py",)),
+        "python": (1, ("tests/test_how_to.py",)),
+    },
     "docs/layouts.md": {"": (1, (DRAWING,))},
     "docs/live_migration.md": {
         "python": (1, ("tests/test_live_engines.py",)),
@@ -54,6 +59,10 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "text": (2, ("tests/vllm_plugin/test_handover.py", DRAWING)),
     },
     "docs/llama_cpp.md": {"python": (3, ("tests/adapters/test_llama_cpp_docs.py",))},
+    "docs/merge_prefixes.md": {
+        "": (1, (COMMANDS,)),
+        "python": (3, ("tests/test_how_to.py",)),
+    },
     "docs/mlx.md": {"python": (1, ("tests/adapters/test_mlx.py",))},
     "docs/onnxruntime.md": {"python": (1, ("tests/adapters/test_onnxruntime.py",))},
     "docs/openvino.md": {"python": (1, ("tests/adapters/test_openvino.py",))},
@@ -63,6 +72,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "yaml": (3, ("tests/test_store_command.py",)),
         "bash": (2, ("tests/test_store_command.py",)),
     },
+    "docs/own_engine.md": {"text": (1, ("tests/test_how_to.py",))},
     "docs/plans.md": {
         "": (1, ("tests/test_plans_doc.py",)),
         "python": (4, ("tests/test_plans_doc.py",)),

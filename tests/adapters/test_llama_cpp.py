@@ -468,12 +468,13 @@ def test_layers_with_other_numbers_of_heads() -> None:
     """One number of heads, that of layer 0, would cut the vectors of layer 1 into halves."""
     tensors = [(tensor(0, n), tensor(0, n)) for n in (128, 64)]
     options: dict[str, Any] = {"v_transposed": False, "memory": None}
+    turning = facts(rotary_dim=32)
     with pytest.raises(InvalidArgumentError, match="gives layers a head_dim of 16 and 32, exp"):
-        llama_cpp.cache_view(tensors, facts(), num_kv_heads=4, **options)
-    view = llama_cpp.cache_view(tensors, facts(), num_kv_heads=[4, 2], **options)
+        llama_cpp.cache_view(tensors, turning, num_kv_heads=4, **options)
+    view = llama_cpp.cache_view(tensors, turning, num_kv_heads=[4, 2], **options)
     assert [(layer.num_kv_heads, layer.head_dim) for layer in view.layers] == [(4, 32), (2, 32)]
     with pytest.raises(InvalidArgumentError, match="num_kv_heads has 1 numbers, expected 2, on"):
-        llama_cpp.cache_view(tensors, facts(), num_kv_heads=[4], **options)
+        llama_cpp.cache_view(tensors, turning, num_kv_heads=[4], **options)
 
 
 def test_a_context_that_is_gone_is_refused() -> None:
