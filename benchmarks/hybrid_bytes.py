@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import chart
 from kvx_core.hybrid import (
     bytes_per_request,
     bytes_per_token,
@@ -121,6 +120,8 @@ def bars() -> list[tuple[str, float]]:
 
 def draw(path: Path) -> None:
     """Draws bytes per token."""
+    from benchmarks import chart  # with docs, which a machine with a GPU need not have
+
     rows = {}
     for name, value in bars():
         text = f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
