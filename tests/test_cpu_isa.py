@@ -99,7 +99,7 @@ def test_a_processor_that_has_less(
             library=core / "libkvx.so",
         )
         said[source.stem] = run(["qemu-x86_64", "-cpu", processor, program, *arguments])
-    assert said["chosen"] == f"{isa}\n"
+    assert said["chosen"].splitlines()[-1] == isa  # after what the emulator says of itself
     assert " 0 failures" in said["conformance"]
     accepted = re.findall(r"(\d+) accepted", said["fuzz"])
     assert len(accepted) == 6
