@@ -147,7 +147,7 @@ def test_two_servers_share_a_prefix(clone: Path, tmp_path: Path) -> None:
     model = llama(tmp_path / "model")
     serve = commands()[-1].replace("MODEL", str(model)).replace("/the/store", f"{tmp_path}/store")
     said = []
-    for block_size in (16, 32):
+    for block_size in (32, 64):
         with served(clone, f"{serve} --block-size {block_size}", tmp_path / "log") as url:
             asked = {"prompt": list(range(2, 2 + NUM_TOKENS)), "max_tokens": 8, "temperature": 0}
             answer = post(f"{url}/v1/completions", {"model": str(model), **asked})
