@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvx_core import Snapshot
-from kvx_core.snapshot import Alike, Room, StoreError
+from kvx_core.snapshot import Alike, Room, StoreError, header_cache, layout
 from kvx_core.snapshot.layout import Layout
 from tests.core.test_side_by_side import CHUNK, caches, section
 
@@ -51,6 +51,13 @@ def kinds() -> list[Any]:
         pytest.param({"format": "q8_0"}, id="q8_0"),
         pytest.param({"format": "f16"}, id="f16"),
     ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    """What files of earlier tests have filled is emptied in the middle of no test."""
+    layout._layouts.clear()
+    header_cache._known.clear()
 
 
 @pytest.mark.parametrize("options", kinds())
