@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from threading import Lock
 from typing import BinaryIO
@@ -11,15 +12,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
+from kvx_core.snapshot import Accept, Precision, StoreError
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.names import kind_name, space_record
+from kvx_core.stores.names import kind_name, kinds_folder, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _MOST = 256  # kinds of a space
-_LISTED_SECONDS = 1.0  # a folder of kinds is listed at most so often
+_LISTED_SECONDS = 1.0  # for so long a listing counts where nobody has missed anything
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
@@ -44,7 +45,8 @@ class Kinds:
         self.demand, self.accept = tuple(demand), accept
         self._clock = clock
         self._lock = Lock()
-        self._kinds: dict[str, Kind | None] = {}  # by id; None: no kind that this process takes
+        self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
+        self._refused: dict[str, float] = {}  # until when others are not read again
         self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
         self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
         self._cover: tuple[Kind, ...] = ()  # the best that hold all layers and heads
@@ -64,45 +66,36 @@ class Kinds:
         return self._clock() - self._listed < _LISTED_SECONDS
 
     def refresh(self) -> bool:
-        """Lists the folder of kinds, unless it was listed a second ago; whether there are others
-        than before.
-        """
-        if self.are_known:
-            return False
+        """Lists the folder of kinds; whether there are others than before."""
         with self._lock:
-            if self.are_known:
-                return False
-            found = self._blobs.names(f"{self.record.name}/kinds")
+            found = self._blobs.names(kinds_folder(self.record.name))
             self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         before = self._all
-        for id in sorted(ids)[: 2 * _MOST]:
+        for id in sorted(ids)[:_MOST]:
             self.get(id)
         return self._all != before
 
     def get(self, id: str) -> Kind | None:
         """The kind of this name; None: there is none that this process can take."""
-        if id in self._kinds:
-            return self._kinds[id]
-        if len(self._kinds) >= 2 * _MOST:
-            return None
+        found = self._kinds.get(id)
+        if found is not None or self._refused.get(id, 0.0) > self._clock():
+            return found
         name = kind_name(self.record.name, id)
-        try:
+        kind = None
+        with suppress(StoreError):
             raw = self._blobs.read(name, MAX_BYTES)
-            if raw is None or not self._secrets.check(name, raw, self._mac):
-                return None  # it may come, and its MAC
-            kind = _parsed(raw, id)
-            fits = self._fits(kind)
-        except CorruptError:
-            self._kinds[id] = None
-            return None
-        except StoreError:
-            return None
+            if raw is not None and self._secrets.check(name, raw, self._mac):
+                kind = _parsed(raw, id)
         with self._lock:
-            self._kinds[id] = kind if fits else None
-            if fits:
+            if kind is not None and len(self._kinds) < _MOST and self._fits(kind):
+                self._kinds[id] = kind
                 self._rank()
-        return self._kinds[id]
+            else:
+                if len(self._refused) >= _MOST:
+                    self._refused.clear()
+                self._refused[id] = self._clock() + _LISTED_SECONDS
+        return self._kinds.get(id)
 
     def covered(self, kinds: Iterable[Kind]) -> tuple[bool, list[Kind]]:
         """Whether kinds hold all layers and heads together, and the first that do."""
@@ -179,7 +172,7 @@ class Kinds:
                 self._put(mac[0], mac[1].encode())
         self._written[kind.id] = self._clock()
         with self._lock:
-            if self._kinds.get(kind.id) is None and self._fits(kind):
+            if kind.id not in self._kinds and self._fits(kind):
                 self._kinds[kind.id] = kind
                 self._rank()
 
@@ -209,8 +202,7 @@ class Kinds:
 
     def _rank(self) -> None:
         """Sorts the kinds: own precision first, then finer ones, then coarser ones; then by size."""
-        known = [kind for kind in self._kinds.values() if kind is not None]
-        self._all = tuple(sorted(known, key=self._order)[:_MOST])
+        self._all = tuple(sorted(self._kinds.values(), key=self._order))
         self._ranked = tuple(kind for kind in self._all if self.accepts(kind))
         is_whole, chosen = self.covered(self._ranked)
         self._cover = tuple(chosen) if is_whole else ()

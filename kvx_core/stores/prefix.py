@@ -336,7 +336,7 @@ class PrefixStore:
         def is_there(kind: Kind) -> bool:
             return self._entries.is_there(entry_name(space, key, kind.id))
 
-        if not from_memory:
+        if not from_memory and not self._kinds.are_known:
             self._kinds.refresh()
         own = [each.meet(self.carried) for each in self._own]
         return self._kinds.hold(layers, own, is_held if from_memory else is_there)
