@@ -7,8 +7,9 @@ from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Precision, Section, Snapshot
-from kvx_core.stores.names import is_key
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.match import Match
+from kvx_core.stores.names import is_key
 from kvx_core.words import (
     Check,
     each_is_a,
@@ -46,6 +47,7 @@ def heads(name: str, value: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
+BLOBS = is_a(BlobStore, "a BlobStore, such as a Directory")
 SECTIONS = each_is_a(Section)
 SNAPSHOT = is_a(Snapshot)
 SNAPSHOTS = each_is_a(Snapshot)

@@ -54,7 +54,7 @@ from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
-from kvx_core.words import instance, int64, int64s, integer, is_a, items, takes
+from kvx_core.words import instance, int64, int64s, integer, items, takes
 
 
 class PrefixStore:
@@ -69,7 +69,7 @@ class PrefixStore:
     formats have rounded: its entries have other keys.
     """
 
-    @takes(blobs=is_a(BlobStore), accept=arguments.accept)
+    @takes(blobs=arguments.BLOBS, accept=arguments.accept)
     def __init__(
         self,
         blobs: BlobStore,
@@ -477,8 +477,7 @@ class PrefixStore:
 
         Used() for blobs that do not count. Stores made by `salted` have the same.
         """
-        usage = self._blobs.usage
-        return Used() if usage is None else usage.now
+        return Used() if self._blobs.usage is None else self._blobs.usage.now
 
     @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:
