@@ -7,6 +7,7 @@ from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Precision, Section, Snapshot
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.keys import is_node
 from kvx_core.stores.match import Match
 from kvx_core.words import (
@@ -30,14 +31,6 @@ def accept(name: str, value: Any) -> str:
     return one_of(name, value, "same", "lossy")
 
 
-def blobs(name: str, value: Any) -> Any:
-    """What has the functions of a BlobStore. Raises InvalidArgumentError."""
-    for function in ("put", "open", "names", "delete"):
-        if not callable(getattr(value, function, None)):
-            raise wrong(name, value, f"a BlobStore, such as a Directory: it has no {function}")
-    return value
-
-
 def node(name: str, value: Any) -> str:
     """The key of all tokens before a chunk. Raises InvalidArgumentError."""
     if not is_node(instance(name, value, str, "one of nodes(tokens)")):
@@ -53,6 +46,7 @@ def heads(name: str, value: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
+BLOBS = is_a(BlobStore, "a BlobStore, such as a Directory")
 SECTIONS = each_is_a(Section)
 SNAPSHOT = is_a(Snapshot)
 SNAPSHOTS = each_is_a(Snapshot)

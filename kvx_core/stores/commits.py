@@ -27,16 +27,8 @@ def commit_files(
         return write
 
     writes = [(name, writing(name, snapshot)) for name, snapshot in files]
-    put_all = getattr(blobs, "put_all", None) if len(files) > 1 else None
-    results = [_put(blobs, *one) for one in writes] if put_all is None else put_all(writes)
+    results = blobs.put_all(writes)
     return [
         is_new if isinstance(is_new, StoreError) else sizes[name] if is_new else 0
         for (name, _), is_new in zip(files, results, strict=True)
     ]
-
-
-def _put(blobs: BlobStore, name: str, write: Callable[[BinaryIO], None]) -> bool | StoreError:
-    try:
-        return blobs.put(name, write)
-    except StoreError as error:
-        return error

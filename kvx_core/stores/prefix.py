@@ -47,7 +47,7 @@ from kvx_core.stores.model_planes import ModelPlanes
 from kvx_core.stores.model_sections import ModelSections
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
-from kvx_core.stores.usage import Usage, Used
+from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
 from kvx_core.words import int64, int64s, integer, items, takes
@@ -65,7 +65,7 @@ class PrefixStore:
     formats have rounded: its entries have other keys.
     """
 
-    @takes(blobs=arguments.blobs, accept=arguments.accept)
+    @takes(blobs=arguments.BLOBS, accept=arguments.accept)
     def __init__(
         self,
         blobs: BlobStore,
@@ -431,8 +431,7 @@ class PrefixStore:
 
         Used() for blobs that do not count. Stores made by `salted` have the same.
         """
-        usage: Usage | None = getattr(self._blobs, "usage", None)
-        return Used() if usage is None else usage.now
+        return Used() if self._blobs.usage is None else self._blobs.usage.now
 
     @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:

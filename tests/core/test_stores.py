@@ -7,7 +7,6 @@ prompt is detected.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,42 +44,10 @@ from kvx_core.stores.keys import parse_name
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.core.sections import section_of
+from tests.stores_memory import InMemory
 
 Tokens = Sequence[int]
 LAYERS, HEADS, DIM = 3, 4, 8
-
-
-class Remote:
-    """A BlobStore that is no directory: a dict of bytes, brought into files when asked for."""
-
-    def __init__(self, cache: Path) -> None:
-        self.blobs: dict[str, bytes] = {}
-        self.cache = cache
-        self.fetched = 0
-
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
-        if name in self.blobs:
-            return False
-        with (self.cache / "new").open("w+b", buffering=0) as file:
-            write(file)
-        self.blobs[name] = (self.cache / "new").read_bytes()
-        return True
-
-    def open(self, name: str) -> BinaryIO | None:
-        if name not in self.blobs:
-            return None
-        self.fetched += 1
-        path = self.cache / hashlib.sha256(name.encode()).hexdigest()
-        path.write_bytes(self.blobs[name])
-        return path.open("rb", buffering=0)
-
-    def names(self, folder: str) -> list[str]:
-        start = f"{folder}/" if folder else ""
-        found = (name for name in self.blobs if name.startswith(start))
-        return list({name[len(start) :].partition("/")[0] for name in found})
-
-    def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
 
 
 def store_in(blobs: BlobStore | Path, **options: Any) -> PrefixStore:
@@ -215,7 +182,7 @@ def test_lookup_finds_the_longest_common_prefix_with_everything_stored(
     chunk_tokens: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    store = store_in(Remote(tmp_path_factory.mktemp("remote")), chunk_tokens=chunk_tokens)
+    store = store_in(InMemory(), chunk_tokens=chunk_tokens)
     for tokens in stored:
         save(store, tokens)
     prompts += [[*stored[i % len(stored)][:cut], *more] for i, cut, more in extended]
@@ -244,7 +211,7 @@ def test_lookup_counts_entries_whose_files_hold_everything(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Ranks store what they have; then files go missing."""
-    remote = Remote(tmp_path_factory.mktemp("remote"))
+    remote = InMemory()
     store = store_in(remote, chunk_tokens=4)
     ranks = [
         Engine(layers=range(*layers), heads=range(*heads))
@@ -263,7 +230,7 @@ def test_lookup_counts_entries_whose_files_hold_everything(
     for tokens in stored:
         for rank in ranks:
             save(store, tokens, rank)
-    names = sorted(name for name in remote.blobs if name != "kvx-store.json")
+    names = sorted(name for name in remote.files if name != "kvx-store.json")
     for name in data.draw(st.sets(st.sampled_from(names), max_size=4)):
         remote.delete(name)
     entries = {}  # (prefix, tokens) of an entry: what of it is there
@@ -373,24 +340,24 @@ def test_what_is_missing_of_an_entry(tmp_path: Path) -> None:
 
 def test_lookup_opens_few_files_of_other_sequences(tmp_path: Path) -> None:
     """A hundred sequences begin with the same 10 tokens and go on differently."""
-    remote = Remote(tmp_path)
+    remote = InMemory()
     store, engine = store_in(remote), Engine()
     for i in range(100):
         save(store, [*range(10), 1000 + i, *range(5)], engine)
     reader = store_in(remote)
-    remote.fetched = 0
+    remote.num_opened = 0
     assert reader.lookup(range(10)).num_tokens == 10
-    assert remote.fetched == 1  # more than all 10 is not to be had
+    assert remote.num_opened == 1  # more than all 10 is not to be had
     assert reader.lookup([*range(10), 5, 5]).num_tokens == 10
-    assert remote.fetched == 65
+    assert remote.num_opened == 65
     assert reader.lookup([*range(10), 5, 5]).num_tokens == 10
-    assert remote.fetched == 100
+    assert remote.num_opened == 100
     assert reader.lookup([*range(10), 1099, 0, 1, 7]).num_tokens == 13
-    assert remote.fetched == 100  # all have been seen
+    assert remote.num_opened == 100  # all have been seen
     reader = store_in(remote)
-    remote.fetched = 0
+    remote.num_opened = 0
     assert reader.lookup([*range(10), 1050, *range(5), 7, 7]).num_tokens == 16
-    assert remote.fetched == 1  # that is in its name
+    assert remote.num_opened == 1  # that is in its name
 
 
 def test_tokens_of_any_size_and_nothing_else(tmp_path: Path) -> None:
