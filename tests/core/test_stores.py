@@ -7,7 +7,6 @@ prompt is detected.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,42 +46,10 @@ from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.core.sections import section_of
 from tests.store_files import entry_files as files_of
 from tests.store_files import heads_of, layers_of
+from tests.stores_memory import InMemory
 
 Tokens = Sequence[int]
 LAYERS, HEADS, DIM = 3, 4, 8
-
-
-class Remote:
-    """A BlobStore that is no directory: a dict of bytes, brought into files when asked for."""
-
-    def __init__(self, cache: Path) -> None:
-        self.blobs: dict[str, bytes] = {}
-        self.cache = cache
-        self.fetched = 0
-
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
-        if name in self.blobs:
-            return False
-        with (self.cache / "new").open("w+b", buffering=0) as file:
-            write(file)
-        self.blobs[name] = (self.cache / "new").read_bytes()
-        return True
-
-    def open(self, name: str) -> BinaryIO | None:
-        if name not in self.blobs:
-            return None
-        self.fetched += 1
-        path = self.cache / hashlib.sha256(name.encode()).hexdigest()
-        path.write_bytes(self.blobs[name])
-        return path.open("rb", buffering=0)
-
-    def names(self, folder: str) -> list[str]:
-        start = f"{folder}/" if folder else ""
-        found = (name for name in self.blobs if name.startswith(start))
-        return list({name[len(start) :].partition("/")[0] for name in found})
-
-    def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
 
 
 def store_in(blobs: BlobStore | Path, **options: Any) -> PrefixStore:
@@ -213,7 +180,7 @@ def test_lookup_finds_the_longest_common_prefix_with_everything_stored(
     chunk_tokens: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    store = store_in(Remote(tmp_path_factory.mktemp("remote")), chunk_tokens=chunk_tokens)
+    store = store_in(InMemory(), chunk_tokens=chunk_tokens)
     for tokens in stored:
         save(store, tokens)
     prompts += [[*stored[i % len(stored)][:cut], *more] for i, cut, more in extended]
@@ -243,7 +210,7 @@ def test_lookup_counts_entries_whose_files_hold_everything(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Ranks store what they have; then files go missing."""
-    remote = Remote(tmp_path_factory.mktemp("remote"))
+    remote = InMemory()
     store = store_in(remote, chunk_tokens=4)
     ranks = [
         Engine(layers=range(*layers), heads=range(*heads))
@@ -262,7 +229,7 @@ def test_lookup_counts_entries_whose_files_hold_everything(
     for tokens in stored:
         for rank in ranks:
             save(store, tokens, rank)
-    names = sorted(name for name in remote.blobs if parse_entry(name))
+    names = sorted(name for name in remote.files if parse_entry(name))
     deleted = data.draw(st.sets(st.sampled_from(names), max_size=4))
     for name in deleted:
         remote.delete(name)
@@ -375,7 +342,7 @@ def test_what_is_missing_of_an_entry(tmp_path: Path) -> None:
 
 def test_lookup_opens_few_files_of_other_sequences(tmp_path: Path) -> None:
     """A thousand sequences begin with the same 10 tokens and go on differently."""
-    remote = Remote(tmp_path)
+    remote = InMemory()
     store, engine = store_in(remote), Engine()
     for i in range(1000):
         save(store, [*range(10), 1000 + i, *range(5)], engine)
