@@ -178,7 +178,6 @@ def test_lookup_finds_the_longest_common_prefix_with_everything_stored(
     prompts: list[Tokens],
     extended: list[tuple[int, int, Tokens]],
     chunk_tokens: int,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     store = store_in(InMemory(), chunk_tokens=chunk_tokens)
     for tokens in stored:
@@ -207,7 +206,7 @@ def check_match(store: PrefixStore, match: Match, prompt: Tokens) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lookup_counts_entries_whose_files_hold_everything(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject,
 ) -> None:
     """Ranks store what they have; then files go missing."""
     remote = InMemory()
@@ -354,9 +353,9 @@ def test_lookup_opens_few_files_of_other_sequences(tmp_path: Path) -> None:
         ([*range(10), 1050, *range(5), 7, 7], 16),
         ([1, 1, 1], 0),
     ):
-        remote.fetched = 0
+        remote.num_opened = 0
         assert reader.lookup(prompt).num_tokens == shared
-        assert remote.fetched <= 1 + 2 * RUNGS  # of which some are not there
+        assert remote.num_opened <= 1 + 2 * RUNGS  # of which some are not there
 
 
 def test_tokens_of_any_size_and_nothing_else(tmp_path: Path) -> None:
