@@ -160,7 +160,8 @@ class ChunkFile:
             if not is_open and not (
                 groups
                 and groups[0].first == 0
-                and layout.head.num_bytes + groups[0].num_bytes <= MOST_BYTES + layout.head.num_bytes
+                and layout.head.num_bytes + groups[0].num_bytes
+                <= MOST_BYTES + layout.head.num_bytes
             ):
                 self._open(key)
                 is_open = True

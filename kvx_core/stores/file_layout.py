@@ -76,9 +76,7 @@ class FileLayout:
         is_direct = not (is_coded or encrypted)
         form = Form(num_tokens, len(pieces), signed, encrypted)
         head = Head(placed_tensors, form, is_whole=not is_direct)
-        return cls(
-            header, num_tokens, placed_tensors, pieces, head, num_bytes, is_coded, is_direct
-        )
+        return cls(header, num_tokens, placed_tensors, pieces, head, num_bytes, is_coded, is_direct)
 
     @property
     def most_bytes(self) -> int:

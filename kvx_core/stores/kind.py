@@ -159,9 +159,7 @@ class Kind:
             reason = _wrong(parts, heads, found)
             if reason:
                 raise ValueError(reason)
-            text = _text(
-                parts, heads, found, keyed=content.keyed, encrypted=content.encrypted
-            )
+            text = _text(parts, heads, found, keyed=content.keyed, encrypted=content.encrypted)
             if content.kvx_kind != FORMAT or text != raw:
                 raise ValueError("it is not written as KVX writes it")
         except ValidationError as error:

@@ -65,9 +65,7 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         rows = self.num_pieces * (4 + self.piece_check_bytes)
-        return (
-            _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
-        )
+        return _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
 
 
 @dataclass(frozen=True, slots=True)
