@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ FORMAT = 3
 MAX_KIND_BYTES = 1 << 20
 MAX_TOKENS = 1 << 16  # of a file
 _MAX_LAYOUTS = 256  # that a kind remembers
-_MAX_FINGERPRINTS = 16
+_MAX_FINGERPRINTS = 16  # and parts of headers
 _MAX_EXTENT = 1 << 31
 _MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
 _FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"engine", "fingerprint"}))
@@ -88,6 +88,7 @@ class Kind:
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[int, tuple[Part, ...]] = field(default_factory=dict, repr=False)  # by their ids
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(self.text).digest()
@@ -111,7 +112,7 @@ class Kind:
         tensors: of one of num_tokens tokens, which has an entry of each plane
         Raises InvalidArgumentError.
         """
-        parts = tuple(sorted(map(_bare, header.parts), key=lambda part: part.layers))
+        parts = tuple(sorted(map(_bare, header.parts), key=_layers_of))
         kinds = {kind.name: kind for part in parts for kind in part.planes}
         missing = [name for name in kinds if name not in tensors]
         if missing:
@@ -192,6 +193,27 @@ class Kind:
         """Of a snapshot in such a file; equal fingerprints give the same `parts`."""
         return Header(start, prefix, self.heads, self.with_fingerprint(fingerprint))
 
+    def has_parts(self, header: Header) -> bool:
+        """Whether a snapshot has the layers, heads and facts of this kind."""
+        if header.heads != self.heads:
+            return False
+        known = self._known.get(id(header.parts))
+        if known is header.parts:
+            return True
+        if tuple(sorted(map(_bare, header.parts), key=_layers_of)) != self.parts:
+            return False
+        if len(self._known) >= _MAX_FINGERPRINTS:
+            self._known.clear()
+        self._known[id(header.parts)] = header.parts
+        return True
+
+    def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
+        """Bytes of a room that these layers of a file need.
+
+        room_tokens: Room.num_tokens
+        """
+        return self.layout(num_tokens).selection(layers, room_tokens).place.num_bytes
+
     def with_fingerprint(self, fingerprint: str | None) -> tuple[Part, ...]:
         """The parts of a snapshot of this model: the same object each time."""
         found = self._parts.get(fingerprint)
@@ -271,6 +293,10 @@ def _bare(part: Part) -> Part:
     facts = replace(part.facts, fingerprint=None, engine=None)
     layers, planes = tuple(sorted(part.layers)), tuple(sorted(part.planes))
     return replace(part, layers=layers, facts=facts, planes=planes)
+
+
+def _layers_of(part: Part) -> tuple[int, ...]:
+    return part.layers
 
 
 def _tensor(name: str, stored: Stored, kinds: Mapping[str, PlaneKind]) -> _Tensor:
