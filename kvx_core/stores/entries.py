@@ -20,7 +20,7 @@ from kvx_core.snapshot import (
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.encrypted import Encrypted
 from kvx_core.stores.index import Index
-from kvx_core.stores.keys import EntryFile, Ids, entry_of, is_node, name_of
+from kvx_core.stores.keys import EntryFile, Ids, entry_of, heads_of, is_node, name_of
 from kvx_core.stores.pace import drain
 
 _MOST_HEAD_BYTES = 1 << 14  # of a token and head in a layer: K and V of 2,048 numbers of 4 bytes
@@ -145,7 +145,7 @@ class Entries:
             header.prefix,
             snapshot.tokens,
             header.layers,
-            header.heads,
+            heads_of(header),
             header.precision,
         )
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.snapshot import FORMAT, Key, PlaneKind, Precision
+from kvx_core.snapshot import FORMAT, Header, Key, PlaneKind, Precision
 from kvx_core.words import instance
 
 OPENING_TOKENS = 8
@@ -117,6 +117,12 @@ def name_of(
     opening, entry = _place_of(node, ids.tobytes())
     end = _end_of(tuple(layers), heads, precision)
     return f"{space}/{node}/{opening}/{entry}{end}"
+
+
+def heads_of(header: Header) -> tuple[int, int]:
+    """The heads that all layers have; (0, 0), which no file has, where they differ."""
+    heads = {part.heads for part in header.parts}
+    return heads.pop() if len(heads) == 1 else (0, 0)
 
 
 def _place_of(node: str, ids: bytes) -> tuple[str, str]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import Section, StorageFormat
 from kvx_core.stores.model_planes import ModelPlanes
+
+
+def check_heads(sections: Iterable[Section]) -> None:
+    """Raises InvalidArgumentError unless sections hold the same heads."""
+    held = sorted({section.heads for section in sections})
+    if len(held) > 1:
+        raise InvalidArgumentError(
+            f"sections have the heads {held[-1]} and {held[0]}, expected the same. Capture them "
+            "apart"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

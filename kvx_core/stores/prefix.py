@@ -39,12 +39,12 @@ from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Known, Unknown
 from kvx_core.stores.kept import Kept
-from kvx_core.stores.keys import Ids, name_of, space_of
+from kvx_core.stores.keys import Ids, heads_of, name_of, space_of
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
-from kvx_core.stores.model_sections import ModelSections
+from kvx_core.stores.model_sections import ModelSections, check_heads
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Usage, Used
@@ -94,8 +94,7 @@ class PrefixStore:
         accept:       "same" or "lossy", see above
         key:          at least 32 bytes: signs files, and only files signed with it are found; None:
                       nothing is signed
-        planes:       beside K and V, of all layers of the model; entries with other planes, or
-                      with none, are not found
+        planes:       beside K and V, of all layers of the model: entries with others are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
@@ -369,6 +368,7 @@ class PrefixStore:
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         sections = [self._sections.of(section, captured=True) for section in sections]
+        check_heads(sections)
         precision = self._at_most(sections)
         return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
 
@@ -442,7 +442,7 @@ class PrefixStore:
             snapshot.header.prefix,
             snapshot.tokens,
             snapshot.header.layers,
-            snapshot.header.heads,
+            heads_of(snapshot.header),
             snapshot.header.precision,
         )
 
