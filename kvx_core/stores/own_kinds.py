@@ -40,7 +40,7 @@ class OwnKinds:
             del tensors["tokens"]
             parts = tuple(part_of(section, self._format, carried) for section in sections)
             kind = Kind.of(
-                Header(0, "", sections[0].heads, parts),
+                Header(0, "", parts),
                 tensors,
                 chunk_tokens,
                 keyed=self._secrets.is_keyed,
