@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -190,7 +188,6 @@ class Scoped:
         if not name:
             return self._store
         kind, _, fingerprint = name.partition(":")
-        if kind != "files":
-            parts = json.dumps([self._store.fingerprint, name])
-            fingerprint = hashlib.sha256(parts.encode()).hexdigest()
-        return self._store.of_weights(fingerprint)
+        if kind == "files":
+            return self._store.of_weights(fingerprint)
+        return self._store.of_weights(self._store.fingerprint, name)

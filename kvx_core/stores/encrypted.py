@@ -21,7 +21,8 @@ from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.snapshot.seal import sealed_size
 from kvx_core.snapshot.signing import Key
-from kvx_core.stores.blobs import Directory, Put
+from kvx_core.stores.blob_store import BlobStore, Put
+from kvx_core.stores.blobs import Directory
 from kvx_core.stores.usage import Usage
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Encryption:
         return plain
 
 
-class Encrypted:
+class Encrypted(BlobStore):
     """A Directory whose files are encrypted. A file is decrypted whole when it is opened."""
 
     def __init__(self, directory: Directory, encryption: Encryption) -> None:
@@ -174,20 +175,20 @@ class Encrypted:
         self.key_check = encryption.key_check
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Path:  # type: ignore[override]
         return self._directory.root
 
     @property
-    def max_bytes(self) -> int | None:
+    def max_bytes(self) -> int | None:  # type: ignore[override]
         return self._directory.max_bytes
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> Usage:  # type: ignore[override]
         return self._directory.usage
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         """As BlobStore.put. `write` writes to memory."""
-        return self._directory.put(name, self._encrypting(name, write))
+        return self._directory.put(name, self._encrypting(name, write), durable=durable)
 
     def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
         """As Directory.put_all."""

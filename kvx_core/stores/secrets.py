@@ -138,8 +138,8 @@ class Secrets:
         """
         return tuple(_mac_name(record, key) for key in self._of_records)
 
-    def mac(self, record: str, raw: bytes) -> tuple[str, bytes] | None:
-        """The name and the content of the file that this process puts beside a record.
+    def mac(self, record: str, raw: bytes) -> tuple[str, str] | None:
+        """The name and the content, 64 hex digits, of the file that is put beside a record here.
 
         raw: the bytes of the record
         Returns None without keys.
@@ -154,7 +154,9 @@ class Secrets:
         """
         keys = self._of_records
         return not keys or any(
-            hmac.compare_digest(read(_mac_name(record, key)) or b"", _mac(record, raw, key))
+            hmac.compare_digest(
+                read(_mac_name(record, key)) or b"", _mac(record, raw, key).encode()
+            )
             for key in keys
         )
 
@@ -186,6 +188,5 @@ def _mac_name(record: str, key: Key) -> str:
     return f"{record.removesuffix(_ENDING)}.{key.name[:16]}.mac"
 
 
-def _mac(record: str, raw: bytes, key: Key) -> bytes:
-    """64 hex digits."""
-    return key.digest(record.encode() + b"\0" + raw, b"kvx json").encode()
+def _mac(record: str, raw: bytes, key: Key) -> str:
+    return key.digest(record.encode() + b"\0" + raw, b"kvx json")

@@ -85,17 +85,19 @@ def test_records_of_processes_with_keys_have_a_mac(sort: str) -> None:
     }[sort]
     record, raw = "a1/kinds/b2.json", b'{"kvx_kind":3}'
     found = of(OLD).mac(record, raw)
-    expected = mac(OLD, b"kvx json", b"a1/kinds/b2.json\0" + raw).hex().encode()
+    expected = mac(OLD, b"kvx json", b"a1/kinds/b2.json\0" + raw).hex()
     digits = mac(OLD, b"kvx name", b"")[:8].hex()
     assert found == (f"a1/kinds/b2.{digits}.mac", expected)
-    files = dict([found])
+    files = {found[0]: expected.encode()}
     assert of(OLD).check(record, raw, files.get)
     assert of(NEW, OLD).check(record, raw, files.get)
     assert of(NEW, OLD).mac_names(record)[1] == found[0]
     assert of(NEW, OLD).mac(record, raw) == of(NEW).mac(record, raw) != found
     assert not of(NEW).check(record, raw, files.get)
     assert not of(OLD).check(record, raw + b" ", files.get)
-    assert not of(OLD).check("a1/kinds/b3.json", raw, {f"a1/kinds/b3.{digits}.mac": found[1]}.get)
+    assert not of(OLD).check(
+        "a1/kinds/b3.json", raw, {f"a1/kinds/b3.{digits}.mac": expected.encode()}.get
+    )
     assert not of(OLD).check(record, raw, {found[0]: b""}.get)
     assert Secrets().check(record, raw, {}.get)
     assert Secrets().mac(record, raw) is None
