@@ -8,9 +8,11 @@ if it is what its name says. What is read here counts as no use of it.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -23,11 +25,14 @@ from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import StoreConfig, check_config, read_config
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
+from kvx_core.stores.record import BEGIN_BYTES, FIRST_TEXT, counts
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
-from kvx_core.stores.stored_kind import StoredKind
+from kvx_core.stores.stored_kind import Lengths, StoredKind
 from kvx_core.stores.verified import check_file
 
+_RECORD_START = 8 + len(FIRST_TEXT)  # of an entry, whose record is in hex
+_RECORD_STOP = _RECORD_START + 2 * BEGIN_BYTES
 _MOST_KINDS = 256  # of a space
 _MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
 _MAC_BYTES = 64
@@ -68,7 +73,6 @@ class StoredFile:
 
     name: str
     num_bytes: int  # on the disk
-    size: int  # bytes from its first to its last
     used: float  # when it was last used, in seconds since 1970
 
     @property
@@ -84,7 +88,12 @@ class StoredFile:
     @property
     def kind(self) -> str:
         """Of an entry, the id of its kind."""
-        return self.name.rpartition(".")[2]
+        return self.name.split(".")[1]
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether it is a file of an entry: no mark, and no record."""
+        return parse_entry(self.name) is not None
 
 
 @dataclass(slots=True)
@@ -166,8 +175,9 @@ class Inventory:
         self._spaces: dict[str, Space] = {}
         self._kinds: dict[str, Kind | str] = {}  # by id; or why there is none
         self._kind_bytes = 0
-        for used, num_bytes, size, name in directory.sized_files(self.unread):
-            file = StoredFile(name, num_bytes, size, used)
+        self._lengths: dict[str, Lengths] = {}  # of kinds, by id
+        for used, num_bytes, name in directory.files(self.unread):
+            file = StoredFile(name, num_bytes, used)
             if not self._take(file):
                 self.num_other_files += 1
         for space in self._spaces.values():
@@ -287,6 +297,45 @@ class Inventory:
         if len(raw) > most_bytes:
             raise CorruptError(f"{name} has more than {most_bytes} bytes")
         return raw
+
+    # ---- tokens ----
+
+    def tokens(self, space: Space, *, read: bool = False) -> dict[str, int]:
+        """How many tokens each entry has, by its key, as far as lengths of files tell.
+
+        read: where they do not, since bytes are encoded, reads what the files themselves say
+        """
+        found: dict[str, int] = {}
+        for kind in space.kinds.values():
+            lengths = self._lengths_of(kind)
+            for file in kind.files:
+                said = lengths.tokens(self._length(file)) if lengths else 0
+                said = said or (self._said_tokens(file) if read else 0)
+                if said:
+                    found[file.key] = max(said, found.get(file.key, 0))
+        return found
+
+    def _lengths_of(self, kind: StoredKind) -> Lengths | None:
+        if kind.kind is not None and kind.id not in self._lengths:
+            self._lengths[kind.id] = Lengths(kind.kind, self.config.chunk_tokens)
+        return self._lengths.get(kind.id)
+
+    def _length(self, file: StoredFile) -> int:
+        """Bytes from the first to the last one; 0 if the file is gone."""
+        try:
+            return os.lstat(f"{self.directory.root}/{file.name}").st_size
+        except OSError:
+            return 0
+
+    def _said_tokens(self, file: StoredFile) -> int:
+        """The number of tokens in an entry's record, which nothing else is read of; 0: none."""
+        try:
+            with self.opened(file.name) or io.BytesIO() as raw:
+                text = raw.read(_RECORD_STOP)[_RECORD_START:]
+            found = counts(bytes.fromhex(text.decode("ascii")))
+        except (OSError, StoreError, ValueError, struct.error):
+            return 0
+        return found[0] if found and found[0] <= self.config.chunk_tokens else 0
 
     # ---- what there is ----
 

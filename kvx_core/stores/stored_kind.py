@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvx_core.snapshot import StoreError
 from kvx_core.stores.kind import Kind
 
 if TYPE_CHECKING:
     from kvx_core.stores.inventory import StoredFile
 
-_MOST_SIZES = 512  # of files of one kind, whose tokens are found out
+_MOST_WORK = 200_000  # tensors and pieces of all layouts of one kind that are looked at: a second
 
 
 class Layers(NamedTuple):
@@ -58,27 +58,50 @@ class StoredKind:
         """The precisions of its layers, by name."""
         return {layers.precision for layers in self.layers}
 
-    def num_tokens(self, chunk_tokens: int) -> dict[int, int]:
-        """How many tokens files of these sizes have, by the size. Sizes that tell nothing are left
-        out: those of files with a coding, and those that no file of the kind has.
+
+class Lengths:
+    """What the length of a file tells: how many tokens it has. Files with more tokens are longer."""
+
+    def __init__(self, kind: Kind, chunk_tokens: int) -> None:
+        # One of its own, which goes with this: a kind remembers every layout.
+        self._kind = Kind.parse(kind.text, kind.id)
+        self._chunk_tokens = chunk_tokens
+        self._found: dict[int, int] = {}  # tokens, by lengths of files
+        self._lengths: dict[int, tuple[int, int]] = {}  # the least and the most, by tokens
+        self._left = _MOST_WORK
+
+    def tokens(self, length: int) -> int:
+        """How many tokens a file has; 0: its length does not tell, since bytes are encoded, or no
+        file of this kind is so long.
         """
-        if self.kind is None or any(coding for *_, coding in self.kind.tensors):
-            return {}
-        sizes = Counter(file.size for file in self.files)
-        found = ((s, _tokens(self.kind, s, chunk_tokens)) for s, _ in sizes.most_common(_MOST_SIZES))
-        return {size: num_tokens for size, num_tokens in found if num_tokens}
+        found = self._found.get(length)
+        if found is None:
+            try:
+                found = self._found[length] = self._search(length)
+            except StoreError:  # a file of a store cannot be so long
+                found = self._found[length] = 0
+        return found
 
+    def _search(self, length: int) -> int:
+        # From below, so that nothing much larger than the file itself is laid out.
+        low, high = 1, 1
+        while high < self._chunk_tokens and self._lengths_of(high)[1] < length:
+            low, high = high, min(2 * high, self._chunk_tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if self._lengths_of(middle)[1] < length:
+                low = middle + 1
+            else:
+                high = middle
+        return low if self._lengths_of(low) == (length, length) else 0
 
-def _tokens(kind: Kind, size: int, chunk_tokens: int) -> int:
-    """How many tokens a file of this size has; 0: it is no file of this kind.
-
-    Files with more tokens are longer.
-    """
-    low, high = 1, chunk_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if kind.layout(middle).num_bytes < size:
-            low = middle + 1
-        else:
-            high = middle
-    return low if kind.layout(low).num_bytes == size else 0
+    def _lengths_of(self, num_tokens: int) -> tuple[int, int]:
+        """Raises StoreError if files are too long, or this kind has cost too much already."""
+        found = self._lengths.get(num_tokens)
+        if found is None:
+            if self._left < 0:
+                raise StoreError("too many layouts")
+            layout = self._kind.layout(num_tokens)
+            self._left -= len(layout.tensors) + len(layout.pieces)
+            found = self._lengths[num_tokens] = layout.least_bytes, layout.most_bytes
+        return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
-from kvx_core.stores.chunk_file import open_chunk
+from kvx_core.stores.chunk_file import ChunkFile, open_chunk
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.marks import parse_mark
 from kvx_core.stores.names import is_mark, parse_entry, rungs, space_record
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from kvx_core.stores.inventory import Inventory, Space, StoredFile
 
 _MAC_BYTES = 64
+_WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
+_MOST_BYTES = 1 << 30  # of a layer, in memory
 _MARK_BYTES = 1024  # without ids
 
 
@@ -41,20 +44,40 @@ def check_file(store: Inventory, space: Space, file: StoredFile) -> bool:
 def _check_entry(store: Inventory, space: Space, file: StoredFile, key: str) -> bool:
     stored = space.kinds[file.kind]
     if stored.kind is None:
-        raise StoreError(f"{file.name} cannot be read without the record of its kind: {stored.reason}")
+        raise StoreError(f"{file.name} cannot be read without its kind: {stored.reason}")
     secrets = secrets_for(store.secrets, stored.kind, file.name)
     raw = store.opened(file.name)
     if raw is None:
         return False
     with raw:
-        chunk = open_chunk(raw, stored.kind, secrets, name=file.name, key=key, num_tokens=None)
-        if chunk.num_tokens > store.config.chunk_tokens:
-            raise CorruptError(
-                f"{file.name} has {chunk.num_tokens} tokens, expected at most chunk_tokens "
-                f"{store.config.chunk_tokens}"
-            )
-        chunk.check()
+        chunk = opened_chunk(store, raw, stored.kind, secrets, file.name, key)
+        layers, num_bytes = stored.kind.layers, Counter[int]()
+        if chunk.num_bytes <= _WHOLE_BYTES:
+            chunk.read(layers)
+            return True
+        for name, tensor in chunk.layout.tensors.items():
+            num_bytes[int(name.split(".")[1])] += tensor.num_bytes
+        for layer in layers:
+            if num_bytes[layer] > _MOST_BYTES:
+                raise StoreError(
+                    f"{file.name} has {num_bytes[layer]} bytes of layer {layer}, expected at most "
+                    f"{_MOST_BYTES} to check them"
+                )
+            chunk.read([layer])
     return True
+
+
+def opened_chunk(
+    store: Inventory, raw: BinaryIO, kind: Kind, secrets: Secrets, name: str, key: str
+) -> ChunkFile:
+    """The file of an entry, its head checked. Raises CorruptError, StoreError."""
+    chunk = open_chunk(raw, kind, secrets, name=name, key=key)
+    if chunk.num_tokens > store.config.chunk_tokens:
+        raise CorruptError(
+            f"{name} has {chunk.num_tokens} tokens, expected at most chunk_tokens "
+            f"{store.config.chunk_tokens}"
+        )
+    return chunk
 
 
 def _check_mark(store: Inventory, file: StoredFile) -> bool:
