@@ -19,6 +19,7 @@ class InMemory(BlobStore):
     def __init__(self, max_bytes: int | None = None) -> None:
         self.files: dict[str, bytes] = {}
         self.max_bytes = max_bytes
+        self.num_opened = 0
         self._lock = Lock()
 
     def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
@@ -40,7 +41,10 @@ class InMemory(BlobStore):
     def open(self, name: str) -> BinaryIO | None:
         check_name(name)
         content = self.files.get(name)
-        return None if content is None else file_of(name, content)
+        if content is None:
+            return None
+        self.num_opened += 1
+        return file_of(name, content)
 
     def names(self, folder: str) -> list[str]:
         if folder:

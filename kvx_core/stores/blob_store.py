@@ -65,7 +65,7 @@ class BlobStore(ABC):
         """Deletes the file if it exists. Raises StoreError."""
 
     def put_all(self, files: Sequence[tuple[str, Write]]) -> list[Put]:
-        """`put` for each name and `write`, and what it returns, or the StoreError that it raises."""
+        """`put` for each name and `write`: what it returns, or the StoreError that it raises."""
         return [self._put_one(name, write) for name, write in files]
 
     def _put_one(self, name: str, write: Write) -> Put:

@@ -231,9 +231,7 @@ class PrefixStore:
         return self._finder_in(Known(self.index, self._entries.marks))
 
     def _finder_in(self, entries: Entries | Known) -> Finder:
-        return Finder(
-            entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states
-        )
+        return Finder(entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states)
 
     @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
@@ -308,21 +306,9 @@ class PrefixStore:
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
-        held = list(layers)
+        held = tuple(layers)
         arguments.check_part(self._record.kv_heads, held, heads[1])
-        return not self._are_stored(
-            key_of(node, ids), len(ids), [(layer, heads) for layer in held], from_memory
-        )
-
-    def _are_stored(
-        self,
-        key: str,
-        num_tokens: int,
-        layers: Sequence[tuple[int, tuple[int, int]]],
-        from_memory: bool,
-    ) -> bool:
-        """Whether these layers, each with its heads, are stored as precisely as they are here."""
-        space, index = self._record.name, self.index
+        space, index, key = self._record.name, self.index, key_of(node, ids)
 
         def is_held(kind: Kind) -> bool:
             name = entry_name(space, key, kind.id)
@@ -338,8 +324,8 @@ class PrefixStore:
 
         if not from_memory and not self._kinds.are_known:
             self._kinds.refresh()
-        own = [each.meet(self.carried) for each in self._own]
-        return self._kinds.hold(layers, own, is_held if from_memory else is_there)
+        asked = is_held if from_memory else is_there
+        return not self._kinds.hold(held, heads, self.carried, asked)
 
     def confirm(self) -> None:
         """Asks the disk for the files that `missing` took for stored from memory, and which were

@@ -226,5 +226,5 @@ def test_a_store_has_at_least_four_functions() -> None:
     class Three(BlobStore):
         put, open, names = InMemory.put, InMemory.open, InMemory.names
 
-    with pytest.raises(TypeError, match="abstract method '?delete"):
+    with pytest.raises(TypeError, match=r"abstract method '?delete"):
         Three()  # type: ignore[abstract]

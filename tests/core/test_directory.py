@@ -629,8 +629,8 @@ def test_records_stay_as_long_as_their_space_has_entries(tmp_path: Path) -> None
     assert blobs.trim() == 4 * PAGE  # the last entry has gone: so do its records, a day after
     assert [name for _, _, name in blobs.files()] == records
     os.utime(tmp_path / records[3])
-    blobs.put("a/004/5.mark", writing(b"x"))
     blobs.max_bytes = 1 << 40
+    blobs.put("a/004/5.mark", writing(b"x"))
     assert blobs.trim() == 2 * PAGE
     assert {name for _, _, name in blobs.files()} == {records[3], "a/004/5.mark"}
 
