@@ -92,7 +92,7 @@ class Alike:
             start, prefix, self._checksums(found, view), found, self.key
         ):
             return Snapshot(
-                Header(start, prefix, header.heads, header.parts),
+                Header(start, prefix, header.parts),
                 np.frombuffer(found, "<i8"),
                 self.place.tensors,
                 memory,

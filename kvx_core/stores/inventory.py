@@ -28,7 +28,7 @@ from kvx_core.snapshot import (
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import check_key, read_config
 from kvx_core.stores.encrypted import Encrypted, Encryption, is_encrypted
-from kvx_core.stores.keys import EntryFile, parse_name, space_of
+from kvx_core.stores.keys import EntryFile, heads_of, parse_name, space_of
 
 _MOST_LAYERS = 1024  # of a model: a name could claim billions, and each is a number in memory
 _ANY_SHAPE = _MOST_LAYERS, 1 << 20  # layers and heads that no model has
@@ -250,7 +250,7 @@ class Inventory:
         path = self.directory.root / file.file.name
         with self._opened(path, file, self._key) as found:
             held = tuple(layer for part in found.header.parts for layer in part.layers)
-            shown = len(found.tokens), sorted(held), found.header.heads
+            shown = len(found.tokens), sorted(held), heads_of(found.header)
             expected = file.file.num_tokens, sorted(file.file.layers), file.file.heads
             if shown != expected:
                 raise CorruptError(
