@@ -22,7 +22,7 @@ from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import StoreConfig, check_config, read_config
+from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
 from kvx_core.stores.record import BEGIN_BYTES, FIRST_TEXT, counts
