@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
@@ -26,10 +27,10 @@ from kvx_core.snapshot.contents import (
     PlaneKind,
     Stored,
     inconsistency,
-    scale_name,
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.file_layout import FileLayout
 from kvx_core.stores.record import element_bytes
@@ -79,7 +80,6 @@ class Kind:
 
     text: bytes = field(repr=False)  # canonical JSON
     parts: tuple[Part, ...]  # without fingerprint and engine
-    heads: tuple[int, int]
     keyed: bool
     encrypted: bool
     _tensors: dict[str, _Tensor] = field(repr=False)
@@ -100,19 +100,19 @@ class Kind:
     @classmethod
     def of(
         cls,
-        header: Header,
+        parts: Iterable[Part],
         tensors: Mapping[str, Stored],
         num_tokens: int,
         *,
         keyed: bool = False,
         encrypted: bool = False,
     ) -> Self:
-        """The kind of snapshots with these parts and heads.
+        """The kind of snapshots with these parts.
 
         tensors: of one of num_tokens tokens, which has an entry of each plane
         Raises InvalidArgumentError.
         """
-        parts = tuple(sorted(map(_bare, header.parts), key=_layers_of))
+        parts = tuple(sorted(map(_bare, parts), key=_layers_of))
         kinds = {kind.name: kind for part in parts for kind in part.planes}
         missing = [name for name in kinds if name not in tensors]
         if missing:
@@ -124,15 +124,15 @@ class Kind:
         found = {
             name: _tensor(name, held[name], kinds) for name in sorted(held, key=_order_in(held))
         }
-        reason = _wrong(parts, header.heads, found)
+        reason = _wrong(parts, found)
         if reason:
             raise InvalidArgumentError(f"tensors: {reason}")
-        text = _text(parts, header.heads, found, keyed=keyed, encrypted=encrypted)
+        text = _text(parts, found, keyed=keyed, encrypted=encrypted)
         if len(text) > MAX_KIND_BYTES:
             raise InvalidArgumentError(
                 f"the layout of a file takes {len(text)} bytes, expected at most {MAX_KIND_BYTES}"
             )
-        return cls(text, parts, header.heads, keyed, encrypted, found)
+        return cls(text, parts, keyed, encrypted, found)
 
     @classmethod
     def parse(cls, raw: bytes, name: str) -> Self:
@@ -147,7 +147,6 @@ class Kind:
             strict_json(raw)
             content = _CONTENT.validate_json(raw)
             parts = tuple(map(_part, content.groups))
-            heads = _heads(content.groups)
             kinds = {kind.name: kind for part in parts for kind in part.planes}
             if len(kinds) != sum(len(part.planes) for part in parts):
                 raise ValueError("it has a plane twice")
@@ -157,10 +156,10 @@ class Kind:
             sizes = [element_bytes(tensor.stored.dtype) for tensor in found.values()]
             if sizes != sorted(sizes, reverse=True):
                 raise ValueError("its tensors do not begin with those of larger elements")
-            reason = _wrong(parts, heads, found)
+            reason = _wrong(parts, found)
             if reason:
                 raise ValueError(reason)
-            text = _text(parts, heads, found, keyed=content.keyed, encrypted=content.encrypted)
+            text = _text(parts, found, keyed=content.keyed, encrypted=content.encrypted)
             if content.kvx_kind != FORMAT or text != raw:
                 raise ValueError("it is not written as KVX writes it")
         except ValidationError as error:
@@ -173,7 +172,7 @@ class Kind:
             raise _newer(name, str(error)) from None
         except (ValueError, RecursionError, OverflowError) as error:
             raise CorruptError(f"{name} is no kind of files: {error}"[:500]) from None
-        return cls(raw, parts, heads, content.keyed, content.encrypted, found)
+        return cls(raw, parts, content.keyed, content.encrypted, found)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -182,8 +181,7 @@ class Kind:
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The first, and one past the last."""
-        assert layer in self._of_layer
-        return self.heads
+        return self._of_layer[layer].heads
 
     def precision_of(self, layer: int) -> Precision:
         """The numbers that values of a layer can be."""
@@ -191,12 +189,10 @@ class Kind:
 
     def header(self, start: int, prefix: str, fingerprint: str | None) -> Header:
         """Of a snapshot in such a file; equal fingerprints give the same `parts`."""
-        return Header(start, prefix, self.heads, self.with_fingerprint(fingerprint))
+        return Header(start, prefix, self.with_fingerprint(fingerprint))
 
     def has_parts(self, header: Header) -> bool:
         """Whether a snapshot has the layers, heads and facts of this kind."""
-        if header.heads != self.heads:
-            return False
         known = self._known.get(id(header.parts))
         if known is header.parts:
             return True
@@ -206,6 +202,14 @@ class Kind:
             self._known.clear()
         self._known[id(header.parts)] = header.parts
         return True
+
+    def blank(self, num_tokens: int, fingerprint: str | None) -> Snapshot:
+        """A snapshot as such a file has it, without data. Raises StoreError if it is too long.
+
+        fingerprint: of the model, which the file does not say
+        """
+        tensors, header = self.layout(num_tokens).tensors, self.header(0, "", fingerprint)
+        return Snapshot(header, np.zeros(num_tokens, np.int64), tensors)
 
     def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
         """Bytes of a room that these layers of a file need.
@@ -324,9 +328,7 @@ def _order_in(tensors: Mapping[str, Stored]) -> Any:
     return order
 
 
-def _wrong(
-    parts: tuple[Part, ...], heads: tuple[int, int], tensors: Mapping[str, _Tensor]
-) -> str | None:
+def _wrong(parts: tuple[Part, ...], tensors: Mapping[str, _Tensor]) -> str | None:
     """Why tensors cannot be those of these parts, or None."""
     stored = [tensor.stored for tensor in tensors.values()]
     if sum(one.num_bytes for one in stored) > _MAX_TOKEN_BYTES:
@@ -342,12 +344,11 @@ def _wrong(
     held = {name: tensor.of(num_tokens) for name, tensor in tensors.items()}
     content = {name: one for name, one in held.items() if one is not None}
     tokens = {"tokens": Stored(DType.S64, (num_tokens,))}
-    return inconsistency(Header(0, "", heads, parts), content | tokens)
+    return inconsistency(Header(0, "", parts), content | tokens)
 
 
 def _text(
     parts: Iterable[Part],
-    heads: tuple[int, int],
     tensors: Mapping[str, _Tensor],
     *,
     keyed: bool,
@@ -356,7 +357,7 @@ def _text(
     groups = [
         {
             "layers": part.layers,
-            "heads": heads,
+            "heads": part.heads,
             "encoding": part.encoding,
             "precision": part.precision,
             "facts": _of_facts(part.facts),
@@ -394,20 +395,12 @@ def _part(group: _Group) -> Part:
         raise _NewerError(f"the fact {name[:100]}") if _WORD.fullmatch(name) else ValueError(name)
     if "compute_dtype" in given:
         given["compute_dtype"] = _dtype(given["compute_dtype"])
-    facts = _CACHE_FACTS.validate_python(given, strict=True)
+    facts = _CACHE_FACTS.validate_json(json.dumps(given), strict=True)
     planes = tuple(PlaneKind(*plane) for plane in group.planes)
     for kind in planes:
         if not 0 <= kind.tokens_per_entry <= MAX_TOKENS:
             raise ValueError(f"an entry stands for {kind.tokens_per_entry} tokens")
-    return Part(tuple(group.layers), facts, group.encoding, group.precision, planes)
-
-
-def _heads(groups: list[_Group]) -> tuple[int, int]:
-    """Of all groups."""
-    found = {group.heads for group in groups}
-    if len(found) != 1:
-        raise ValueError(f"its groups have the heads {sorted(found)[:9]}, expected the same")
-    return found.pop()
+    return Part(tuple(group.layers), group.heads, facts, group.encoding, group.precision, planes)
 
 
 def _parsed(row: _Row, kinds: Mapping[str, PlaneKind]) -> _Tensor:
