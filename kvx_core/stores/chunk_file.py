@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvx_core.stores.secrets import Secrets
 
 _MAX_POSITION = 1 << 62
+_of_thread = threading.local()
 
 
 def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets) -> int:
@@ -245,7 +247,7 @@ class ChunkFile:
         else:
             most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
             size = sum(self._record.sizes[group.first : last]) if is_open else most
-            data = [memoryview(bytearray(size))]
+            data = [_buffer()[:size]]
         if is_open:
             read_at(self.file.fileno(), data, self._offset(group.first))
         else:
@@ -295,6 +297,14 @@ class ChunkFile:
     def _offset(self, index: int) -> int:
         """Where a piece begins in the file."""
         return self.layout.head.num_bytes + sum(self._record.sizes[:index])
+
+
+def _buffer() -> memoryview:
+    """MOST_BYTES of this thread, for bytes that are not in memory as they are in the file."""
+    found: memoryview | None = getattr(_of_thread, "buffer", None)
+    if found is None:
+        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES))
+    return found
 
 
 def _views(ranges: Sequence[Range], wanted: memoryview, other: memoryview) -> list[memoryview]:
