@@ -45,9 +45,7 @@ class Entries:
                     self.index.missed(name)
                     return False
                 with self.discarding(name):
-                    open_chunk(
-                        file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens
-                    )
+                    open_chunk(file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens)
         except MemoryError:
             return False
         except StoreError as error:

@@ -41,9 +41,7 @@ class Finder:
         """How many files were found corrupt until now, by any thread."""
         return self.entries.index.num_corrupt
 
-    def longest(
-        self, parent: str, ids: Ids, at_least: int = 1, key: str | None = None
-    ) -> Found:
+    def longest(self, parent: str, ids: Ids, at_least: int = 1, key: str | None = None) -> Found:
         """The entry below a parent that shares most first tokens with `ids`.
 
         at_least: entries that share fewer tokens need not be found

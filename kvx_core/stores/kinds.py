@@ -143,9 +143,7 @@ class Kinds:
         """Whether files of a kind may be loaded here, every layer of them."""
         if self.accept == "same":
             return not self.coarser(kind)
-        return all(
-            kind.precision_of(layer).may_become(self.demand[layer]) for layer in kind.layers
-        )
+        return all(kind.precision_of(layer).may_become(self.demand[layer]) for layer in kind.layers)
 
     def coarser(self, kind: Kind) -> set[Precision]:
         """The precisions of a kind that do not include what is asked for."""
@@ -237,4 +235,3 @@ def _adds(kind: Kind, held: Held) -> bool:
 @lru_cache(maxsize=256)  # spaces of one model have the same kinds
 def _parsed(raw: bytes, id: str) -> Kind:
     return Kind.parse(raw, id)
-

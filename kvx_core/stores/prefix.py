@@ -186,7 +186,7 @@ class PrefixStore:
         """Tokens of a full chunk."""
         if self._config is None:
             self._config = stored_config(
-                self._blobs, self._secrets, self._requested, self._otherwise
+                self._blobs, self._secrets, self._requested, self._otherwise, waits=False
             )
         if self._config is None:
             return self._requested or self._otherwise
@@ -231,9 +231,7 @@ class PrefixStore:
         return self._finder_in(Known(self.index, self._entries.marks))
 
     def _finder_in(self, entries: Entries | Known) -> Finder:
-        return Finder(
-            entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states
-        )
+        return Finder(entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states)
 
     @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
