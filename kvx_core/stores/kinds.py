@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from threading import Lock
 from typing import BinaryIO
 
@@ -25,6 +26,7 @@ _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
 Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
+_Gain = tuple[Kind, frozenset[tuple[int, int]]]  # the layers and heads that a kind holds
 
 
 class Kinds:
@@ -46,10 +48,12 @@ class Kinds:
         self._clock = clock
         self._lock = Lock()
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
+        self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
         self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
         self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
         self._cover: tuple[Kind, ...] = ()  # the best that hold all layers and heads
+        self._gains: dict[object, tuple[object, tuple[_Gain, ...]]] = {}  # see `hold`
         self._listed = float("-inf")
         self._written: dict[str, float] = {}  # when the records of own kinds were last seen
 
@@ -71,7 +75,7 @@ class Kinds:
             found = self._blobs.names(kinds_folder(self.record.name))
             self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
-        before = self._all
+        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._written.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
         return self._all != before
@@ -110,30 +114,49 @@ class Kinds:
 
     def hold(
         self,
-        layers: Iterable[tuple[int, tuple[int, int]]],
-        precisions: Sequence[Precision],
+        layers: tuple[int, ...],
+        heads: tuple[int, int],
+        carried: Precision,
         is_there: Callable[[Kind], bool],
     ) -> bool:
-        """Whether files that are there hold some layers and heads, at least as precise as they are
-        here.
+        """Whether files that are there hold these heads of these layers, at least as precise as
+        they are here.
 
-        layers:     each with its heads: first, and one past the last
-        precisions: of each layer of the model
+        heads:   first, and one past the last
+        carried: the coarsest precision that values here had before
         """
-        missing = {layer: set(range(*heads)) for layer, heads in layers}
-        for kind in self._all[:_MOST_ASKED]:
-            gains = {
-                layer: missing[layer] & set(range(*kind.heads_of(layer)))
-                for layer in kind.layers
-                if layer in missing and kind.precision_of(layer).includes(precisions[layer])
-            }
-            if any(gains.values()) and is_there(kind):
-                for layer, heads in gains.items():
-                    missing[layer] -= heads
-                missing = {layer: heads for layer, heads in missing.items() if heads}
-                if not missing:
-                    return True
-        return not missing
+        key, kinds = (layers, heads, carried), self._all
+        known = self._gains.get(key)
+        if known is None or known[0] is not kinds:
+            if len(self._gains) >= _MOST:
+                self._gains.clear()
+            known = self._gains[key] = kinds, tuple(self._gains_of(kinds, *key))
+        wanted, gains = {(layer, head) for layer in layers for head in range(*heads)}, known[1]
+        if any(gain == wanted and is_there(kind) for kind, gain in gains):
+            return True
+        for kind, gain in gains:
+            if len(gain) < len(wanted) and gain & wanted and is_there(kind):
+                wanted -= gain
+        return not wanted
+
+    def _gains_of(
+        self,
+        kinds: Iterable[Kind],
+        layers: tuple[int, ...],
+        heads: tuple[int, int],
+        carried: Precision,
+    ) -> Iterator[_Gain]:
+        """What kinds hold of these heads of these layers, as precise as it is here."""
+        for kind in islice(kinds, _MOST_ASKED):
+            gain = set()
+            for layer in set(layers) & set(kind.layers):
+                if kind.precision_of(layer).includes(self.demand[layer].meet(carried)):
+                    first, last = kind.heads_of(layer)
+                    gain |= {
+                        (layer, head) for head in range(max(heads[0], first), min(heads[1], last))
+                    }
+            if gain:
+                yield kind, frozenset(gain)
 
     def asked(self) -> Sequence[Kind]:
         """The kinds of files that a lookup asks for at most, best first."""
@@ -156,7 +179,10 @@ class Kinds:
     # ---- for writers ----
 
     def ensure(self, kind: Kind) -> None:
-        """Writes the records of a kind and of the space if they are not there. Raises StoreError."""
+        """Writes the records of a kind and of the space if they are not there.
+
+        Raises StoreError.
+        """
         seen = self._written.get(kind.id)
         if seen is not None and self._clock() - seen < _WRITTEN_SECONDS:
             return
@@ -169,6 +195,7 @@ class Kinds:
             if mac is not None:
                 self._put(mac[0], mac[1].encode())
         self._written[kind.id] = self._clock()
+        self.ids |= {kind.id}
         with self._lock:
             if kind.id not in self._kinds and self._fits(kind):
                 self._kinds[kind.id] = kind
@@ -199,7 +226,7 @@ class Kinds:
         )
 
     def _rank(self) -> None:
-        """Sorts the kinds: own precision first, then finer ones, then coarser ones; then by size."""
+        """Sorts kinds: own precision first, then finer ones, then coarser ones; then by size."""
         self._all = tuple(sorted(self._kinds.values(), key=self._order))
         self._ranked = tuple(kind for kind in self._all if self.accepts(kind))
         is_whole, chosen = self.covered(self._ranked)

@@ -178,7 +178,6 @@ def test_lookup_finds_the_longest_common_prefix_with_everything_stored(
     prompts: list[Tokens],
     extended: list[tuple[int, int, Tokens]],
     chunk_tokens: int,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     store = store_in(InMemory(), chunk_tokens=chunk_tokens)
     for tokens in stored:
@@ -207,7 +206,7 @@ def check_match(store: PrefixStore, match: Match, prompt: Tokens) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lookup_counts_entries_whose_files_hold_everything(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject,
 ) -> None:
     """Ranks store what they have; then files go missing."""
     remote = InMemory()
