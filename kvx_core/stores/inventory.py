@@ -25,7 +25,7 @@ from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
-from kvx_core.stores.record import BEGIN_BYTES, FIRST_TEXT, counts
+from kvx_core.stores.record import BEGIN_BYTES, FIRST_TEXT, num_tokens_of
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.stored_kind import Lengths, StoredKind
@@ -332,7 +332,7 @@ class Inventory:
         try:
             with self.opened(file.name) or io.BytesIO() as raw:
                 text = raw.read(_RECORD_STOP)[_RECORD_START:]
-            found = counts(bytes.fromhex(text.decode("ascii")))
+            found = num_tokens_of(bytes.fromhex(text.decode("ascii")))
         except (OSError, StoreError, ValueError, struct.error):
             return 0
         return found[0] if found and found[0] <= self.config.chunk_tokens else 0
