@@ -10,6 +10,7 @@ planes     planes of a section                   dense     tensors in memory, as
 storage_format  what K and V are converted to    rows     units that span heads
 pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
+restore    the copy of a snapshot into a cache
 copiers    copies that are described once       room      memory that snapshots are read into
 alike      files like one that was read before
 """

@@ -63,7 +63,6 @@ class Chunks:
             check_sections(sections, self._format)
             self._parts = tuple(part_of(s, self._format, carried) for s in sections)
         self._has_planes = self._pooled is None and any(section.view.planes for section in sections)
-        self.heads = self.sections[0].heads  # first, and one past the last
         nulls = (Nulls(section, start, stop) for section in self.sections)
         self._nulls = [null for null in nulls if null.may_be_any]
 

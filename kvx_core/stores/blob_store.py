@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.snapshot import StoreError
+from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.usage import Usage
 from kvx_core.words import instance
 
@@ -92,8 +92,8 @@ class BlobStore(ABC):
     def read(self, name: str, most_bytes: int) -> bytes | None:
         """The content of a small file; None if it does not exist. Marks it as used now.
 
-        Raises StoreError if it cannot be read, or has more bytes than `most_bytes`: then no more
-        are read.
+        Raises StoreError if it cannot be read; CorruptError if it has more bytes than `most_bytes`,
+        of which no more are read.
         """
         file = self.open(name)
         if file is None:
@@ -108,7 +108,7 @@ class BlobStore(ABC):
                     found += part
             except OSError as error:
                 raise StoreError(f"{self.path_of(name)} cannot be read: {error}") from None
-        raise StoreError(
+        raise CorruptError(
             f"{self.path_of(name)} has more than {most_bytes} bytes, expected at most that"
         )
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
-from kvx_core.snapshot.contents import is_scale
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.room import Room
@@ -28,7 +27,14 @@ from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.stores.file_layout import FileLayout
 from kvx_core.stores.kind import MAX_TOKENS, Kind
 from kvx_core.stores.pieces import MOST_BYTES, Group, Range
-from kvx_core.stores.record import BEGIN_BYTES, CLEAR_BYTES, FIRST_TEXT, Record, counts
+from kvx_core.stores.record import (
+    BEGIN_BYTES,
+    CLEAR_BYTES,
+    FIRST_TEXT,
+    Record,
+    RecordText,
+    num_tokens_of,
+)
 from kvx_core.stores.sealing import Sealing
 
 if TYPE_CHECKING:
@@ -70,9 +76,6 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
         pieces = in_threads(sealed, range(len(layout.pieces)), slow)
         rows = [row for views, check in pieces for row in (sum(map(len, views)), check)]
         record = Record(
-            signer=0,
-            encrypter=0,
-            random=b"",
             parent=parent,
             kind=kind.digest,
             start=header.start,
@@ -111,7 +114,6 @@ class ChunkFile:
     num_bytes: int  # of the file
     _record: Record = field(init=False, repr=False)
     _sealing: Sealing = field(init=False, repr=False)
-    _offsets: list[int] = field(default_factory=list, repr=False)  # of pieces, if they are coded
 
     @property
     def num_tokens(self) -> int:
@@ -155,39 +157,36 @@ class ChunkFile:
         layout = self.layout
         room = Room(layout.num_tokens) if room is None else room
         selection = layout.selection(layers, room.num_tokens)
-        place, groups = selection
-        with _reading(self.name):
-            if not is_open and not (
-                groups
-                and groups[0].first == 0
-                and layout.head.num_bytes + groups[0].num_bytes <= MOST_BYTES + layout.head.num_bytes
-            ):
+        place, groups = selection.place, selection.groups
+        if not is_open and (layout.num_bytes > MOST_BYTES or not groups or groups[0].first):
+            with _reading(self.name):
                 self._open(key)
-                is_open = True
-            at, memory = room.take(place.num_bytes)
-            try:
+            is_open = True
+        at, memory = room.take(place.num_bytes)
+        try:
+            with _reading(self.name):
                 if not is_open:
                     self._read_group(groups[0], memory, key, is_open=False)
                     groups = groups[1:]
                 if groups:
                     num_bytes = sum(group.num_bytes for group in groups)
                     in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
-                snapshot = Snapshot(
-                    self.kind.header(self.start, self.parent, fingerprint),
-                    self.tokens,
-                    place.tensors,
-                    memory,
-                    room=room,
-                    at=at,
-                    place=place,
-                    name=self.name,
-                )
-                for scale in selection.scales:
-                    if not are_good(snapshot.array(scale)):
-                        raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
-            except BaseException:
-                room.give_back(at)
-                raise
+            snapshot = Snapshot(
+                self.kind.header(self.start, self.parent, fingerprint),
+                self.tokens,
+                place.tensors,
+                memory,
+                room=room,
+                at=at,
+                place=place,
+                name=self.name,
+            )
+            for scale in selection.scales:
+                if not are_good(snapshot.array(scale)):
+                    raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
+        except BaseException:
+            room.give_back(at)
+            raise
         return snapshot
 
     def _open(self, key: str | None) -> None:
@@ -204,11 +203,11 @@ class ChunkFile:
         if sealed is None:
             raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
         text = layout.head.record
-        sealing = _sealing(sealed, text.flags_of(sealed), kind, self.secrets, name)
+        sealing = _sealing(sealed, text, kind, self.secrets, name)
         raw = sealing.opened_record(sealed)
-        record = None if raw is None else text.unpacked(raw)
-        if record is None:
+        if raw is None:
             raise CorruptError(f"{name}: its record has changed since it was written")
+        record = text.unpacked(raw)
         sizes = record.sizes
         if record.kind != kind.digest:
             raise CorruptError(f"{name} is of kind {record.kind[:16].hex()}, expected {kind.id}")
@@ -370,7 +369,7 @@ def _num_tokens(file: BinaryIO, name: str) -> int:
     if first[8 : 8 + len(FIRST_TEXT)] == FIRST_TEXT:
         digits = first[8 + len(FIRST_TEXT) :]
         try:
-            found = counts(bytes.fromhex(digits.decode("ascii")))
+            found = num_tokens_of(bytes.fromhex(digits.decode("ascii")))
         except ValueError:
             found = None
     if found is None or not 0 < found <= MAX_TOKENS:
@@ -378,7 +377,31 @@ def _num_tokens(file: BinaryIO, name: str) -> int:
     return found
 
 
-def _sealing(sealed: bytes, kind: Kind, secrets: Secrets, name: str) -> Sealing: ...
+def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name: str) -> Sealing:
+    """The keys of a file. Raises CorruptError, UnsignedError, StoreError."""
+    ids = text.keys(sealed)
+    if ids is None:
+        raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
+    if kind.keyed != secrets.is_keyed:
+        raise UnsignedError(
+            f"{name} is {'' if kind.keyed else 'not '}signed, and this process has "
+            f"{'keys' if secrets.is_keyed else 'no key'}. Give it those of the writer"
+        )
+    if kind.encrypted != secrets.is_encrypted:
+        raise StoreError(
+            f"{name} is {'' if kind.encrypted else 'not '}encrypted, and this process has "
+            f"{'keys' if secrets.is_encrypted else 'no key'}. Give it those of the writer"
+        )
+    signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
+    if kind.keyed and signer is None:
+        raise UnsignedError(
+            f"{name} is signed with the key {ids[0]:016x}, which this process does not have"
+        )
+    if kind.encrypted and encrypter is None:
+        raise StoreError(
+            f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
+        )
+    return Sealing(sealed[:CLEAR_BYTES], signer, encrypter)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import BinaryIO
 
@@ -13,7 +13,7 @@ from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.chunk_file import open_chunk
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.marks import Marks
+from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.names import Ids, entry_name
 from kvx_core.stores.secrets import Secrets
 
@@ -28,7 +28,7 @@ class Entries:
     blobs: BlobStore
     secrets: Secrets
     marks: Marks
-    index: Index = field(default_factory=Index)
+    index: Index
 
     def is_good(self, space: str, key: str, kind: Kind, num_tokens: int) -> bool:
         """Whether the file of a key and kind is there, and is what its name says.
@@ -81,8 +81,10 @@ class Entries:
                 raise StoreError(f"{name} is not in the store (any more)")
             yield file
 
-    def marked(self, space: str, parent: str, ids: Ids, chunk_tokens: int) -> list[Marked]:
-        """Entries that may begin like `ids`, those that share most first."""
+    def marked(
+        self, space: str, parent: str, ids: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        """Entries that begin like `ids`, and how many tokens they share: the most first."""
         return self.marks.candidates(space, parent, ids, chunk_tokens)
 
     @contextmanager
@@ -116,8 +118,10 @@ class Known:
             raise Unknown
         return True
 
-    def marked(self, space: str, parent: str, ids: Ids, chunk_tokens: int) -> list[Marked]:
-        return self.marks.known_candidates(space, parent, ids, chunk_tokens)
+    def marked(
+        self, space: str, parent: str, ids: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        return self.marks.known.candidates(space, parent, ids, chunk_tokens)
 
 
 class Carried:

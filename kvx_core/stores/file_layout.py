@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.snapshot.contents import Header, Stored
+from kvx_core.snapshot.contents import Header, Stored, is_scale
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.room import Placed, placed
 from kvx_core.snapshot.snapshot import Snapshot
@@ -29,6 +29,14 @@ class Selection(NamedTuple):
 
     place: Placed  # of their tensors in memory
     groups: tuple[Group, ...]
+    scales: tuple[str, ...]  # names of those among the tensors
+
+
+class Source(NamedTuple):
+    """Where the bytes of a file lie in the memory of a captured snapshot."""
+
+    ranges: tuple[tuple[Range, ...], ...]  # of each piece
+    runs: tuple[Range, ...]  # of all of them, those that follow one another together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +51,10 @@ class FileLayout:
     num_bytes: int  # of the data; at most, if it is coded
     is_coded: bool
     is_direct: bool  # bytes are in the file as they are in memory
+    sizes: tuple[int, ...]  # of the pieces in memory
+    entry_tokens: frozenset[int]  # files begin at multiples of them
     _selections: dict[tuple[tuple[int, ...], int], Selection] = field(default_factory=dict)
-    _sources: dict[int, tuple[Mapping[str, Stored], tuple[tuple[Range, ...], ...]]] = field(
-        default_factory=dict
-    )
+    _sources: dict[int, tuple[Mapping[str, Stored], Source]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,8 +84,18 @@ class FileLayout:
         is_direct = not (is_coded or encrypted)
         form = Form(num_tokens, len(pieces), signed, encrypted)
         head = Head(placed_tensors, form, is_whole=not is_direct)
+        per = {kind.tokens_per_entry for part in header.parts for kind in part.planes}
         return cls(
-            header, num_tokens, placed_tensors, pieces, head, num_bytes, is_coded, is_direct
+            header,
+            num_tokens,
+            placed_tensors,
+            pieces,
+            head,
+            num_bytes,
+            is_coded,
+            is_direct,
+            tuple(piece.num_bytes for piece in pieces),
+            frozenset(per - {0, 1}),
         )
 
     @property
@@ -104,12 +122,14 @@ class FileLayout:
             names = tuple(snapshot.names_of(key[0]))
             place = placed(self.header, self.tensors, names, room_tokens)
             groups = tuple(groups_of(self.pieces, place.tensors))
-            found = self._selections[key] = Selection(place, groups)
+            scales = tuple(filter(is_scale, names))
+            found = self._selections[key] = Selection(place, groups, scales)
         return found
 
-    def sources(self, tensors: Mapping[str, Stored]) -> tuple[tuple[Range, ...], ...]:
-        """Where the bytes of each piece lie in the memory of a captured snapshot.
+    def source(self, tensors: Mapping[str, Stored]) -> Source:
+        """Where the bytes of a file lie in the memory of a snapshot that was captured.
 
+        tensors: its, found once for the same object, which must not change
         Raises InvalidArgumentError if it has other tensors than these files.
         """
         known = self._sources.get(id(tensors))
@@ -118,29 +138,26 @@ class FileLayout:
         wrong = [name for name in tensors if name != "tokens" and name not in self.tensors]
         for name, stored in self.tensors.items():
             there = tensors.get(name)
-            if there is None or _kind_of(there) != _kind_of(stored):
+            if there is None or _type_of(there) != _type_of(stored):
                 wrong.append(name)
         if wrong:
             raise InvalidArgumentError(
                 f"{wrong[0]} of the snapshot is {tensors.get(wrong[0])}, expected "
                 f"{self.tensors.get(wrong[0])} as files of this kind have"
             )
-        found = tuple(
-            tuple(
-                runs_of(
-                    [
-                        Range(tensors[name].offset + begin, tensors[name].offset + end)
-                        for name, begin, end in piece.slices
-                    ]
-                )
-            )
-            for piece in self.pieces
-        )
+
+        def range_of(name: str, begin: int, end: int) -> Range:
+            offset = tensors[name].offset
+            return Range(offset + begin, offset + end)
+
+        each = [[range_of(*part) for part in piece.slices] for piece in self.pieces]
+        runs = tuple(runs_of([one for ranges in each for one in ranges]))
+        found = Source(tuple(tuple(runs_of(ranges)) for ranges in each), runs)
         if len(self._sources) >= _MAX_KEPT:
             self._sources.clear()
         self._sources[id(tensors)] = tensors, found
         return found
 
 
-def _kind_of(stored: Stored) -> tuple[object, ...]:
+def _type_of(stored: Stored) -> tuple[object, ...]:
     return stored.dtype, stored.shape, stored.original, stored.coding

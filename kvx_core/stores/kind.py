@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ FORMAT = 3
 MAX_KIND_BYTES = 1 << 20
 MAX_TOKENS = 1 << 16  # of a file
 _MAX_LAYOUTS = 256  # that a kind remembers
-_MAX_FINGERPRINTS = 16
+_MAX_FINGERPRINTS = 16  # and parts of headers
 _MAX_EXTENT = 1 << 31
 _MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
 _FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"engine", "fingerprint"}))
@@ -79,7 +79,6 @@ class Kind:
 
     text: bytes = field(repr=False)  # canonical JSON
     parts: tuple[Part, ...]  # without fingerprint and engine
-    heads: tuple[int, int]
     keyed: bool
     encrypted: bool
     _tensors: dict[str, _Tensor] = field(repr=False)
@@ -88,6 +87,7 @@ class Kind:
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[int, tuple[Part, ...]] = field(default_factory=dict, repr=False)  # by their ids
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(self.text).digest()
@@ -111,7 +111,7 @@ class Kind:
         tensors: of one of num_tokens tokens, which has an entry of each plane
         Raises InvalidArgumentError.
         """
-        parts = tuple(sorted(map(_bare, header.parts), key=lambda part: part.layers))
+        parts = tuple(sorted(map(_bare, header.parts), key=_layers_of))
         kinds = {kind.name: kind for part in parts for kind in part.planes}
         missing = [name for name in kinds if name not in tensors]
         if missing:
@@ -123,15 +123,15 @@ class Kind:
         found = {
             name: _tensor(name, held[name], kinds) for name in sorted(held, key=_order_in(held))
         }
-        reason = _wrong(parts, header.heads, found)
+        reason = _wrong(parts, found)
         if reason:
             raise InvalidArgumentError(f"tensors: {reason}")
-        text = _text(parts, header.heads, found, keyed=keyed, encrypted=encrypted)
+        text = _text(parts, found, keyed=keyed, encrypted=encrypted)
         if len(text) > MAX_KIND_BYTES:
             raise InvalidArgumentError(
                 f"the layout of a file takes {len(text)} bytes, expected at most {MAX_KIND_BYTES}"
             )
-        return cls(text, parts, header.heads, keyed, encrypted, found)
+        return cls(text, parts, keyed, encrypted, found)
 
     @classmethod
     def parse(cls, raw: bytes, name: str) -> Self:
@@ -146,7 +146,6 @@ class Kind:
             strict_json(raw)
             content = _CONTENT.validate_json(raw)
             parts = tuple(map(_part, content.groups))
-            heads = _heads(content.groups)
             kinds = {kind.name: kind for part in parts for kind in part.planes}
             if len(kinds) != sum(len(part.planes) for part in parts):
                 raise ValueError("it has a plane twice")
@@ -156,12 +155,10 @@ class Kind:
             sizes = [element_bytes(tensor.stored.dtype) for tensor in found.values()]
             if sizes != sorted(sizes, reverse=True):
                 raise ValueError("its tensors do not begin with those of larger elements")
-            reason = _wrong(parts, heads, found)
+            reason = _wrong(parts, found)
             if reason:
                 raise ValueError(reason)
-            text = _text(
-                parts, heads, found, keyed=content.keyed, encrypted=content.encrypted
-            )
+            text = _text(parts, found, keyed=content.keyed, encrypted=content.encrypted)
             if content.kvx_kind != FORMAT or text != raw:
                 raise ValueError("it is not written as KVX writes it")
         except ValidationError as error:
@@ -174,7 +171,7 @@ class Kind:
             raise _newer(name, str(error)) from None
         except (ValueError, RecursionError, OverflowError) as error:
             raise CorruptError(f"{name} is no kind of files: {error}"[:500]) from None
-        return cls(raw, parts, heads, content.keyed, content.encrypted, found)
+        return cls(raw, parts, content.keyed, content.encrypted, found)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -183,8 +180,7 @@ class Kind:
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The first, and one past the last."""
-        assert layer in self._of_layer
-        return self.heads
+        return self._of_layer[layer].heads
 
     def precision_of(self, layer: int) -> Precision:
         """The numbers that values of a layer can be."""
@@ -192,7 +188,26 @@ class Kind:
 
     def header(self, start: int, prefix: str, fingerprint: str | None) -> Header:
         """Of a snapshot in such a file; equal fingerprints give the same `parts`."""
-        return Header(start, prefix, self.heads, self.with_fingerprint(fingerprint))
+        return Header(start, prefix, self.with_fingerprint(fingerprint))
+
+    def has_parts(self, header: Header) -> bool:
+        """Whether a snapshot has the layers, heads and facts of this kind."""
+        known = self._known.get(id(header.parts))
+        if known is header.parts:
+            return True
+        if tuple(sorted(map(_bare, header.parts), key=_layers_of)) != self.parts:
+            return False
+        if len(self._known) >= _MAX_FINGERPRINTS:
+            self._known.clear()
+        self._known[id(header.parts)] = header.parts
+        return True
+
+    def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
+        """Bytes of a room that these layers of a file need.
+
+        room_tokens: Room.num_tokens
+        """
+        return self.layout(num_tokens).selection(layers, room_tokens).place.num_bytes
 
     def with_fingerprint(self, fingerprint: str | None) -> tuple[Part, ...]:
         """The parts of a snapshot of this model: the same object each time."""
@@ -275,6 +290,10 @@ def _bare(part: Part) -> Part:
     return replace(part, layers=layers, facts=facts, planes=planes)
 
 
+def _layers_of(part: Part) -> tuple[int, ...]:
+    return part.layers
+
+
 def _tensor(name: str, stored: Stored, kinds: Mapping[str, PlaneKind]) -> _Tensor:
     """A tensor of a kind, from what it is for some number of tokens."""
     is_scale = name.endswith("scale")
@@ -301,7 +320,7 @@ def _order_in(tensors: Mapping[str, Stored]) -> Any:
 
 
 def _wrong(
-    parts: tuple[Part, ...], heads: tuple[int, int], tensors: Mapping[str, _Tensor]
+    parts: tuple[Part, ...], tensors: Mapping[str, _Tensor]
 ) -> str | None:
     """Why tensors cannot be those of these parts, or None."""
     stored = [tensor.stored for tensor in tensors.values()]
@@ -318,12 +337,11 @@ def _wrong(
     held = {name: tensor.of(num_tokens) for name, tensor in tensors.items()}
     content = {name: one for name, one in held.items() if one is not None}
     tokens = {"tokens": Stored(DType.S64, (num_tokens,))}
-    return inconsistency(Header(0, "", heads, parts), content | tokens)
+    return inconsistency(Header(0, "", parts), content | tokens)
 
 
 def _text(
     parts: Iterable[Part],
-    heads: tuple[int, int],
     tensors: Mapping[str, _Tensor],
     *,
     keyed: bool,
@@ -332,7 +350,7 @@ def _text(
     groups = [
         {
             "layers": part.layers,
-            "heads": heads,
+            "heads": part.heads,
             "encoding": part.encoding,
             "precision": part.precision,
             "facts": _of_facts(part.facts),
@@ -375,15 +393,7 @@ def _part(group: _Group) -> Part:
     for kind in planes:
         if not 0 <= kind.tokens_per_entry <= MAX_TOKENS:
             raise ValueError(f"an entry stands for {kind.tokens_per_entry} tokens")
-    return Part(tuple(group.layers), facts, group.encoding, group.precision, planes)
-
-
-def _heads(groups: list[_Group]) -> tuple[int, int]:
-    """Of all groups."""
-    found = {group.heads for group in groups}
-    if len(found) != 1:
-        raise ValueError(f"its groups have the heads {sorted(found)[:9]}, expected the same")
-    return found.pop()
+    return Part(tuple(group.layers), group.heads, facts, group.encoding, group.precision, planes)
 
 
 def _parsed(row: _Row, kinds: Mapping[str, PlaneKind]) -> _Tensor:

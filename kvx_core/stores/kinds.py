@@ -48,6 +48,7 @@ class Kinds:
         self._clock = clock
         self._lock = Lock()
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
+        self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
         self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
         self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
@@ -74,7 +75,7 @@ class Kinds:
             found = self._blobs.names(kinds_folder(self.record.name))
             self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
-        before = self._all
+        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._written.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
         return self._all != before
@@ -194,6 +195,7 @@ class Kinds:
             if mac is not None:
                 self._put(mac[0], mac[1].encode())
         self._written[kind.id] = self._clock()
+        self.ids |= {kind.id}
         with self._lock:
             if kind.id not in self._kinds and self._fits(kind):
                 self._kinds[kind.id] = kind

@@ -6,7 +6,10 @@ import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from kvx_core.snapshot import (
     VALUES,
@@ -120,7 +123,7 @@ class Loads:
             takers = [section for section in sections if _meet(kind, section)]
             if not takers:
                 continue
-            blank = kind.blank(num_tokens, self.kinds.record.fingerprint)
+            blank = _blank(kind, num_tokens, self.kinds.record.fingerprint)
             for section in takers:
                 if reasons := self._unfit(blank, section):
                     raise StoreError(f"{name.name}: {'; '.join(reasons)}")
@@ -220,7 +223,12 @@ class _Load:
         takers = [section for section, null in held if not null.all(lo, hi)]
         sources = self.of.sources(span, files, takers)
         num_tokens = self.room.num_tokens
-        self._make_room(sum(s.blank.memory_for(s.layers, num_tokens) for s in sources))
+        self._make_room(
+            sum(
+                s.kind.layout(span.num_entry_tokens).selection(s.layers, num_tokens).place.num_bytes
+                for s in sources
+            )
+        )
         return [(self._read_file(source, span), source.takers) for source in sources]
 
     def _read_file(self, source: _Source, span: StoredSpan) -> Snapshot:
@@ -232,9 +240,10 @@ class _Load:
                 entries.secrets,
                 name=name.name,
                 key=name.key,
-                blank=source.blank,
+                num_tokens=span.num_entry_tokens,
                 layers=source.layers,
                 room=self.room,
+                fingerprint=self.of.kinds.record.fingerprint,
             )
         if snapshot.header.start != span.start:
             raise StoreError(
@@ -293,6 +302,13 @@ class _Load:
     def _raise_if_cancelled(self) -> None:
         if self.progress.is_cancelled:
             raise StoreError(f"the load was cancelled after {self.progress.stop} tokens")
+
+
+@lru_cache(maxsize=512)
+def _blank(kind: Kind, num_tokens: int, fingerprint: str) -> Snapshot:
+    """What a file of a kind holds, without the data."""
+    header, tensors = kind.header(0, "", fingerprint), kind.layout(num_tokens).tensors
+    return Snapshot(header, np.zeros(num_tokens, np.int64), tensors)
 
 
 def says_precision(section: Section) -> bool:

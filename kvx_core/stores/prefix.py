@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, Self
+from weakref import WeakValueDictionary
 
 import numpy.typing as npt
 
@@ -39,7 +40,7 @@ from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.loads import Loads, Progress, says_precision
-from kvx_core.stores.marks import Marks
+from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
@@ -132,11 +133,11 @@ class PrefixStore:
         self._sections = ModelSections(
             fingerprint, kv_heads, self._planes, self.format, self.is_lossy
         )
-        index = Index()
-        marks = Marks(blobs, self._secrets, index)
+        index, self._spaces = Index(), WeakValueDictionary[str, Kinds]()
+        marks = Marks(blobs, self._secrets, index, self._kinds_in)
         self._entries = Entries(blobs, self._secrets, marks, index)
+        self._superseded = Superseded(blobs, marks, index, self._kinds_in)
         self._kinds = self._kinds_of(self._record)
-        self._superseded = Superseded(blobs, index)
         self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, self._secrets, chunk_tokens, new_chunk_tokens)
@@ -169,7 +170,16 @@ class PrefixStore:
         return other
 
     def _kinds_of(self, record: SpaceRecord) -> Kinds:
-        return Kinds(self._blobs, self._secrets, record, self._own, self._accept)
+        found = self._spaces.get(record.name)
+        if found is None:
+            found = Kinds(self._blobs, self._secrets, record, self._own, self._accept)
+            self._spaces[record.name] = found
+        return found
+
+    def _kinds_in(self, space: str) -> Iterable[str]:
+        """The kinds that files of a space may have."""
+        found = self._spaces.get(space)
+        return () if found is None else found.ids
 
     @property
     def fingerprint(self) -> str:
@@ -452,10 +462,14 @@ class PrefixStore:
 
     def _mark(self, snapshot: Snapshot) -> None:
         """Has lookups find a new entry by its first tokens."""
-        space, parent, ids = self._record.name, snapshot.header.prefix, snapshot.tokens
-        shorter = self._entries.marks.publish(space, parent, ids, self.chunk_tokens)
-        if shorter is not None and not self._planes.kinds:  # else a part of an entry is no use
-            self._superseded.wrote(space, shorter.key, key_of(parent, ids), self._kinds.asked)
+        space, step = self._record.name, self.chunk_tokens
+        own = Mark(snapshot.header.prefix, snapshot.tokens)
+        takes_parts = not self._planes.kinds  # else a part of an entry is no use
+        shorter = self._entries.marks.publish(
+            space, own.parent, own.ids, step, supersedes=takes_parts
+        )
+        if shorter is not None:
+            self._superseded.found(space, shorter, own, step)
 
     @property
     def used(self) -> Used:

@@ -24,6 +24,7 @@ CLEAR_BYTES = 68  # of a record, which encrypted ones begin with
 RANDOM_BYTES = 32
 _FIXED = Struct("<8s3I2Q32s32s32sQ")
 _BEGIN = Struct("<8s3I")  # what tells how long a record is
+_KEYS = Struct("<2Q32s")  # behind it
 _NUMBER = 15  # characters
 _HOLE = b"@@"  # where a number comes; no JSON outside of strings has it
 _CODES = {
@@ -65,18 +66,13 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         rows = self.num_pieces * (4 + self.piece_check_bytes)
-        return (
-            _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
-        )
+        return _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What one file has of its own."""
 
-    signer: int  # id of a key; 0: none
-    encrypter: int
-    random: bytes
     parent: bytes
     kind: bytes  # its digest
     start: int
@@ -103,7 +99,19 @@ class RecordText:
         """The first CLEAR_BYTES of a record."""
         form = self.form
         begin = _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces)
-        return begin + signer.to_bytes(8, "little") + encrypter.to_bytes(8, "little") + random
+        return begin + _KEYS.pack(signer, encrypter, random)
+
+    def keys(self, raw: bytes) -> tuple[int, int] | None:
+        """The ids of the keys that have signed and encrypted it, from its first CLEAR_BYTES; None:
+        it is no record of this form.
+        """
+        form = self.form
+        if raw[: _BEGIN.size] != _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces):
+            return None
+        signer, encrypter, random = _KEYS.unpack_from(raw, _BEGIN.size)
+        if (signer and not form.signed) or ((encrypter or any(random)) and not form.encrypted):
+            return None
+        return signer, encrypter
 
     def packed(self, clear: bytes, record: Record) -> bytes:
         """All bytes before the check."""
@@ -118,26 +126,21 @@ class RecordText:
             )
         )
 
-    def unpacked(self, raw: bytes) -> Record | None:
-        """From all bytes in the clear; None: they are no record of this form."""
+    def unpacked(self, raw: bytes) -> Record:
+        """From all bytes in the clear, of which `keys` has found the first good."""
         form = self.form
-        magic, flags, num_tokens, num_pieces, *rest = _FIXED.unpack_from(raw)
-        if (magic, flags, num_tokens, num_pieces) != (
-            MAGIC,
-            form.flags,
-            form.num_tokens,
-            form.num_pieces,
-        ):
-            return None
+        *_, parent, kind, start = _FIXED.unpack_from(raw)
         tokens = np.frombuffer(raw, "<i8", form.num_tokens, _FIXED.size)
         rows = self._rows.unpack_from(raw, _FIXED.size + 8 * form.num_tokens)
-        return Record(*rest, tokens, rows)
+        return Record(parent, kind, start, tokens, rows)
 
 
-def counts(begin: bytes) -> tuple[int, int] | None:
-    """Tokens and pieces of a record, from its first 20 bytes; None: it is none."""
-    magic, _, num_tokens, num_pieces = _BEGIN.unpack(begin)
-    return (num_tokens, num_pieces) if magic == MAGIC else None
+def num_tokens_of(begin: bytes) -> int | None:
+    """Tokens of a record, from its first BEGIN_BYTES; None: it is none."""
+    if len(begin) != BEGIN_BYTES:
+        return None
+    magic, _, num_tokens, _ = _BEGIN.unpack(begin)
+    return num_tokens if magic == MAGIC else None
 
 
 BEGIN_BYTES = _BEGIN.size

@@ -69,7 +69,9 @@ class Sealing:
             whole = sealed[:CLEAR_BYTES] + found
         size = 16 if self._signer is None else 32
         raw = whole[:-size]
-        return raw if hmac.compare_digest(self._check([raw], b"kvx record"), whole[-size:]) else None
+        return (
+            raw if hmac.compare_digest(self._check([raw], b"kvx record"), whole[-size:]) else None
+        )
 
     def sealed(self, index: int, views: Sequence[Buffer]) -> tuple[Sequence[Buffer], bytes]:
         """The bytes of a piece as they are in the file, and its check.
