@@ -67,7 +67,7 @@ class Import:
         self._takes_unsigned = takes_unsigned
         demand = [Precision()] * len(self.record.kv_heads)
         self._kinds = Kinds(blobs, secrets, self.record, demand, "lossy")
-        self._marks = Marks(blobs, secrets, Index())
+        self._marks = Marks(blobs, secrets, Index(), lambda _: ())
 
     def run(self) -> Iterator[Imported]:
         """Stores snapshot by snapshot; yields what became of each."""
@@ -89,7 +89,7 @@ class Import:
             self._check(opened)
             snapshot = opened.read(opened.header.layers)
         kind = Kind.of(
-            snapshot.header,
+            snapshot.header.parts,
             snapshot.tensors,
             len(snapshot.tokens),
             keyed=self._secrets.is_keyed,
@@ -151,9 +151,9 @@ class Import:
                         f"{snapshot.name} has layer {layer}, expected one of "
                         f"{len(record.kv_heads)} as {RECORD} beside it says"
                     )
-                if header.heads[1] > record.kv_heads[layer]:
+                if part.heads[1] > record.kv_heads[layer]:
                     raise CorruptError(
-                        f"{snapshot.name} has heads {header.heads[0]} to {header.heads[1] - 1} of "
+                        f"{snapshot.name} has heads {part.heads[0]} to {part.heads[1] - 1} of "
                         f"layer {layer}, expected {record.kv_heads[layer]} at most as {RECORD} "
                         "beside it says"
                     )
