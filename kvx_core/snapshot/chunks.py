@@ -62,7 +62,8 @@ class Chunks:
         else:
             check_sections(sections, self._format)
             self._parts = tuple(part_of(s, self._format, carried) for s in sections)
-        self._has_planes = self._pooled is None and any(section.view.planes for section in sections)
+        has_planes = any(section.view.planes for section in sections)
+        self._has_planes = self._pooled is None and has_planes
         nulls = (Nulls(section, start, stop) for section in self.sections)
         self._nulls = [null for null in nulls if null.may_be_any]
 
@@ -78,7 +79,8 @@ class Chunks:
             return None
         if self._pooled and num_tokens <= self._pooled.num_tokens:
             lease = self._pooled.lend()
-            return Reserved(self._parts, self._pooled.of_length(num_tokens), np.asarray(lease), lease)
+            tensors = self._pooled.of_length(num_tokens)
+            return Reserved(self._parts, tensors, np.asarray(lease), lease)
         tensors, num_bytes = laid_out(to_capture_all(self.sections, num_tokens, self._format))
         memory = host_memory(num_bytes, pinned=device_of(self.sections) is not None)
         return Reserved(self._parts, tensors, memory, None)
