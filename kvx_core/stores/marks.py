@@ -306,7 +306,7 @@ class Marks:
                 for _ in range(_TRIES):
                     held = self._holder(space, rung, chunk_tokens, length)
                     if held is None:
-                        if self._put(space, rung, own):
+                        if self._put(space, rung, own, self._blobs.put):
                             return None
                         continue  # another writer was first
                     if held is _FOREIGN or not own.begins_with(held):
@@ -351,8 +351,7 @@ class Marks:
             if now is None or now.key != held.key:
                 self._taken.forget(space, rung)
                 return False
-            self._delete(space, rung)
-            return self._put(space, rung, own)
+            return self._put(space, rung, own, self._blobs.replace)
 
     def _read(
         self, space: str, rung: str, chunk_tokens: int, length: int | None = None
@@ -374,12 +373,12 @@ class Marks:
         self.known.saw(space, rung, mark)
         return mark
 
-    def _put(self, space: str, rung: str, mark: Mark) -> bool:
+    def _put(self, space: str, rung: str, mark: Mark, put: Callable[..., bool]) -> bool:
         def write(file: BinaryIO) -> None:
             file.write(content)
 
         content = mark_bytes(mark, self._secrets)
-        is_new = self._blobs.put(mark_name(space, rung), write, durable=False)
+        is_new = put(mark_name(space, rung), write, durable=False)
         for memory in (self.known, self._taken):
             if is_new:
                 memory.saw(space, rung, mark)
