@@ -299,11 +299,11 @@ def _controlling(good: bytes) -> Iterator[tuple[str, bytes]]:
         file = _File.of(good)
         file.text[key] = value
         yield f"controls as {'a field' if value == 1 else key}", file.bytes()
-    for key in ("prefix", "start", "heads"):
+    for key in ("prefix", "start", "heads", "parts"):
         file = _File.of(good)
         file.text["header"][key] = CONTROLS
         yield f"controls as {key}", file.bytes()
-    for key in ("encoding", "precision", "layers", CONTROLS):
+    for key in ("encoding", "precision", "layers", "heads", CONTROLS):
         file = _File.of(good)
         file.text["header"]["parts"][0][key] = CONTROLS
         yield f"controls in a part, {len(key)} letters", file.bytes()
@@ -388,9 +388,12 @@ def _headers(good: bytes) -> Iterator[tuple[str, bytes]]:
         "unknown fact": lambda h: h["parts"][0]["facts"].update(more=1),
         "unknown facts": lambda h: h["parts"][0]["facts"].update(more=1, others=[]),
         "another start": lambda h: h.update(start=h["start"] + 1),
-        "no heads": lambda h: h.update(heads=[1, 1]),
-        "heads the wrong way round": lambda h: h.update(heads=h["heads"][::-1]),
-        "heads of others": lambda h: h.update(heads=[n + 1 for n in h["heads"]]),
+        "heads of all parts": lambda h: h.update(heads=h["parts"][0].pop("heads")),
+        "no heads": lambda h: h["parts"][0].update(heads=[1, 1]),
+        "heads the wrong way round": lambda h: h["parts"][0]["heads"].reverse(),
+        "heads of others": lambda h: h["parts"][0].update(
+            heads=[n + 1 for n in h["parts"][0]["heads"]]
+        ),
         "no parts": lambda h: h.update(parts=[]),
         "a part twice": lambda h: h["parts"].append(h["parts"][0]),
         "no layers": lambda h: h["parts"][0].update(layers=[]),

@@ -10,11 +10,10 @@ planes     planes of a section                   dense     tensors in memory, as
 storage_format  what K and V are converted to    rows     units that span heads
 pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
+restore    the copy of a snapshot into a cache
 copiers    copies that are described once       room      memory that snapshots are read into
-alike      files like one that was read before
 """
 
-from kvx_core.snapshot.alike import Alike
 from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
@@ -36,7 +35,6 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "VALUES",
     "Accept",
-    "Alike",
     "Chunks",
     "CorruptError",
     "Header",

@@ -59,11 +59,6 @@ def check_sections(sections: Sequence[Section], format: StorageFormat) -> None:
     if len(set(layers)) != len(layers):
         raise InvalidArgumentError(f"sections have the layers {layers}, expected each once")
     for section in sections:
-        if section.heads != sections[0].heads:
-            raise InvalidArgumentError(
-                f"sections have the heads {section.heads} and {sections[0].heads}, expected the "
-                "same. Capture them apart"
-            )
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
@@ -101,7 +96,8 @@ def part_of(section: Section, format: StorageFormat, carried: Precision) -> Part
         if format.rounds(section):
             facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
         precision = precision.meet(format.precision)
-    return Part(section.layers, facts, section.encoding, precision.meet(carried).name, kinds)
+    precision = precision.meet(carried)
+    return Part(section.layers, section.heads, facts, section.encoding, precision.name, kinds)
 
 
 def precision_of(

@@ -61,9 +61,10 @@ class PlaneKind:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers of a snapshot that share facts, encoding and precision: one section when captured."""
+    """Layers of a snapshot that share heads, facts, encoding and precision."""
 
     layers: tuple[int, ...]
+    heads: tuple[int, int]  # of the model, in these layers: first, and one past the last
     facts: CacheFacts
     encoding: str
     precision: str  # Precision.name
@@ -76,12 +77,16 @@ class Header:
 
     start: int  # position in the sequence of the first token
     prefix: str  # opaque key of the tokens before it
-    heads: tuple[int, int]
     parts: tuple[Part, ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted(layer for part in self.parts for layer in part.layers))
+
+    @property
+    def heads(self) -> dict[int, tuple[int, int]]:
+        """Of each layer: first, and one past the last."""
+        return {layer: part.heads for part in self.parts for layer in part.layers}
 
     @property
     def precision(self) -> Precision:
@@ -144,6 +149,11 @@ def shape_of_kv(
     return num_tokens, num_heads, head_dim // dtype.numbers
 
 
+def layer_of(name: str) -> int:
+    """The layer of a tensor that is not the tokens."""
+    return int(name.split(".")[1])
+
+
 def is_row(stored: Stored, num_heads: int) -> bool:
     """Whether the units of K or V span heads."""
     return stored.dtype in IN_UNITS and stored.shape[1:2] == (1,) and num_heads > 1
@@ -168,9 +178,9 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
         or max(layers) >= _MAX_INDEX
     ):
         return f"its layers are {layers}, expected indices of layers of the model, each once"
-    first, last = header.heads
-    if header.start < 0 or not 0 <= first < last <= _MAX_INDEX:
-        return f"start is {header.start}, heads are {header.heads}, expected a range of each"
+    heads = [part.heads for part in header.parts]
+    if header.start < 0 or not all(0 <= lo < hi <= _MAX_INDEX for lo, hi in heads):
+        return f"start is {header.start}, heads are {heads}, expected ranges of each"
     for part in header.parts:
         try:
             Precision.parse(part.precision)
@@ -179,8 +189,8 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
         except ValueError as error:
             return str(error)
     known = {"tokens"}
-    counts = (tokens.shape[0], last - first)  # of tokens and heads
     for part in header.parts:
+        counts = tokens.shape[0], part.heads[1] - part.heads[0]  # of tokens and heads
         reason = next(_wrong_planes(part, header.start, counts, tensors), None)
         if reason:
             return reason

@@ -57,5 +57,5 @@ def parse(
                 _known.clear()
             _known[key] = found
         return found
-    header = Header(start, prefix, known.header.heads, known.header.parts)
+    header = Header(start, prefix, known.header.parts)
     return Content(header, known.tensors, known.kind, checksums)

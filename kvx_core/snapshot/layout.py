@@ -40,7 +40,7 @@ class Layout:
             (name, t.dtype, t.shape, t.original, t.coding, t.coded_bytes)
             for name, t in tensors.items()
         )
-        key = header.parts, header.heads, is_signed, types
+        key = header.parts, is_signed, types
         found = _layouts.get(key)
         if found is None:
             if len(_layouts) >= _MAX_LAYOUTS:

@@ -6,7 +6,7 @@ stored as they are, and are loaded into planes of the same dtype alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -64,6 +64,12 @@ def by_entry(planes: Sequence[Plane]) -> list[list[Plane]]:
         return plane.tokens_per_entry
 
     return [list(group) for _, group in groupby(sorted(planes, key=key), key)]
+
+
+def held_planes(view: CacheView, tensors: Mapping[str, Stored], rows: Sequence[int]) -> list[Plane]:
+    """The planes of a view that have an entry among tensors, without K and V of layers `rows`."""
+    held = (plane for plane in view.planes if name_of(plane) in tensors)
+    return [plane for plane in held if not (is_kv(plane) and plane.layer in rows)]
 
 
 def view_of_planes(view: CacheView, planes: Sequence[Plane]) -> CacheView:

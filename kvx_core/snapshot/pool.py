@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
+from kvx_core.snapshot.capture import check_sections, part_of, to_capture, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense
@@ -273,12 +273,13 @@ class MemoryPool:
         check_sections(sections, format)
         if not all(_is_plain(section.view) for section in sections):
             return None
+        for section in sections:
+            num_heads = section.heads[1] - section.heads[0]
+            for _, stored in to_capture(section, self._num_tokens, format):
+                of = stored.dtype.format
+                if (of.scaled and stored.original) or of.grouped or is_row(stored, num_heads):
+                    return None
         tensors, num_bytes = laid_out(to_capture_all(sections, self._num_tokens, format))
-        num_heads = sections[0].heads[1] - sections[0].heads[0]
-        if any(s.dtype.format.scaled and s.original for s in tensors.values()):
-            return None
-        if any(s.dtype.format.grouped or is_row(s, num_heads) for s in tensors.values()):
-            return None
         parts = tuple(part_of(section, format, carried) for section in sections)
         return _Kind(sections, parts, tensors, num_bytes, self._num_tokens, self._free_bytes)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import lcm
 from typing import NamedTuple
 
-from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale
+from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale, layer_of
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
@@ -79,11 +79,12 @@ def _is_plain(header: Header, tensors: Tensors, num_tokens: int) -> bool:
     """Whether these are K and V alone, of at most num_tokens tokens; no unit spans heads."""
     if not tensors or any(part.planes for part in header.parts):
         return False
-    num_heads = header.heads[1] - header.heads[0]
-    return not any(
-        is_scale(name) or is_row(stored, num_heads) or not 0 < stored.shape[0] <= num_tokens
-        for name, stored in tensors.items()
-    )
+    heads = header.heads
+    for name, stored in tensors.items():
+        first, last = heads[layer_of(name)] if name != "tokens" else (0, 1)
+        if is_scale(name) or is_row(stored, last - first) or not 0 < stored.shape[0] <= num_tokens:
+            return False
+    return True
 
 
 class Room:

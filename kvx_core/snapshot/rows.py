@@ -6,14 +6,14 @@ float32, a few tokens at a time: there a token's heads follow each other, and ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from kvx_core.ops import device_status
 from kvx_core.planes import Plane
 from kvx_core.snapshot.capture import Copy
-from kvx_core.snapshot.contents import Stored
+from kvx_core.snapshot.contents import NOTHING, Stored, is_row
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import host_memory, laid_out
 from kvx_core.snapshot.planes import is_kv, name_of, view_of_planes
@@ -68,6 +68,23 @@ def _kv_of(section: Section) -> tuple[CacheView, list[Plane]]:
     if tiles:
         return view_of_planes(section.view, tiles), tiles
     return replace(section.view, planes=()), []
+
+
+def rows_of(
+    tensors: Mapping[str, Stored], layers: Iterable[int], heads: tuple[int, int]
+) -> list[int]:
+    """Those of these layers of which units of K or V span heads.
+
+    heads: that the tensors have: first, and one past the last
+    """
+    return [
+        layer
+        for layer in layers
+        if any(
+            is_row(tensors.get(f"layers.{layer}.{kind}", NOTHING), heads[1] - heads[0])
+            for kind in "kv"
+        )
+    ]
 
 
 def unlike_rows(

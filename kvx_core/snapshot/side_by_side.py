@@ -38,7 +38,8 @@ def restore_all(
     OutOfRangeError.
     """
     view = section.view
-    if not can_join(snapshots) or view.planes or not view.layers or has_vector_scales(view):
+    held = _heads(snapshots, section) if can_join(snapshots) else set()
+    if len(held) != 1 or view.planes or not view.layers or has_vector_scales(view):
         num_bytes = 0
         for one in snapshots:
             begin, end = one.header.start, one.header.start + len(one.tokens)
@@ -49,9 +50,9 @@ def restore_all(
         raise StoreError(f"{first.name}: {'; '.join(reasons)}")
     here = set(first.header.layers)
     layers = [layer for layer in section.layers if layer in here]
-    heads = [first.header.heads, section.heads]
-    begin, end = max(one[0] for one in heads), min(one[1] for one in heads)
-    if not layers or begin >= end or start >= stop:
+    (heads,) = held
+    begin, end = max(heads[0], section.heads[0]), min(heads[1], section.heads[1])
+    if begin >= end or start >= stop:
         return 0
     device, section = device_of([section]), section.of(layers)
     room, at, place = first.room, first.at, first.place
@@ -59,7 +60,7 @@ def restore_all(
     assert place is not None
     cache, index = room.cache(place, layers), at // place.num_bytes
     blocks = np.arange(index, index + len(snapshots), dtype=np.int64)
-    row = row_on_host(section.block_table) if device is None and heads[0] == heads[1] else None
+    row = row_on_host(section.block_table) if device is None and heads == section.heads else None
     if row is not None and section.view is view:  # which is there for the next copy, too
         copiers = room.copiers(cache, view)
         copiers.copy(blocks, start - first.header.start, row, start, stop - start)
@@ -69,7 +70,7 @@ def restore_all(
         cache.at(
             block_table=table_on(BlockTable.packed(blocks[None]), device),
             starts=ints_on([start - first.header.start], device),
-            head_start=begin - first.header.heads[0],
+            head_start=begin - heads[0],
         ),
         section.view.at(
             block_table=None if table is None else table.with_holes(),  # null blocks are skipped
@@ -85,9 +86,15 @@ def restore_all(
     return (stop - start) * section.view.bytes_per_token(end - begin)
 
 
+def _heads(snapshots: Sequence[Snapshot], section: Section) -> set[tuple[int, int]]:
+    """The ranges of heads that the snapshots have in layers of the section."""
+    here = set(section.layers)
+    return {part.heads for part in snapshots[0].header.parts if not here.isdisjoint(part.layers)}
+
+
 def can_join(snapshots: Sequence[Snapshot]) -> bool:
     """Whether one copy can take all of them: blocks of a room that follow one another there and in
-    the sequence, of the same layers, heads and formats. All but the last are full.
+    the sequence, of the same parts and formats. All but the last are full.
     """
     if not snapshots:
         return False
@@ -102,7 +109,6 @@ def can_join(snapshots: Sequence[Snapshot]) -> bool:
         and one.at == first.at + i * place.num_bytes
         and one.header.start == first.header.start + i * room.num_tokens
         and (len(one.tokens) == room.num_tokens or one is snapshots[-1])
-        and one.header.heads == first.header.heads
         and (one.header.parts is first.header.parts or one.header.parts == first.header.parts)
         for i, one in enumerate(snapshots)
     )

@@ -1,11 +1,11 @@
 """Snapshot: tokens of one sequence at rest, between the caches of any engines and a file.
 
-A snapshot has the keys and values of a run of tokens, for some layers and some heads of a model:
-per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured from
-or in the format that the capture asks for; and planes beside them: (num_entries, num_heads, dim),
-or (1, num_heads, dim) of a state. It does not depend on block size, layout or block ids; facts,
-scales and precision are part of it. The file is safetensors. kvx_core.stores decides which file
-belongs to which prompt.
+A snapshot has the keys and values of a run of tokens, for some layers of a model and some heads of
+each: per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured
+from or in the format that the capture asks for; and planes beside them: (num_entries, num_heads,
+dim), or (1, num_heads, dim) of a state. It does not depend on block size, layout or block ids;
+facts, scales and precision are part of it. The file is safetensors. kvx_core.stores decides which
+file belongs to which prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
 from kvx_core.ops import device_status
-from kvx_core.planes import Plane
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
@@ -31,8 +31,8 @@ from kvx_core.snapshot.contents import (
     PlaneKind,
     Stored,
     cache_bytes_of,
-    is_row,
     is_scale,
+    layer_of,
     scale_name,
 )
 from kvx_core.snapshot.dense import Dense
@@ -42,7 +42,7 @@ from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.planes import (
     by_entry,
     cut,
-    is_kv,
+    held_planes,
     name_of,
     scale_of,
     unlike_planes,
@@ -50,8 +50,9 @@ from kvx_core.snapshot.planes import (
 )
 from kvx_core.snapshot.pool import Lease, Leased, MemoryPool, copy_into
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.restore import check_places, restore_layers
 from kvx_core.snapshot.room import Placed, Room, placed
-from kvx_core.snapshot.rows import capture_rows, restore_rows, unlike_rows
+from kvx_core.snapshot.rows import capture_rows, rows_of, unlike_rows
 from kvx_core.snapshot.scales import (
     are_good,
     bare,
@@ -64,7 +65,6 @@ from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
-from kvx_core.view import CacheView
 from kvx_core.words import each_is_a, int64s, integer, is_a, or_none, takes, text
 
 _PRECISION = or_none(is_a(Precision))
@@ -89,6 +89,7 @@ class Snapshot:
     at: int = field(default=0, repr=False, compare=False)  # bytes, from the start of the room
     place: Placed | None = field(default=None, repr=False, compare=False)  # of tensors there
     name: str = "the snapshot"  # for messages
+    kind: object = field(default=None, repr=False, compare=False)  # of its file in a store
 
     @classmethod
     @takes(sections=each_is_a(Section))
@@ -105,7 +106,7 @@ class Snapshot:
         """Copies tokens of a sequence out of caches, into new memory of the host.
 
         tokens:    their ids; the first one is token `start` of the sequence in every section
-        sections:  all hold the same heads, none a layer of another
+        sections:  none holds a layer of another; their heads and head_dims may differ
         precision: the coarsest precision that the values had before they came into these caches;
                    None: not coarser than Section.precision
         format:    what K and V are converted to, such as "q8_0", see StorageFormat; None: they stay
@@ -163,10 +164,10 @@ class Snapshot:
         if reserved is None:
             return None
         parts, tensors, memory, lease = reserved
-        header = Header(start, prefix, chunks.heads, parts)
+        header = Header(start, prefix, parts)
         first, num_bytes = tensors["tokens"].offset, 8 * len(tokens)
         memory[first : first + num_bytes].view("<i8")[:] = tokens
-        return cls(header, tokens, tensors, memory, lease=lease)
+        return cls(header, tokens, tensors, memory, lease=lease, kind=chunks.kind)
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:
@@ -188,7 +189,7 @@ class Snapshot:
         """
         if self.lease is not None:
             return self.fill_all([self], section)
-        rows = self._rows(section.layers)
+        rows = rows_of(self.tensors, section.layers, section.heads)
         if rows:
             capture_rows(section.of(rows), self._dense, self.header.start)
         num_tokens, device = len(self.tokens), device_of([section])
@@ -198,7 +199,7 @@ class Snapshot:
             table=table_on(section.block_table, device),
         )
         converted = {name for name, stored in self.tensors.items() if stored.original is not None}
-        for planes in by_entry(self._held(section.view, rows)):
+        for planes in by_entry(held_planes(section.view, self.tensors, rows)):
             as_they_are = [
                 plane if name_of(plane) in converted else replace(plane, scale=None)
                 for plane in planes
@@ -346,8 +347,9 @@ class Snapshot:
                 first_kv_head=facts.first_kv_head,
             )
             reasons += compare(of_file, facts).reasons_as_is  # restore then copies bytes unchanged
-            reasons += unlike_head_dims(section, shared, self.tensors, self.header.heads)
-            reasons += unlike_rows(section, self._rows(shared), self.tensors)
+            reasons += unlike_head_dims(section, shared, self.tensors, part.heads)
+            rows = rows_of(self.tensors, shared, part.heads)
+            reasons += unlike_rows(section, rows, self.tensors)
             reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
         return [reason[:_MAX_REASON] for reason in reasons]
 
@@ -370,53 +372,18 @@ class Snapshot:
             reasons += [*filter(None, (cut(k, start, stop, end) for k in self._kinds(layers)))]
         if reasons:
             raise StoreError(f"{self.name}: {'; '.join(reasons)}")
-        first = max(self.header.heads[0], section.heads[0])
-        num_heads = min(self.header.heads[1], section.heads[1]) - first
-        if not layers or num_heads <= 0 or start >= stop:
-            return 0
-        device = device_of([section])
-        section, rows = section.of(layers), self._rows(layers)
-        view, planes = section.view, self._held(section.view, rows)
-        if planes or rows:  # before any of several calls writes
-            view.require_in_place("section.view")
-            for name, tensor in view.read_only.items():
-                tensor.require_writable(f"section.view.{name}")
-            section.check_tables(start, stop)
-        copy = Copy(
-            lens=ints_on([stop - start], device),
-            src_starts=ints_on([start - self.header.start], device),
-            dst_starts=ints_on([start], device),
-            src_head=first - self.header.heads[0],
-            dst_head=first - section.heads[0],
-            num_heads=num_heads,
-            table=table_on(section.block_table, device),
-            stream=stream,
+        held = self.header.heads
+        shared: dict[tuple[int, int], list[int]] = {}  # layers, by the heads that are stored
+        for layer in layers if start < stop else ():
+            if max(held[layer][0], section.heads[0]) < min(held[layer][1], section.heads[1]):
+                shared.setdefault(held[layer], []).append(layer)
+        if len(shared) > 1:
+            check_places(section.of([*chain(*shared.values())]), start, stop)
+        tokens, begin = (start, stop), self.header.start
+        return sum(
+            restore_layers(section.of(layers), self._dense, heads, tokens, begin, stream)
+            for heads, layers in shared.items()
         )
-        for group in by_entry(planes):
-            copy.run(self._dense.planes(group), view_of_planes(view, group))
-        num_bytes = (stop - start) * view.bytes_per_token(num_heads)
-        num_bytes += sum(
-            PlaneKind.of(plane).num_entries(stop - start) * plane.entry_bytes(num_heads)
-            for plane in planes
-            if plane.tokens_per_entry != 1
-        )
-        if rows:
-            held, begin = self.header.heads, self.header.start
-            restore_rows(section.of(rows), self._dense, held, (start, stop), begin, stream)
-            layers = [layer for layer in layers if layer not in rows]
-            view = section.of(layers).view if layers else view_of_planes(view, ())
-        view = replace(view, planes=()) if planes or rows else view
-        per_vector = has_vector_scales(view)
-        if not view.layers:
-            pass
-        elif per_vector and self._dense.has_vector_scales(layers, view):
-            copy.run(self._dense.view(layers, scales=False), bare(view))
-            copy.run(scales_as_cache(self._dense.view(layers)), scales_as_cache(view))
-        else:
-            copy.run(self._dense.view(layers), view, find_scales=per_vector)
-        if device is not None:
-            device_status(stream)  # waits: tables and memory that the device reads are freed now
-        return num_bytes
 
     @takes(name=text)
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -471,7 +438,7 @@ class Snapshot:
     @property
     def _layers(self) -> set[int]:
         """The layers that `tensors` has something of."""
-        return {int(name.split(".")[1]) for name in self.tensors if name != "tokens"} | {
+        return {layer_of(name) for name in self.tensors if name != "tokens"} | {
             kind.layer
             for part in self.header.parts
             for kind in part.planes
@@ -482,18 +449,3 @@ class Snapshot:
         """The planes of these layers beside K and V."""
         wanted = set(layers)
         return [k for part in self.header.parts for k in part.planes if k.layer in wanted]
-
-    def _rows(self, layers: Iterable[int]) -> list[int]:
-        """Those of these layers of which units of K or V span heads."""
-        first, last = self.header.heads
-        names = {layer: [f"layers.{layer}.{kind}" for kind in "kv"] for layer in layers}
-        return [
-            layer
-            for layer, kv in names.items()
-            if any(is_row(self.tensors[n], last - first) for n in kv if n in self.tensors)
-        ]
-
-    def _held(self, view: CacheView, rows: Sequence[int]) -> list[Plane]:
-        """The planes of a view of which the snapshot has an entry, without K and V of `rows`."""
-        held = [plane for plane in view.planes if name_of(plane) in self.tensors]
-        return [plane for plane in held if not (is_kv(plane) and plane.layer in rows)]

@@ -18,7 +18,7 @@ _ID_BYTES = 8
 _KEY = re.compile("[0-9a-f]{64}")
 _ENTRY = re.compile(
     r"(?P<space>[0-9a-f]{64})/(?P<folder>[0-9a-f]{3})/"
-    r"(?P<key>(?P=folder)[0-9a-f]{61})\.(?P<kind>[0-9a-f]{32})"
+    r"(?P<key>(?P=folder)[0-9a-f]{61})\.(?P<kind>[0-9a-f]{32})\.safetensors"
 )
 _MARK = re.compile(r"[0-9a-f]{64}/(?P<folder>[0-9a-f]{3})/(?P=folder)[0-9a-f]{61}\.mark")
 
@@ -74,7 +74,7 @@ def rungs(parent: str, ids: Ids, chunk_tokens: int) -> list[tuple[int, str]]:
 
 def entry_name(space: str, key: str, kind: str) -> str:
     """The name of the file that one kind of writer has made of an entry."""
-    return f"{space}/{key[:FOLDER_DIGITS]}/{key}.{kind}"
+    return f"{space}/{key[:FOLDER_DIGITS]}/{key}.{kind}.safetensors"
 
 
 def mark_name(space: str, rung: str) -> str:

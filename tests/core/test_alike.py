@@ -12,6 +12,7 @@ import torch
 
 from kvx_core import Snapshot
 from kvx_core.snapshot import Alike, Room, StoreError, header_cache, layout
+from kvx_core.snapshot import room as rooms
 from kvx_core.snapshot.layout import Layout
 from tests.core.test_side_by_side import CHUNK, caches, section
 
@@ -58,6 +59,8 @@ def _nothing_remembered() -> None:
     """What files of earlier tests have filled is emptied in the middle of no test."""
     layout._layouts.clear()
     header_cache._known.clear()
+    rooms._placed.clear()
+    rooms._blocks.clear()
 
 
 @pytest.mark.parametrize("options", kinds())

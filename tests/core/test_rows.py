@@ -272,7 +272,8 @@ def test_rows_that_cannot_be(heads: list[int], tmp_path: Path) -> None:
     """512 numbers of 4 heads, said to be of 3, or of 2 that have whole units of their own."""
     captured = Snapshot.capture(range(9), [Engine("BLOCK_NHD", 4, 128, 1).section()], format="q4_k")
     reopened(captured, tmp_path / "file")
-    header = json_of(tmp_path / "file")["header"] | {"heads": heads}
+    header = json_of(tmp_path / "file")["header"]
+    header["parts"][0]["heads"] = heads
     with pytest.raises(CorruptError, match=r"layers\.3\.k has rows of 512 numbers for \d heads"):
         Snapshot.open(rewritten(tmp_path / "file", header=header))
 

@@ -199,7 +199,9 @@ def test_others_are_not_joined(tmp_path: Path) -> None:
     assert not can_join([read[0], read[1], other[2]])
     moved = [replace(one, header=replace(one.header, start=one.header.start + 1)) for one in read]
     assert not can_join([read[0], moved[1]])
-    heads = [replace(one, header=replace(one.header, heads=(1, 9))) for one in read]
+    (part,) = read[0].header.parts
+    others = (replace(part, heads=(1, 9)),)
+    heads = [replace(one, header=replace(one.header, parts=others)) for one in read]
     assert not can_join([read[0], heads[1]])
     with Snapshot.open(tmp_path / "one") as file:
         fewer = file.read([0, 1], Room(CHUNK))

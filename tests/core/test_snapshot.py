@@ -528,11 +528,6 @@ def test_captures_that_cannot_be() -> None:
         InvalidArgumentError, match="array of float64 with 1 axes, expected integers"
     ):
         Snapshot.capture(np.zeros(3), [section])
-    other = section_of(small(), (2, 3), [3, 1], heads=(2, 4))
-    with pytest.raises(
-        InvalidArgumentError, match=r"heads \(2, 4\) and \(0, 2\), expected the same"
-    ):
-        Snapshot.capture([1], [section, other])
     divides = section_of(small(), (0, 1), [3, 1], scale_convention="divide")
     with pytest.raises(InvalidArgumentError, match="scale_convention is 'divide'"):
         Snapshot.capture([1], [divides])
@@ -690,8 +685,15 @@ def with_scale(value: float) -> Callable[[Snapshot], Snapshot]:
     return change
 
 
+def with_heads(first: int, last: int) -> Callable[[Snapshot], Snapshot]:
+    """In the second part alone, which has layers 1 and 3."""
+    return lambda s: with_header(
+        parts=(s.header.parts[0], replace(s.header.parts[1], heads=(first, last)))
+    )(s)
+
+
 def parts(*layers: int, encoding: str = "values") -> tuple[Part, ...]:
-    return (Part(layers, FACTS, encoding, "f32"),)
+    return (Part(layers, (0, 2), FACTS, encoding, "f32"),)
 
 
 @pytest.mark.parametrize(
@@ -716,9 +718,10 @@ def parts(*layers: int, encoding: str = "values") -> tuple[Part, ...]:
         (with_tensor("layers.0.k_scale", DType.F32, 3), "k_scale is F32"),
         (with_tensor("layers.0.k_scale", DType.F16, 1), "k_scale is F16"),
         (with_header(start=-1), "start is -1"),
-        (with_header(heads=(2, 2)), "heads are"),
-        (with_header(heads=(-1, 1)), "heads are"),
-        (with_header(heads=(0, 1)), r"expected \(7, 1\)"),
+        (with_heads(2, 2), r"heads are \[\(0, 2\), \(2, 2\)\]"),
+        (with_heads(-1, 1), "heads are"),
+        (with_heads(0, 1 << 24 | 1), "heads are"),
+        (with_heads(0, 1), r"layers.1.k is BF16 \(7, 2, 16\), expected \(7, 1\)"),
         (with_header(parts=()), r"layers are \[\]"),
         (with_header(parts=parts(0, 1, 1)), r"layers are \[0, 1, 1\]"),
         (with_header(parts=parts(-1)), r"layers are \[-1\]"),

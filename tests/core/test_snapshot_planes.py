@@ -368,7 +368,13 @@ def test_files_without_planes_are_as_they_were(tmp_path: Path) -> None:
     reopened(Snapshot.capture(range(9), [section(plain, [2])]), tmp_path / "file")
     text = json.loads(json.loads(header_of(tmp_path / "file"))["__metadata__"]["header"])
     assert text.keys() == {"header", "checksums", "checksum"}
-    assert text["header"]["parts"][0].keys() == {"layers", "facts", "encoding", "precision"}
+    assert text["header"]["parts"][0].keys() == {
+        "layers",
+        "heads",
+        "facts",
+        "encoding",
+        "precision",
+    }
 
 
 def header_of(path: Path) -> bytes:
