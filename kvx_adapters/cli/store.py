@@ -34,7 +34,8 @@ from kvx_adapters.cli.store_options import (
 from kvx_core import InvalidArgumentError
 from kvx_core.errors import printable
 from kvx_core.stores import CorruptError
-from kvx_core.stores.inventory import Inventory, Space, StoredFile, StoredKind, num_bytes_of
+from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
+from kvx_core.stores.stored_kind import StoredKind
 
 app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_args_is_help=True)
 

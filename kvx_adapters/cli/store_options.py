@@ -22,6 +22,7 @@ from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.secrets import Secrets
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_SETTING, _OPTION = "Give the key: encryption_key_files", "Give the key: --encryption-key-file"
 _SAID = 5  # folders in a warning
 
 StorePath = Annotated[Path, typer.Argument(help="The directory: `path` of the connector.")]
@@ -140,7 +141,8 @@ def errors() -> Iterator[None]:
     try:
         yield
     except (KvxError, OSError) as error:
+        text = printable(str(error)).replace(_SETTING, _OPTION)
         Console(stderr=True, soft_wrap=True).print(
-            f"[red]kvx store:[/] {escape(printable(str(error)))}", highlight=False
+            f"[red]kvx store:[/] {escape(text)}", highlight=False
         )
         raise typer.Exit(2) from None

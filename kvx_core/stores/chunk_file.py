@@ -365,7 +365,7 @@ def _sized(
     if not stat.S_ISREG(status.st_mode):
         raise StoreError(f"{name} is no regular file, expected one")
     if num_tokens is None:
-        num_tokens = _num_tokens(file, name)
+        num_tokens = said_tokens(file, name)
     layout = kind.layout(num_tokens)
     if not layout.least_bytes <= status.st_size <= layout.most_bytes:
         raise CorruptError(
@@ -375,8 +375,8 @@ def _sized(
     return ChunkFile(file, kind, secrets, name, layout, status.st_size)
 
 
-def _num_tokens(file: BinaryIO, name: str) -> int:
-    """What the file says, not checked."""
+def said_tokens(file: BinaryIO, name: str) -> int:
+    """How many tokens a file says that it has. Nothing else is checked. Raises CorruptError."""
     first = os.pread(file.fileno(), 8 + len(FIRST_TEXT) + 2 * BEGIN_BYTES, 0)
     found = None
     if first[8 : 8 + len(FIRST_TEXT)] == FIRST_TEXT:

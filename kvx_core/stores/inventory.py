@@ -8,11 +8,9 @@ if it is what its name says. What is read here counts as no use of it.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import stat
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -22,17 +20,15 @@ from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
+from kvx_core.stores.chunk_file import said_tokens
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
-from kvx_core.stores.record import BEGIN_BYTES, FIRST_TEXT, num_tokens_of
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.stored_kind import Lengths, StoredKind
 from kvx_core.stores.verified import check_file
 
-_RECORD_START = 8 + len(FIRST_TEXT)  # of an entry, whose record is in hex
-_RECORD_STOP = _RECORD_START + 2 * BEGIN_BYTES
 _MOST_KINDS = 256  # of a space
 _MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
 _MAC_BYTES = 64
@@ -165,8 +161,7 @@ class Inventory:
         """secrets: that files are signed and encrypted with. Without them records are read, and
                  what needs them is not
 
-        Raises StoreError if it is no store of this format or cannot be read, and if its encryption
-        key is another one.
+        Raises StoreError if it is no store of this format, has other keys, or cannot be read.
         """
         self.directory, self.secrets = directory, secrets or Secrets()
         self.config = self._config()
@@ -184,7 +179,8 @@ class Inventory:
             self._look_at(space)
 
     def _config(self) -> StoreConfig:
-        config = read_config(self.directory)
+        has_keys = self.secrets.is_keyed or self.secrets.is_encrypted
+        config = read_config(self.directory, self.secrets if has_keys else None)
         if config is None:
             root = self.directory.root
             raise StoreError(
@@ -328,14 +324,16 @@ class Inventory:
             return 0
 
     def _said_tokens(self, file: StoredFile) -> int:
-        """The number of tokens in an entry's record, which nothing else is read of; 0: none."""
+        """The number of tokens that an entry says it has; 0: it says none that it can have."""
         try:
-            with self.opened(file.name) or io.BytesIO() as raw:
-                text = raw.read(_RECORD_STOP)[_RECORD_START:]
-            found = num_tokens_of(bytes.fromhex(text.decode("ascii")))
-        except (OSError, StoreError, ValueError, struct.error):
+            raw = self.opened(file.name)
+            if raw is None:
+                return 0
+            with raw:
+                said = said_tokens(raw, file.name)
+        except (OSError, StoreError):
             return 0
-        return found[0] if found and found[0] <= self.config.chunk_tokens else 0
+        return said if said <= self.config.chunk_tokens else 0
 
     # ---- what there is ----
 

@@ -159,6 +159,8 @@ class PrefixStore:
 
         epoch: names the weights where they are not those of the model's files
         """
+        instance("fingerprint", fingerprint, str, "a string")
+        instance("epoch", epoch, str, "a string")
         record = replace(self._record, fingerprint=fingerprint, epoch=epoch, salt="")
         other = self._of_record(record)
         other._sections = replace(self._sections, fingerprint=fingerprint)
@@ -196,7 +198,7 @@ class PrefixStore:
         """Tokens of a full chunk."""
         if self._config is None:
             self._config = stored_config(
-                self._blobs, self._secrets, self._requested, self._otherwise
+                self._blobs, self._secrets, self._requested, self._otherwise, waits=False
             )
         if self._config is None:
             return self._requested or self._otherwise

@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, first: Snapshot, num_tokens: int) -> None:
         """num_tokens: of all chunks that may be added. Raises StoreError without memory for them"""
-        self._first, self._planes = first, _planes(first)
+        self._first, self._planes, self._most_tokens = first, _planes(first), num_tokens
         self._tokens = [first.tokens]
         entries = {_TOKENS: Stored(DType.S64, (num_tokens,))}
         entries |= {
@@ -65,6 +65,8 @@ class Run:
     def _goes_on_with(self, chunk: Snapshot) -> bool:
         first, start = self._first, self._first.header.start + self.num_tokens
         if chunk.header.parts != first.header.parts or chunk.header.start != start:
+            return False
+        if self.num_tokens + len(chunk.tokens) > self._most_tokens:
             return False
         if any(self.num_tokens % (p.tokens_per_entry or -1) for p in self._planes.values()):
             return False
