@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvx_core.snapshot.capture import check_sections, check_span, part_of, to_capture_all
+from kvx_core.snapshot.capture import check_sections, check_span, parts_of, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import Lease, MemoryPool
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import Precision, Precisions
 from kvx_core.snapshot.section import Section, device_of
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
@@ -40,7 +40,7 @@ class Chunks:
         start: int,
         stop: int,
         *,
-        precision: Precision | None = None,
+        precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
         pool: MemoryPool | None = None,
     ) -> None:
@@ -51,6 +51,7 @@ class Chunks:
         """
         self.sections = tuple(sections)
         self._format, carried = StorageFormat.of(format), precision or Precision()
+        carried = carried if isinstance(carried, Precision) else tuple(carried)
         kind = None
         if pool is not None:
             kind = pool.kind(self.sections, self._format, carried, stop - start)
@@ -58,8 +59,8 @@ class Chunks:
         if kind is not None:
             self._parts = kind.parts
         else:
-            check_sections(sections, self._format)
-            self._parts = tuple(part_of(s, self._format, carried) for s in sections)
+            check_sections(sections, self._format, carried)
+            self._parts = tuple(parts_of(sections, self._format, carried))
         self._has_planes = kind is None and any(section.view.planes for section in sections)
         nulls = (Nulls(section, start, stop) for section in self.sections)
         self._nulls = [null for null in nulls if null.may_be_any]
