@@ -8,8 +8,14 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
+from typing import BinaryIO
 
+# That one preadv or writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
+_MOST_PARTS = 1024
 _STATFS_BYTES = 256  # at least those of struct statfs, which begins with f_type, a long
 _EXT4, _XFS, _BTRFS, _F2FS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010
 _TMPFS, _OVERLAY = 0x01021994, 0x794C7630
@@ -43,6 +49,39 @@ class ReadFile(io.FileIO):
     def close(self) -> None:
         with suppress(OSError):
             super().close()
+
+
+def read_at(handle: int, views: Iterable[memoryview], offset: int) -> None:
+    """Fills all views from a file, the first from this offset on.
+
+    Raises EOFError, OSError, ValueError for a file that has been closed.
+    """
+    left = deque(view for view in views if view)
+    while left:
+        count = os.preadv(handle, list(islice(left, _MOST_PARTS)), offset)
+        if not count:
+            raise EOFError
+        offset += count
+        _advance(left, count)
+
+
+def write_all(file: BinaryIO, parts: Iterable[memoryview]) -> None:
+    """Writes all parts: with one call if the file is unbuffered, so that the GIL is taken once."""
+    left = deque(parts)
+    while left:
+        if isinstance(file, io.FileIO):
+            written = os.writev(file.fileno(), list(islice(left, _MOST_PARTS)))
+        else:
+            written = file.write(left[0])
+        _advance(left, written)
+
+
+def _advance(left: deque[memoryview], count: int) -> None:
+    """Drops the first `count` bytes of what is left to be read or written."""
+    while left and count >= len(left[0]):
+        count -= len(left.popleft())
+    if count:
+        left[0] = left[0][count:]
 
 
 def syncs_together(handle: int) -> bool:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvx_core
-from kvx_adapters.cli import store
+from kvx_adapters.cli import store, store_copies
 
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",

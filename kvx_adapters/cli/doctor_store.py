@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvx_adapters.cli.doctor import Check
-from kvx_adapters.cli.store import size_text
+from kvx_adapters.cli.store_options import size_text
 from kvx_core.stores import Directory, StoreError
-from kvx_core.stores.config import check_chunks, read_config
+from kvx_core.stores.config import StoreConfig, check_chunks, read_config
 from kvx_core.stores.inventory import Inventory
 
 _LITTLE = 100_000_000  # bytes
@@ -36,8 +36,10 @@ def check_store(path: Path) -> Iterator[Check]:
     yield _space(path)
     directory = Directory(path)
     try:
-        yield Check("format", _format(directory))
-        yield Check("entries", _entries(directory))
+        config = read_config(directory)
+        yield Check("format", _format(directory, config))
+        if config is not None:
+            yield Check("entries", _entries(directory))
     except StoreError as error:
         yield Check("format", "cannot be read", str(error))
 
@@ -94,13 +96,12 @@ def _space(path: Path) -> Check:
     return Check("space", text)
 
 
-def _format(directory: Directory) -> str:
+def _format(directory: Directory, config: StoreConfig | None) -> str:
     """Raises StoreError if this version of KVX cannot read it."""
-    config = read_config(directory)
     if config is None:
         return "none yet: the first engine writes kvx-store.json"
     check_chunks(directory, config, None)
-    words = " encrypted with AES-256-GCM;" if config.key_check else ""
+    words = " encrypted with AES-256-GCM;" if config.is_encrypted else ""
     limit = "none" if config.max_bytes is None else size_text(config.max_bytes)
     return (
         f"this version of KVX reads it;{words} chunks of {config.chunk_tokens} tokens; limit of "
@@ -112,23 +113,19 @@ def _entries(directory: Directory) -> str:
     """Raises StoreError."""
     found = Inventory(directory)
     spaces = found.spaces()
-    signed = sum(len(space.files) for space in spaces if space.is_signed)
-    hidden = sum(len(space.files) for space in spaces if "is encrypted." in space.reason)
-    unread = sum(len(space.files) for space in spaces if not space.header and not space.is_signed)
-    unread -= hidden
     text = (
         f"{sum(space.num_entries for space in spaces):,} entries of "
-        f"{len({space.fingerprint for space in spaces if space.header}):,} models, "
+        f"{len({space.record.fingerprint for space in spaces if space.record}):,} models, "
         f"{size_text(found.num_bytes)}"
     )
+    signed = sum(space.num_entries for space in spaces if space.is_signed)
     if signed:
-        text += f"; {signed:,} files are signed, and were not read"
-    if hidden:
-        text += f"; {hidden:,} files are encrypted, and were not read"
+        text += f"; {signed:,} are signed"
     if found.unread:
         text += f"; {len(found.unread):,} folders cannot be read: {', '.join(found.unread[:5])}"
-    if unread:
-        text += f"; {unread:,} files cannot be read: `kvx store verify {directory.root}`"
+    bad = [record for space in spaces for record in (space, *space.kinds.values()) if record.reason]
+    if bad:
+        text += f"; {len(bad):,} records cannot be read: `kvx store verify {directory.root}`"
     if found.num_other_files:
         text += f"; {found.num_other_files:,} files are not KVX's"
     return text

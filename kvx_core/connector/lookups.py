@@ -224,8 +224,6 @@ class Lookups:
         if not lookup.has_failed:
             with self._boundary.guard("did not look for more corrupt files"):
                 walk.check_rest(finder, is_enough)
-        with self._boundary.guard("did not list a folder"):
-            lookup.store.remember()
         if not lookup.is_forgotten:
             self._compute_keys(walk.chain, walk.num_tokens)
 

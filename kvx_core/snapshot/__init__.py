@@ -12,10 +12,8 @@ pool       memory that snapshots reuse           chunks    captures of chunks of
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
 restore    the copy of a snapshot into a cache
 copiers    copies that are described once       room      memory that snapshots are read into
-alike      files like one that was read before
 """
 
-from kvx_core.snapshot.alike import Alike
 from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
@@ -23,7 +21,7 @@ from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
-from kvx_core.snapshot.precision import VALUES, Accept, Precision
+from kvx_core.snapshot.precision import VALUES, Accept, Precision, Precisions
 from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
@@ -37,7 +35,6 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "VALUES",
     "Accept",
-    "Alike",
     "Chunks",
     "CorruptError",
     "Header",
@@ -47,6 +44,7 @@ __all__ = [
     "Part",
     "PlaneKind",
     "Precision",
+    "Precisions",
     "Room",
     "Section",
     "Snapshot",

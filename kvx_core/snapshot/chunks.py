@@ -43,25 +43,28 @@ class Chunks:
         precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
         pool: MemoryPool | None = None,
+        kind: object = None,
     ) -> None:
         """start, stop: positions in the sequence: the run that all snapshots lie in
         precision, format, pool: see Snapshot.reserve
+        kind:        of the files of a store that the snapshots go to
 
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         self.sections = tuple(sections)
         self._format, carried = StorageFormat.of(format), precision or Precision()
         carried = carried if isinstance(carried, Precision) else tuple(carried)
-        kind = None
+        self.kind = kind
+        self._pooled = None
         if pool is not None:
-            kind = pool.kind(self.sections, self._format, carried, stop - start)
-        self._kind = kind
-        if kind is not None:
-            self._parts = kind.parts
+            self._pooled = pool.kind(self.sections, self._format, carried, stop - start)
+        if self._pooled is not None:
+            self._parts = self._pooled.parts
         else:
             check_sections(sections, self._format, carried)
             self._parts = tuple(parts_of(sections, self._format, carried))
-        self._has_planes = kind is None and any(section.view.planes for section in sections)
+        has_planes = any(section.view.planes for section in sections)
+        self._has_planes = self._pooled is None and has_planes
         nulls = (Nulls(section, start, stop) for section in self.sections)
         self._nulls = [null for null in nulls if null.may_be_any]
 
@@ -75,9 +78,10 @@ class Chunks:
             check_span(self.sections, start, num_tokens)
         if self._nulls and any(null.any(start, start + num_tokens) for null in self._nulls):
             return None
-        if self._kind and num_tokens <= self._kind.num_tokens:
-            lease = self._kind.lend()
-            return Reserved(self._parts, self._kind.of_length(num_tokens), np.asarray(lease), lease)
+        if self._pooled and num_tokens <= self._pooled.num_tokens:
+            lease = self._pooled.lend()
+            tensors = self._pooled.of_length(num_tokens)
+            return Reserved(self._parts, tensors, np.asarray(lease), lease)
         tensors, num_bytes = laid_out(to_capture_all(self.sections, num_tokens, self._format))
         memory = host_memory(num_bytes, pinned=device_of(self.sections) is not None)
         return Reserved(self._parts, tensors, memory, None)

@@ -6,10 +6,9 @@ import io
 import os
 import stat
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
-from kvx_core.files import ReadFile, close
+from kvx_core.files import ReadFile, close, read_at, write_all
 from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
@@ -32,9 +31,6 @@ from kvx_core.words import wrong
 MAX_HEADER_BYTES = 16 << 20
 MAX_TOKENS = 1 << 24  # of a file, which may have holes: what it says takes no disk
 _MOST_BYTES = 1 << 20  # of tensors that are read with one call
-_MOST_PARTS = (
-    1024  # that one preadv or writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
-)
 _FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
 # Without O_NONBLOCK, opening a FIFO waits for its other end.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,7 +82,7 @@ class SnapshotFile:
                 raise StoreError(f"{self.name} is no regular file, expected one")
             num_bytes = status.st_size
             first = bytearray(min(_FIRST_BYTES, num_bytes))
-            self._read_at([memoryview(first)], 0)
+            read_at(self.file.fileno(), [memoryview(first)], 0)
             length = int.from_bytes(first[:8], "little")
             if num_bytes < 8 or not 2 <= length <= min(max_header_bytes, num_bytes - 8):
                 raise CorruptError(
@@ -107,7 +103,8 @@ class SnapshotFile:
             whole = first[:stop]
             if len(whole) < stop:
                 whole += bytes(stop - len(whole))
-                self._read_at([memoryview(whole)[len(first) :]], len(first))
+                rest = memoryview(whole)[len(first) :]
+                read_at(self.file.fileno(), [rest], len(first))
             raw, tokens = bytes(whole[8 : 8 + length]), bytes(whole[8 + length :])
             check_seal(raw, tokens, num_data_bytes, self.name, self._key)
             return Sealed(raw, np.frombuffer(tokens, "<i8"), num_data_bytes)
@@ -150,7 +147,8 @@ class SnapshotFile:
                 else parts[name]
                 for name in names
             ]
-            self._read_at([each.data for each in data], tensors[names[0]].offset)
+            offset = tensors[names[0]].offset
+            read_at(self.file.fileno(), [each.data for each in data], offset)
             return [
                 name
                 for name, each in zip(names, data, strict=True)
@@ -174,16 +172,6 @@ class SnapshotFile:
         if digest(data.data, self._kind, self._key) != self._checksums[name]:
             return False
         return not stored.coding or CODINGS[stored.coding].decode(part, data)
-
-    def _read_at(self, views: list[memoryview], offset: int) -> None:
-        """Fills all views. Raises EOFError, OSError, ValueError for a file that has been closed."""
-        file, left = self.file.fileno(), deque(view for view in views if view)
-        while left:
-            count = os.preadv(file, list(islice(left, _MOST_PARTS)), offset)
-            if not count:
-                raise EOFError
-            offset += count
-            _advance(left, count)
 
 
 def _groups(tensors: Mapping[str, Stored], names: Iterable[str]) -> list[list[str]]:
@@ -244,9 +232,9 @@ def write(
         if isinstance(target, Path):
             with io.FileIO(_opened(target, os.O_WRONLY | os.O_CREAT), "w") as file:
                 file.truncate(0)
-                _write_all(file, parts)
+                write_all(file, parts)
         else:
-            _write_all(target, parts)
+            write_all(target, parts)
     except (OSError, ValueError, MemoryError) as error:
         what = target if isinstance(target, Path) else "the snapshot"
         raise StoreError(f"{what} cannot be written: {error}") from None
@@ -272,25 +260,6 @@ def _opened(path: Path, flags: int) -> int:
         close(file)
         raise
     return file
-
-
-def _write_all(file: BinaryIO, parts: Sequence[memoryview]) -> None:
-    """Writes all parts: with one call if the file is unbuffered, so that the GIL is taken once."""
-    left = deque(parts)
-    while left:
-        if isinstance(file, io.FileIO):
-            written = os.writev(file.fileno(), list(islice(left, _MOST_PARTS)))
-        else:
-            written = file.write(left[0])
-        _advance(left, written)
-
-
-def _advance(left: deque[memoryview], count: int) -> None:
-    """Drops the first `count` bytes of what is left to be read or written."""
-    while left and count >= len(left[0]):
-        count -= len(left.popleft())
-    if count:
-        left[0] = left[0][count:]
 
 
 def digest(data: bytes | memoryview, kind: str, key: Key | None) -> str:

@@ -184,21 +184,6 @@ def all_or_each(name: str, value: Any) -> Precisions:
     return found
 
 
-def of_layers(given: Precisions, num_layers: int) -> tuple[Precision, ...]:
-    """What a cache asks for, for each of so many layers. Raises InvalidArgumentError."""
-    each = (given,) * num_layers if isinstance(given, Precision) else given
-    if (
-        not isinstance(each, (list, tuple))
-        or len(each) != num_layers
-        or not all(isinstance(one, Precision) and one.formats for one in each)
-    ):
-        raise InvalidArgumentError(
-            f"precision is {given!r}, expected Precision.of(dtype of the computation, dtype of K "
-            f"and V), or a list of {num_layers}, one for each layer"
-        )
-    return tuple(each)
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

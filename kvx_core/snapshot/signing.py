@@ -27,6 +27,8 @@ class Key:
     """
 
     secret: bytes = field(repr=False)
+    id: int = field(init=False, compare=False)  # differs between keys and reveals nothing of them
+    _derived: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         instance("key", self.secret, bytes, f"at least {_MIN_BYTES} bytes that nobody can guess")
@@ -35,15 +37,22 @@ class Key:
                 f"key has {len(self.secret)} bytes, expected at least {_MIN_BYTES} that nobody can "
                 "guess. Make one with os.urandom(32)"
             )
+        derived = hashlib.blake2b(self.secret, digest_size=64, person=b"kvx key").digest()
+        object.__setattr__(self, "_derived", derived)
+        object.__setattr__(self, "id", int.from_bytes(self.mac(b"", b"kvx name")[:8], "little"))
 
-    def digest(self, data: bytes | memoryview, purpose: bytes) -> str:
-        """A keyed digest of `data`.
+    def mac(self, data: bytes | memoryview, purpose: bytes) -> bytes:
+        """A keyed digest of `data`, 32 bytes.
 
         purpose: at most 16 bytes; digests for different purposes differ
         """
-        key = hashlib.blake2b(self.secret, digest_size=64, person=b"kvx key").digest()
-        mac = hashlib.blake2b(data, key=key, digest_size=_DIGEST_BYTES, person=purpose)
-        return mac.hexdigest()
+        return hashlib.blake2b(
+            data, key=self._derived, digest_size=_DIGEST_BYTES, person=purpose
+        ).digest()
+
+    def digest(self, data: bytes | memoryview, purpose: bytes) -> str:
+        """`mac` in hex."""
+        return self.mac(data, purpose).hex()
 
     @property
     def name(self) -> str:
@@ -51,7 +60,7 @@ class Key:
         return self.digest(b"", b"kvx name")
 
 
-def read_key(path: Path, field: str = "key_file") -> bytes:
+def read_key(path: Path, field: str = "key_files") -> bytes:
     """Reads a key: all bytes of a file that only this user can read, and root.
 
     field: what errors call it

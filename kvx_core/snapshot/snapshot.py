@@ -89,6 +89,7 @@ class Snapshot:
     at: int = field(default=0, repr=False, compare=False)  # bytes, from the start of the room
     place: Placed | None = field(default=None, repr=False, compare=False)  # of tensors there
     name: str = "the snapshot"  # for messages
+    kind: object = field(default=None, repr=False, compare=False)  # of its file in a store
 
     @classmethod
     @takes(sections=each_is_a(Section))
@@ -167,7 +168,7 @@ class Snapshot:
         header = Header(start, prefix, parts)
         first, num_bytes = tensors["tokens"].offset, 8 * len(tokens)
         memory[first : first + num_bytes].view("<i8")[:] = tokens
-        return cls(header, tokens, tensors, memory, lease=lease)
+        return cls(header, tokens, tensors, memory, lease=lease, kind=chunks.kind)
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:

@@ -7,14 +7,16 @@ from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Precision, Section, Snapshot
-from kvx_core.stores.keys import is_node
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.match import Match
+from kvx_core.stores.names import is_key
 from kvx_core.words import (
     Check,
     each_is_a,
     instance,
     int64,
     int64s,
+    integer,
     is_a,
     items,
     one_of,
@@ -30,17 +32,9 @@ def accept(name: str, value: Any) -> str:
     return one_of(name, value, "same", "lossy")
 
 
-def blobs(name: str, value: Any) -> Any:
-    """What has the functions of a BlobStore. Raises InvalidArgumentError."""
-    for function in ("put", "open", "names", "delete"):
-        if not callable(getattr(value, function, None)):
-            raise wrong(name, value, f"a BlobStore, such as a Directory: it has no {function}")
-    return value
-
-
 def node(name: str, value: Any) -> str:
     """The key of all tokens before a chunk. Raises InvalidArgumentError."""
-    if not is_node(instance(name, value, str, "one of nodes(tokens)")):
+    if not is_key(instance(name, value, str, "one of nodes(tokens)")):
         raise wrong(name, value, "one of nodes(tokens)")
     return str(value)
 
@@ -53,6 +47,7 @@ def heads(name: str, value: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
+BLOBS = is_a(BlobStore, "a BlobStore, such as a Directory")
 SECTIONS = each_is_a(Section)
 SNAPSHOT = is_a(Snapshot)
 SNAPSHOTS = each_is_a(Snapshot)
@@ -67,18 +62,40 @@ CHUNK: dict[str, Check] = {
 }
 
 
-def check_part(shape: tuple[int, int], layers: Sequence[int], stop_head: int) -> None:
-    """Raises InvalidArgumentError unless a model of this shape has these layers and heads.
+def of_layers(name: str, value: Any, num_layers: int) -> tuple[int, ...]:
+    """A number for every layer. Raises InvalidArgumentError."""
+    if isinstance(value, (list, tuple)):
+        found = int64s(name, value)
+        if len(found) != num_layers or min(found) < 0 or not any(found):
+            raise wrong(name, value, f"a number of heads for each of the {num_layers} layers")
+        return tuple(found)
+    return (integer(name, value, 1),) * num_layers
 
-    shape: layers, and KV heads of each
-    """
-    if not layers or not 0 <= min(layers) <= max(layers) < shape[0]:
+
+def precisions(value: Any, num_layers: int) -> tuple[Precision, ...]:
+    """A precision for every layer. Raises InvalidArgumentError."""
+    each = tuple(value) if isinstance(value, (list, tuple)) else (value,) * num_layers
+    if len(each) != num_layers or not all(isinstance(p, Precision) and p.formats for p in each):
         raise InvalidArgumentError(
-            f"layers is {list(layers)}, expected some of the {shape[0]} of the model, from 0 on"
+            f"precision is {value!r}, expected Precision.of(dtype of the computation, dtype of K "
+            f"and V), or one for each of the {num_layers} layers"
         )
-    if stop_head > shape[1]:
+    return each
+
+
+def check_part(kv_heads: Sequence[int], layers: Sequence[int], stop_head: int) -> None:
+    """Raises InvalidArgumentError unless a model has these layers and heads.
+
+    kv_heads: of each layer of the model
+    """
+    if not layers or not 0 <= min(layers) <= max(layers) < len(kv_heads):
         raise InvalidArgumentError(
-            f"heads end at {stop_head}, expected at most {shape[1]}, those of the model"
+            f"layers is {list(layers)}, expected some of the {len(kv_heads)} of the model, from 0 on"
+        )
+    most = min(kv_heads[layer] for layer in layers)
+    if stop_head > most:
+        raise InvalidArgumentError(
+            f"heads end at {stop_head}, expected at most {most}, those of the model"
         )
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,8 @@ from kvx_core.stores.beneath import (
     open_beneath,
     remove_beneath,
 )
+from kvx_core.stores.blob_store import MAX_WORDS, BlobStore, Put, Write, check_name, is_word
+from kvx_core.stores.eviction import File, evictable, lone_records
 from kvx_core.stores.new_files import NewFiles, Written
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
@@ -32,7 +34,6 @@ from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_tempo
 from kvx_core.stores.usage import Usage
 from kvx_core.words import instance, integer, one_of
 
-_MAX_WORDS = 8  # of a name
 _MAX_NAMES = 1 << 16  # that `names` returns
 _FEW = 4  # files, from which on it is quicker to sync them together
 _TRIES = 5  # when other processes delete what a call is using
@@ -56,16 +57,17 @@ _WAYS_OUT = {
     errno.ENOENT: "Its folders are being deleted by somebody else",
 }
 
-Put = bool | StoreError  # what a put returns: whether the name is new; or why it was not stored
 
-
-class Directory:
+class Directory(BlobStore):
     """A BlobStore in a directory, which processes, their threads and machines may share.
 
     A file gets its name when it is complete and on the disk; until then it lies in the folder
     ".tmp". Symbolic links are followed in the path of the root, and none below it. Nothing stays
     open between two calls: the directory may be deleted and made again.
     """
+
+    root: Path
+    usage: Usage
 
     def __init__(
         self, root: Path | str, max_bytes: int | None = None, *, group: Group = "none"
@@ -97,12 +99,12 @@ class Directory:
         self._next_drop = 0.0
         self._lock, self._process = Lock(), os.getpid()
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
         """As BlobStore.put.
 
         If the disk is full, the least recently used files are deleted until there is room.
         """
-        _check_name(name)
+        check_name(name)
         handled = sys.exception()
         tries = full_tries = reached = 0
 
@@ -119,7 +121,7 @@ class Directory:
         while True:
             before, reached = reached, 0
             try:
-                num_bytes = self._put(name, measured)
+                num_bytes = self._put(name, measured, durable)
                 break
             except (OSError, StoreError) as error:
                 code = _code(error, handled)
@@ -135,8 +137,8 @@ class Directory:
             self._has_grown(1, num_bytes)
         return num_bytes is not None
 
-    def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
-        """`put` for each name and `write`, and what it returns or raises.
+    def put_all(self, files: Sequence[tuple[str, Write]]) -> list[Put]:
+        """As BlobStore.put_all.
 
         On a disk of this machine they are synced together: 64 files of 0.5 MB in a tenth of the
         time. All are open at once. A file that cannot be written with the others is put alone.
@@ -146,7 +148,7 @@ class Directory:
             if len(files) >= _FEW and syncs_together(place.root):
                 written: dict[int, Written] = {}
                 for i, (name, write) in enumerate(files):
-                    _check_name(name)
+                    check_name(name)
                     with suppress(OSError, StoreError):
                         one = stack.enter_context(self._new.written(place, name, write))
                         if one is None:
@@ -163,10 +165,7 @@ class Directory:
                 self._has_grown(len(sizes), sum(sizes))
         for i, (name, write) in enumerate(files):
             if i not in done:
-                try:
-                    done[i] = self.put(name, write)
-                except StoreError as error:
-                    done[i] = error
+                done[i] = self._put_one(name, write)
         return [done[i] for i in range(len(files))]
 
     def _has_grown(self, num_files: int, num_bytes: int) -> None:
@@ -176,7 +175,7 @@ class Directory:
 
     def open(self, name: str) -> BinaryIO | None:
         """As BlobStore.open."""
-        _check_name(name)
+        check_name(name)
         try:
             root = self._open_root(name, "read")
         except FileNotFoundError:
@@ -198,7 +197,7 @@ class Directory:
             if error.errno in _NO_FILE:
                 return None
             raise self._failure(name, "read", error) from error
-        opened.name = f"{self.root}/{name}"
+        opened.name = self.path_of(name)
         with suppress(OSError):  # it may be another user's
             os.utime(file)  # now, by the clock of the file system, which all machines share
         return opened
@@ -209,7 +208,7 @@ class Directory:
         Leaves out what cannot be a word of a name. At most 65,536 of them.
         """
         if not isinstance(folder, str) or folder:
-            _check_name(folder)
+            check_name(folder)
         found: list[str] = []
         pace = Pace()
         with suppress(OSError, StoreError):
@@ -220,7 +219,7 @@ class Directory:
                 close(root)
             try:
                 with os.scandir(handle) as entries:
-                    words = (entry.name for entry in entries if _is_word(entry.name))
+                    words = (entry.name for entry in entries if is_word(entry.name))
                     for word in islice(words, _MAX_NAMES):
                         found.append(word)
                         pace.breathe()
@@ -234,7 +233,7 @@ class Directory:
 
     def _delete(self, name: str) -> bool:
         """Returns whether this call has deleted it."""
-        _check_name(name)
+        check_name(name)
         try:
             root = self._open_root(name, "deleted")
         except FileNotFoundError:
@@ -258,23 +257,26 @@ class Directory:
         """Deletes temporary files whose writer is dead and, if files have more than max_bytes, the
         least recently used ones until a tenth of max_bytes is free.
 
-        Files directly in the root stay. Returns the bytes of the files that are left. Raises
-        StoreError.
+        Files directly in the root stay, and so do records (.json, .mac), until their space has no
+        entries and they were not used for a day. Returns the bytes of the files that are left.
+        Raises StoreError.
         """
-        found = self._files("trimmed")
+        found, now = self._listed("trimmed", clean=True)
         left = sum(num_bytes for _, num_bytes, _ in found)
+        if now is not None:
+            left -= self._drop(lone_records(found, now), left)
         if self.max_bytes is not None and left > self.max_bytes:
-            left -= self._drop(found, left - self.max_bytes * 9 // 10)
+            left -= self._drop(evictable(found), left - self.max_bytes * 9 // 10)
         return left
 
-    def files(self, unread: list[str] | None = None) -> list[tuple[float, int, str]]:
+    def files(self, unread: list[str] | None = None) -> list[File]:
         """Time of last use, bytes on the disk and name of each file, the least recent first.
 
         unread: gets the folders that cannot be read, each with the reason
         Times are in seconds since 1970. Deletes nothing. Empty if there is no directory. Raises
         StoreError.
         """
-        return self._files("listed", clean=False, unread=unread)
+        return self._listed("listed", unread=unread)[0]
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write on the disk, also of a directory that is not made
@@ -289,10 +291,10 @@ class Directory:
             raise self._failure("", "read", error) from error
         return space.f_bavail * space.f_frsize
 
-    def _put(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
+    def _put(self, name: str, write: Write, durable: bool) -> int | None:
         """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
         with self._new.place() as place, self._new.written(place, name, write) as written:
-            if written is None or not self._new.publish(place, written):
+            if written is None or not self._new.publish(place, written, durable):
                 return None
             return written.num_bytes
 
@@ -316,16 +318,16 @@ class Directory:
             if time.monotonic() < self._next_drop:
                 return False
             try:
-                found = self._files("trimmed")
+                found, _ = self._listed("trimmed", clean=True)
                 space = os.statvfs(self.root)
             except (OSError, StoreError):
                 return False
             num_bytes = sum(num_bytes for _, num_bytes, _ in found) // 10
             if not tries and space.f_bavail * space.f_frsize > num_bytes:
                 return True
-            return self._drop(found, max(num_bytes, 1)) > 0
+            return self._drop(evictable(found), max(num_bytes, 1)) > 0
 
-    def _drop(self, found: list[tuple[float, int, str]], num_bytes: int) -> int:
+    def _drop(self, found: list[File], num_bytes: int) -> int:
         """Deletes files in this order until num_bytes are freed. Returns the bytes freed."""
         freed = 0
         for _, size, name in found:
@@ -337,14 +339,17 @@ class Directory:
                 freed += size
         return freed
 
-    def _files(
-        self, verb: str, *, clean: bool = True, unread: list[str] | None = None
-    ) -> list[tuple[float, int, str]]:
-        """As `files`; clean: deletes temporary files whose writer is dead."""
+    def _listed(
+        self, verb: str, *, clean: bool = False, unread: list[str] | None = None
+    ) -> tuple[list[File], float | None]:
+        """As `files`, and with `clean` the time by the file system's clock, if it says.
+
+        clean: deletes temporary files whose writer is dead
+        """
         try:
             root = self._open_root("", verb)
         except FileNotFoundError:
-            return []
+            return [], None
         try:
             now = None
             if clean:
@@ -367,7 +372,7 @@ class Directory:
             for name, status in found
         )
         self.usage.counted(len(files), sum(num_bytes for _, num_bytes, _ in files))
-        return files
+        return files, now
 
     def _open_root(self, name: str, verb: str) -> int:
         """Raises FileNotFoundError if it does not exist, StoreError if it cannot be opened."""
@@ -386,22 +391,9 @@ class Directory:
 
     def _failure(self, name: str, verb: str, error: OSError) -> StoreError:
         way_out = _WAYS_OUT.get(error.errno or 0, "")
-        path = f"{self.root}/{name}" if name else str(self.root)
+        path = self.path_of(name) if name else str(self.root)
         reason = error.strerror or str(error)
         return StoreError(f"{path} cannot be {verb}: {reason}" + (way_out and f". {way_out}"))
-
-
-def _check_name(name: str) -> None:
-    words = instance("the name of a blob", name, str, "a str").split("/")
-    if len(words) > _MAX_WORDS or not all(map(_is_word, words)):
-        raise InvalidArgumentError(
-            f"the name of a blob is {name!r}, expected words with '/' between them, {_MAX_WORDS} "
-            "at most, of printable ASCII, none of them empty or beginning with a dot"
-        )
-
-
-def _is_word(text: str) -> bool:
-    return text.isascii() and text.isprintable() and text[:1] not in ("", ".")
 
 
 def _walk(
@@ -420,10 +412,10 @@ def _walk(
                     name = f"{path}/{entry.name}".lstrip("/")
                     if now is not None and is_temporary(entry.name):
                         delete_if_abandoned(folder, entry.name, now)
-                    elif not _is_word(entry.name):
+                    elif not is_word(entry.name):
                         continue
                     elif entry.is_dir(follow_symlinks=False):
-                        if name.count("/") < _MAX_WORDS - 2:
+                        if name.count("/") < MAX_WORDS - 2:
                             yield from _walk(root, name, now, unread)
                     elif path:
                         with suppress(OSError):

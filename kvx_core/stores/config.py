@@ -1,72 +1,103 @@
-"""kvx-store.json: the format of a store, its chunk size, and the limit that it was made with."""
+"""kvx-store.json: the format of a store, its chunk size, and the limit that it was made with.
+
+Whoever may write to a store can have written it, so that nothing in it is an error of the caller's:
+engines run without the store. Format: docs/store_format.md.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
-from kvx_core.snapshot import FORMAT, StoreError
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.secrets import Secrets
 
+FORMAT = 3
+MIN_CHUNK_TOKENS = 16  # a prompt of 4,096 tokens is 256 files
+MOST_CHUNK_TOKENS = 1 << 16
 _NAME = "kvx-store.json"
 _MAX_BYTES = 4096
-_ENCRYPTED = f"{FORMAT} AES-256-GCM"  # so that earlier versions take no file for a damaged one
-_MAX_CHUNK_TOKENS = 999_999_999  # names of files have 9 digits
-MIN_CHUNK_TOKENS = 16  # a prompt of 4,096 tokens is 256 files
-# That a description may say alone: memory for a chunk is taken before any is read.
-MOST_CHUNK_TOKENS = 4096
+_MAC_BYTES = 64
+_CIPHER = "AES-256-GCM"
+_WAIT_SECONDS = 2.0  # a process that makes a store writes its MAC after its description
+_POLL_SECONDS = 0.01
 
 
 class StoreConfig(NamedTuple):
-    """key_check:    of the key that files are encrypted with; None: they are not encrypted
-    chunk_tokens: tokens of a full chunk
+    """chunk_tokens: tokens of a full chunk
     max_bytes:    on the disk, for engines whose settings name no limit; None: it was made without
+    is_encrypted: whether all entries are
     """
 
     chunk_tokens: int
     max_bytes: int | None
-    key_check: str | None = None
+    is_encrypted: bool
 
 
-def stored_config(blobs: BlobStore, requested: int | None, otherwise: int) -> StoreConfig | None:
+def stored_config(
+    blobs: BlobStore,
+    secrets: Secrets,
+    requested: int | None,
+    otherwise: int,
+    *,
+    waits: bool = True,
+) -> StoreConfig | None:
     """The description of a store; a new one has the limit of `blobs`, if that has one.
 
     requested: chunk_tokens that the caller asks for, or None
     otherwise: those of a new store, if nothing is requested
+    waits:     for a process that is making the store just now
+    A description that an old key has authenticated gets a MAC of the new one, too.
     Returns None if there is no store yet and none can be made here.
-    Raises StoreError if `check_config` does, or if it has another format or cannot be read.
+    Raises StoreError if `read_config` or `check_chunks` does; InvalidArgumentError for a number of
+    tokens that no store has.
     """
-    config = read_config(blobs)
+    chunk_tokens = requested or otherwise
+    if chunk_tokens > MOST_CHUNK_TOKENS:
+        raise InvalidArgumentError(
+            f"chunk_tokens is {chunk_tokens}, expected at most {MOST_CHUNK_TOKENS}"
+        )
+    config = read_config(blobs, secrets, waits=waits)
     if config is None:
-        wanted: dict[str, object] = {"format": FORMAT, "chunk_tokens": requested or otherwise}
-        key_check = getattr(blobs, "key_check", None)
-        if key_check is not None:
-            wanted |= {"format": _ENCRYPTED, "key_check": key_check}
-        limit = getattr(blobs, "max_bytes", None)
-        if limit is not None:
-            wanted["max_bytes"] = limit
-
-        def write(file: BinaryIO) -> None:
-            file.write(json.dumps(wanted).encode() + b"\n")
-
+        wanted: dict[str, object] = {"format": FORMAT, "chunk_tokens": chunk_tokens}
+        if blobs.max_bytes is not None:
+            wanted["max_bytes"] = blobs.max_bytes
+        if secrets.is_encrypted:
+            wanted["encryption"] = _CIPHER
+        raw = json.dumps(wanted).encode() + b"\n"
         with suppress(StoreError):  # a store that this process may only read can still be empty
-            blobs.put(_NAME, write)
-        config = read_config(blobs)
-    check_config(blobs, config, requested)
+            if blobs.put(_NAME, _writing(raw)):
+                _authenticate(blobs, secrets, raw)
+        config = read_config(blobs, secrets, waits=waits)
+    if config is not None:
+        check_chunks(blobs, config, requested)
     return config
 
 
-def check_config(blobs: BlobStore, config: StoreConfig | None, requested: int | None) -> None:
-    """Raises StoreError if `check_key` or `check_chunks` does.
+def read_config(
+    blobs: BlobStore, secrets: Secrets | None = None, *, waits: bool = False
+) -> StoreConfig | None:
+    """The description of a store; None if there is none yet.
 
-    Whoever may write to the store can have written its description, so that nothing in it is an
-    error of the caller's: engines run without the store.
+    secrets: that it has to be authenticated and encrypted with; None: it may be anybody's
+    waits:   as for stored_config
+    Raises StoreError if it has another format, other keys, or cannot be read.
     """
-    if config is not None:
-        check_key(blobs, config)
-        check_chunks(blobs, config, requested)
+    where = blobs.path_of(_NAME)
+    raw = blobs.read(_NAME, _MAX_BYTES)
+    if raw is None:
+        return None
+    config = _parsed(raw, where)
+    if secrets is not None:
+        _check_encryption(secrets, config, where)
+        _check_macs(blobs, secrets, raw, where, _WAIT_SECONDS if waits else 0.0)
+    return config
 
 
 def check_chunks(blobs: BlobStore, config: StoreConfig, requested: int | None) -> None:
@@ -75,92 +106,113 @@ def check_chunks(blobs: BlobStore, config: StoreConfig, requested: int | None) -
     """
     if config.chunk_tokens == requested:
         return
+    where = blobs.path_of(_NAME)
     if requested is not None:
         raise StoreError(
-            f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {_path(blobs)} says. "
+            f"chunk_tokens is {requested}, expected {config.chunk_tokens} as {where} says. "
             "Leave it out, or use another directory"
         )
-    if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MOST_CHUNK_TOKENS:
+    if config.chunk_tokens < MIN_CHUNK_TOKENS:
         raise StoreError(
-            f"{_path(blobs)} has chunk_tokens {config.chunk_tokens}, expected {MIN_CHUNK_TOKENS} "
+            f"{where} has chunk_tokens {config.chunk_tokens}, expected {MIN_CHUNK_TOKENS} "
             f"to {MOST_CHUNK_TOKENS}. Set chunk_tokens to it if you have made the store so, or use "
             "another directory"
         )
 
 
-def check_key(blobs: BlobStore, config: StoreConfig) -> None:
-    """Raises StoreError if the store has another encryption key than `blobs`."""
-    key_check = getattr(blobs, "key_check", None)
-    if config.key_check != key_check:
-        if config.key_check is None:
-            found, way_out = "is not encrypted", "Leave the encryption key out"
-        elif key_check is None:
-            found, way_out = "is encrypted", "Give the key: encryption_key_file"
-        else:
-            found, way_out = "is encrypted with another key", "Give its key"
-        given = "no key is given" if key_check is None else "an encryption key is given"
-        raise StoreError(
-            f"{given}, and the store {found}, as {_path(blobs)} says. {way_out}, or use another "
-            "directory"
-        )
-
-
-def read_config(blobs: BlobStore) -> StoreConfig | None:
-    """The description of a store; None if there is none yet.
-
-    Raises StoreError if it has another format or cannot be read.
-    """
-    where = _path(blobs)
-    raw = _read(blobs, where)
-    if raw is None:
-        return None
+def _parsed(raw: bytes, where: str) -> StoreConfig:
+    """Raises StoreError."""
     try:
         config = strict_json(raw)
         found, chunk_tokens = config["format"], config["chunk_tokens"]
-        max_bytes, key_check = config.get("max_bytes"), None
-        if found == _ENCRYPTED:
-            found, key_check = FORMAT, config["key_check"]
+        max_bytes, encryption = config.get("max_bytes"), config.get("encryption")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{where} is not the description of a KVX store: {error!r}") from None
-    if type(found) is int and 0 < found < FORMAT:
-        raise StoreError(
-            f"{where} is that of a store of format {found}, which an earlier version of KVX has "
-            f"written, expected format {FORMAT}. Delete the directory, or use another: what it "
-            "holds is computed again"
-        )
+    for earlier in range(1, FORMAT):
+        if type(found) in (int, str) and found in (earlier, f"{earlier} {_CIPHER}"):
+            raise StoreError(
+                f"{where} is that of a store of format {earlier}, which an earlier version of KVX "
+                f"has written, expected format {FORMAT}. Delete the directory, or use another: "
+                "what it holds is computed again"
+            )
     if (
-        found != FORMAT
+        type(found) is not int
+        or found != FORMAT
         or type(chunk_tokens) is not int
-        or not 0 < chunk_tokens <= _MAX_CHUNK_TOKENS
+        or not 0 < chunk_tokens <= MOST_CHUNK_TOKENS
     ):
         raise StoreError(
             f"{where} has format {found!r} and chunk_tokens {chunk_tokens!r}, expected format "
-            f"{FORMAT} and a number of tokens"
+            f"{FORMAT} and {MIN_CHUNK_TOKENS} to {MOST_CHUNK_TOKENS} tokens"
         )
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise StoreError(f"{where} has max_bytes {max_bytes!r}, expected a number greater than 0")
-    if key_check is not None and (type(key_check) is not str or not key_check):
-        raise StoreError(f"{where} has key_check {key_check!r}, expected a text")
-    return StoreConfig(chunk_tokens, max_bytes, key_check)
+    if encryption not in (None, _CIPHER):
+        raise StoreError(f"{where} has encryption {encryption!r}, expected {_CIPHER!r} or none")
+    return StoreConfig(chunk_tokens, max_bytes, encryption is not None)
 
 
-def _path(blobs: BlobStore) -> str:
-    root = getattr(blobs, "root", None)
-    return _NAME if root is None else f"{root}/{_NAME}"
-
-
-def _read(blobs: BlobStore, where: str) -> bytes | None:
-    """The description; None if there is none. Raises StoreError."""
-    file = blobs.open(_NAME)
-    if file is None:
-        return None
-    with file:
-        try:
-            raw = file.read(_MAX_BYTES + 1) or b""
-        except OSError as error:
-            raise StoreError(f"{where} cannot be read: {error}") from None
-    if len(raw) > _MAX_BYTES:
+def _check_encryption(secrets: Secrets, config: StoreConfig, where: str) -> None:
+    """Raises StoreError unless both are encrypted, or none is."""
+    if config.is_encrypted and not secrets.is_encrypted:
         raise StoreError(
-            f"{where} is not the description of a KVX store: it has more than {_MAX_BYTES} bytes"
+            f"no encryption key is given, and the store is encrypted, as {where} says. Give the "
+            "key: encryption_key_files, or use another directory"
         )
-    return raw
+    if secrets.is_encrypted and not config.is_encrypted:
+        raise StoreError(
+            f"an encryption key is given, and the store is not encrypted, as {where} says. Leave "
+            "the encryption key out, or use another directory"
+        )
+
+
+def _check_macs(
+    blobs: BlobStore, secrets: Secrets, raw: bytes, where: str, wait_seconds: float
+) -> None:
+    """Checks the MACs beside a description, one for each sort of keys; adds that of a new key.
+
+    wait_seconds: for MACs that are not there
+    Raises StoreError.
+    """
+    until = time.monotonic() + wait_seconds
+    for sort, one in _sorts(secrets):
+        names = one.mac_names(_NAME)
+        while not any(map(blobs.is_there, names)) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        if not one.check(_NAME, raw, lambda name: _mac(blobs, name)):
+            raise StoreError(
+                f"{where} is not authenticated by the {sort} key that is given: {names[0]} beside "
+                "it is missing or wrong. Who has written it has another key, or none. Give the key "
+                "that the store was made with, or use another directory"
+            )
+    _authenticate(blobs, secrets, raw)
+
+
+def _authenticate(blobs: BlobStore, secrets: Secrets, raw: bytes) -> None:
+    """Writes the MACs of the first keys, where they are missing and this process may write."""
+    for _, one in _sorts(secrets):
+        expected = one.mac(_NAME, raw)
+        if expected is not None and _mac(blobs, expected[0]) != expected[1].encode():
+            with suppress(StoreError):
+                blobs.replace(expected[0], _writing(expected[1].encode()))
+
+
+def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
+    """The keys of each sort that there are: a store may not be used with one right, one wrong."""
+    if secrets.is_keyed:
+        yield "signing", Secrets(signing=secrets.signing)
+    if secrets.is_encrypted:
+        yield "encryption", Secrets(encryption=secrets.encryption)
+
+
+def _mac(blobs: BlobStore, name: str) -> bytes | None:
+    with suppress(StoreError):
+        return blobs.read(name, _MAC_BYTES)
+    return None
+
+
+def _writing(raw: bytes) -> Callable[[BinaryIO], None]:
+    def write(file: BinaryIO) -> None:
+        file.write(raw)
+
+    return write

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from kvx_core.snapshot import Section
-from kvx_core.stores.keys import parse_name
 from kvx_core.stores.prefix import PrefixStore
 
 
@@ -20,37 +17,26 @@ def never_found(
     heads:    of this worker and of the others with the same layers: first, and one past the last
     Reads and writes no file.
     """
-    heads = list(heads)
-    held = sorted({section.heads for section in sections})
-    if len(held) > 1:
+    kind, kinds = store.would_write(sections), store.kinds
+    if not kinds.accepts(kind):
+        of = ((layer, kind.precision_of(layer), kinds.demand[layer]) for layer in kind.layers)
+        layer = next(layer for layer, has, wanted in of if not has.includes(wanted))
         return (
-            f"layers have the KV heads {' and '.join(map(_words, held))}, expected the same in "
-            "all: a store of layers that differ in their number of heads is not there yet"
+            f"values of layer {layer} would be stored as {kind.precision_of(layer).name}, expected "
+            f"numbers that include those of {kinds.demand[layer].name}, which a lookup asks for"
         )
-    finder, files = store.finder, []
-    for of in {*held, *heads}:
-        name = store.would_write(sections, of)
-        file = parse_name(name, finder.shape)
-        if file is None:
+    ranks = sorted(set(heads))
+    for layer in kind.layers:
+        at, total = 0, kinds.record.kv_heads[layer]
+        for first, last in sorted({kind.heads_of(layer), *ranks}):
+            if first <= at:
+                at = max(at, last)
+        if at < total:
+            words = ", ".join(map(_words, ranks))
             return (
-                f"{name.rpartition('/')[2]!r} would be stored, expected a name of a model of "
-                f"{finder.shape[0]} layers and {finder.shape[1]} KV heads"
+                f"nobody would store head {at} of layer {layer}: all ranks together have the KV "
+                f"heads {words} of {total}, and an entry is found when it holds all"
             )
-        if not finder.accepts(file.precision):
-            return (
-                f"values would be stored as {file.precision.name}, expected numbers that include "
-                f"those of {finder.precision.name}, which a lookup asks for"
-            )
-        files.append(file)
-    layers = [layer for section in sections for layer in section.layers]
-    missing = np.argwhere(~finder.cover(files)[0][layers])
-    if len(missing):
-        layer, head = int(layers[missing[0][0]]), int(missing[0][1])
-        ranges = ", ".join(map(_words, sorted({*held, *heads})))
-        return (
-            f"nobody would store head {head} of layer {layer}: all ranks together have the KV "
-            f"heads {ranges} of {finder.shape[1]}, and an entry is found when it holds all"
-        )
     return ""
 
 

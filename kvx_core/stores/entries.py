@@ -4,79 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import BinaryIO
 
-from kvx_core.snapshot import (
-    Alike,
-    CorruptError,
-    Precision,
-    Room,
-    Snapshot,
-    StoreError,
-    read_tokens,
-)
+from kvx_core.snapshot import CorruptError, Precision, StoreError
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.encrypted import Encrypted
-from kvx_core.stores.index import Index
-from kvx_core.stores.keys import EntryFile, Ids, entry_of, heads_of, is_node, name_of
-from kvx_core.stores.pace import drain
-
-_MOST_HEAD_BYTES = 1 << 14  # of a token and head in a layer: K and V of 2,048 numbers of 4 bytes
+from kvx_core.stores.chunk_file import open_chunk
+from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.marks import Mark, Marks
+from kvx_core.stores.names import Ids, entry_name
+from kvx_core.stores.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Files by name. Whatever a file holds, only StoreError is raised.
+    """Files on the disk. Whatever a file holds, only StoreError is raised.
 
-    index:      remembers what is seen
-    has_planes: files have tensors beside K and V, of any size
+    index: remembers what is seen
     """
 
     blobs: BlobStore
-    key: bytes | None  # that files are signed with
-    max_header_bytes: int
-    index: Index = field(default_factory=Index)
-    has_planes: bool = False
+    secrets: Secrets
+    marks: Marks
+    index: Index
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the tokens of this file are known."""
-        return self.index.tokens_of(name) is not None
+    def is_good(self, space: str, key: str, kind: Kind, num_tokens: int) -> bool:
+        """Whether the file of a key and kind is there, and is what its name says.
 
-    def names(self, folder: str) -> list[str]:
-        """The names in a folder: a list of the caller's."""
-        names = list(self.blobs.names(folder))
-        self.index.listed(folder, names)
-        return names
-
-    def glance(self, folder: str) -> None:
-        """Notes that a folder is worth listing: see `list_noted`.
-
-        Not again if it is large: that takes longer than the lookups that it spares.
+        num_tokens: that the entry has
+        Reads no keys and values. Marks the file as used. A corrupt file is deleted.
         """
-        if self.index.is_worth_listing(folder):
-            self.index.note(folder)
-
-    def list_noted(self) -> None:
-        """Lists folders that lookups have glanced at, so that memory knows what they do not have.
-
-        Takes longer than a lookup that finds nothing: called when it has its answer.
-        """
-        for folder in self.index.take_noted():
-            if self.index.is_worth_listing(folder):  # no other thread has done so
-                for _ in drain(self.names(folder)):
-                    pass
+        name = entry_name(space, key, kind.id)
+        try:
+            if self.index.is_good(name):
+                return self.is_there(name)
+            with self._opened(name) as file:
+                if file is None:
+                    self.index.missed(name)
+                    return False
+                with self.discarding(name):
+                    open_chunk(file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens)
+        except MemoryError:
+            return False
+        except StoreError as error:
+            self.index.failed(error)
+            return False
+        self.index.found_good(name)
+        return True
 
     def is_there(self, name: str) -> bool:
         """Whether the file exists; marks it as used now. Raises StoreError."""
-        if isinstance(self.blobs, Encrypted):  # whose `open` reads the whole file
-            found = self.blobs.is_there(name)
-        else:
-            file = self.blobs.open(name)
-            found = file is not None
-            if file is not None:
-                file.close()
+        found = self.blobs.is_there(name)
         if found:
             self.index.saw(name)
         else:
@@ -84,103 +64,28 @@ class Entries:
         return found
 
     @contextmanager
-    def opened(self, file: EntryFile) -> Iterator[BinaryIO]:
+    def _opened(self, name: str) -> Iterator[BinaryIO | None]:
+        file = self.blobs.open(name)
+        if file is None:
+            yield None
+        else:
+            with file:
+                yield file
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
         """The file, closed at the end of the context. Raises StoreError if it does not exist."""
-        opened = self._open(file)
-        if opened is None:
-            raise StoreError(f"{file.name} is not in the store (any more)")
-        with opened:
-            yield opened
+        with self._opened(name) as file:
+            if file is None:
+                self.index.missed(name)
+                raise StoreError(f"{name} is not in the store (any more)")
+            yield file
 
-    def _open(self, file: EntryFile) -> BinaryIO | None:
-        with self.discarding(file.name):
-            if isinstance(self.blobs, Encrypted) and not self.has_planes:
-                opened = self.blobs.open(file.name, self._most_bytes(file))
-            else:
-                opened = self.blobs.open(file.name)
-        if opened is None:
-            self.index.missed(file.name)
-        return opened
-
-    def _most_bytes(self, file: EntryFile) -> int:
-        """Bytes that a file of this name can have, K and V alone."""
-        of_token = len(file.layers) * (file.heads[1] - file.heads[0]) * _MOST_HEAD_BYTES
-        return 8 + self.max_header_bytes + file.num_tokens * (8 + of_token)
-
-    def snapshot(self, file: EntryFile, opened: BinaryIO) -> Snapshot:
-        """The snapshot in an open file, checked to be what its name says. Raises StoreError."""
-        with self.discarding(file.name):
-            snapshot = Snapshot.open(
-                opened,
-                name=file.name,
-                key=self.key,
-                max_header_bytes=self.max_header_bytes,
-                num_tokens=file.num_tokens,
-            )
-            if not is_node(snapshot.header.prefix):
-                raise CorruptError(f"{file.name} has a prefix that is no key of tokens")
-            name = self._name(file, snapshot)
-            if name != file.name:
-                raise CorruptError(f"{file.name} has the content of {name[:1000]}")
-        return snapshot
-
-    def read_alike(self, file: EntryFile, alike: Alike, start: int, room: Room) -> Snapshot | None:
-        """The snapshot in a file with its data in the room, checked to be what its name says.
-
-        None: it is not like those, or not good: `opened` and `snapshot` say which. Raises
-        StoreError if it does not exist or cannot be opened.
-        """
-        with self.opened(file) as opened:
-            snapshot = alike.read(opened, start, file.node, room, file.name)
-        if snapshot is not None and self._name(file, snapshot) != file.name:
-            room.give_back(snapshot.at)
-            return None
-        return snapshot
-
-    def _name(self, file: EntryFile, snapshot: Snapshot) -> str:
-        """The name that the content of a file has to have."""
-        header = snapshot.header
-        return name_of(
-            file.name.partition("/")[0],
-            header.prefix,
-            snapshot.tokens,
-            header.layers,
-            heads_of(header),
-            header.precision,
-        )
-
-    def _read_tokens(self, file: EntryFile, opened: BinaryIO) -> Ids:
-        """The tokens in an open file, compared with its name. `snapshot` compares the rest."""
-        with self.discarding(file.name):
-            tokens = read_tokens(
-                opened,
-                file.num_tokens,
-                name=file.name,
-                key=self.key,
-                max_header_bytes=self.max_header_bytes,
-            )
-            if entry_of(file.node, tokens) != file.entry:
-                raise CorruptError(f"{file.name} has other tokens than its name says")
-        return tokens
-
-    def tokens(self, file: EntryFile) -> Ids | None:
-        """The tokens of a file; None if it cannot be read, or is not what its name says."""
-        tokens = self.index.tokens_of(file.name)
-        if tokens is None:
-            try:
-                opened = self._open(file)
-                if opened is None:
-                    return None
-                with opened:
-                    tokens = self._read_tokens(file, opened)
-            except MemoryError:
-                return None
-            except StoreError as error:
-                self.index.failed(error)
-                return None
-            self.index.keep_tokens(file.name, tokens)
-            self.index.saw(file.name)
-        return tokens
+    def marked(
+        self, space: str, parent: str, ids: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        """Entries that begin like `ids`, and how many tokens they share: the most first."""
+        return self.marks.candidates(space, parent, ids, chunk_tokens)
 
     @contextmanager
     def discarding(self, name: str) -> Iterator[None]:
@@ -196,6 +101,27 @@ class Entries:
             with suppress(StoreError):
                 self.blobs.delete(name)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Files as memory has them: touches no disk. Every method may raise Unknown."""
+
+    index: Index
+    marks: Marks
+
+    def is_good(self, space: str, key: str, kind: Kind, num_tokens: int) -> bool:
+        name = entry_name(space, key, kind.id)
+        if not self.index.is_there(name):
+            return False
+        if not self.index.is_good(name):
+            raise Unknown
+        return True
+
+    def marked(
+        self, space: str, parent: str, ids: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        return self.marks.known.candidates(space, parent, ids, chunk_tokens)
 
 
 class Carried:

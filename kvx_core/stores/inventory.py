@@ -1,46 +1,45 @@
 """Inventory: what a directory of a prefix store has, for those who operate it.
 
-Reads names, sizes and times of files, and a few headers of each space: the entries of one model,
-salt, key and lossy format. Files are not trusted: neither their names nor their headers.
+Reads names, sizes and times of files, and the records that say what they are: kvx-store.json, each
+space.json, each kind. Entries themselves only where it is said. Nothing is trusted: a record counts
+if it is what its name says. What is read here counts as no use of it.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.snapshot import (
-    CorruptError,
-    Header,
-    Key,
-    PlaneKind,
-    Snapshot,
-    StoreError,
-    UnsignedError,
-)
+from kvx_core.files import ReadFile, close
+from kvx_core.snapshot import CorruptError, StoreError
+from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import check_key, read_config
-from kvx_core.stores.encrypted import Encrypted, Encryption, is_encrypted
-from kvx_core.stores.keys import EntryFile, heads_of, parse_name, space_of
+from kvx_core.stores.chunk_file import said_tokens
+from kvx_core.stores.config import StoreConfig, read_config
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
+from kvx_core.stores.secrets import Secrets
+from kvx_core.stores.space import MAX_BYTES, SpaceRecord
+from kvx_core.stores.stored_kind import Lengths, StoredKind
+from kvx_core.stores.verified import check_file
 
-_MOST_LAYERS = 1024  # of a model: a name could claim billions, and each is a number in memory
-_ANY_SHAPE = _MOST_LAYERS, 1 << 20  # layers and heads that no model has
-_SALTED_LAYERS = 256  # models of so many layers are tried when a salt is looked for
-_HEADERS = 8  # that are tried until one can be read
-_KINDS = 16  # of files with other layers, each of whose planes are looked for
+_MOST_KINDS = 256  # of a space
+_MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
+_MAC_BYTES = 64
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgtp", 1)
     for ending, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]{0,3})\s*", re.IGNORECASE)
+_KIND = re.compile("[0-9a-f]{32}")
+_MAC = re.compile(r"(space|kinds/[0-9a-f]{32})\.[0-9a-f]{16}\.mac")
 
 
 def num_bytes_of(text: object, name: str = "size") -> int:
@@ -66,23 +65,54 @@ def num_bytes_of(text: object, name: str = "size") -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of an entry."""
+    """A file of a space."""
 
-    file: EntryFile
+    name: str
     num_bytes: int  # on the disk
     used: float  # when it was last used, in seconds since 1970
+
+    @property
+    def space(self) -> str:
+        """The space that it is of."""
+        return self.name.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """The key of an entry, or the rung of a mark."""
+        return self.name.rpartition("/")[2].partition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """Of an entry, the id of its kind."""
+        return self.name.split(".")[1]
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether it is a file of an entry: no mark, and no record."""
+        return parse_entry(self.name) is not None
 
 
 @dataclass(slots=True)
 class Space:
-    """The entries of one model, salt, key and lossy format."""
+    """What a store has of one model, epoch of its weights, and salt."""
 
     name: str
-    files: list[StoredFile] = field(default_factory=list)  # the least recently used first
-    header: Header | None = None  # of one file that could be read; None: of none
-    planes: tuple[PlaneKind, ...] = ()  # of the headers that were read
-    is_signed: bool = False
-    reason: str = ""  # why no header could be read
+    record: SpaceRecord | None = None
+    reason: str = ""  # why there is no record
+    kinds: dict[str, StoredKind] = field(default_factory=dict)  # by id
+    marks: list[StoredFile] = field(default_factory=list)
+    records: list[StoredFile] = field(default_factory=list)  # and their MACs
+
+    @property
+    def entries(self) -> list[StoredFile]:
+        """The files of entries, the least recently used first."""
+        found = [file for kind in self.kinds.values() for file in kind.files]
+        return sorted(found, key=lambda file: file.used)
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """All files."""
+        return [*self.entries, *self.marks, *self.records]
 
     @property
     def num_bytes(self) -> int:
@@ -92,224 +122,312 @@ class Space:
     @property
     def num_entries(self) -> int:
         """Chunks of prompts, whose layers and heads may lie in several files."""
-        return len({(file.file.folder, file.file.entry) for file in self.files})
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all entries."""
-        entries = {(f.file.folder, f.file.entry): f.file.num_tokens for f in self.files}
-        return sum(entries.values())
+        return len({file.key for kind in self.kinds.values() for file in kind.files})
 
     @property
     def used(self) -> float:
         """When one of its files was last used, in seconds since 1970."""
-        return max((file.used for file in self.files), default=0.0)
+        return max((file.used for file in self.entries or self.files), default=0.0)
 
     @property
     def precisions(self) -> list[str]:
         """The precisions of its files, by name."""
-        return sorted({file.file.precision.name for file in self.files})
+        return sorted({name for kind in self._known for name in kind.precisions})
 
     @property
-    def fingerprint(self) -> str | None:
-        """Of the model; None if no file could be read."""
-        return self.header.parts[0].facts.fingerprint if self.header else None
+    def is_signed(self) -> bool:
+        """Whether entries are signed."""
+        return any(kind.kind.keyed for kind in self._known if kind.kind)
 
-    def has_salt(self, salt: str, key: bytes | None = None) -> bool:
-        """Whether these are the entries of a salt, as far as its files tell of which model.
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether entries are encrypted."""
+        return any(kind.kind.encrypted for kind in self._known if kind.kind)
 
-        key: that its files are signed with
-        """
-        fingerprint = self.fingerprint
-        if self.header is None or fingerprint is None:
-            return False
-        # Files may be those of some stages of a pipeline only, or have wrong names.
-        counts = {file.file.layers[-1] + 1 for file in self.files} | set(range(1, _SALTED_LAYERS))
-        facts = self.header.parts[0].facts
-        total = facts.total_kv_heads or max(file.file.heads[1] for file in self.files)
-        formats = {"", *(word for name in self.precisions for word in name.split("+"))}
-        signer = None if key is None or not self.is_signed else Key(key)
-        return any(
-            space_of(fingerprint, (count, total), salt, signer, self.planes, lossy) == self.name
-            for lossy in formats
-            for count in counts
-        )
+    @property
+    def _known(self) -> list[StoredKind]:
+        return [kind for kind in self.kinds.values() if kind.kind is not None]
+
+    def is_model(self, beginning: str) -> bool:
+        """Whether the model's fingerprint, or the space's name, begins so."""
+        fingerprint = self.record.fingerprint if self.record else ""
+        return self.name.startswith(beginning) or fingerprint.startswith(beginning)
 
 
 class Inventory:
     """What a directory has. A snapshot of the moment: other processes may write and delete."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        key: bytes | None = None,
-        encryption: Encryption | None = None,
-    ) -> None:
-        """key:        that files are signed with. Without it signed files are counted, and not read
-        encryption: of an encrypted store. Without it files are counted, and not read
+    def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
+        """secrets: that files are signed and encrypted with. Without them records are read, and
+                 what needs them is not
 
-        Raises StoreError if the directory cannot be read, if `encryption` has another key than the
-        store, or if the store is not encrypted.
+        Raises StoreError if it is no store of this format, has other keys, or cannot be read.
         """
-        self.directory, self._key, self._encryption = directory, key, encryption
-        if encryption is not None:
-            config = read_config(directory)
-            if config is not None:
-                check_key(Encrypted(directory, encryption), config)
+        self.directory, self.secrets = directory, secrets or Secrets()
+        self.config = self._config()
         self.num_other_files = 0  # that are not KVX's
         self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # so that files share their layers
+        self._kinds: dict[str, Kind | str] = {}  # by id; or why there is none
+        self._kind_bytes = 0
+        self._lengths: dict[str, Lengths] = {}  # of kinds, by id
         for used, num_bytes, name in directory.files(self.unread):
-            file = parse_name(name, _ANY_SHAPE)
-            if file is None or len(file.layers) > _MOST_LAYERS:
+            file = StoredFile(name, num_bytes, used)
+            if not self._take(file):
                 self.num_other_files += 1
+        for space in self._spaces.values():
+            self._look_at(space)
+
+    def _config(self) -> StoreConfig:
+        has_keys = self.secrets.is_keyed or self.secrets.is_encrypted
+        config = read_config(self.directory, self.secrets if has_keys else None)
+        if config is None:
+            root = self.directory.root
+            raise StoreError(
+                f"{root} is no store: it has no kvx-store.json, which the first engine writes. "
+                "Expected `path` of the connector's settings"
+            )
+        return config
+
+    def _take(self, file: StoredFile) -> bool:
+        """Puts a file where it belongs; False: it is none of a store."""
+        entry = parse_entry(file.name)
+        name, _, rest = file.name.partition("/")
+        if not is_key(name):
+            return False
+        if entry is not None:
+            kinds = self._space(name).kinds
+            kinds.setdefault(entry.kind, StoredKind(entry.kind)).files.append(file)
+        elif is_mark(file.name):
+            self._space(name).marks.append(file)
+        elif file.name == space_record(name) or _MAC.fullmatch(rest) or self._is_kind(file.name):
+            self._space(name).records.append(file)
+        else:
+            return False
+        return True
+
+    def _is_kind(self, name: str) -> bool:
+        space, id = name.partition("/")[0], name.rpartition("/")[2].removesuffix(".json")
+        return bool(_KIND.fullmatch(id)) and name == kind_name(space, id)
+
+    def _space(self, name: str) -> Space:
+        return self._spaces.setdefault(name, Space(name))
+
+    # ---- records ----
+
+    def _look_at(self, space: Space) -> None:
+        """Reads the records of a space."""
+        name = space_record(space.name)
+        try:
+            raw = self.read(name, MAX_BYTES)
+            if raw is None:
+                raise CorruptError(f"{name} does not exist")
+            space.record = SpaceRecord.parse(raw, space.name)
+        except StoreError as error:
+            space.reason = str(error)
+        for file in space.records:
+            if self._is_kind(file.name):
+                id = file.name.rpartition("/")[2].removesuffix(".json")
+                space.kinds.setdefault(id, StoredKind(id))
+        for number, kind in enumerate(sorted(space.kinds.values(), key=lambda kind: -len(kind.files))):
+            if number >= _MOST_KINDS:
+                kind.reason = f"{space.name} has more than {_MOST_KINDS} kinds"
                 continue
-            space = name.partition("/")[0]
-            found = self._spaces.setdefault(space, Space(space))
-            shared = replace(file, layers=known.setdefault(file.layers, file.layers))
-            found.files.append(StoredFile(shared, num_bytes, used))
+            found = self._kind(kind_name(space.name, kind.id), kind.id)
+            if isinstance(found, Kind):
+                kind.kind = found
+            else:
+                kind.reason = found
+
+    def _kind(self, name: str, id: str) -> Kind | str:
+        """A kind, or why it cannot be read. Spaces of one model have the same kinds."""
+        try:
+            raw = self.read(name, MAX_BYTES)
+        except StoreError as error:
+            return str(error)
+        if raw is None:
+            return f"{name} does not exist"
+        if hashlib.sha256(raw).hexdigest()[:32] != id:
+            return f"{name} is not what its name says"
+        if id not in self._kinds:
+            self._kind_bytes += len(raw)
+            if self._kind_bytes > _MOST_KIND_BYTES:
+                return f"{name} is not read: kinds of this store have more than 32 MiB in all"
+            try:
+                self._kinds[id] = Kind.parse(raw, id)
+            except StoreError as error:
+                self._kinds[id] = f"{name}: {error}"
+        return self._kinds[id]
+
+    def opened(self, name: str) -> BinaryIO | None:
+        """A regular file, unbuffered; its time of last use stays. None if it does not exist.
+
+        Raises StoreError if it cannot be read.
+        """
+        try:
+            root = os.open(self.directory.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                handle = open_beneath(root, name, FILE)
+            finally:
+                close(root)
+            file = ReadFile(handle)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            file.close()
+            raise StoreError(f"{name} is no regular file, expected one")
+        return file
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """The bytes of a file; None if it does not exist. Raises StoreError, if it is longer too."""
+        file = self.opened(name)
+        if file is None:
+            return None
+        with file:
+            try:
+                raw = file.read(most_bytes + 1)
+            except OSError as error:
+                raise StoreError(f"{name} cannot be read: {error.strerror}") from None
+        if len(raw) > most_bytes:
+            raise CorruptError(f"{name} has more than {most_bytes} bytes")
+        return raw
+
+    # ---- tokens ----
+
+    def tokens(self, space: Space, *, read: bool = False) -> dict[str, int]:
+        """How many tokens each entry has, by its key, as far as lengths of files tell.
+
+        read: where they do not, since bytes are encoded, reads what the files themselves say
+        """
+        found: dict[str, int] = {}
+        for kind in space.kinds.values():
+            lengths = self._lengths_of(kind)
+            for file in kind.files:
+                said = lengths.tokens(self._length(file)) if lengths else 0
+                said = said or (self._said_tokens(file) if read else 0)
+                if said:
+                    found[file.key] = max(said, found.get(file.key, 0))
+        return found
+
+    def _lengths_of(self, kind: StoredKind) -> Lengths | None:
+        if kind.kind is not None and kind.id not in self._lengths:
+            self._lengths[kind.id] = Lengths(kind.kind, self.config.chunk_tokens)
+        return self._lengths.get(kind.id)
+
+    def _length(self, file: StoredFile) -> int:
+        """Bytes from the first to the last one; 0 if the file is gone."""
+        try:
+            return os.lstat(f"{self.directory.root}/{file.name}").st_size
+        except OSError:
+            return 0
+
+    def _said_tokens(self, file: StoredFile) -> int:
+        """The number of tokens that an entry says it has; 0: it says none that it can have."""
+        try:
+            raw = self.opened(file.name)
+            if raw is None:
+                return 0
+            with raw:
+                said = said_tokens(raw, file.name)
+        except (OSError, StoreError):
+            return 0
+        return said if said <= self.config.chunk_tokens else 0
+
+    # ---- what there is ----
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the disk of all spaces."""
         return sum(space.num_bytes for space in self._spaces.values())
 
-    def spaces(self) -> list[Space]:
-        """All spaces, the most recently used first; reads headers of each."""
-        for space in self._spaces.values():
-            if space.header is None and not space.reason:
-                self._look_at(space)
-        return sorted(self._spaces.values(), key=lambda space: -space.used)
+    def spaces(
+        self, *, salt: str | None = None, model: str | None = None, epoch: str | None = None
+    ) -> list[Space]:
+        """The spaces to which all that is given applies, the most recently used first.
 
-    def has_model(self, beginning: str) -> bool:
-        """Whether the fingerprint of a model, or the name of a space, begins so."""
-        return any(
-            name.startswith(beginning)
-            for space in self.spaces()
-            for name in (space.name, space.fingerprint or "")
-        )
-
-    def chosen(
-        self, *, salt: str | None = None, model: str | None = None, before: float | None = None
-    ) -> tuple[list[StoredFile], list[Space]]:
-        """The files to which all that is given applies, the least recently used first; and the
-        spaces that could not be read, whose salt or model is therefore not known.
-
-        salt:   of this salt; "" is that of requests without one
-        model:  the beginning of the model's fingerprint or of the space's name
-        before: last used before this time, in seconds since 1970
-        Raises InvalidArgumentError if nothing is given.
+        salt:  of this salt; "" is that of requests without one
+        model: the beginning of the model's fingerprint or of the space's name
+        epoch: the beginning of an epoch; "" is that of the weights in the model's files
+        Those whose record cannot be read count if they are asked for by their name alone.
+        Raises InvalidArgumentError.
         """
-        if salt is None and model is None and before is None:
-            raise InvalidArgumentError(
-                "salt, model and before are None, expected at least one of them: what is to go"
-            )
         if model == "":
             raise InvalidArgumentError(
                 "model is '', expected the beginning of a model or of a space; every name begins so"
             )
-        found: list[StoredFile] = []
-        unknown: list[Space] = []
-        for space in self.spaces():
-            is_named = model is None or space.name.startswith(model)
-            if space.header is None and (salt is not None or not is_named):
-                unknown.append(space)
-                continue
-            if not is_named and not (space.fingerprint or "").startswith(model or ""):
-                continue
-            if salt is not None and not space.has_salt(salt, self._key):
-                continue
-            found += (f for f in space.files if before is None or f.used < before)
-        return sorted(found, key=lambda file: file.used), unknown
+        found = [
+            space
+            for space in self._spaces.values()
+            if (model is None or space.is_model(model))
+            and (salt is None or (space.record is not None and space.record.has_salt(salt)))
+            and (epoch is None or (space.record is not None and _has_epoch(space.record, epoch)))
+        ]
+        return sorted(found, key=lambda space: -space.used)
 
-    def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
-        """Deletes files, one by one, and yields each that is gone. Raises StoreError."""
-        for file in files:
-            self.directory.delete(file.file.name)
-            yield file
+    def chosen(
+        self,
+        *,
+        salt: str | None = None,
+        model: str | None = None,
+        epoch: str | None = None,
+        before: float | None = None,
+    ) -> tuple[list[StoredFile], list[Space]]:
+        """The files to which all that is given applies, the least recently used first; and the
+        spaces whose record cannot be read, of which it is therefore not known.
+
+        salt, model, epoch: see `spaces`
+        before: last used before this time, in seconds since 1970
+        The records of a space are among the files if nothing else of it stays.
+        Raises InvalidArgumentError if nothing is given.
+        """
+        if salt is None and model is None and epoch is None and before is None:
+            raise InvalidArgumentError(
+                "salt, model, epoch and before are None, expected at least one of them: what is to "
+                "go"
+            )
+        found: list[StoredFile] = []
+        for space in self.spaces(salt=salt, model=model, epoch=epoch):
+            held = [*space.entries, *space.marks]
+            old = [file for file in held if before is None or file.used < before]
+            if len(old) == len(held):
+                old += [file for file in space.records if before is None or file.used < before]
+            found += old
+        unknown = []
+        if salt is not None or model is not None or epoch is not None:
+            unknown = [
+                space
+                for space in self._spaces.values()
+                if space.record is None
+                and not (salt is None and epoch is None and model and space.is_model(model))
+            ]
+        return sorted(found, key=lambda file: file.used), unknown
 
     def verify(self) -> Iterator[tuple[StoredFile, StoreError | None]]:
         """Reads every byte of every file; yields each, and what is wrong with it.
 
         None: it is good. CorruptError: nobody can use it. Another StoreError: it cannot be judged
-        here, such as a file that is signed with another key, or was written by a newer version.
+        here, such as a file that is signed with another key, or whose kind is not known.
         Files that others have deleted meanwhile are left out.
         """
         for space in self._spaces.values():
             for file in space.files:
                 try:
-                    self._verify(file)
+                    is_there = check_file(self, space, file)
                 except StoreError as error:
-                    if os.path.lexists(self.directory.root / file.file.name):
+                    if os.path.lexists(self.directory.root / file.name):
                         yield file, error
                 else:
-                    yield file, None
+                    if is_there:
+                        yield file, None
 
-    def _verify(self, file: StoredFile) -> None:
-        path = self.directory.root / file.file.name
-        with self._opened(path, file, self._key) as found:
-            held = tuple(layer for part in found.header.parts for layer in part.layers)
-            shown = len(found.tokens), sorted(held), heads_of(found.header)
-            expected = file.file.num_tokens, sorted(file.file.layers), file.file.heads
-            if shown != expected:
-                raise CorruptError(
-                    f"{file.file.name} has tokens, layers and heads {shown}, expected {expected} "
-                    "as its name says"
-                )
-            for layer in held:
-                found.read([layer])
+    def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
+        """Deletes files, one by one, and yields each that is gone. Raises StoreError."""
+        for file in files:
+            self.directory.delete(file.name)
+            yield file
 
-    @contextmanager
-    def _opened(
-        self, path: Path, file: StoredFile, key: bytes | None, name: str = ""
-    ) -> Iterator[Snapshot]:
-        """The snapshot in a file, decrypted. Its time of last use stays. Raises StoreError.
 
-        name: for messages; "": that of the file
-        """
-        name = name or file.file.name
-        try:
-            raw: BinaryIO = io.FileIO(
-                os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            )
-        except OSError as error:
-            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
-        with raw:
-            if self._encryption is not None:
-                raw = self._encryption.opened(file.file.name, raw, name)
-            elif is_encrypted(raw):
-                raise StoreError(f"{name} is encrypted. Give its key: --encryption-key-file")
-            num_tokens = file.file.num_tokens
-            with raw, Snapshot.open(raw, name=name, key=key, num_tokens=num_tokens) as found:
-                yield found
-
-    def _look_at(self, space: Space) -> None:
-        """Reads headers of the last used files: one that is good, and one for each other layers."""
-        newest: dict[tuple[int, ...], list[StoredFile]] = {}
-        for file in reversed(space.files):
-            if len(newest) < _KINDS or file.file.layers in newest:
-                newest.setdefault(file.file.layers, []).append(file)
-        planes: set[PlaneKind] = set()
-        for files in newest.values():
-            for file in files[:_HEADERS]:
-                header = self._header(space, file)
-                if header is not None:
-                    space.header = space.header or header
-                    planes.update(kind for part in header.parts for kind in part.planes)
-                    break
-        space.planes = tuple(sorted(planes))
-
-    def _header(self, space: Space, file: StoredFile) -> Header | None:
-        """The header of a file, signed with the key or not at all; None if it cannot be read."""
-        path = self.directory.root / file.file.name
-        for key in (None,) if self._key is None else (self._key, None):
-            try:
-                with self._opened(path, file, key, name=str(path)) as found:
-                    space.is_signed = key is not None
-                    return found.header
-            except StoreError as error:
-                space.reason = str(error).removeprefix(f"{path}").lstrip(": ")
-                if key is None and isinstance(error, UnsignedError):
-                    space.is_signed = True
-        return None
+def _has_epoch(record: SpaceRecord, beginning: str) -> bool:
+    return record.epoch.startswith(beginning) if beginning else not record.epoch

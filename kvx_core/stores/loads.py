@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from kvx_core.snapshot import (
     VALUES,
-    Alike,
     Nulls,
     Part,
     Precision,
@@ -21,12 +24,13 @@ from kvx_core.snapshot import (
     can_join,
     restore_all,
 )
+from kvx_core.stores.chunk_file import read_chunk
 from kvx_core.stores.entries import Carried, Entries
-from kvx_core.stores.finder import Finder
-from kvx_core.stores.kept import Kept
-from kvx_core.stores.keys import EntryFile
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.match import StoredSpan
-from kvx_core.stores.source import Source
+from kvx_core.stores.names import EntryName, parse_entry
+from kvx_core.stores.rooms import Rooms
 from kvx_core.types import Memory
 
 _TOGETHER = 16 << 20  # bytes of files that are copied together
@@ -41,15 +45,31 @@ class Progress:
     is_cancelled: bool = False  # set it, and the load ends with a StoreError after its chunk
 
 
+class _Source(NamedTuple):
+    """A file of a span, and the sections that take layers from it."""
+
+    name: EntryName
+    kind: Kind
+    blank: Snapshot  # without data
+    takers: list[Section]
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that they take."""
+        wanted = {layer for section in self.takers for layer in section.layers}
+        return [layer for layer in self.kind.layers if layer in wanted]
+
+
 @dataclass(frozen=True, slots=True)
 class Loads:
     """Loads of one store: see PrefixStore.load."""
 
     entries: Entries
-    finder: Finder
+    kinds: Kinds
+    chunk_tokens: int
     carried: Carried
     format: StorageFormat
-    kept: Kept
+    rooms: Rooms
 
     def load(
         self,
@@ -67,67 +87,63 @@ class Loads:
         progress.stop = max(progress.stop, start)
         needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
         pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
-        with self.kept.room(self.finder.chunk_tokens, pinned=pinned) as room:
+        with self.rooms.room(self.chunk_tokens, pinned=pinned) as room:
             load = _Load(self, sections, start, stop, stream, progress, room)
             load.run(needed)
         return load.num_bytes
 
-    def is_for(self, alike: Alike, file: EntryFile, takers: Sequence[Section]) -> bool:
-        """Whether such files have all that the sections need and nothing else, and these may take
-        it.
-        """
-        for section in takers:
-            lo, hi = section.heads
-            if not file.heads[0] <= lo < hi <= file.heads[1] or self._unfit(alike.known, section):
-                return False
-        wanted = {layer for section in takers for layer in section.layers}
-        return wanted == set(file.layers)
+    def file(self, name: str) -> tuple[EntryName, Kind]:
+        """What a name in a match says. Raises StoreError if it is none of this store."""
+        found = parse_entry(name)
+        kind = None
+        if found is not None and found.space == self.kinds.record.name:
+            kind = self.kinds.get(found.kind)
+        if found is None or kind is None:
+            raise StoreError(f"{name!r} is not the name of a file of this store")
+        return found, kind
 
     def sources(
         self,
         span: StoredSpan,
-        files: Sequence[EntryFile],
+        files: Sequence[tuple[EntryName, Kind]],
         sections: Sequence[Section],
-        opened: ExitStack,
-    ) -> list[Source]:
-        """The files that the sections need, opened; everything except their data is checked."""
-        taken = []
-        sources = []
-        for file in files:
-            takers = [
-                section
-                for section in sections
-                if set(file.layers) & set(section.layers) and _meet(file.heads, section.heads)
-            ]
+    ) -> list[_Source]:
+        """The files that the sections need; everything is checked that can be without them.
+
+        Raises StoreError.
+        """
+        num_tokens = span.num_entry_tokens
+        if not span.stop - span.start <= num_tokens <= self.chunk_tokens:
+            raise StoreError(
+                f"{', '.join(span.names)} hold {num_tokens} tokens, expected tokens {span.start} "
+                f"to {span.stop} of a chunk"
+            )
+        sources: list[_Source] = []
+        for name, kind in files:
+            takers = [section for section in sections if _meet(kind, section)]
             if not takers:
                 continue
-            raw = opened.enter_context(self.entries.opened(file))
-            snapshot = self.entries.snapshot(file, raw)
-            if snapshot.header.start != span.start or file.num_tokens < span.stop - span.start:
-                raise StoreError(
-                    f"{file.name} holds {file.num_tokens} tokens from {snapshot.header.start}, "
-                    f"expected {span.start} to {span.stop}"
-                )
+            blank = _blank(kind, num_tokens, self.kinds.record.fingerprint)
             for section in takers:
-                if reasons := self._unfit(snapshot, section):
-                    raise StoreError(f"{file.name}: {'; '.join(reasons)}")
-            taken.append(file)
-            sources.append(Source(file, snapshot, takers))
-        held, _ = self.finder.cover(taken)
+                if reasons := self._unfit(blank, section):
+                    raise StoreError(f"{name.name}: {'; '.join(reasons)}")
+            sources.append(_Source(name, kind, blank, takers))
+        kinds = [source.kind for source in sources]
         for section in sections:
-            if not held[list(section.layers), slice(*section.heads)].all():
-                raise StoreError(
-                    f"{', '.join(span.names)} do not hold all of layers {section.layers}, heads "
-                    f"{section.heads}"
-                )
+            for layer in section.layers:
+                if not _hold(kinds, layer, section.heads):
+                    raise StoreError(
+                        f"{', '.join(span.names)} do not hold all of layer {layer}, heads "
+                        f"{section.heads}"
+                    )
         return sources
 
     def _unfit(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Why the section may not take its layers from a file: a sentence each.
 
-        Found once for the files of a prompt, whose parts are one object.
+        Found once for the files of a kind, whose parts are one object.
         """
-        own = self.finder.accept, self.finder.precision, self.format.precision
+        own = self.kinds, self.format.precision
         key, parts = ("fitting", own, section.layers, section.encoding), snapshot.header.parts
         fitting: dict[int, tuple[Part, ...]] = section.view.memo.setdefault(key, {})
         if fitting.get(id(parts)) is parts:
@@ -141,19 +157,18 @@ class Loads:
 
     def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Why values of this precision may not be loaded into the section: a sentence each."""
-        if self.finder.accept == "lossy":
+        if self.kinds.accept == "lossy":
             return []
-        own = section.precision.meet(self.format.precision)
-        if self.finder.precision.layers:
-            own = self.finder.precision  # a section does not say which of its layers are finer
-        elif not says_precision(section):
-            own = own.meet(self.finder.precision)
+        demand, wanted = self.kinds.demand, section.precisions
+        for layer, found in wanted.items():
+            least = self.format.precision if says_precision(section) else demand[layer]
+            wanted[layer] = found.meet(least)
         return [
-            f"layers {part.layers} are stored as {part.precision}, expected numbers that include "
-            f"those of {own.name}. Set accept to 'lossy' to load them all the same"
+            f"layer {layer} is stored as {part.precision}, expected numbers that include those of "
+            f"{wanted[layer].name}. Set accept to 'lossy' to load them all the same"
             for part in snapshot.header.parts
-            if set(part.layers) & set(section.layers)
-            and not Precision.parse(part.precision).includes(own)
+            for layer in part.layers
+            if layer in wanted and not Precision.parse(part.precision).includes(wanted[layer])
         ]
 
 
@@ -174,79 +189,65 @@ class _Load:
     _takers: list[Section] = field(default_factory=list)
     _first: int = 0  # token of the sequence that is copied from them
     _last: int = 0  # one past the last
-    # What the file before was like, and the sections that take such files.
-    _known: tuple[Alike, list[Section]] | None = None
-    _tried: Alike | None = None  # what the file of this span is not like
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
         nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         for i, span in enumerate(spans):
             self._raise_if_cancelled()
             try:
-                files = [self.of.finder.file(name) for name in span.names]
-                read = self._read_span(span, files, nulls)
+                files = [self.of.file(name) for name in span.names]
+                read = self._read(span, files, nulls)
             except StoreError:
                 self._restore()
                 self._check(spans[i + 1 :], nulls)
                 raise
             # Files that only other ranks load count too: later tokens depend on them.
-            for file in files:
-                if not file.precision.includes(self.of.finder.precision):
-                    self.of.carried.take(file.precision)
+            for _, kind in files:
+                for precision in self.of.kinds.coarser(kind):
+                    self.of.carried.take(precision)
             self._add(read, max(self.start, span.start), min(self.stop, span.stop))
         self._restore()
 
-    def _read_span(
-        self, span: StoredSpan, files: Sequence[EntryFile], nulls: Sequence[Nulls]
+    def _read(
+        self,
+        span: StoredSpan,
+        files: Sequence[tuple[EntryName, Kind]],
+        nulls: Sequence[Nulls],
     ) -> list[tuple[Snapshot, list[Section]]]:
         """Reads and checks what the sections need that have some of these tokens."""
         lo, hi = max(self.start, span.start), min(self.stop, span.stop)
         held = zip(self.sections, nulls, strict=True)
         takers = [section for section, null in held if not null.all(lo, hi)]
-        return self._read_alike(span, files, takers) or self._read(span, files, takers)
+        sources = self.of.sources(span, files, takers)
+        num_tokens = self.room.num_tokens
+        self._make_room(
+            sum(
+                s.kind.layout(span.num_entry_tokens).selection(s.layers, num_tokens).place.num_bytes
+                for s in sources
+            )
+        )
+        return [(self._read_file(source, span), source.takers) for source in sources]
 
-    def _read_alike(
-        self, span: StoredSpan, files: Sequence[EntryFile], takers: list[Section]
-    ) -> list[tuple[Snapshot, list[Section]]]:
-        """Reads the only file of a span, and checks it, if it is like one that was read before."""
-        self._tried = None
-        if len(files) != 1 or not takers:
-            return []
-        (file,) = files
-        alike = self.of.kept.alike(file, self.room)
-        if alike is None or file.num_tokens < span.stop - span.start:
-            return []
-        if (
-            self._known is None
-            or self._known[0] is not alike
-            or not _are_same(self._known[1], takers)
-        ):
-            if not self.of.is_for(alike, file, takers):
-                return []
-            self._known = alike, takers
-        self._make_room(alike.place.num_bytes)
-        snapshot = self.of.entries.read_alike(file, alike, span.start, self.room)
-        if snapshot is None:
-            self._tried = alike
-            return []
-        self.of.entries.index.held(file.name)
-        return [(snapshot, takers)]
-
-    def _read(
-        self, span: StoredSpan, files: Sequence[EntryFile], takers: Sequence[Section]
-    ) -> list[tuple[Snapshot, list[Section]]]:
-        """Reads and checks what the sections need."""
-        read = []
-        with ExitStack() as opened:
-            sources = self.of.sources(span, files, takers, opened)
-            self._make_room(sum(source.memory_for(self.room.num_tokens) for source in sources))
-            for source in sources:
-                with self.of.entries.discarding(source.file.name):
-                    snapshot = source.snapshot.read(source.layers, self.room)
-                self.of.entries.index.held(source.file.name)
-                self.of.kept.saw(source.file, source.snapshot, self.room, self._tried)
-                read.append((snapshot, source.takers))
-        return read
+    def _read_file(self, source: _Source, span: StoredSpan) -> Snapshot:
+        entries, name = self.of.entries, source.name
+        with entries.opened(name.name) as file, entries.discarding(name.name):
+            snapshot = read_chunk(
+                file,
+                source.kind,
+                entries.secrets,
+                name=name.name,
+                key=name.key,
+                num_tokens=span.num_entry_tokens,
+                layers=source.layers,
+                room=self.room,
+                fingerprint=self.of.kinds.record.fingerprint,
+            )
+        if snapshot.header.start != span.start:
+            raise StoreError(
+                f"{name.name} holds tokens from {snapshot.header.start}, expected {span.start}"
+            )
+        entries.index.held(name.name)
+        return snapshot
 
     def _make_room(self, num_bytes: int) -> None:
         """Makes room for snapshots; those that wait are copied if there is none."""
@@ -293,12 +294,18 @@ class _Load:
             if self.progress.is_cancelled:
                 return
             with suppress(StoreError):
-                files = [self.of.finder.file(name) for name in span.names]
-                self._read_span(span, files, nulls)
+                self._read(span, [self.of.file(name) for name in span.names], nulls)
 
     def _raise_if_cancelled(self) -> None:
         if self.progress.is_cancelled:
             raise StoreError(f"the load was cancelled after {self.progress.stop} tokens")
+
+
+@lru_cache(maxsize=512)
+def _blank(kind: Kind, num_tokens: int, fingerprint: str) -> Snapshot:
+    """What a file of a kind holds, without the data."""
+    header, tensors = kind.header(0, "", fingerprint), kind.layout(num_tokens).tensors
+    return Snapshot(header, np.zeros(num_tokens, np.int64), tensors)
 
 
 def says_precision(section: Section) -> bool:
@@ -306,8 +313,23 @@ def says_precision(section: Section) -> bool:
     return section.encoding != VALUES or section.view.facts.compute_dtype is not None
 
 
-def _meet(one: tuple[int, int], two: tuple[int, int]) -> bool:
-    return max(one[0], two[0]) < min(one[1], two[1])
+def _meet(kind: Kind, section: Section) -> bool:
+    """Whether files of a kind have something of a section."""
+    first, last = section.heads
+    return any(
+        max(first, kind.heads_of(layer)[0]) < min(last, kind.heads_of(layer)[1])
+        for layer in set(kind.layers) & set(section.layers)
+    )
+
+
+def _hold(kinds: Sequence[Kind], layer: int, heads: tuple[int, int]) -> bool:
+    """Whether kinds have all these heads of a layer together."""
+    ranges = sorted(kind.heads_of(layer) for kind in kinds if layer in kind.layers)
+    at = heads[0]
+    for first, last in ranges:
+        if first <= at:
+            at = max(at, last)
+    return at >= heads[1]
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:

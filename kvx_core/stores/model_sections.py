@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import Section, StorageFormat
 from kvx_core.stores.model_planes import ModelPlanes
-
-
-def check_heads(sections: Iterable[Section]) -> None:
-    """Raises InvalidArgumentError unless sections hold the same heads."""
-    held = sorted({section.heads for section in sections})
-    if len(held) > 1:
-        raise InvalidArgumentError(
-            f"sections have the heads {held[-1]} and {held[0]}, expected the same. Capture them "
-            "apart"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +17,7 @@ class ModelSections:
     """
 
     fingerprint: str
-    shape: tuple[int, int]  # layers and KV heads
+    kv_heads: tuple[int, ...]  # of each layer
     planes: ModelPlanes
     format: StorageFormat
     is_lossy: bool
@@ -52,15 +41,23 @@ class ModelSections:
         return section if view is None else replace(section, view=view)
 
     def _check(self, section: Section) -> None:
-        num_layers, total_kv_heads = self.shape
-        if max(section.layers) >= num_layers or section.heads[1] > total_kv_heads:
+        num_layers, last = len(self.kv_heads), section.heads[1]
+        if max(section.layers) >= num_layers or any(
+            last > self.kv_heads[layer] for layer in section.layers
+        ):
             raise InvalidArgumentError(
                 f"section has layers {section.layers} and heads {section.heads}, expected them "
-                f"within the {num_layers} layers and {total_kv_heads} heads of the store"
+                f"within the {num_layers} layers of the store and their heads {self._words}"
+            )
+        totals = {self.kv_heads[layer] for layer in section.layers}
+        if len(totals) > 1:
+            raise InvalidArgumentError(
+                f"section has layers {section.layers} of a model in which they have "
+                f"{sorted(totals)} heads, expected as many in all. Make a section of each"
             )
         self.planes.check_section(section)
         for name, expected in (
-            ("total_kv_heads", total_kv_heads),
+            ("total_kv_heads", *totals),
             ("fingerprint", self.fingerprint),
         ):
             found = getattr(section.view.facts, name)
@@ -70,11 +67,17 @@ class ModelSections:
                     "as the store has"
                 )
 
+    @property
+    def _words(self) -> str:
+        each = sorted(set(self.kv_heads))
+        return str(each[0]) if len(each) == 1 else f"{self.kv_heads}"
+
     def _completed(self, section: Section) -> Section:
         view, facts = section.view, section.view.facts
         if facts.fingerprint is not None and facts.total_kv_heads is not None:
             return section
-        facts = replace(facts, fingerprint=self.fingerprint, total_kv_heads=self.shape[1])
+        total = self.kv_heads[section.layers[0]]
+        facts = replace(facts, fingerprint=self.fingerprint, total_kv_heads=total)
         return replace(section, view=replace(view, facts=facts))
 
     def _check_exact(self, section: Section) -> None:

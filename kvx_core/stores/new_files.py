@@ -95,11 +95,14 @@ class NewFiles:
                 write(file)
             yield Written(name, temporary)
 
-    def publish(self, place: Place, written: Written) -> bool:
+    def publish(self, place: Place, written: Written, durable: bool = True) -> bool:
         """Brings a file to the disk and gives it its name; False if another writer was first.
 
-        Then its name and its folders are on the disk, too. Raises OSError.
+        durable: then its name and its folders are on the disk, too. Otherwise nothing needs to be
+        Raises OSError.
         """
+        if not durable:
+            return self._name(place.root, written, _nothing)
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:

@@ -3,15 +3,16 @@
 A sequence is cut into chunks. Each chunk, the last one perhaps not full, is an entry; its key is a
 hash of it and all tokens before it, so that sequences with a common prefix share entries. An entry
 is one file, or several that each hold some layers and heads, as ranks of an engine write them, in
-one precision or more. keys.py has their names.
+one precision or more. docs/store_format.md has the format of files.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
+from weakref import WeakValueDictionary
 
 import numpy.typing as npt
 
@@ -20,37 +21,42 @@ from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     Accept,
     Chunks,
-    Key,
     MemoryPool,
     PlaneKind,
     Precision,
+    Precisions,
     Section,
     Snapshot,
     StorageFormat,
     StoreError,
-    precision_of,
     token_ids,
 )
 from kvx_core.stores import arguments
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.commits import commit_files
+from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.config import stored_config
-from kvx_core.stores.entries import Carried, Entries
+from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
-from kvx_core.stores.index import Index, Known, Unknown
-from kvx_core.stores.kept import Kept
-from kvx_core.stores.keys import Ids, heads_of, name_of, space_of
+from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.loads import Loads, Progress, says_precision
+from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
-from kvx_core.stores.model_sections import ModelSections, check_heads
+from kvx_core.stores.model_sections import ModelSections
+from kvx_core.stores.names import Ids, entry_name, key_of
+from kvx_core.stores.own_kinds import OwnKinds
+from kvx_core.stores.rooms import Rooms
+from kvx_core.stores.secrets import Secrets
+from kvx_core.stores.space import SpaceRecord, salt_digest
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
-from kvx_core.stores.usage import Usage, Used
+from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
-from kvx_core.words import int64, int64s, integer, items, takes
+from kvx_core.words import instance, int64, int64s, integer, items, takes
 
 
 class PrefixStore:
@@ -65,20 +71,21 @@ class PrefixStore:
     formats have rounded: its entries have other keys.
     """
 
-    @takes(blobs=arguments.blobs, accept=arguments.accept)
+    @takes(blobs=arguments.BLOBS, accept=arguments.accept)
     def __init__(
         self,
         blobs: BlobStore,
         *,
         fingerprint: str,
         num_layers: int,
-        total_kv_heads: int,
-        precision: Precision,
+        total_kv_heads: int | Sequence[int],
+        precision: Precision | Sequence[Precision],
         chunk_tokens: int | None = None,
         new_chunk_tokens: int = 128,
         salt: str = "",
         accept: Accept = "same",
-        key: bytes | None = None,
+        key: bytes | Sequence[bytes] | None = None,
+        encryption_key: bytes | Sequence[bytes] | None = None,
         planes: Iterable[Plane | PlaneKind] = (),
         format: StorageFormat | DType | str | None = None,
     ) -> None:
@@ -86,90 +93,112 @@ class PrefixStore:
 
         fingerprint:  of the model as it is computed: ModelRecord.fingerprint
         num_layers:   of the model; an entry is found once it holds all of them
-        total_kv_heads: of the model, in every layer
+        total_kv_heads: of the model, in every layer; or of each layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
-                      V); Precision.of_layers where layers differ
+                      V); or that of each layer
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
-        key:          at least 32 bytes: signs files, and only files signed with it are found; None:
+        key:          at least 32 bytes: signs files, and only files signed with it are found; of
+                      several the first signs, and what any of them has signed is found. None:
                       nothing is signed
-        planes:       beside K and V, of all layers of the model: entries with others are not found
+        encryption_key: the same for keys that files are encrypted with, with AES-256-GCM
+        planes:       beside K and V, of all layers of the model; entries with other planes, or
+                      with none, are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
         num_layers = integer("num_layers", num_layers, 1)
-        total_kv_heads = integer("total_kv_heads", total_kv_heads, 1)
+        kv_heads = arguments.of_layers("total_kv_heads", total_kv_heads, num_layers)
         requested = integer("chunk_tokens", requested, 1)
-        if not isinstance(precision, Precision) or not precision.formats:
-            raise InvalidArgumentError(
-                f"precision is {precision!r}, expected Precision.of(dtype of the computation, "
-                "dtype of K and V)"
-            )
-        self._signer = None if key is None else Key(key)
+        instance("fingerprint", fingerprint, str, "a string")
+        instance("salt", salt, str, "a string")
+        demand = arguments.precisions(precision, num_layers)
         self._blobs = blobs
-        self._fingerprint = fingerprint
-        self._shape = (num_layers, total_kv_heads)
+        self._secrets = Secrets.of(key, encryption_key)
         self.format = StorageFormat.of(format)
-        self._lossy = self.format.name if self.format.is_lossy_for(precision) else ""
-        self._precision, self._accept = precision.meet(self.format.precision), accept
+        is_lossy = any(map(self.format.is_lossy_for, demand))
+        self._own = tuple(each.meet(self.format.precision) for each in demand)
+        self._accept = accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
-        self._space = self._space_of(salt)
-        self._sections = ModelSections(
-            fingerprint, self._shape, self._planes, self.format, self.is_lossy
+        self._record = SpaceRecord(
+            fingerprint,
+            kv_heads,
+            planes=tuple(sorted(self._planes.kinds)),
+            lossy=self.format.name if is_lossy else "",
+            salt=salt_digest(salt),
         )
-        # A header has, per layer: four tensors, their checksums, and facts with the fingerprint.
-        limit = (64 << 10) + num_layers * ((4 << 10) + 8 * len(fingerprint))
-        limit += self._planes.header_bytes
-        self._entries = Entries(blobs, key, limit, has_planes=bool(self._planes.kinds))
-        self._superseded = Superseded(blobs, self.index)
+        self._sections = ModelSections(
+            fingerprint, kv_heads, self._planes, self.format, self.is_lossy
+        )
+        index, self._spaces = Index(), WeakValueDictionary[str, Kinds]()
+        marks = Marks(blobs, self._secrets, index, self._kinds_in)
+        self._entries = Entries(blobs, self._secrets, marks, index)
+        self._superseded = Superseded(blobs, marks, index, self._kinds_in)
+        self._kinds = self._kinds_of(self._record)
+        self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
-        self._config = stored_config(blobs, chunk_tokens, new_chunk_tokens)
+        self._config = stored_config(blobs, self._secrets, chunk_tokens, new_chunk_tokens)
         try:
             self._planes.check_chunks(self.chunk_tokens)
         except InvalidArgumentError as error:
             if self.chunk_tokens == requested:
                 raise
             raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
-        self._kept = Kept(key)
+        self._rooms = Rooms()
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
-        other = copy.copy(self)
-        other._space = self._space_of(salt)
-        return other
+        instance("salt", salt, str, "a string")
+        return self._of_record(self._record.salted(salt))
 
-    def of_weights(self, fingerprint: str) -> Self:
-        """The same store for the model with other weights, and sequences without a salt."""
-        other = copy.copy(self)
-        other._fingerprint = fingerprint
-        other._space = other._space_of("")
+    def of_weights(self, fingerprint: str, epoch: str = "") -> Self:
+        """The same store for the model with other weights, and sequences without a salt.
+
+        epoch: names the weights where they are not those of the model's files
+        """
+        record = replace(self._record, fingerprint=fingerprint, epoch=epoch, salt="")
+        other = self._of_record(record)
         other._sections = replace(self._sections, fingerprint=fingerprint)
         return other
 
-    def _space_of(self, salt: str) -> str:
-        return space_of(
-            self._fingerprint, self._shape, salt, self._signer, self._planes.kinds, self._lossy
-        )
+    def _of_record(self, record: SpaceRecord) -> Self:
+        other = copy.copy(self)
+        other._record, other._kinds = record, self._kinds_of(record)
+        return other
+
+    def _kinds_of(self, record: SpaceRecord) -> Kinds:
+        found = self._spaces.get(record.name)
+        if found is None:
+            found = Kinds(self._blobs, self._secrets, record, self._own, self._accept)
+            self._spaces[record.name] = found
+        return found
+
+    def _kinds_in(self, space: str) -> Iterable[str]:
+        """The kinds that files of a space may have."""
+        found = self._spaces.get(space)
+        return () if found is None else found.ids
 
     @property
     def fingerprint(self) -> str:
         """Of the model as it is computed: see ModelRecord.fingerprint."""
-        return self._fingerprint
+        return self._record.fingerprint
 
     @property
     def is_lossy(self) -> bool:
         """Whether values are rounded when they are stored here."""
-        return bool(self._lossy)
+        return bool(self._record.lossy)
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
         if self._config is None:
-            self._config = stored_config(self._blobs, self._requested, self._otherwise)
+            self._config = stored_config(
+                self._blobs, self._secrets, self._requested, self._otherwise, waits=False
+            )
         if self._config is None:
             return self._requested or self._otherwise
         return self._config.chunk_tokens
@@ -198,6 +227,11 @@ class PrefixStore:
         return self._entries.index
 
     @property
+    def kinds(self) -> Kinds:
+        """How the files of this space are laid out."""
+        return self._kinds
+
+    @property
     def finder(self) -> Finder:
         """Finds files on the disk."""
         return self._finder_in(self._entries)
@@ -205,18 +239,10 @@ class PrefixStore:
     @property
     def known(self) -> Finder:
         """Finds files in memory, without the disk; raises index.Unknown."""
-        return self._finder_in(Known(self.index))
+        return self._finder_in(Known(self.index, self._entries.marks))
 
     def _finder_in(self, entries: Entries | Known) -> Finder:
-        return Finder(
-            entries,
-            self._space,
-            self._shape,
-            self.chunk_tokens,
-            self._precision,
-            self._accept,
-            whole=self._planes.have_states,
-        )
+        return Finder(entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states)
 
     @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
@@ -238,10 +264,10 @@ class PrefixStore:
 
         An entry counts if accepted files together hold all its layers and heads; the most precise
         files are chosen. Corrupt files do not count, and are deleted, those behind the first one
-        too. Files that cannot be read now, or are not signed with the store's key, do not count. Of
-        entries that begin like the prompt and continue differently, a lookup opens at most 64 that
-        were not opened before; where the model has states, of one prefix each, such entries do not
-        count. Reads no keys or values.
+        too. Files that cannot be read now, or are not signed with the store's key, do not count.
+        Entries that begin like the rest of the prompt are found by their marks: a lookup may miss
+        an eighth of a chunk where very many differ late. Where the model has states, of one prefix
+        each, entries that continue differently do not count. Reads no keys or values.
         Raises InvalidArgumentError if `tokens` are no integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
@@ -256,7 +282,7 @@ class PrefixStore:
 
         node: the key of all tokens before it; None: it is a whole sequence
         """
-        return TokenChain(tokens, self._space if node is None else node, self.chunk_tokens)
+        return TokenChain(tokens, self._record.name if node is None else node, self.chunk_tokens)
 
     def walk(self, tokens: TokenChain, num_tokens: int, at_least: int = 1) -> Walk:
         """A lookup of the first `num_tokens` tokens that goes on with `finder` or `known`.
@@ -264,10 +290,6 @@ class PrefixStore:
         at_least: shorter matches need not be found
         """
         return Walk(tokens, num_tokens, at_least)
-
-    def remember(self) -> None:
-        """Lists folders that walks have passed, so that `known` has more answers."""
-        self._entries.list_noted()
 
     @takes(**arguments.CHUNK, layers=int64s, heads=arguments.heads)
     def missing(
@@ -295,25 +317,26 @@ class PrefixStore:
         Looks at names only. Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
-        own = self._precision.meet(self.carried)
-        held = list(layers)
-        arguments.check_part(self._shape, held, heads[1])
-        name = name_of(self._space, node, ids, held, heads, own)
-        folder, _, last = name.rpartition("/")
-        if from_memory and self.index.is_held(name):
-            return False
-        if from_memory and not self.index.may_have_names(folder):
-            return True
-        finder = self.known if from_memory else self.finder
-        try:
-            found = finder.parsed(folder)
-        except Unknown:
-            return True
-        key = last.partition(".")[0]
-        files = [file for file in found if file.entry == key and file.precision.includes(own)]
-        if not files:
-            return True
-        return not finder.cover(files)[0][held, slice(*heads)].all()
+        held = tuple(layers)
+        arguments.check_part(self._record.kv_heads, held, heads[1])
+        space, index, key = self._record.name, self.index, key_of(node, ids)
+
+        def is_held(kind: Kind) -> bool:
+            name = entry_name(space, key, kind.id)
+            if index.is_held(name):
+                return True
+            try:
+                return index.is_there(name)
+            except Unknown:
+                return False
+
+        def is_there(kind: Kind) -> bool:
+            return self._entries.is_there(entry_name(space, key, kind.id))
+
+        if not from_memory and not self._kinds.are_known:
+            self._kinds.refresh()
+        asked = is_held if from_memory else is_there
+        return not self._kinds.hold(held, heads, self.carried, asked)
 
     def confirm(self) -> None:
         """Asks the disk for the files that `missing` took for stored from memory, and which were
@@ -368,31 +391,26 @@ class PrefixStore:
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         sections = [self._sections.of(section, captured=True) for section in sections]
-        check_heads(sections)
         precision = self._at_most(sections)
-        return Chunks(sections, start, stop, precision=precision, format=self.format, pool=pool)
+        kind = self._own_kinds.of(sections, precision, self.chunk_tokens)
+        return Chunks(
+            sections, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
+        )
 
-    def _at_most(self, sections: Iterable[Section]) -> Precision:
+    def _at_most(self, sections: Iterable[Section]) -> Precisions:
         """The precision that what is captured counts as at most, whatever its sections say."""
-        precision = self.carried
-        if not precision.formats:
-            precision = Precision(layers=self._precision.layers)
-        if not all(says_precision(section) for section in sections):
-            precision = precision.meet(self._precision)
-        return precision
+        carried = self.carried
+        unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
+        if not unsaid:
+            return carried
+        of_layer = enumerate(self._own)
+        return tuple(carried.meet(own) if i in unsaid else carried for i, own in of_layer)
 
-    @takes(sections=arguments.SECTIONS, heads=arguments.heads)
-    def would_write(self, sections: Sequence[Section], heads: tuple[int, int]) -> str:
-        """The name of the file of a full chunk that is captured from sections like these.
-
-        heads: that they have, in place of their own
-        Raises as `chunks`.
-        """
+    @takes(sections=arguments.SECTIONS)
+    def would_write(self, sections: Sequence[Section]) -> Kind:
+        """The kind of the files that are captured from sections like these. Raises as `chunks`."""
         sections = [self._sections.of(section, captured=True) for section in sections]
-        precision = precision_of(sections, self.format, self._at_most(sections))
-        layers = sorted(layer for section in sections for layer in section.layers)
-        ids = token_ids(range(self.chunk_tokens))
-        return name_of(self._space, self._space, ids, layers, heads, precision)
+        return self._own_kinds.of(sections, self._at_most(sections), self.chunk_tokens)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.
@@ -414,16 +432,45 @@ class PrefixStore:
         On a disk of this machine they are synced together, in a fraction of the time. All files are
         open meanwhile: 64 are as quick as more.
         """
+        kinds = [_kind_of(snapshot) for snapshot in snapshots]
         names = [self.name_of(snapshot) for snapshot in snapshots]
-        files = list(zip(names, snapshots, strict=True))
-        stored = commit_files(self._blobs, files, self._entries.key)
-        for (name, snapshot), num_bytes in zip(files, stored, strict=True):
-            if isinstance(num_bytes, StoreError):
+        sizes: dict[str, int] = {}
+
+        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Callable[[BinaryIO], None]:
+            def write(file: BinaryIO) -> None:
+                sizes[name] = write_chunk(file, snapshot, kind, self._secrets)
+
+            return write
+
+        try:
+            for kind in set(kinds):
+                self._kinds.ensure(kind)
+        except StoreError as error:
+            return [error] * len(snapshots)
+        writes = map(writing, names, snapshots, kinds)
+        results = self._blobs.put_all(list(zip(names, writes, strict=True)))
+        stored: list[int | StoreError] = []
+        for name, snapshot, is_new in zip(names, snapshots, results, strict=True):
+            if isinstance(is_new, StoreError):
+                stored.append(is_new)
                 continue
             self.index.wrote(name)
-            if num_bytes and not self._planes.kinds:  # else a part of an entry may be no use
-                self._superseded.wrote(self.finder, snapshot.header.prefix, snapshot.tokens)
+            if is_new:
+                self._mark(snapshot)
+            stored.append(sizes[name] if is_new else 0)
+        self._superseded.drop()
         return stored
+
+    def _mark(self, snapshot: Snapshot) -> None:
+        """Has lookups find a new entry by its first tokens."""
+        space, step = self._record.name, self.chunk_tokens
+        own = Mark(snapshot.header.prefix, snapshot.tokens)
+        takes_parts = not self._planes.kinds  # else a part of an entry is no use
+        shorter = self._entries.marks.publish(
+            space, own.parent, own.ids, step, supersedes=takes_parts
+        )
+        if shorter is not None:
+            self._superseded.found(space, shorter, own, step)
 
     @property
     def used(self) -> Used:
@@ -431,20 +478,13 @@ class PrefixStore:
 
         Used() for blobs that do not count. Stores made by `salted` have the same.
         """
-        usage: Usage | None = getattr(self._blobs, "usage", None)
-        return Used() if usage is None else usage.now
+        return Used() if self._blobs.usage is None else self._blobs.usage.now
 
     @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:
         """The name of the file that `commit` writes."""
-        return name_of(
-            self._space,
-            snapshot.header.prefix,
-            snapshot.tokens,
-            snapshot.header.layers,
-            heads_of(snapshot.header),
-            snapshot.header.precision,
-        )
+        key = key_of(snapshot.header.prefix, snapshot.tokens)
+        return entry_name(self._record.name, key, _kind_of(snapshot).id)
 
     @takes(match=arguments.MATCH, start=int64, stop=int64, sections=arguments.SECTIONS)
     def load(
@@ -477,7 +517,14 @@ class PrefixStore:
         if start < stop:
             self._planes.check_stop(stop, ends)
         sections = [self._sections.of(section) for section in sections]
-        loads = Loads(self._entries, self.finder, self._carried, self.format, self._kept)
+        loads = Loads(
+            self._entries,
+            self._kinds,
+            self.chunk_tokens,
+            self._carried,
+            self.format,
+            self._rooms,
+        )
         return loads.load(match.spans, start, stop, sections, stream, progress or Progress())
 
     def _span(
@@ -498,3 +545,12 @@ class PrefixStore:
         if node is None:
             node = self.chain_of(token_ids(tokens[:start])).node(start // step)
         return node, token_ids(tokens[start - base : stop - base])
+
+
+def _kind_of(snapshot: Snapshot) -> Kind:
+    """How the file of a snapshot is laid out. Raises InvalidArgumentError."""
+    if not isinstance(snapshot.kind, Kind):
+        raise InvalidArgumentError(
+            f"{snapshot.name} was captured by no PrefixStore, expected what `capture` returned"
+        )
+    return snapshot.kind

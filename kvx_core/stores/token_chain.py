@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import token_ids
-from kvx_core.stores.keys import Ids, chain
+from kvx_core.stores.names import Ids, key_of
 from kvx_core.words import items
 
 _PART = 1 << 15
@@ -72,7 +72,7 @@ class TokenChain:
                 known = len(self._nodes) - 1
                 if known < chunk and (known + 1) * step <= self._num_ids:
                     ids = self.ids(known * step, (known + 1) * step)
-                    self._nodes.append(chain(self._nodes[-1], ids))
+                    self._nodes.append(key_of(self._nodes[-1], ids))
         return self._nodes[chunk]
 
     def _convert(self, stop: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.match import Match, StoredSpan
+from kvx_core.stores.names import Ids
 from kvx_core.stores.token_chain import TokenChain
 
 
@@ -50,10 +51,10 @@ class Walk:
                 self.is_over = True
                 return
             num_corrupt = finder.num_corrupt
-            shared, files = finder.longest(node, rest, 1 if at else self.at_least)
+            found = finder.longest(node, rest, 1 if at else self.at_least, self._key(at, rest))
+            shared = found.shared
             if shared:
-                names = tuple(file.name for file in files)
-                self._spans.append(StoredSpan(at, at + shared, files[0].num_tokens, names))
+                self._spans.append(StoredSpan(at, at + shared, found.num_tokens, found.names))
                 self._at += shared
             self.is_over = shared < step or self._at == self.num_tokens
             self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt
@@ -71,6 +72,11 @@ class Walk:
         while self._is_cut and at < self.num_tokens and not is_enough():
             num_corrupt = finder.num_corrupt
             ids = self.chain.ids(at, min(at + step, self.num_tokens))
-            shared, _ = finder.longest(self.chain.node(at // step), ids)
-            self._is_cut = shared > 0 or finder.num_corrupt > num_corrupt
+            found = finder.longest(self.chain.node(at // step), ids)
+            self._is_cut = found.shared > 0 or finder.num_corrupt > num_corrupt
             at += step
+
+    def _key(self, at: int, ids: Ids) -> str | None:
+        """The key of a full chunk, which is the next node."""
+        step = self.chain.chunk_tokens
+        return self.chain.node(at // step + 1) if len(ids) == step else None

@@ -7,16 +7,16 @@ None if nobody has written it, or if it was computed from wrong ones.
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvx_core import BlockTable, PrefixStore, Section
 from kvx_core.connector.plan import Scope
 from tests.connector import toy_engine
 from tests.connector.toy_connector import view_of
+from tests.stores_memory import InMemory
 
 BLOCK, CHUNK = 4, 8
 _draw = random.Random(0)
@@ -24,46 +24,10 @@ CONVERSATIONS = [[_draw.randrange(9) for _ in range(80)] for _ in range(2)]
 Cell = tuple[int, "str | None", tuple[int, ...]] | None
 
 
-class Memory:
-    """A BlobStore that is a dict."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
-
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
-        if name in self.blobs:
-            return False
-        with _file() as file:
-            write(file)
-            file.seek(0)
-            self.blobs[name] = file.read()
-        return True
-
-    def open(self, name: str) -> BinaryIO | None:
-        if name not in self.blobs:
-            return None
-        file = _file()
-        file.write(self.blobs[name])
-        file.seek(0)
-        return file
-
-    def names(self, folder: str) -> list[str]:
-        start = f"{folder}/" if folder else ""
-        found = (name for name in self.blobs if name.startswith(start))
-        return list({name[len(start) :].partition("/")[0] for name in found})
-
-    def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
-
-
-def _file() -> BinaryIO:
-    return open(os.memfd_create("blob"), "w+b", buffering=0)
-
-
 class Stored:
     """Files of a store, and beside them what they are of."""
 
-    def __init__(self, store: PrefixStore, blobs: Memory) -> None:
+    def __init__(self, store: PrefixStore, blobs: InMemory) -> None:
         self.store, self.blobs = store, blobs
         view = view_of(toy_engine.Engine(num_blocks=40))
         table = BlockTable.packed([list(range(1, 40))])

@@ -16,9 +16,10 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.spread import Spread
 from kvx_core.snapshot import Precision
-from tests.connector.random_cache import CHUNK, CONVERSATIONS, Memory, Stored
+from tests.connector.random_cache import CHUNK, CONVERSATIONS, Stored
 from tests.connector.random_engine import RandomEngine
 from tests.connector.toy_engine import HEADS, LAYERS
+from tests.stores_memory import InMemory
 
 
 class Salted(Policy):
@@ -32,7 +33,7 @@ class Salted(Policy):
 
 
 def engine(seed: int, options: dict[str, Any]) -> RandomEngine:
-    blobs, boundary = Memory(), Boundary(pytest.fail)
+    blobs, boundary = InMemory(), Boundary(pytest.fail)
     store = PrefixStore(
         blobs,
         fingerprint="toy",

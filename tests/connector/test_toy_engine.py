@@ -231,9 +231,9 @@ class Frozen(Directory):
         self.num_calls += 1
         assert self.answers.wait(120)
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         self._wait()
-        return super().put(name, write)
+        return super().put(name, write, durable=durable)
 
     def open(self, name: str) -> BinaryIO | None:
         self._wait()

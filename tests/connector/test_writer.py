@@ -37,10 +37,10 @@ class Gated(Directory):
         assert self.go.wait(60)
         self.calls.append(len(names))
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         if not name.endswith(".json"):
             self._wait([name])
-        return super().put(name, write)
+        return super().put(name, write, durable=durable)
 
     def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
         self._wait([name for name, _ in files])

@@ -75,70 +75,6 @@ def resolver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 # --- All or nothing -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("resolver")
-def test_put_is_all_or_nothing(tmp_path: Path) -> None:
-    blobs = Directory(tmp_path / "root")
-    assert blobs.put("a/b", writing(b"one"))
-    assert not blobs.put("a/b", writing(b"two"))
-
-    def fail(file: BinaryIO) -> None:
-        file.write(b"half")
-        raise RuntimeError("in the middle")
-
-    with pytest.raises(RuntimeError, match="in the middle"):
-        blobs.put("a/c", fail)
-    assert read(blobs, "a/b") == b"one"
-    assert blobs.open("a/c") is None
-    assert blobs.open("none/c") is None
-    assert blobs.open("a/b/c") is None
-    assert blobs.open("a") is None
-    assert blobs.names("a") == ["b"]
-    assert os.listdir(tmp_path / "root" / "a") == ["b"]
-    assert blobs.names("") == ["a"]
-    assert blobs.names("none") == blobs.names("a/b") == []
-    assert not temporaries(tmp_path)
-    blobs.delete("a/b")
-    blobs.delete("a/b")
-    blobs.delete("a/b/c")
-    assert blobs.names("") == []
-
-
-def test_the_file_to_write(tmp_path: Path) -> None:
-    """Unbuffered, seekable, closed by whoever likes to, and never written in part."""
-
-    def write(file: BinaryIO) -> None:
-        assert file.fileno() > 2
-        assert not os.get_inheritable(file.fileno())
-        assert file.write(b"-----cdef") == 9
-        file.seek(0)
-        file.write(b"ab")
-        file.seek(2)
-        assert file.read() == b"---cdef"
-        file.truncate(5)
-        file.close()
-
-    blobs = Directory(tmp_path)
-    assert blobs.put("name", write)
-    file = blobs.open("name")
-    assert file is not None
-    with closing(file):
-        assert file.name == f"{tmp_path}/name"
-        assert not os.get_inheritable(file.fileno())
-        assert os.pread(file.fileno(), 9, 0) == b"ab---"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "..", "a/../b", "/a", "a//b", "a/", ".hidden", "a/.tmp", "a\0b", "a\nb", "\xe9", "\udc80",
-     "a/b/c/d/e/f/g/h/i"],
-)  # fmt: skip
-def test_names_of_blobs(name: str, tmp_path: Path) -> None:
-    blobs = Directory(tmp_path)
-    for call in (blobs.open, blobs.delete, lambda name: blobs.put(name, writing(b""))):
-        with pytest.raises(InvalidArgumentError, match="expected words with '/' between them"):
-            call(name)
-
-
 def test_what_a_directory_is_made_of(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="group is 'all', expected 'none', 'read'"):
         Directory(tmp_path, group="all")  # type: ignore[arg-type]
@@ -213,6 +149,24 @@ def test_every_folder_that_is_made_is_synced(
     blobs.put("a/b/d", writing(b""))
     assert len(synced) == 2
     assert synced[1] == str(root / "a/b")
+
+
+def test_files_that_need_not_last_are_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise AssertionError("synced")
+
+    blobs = Directory(tmp_path)
+    blobs.put("first", writing(b""))
+    for module, function in ((os, "fsync"), (new_files, "sync_file_system")):
+        monkeypatch.setattr(module, function, fail)
+    assert blobs.put("a/b/c", writing(b"data"), durable=False)
+    assert not blobs.put("a/b/c", writing(b"other"), durable=False)
+    assert read(blobs, "a/b/c") == b"data"
+    assert blobs.replace("a/b/c", writing(b"other"), durable=False)
+    assert read(blobs, "a/b/c") == b"other"
+    assert not temporaries(tmp_path)
 
 
 def test_files_that_are_put_together_get_their_names_when_all_are_on_the_disk(
@@ -659,6 +613,26 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     blobs.put("f10/name", writing(b"x" * PAGE))
     assert sorted(blobs.names("")) == sorted(f"f{i}" for i in (0, *range(3, 11)))
     assert blobs.trim() == 9 * PAGE
+
+
+def test_records_stay_as_long_as_their_space_has_entries(tmp_path: Path) -> None:
+    """However long ago they were used, and however full the disk is; marks go as entries do."""
+    records = ["a/space.json", "a/space.0123456789abcdef.mac", "a/kinds/k.json", "a/kinds/k.9.mac"]
+    blobs = Directory(tmp_path)
+    fill(blobs, *records, "a/000/1.k", "a/000/1.mark", "a/001/2.k", "b/002/3.k")
+    for i in range(4):
+        assert blobs.put(f"c/{i}", on_a_disk_of(8 * PAGE, tmp_path, b"x" * PAGE, ENOSPC))
+    assert [name for _, _, name in blobs.files()] == [*records, *(f"c/{i}" for i in range(4))]
+    blobs.put("a/003/4.k", writing(bytes(PAGE)))
+    assert blobs.trim() == 9 * PAGE
+    blobs.max_bytes = 1
+    assert blobs.trim() == 4 * PAGE  # the last entry has gone: so do its records, a day after
+    assert [name for _, _, name in blobs.files()] == records
+    os.utime(tmp_path / records[3])
+    blobs.max_bytes = 1 << 40
+    blobs.put("a/004/5.mark", writing(b"x"))
+    assert blobs.trim() == 2 * PAGE
+    assert {name for _, _, name in blobs.files()} == {records[3], "a/004/5.mark"}
 
 
 def test_what_counts_is_what_is_allocated(tmp_path: Path) -> None:

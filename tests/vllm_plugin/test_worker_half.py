@@ -222,9 +222,9 @@ class Slow(Directory):
         super().__init__(root)
         self.go = threading.Event()
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         assert name.endswith(".json") or self.go.wait(60)
-        return super().put(name, write)
+        return super().put(name, write, durable=durable)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_a_step_copies_layer_by_layer_is_bounded(tmp_path: Path) -> None:
 
 
 class Full(Directory):
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         raise StoreError(f"{name} cannot be written: no space left on device")
 
 
@@ -343,9 +343,9 @@ def test_a_finished_request_is_saved_without_a_forward_pass(waits: bool, tmp_pat
 class Strange(Directory):
     """Fails as nobody expects it to."""
 
-    def put(self, name: str, write: Callable[[BinaryIO], None]) -> bool:
+    def put(self, name: str, write: Callable[[BinaryIO], None], *, durable: bool = True) -> bool:
         if name.endswith(".json"):
-            return super().put(name, write)
+            return super().put(name, write, durable=durable)
         raise ZeroDivisionError
 
     def open(self, name: str) -> BinaryIO | None:

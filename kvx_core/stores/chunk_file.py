@@ -1,0 +1,430 @@
+"""Files of chunks: a snapshot is written into one, and read from one that anyone may have written.
+
+Format: docs/store_format.md, "Entries".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import read_at, write_all
+from kvx_core.snapshot.coding import CODINGS
+from kvx_core.snapshot.contents import Header, Part
+from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
+from kvx_core.snapshot.memory import Bytes, in_threads
+from kvx_core.snapshot.room import Room
+from kvx_core.snapshot.scales import are_good
+from kvx_core.snapshot.snapshot import Snapshot
+from kvx_core.stores.file_layout import FileLayout
+from kvx_core.stores.kind import MAX_TOKENS, Kind
+from kvx_core.stores.pieces import MOST_BYTES, Group, Range
+from kvx_core.stores.record import (
+    BEGIN_BYTES,
+    CLEAR_BYTES,
+    FIRST_TEXT,
+    Record,
+    RecordText,
+    num_tokens_of,
+)
+from kvx_core.stores.sealing import Sealing
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+    from kvx_core.stores.secrets import Secrets
+
+_MAX_POSITION = 1 << 62
+_of_thread = threading.local()
+
+
+def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets) -> int:
+    """Writes a snapshot into a new file, which is not synced. Returns its bytes.
+
+    snapshot: in memory; its header.prefix is the key of all tokens before
+    Raises InvalidArgumentError if it is not of this kind, StoreError if it cannot be written.
+    """
+    if (kind.keyed, kind.encrypted) != (secrets.is_keyed, secrets.is_encrypted):
+        raise InvalidArgumentError(
+            f"files of kind {kind.id} are {'' if kind.keyed else 'not '}signed and "
+            f"{'' if kind.encrypted else 'not '}encrypted, expected secrets for that"
+        )
+    if not kind.has_parts(snapshot.header):
+        raise InvalidArgumentError(f"the snapshot has other layers, heads or facts than {kind}")
+    memory, header = snapshot.memory, snapshot.header
+    if memory is None:
+        raise InvalidArgumentError("snapshot has its data in a file, expected it in memory")
+    parent = bytes.fromhex(header.prefix)
+    layout = kind.layout(len(snapshot.tokens))
+    source = layout.source(snapshot.tensors)
+    sealing, text = Sealing.new(layout.head.record, secrets), layout.head.record
+
+    def sealed(index: int) -> tuple[Sequence[Buffer], bytes]:
+        views: Sequence[Buffer] = [memory.data[r.begin : r.end] for r in source.ranges[index]]
+        coding = layout.pieces[index].coding
+        return sealing.sealed(index, _encoded(coding, views) if coding else views)
+
+    try:
+        slow = layout.num_bytes if layout.is_coded or kind.keyed or kind.encrypted else 0
+        pieces = in_threads(sealed, range(len(layout.pieces)), slow)
+        sizes = [sum(len(memoryview(view)) for view in views) for views, _ in pieces]
+        record = Record(
+            parent=parent,
+            kind=kind.digest,
+            start=header.start,
+            tokens=snapshot.tokens,
+            sizes=tuple(sizes),
+            checks=tuple(check for _, check in pieces),
+        )
+        raw = sealing.sealed_record(text.packed(sealing.clear, record))
+        num_bytes = sum(sizes)
+        first = layout.head.text(raw, num_bytes)
+        if layout.is_direct:
+            data = [memory.data[run.begin : run.end] for run in source.runs]
+        else:
+            data = [memoryview(view) for views, _ in pieces for view in views]
+        write_all(file, [memoryview(first), *data])
+    except (OSError, ValueError, MemoryError) as error:
+        raise StoreError(f"the snapshot cannot be written: {error}") from None
+    return len(first) + num_bytes
+
+
+def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The bytes of a piece in a coding, if that makes them fewer."""
+    whole = memoryview(views[0] if len(views) == 1 else b"".join(views))
+    data = np.frombuffer(whole, np.uint8)
+    encoded = CODINGS[coding].encode(data)
+    return [encoded.data] if len(encoded) < len(data) else views
+
+
+@dataclass(slots=True)
+class ChunkFile:
+    """A file of a kind that is open; the caller closes it."""
+
+    file: BinaryIO
+    kind: Kind
+    secrets: Secrets
+    name: str  # for messages
+    layout: FileLayout
+    num_bytes: int  # of the file
+    _record: Record = field(init=False, repr=False)
+    _sealing: Sealing = field(init=False, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    @property
+    def parent(self) -> str:
+        """The key of all tokens before."""
+        return self._record.parent.hex()
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return self._record.tokens
+
+    @property
+    def start(self) -> int:
+        """Position in the prompt of the first token."""
+        return self._record.start
+
+    def read(
+        self, layers: Sequence[int], room: Room | None = None, fingerprint: str | None = None
+    ) -> Snapshot:
+        """The snapshot with the data of some layers in memory, every byte of them checked.
+
+        room:        whose memory it takes, of which it `has` Kind.memory_for(...); None: new memory
+        fingerprint: of the model, which the file does not say
+        Raises CorruptError if the data has changed, StoreError if it cannot be read.
+        """
+        parts = self.kind.with_fingerprint(fingerprint)
+        return self._read(layers, room, parts, is_open=True)
+
+    def _read(
+        self,
+        layers: Sequence[int],
+        room: Room | None,
+        parts: tuple[Part, ...],
+        *,
+        is_open: bool,
+        key: str | None = None,
+    ) -> Snapshot:
+        """is_open: the head has been read; else it is read together with data, if that is short"""
+        layout = self.layout
+        room = Room(layout.num_tokens) if room is None else room
+        selection = layout.selection(layers, room.num_tokens)
+        place, groups = selection.place, selection.groups
+        if not is_open and (layout.num_bytes > MOST_BYTES or not groups or groups[0].first):
+            with _reading(self.name):
+                self._open(key)
+            is_open = True
+        at, memory = room.take(place.num_bytes)
+        try:
+            with _reading(self.name):
+                if not is_open:
+                    self._read_group(groups[0], memory, key, is_open=False)
+                    groups = groups[1:]
+                if groups:
+                    num_bytes = sum(group.num_bytes for group in groups)
+                    in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
+            snapshot = Snapshot(
+                Header(self.start, self.parent, parts),
+                self.tokens,
+                place.tensors,
+                memory,
+                room=room,
+                at=at,
+                place=place,
+                name=self.name,
+            )
+            for scale in selection.scales:
+                if not are_good(snapshot.array(scale)):
+                    raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
+        except BaseException:
+            room.give_back(at)
+            raise
+        return snapshot
+
+    def _open(self, key: str | None) -> None:
+        """Reads the head."""
+        head = bytearray(self.layout.head.num_bytes)
+        read_at(self.file.fileno(), [memoryview(head)], 0)
+        self._check_head(head, key)
+
+    def _check_head(self, head: bytearray, key: str | None) -> None:
+        """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
+        layout, kind, name = self.layout, self.kind, self.name
+        num_bytes = self.num_bytes - len(head)
+        sealed = layout.head.record_of(head, num_bytes)
+        if sealed is None:
+            raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
+        text = layout.head.record
+        sealing = _sealing(sealed, text, kind, self.secrets, name)
+        raw = sealing.opened_record(sealed)
+        if raw is None:
+            raise CorruptError(f"{name}: its record has changed since it was written")
+        record = text.unpacked(raw)
+        sizes = record.sizes
+        if record.kind != kind.digest:
+            raise CorruptError(f"{name} is of kind {record.kind[:16].hex()}, expected {kind.id}")
+        if record.start > _MAX_POSITION or any(record.start % n for n in layout.entry_tokens):
+            raise CorruptError(f"{name} begins at token {record.start}")
+        if layout.is_coded:
+            good = all(
+                0 < size <= piece.num_bytes and (piece.coding or size == piece.num_bytes)
+                for size, piece in zip(sizes, layout.pieces, strict=True)
+            )
+        else:
+            good = sizes == layout.sizes
+        if not good or sum(sizes) != num_bytes:
+            raise CorruptError(f"{name} has pieces of other lengths than files of its kind")
+        if key is not None:
+            found = hashlib.sha256(record.parent + record.tokens.tobytes()).hexdigest()
+            if found != key:
+                raise CorruptError(f"{name} has the tokens of {found}")
+        self._record, self._sealing = record, sealing
+
+    def _read_group(
+        self, group: Group, memory: Bytes, key: str | None = None, *, is_open: bool = True
+    ) -> None:
+        """Reads pieces, and checks each; with the head, if that is not open."""
+        layout, view = self.layout, memory.data
+        unwanted = memoryview(bytearray(group.unwanted_bytes))
+        last = group.first + len(group.ranges)
+        data: list[memoryview]
+        if layout.is_direct:
+            data = _views(group.runs, view, unwanted)
+        else:
+            most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
+            size = sum(self._record.sizes[group.first : last]) if is_open else most
+            data = [_buffer()[:size]]
+        if is_open:
+            read_at(self.file.fileno(), data, self._offset(group.first))
+        else:
+            head = bytearray(layout.head.num_bytes)
+            read_at(self.file.fileno(), [memoryview(head), *data], 0)
+            self._check_head(head, key)
+        at = 0
+        for index, ranges in enumerate(group.ranges, group.first):
+            targets, check = _views(ranges, view, unwanted), self._record.checks[index]
+            if layout.is_direct:
+                good = self._sealing.is_good(check, targets)
+            else:
+                size = self._record.sizes[index]
+                good = self._open_piece(index, data[0][at : at + size], targets)
+                at += size
+            if not good:
+                names = ", ".join(each.tensor for each in layout.pieces[index].slices)
+                raise CorruptError(
+                    f"{self.name}: the bytes of {names[:200]} have changed since they were written"
+                )
+
+    def _open_piece(self, index: int, data: memoryview, targets: list[memoryview]) -> bool:
+        """Decrypts and decodes a piece into `targets`; False: it is not good."""
+        sealing, check = self._sealing, self._record.checks[index]
+        if not sealing.is_good(check, [data]):
+            return False
+        piece = self.layout.pieces[index]
+        is_coded = len(data) < piece.num_bytes
+        if sealing.is_encrypted:
+            into = [memoryview(bytearray(len(data)))] if is_coded else targets
+            if not sealing.decrypted(index, check, data, into):
+                return False
+            data = into[0]
+        if is_coded:
+            decoded = targets[0] if len(targets) == 1 else memoryview(bytearray(piece.num_bytes))
+            coding = CODINGS[piece.coding]
+            if not coding.decode(np.frombuffer(decoded, np.uint8), np.frombuffer(data, np.uint8)):
+                return False
+            data = decoded
+        if data is not targets[0]:
+            at = 0
+            for target in targets:
+                target[:] = data[at : at + len(target)]
+                at += len(target)
+        return True
+
+    def _offset(self, index: int) -> int:
+        """Where a piece begins in the file."""
+        return self.layout.head.num_bytes + sum(self._record.sizes[:index])
+
+
+def _buffer() -> memoryview:
+    """MOST_BYTES of this thread, for bytes that are not in memory as they are in the file."""
+    found: memoryview | None = getattr(_of_thread, "buffer", None)
+    if found is None:
+        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES))
+    return found
+
+
+def _views(ranges: Sequence[Range], wanted: memoryview, other: memoryview) -> list[memoryview]:
+    return [(wanted if of_wanted else other)[begin:end] for begin, end, of_wanted in ranges]
+
+
+def open_chunk(
+    file: BinaryIO,
+    kind: Kind,
+    secrets: Secrets,
+    *,
+    name: str,
+    key: str | None = None,
+    num_tokens: int | None = None,
+) -> ChunkFile:
+    """A file whose head has been read and checked.
+
+    file:       open for reading, unbuffered, as long as data is read
+    name:       for messages
+    key:        that its tokens must have; None: any
+    num_tokens: that it must have; None: what it says
+    Raises CorruptError if it is no good file of this kind, UnsignedError if it has a key that is
+    not among the secrets, StoreError if it cannot be read.
+    """
+    with _reading(name):
+        chunk = _sized(file, kind, secrets, name, num_tokens)
+        chunk._open(key)
+    return chunk
+
+
+def read_chunk(
+    file: BinaryIO,
+    kind: Kind,
+    secrets: Secrets,
+    *,
+    name: str,
+    key: str | None = None,
+    blank: Snapshot,
+    layers: Sequence[int] | None = None,
+    room: Room | None = None,
+) -> Snapshot:
+    """open_chunk and ChunkFile.read in as few calls of the system as can be.
+
+    blank:  what the file is expected to be, from Kind.blank
+    layers: None: all of the file
+    """
+    with _reading(name):
+        chunk = _sized(file, kind, secrets, name, len(blank.tokens))
+    layers = kind.layers if layers is None else layers
+    return chunk._read(layers, room, blank.header.parts, is_open=False, key=key)
+
+
+def _sized(
+    file: BinaryIO, kind: Kind, secrets: Secrets, name: str, num_tokens: int | None
+) -> ChunkFile:
+    """A file that is as long as it should be."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{name} is no regular file, expected one")
+    if num_tokens is None:
+        num_tokens = said_tokens(file, name)
+    layout = kind.layout(num_tokens)
+    if not layout.least_bytes <= status.st_size <= layout.most_bytes:
+        raise CorruptError(
+            f"{name} has {status.st_size} bytes, expected {layout.least_bytes} to "
+            f"{layout.most_bytes} for {num_tokens} tokens of kind {kind.id}"
+        )
+    return ChunkFile(file, kind, secrets, name, layout, status.st_size)
+
+
+def said_tokens(file: BinaryIO, name: str) -> int:
+    """How many tokens a file says that it has. Nothing else is checked. Raises CorruptError."""
+    first = os.pread(file.fileno(), 8 + len(FIRST_TEXT) + 2 * BEGIN_BYTES, 0)
+    found = None
+    if first[8 : 8 + len(FIRST_TEXT)] == FIRST_TEXT:
+        digits = first[8 + len(FIRST_TEXT) :]
+        try:
+            found = num_tokens_of(bytes.fromhex(digits.decode("ascii")))
+        except ValueError:
+            found = None
+    if found is None or not 0 < found <= MAX_TOKENS:
+        raise CorruptError(f"{name} does not begin as files of stores do")
+    return found
+
+
+def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name: str) -> Sealing:
+    """The keys of a file. Raises CorruptError, UnsignedError, StoreError."""
+    ids = text.keys(sealed)
+    if ids is None:
+        raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
+    if kind.keyed != secrets.is_keyed:
+        raise UnsignedError(
+            f"{name} is {'' if kind.keyed else 'not '}signed, and this process has "
+            f"{'keys' if secrets.is_keyed else 'no key'}. Give it those of the writer"
+        )
+    if kind.encrypted != secrets.is_encrypted:
+        raise StoreError(
+            f"{name} is {'' if kind.encrypted else 'not '}encrypted, and this process has "
+            f"{'keys' if secrets.is_encrypted else 'no key'}. Give it those of the writer"
+        )
+    signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
+    if kind.keyed and signer is None:
+        raise UnsignedError(
+            f"{name} is signed with the key {ids[0]:016x}, which this process does not have"
+        )
+    if kind.encrypted and encrypter is None:
+        raise StoreError(
+            f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
+        )
+    return Sealing(sealed[:CLEAR_BYTES], signer, encrypter)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turns errors of the system into StoreError."""
+    try:
+        yield
+    except EOFError:
+        raise CorruptError(f"{name} became shorter while it was read") from None
+    except (StoreError, InvalidArgumentError):
+        raise
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        raise StoreError(f"{name} cannot be read: {error}") from None

@@ -1,0 +1,163 @@
+"""FileLayout: where everything is in a file of one kind and number of tokens.
+
+It follows from these two alone: what files of a prompt share is found once for all of them.
+Format: docs/store_format.md, "Entries".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.snapshot.contents import Header, Stored, is_scale
+from kvx_core.snapshot.errors import StoreError
+from kvx_core.snapshot.room import Placed, placed
+from kvx_core.snapshot.snapshot import Snapshot
+from kvx_core.stores.pieces import Group, Piece, Range, cut, groups_of, runs_of
+from kvx_core.stores.record import Form, Head
+
+_MAX_FILE_BYTES = 1 << 36
+_MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
+
+
+class Selection(NamedTuple):
+    """What some layers need of a file."""
+
+    place: Placed  # of their tensors in memory
+    groups: tuple[Group, ...]
+    scales: tuple[str, ...]  # names of those among the tensors
+
+
+class Source(NamedTuple):
+    """Where the bytes of a file lie in the memory of a captured snapshot."""
+
+    ranges: tuple[tuple[Range, ...], ...]  # of each piece
+    runs: tuple[Range, ...]  # of all of them, those that follow one another together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLayout:
+    """Files of one kind and number of tokens."""
+
+    header: Header  # of any of them
+    num_tokens: int
+    tensors: dict[str, Stored]  # in the order of the file; offsets are those of bytes in memory
+    pieces: tuple[Piece, ...]
+    head: Head
+    num_bytes: int  # of the data; at most, if it is coded
+    is_coded: bool
+    is_direct: bool  # bytes are in the file as they are in memory
+    sizes: tuple[int, ...]  # of the pieces in memory
+    entry_tokens: frozenset[int]  # files begin at multiples of them
+    _selections: dict[tuple[tuple[int, ...], int], Selection] = field(default_factory=dict)
+    _sources: dict[int, tuple[Mapping[str, Stored], Source]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        header: Header,
+        tensors: Mapping[str, Stored],
+        num_tokens: int,
+        *,
+        signed: bool,
+        encrypted: bool,
+    ) -> Self:
+        """tensors: in the order of the file
+
+        Raises StoreError if there are too many bytes.
+        """
+        num_bytes, placed_tensors = 0, dict[str, Stored]()
+        for name, stored in tensors.items():
+            placed_tensors[name] = replace(stored, offset=num_bytes)
+            num_bytes += stored.num_bytes
+        if num_bytes > _MAX_FILE_BYTES:
+            raise StoreError(
+                f"a file of {num_tokens} tokens has {num_bytes} bytes, expected at most "
+                f"{_MAX_FILE_BYTES}. Set a smaller chunk_tokens"
+            )
+        pieces = tuple(cut(placed_tensors))
+        is_coded = any(piece.coding for piece in pieces)
+        is_direct = not (is_coded or encrypted)
+        form = Form(num_tokens, len(pieces), signed, encrypted)
+        head = Head(placed_tensors, form, is_whole=not is_direct)
+        per = {kind.tokens_per_entry for part in header.parts for kind in part.planes}
+        return cls(
+            header,
+            num_tokens,
+            placed_tensors,
+            pieces,
+            head,
+            num_bytes,
+            is_coded,
+            is_direct,
+            tuple(piece.num_bytes for piece in pieces),
+            frozenset(per - {0, 1}),
+        )
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a file."""
+        return self.head.num_bytes + self.num_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Of a file."""
+        return self.head.num_bytes + len(self.pieces) if self.is_coded else self.most_bytes
+
+    def selection(self, layers: Sequence[int], room_tokens: int) -> Selection:
+        """What these layers need of a file, and where it goes to.
+
+        room_tokens: of the room that it goes to
+        """
+        key = tuple(layers), room_tokens
+        found = self._selections.get(key)
+        if found is None:
+            if len(self._selections) >= _MAX_KEPT:
+                self._selections.clear()
+            snapshot = Snapshot(self.header, np.zeros(self.num_tokens, np.int64), self.tensors)
+            names = tuple(snapshot.names_of(key[0]))
+            place = placed(self.header, self.tensors, names, room_tokens)
+            groups = tuple(groups_of(self.pieces, place.tensors))
+            scales = tuple(filter(is_scale, names))
+            found = self._selections[key] = Selection(place, groups, scales)
+        return found
+
+    def source(self, tensors: Mapping[str, Stored]) -> Source:
+        """Where the bytes of a file lie in the memory of a snapshot that was captured.
+
+        tensors: its, found once for the same object, which must not change
+        Raises InvalidArgumentError if it has other tensors than these files.
+        """
+        known = self._sources.get(id(tensors))
+        if known is not None and known[0] is tensors:
+            return known[1]
+        wrong = [name for name in tensors if name != "tokens" and name not in self.tensors]
+        for name, stored in self.tensors.items():
+            there = tensors.get(name)
+            if there is None or _type_of(there) != _type_of(stored):
+                wrong.append(name)
+        if wrong:
+            raise InvalidArgumentError(
+                f"{wrong[0]} of the snapshot is {tensors.get(wrong[0])}, expected "
+                f"{self.tensors.get(wrong[0])} as files of this kind have"
+            )
+
+        def range_of(name: str, begin: int, end: int) -> Range:
+            offset = tensors[name].offset
+            return Range(offset + begin, offset + end)
+
+        each = [[range_of(*part) for part in piece.slices] for piece in self.pieces]
+        runs = tuple(runs_of([one for ranges in each for one in ranges]))
+        found = Source(tuple(tuple(runs_of(ranges)) for ranges in each), runs)
+        if len(self._sources) >= _MAX_KEPT:
+            self._sources.clear()
+        self._sources[id(tensors)] = tensors, found
+        return found
+
+
+def _type_of(stored: Stored) -> tuple[object, ...]:
+    return stored.dtype, stored.shape, stored.original, stored.coding

@@ -1,0 +1,197 @@
+"""Imports: snapshots that an export has written become entries of a store again.
+
+The store may have other chunks, other keys, and what it has already; no byte of keys and values
+changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvx_core.errors import InvalidArgumentError, KvxError
+from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
+from kvx_core.stores.blob_store import BlobStore, Write
+from kvx_core.stores.chunk_file import write_chunk
+from kvx_core.stores.exports import ENDING, RECORD
+from kvx_core.stores.index import Index
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.kinds import Kinds
+from kvx_core.stores.marks import Marks
+from kvx_core.stores.names import entry_name, is_key, key_of
+from kvx_core.stores.runs import chunks_of
+from kvx_core.stores.secrets import Secrets
+from kvx_core.stores.space import MAX_BYTES, SpaceRecord
+
+_FILES = 64  # that are written together
+
+
+class Imported(NamedTuple):
+    """What became of a snapshot."""
+
+    path: Path
+    num_new: int  # entries that the store did not have
+    num_entries: int
+    num_bytes: int  # of the files of the new ones
+    error: KvxError | None  # why it was left out, or what is behind these entries
+
+
+class Import:
+    """Stores the snapshots of a folder."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        secrets: Secrets,
+        chunk_tokens: int,
+        folder: Path,
+        *,
+        takes_unsigned: bool = False,
+    ) -> None:
+        """blobs:          a store whose chunks have so many tokens
+        secrets:        that its files are signed and encrypted with; a snapshot may be signed with
+                        any of the keys
+        folder:         with space.json, as an export writes it
+        takes_unsigned: also takes snapshots that are not signed, although there are keys
+        Raises StoreError, InvalidArgumentError.
+        """
+        self._blobs, self._secrets, self._chunk_tokens = blobs, secrets, chunk_tokens
+        self.record = _record(folder)
+        self._planes = {
+            layer: {plane for plane in self.record.planes if plane.layer == layer}
+            for layer in range(len(self.record.kv_heads))
+        }
+        self.paths = sorted(path for path in folder.iterdir() if path.name.endswith(ENDING))
+        self._takes_unsigned = takes_unsigned
+        demand = [Precision()] * len(self.record.kv_heads)
+        self._kinds = Kinds(blobs, secrets, self.record, demand, "lossy")
+        self._marks = Marks(blobs, secrets, Index(), lambda _: ())
+
+    def run(self) -> Iterator[Imported]:
+        """Stores snapshot by snapshot; yields what became of each."""
+        for path in self.paths:
+            num_new = num_entries = num_bytes = 0
+            error: KvxError | None = None
+            try:
+                for found in self._stored(path):
+                    num_entries += 1
+                    num_new += found > 0
+                    num_bytes += found
+            except (StoreError, InvalidArgumentError) as wrong:
+                error = wrong
+            yield Imported(path, num_new, num_entries, num_bytes, error)
+
+    def _stored(self, path: Path) -> Iterator[int]:
+        """Stores a snapshot; yields the bytes of each of its entries, 0 of those that were there."""
+        with self._opened(path) as opened:
+            self._check(opened)
+            snapshot = opened.read(opened.header.layers)
+        kind = Kind.of(
+            snapshot.header.parts,
+            snapshot.tensors,
+            len(snapshot.tokens),
+            keyed=self._secrets.is_keyed,
+            encrypted=self._secrets.is_encrypted,
+        )
+        chunks = list(chunks_of(snapshot, self.record.name, self._chunk_tokens))
+        self._kinds.ensure(kind)
+        for first in range(0, len(chunks), _FILES):
+            yield from self._put(chunks[first : first + _FILES], kind)
+
+    def _put(self, chunks: Sequence[Snapshot], kind: Kind) -> Iterator[int]:
+        written = [0] * len(chunks)
+
+        def writer(index: int) -> Write:
+            def write(file) -> None:  # type: ignore[no-untyped-def]
+                written[index] = write_chunk(file, chunks[index], kind, self._secrets)
+
+            return write
+
+        names = [
+            entry_name(self.record.name, key_of(chunk.header.prefix, chunk.tokens), kind.id)
+            for chunk in chunks
+        ]
+        stored = self._blobs.put_all([(name, writer(i)) for i, name in enumerate(names)])
+        for chunk, is_new, num_bytes in zip(chunks, stored, written, strict=True):
+            if isinstance(is_new, StoreError):
+                raise is_new
+            if is_new:
+                self._marks.publish(
+                    self.record.name, chunk.header.prefix, chunk.tokens, self._chunk_tokens
+                )
+            yield num_bytes if is_new else 0
+
+    def _opened(self, path: Path) -> Snapshot:
+        """A snapshot, signed with one of the keys, or not at all if that is allowed."""
+        keys: list[bytes | None] = [key.secret for key in self._secrets.signing]
+        if not keys or self._takes_unsigned:
+            keys.append(None)
+        error = StoreError(f"{path} cannot be read")
+        for key in keys:
+            try:
+                return Snapshot.open(path, key=key)
+            except UnsignedError as wrong:
+                error = wrong
+        raise error
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Raises CorruptError if it is none of the model of space.json."""
+        record, header = self.record, snapshot.header
+        for part in header.parts:
+            if part.facts.fingerprint != record.fingerprint:
+                raise CorruptError(
+                    f"{snapshot.name} is of model {str(part.facts.fingerprint)[:100]!r}, expected "
+                    f"{record.fingerprint[:100]!r} as {RECORD} beside it says"
+                )
+            for layer in part.layers:
+                if layer >= len(record.kv_heads):
+                    raise CorruptError(
+                        f"{snapshot.name} has layer {layer}, expected one of "
+                        f"{len(record.kv_heads)} as {RECORD} beside it says"
+                    )
+                if part.heads[1] > record.kv_heads[layer]:
+                    raise CorruptError(
+                        f"{snapshot.name} has heads {part.heads[0]} to {part.heads[1] - 1} of "
+                        f"layer {layer}, expected {record.kv_heads[layer]} at most as {RECORD} "
+                        "beside it says"
+                    )
+                if {plane for plane in part.planes if plane.layer == layer} != self._planes[layer]:
+                    raise CorruptError(
+                        f"{snapshot.name} has other planes of layer {layer} than {RECORD} beside "
+                        "it says"
+                    )
+        if header.start and not is_key(header.prefix):
+            raise CorruptError(
+                f"{snapshot.name} begins at token {header.start} and has prefix "
+                f"{header.prefix[:100]!r}, expected the key of the tokens before it"
+            )
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """The folders of an export, each with the snapshots of a space. Raises StoreError."""
+    if (folder / RECORD).is_file():
+        return [folder]
+    found = sorted(path for path in folder.glob("*") if (path / RECORD).is_file())
+    if not found:
+        raise StoreError(
+            f"{folder} has no {RECORD}, neither itself nor in a folder of it, expected what "
+            "`kvx store export` writes"
+        )
+    return found
+
+
+def _record(folder: Path) -> SpaceRecord:
+    path = folder / RECORD
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise CorruptError(f"{path} has more than {MAX_BYTES} bytes")
+    try:
+        return SpaceRecord.parse(raw, hashlib.sha256(raw).hexdigest())
+    except CorruptError as error:
+        raise CorruptError(f"{path}: {str(error).partition('space.json ')[2]}") from None

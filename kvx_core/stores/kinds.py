@@ -1,0 +1,264 @@
+"""The kinds of files that a space has: read from its records, and which of them a reader takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from threading import Lock
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot import Accept, Precision, StoreError
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.names import kind_name, kinds_folder, space_record
+from kvx_core.stores.secrets import Secrets
+from kvx_core.stores.space import MAX_BYTES, SpaceRecord
+
+_MOST = 256  # kinds of a space
+_LISTED_SECONDS = 1.0  # for so long a listing counts where nobody has missed anything
+_WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
+_MOST_ASKED = 32  # files of one key that a lookup asks for
+
+Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
+_Gain = tuple[Kind, frozenset[tuple[int, int]]]  # the layers and heads that a kind holds
+
+
+class Kinds:
+    """The kinds of one space. Threads may share it."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        secrets: Secrets,
+        record: SpaceRecord,
+        demand: Sequence[Precision],
+        accept: Accept,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """demand: the precision of each layer of the reader's cache"""
+        self.record = record
+        self._blobs, self._secrets = blobs, secrets
+        self.demand, self.accept = tuple(demand), accept
+        self._clock = clock
+        self._lock = Lock()
+        self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
+        self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
+        self._refused: dict[str, float] = {}  # until when others are not read again
+        self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
+        self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
+        self._cover: tuple[Kind, ...] = ()  # the best that hold all layers and heads
+        self._gains: dict[object, tuple[object, tuple[_Gain, ...]]] = {}  # see `hold`
+        self._listed = float("-inf")
+        self._written: dict[str, float] = {}  # when the records of own kinds were last seen
+
+    # ---- for lookups ----
+
+    @property
+    def best(self) -> Sequence[Kind]:
+        """The first of these that together hold all layers and heads; none: these do not."""
+        return self._cover
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the folder of kinds was listed less than a second ago."""
+        return self._clock() - self._listed < _LISTED_SECONDS
+
+    def refresh(self) -> bool:
+        """Lists the folder of kinds; whether there are others than before."""
+        with self._lock:
+            found = self._blobs.names(kinds_folder(self.record.name))
+            self._listed = self._clock()
+        ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
+        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._written.keys()
+        for id in sorted(ids)[:_MOST]:
+            self.get(id)
+        return self._all != before
+
+    def get(self, id: str) -> Kind | None:
+        """The kind of this name; None: there is none that this process can take."""
+        found = self._kinds.get(id)
+        if found is not None or self._refused.get(id, 0.0) > self._clock():
+            return found
+        name = kind_name(self.record.name, id)
+        kind = None
+        with suppress(StoreError):
+            raw = self._blobs.read(name, MAX_BYTES)
+            if raw is not None and self._secrets.check(name, raw, self._mac):
+                kind = _parsed(raw, id)
+        with self._lock:
+            if kind is not None and len(self._kinds) < _MOST and self._fits(kind):
+                self._kinds[id] = kind
+                self._rank()
+            else:
+                if len(self._refused) >= _MOST:
+                    self._refused.clear()
+                self._refused[id] = self._clock() + _LISTED_SECONDS
+        return self._kinds.get(id)
+
+    def covered(self, kinds: Iterable[Kind]) -> tuple[bool, list[Kind]]:
+        """Whether kinds hold all layers and heads together, and the first that do."""
+        held: Held = [np.zeros(heads, np.bool_) for heads in self.record.kv_heads]
+        chosen = []
+        for kind in kinds:
+            if _adds(kind, held):
+                chosen.append(kind)
+                if all(layer.all() for layer in held):
+                    return True, chosen
+        return False, chosen
+
+    def hold(
+        self,
+        layers: tuple[int, ...],
+        heads: tuple[int, int],
+        carried: Precision,
+        is_there: Callable[[Kind], bool],
+    ) -> bool:
+        """Whether files that are there hold these heads of these layers, at least as precise as
+        they are here.
+
+        heads:   first, and one past the last
+        carried: the coarsest precision that values here had before
+        """
+        key, kinds = (layers, heads, carried), self._all
+        known = self._gains.get(key)
+        if known is None or known[0] is not kinds:
+            if len(self._gains) >= _MOST:
+                self._gains.clear()
+            known = self._gains[key] = kinds, tuple(self._gains_of(kinds, *key))
+        wanted, gains = {(layer, head) for layer in layers for head in range(*heads)}, known[1]
+        if any(gain == wanted and is_there(kind) for kind, gain in gains):
+            return True
+        for kind, gain in gains:
+            if len(gain) < len(wanted) and gain & wanted and is_there(kind):
+                wanted -= gain
+        return not wanted
+
+    def _gains_of(
+        self,
+        kinds: Iterable[Kind],
+        layers: tuple[int, ...],
+        heads: tuple[int, int],
+        carried: Precision,
+    ) -> Iterator[_Gain]:
+        """What kinds hold of these heads of these layers, as precise as it is here."""
+        for kind in islice(kinds, _MOST_ASKED):
+            gain = set()
+            for layer in set(layers) & set(kind.layers):
+                if kind.precision_of(layer).includes(self.demand[layer].meet(carried)):
+                    first, last = kind.heads_of(layer)
+                    gain |= {
+                        (layer, head) for head in range(max(heads[0], first), min(heads[1], last))
+                    }
+            if gain:
+                yield kind, frozenset(gain)
+
+    def asked(self) -> Sequence[Kind]:
+        """The kinds of files that a lookup asks for at most, best first."""
+        return self._ranked[:_MOST_ASKED]
+
+    def accepts(self, kind: Kind) -> bool:
+        """Whether files of a kind may be loaded here, every layer of them."""
+        if self.accept == "same":
+            return not self.coarser(kind)
+        return all(kind.precision_of(layer).may_become(self.demand[layer]) for layer in kind.layers)
+
+    def coarser(self, kind: Kind) -> set[Precision]:
+        """The precisions of a kind that do not include what is asked for."""
+        return {
+            precision
+            for layer in kind.layers
+            if not (precision := kind.precision_of(layer)).includes(self.demand[layer])
+        }
+
+    # ---- for writers ----
+
+    def ensure(self, kind: Kind) -> None:
+        """Writes the records of a kind and of the space if they are not there.
+
+        Raises StoreError.
+        """
+        seen = self._written.get(kind.id)
+        if seen is not None and self._clock() - seen < _WRITTEN_SECONDS:
+            return
+        for name, raw in (
+            (space_record(self.record.name), self.record.text),
+            (kind_name(self.record.name, kind.id), kind.text),
+        ):
+            self._put(name, raw)
+            mac = self._secrets.mac(name, raw)
+            if mac is not None:
+                self._put(mac[0], mac[1].encode())
+        self._written[kind.id] = self._clock()
+        self.ids |= {kind.id}
+        with self._lock:
+            if kind.id not in self._kinds and self._fits(kind):
+                self._kinds[kind.id] = kind
+                self._rank()
+
+    def _put(self, name: str, raw: bytes) -> None:
+        def write(file: BinaryIO) -> None:
+            file.write(raw)
+
+        if not self._blobs.is_there(name):
+            self._blobs.put(name, write)
+
+    def _mac(self, name: str) -> bytes | None:
+        return self._blobs.read(name, 64)
+
+    # ---- which are taken, in which order ----
+
+    def _fits(self, kind: Kind) -> bool:
+        """Whether a kind is one of this model whose files this process can read."""
+        heads = self.record.kv_heads
+        return (
+            kind.keyed == self._secrets.is_keyed
+            and kind.encrypted == self._secrets.is_encrypted
+            and all(
+                layer < len(heads) and kind.heads_of(layer)[1] <= heads[layer]
+                for layer in kind.layers
+            )
+        )
+
+    def _rank(self) -> None:
+        """Sorts kinds: own precision first, then finer ones, then coarser ones; then by size."""
+        self._all = tuple(sorted(self._kinds.values(), key=self._order))
+        self._ranked = tuple(kind for kind in self._all if self.accepts(kind))
+        is_whole, chosen = self.covered(self._ranked)
+        self._cover = tuple(chosen) if is_whole else ()
+
+    def _order(self, kind: Kind) -> tuple[int, int, int, str]:
+        rank = max(_rank(kind.precision_of(layer), self.demand[layer]) for layer in kind.layers)
+        size = sum(hi - lo for lo, hi in map(kind.heads_of, kind.layers))
+        return *rank, -size, kind.id
+
+
+def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:
+    """The order of loading: the wanted precision, then those that include it, the smallest first,
+    then the closest of the others.
+    """
+    if precision == wanted:
+        return 0, 0
+    if precision.includes(wanted):
+        return 1, precision.digits
+    return 2, -precision.digits
+
+
+def _adds(kind: Kind, held: Held) -> bool:
+    """Whether a kind has something that is not held; then it is."""
+    adds = False
+    for layer in kind.layers:
+        part = held[layer][slice(*kind.heads_of(layer))]
+        if not part.all():
+            part[:] = adds = True
+    return adds
+
+
+@lru_cache(maxsize=256)  # spaces of one model have the same kinds
+def _parsed(raw: bytes, id: str) -> Kind:
+    return Kind.parse(raw, id)

@@ -1,0 +1,378 @@
+"""Marks: small files that lead from the first tokens of an entry to all of them.
+
+A lookup that finds no file of a whole chunk asks for a few marks by name, and lists no folder.
+Format: docs/store_format.md, "Marks". Nobody loses more than a hit if a mark is lost.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import BinaryIO
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.names import (
+    Ids,
+    entry_name,
+    key_of,
+    mark_name,
+    rungs,
+    shared_tokens,
+)
+from kvx_core.stores.secrets import RANDOM_BYTES, TAG_BYTES, Secrets
+
+_MAGIC = b"KVXMARK3"
+_SIGNED, _ENCRYPTED = 1, 2
+_HEAD = struct.Struct("<8sIIQQ32s32s")  # magic, flags, n, ids of the keys, random bytes, parent
+_CLEAR_BYTES = 64  # of the head, if the rest is encrypted
+_ID_BYTES, _CHECK_BYTES, _MAC_BYTES = 8, 16, 32
+_PURPOSE = b"kvx mark"
+
+_MOST_HELD = 1 << 21  # tokens of marks that are remembered: 16 MB
+_MARK_TOKENS = 64  # what a mark takes of that beside its tokens
+_TAKEN_SECONDS = 30.0  # that a writer takes a rung for held without asking again
+_GAP = 2  # rungs without a mark in a row: a lookup asks for no longer ones
+_TRIES = 3  # when other writers are at the same rung
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """An entry: the key of all tokens before it, and its own tokens."""
+
+    parent: str
+    ids: Ids
+
+    @cached_property
+    def key(self) -> str:
+        """The key of the entry."""
+        return key_of(self.parent, self.ids)
+
+    def begins_with(self, other: Mark) -> bool:
+        """Whether the other one, of the same parent, is the same entry or a shorter one."""
+        return shared_tokens(self.ids, other.ids) == len(other.ids)
+
+
+_FOREIGN = Mark("", np.zeros(0, np.int64))  # one that this process has no key for
+
+
+def mark_bytes(mark: Mark, secrets: Secrets) -> bytes:
+    """The content of a file."""
+    signer, encrypter = secrets.signer, secrets.encrypter
+    random = b"" if encrypter is None else os.urandom(RANDOM_BYTES)
+    raw = _HEAD.pack(
+        _MAGIC,
+        (signer is not None) * _SIGNED | (encrypter is not None) * _ENCRYPTED,
+        len(mark.ids),
+        0 if signer is None else signer.id,
+        0 if encrypter is None else encrypter.id,
+        random,
+        bytes.fromhex(mark.parent),
+    )
+    raw += mark.ids.tobytes()
+    raw += xxh3_128_digest(raw) if signer is None else signer.mac(raw, _PURPOSE)
+    if encrypter is None:
+        return raw
+    clear = raw[:_CLEAR_BYTES]
+    return clear + encrypter.encrypted(random, 0, raw[_CLEAR_BYTES:], clear)
+
+
+def most_bytes(chunk_tokens: int) -> int:
+    """The size of the largest mark."""
+    return _HEAD.size + chunk_tokens * _ID_BYTES + _MAC_BYTES + TAG_BYTES
+
+
+def parse_mark(raw: bytes, name: str, secrets: Secrets, chunk_tokens: int) -> Mark:
+    """The mark in a file, which anybody may have written.
+
+    name: of the file. The entry has to have this rung
+    Raises CorruptError; UnsignedError if it is not written with the keys of this process.
+    """
+    if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        raise CorruptError(f"{name} is no mark: it does not begin as one")
+    _, flags, count, signer_id, encrypter_id, random, _ = _HEAD.unpack_from(raw)
+    signed, encrypted = bool(flags & _SIGNED), bool(flags & _ENCRYPTED)
+    if flags & ~(_SIGNED | _ENCRYPTED) or not 1 <= count <= chunk_tokens:
+        raise CorruptError(
+            f"{name} is no mark: flags {flags:#x} and {count} tokens, expected at most 0x3 and 1 "
+            f"to {chunk_tokens}"
+        )
+    check_bytes = _MAC_BYTES if signed else _CHECK_BYTES
+    size = _HEAD.size + count * _ID_BYTES + check_bytes
+    expected = size + TAG_BYTES * encrypted
+    if len(raw) != expected:
+        raise CorruptError(f"{name} has {len(raw)} bytes, expected {expected} of {count} tokens")
+    if (signed, encrypted) != (secrets.is_keyed, secrets.is_encrypted):
+        raise UnsignedError(
+            f"{name} is {_says(signed, encrypted)}, expected a mark that is "
+            f"{_says(secrets.is_keyed, secrets.is_encrypted)}, as this process writes them"
+        )
+    signer, encrypter = secrets.signer_of(signer_id), secrets.encrypter_of(encrypter_id)
+    if (signed and signer is None) or (encrypted and encrypter is None):
+        raise UnsignedError(f"{name} is written with keys that this process does not have")
+    if encrypter is not None and encrypted:
+        clear = raw[:_CLEAR_BYTES]
+        rest = encrypter.decrypted(random, 0, raw[_CLEAR_BYTES:], clear)
+        if rest is None:
+            raise CorruptError(f"{name} cannot be decrypted: its bytes have changed")
+        raw = clear + rest
+    body, check = raw[:-check_bytes], raw[-check_bytes:]
+    own = signer.mac(body, _PURPOSE) if signer and signed else xxh3_128_digest(body)
+    if not hmac.compare_digest(own, check):
+        raise CorruptError(f"{name} has a wrong check: its bytes have changed")
+    if (not signed and signer_id) or (not encrypted and (encrypter_id or any(random))):
+        raise CorruptError(f"{name} names keys, and is {_says(signed, encrypted)}")
+    parent = body[_CLEAR_BYTES : _HEAD.size].hex()
+    mark = Mark(parent, np.frombuffer(body, np.int64, count, _HEAD.size))
+    rung = name.rpartition("/")[2].partition(".")[0]
+    if all(rung != own for _, own in rungs(parent, mark.ids, chunk_tokens)):
+        raise CorruptError(f"{name} is the mark of an entry that has other rungs")
+    return mark
+
+
+def _says(signed: bool, encrypted: bool) -> str:
+    words = ["signed"] * signed + ["encrypted"] * encrypted
+    return " and ".join(words) or "neither signed nor encrypted"
+
+
+def candidates(
+    read: Callable[[str], Mark | None], parent: str, rest: Ids, chunk_tokens: int
+) -> list[tuple[int, Mark]]:
+    """Entries below a parent that share tokens with a prompt, and how many: the most first.
+
+    read: the mark at a rung, or None; what it raises is passed on
+    rest: what is left of the prompt
+    Returns at most RUNGS. The entries may have gone meanwhile.
+    """
+    found, absent = list[tuple[int, Mark]](), 0
+    for _, rung in rungs(parent, rest, chunk_tokens):
+        mark = read(rung)
+        if mark is not None:
+            found.append((shared_tokens(rest, mark.ids), mark))
+        absent = 0 if mark is not None else absent + 1
+        if absent == _GAP:  # writers leave no rung out
+            break
+    found = [one for one in found if one[0]]
+    found.sort(key=lambda one: one[0], reverse=True)
+    return found
+
+
+class KnownMarks:
+    """Marks as they were when somebody last looked, not long ago. Threads may share it.
+
+    Bounded: what was seen first is forgotten first.
+    """
+
+    def __init__(
+        self, fresh_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.fresh_seconds = fresh_seconds
+        self._clock = clock
+        self._lock = Lock()
+        self._seen: OrderedDict[tuple[str, str], tuple[float, Mark | None]] = OrderedDict()
+        self._num_held = 0
+
+    def saw(self, space: str, rung: str, mark: Mark | None) -> None:
+        """A rung had this mark just now; None: it had none."""
+        with self._lock:
+            self._forget((space, rung))
+            self._seen[space, rung] = self._clock(), mark
+            self._num_held += _weight(mark)
+            while self._num_held > _MOST_HELD:
+                self._forget(next(iter(self._seen)))
+
+    def forget(self, space: str, rung: str) -> None:
+        """Nothing is known of a rung any more."""
+        with self._lock:
+            self._forget((space, rung))
+
+    def known(self, space: str, rung: str) -> Mark | None:
+        """The mark at a rung; None: there is none. Raises Unknown."""
+        found = self._seen.get((space, rung))
+        if found is None or self._clock() - found[0] >= self.fresh_seconds:
+            raise Unknown
+        return found[1]
+
+    def candidates(
+        self, space: str, parent: str, rest: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        """As Marks.candidates. Raises Unknown."""
+        return candidates(lambda rung: self.known(space, rung), parent, rest, chunk_tokens)
+
+    def _forget(self, place: tuple[str, str]) -> None:
+        found = self._seen.pop(place, None)
+        if found is not None:
+            self._num_held -= _weight(found[1])
+
+
+def _weight(mark: Mark | None) -> int:
+    return _MARK_TOKENS + (0 if mark is None else len(mark.ids))
+
+
+class Marks:
+    """The marks of a store. Threads may share it.
+
+    known: what lookups from memory may take for true
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        secrets: Secrets,
+        index: Index,
+        kinds: Callable[[str], Iterable[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """index: is told of files that are corrupt or cannot be read
+        kinds: of a space, all that its entries' files may have
+        """
+        self._blobs, self._secrets, self._index, self._kinds = blobs, secrets, index, kinds
+        self.known = KnownMarks(index.fresh_seconds, clock)
+        self._taken = KnownMarks(_TAKEN_SECONDS, clock)  # by entries that were there
+        self._lock = Lock()  # of threads that replace marks
+
+    def read(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+        """The mark at a rung, as somebody has seen it lately or from the disk.
+
+        None: there is none that this process can use now. A corrupt one is deleted.
+        """
+        try:
+            mark = self.known.known(space, rung)
+        except Unknown:
+            mark = None
+        if mark is not None:  # a new one may have come where there was none
+            return mark
+        try:
+            mark = self._read(space, rung, chunk_tokens)
+        except StoreError as error:
+            self._index.failed(error)
+            return None
+        return None if mark is _FOREIGN else mark
+
+    def candidates(
+        self, space: str, parent: str, rest: Ids, chunk_tokens: int
+    ) -> list[tuple[int, Mark]]:
+        """Entries below a parent that share tokens with a prompt, and how many: the most first."""
+        return candidates(
+            lambda rung: self.read(space, rung, chunk_tokens), parent, rest, chunk_tokens
+        )
+
+    def publish(
+        self,
+        space: str,
+        parent: str,
+        ids: Ids,
+        chunk_tokens: int,
+        *,
+        supersedes: bool = True,
+        from_memory: bool = True,
+    ) -> Mark | None:
+        """Makes the mark of an entry that is on the disk, unless all its rungs are held.
+
+        supersedes:  whether readers take parts of entries: then it takes the place of a shorter one
+                     that it begins with
+        from_memory: whether rungs that were held lately count as held
+        Returns the entry whose place it took: nobody needs it any more.
+        """
+        own = Mark(parent, ids.copy())  # not a part of a larger array, which it would keep
+        try:
+            for _, rung in rungs(parent, ids, chunk_tokens):
+                if not from_memory:
+                    self._taken.forget(space, rung)
+                for _ in range(_TRIES):
+                    held = self._holder(space, rung, chunk_tokens)
+                    if held is None:
+                        if self._put(space, rung, own):
+                            return None
+                        continue  # another writer was first
+                    if held is _FOREIGN or not own.begins_with(held):
+                        is_useless = held is _FOREIGN
+                    elif len(held.ids) == len(ids):
+                        return None
+                    else:
+                        is_useless = supersedes
+                    if not is_useless:
+                        break
+                    if self._replace(space, rung, held, own, chunk_tokens):
+                        return None if held is _FOREIGN else held
+        except StoreError as error:  # the entry is stored all the same
+            self._index.failed(error)
+        return None
+
+    def _holder(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+        """The mark at a rung, as a writer saw it lately or from the disk; None: it is free.
+
+        The mark of an entry that has gone is deleted. Raises StoreError.
+        """
+        try:
+            return self._taken.known(space, rung)
+        except Unknown:
+            mark = self._read(space, rung, chunk_tokens)
+        if mark is None or mark is _FOREIGN:
+            return mark
+        if not self._has_files(space, mark):
+            self._delete(space, rung)
+            return None
+        self._taken.saw(space, rung, mark)
+        return mark
+
+    def _has_files(self, space: str, mark: Mark) -> bool:
+        names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
+        return not names or any(map(self._blobs.is_there, names))
+
+    def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
+        """Puts a mark in the place of another; False if that one is not there any more."""
+        with self._lock:
+            now = self._read(space, rung, chunk_tokens)
+            if now is None or now.key != held.key:
+                self._taken.forget(space, rung)
+                return False
+            self._delete(space, rung)
+            return self._put(space, rung, own)
+
+    def _read(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+        """From the disk; _FOREIGN for one of other keys. Raises StoreError."""
+        name = mark_name(space, rung)
+        try:
+            raw = self._blobs.read(name, most_bytes(chunk_tokens))
+            mark = None
+            if raw is not None:
+                mark = parse_mark(raw, name, self._secrets, chunk_tokens)
+        except UnsignedError:
+            self.known.saw(space, rung, None)
+            return _FOREIGN
+        except CorruptError:
+            self._index.corrupt(name)
+            self._delete(space, rung)
+            return None
+        self.known.saw(space, rung, mark)
+        return mark
+
+    def _put(self, space: str, rung: str, mark: Mark) -> bool:
+        def write(file: BinaryIO) -> None:
+            file.write(content)
+
+        content = mark_bytes(mark, self._secrets)
+        is_new = self._blobs.put(mark_name(space, rung), write, durable=False)
+        for memory in (self.known, self._taken):
+            if is_new:
+                memory.saw(space, rung, mark)
+            else:
+                memory.forget(space, rung)
+        return is_new
+
+    def _delete(self, space: str, rung: str) -> None:
+        self.known.saw(space, rung, None)
+        self._taken.forget(space, rung)
+        self._blobs.delete(mark_name(space, rung))

@@ -1,0 +1,120 @@
+"""Names of the files of a store: made and parsed here. Format: docs/store_format.md, "Files"."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+RUNGS = 8  # of a chunk
+FOLDER_DIGITS = 3  # of a name, which its folder has: at most 4,096 folders
+_RUNG = b"kvx rung"
+_ID_BYTES = 8
+_KEY = re.compile("[0-9a-f]{64}")
+_ENTRY = re.compile(
+    r"(?P<space>[0-9a-f]{64})/(?P<folder>[0-9a-f]{3})/"
+    r"(?P<key>(?P=folder)[0-9a-f]{61})\.(?P<kind>[0-9a-f]{32})\.safetensors"
+)
+_MARK = re.compile(r"[0-9a-f]{64}/(?P<folder>[0-9a-f]{3})/(?P=folder)[0-9a-f]{61}\.mark")
+
+
+class EntryName(NamedTuple):
+    """The parts of the name of an entry's file."""
+
+    name: str
+    space: str
+    key: str
+    kind: str
+
+
+def digest_of(text: bytes) -> str:
+    """The SHA-256 of a record: 64 hex digits."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def key_of(parent: str, ids: Ids) -> str:
+    """The key of `ids` and all tokens before them; that of a full chunk is the next one's parent.
+
+    parent: the key of all tokens before, or the space
+    ids: (n,), int64, contiguous
+    """
+    digest = hashlib.sha256(bytes.fromhex(parent))
+    digest.update(ids.data)
+    return digest.hexdigest()
+
+
+def rung_of(parent: str, ids: Ids) -> str:
+    """The rung of all that begins with `ids` below a parent.
+
+    ids: (d,), int64, contiguous
+    """
+    digest = hashlib.sha256(_RUNG + bytes.fromhex(parent))
+    digest.update(ids.data)
+    return digest.hexdigest()
+
+
+def rungs(parent: str, ids: Ids, chunk_tokens: int) -> list[tuple[int, str]]:
+    """The rungs of an entry, or of what is left of a prompt: (d, rung of the first d ids)."""
+    data, digest = ids.data.cast("B"), hashlib.sha256(_RUNG + bytes.fromhex(parent))
+    found, hashed = list[tuple[int, str]](), 0
+    for i in range(RUNGS):
+        length = i * chunk_tokens // RUNGS
+        if length >= len(ids):
+            break
+        digest.update(data[hashed * _ID_BYTES : length * _ID_BYTES])
+        found.append((length, digest.copy().hexdigest()))
+        hashed = length
+    return found
+
+
+def entry_name(space: str, key: str, kind: str) -> str:
+    """The name of the file that one kind of writer has made of an entry."""
+    return f"{space}/{key[:FOLDER_DIGITS]}/{key}.{kind}.safetensors"
+
+
+def mark_name(space: str, rung: str) -> str:
+    """The name of a mark."""
+    return f"{space}/{rung[:FOLDER_DIGITS]}/{rung}.mark"
+
+
+def kind_name(space: str, kind: str) -> str:
+    """The name of the record of a kind."""
+    return f"{kinds_folder(space)}/{kind}.json"
+
+
+def kinds_folder(space: str) -> str:
+    """The folder of the records of a space's kinds."""
+    return f"{space}/kinds"
+
+
+def space_record(space: str) -> str:
+    """The name of the record of a space."""
+    return f"{space}/space.json"
+
+
+def parse_entry(name: str) -> EntryName | None:
+    """Parses the name of an entry's file; None if it is another one."""
+    found = _ENTRY.fullmatch(name)
+    return found and EntryName(name, found["space"], found["key"], found["kind"])
+
+
+def is_mark(name: str) -> bool:
+    """Whether it is the name of a mark."""
+    return _MARK.fullmatch(name) is not None
+
+
+def is_key(text: str) -> bool:
+    """Whether it has the form of a key."""
+    return _KEY.fullmatch(text) is not None
+
+
+def shared_tokens(ids: Ids, others: Ids) -> int:
+    """The length of the common prefix."""
+    count = min(len(ids), len(others))
+    differs = ids[:count] != others[:count]
+    return int(differs.argmax()) if differs.any() else count

@@ -1,0 +1,218 @@
+"""Record: what a file of a store has of its own, in a safetensors header that is else constant.
+
+Format: docs/store_format.md, "Entries".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvx_core.snapshot.contents import Stored
+from kvx_core.types import DType
+
+PAGE = 4096
+MAGIC = b"KVXCHNK3"
+SIGNED, ENCRYPTED = 1, 2  # flags
+CLEAR_BYTES = 68  # of a record, which encrypted ones begin with
+RANDOM_BYTES = 32
+_FIXED = Struct("<8s3I2Q32s32s32sQ")
+_BEGIN = Struct("<8s3I")  # what tells how long a record is
+_KEYS = Struct("<2Q32s")  # behind it
+_NUMBER = 15  # characters
+_HOLE = b"@@"  # where a number comes; no JSON outside of strings has it
+_CODES = {
+    DType.F32: "F32",
+    DType.F16: "F16",
+    DType.BF16: "BF16",
+    DType.F8_E4M3: "F8_E4M3",
+    DType.F8_E5M2: "F8_E5M2",
+    DType.S8: "I8",
+}
+
+
+def element_bytes(dtype: DType) -> int:
+    """Bytes of an element as safetensors has it."""
+    return dtype.itemsize if dtype in _CODES else 1
+
+
+class Form(NamedTuple):
+    """What decides how long a record is."""
+
+    num_tokens: int
+    num_pieces: int
+    signed: bool
+    encrypted: bool
+
+    @property
+    def flags(self) -> int:
+        return SIGNED * self.signed | ENCRYPTED * self.encrypted
+
+    @property
+    def piece_check_bytes(self) -> int:
+        return 16 * (self.encrypted or not self.signed) + 32 * self.signed
+
+    @property
+    def check_bytes(self) -> int:
+        """Of the record."""
+        return 32 if self.signed else 16
+
+    @property
+    def num_bytes(self) -> int:
+        rows = self.num_pieces * (4 + self.piece_check_bytes)
+        return _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one file has of its own."""
+
+    parent: bytes
+    kind: bytes  # its digest
+    start: int
+    tokens: npt.NDArray[np.int64]
+    sizes: tuple[int, ...]  # of the pieces in the file
+    checks: tuple[bytes, ...]  # of the pieces
+
+
+class RecordText:
+    """Packs and unpacks records of one form."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self._rows = Struct("<" + f"I{form.piece_check_bytes}s" * form.num_pieces)
+
+    def clear(self, signer: int, encrypter: int, random: bytes) -> bytes:
+        """The first CLEAR_BYTES of a record."""
+        form = self.form
+        begin = _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces)
+        return begin + _KEYS.pack(signer, encrypter, random)
+
+    def keys(self, raw: bytes) -> tuple[int, int] | None:
+        """The ids of the keys that have signed and encrypted it, from its first CLEAR_BYTES; None:
+        it is no record of this form.
+        """
+        form = self.form
+        if raw[: _BEGIN.size] != _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces):
+            return None
+        signer, encrypter, random = _KEYS.unpack_from(raw, _BEGIN.size)
+        if (signer and not form.signed) or ((encrypter or any(random)) and not form.encrypted):
+            return None
+        return signer, encrypter
+
+    def packed(self, clear: bytes, record: Record) -> bytes:
+        """All bytes before the check."""
+        rows = chain.from_iterable(zip(record.sizes, record.checks, strict=True))
+        return b"".join(
+            (
+                clear,
+                record.parent,
+                record.kind,
+                record.start.to_bytes(8, "little"),
+                record.tokens.astype("<i8", copy=False).tobytes(),
+                self._rows.pack(*rows),
+            )
+        )
+
+    def unpacked(self, raw: bytes) -> Record:
+        """From all bytes in the clear, of which `keys` has found the first good."""
+        form = self.form
+        *_, parent, kind, start = _FIXED.unpack_from(raw)
+        tokens = np.frombuffer(raw, "<i8", form.num_tokens, _FIXED.size)
+        rows = self._rows.unpack_from(raw, _FIXED.size + 8 * form.num_tokens)
+        return Record(parent, kind, start, tokens, rows[::2], rows[1::2])
+
+
+def num_tokens_of(begin: bytes) -> int | None:
+    """Tokens of a record, from its first BEGIN_BYTES; None: it is none."""
+    if len(begin) != BEGIN_BYTES:
+        return None
+    magic, _, num_tokens, _ = _BEGIN.unpack(begin)
+    return num_tokens if magic == MAGIC else None
+
+
+BEGIN_BYTES = _BEGIN.size
+# What is in front of the record's first digit, behind the length of the header.
+FIRST_TEXT = b'{"__metadata__":{"kvx":"'
+
+
+class Head:
+    """The bytes of files before their data: constant, but for the record."""
+
+    def __init__(self, tensors: Mapping[str, Stored], form: Form, *, is_whole: bool) -> None:
+        """tensors:  in the order of the file
+        is_whole: they are one tensor of bytes there, whose number differs between files
+        """
+        self.form = form
+        self.record = RecordText(form)
+        self._num_digits = 2 * form.num_bytes
+        self._is_whole = is_whole
+        rest = b'"}' + (_of_pieces() if is_whole else _of_tensors(tensors)) + b"}"
+        num_bytes = len(FIRST_TEXT) + self._num_digits + len(rest)
+        if is_whole:
+            num_bytes += 2 * (_NUMBER - len(_HOLE))
+        padding = -(8 + num_bytes) % PAGE
+        self.num_bytes = 8 + num_bytes + padding
+        self._before = (num_bytes + padding).to_bytes(8, "little") + FIRST_TEXT
+        self._after = rest + b" " * padding
+
+    def text(self, record: bytes, num_data_bytes: int) -> bytes:
+        """All of it.
+
+        record:         with its check and tag
+        num_data_bytes: in this file
+        """
+        return self._before + record.hex().encode() + self._rest(num_data_bytes)
+
+    def _rest(self, num_data_bytes: int) -> bytes:
+        if not self._is_whole:
+            return self._after
+        number = b"%*d" % (_NUMBER, num_data_bytes)
+        return self._after.replace(_HOLE, number)
+
+    def record_of(self, head: bytearray, num_data_bytes: int) -> bytes | None:
+        """The record, encrypted or not, in the first bytes of a file; None: they are no head of
+        this kind.
+        """
+        at = len(self._before)
+        end = at + self._num_digits
+        digits = head[at:end]
+        try:
+            record = bytes.fromhex(digits.decode("ascii"))
+        except ValueError:
+            return None
+        good = (
+            len(head) == self.num_bytes
+            and head.startswith(self._before)
+            and head[end:] == self._rest(num_data_bytes)
+            and record.hex().encode() == digits  # no capitals, no spaces
+        )
+        return record if good else None
+
+
+def _of_tensors(tensors: Mapping[str, Stored]) -> bytes:
+    """What the JSON says of them, with a comma before each."""
+    words = []
+    for name, stored in tensors.items():
+        *shape, last = stored.shape
+        if stored.dtype not in _CODES:
+            last *= stored.dtype.itemsize
+        entry = {
+            "dtype": _CODES.get(stored.dtype, "U8"),
+            "shape": [*shape, last],
+            "data_offsets": [stored.offset, stored.offset + stored.num_bytes],
+        }
+        words.append(f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}")
+    return "".join(words).encode()
+
+
+def _of_pieces() -> bytes:
+    """One tensor of bytes."""
+    return b',"pieces":{"dtype":"U8","shape":[%b],"data_offsets":[0,%b]}' % (_HOLE, _HOLE)

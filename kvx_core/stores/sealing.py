@@ -1,0 +1,162 @@
+"""Sealing: checks of a file's record and pieces, and their encryption.
+
+Format: docs/store_format.md, "The record" and "Keys".
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128, xxh3_128_digest
+
+from kvx_core.stores.record import CLEAR_BYTES, RANDOM_BYTES, RecordText
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+    from kvx_core.snapshot.signing import Key
+    from kvx_core.stores.secrets import Encryption, Secrets
+
+TAG_BYTES = 16
+_NONCE_BYTES = 12
+# An output has to be longer than its input by so much, although as many bytes are written.
+# Source: cryptography, docs/hazmat/primitives/symmetric-encryption.rst, update_into
+_SLACK = 15
+
+
+class Sealing:
+    """Checks, encrypts and decrypts the bytes of one file."""
+
+    def __init__(self, clear: bytes, signer: Key | None, encrypter: Encryption | None) -> None:
+        """clear: the first CLEAR_BYTES of its record"""
+        self.clear = clear
+        self._signer = signer
+        self._cipher: _Cipher | None = None
+        if encrypter is not None:
+            random = clear[CLEAR_BYTES - RANDOM_BYTES : CLEAR_BYTES]
+            self._cipher = _Cipher(encrypter.file_key(random), clear)
+
+    @classmethod
+    def new(cls, text: RecordText, secrets: Secrets) -> Sealing:
+        """Of a file that is written now, with random bytes that no other file has."""
+        signer, encrypter = secrets.signer, secrets.encrypter
+        random = bytes(RANDOM_BYTES) if encrypter is None else os.urandom(RANDOM_BYTES)
+        signed_by, encrypted_by = (0 if key is None else key.id for key in (signer, encrypter))
+        return cls(text.clear(signed_by, encrypted_by, random), signer, encrypter)
+
+    def sealed_record(self, raw: bytes) -> bytes:
+        """A record as it is in the file.
+
+        raw: all bytes before its check
+        """
+        whole = raw + self._check([raw], b"kvx record")
+        if self._cipher is None:
+            return whole
+        parts, tag = self._cipher.encrypted(0, [whole[CLEAR_BYTES:]])
+        return b"".join((self.clear, *parts, tag))
+
+    def opened_record(self, sealed: bytes) -> bytes | None:
+        """All bytes before the check of a record; None: they are not those that were written."""
+        whole = sealed
+        if self._cipher is not None:
+            found = bytearray(len(sealed) - CLEAR_BYTES - TAG_BYTES)
+            data, tag = memoryview(sealed)[CLEAR_BYTES:-TAG_BYTES], sealed[-TAG_BYTES:]
+            if not self._cipher.decrypted(0, tag, data, [memoryview(found)]):
+                return None
+            whole = sealed[:CLEAR_BYTES] + found
+        size = 16 if self._signer is None else 32
+        raw = whole[:-size]
+        return (
+            raw if hmac.compare_digest(self._check([raw], b"kvx record"), whole[-size:]) else None
+        )
+
+    def sealed(self, index: int, views: Sequence[Buffer]) -> tuple[Sequence[Buffer], bytes]:
+        """The bytes of a piece as they are in the file, and its check.
+
+        views: where its bytes are, one after another
+        """
+        tag = b""
+        if self._cipher is not None:
+            views, tag = self._cipher.encrypted(index + 1, views)
+            if self._signer is None:
+                return views, tag
+        return views, tag + self._check(views, b"kvx piece")
+
+    def is_good(self, check: bytes, views: Sequence[Buffer]) -> bool:
+        """Whether the bytes of a piece in the file are those that were written, as far as can be
+        told before they are decrypted.
+        """
+        if self._cipher is not None:
+            if self._signer is None:
+                return True
+            check = check[TAG_BYTES:]
+        return hmac.compare_digest(self._check(views, b"kvx piece"), check)
+
+    def decrypted(
+        self, index: int, check: bytes, data: memoryview, targets: Sequence[memoryview]
+    ) -> bool:
+        """Decrypts the bytes of a piece of an encrypted file into `targets`, as long as they are
+        together; False: they are not those that were written.
+        """
+        assert self._cipher is not None
+        return self._cipher.decrypted(index + 1, check[:TAG_BYTES], data, targets)
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self._cipher is not None
+
+    def _check(self, views: Sequence[Buffer], purpose: bytes) -> bytes:
+        if self._signer is not None:
+            data = views[0] if len(views) == 1 else b"".join(views)
+            return self._signer.mac(memoryview(data), purpose)
+        if len(views) == 1:
+            return xxh3_128_digest(views[0])
+        digest = xxh3_128()
+        for view in views:
+            digest.update(view)
+        return digest.digest()
+
+
+class _Cipher:
+    """AES-256-GCM with the key of one file."""
+
+    def __init__(self, key: bytes, associated: bytes) -> None:
+        # An Encryption has been made, so they are there.
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        self._aes, self._cipher, self._mode = algorithms.AES256(key), Cipher, modes.GCM
+        self._invalid_tag, self._associated = InvalidTag, associated
+
+    def encrypted(self, number: int, views: Sequence[Buffer]) -> tuple[list[bytes], bytes]:
+        """The encrypted bytes of all views, and their tag."""
+        context: Any = self._cipher(self._aes, self._mode(_nonce(number))).encryptor()
+        context.authenticate_additional_data(self._associated)
+        found = [context.update(view) for view in views]
+        context.finalize()
+        return found, context.tag
+
+    def decrypted(
+        self, number: int, tag: bytes, data: memoryview, targets: Sequence[memoryview]
+    ) -> bool:
+        context: Any = self._cipher(self._aes, self._mode(_nonce(number), tag)).decryptor()
+        context.authenticate_additional_data(self._associated)
+        at = 0
+        for target in targets:
+            whole = max(len(target) - _SLACK, 0)
+            if whole:
+                context.update_into(data[at : at + whole], target)
+            target[whole:] = context.update(data[at + whole : at + len(target)])
+            at += len(target)
+        try:
+            context.finalize()
+        except self._invalid_tag:
+            return False
+        return True
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(_NONCE_BYTES, "little")

@@ -1,0 +1,192 @@
+"""Secrets of a process: keys that sign the files of a store, and keys that encrypt them.
+
+A process may have several of a sort: the first one writes, all of them read, so that keys are
+changed while engines run. Format: docs/store_format.md, "Keys".
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.snapshot.signing import Key
+from kvx_core.words import wrong
+
+RANDOM_BYTES = 32  # of a file, which its own key is made of
+TAG_BYTES = 16  # that encryption adds
+_ENDING = ".json"  # of records
+
+
+class Encryption:
+    """AES-256-GCM with one secret. Each file has a key of its own. Threads may share it."""
+
+    def __init__(self, secret: bytes) -> None:
+        """secret: at least 32 bytes that nobody can guess
+
+        Raises InvalidArgumentError; UnsupportedError without the library `cryptography`.
+        """
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise UnsupportedError(
+                f"an encryption key is given, and cryptography cannot be imported ({error}). "
+                "Install it: pip install 'cryptography>=42'"
+            ) from None
+        self.key = Key(secret)
+        self.id = self.key.id  # tells keys apart
+        self._cipher, self._invalid_tag = AESGCM, InvalidTag
+
+    def file_key(self, random: bytes) -> bytes:
+        """The key of a file, 32 bytes.
+
+        random: RANDOM_BYTES of this file, and of no other
+        """
+        return self.key.mac(random, b"kvx file key")
+
+    def encrypted(
+        self, random: bytes, number: int, data: bytes | memoryview, associated: bytes
+    ) -> bytes:
+        """`data`, encrypted, and its tag of TAG_BYTES.
+
+        random:     of the file
+        number:     of this piece of the file: no two have the same
+        associated: clear bytes that are authenticated with it
+        """
+        cipher = self._cipher(self.file_key(random))
+        return cipher.encrypt(nonce_of(number), data, associated)
+
+    def decrypted(
+        self, random: bytes, number: int, data: bytes | memoryview, associated: bytes
+    ) -> bytes | None:
+        """What was `encrypted`; None if anything of it has changed, or it has another key."""
+        cipher = self._cipher(self.file_key(random))
+        try:
+            return cipher.decrypt(nonce_of(number), data, associated)
+        except self._invalid_tag:
+            return None
+
+
+def nonce_of(number: int) -> bytes:
+    """The nonce of a piece of a file: its number, 12 bytes."""
+    return number.to_bytes(12, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """The keys of a process, of each sort the one that writes first; () for none."""
+
+    signing: tuple[Key, ...] = ()
+    encryption: tuple[Encryption, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        key: bytes | Sequence[bytes] | None = None,
+        encryption_key: bytes | Sequence[bytes] | None = None,
+    ) -> Self:
+        """One key of at least 32 bytes, several with the one that writes first, or None.
+
+        Raises InvalidArgumentError; UnsupportedError without the library `cryptography`.
+        """
+        return cls(
+            tuple(map(Key, _each("key", key))),
+            tuple(map(Encryption, _each("encryption_key", encryption_key))),
+        )
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether files are signed."""
+        return bool(self.signing)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether files are encrypted."""
+        return bool(self.encryption)
+
+    @property
+    def signer(self) -> Key | None:
+        """The key that signs new files."""
+        return self.signing[0] if self.signing else None
+
+    @property
+    def encrypter(self) -> Encryption | None:
+        """The key that encrypts new files."""
+        return self.encryption[0] if self.encryption else None
+
+    def signer_of(self, id: int) -> Key | None:
+        """The key that has signed a file with this id of a key; None: it is not one of these."""
+        return next((key for key in self.signing if key.id == id), None)
+
+    def encrypter_of(self, id: int) -> Encryption | None:
+        """The key that has encrypted a file with this id of a key; None: it is not one of these."""
+        return next((key for key in self.encryption if key.id == id), None)
+
+    @property
+    def _of_records(self) -> tuple[Key, ...]:
+        """The keys that authenticate records."""
+        return self.signing or tuple(one.key for one in self.encryption)
+
+    def mac_names(self, record: str) -> tuple[str, ...]:
+        """The names of the files that authenticate a record here, that of the writing key first.
+
+        record: its name in the store, such as "<space>/space.json"
+        """
+        return tuple(_mac_name(record, key) for key in self._of_records)
+
+    def mac(self, record: str, raw: bytes) -> tuple[str, str] | None:
+        """The name and the content, 64 hex digits, of the file that is put beside a record here.
+
+        raw: the bytes of the record
+        Returns None without keys.
+        """
+        keys = self._of_records
+        return (_mac_name(record, keys[0]), _mac(record, raw, keys[0])) if keys else None
+
+    def check(self, record: str, raw: bytes, read: Callable[[str], bytes | None]) -> bool:
+        """Whether a record has been written with one of these keys; without keys, every one counts.
+
+        read: the bytes of a file of the store; None if it does not exist
+        """
+        keys = self._of_records
+        return not keys or any(
+            hmac.compare_digest(
+                read(_mac_name(record, key)) or b"", _mac(record, raw, key).encode()
+            )
+            for key in keys
+        )
+
+
+def secret_of_variable(name: str) -> bytes:
+    """The key in an environment variable: its text. Raises InvalidArgumentError."""
+    text = os.environ.get(name)
+    if text is None or len(text.encode()) < 32:
+        found = "not set" if text is None else f"of {len(text.encode())} bytes"
+        raise InvalidArgumentError(
+            f"encryption_key_variable is {name!r}, an environment variable that is {found}, "
+            "expected at least 32 bytes that nobody can guess, such as: openssl rand -hex 32"
+        )
+    return text.encode()
+
+
+def _each(name: str, keys: bytes | Sequence[bytes] | None) -> Sequence[bytes]:
+    """Raises InvalidArgumentError."""
+    if keys is None:
+        return ()
+    if isinstance(keys, bytes):
+        return (keys,)
+    if not isinstance(keys, (list, tuple)) or not keys:
+        raise wrong(name, keys, "32 bytes or more, or a list of such, the one that writes first")
+    return keys
+
+
+def _mac_name(record: str, key: Key) -> str:
+    return f"{record.removesuffix(_ENDING)}.{key.name[:16]}.mac"
+
+
+def _mac(record: str, raw: bytes, key: Key) -> str:
+    return key.digest(record.encode() + b"\0" + raw, b"kvx json")

@@ -1,0 +1,128 @@
+"""The record of a space: what decides the keys of its entries. See docs/store_format.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from kvx_core.snapshot import CorruptError, PlaneKind
+from kvx_core.snapshot.text import strict_json
+
+MAX_BYTES = 1 << 20  # of a record
+FORMAT = 3
+_MOST_LAYERS, _MOST_HEADS = 4096, 1 << 20
+_HEX = "[0-9a-f]{64}"
+
+_Heads = Annotated[int, Field(ge=0, le=_MOST_HEADS)]
+_Plane = tuple[int, int, int, bool]
+
+
+@validated(config=ConfigDict(extra="forbid", strict=True))
+class _Fields:
+    kvx_space: Literal[3]
+    fingerprint: Annotated[str, Field(max_length=4096)]
+    epoch: Annotated[str, Field(max_length=4096)]
+    kv_heads: Annotated[list[_Heads], Field(min_length=1, max_length=_MOST_LAYERS)]
+    planes: Annotated[list[_Plane], Field(max_length=16 * _MOST_LAYERS)]
+    lossy: Annotated[str, Field(max_length=64)]
+    salt: Annotated[str, Field(pattern=rf"^({_HEX})?$")]
+
+
+_FIELDS = TypeAdapter(_Fields)
+
+
+@dataclass(frozen=True)
+class SpaceRecord:
+    """What decides the keys of entries.
+
+    fingerprint: of the model as it is computed: ModelRecord.fingerprint
+    kv_heads:    of each layer of the model
+    epoch:       which weights, when they are not those of the model's files; "": they are
+    planes:      beside K and V
+    lossy:       the format that rounds what is stored; "": none does
+    salt:        salt_digest of the salt; "": there is none
+    """
+
+    fingerprint: str
+    kv_heads: tuple[int, ...]
+    epoch: str = ""
+    planes: tuple[PlaneKind, ...] = ()
+    lossy: str = ""
+    salt: str = ""
+
+    @cached_property
+    def text(self) -> bytes:
+        """The bytes of space.json."""
+        fields = {
+            "kvx_space": FORMAT,
+            "fingerprint": self.fingerprint,
+            "epoch": self.epoch,
+            "kv_heads": list(self.kv_heads),
+            "planes": [
+                [p.layer, int(p.role), p.tokens_per_entry, p.replicated]
+                for p in sorted(self.planes)
+            ],
+            "lossy": self.lossy,
+            "salt": self.salt,
+        }
+        return canonical_json(fields)
+
+    @cached_property
+    def name(self) -> str:
+        """The folder of its entries, and the parent of first chunks: 64 hex digits."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    @classmethod
+    def parse(cls, raw: bytes, name: str) -> Self:
+        """The record in a file, which anybody may have written.
+
+        name: the space that it has to be
+        Raises CorruptError.
+        """
+        where = f"{name}/space.json"
+        try:
+            strict_json(raw)
+            fields = _FIELDS.validate_json(raw, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise CorruptError(
+                f"{where} is no record of a space: {wrong['loc']}: {wrong['msg'][:200]}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{where} is no record of a space: {error}") from None
+        record = cls(
+            fields.fingerprint,
+            tuple(fields.kv_heads),
+            fields.epoch,
+            tuple(PlaneKind(*plane) for plane in fields.planes),
+            fields.lossy,
+            fields.salt,
+        )
+        if hashlib.sha256(raw).hexdigest() != name or record.text != raw:
+            raise CorruptError(f"{where} is not what its folder is named after")
+        return record
+
+    def salted(self, salt: str) -> Self:
+        """The same for another salt."""
+        return replace(self, salt=salt_digest(salt))
+
+    def has_salt(self, salt: str) -> bool:
+        """Whether it is that of a salt; "" is no salt."""
+        return self.salt == salt_digest(salt)
+
+
+def salt_digest(salt: str) -> str:
+    """What a record says of a salt; "" for none."""
+    return hashlib.sha256(b"kvx salt" + salt.encode()).hexdigest() if salt else ""
+
+
+def canonical_json(value: object) -> bytes:
+    """The one text that a value has in records."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")

@@ -1,0 +1,107 @@
+"""StoredKind: the files of one kind in a space, and what their sizes tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.kind import Kind
+
+if TYPE_CHECKING:
+    from kvx_core.stores.inventory import StoredFile
+
+_MOST_WORK = 200_000  # tensors and pieces of all layouts of one kind that are looked at: a second
+
+
+class Layers(NamedTuple):
+    """Layers that follow one another and have the same heads in the same precision."""
+
+    first: int
+    last: int
+    heads: tuple[int, int]  # the first, and one past the last
+    precision: str
+
+    @property
+    def words(self) -> str:
+        """The layers: "0-31"."""
+        return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
+
+
+@dataclass(slots=True)
+class StoredKind:
+    """The files of one kind in a space."""
+
+    id: str
+    kind: Kind | None = None
+    reason: str = ""  # why there is no kind
+    files: list[StoredFile] = field(default_factory=list)
+
+    @property
+    def layers(self) -> Iterator[Layers]:
+        """What layers its files hold, in order. None if the kind is not known."""
+        if self.kind is None:
+            return
+        kind = self.kind
+        facts = ((i, kind.heads_of(i), kind.precision_of(i).name) for i in sorted(kind.layers))
+        # Layers that follow one another differ from their place by the same number.
+        for (_, heads, precision), group in groupby(
+            enumerate(facts), lambda found: (found[1][0] - found[0], *found[1][1:])
+        ):
+            held = [layer for _, (layer, _, _) in group]
+            yield Layers(held[0], held[-1], heads, precision)
+
+    @property
+    def precisions(self) -> set[str]:
+        """The precisions of its layers, by name."""
+        return {layers.precision for layers in self.layers}
+
+
+class Lengths:
+    """What the length of a file tells: how many tokens it has. Files with more tokens are longer."""
+
+    def __init__(self, kind: Kind, chunk_tokens: int) -> None:
+        # One of its own, which goes with this: a kind remembers every layout.
+        self._kind = Kind.parse(kind.text, kind.id)
+        self._chunk_tokens = chunk_tokens
+        self._found: dict[int, int] = {}  # tokens, by lengths of files
+        self._lengths: dict[int, tuple[int, int]] = {}  # the least and the most, by tokens
+        self._left = _MOST_WORK
+
+    def tokens(self, length: int) -> int:
+        """How many tokens a file has; 0: its length does not tell, since bytes are encoded, or no
+        file of this kind is so long.
+        """
+        found = self._found.get(length)
+        if found is None:
+            try:
+                found = self._found[length] = self._search(length)
+            except StoreError:  # a file of a store cannot be so long
+                found = self._found[length] = 0
+        return found
+
+    def _search(self, length: int) -> int:
+        # From below, so that nothing much larger than the file itself is laid out.
+        low, high = 1, 1
+        while high < self._chunk_tokens and self._lengths_of(high)[1] < length:
+            low, high = high, min(2 * high, self._chunk_tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if self._lengths_of(middle)[1] < length:
+                low = middle + 1
+            else:
+                high = middle
+        return low if self._lengths_of(low) == (length, length) else 0
+
+    def _lengths_of(self, num_tokens: int) -> tuple[int, int]:
+        """Raises StoreError if files are too long, or this kind has cost too much already."""
+        found = self._lengths.get(num_tokens)
+        if found is None:
+            if self._left < 0:
+                raise StoreError("too many layouts")
+            layout = self._kind.layout(num_tokens)
+            self._left -= len(layout.tensors) + len(layout.pieces)
+            found = self._lengths[num_tokens] = layout.least_bytes, layout.most_bytes
+        return found
