@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvx_core.snapshot import Header, Precisions, Section, StorageFormat
+from kvx_core.snapshot import Precisions, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.secrets import Secrets
@@ -40,7 +40,7 @@ class OwnKinds:
             del tensors["tokens"]
             parts = tuple(parts_of(sections, self._format, carried))
             kind = Kind.of(
-                Header(0, "", parts),
+                parts,
                 tensors,
                 chunk_tokens,
                 keyed=self._secrets.is_keyed,
