@@ -101,7 +101,7 @@ def _format(directory: Directory, config: StoreConfig | None) -> str:
     if config is None:
         return "none yet: the first engine writes kvx-store.json"
     check_chunks(directory, config, None)
-    words = " encrypted with AES-256-GCM;" if config.key_check else ""
+    words = " encrypted with AES-256-GCM;" if config.is_encrypted else ""
     limit = "none" if config.max_bytes is None else size_text(config.max_bytes)
     return (
         f"this version of KVX reads it;{words} chunks of {config.chunk_tokens} tokens; limit of "

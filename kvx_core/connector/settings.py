@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,13 +12,12 @@ from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.access import check_access
-from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import MIN_CHUNK_TOKENS, read_config
-from kvx_core.stores.encrypted import Encrypted, Encryption, secret_of_variable
+from kvx_core.stores.config import MIN_CHUNK_TOKENS, MOST_CHUNK_TOKENS, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
+from kvx_core.stores.secrets import Secrets, secret_of_variable
 
 _MAX_SCOPES = 1024
 
@@ -31,7 +31,7 @@ class StoreSettings(BaseModel):
     fingerprint: str | None = None  # in place of a digest of the model's files
     fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
     chunk_tokens: int | None = Field(
-        default=None, ge=MIN_CHUNK_TOKENS
+        default=None, ge=MIN_CHUNK_TOKENS, le=MOST_CHUNK_TOKENS
     )  # per file; None: the store's own
     save_generated: bool = True  # save generated tokens too, not only prompts
     min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
@@ -41,9 +41,11 @@ class StoreSettings(BaseModel):
     group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
     accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
     format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
-    key_file: Path | None = None  # its secret signs files; files not signed with it are ignored
-    encryption_key_file: Path | None = None  # its secret encrypts files with AES-256-GCM
-    encryption_key_variable: str | None = None  # the same, in an environment variable
+    # Of these files the secret of the first signs what is stored, and what any of them has signed
+    # is loaded: [new, old] while keys change. None: nothing is signed.
+    key_files: tuple[Path, ...] | None = None
+    encryption_key_files: tuple[Path, ...] | None = None  # the same for encryption, AES-256-GCM
+    encryption_key_variable: str | None = None  # one such secret, in an environment variable
     writer_threads: int = Field(default=2, ge=1)
     loader_threads: int = Field(default=2, ge=1)
     max_pending_bytes: int = Field(
@@ -58,6 +60,15 @@ class StoreSettings(BaseModel):
     def _with_a_unit(cls, size: object, field: ValidationInfo) -> object:
         """Sizes may be texts, such as "50GB"."""
         return None if size is None else num_bytes_of(size, field.field_name or "")
+
+    @field_validator("key_files", "encryption_key_files", mode="before")
+    @classmethod
+    def _one_or_several(cls, paths: object) -> object:
+        if isinstance(paths, (str, Path)):
+            return (paths,)
+        if paths in ([], ()):
+            raise ValueError("expected a path, or a list of them: [new, old]")
+        return paths
 
     @field_validator("format")
     @classmethod
@@ -82,10 +93,11 @@ class StoreSettings(BaseModel):
         Raises InvalidArgumentError, StoreError.
         """
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
+        key, encryption_key = self._keys()
         if self.max_bytes is None and read_config(directory) is None:
             directory.max_bytes = max(directory.free_bytes() // 2, 1)
         store = PrefixStore(
-            self._blobs(directory),
+            directory,
             fingerprint=fingerprint,
             num_layers=num_layers,
             total_kv_heads=total_kv_heads,
@@ -94,27 +106,29 @@ class StoreSettings(BaseModel):
             precision=precision,
             accept=self.accept,
             format=self.format,
-            key=None if self.key_file is None else read_key(self.key_file.expanduser()),
+            key=key,
+            encryption_key=encryption_key,
         )
         store.index.fresh_seconds = self.fresh_seconds
-        config = read_config(directory)
+        config = read_config(directory, Secrets.of(key, encryption_key))
         if self.max_bytes is None and config is not None:  # another engine may have made it
             directory.max_bytes = config.max_bytes
         return store
 
-    def _blobs(self, directory: Directory) -> BlobStore:
-        """The directory, encrypted if a key is set. Raises InvalidArgumentError."""
-        if self.encryption_key_file is not None and self.encryption_key_variable is not None:
+    def _keys(self) -> tuple[list[bytes] | None, list[bytes] | None]:
+        """The keys that sign and those that encrypt, of each the one that writes first.
+
+        Raises InvalidArgumentError.
+        """
+        if self.encryption_key_files is not None and self.encryption_key_variable is not None:
             raise InvalidArgumentError(
-                "encryption_key_file and encryption_key_variable are set, expected one of them"
+                "encryption_key_files and encryption_key_variable are set, expected one of them"
             )
-        if self.encryption_key_file is not None:
-            secret = read_key(self.encryption_key_file.expanduser(), "encryption_key_file")
-        elif self.encryption_key_variable is not None:
-            secret = secret_of_variable(self.encryption_key_variable)
+        if self.encryption_key_variable is not None:
+            encryption: list[bytes] | None = [secret_of_variable(self.encryption_key_variable)]
         else:
-            return directory
-        return Encrypted(directory, Encryption(secret))
+            encryption = _read_all(self.encryption_key_files, "encryption_key_files")
+        return _read_all(self.key_files, "key_files"), encryption
 
     def check(self, *, writes: bool) -> None:
         """Checks what can be known of the settings before an engine's model is loaded.
@@ -123,11 +137,9 @@ class StoreSettings(BaseModel):
         Reads the keys, and asks for the rights to the directory; makes nothing. Raises
         InvalidArgumentError for what can never work; what files of the store say is not judged.
         """
-        if self.key_file is not None:
-            read_key(self.key_file.expanduser())
+        Secrets.of(*self._keys())
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
         check_access(directory, writes=writes)
-        self._blobs(directory)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """One line for the log of an engine that has started: where its prefixes go."""
@@ -161,6 +173,11 @@ class StoreSettings(BaseModel):
             return self.max_bytes
         config = read_config(directory)
         return None if config is None else config.max_bytes
+
+
+def _read_all(paths: Sequence[Path] | None, field: str) -> list[bytes] | None:
+    """The keys in files. Raises InvalidArgumentError, which calls them `field`."""
+    return None if paths is None else [read_key(path.expanduser(), field) for path in paths]
 
 
 class Scoped:

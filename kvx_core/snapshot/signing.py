@@ -60,7 +60,7 @@ class Key:
         return self.digest(b"", b"kvx name")
 
 
-def read_key(path: Path, field: str = "key_file") -> bytes:
+def read_key(path: Path, field: str = "key_files") -> bytes:
     """Reads a key: all bytes of a file that only this user can read, and root.
 
     field: what errors call it

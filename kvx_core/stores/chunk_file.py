@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
+from kvx_core.snapshot.contents import Header, Part
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.room import Room
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from kvx_core.stores.secrets import Secrets
 
 _MAX_POSITION = 1 << 62
+_of_thread = threading.local()
 
 
 def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets) -> int:
@@ -74,16 +77,17 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
     try:
         slow = layout.num_bytes if layout.is_coded or kind.keyed or kind.encrypted else 0
         pieces = in_threads(sealed, range(len(layout.pieces)), slow)
-        rows = [row for views, check in pieces for row in (sum(map(len, views)), check)]
+        sizes = [sum(len(memoryview(view)) for view in views) for views, _ in pieces]
         record = Record(
             parent=parent,
             kind=kind.digest,
             start=header.start,
             tokens=snapshot.tokens,
-            rows=tuple(rows),
+            sizes=tuple(sizes),
+            checks=tuple(check for _, check in pieces),
         )
         raw = sealing.sealed_record(text.packed(sealing.clear, record))
-        num_bytes = sum(rows[::2])
+        num_bytes = sum(sizes)
         first = layout.head.text(raw, num_bytes)
         if layout.is_direct:
             data = [memory.data[run.begin : run.end] for run in source.runs]
@@ -97,7 +101,8 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
 
 def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
     """The bytes of a piece in a coding, if that makes them fewer."""
-    data = np.frombuffer(views[0] if len(views) == 1 else b"".join(views), np.uint8)
+    whole = memoryview(views[0] if len(views) == 1 else b"".join(views))
+    data = np.frombuffer(whole, np.uint8)
     encoded = CODINGS[coding].encode(data)
     return [encoded.data] if len(encoded) < len(data) else views
 
@@ -142,13 +147,14 @@ class ChunkFile:
         fingerprint: of the model, which the file does not say
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
-        return self._read(layers, room, fingerprint, is_open=True)
+        parts = self.kind.with_fingerprint(fingerprint)
+        return self._read(layers, room, parts, is_open=True)
 
     def _read(
         self,
         layers: Sequence[int],
         room: Room | None,
-        fingerprint: str | None,
+        parts: tuple[Part, ...],
         *,
         is_open: bool,
         key: str | None = None,
@@ -172,7 +178,7 @@ class ChunkFile:
                     num_bytes = sum(group.num_bytes for group in groups)
                     in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
             snapshot = Snapshot(
-                self.kind.header(self.start, self.parent, fingerprint),
+                Header(self.start, self.parent, parts),
                 self.tokens,
                 place.tensors,
                 memory,
@@ -196,7 +202,7 @@ class ChunkFile:
         self._check_head(head, key)
 
     def _check_head(self, head: bytearray, key: str | None) -> None:
-        """Takes the record from the head, and checks all of both. Raises CorruptError, StoreError."""
+        """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
         layout, kind, name = self.layout, self.kind, self.name
         num_bytes = self.num_bytes - len(head)
         sealed = layout.head.record_of(head, num_bytes)
@@ -241,7 +247,7 @@ class ChunkFile:
         else:
             most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
             size = sum(self._record.sizes[group.first : last]) if is_open else most
-            data = [memoryview(bytearray(size))]
+            data = [_buffer()[:size]]
         if is_open:
             read_at(self.file.fileno(), data, self._offset(group.first))
         else:
@@ -293,6 +299,14 @@ class ChunkFile:
         return self.layout.head.num_bytes + sum(self._record.sizes[:index])
 
 
+def _buffer() -> memoryview:
+    """MOST_BYTES of this thread, for bytes that are not in memory as they are in the file."""
+    found: memoryview | None = getattr(_of_thread, "buffer", None)
+    if found is None:
+        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES))
+    return found
+
+
 def _views(ranges: Sequence[Range], wanted: memoryview, other: memoryview) -> list[memoryview]:
     return [(wanted if of_wanted else other)[begin:end] for begin, end, of_wanted in ranges]
 
@@ -328,20 +342,19 @@ def read_chunk(
     *,
     name: str,
     key: str | None = None,
-    num_tokens: int | None = None,
+    blank: Snapshot,
     layers: Sequence[int] | None = None,
     room: Room | None = None,
-    fingerprint: str | None = None,
 ) -> Snapshot:
     """open_chunk and ChunkFile.read in as few calls of the system as can be.
 
+    blank:  what the file is expected to be, from Kind.blank
     layers: None: all of the file
     """
     with _reading(name):
-        chunk = _sized(file, kind, secrets, name, num_tokens)
-    return chunk._read(
-        kind.layers if layers is None else layers, room, fingerprint, is_open=False, key=key
-    )
+        chunk = _sized(file, kind, secrets, name, len(blank.tokens))
+    layers = kind.layers if layers is None else layers
+    return chunk._read(layers, room, blank.header.parts, is_open=False, key=key)
 
 
 def _sized(

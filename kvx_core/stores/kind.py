@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
@@ -26,10 +27,10 @@ from kvx_core.snapshot.contents import (
     PlaneKind,
     Stored,
     inconsistency,
-    scale_name,
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.file_layout import FileLayout
 from kvx_core.stores.record import element_bytes
@@ -99,19 +100,19 @@ class Kind:
     @classmethod
     def of(
         cls,
-        header: Header,
+        parts: Iterable[Part],
         tensors: Mapping[str, Stored],
         num_tokens: int,
         *,
         keyed: bool = False,
         encrypted: bool = False,
     ) -> Self:
-        """The kind of snapshots with these parts and heads.
+        """The kind of snapshots with these parts.
 
         tensors: of one of num_tokens tokens, which has an entry of each plane
         Raises InvalidArgumentError.
         """
-        parts = tuple(sorted(map(_bare, header.parts), key=_layers_of))
+        parts = tuple(sorted(map(_bare, parts), key=_layers_of))
         kinds = {kind.name: kind for part in parts for kind in part.planes}
         missing = [name for name in kinds if name not in tensors]
         if missing:
@@ -201,6 +202,14 @@ class Kind:
             self._known.clear()
         self._known[id(header.parts)] = header.parts
         return True
+
+    def blank(self, num_tokens: int, fingerprint: str | None) -> Snapshot:
+        """A snapshot as such a file has it, without data. Raises StoreError if it is too long.
+
+        fingerprint: of the model, which the file does not say
+        """
+        tensors, header = self.layout(num_tokens).tensors, self.header(0, "", fingerprint)
+        return Snapshot(header, np.zeros(num_tokens, np.int64), tensors)
 
     def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
         """Bytes of a room that these layers of a file need.
@@ -319,9 +328,7 @@ def _order_in(tensors: Mapping[str, Stored]) -> Any:
     return order
 
 
-def _wrong(
-    parts: tuple[Part, ...], tensors: Mapping[str, _Tensor]
-) -> str | None:
+def _wrong(parts: tuple[Part, ...], tensors: Mapping[str, _Tensor]) -> str | None:
     """Why tensors cannot be those of these parts, or None."""
     stored = [tensor.stored for tensor in tensors.values()]
     if sum(one.num_bytes for one in stored) > _MAX_TOKEN_BYTES:
@@ -388,7 +395,7 @@ def _part(group: _Group) -> Part:
         raise _NewerError(f"the fact {name[:100]}") if _WORD.fullmatch(name) else ValueError(name)
     if "compute_dtype" in given:
         given["compute_dtype"] = _dtype(given["compute_dtype"])
-    facts = _CACHE_FACTS.validate_python(given, strict=True)
+    facts = _CACHE_FACTS.validate_json(json.dumps(given), strict=True)
     planes = tuple(PlaneKind(*plane) for plane in group.planes)
     for kind in planes:
         if not 0 <= kind.tokens_per_entry <= MAX_TOKENS:

@@ -196,7 +196,7 @@ class PrefixStore:
         """Tokens of a full chunk."""
         if self._config is None:
             self._config = stored_config(
-                self._blobs, self._secrets, self._requested, self._otherwise
+                self._blobs, self._secrets, self._requested, self._otherwise, waits=False
             )
         if self._config is None:
             return self._requested or self._otherwise

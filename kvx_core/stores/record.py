@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
@@ -77,15 +78,8 @@ class Record:
     kind: bytes  # its digest
     start: int
     tokens: npt.NDArray[np.int64]
-    rows: tuple[int | bytes, ...]  # bytes in the file and check of each piece, in turn
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.rows[::2]  # type: ignore[return-value]
-
-    @property
-    def checks(self) -> tuple[bytes, ...]:
-        return self.rows[1::2]  # type: ignore[return-value]
+    sizes: tuple[int, ...]  # of the pieces in the file
+    checks: tuple[bytes, ...]  # of the pieces
 
 
 class RecordText:
@@ -115,6 +109,7 @@ class RecordText:
 
     def packed(self, clear: bytes, record: Record) -> bytes:
         """All bytes before the check."""
+        rows = chain.from_iterable(zip(record.sizes, record.checks, strict=True))
         return b"".join(
             (
                 clear,
@@ -122,7 +117,7 @@ class RecordText:
                 record.kind,
                 record.start.to_bytes(8, "little"),
                 record.tokens.astype("<i8", copy=False).tobytes(),
-                self._rows.pack(*record.rows),
+                self._rows.pack(*rows),
             )
         )
 
@@ -132,7 +127,7 @@ class RecordText:
         *_, parent, kind, start = _FIXED.unpack_from(raw)
         tokens = np.frombuffer(raw, "<i8", form.num_tokens, _FIXED.size)
         rows = self._rows.unpack_from(raw, _FIXED.size + 8 * form.num_tokens)
-        return Record(parent, kind, start, tokens, rows)
+        return Record(parent, kind, start, tokens, rows[::2], rows[1::2])
 
 
 def num_tokens_of(begin: bytes) -> int | None:

@@ -44,8 +44,8 @@ class Sealing:
         """Of a file that is written now, with random bytes that no other file has."""
         signer, encrypter = secrets.signer, secrets.encrypter
         random = bytes(RANDOM_BYTES) if encrypter is None else os.urandom(RANDOM_BYTES)
-        ids = [0 if key is None else key.id for key in (signer, encrypter)]
-        return cls(text.clear(*ids, random), signer, encrypter)
+        signed_by, encrypted_by = (0 if key is None else key.id for key in (signer, encrypter))
+        return cls(text.clear(signed_by, encrypted_by, random), signer, encrypter)
 
     def sealed_record(self, raw: bytes) -> bytes:
         """A record as it is in the file.
@@ -110,12 +110,13 @@ class Sealing:
 
     def _check(self, views: Sequence[Buffer], purpose: bytes) -> bytes:
         if self._signer is not None:
-            return self._signer.mac(views[0] if len(views) == 1 else b"".join(views), purpose)
+            data = views[0] if len(views) == 1 else b"".join(views)
+            return self._signer.mac(memoryview(data), purpose)
         if len(views) == 1:
-            return xxh3_128_digest(views[0])  # type: ignore[arg-type]
+            return xxh3_128_digest(views[0])
         digest = xxh3_128()
         for view in views:
-            digest.update(view)  # type: ignore[arg-type]
+            digest.update(view)
         return digest.digest()
 
 
