@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvx_core.snapshot import Header, Precision, Section, StorageFormat
+from kvx_core.snapshot import Precision, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.secrets import Secrets
@@ -40,7 +40,7 @@ class OwnKinds:
             del tensors["tokens"]
             parts = tuple(part_of(section, self._format, carried) for section in sections)
             kind = Kind.of(
-                Header(0, "", parts),
+                parts,
                 tensors,
                 chunk_tokens,
                 keyed=self._secrets.is_keyed,
