@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from kvx_core.snapshot import (
     VALUES,
     Nulls,
@@ -240,10 +238,9 @@ class _Load:
                 entries.secrets,
                 name=name.name,
                 key=name.key,
-                num_tokens=span.num_entry_tokens,
+                blank=source.blank,
                 layers=source.layers,
                 room=self.room,
-                fingerprint=self.of.kinds.record.fingerprint,
             )
         if snapshot.header.start != span.start:
             raise StoreError(
@@ -307,8 +304,7 @@ class _Load:
 @lru_cache(maxsize=512)
 def _blank(kind: Kind, num_tokens: int, fingerprint: str) -> Snapshot:
     """What a file of a kind holds, without the data."""
-    header, tensors = kind.header(0, "", fingerprint), kind.layout(num_tokens).tensors
-    return Snapshot(header, np.zeros(num_tokens, np.int64), tensors)
+    return kind.blank(num_tokens, fingerprint)
 
 
 def says_precision(section: Section) -> bool:

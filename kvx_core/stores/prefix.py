@@ -159,6 +159,8 @@ class PrefixStore:
 
         epoch: names the weights where they are not those of the model's files
         """
+        instance("fingerprint", fingerprint, str, "a string")
+        instance("epoch", epoch, str, "a string")
         record = replace(self._record, fingerprint=fingerprint, epoch=epoch, salt="")
         other = self._of_record(record)
         other._sections = replace(self._sections, fingerprint=fingerprint)
