@@ -48,7 +48,7 @@ class Kinds:
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock = clock
-        self._lock = Lock()
+        self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
@@ -73,9 +73,8 @@ class Kinds:
 
     def refresh(self) -> bool:
         """Lists the folder of kinds; whether there are others than before."""
-        with self._lock:
-            found = self._blobs.names(kinds_folder(self.record.name))
-            self._listed = self._clock()
+        found = self._blobs.names(kinds_folder(self.record.name))
+        self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         before, self.ids = self._all, frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
@@ -245,6 +244,26 @@ class Kinds:
 def heads_in(heads: Heads, layer: int) -> tuple[int, int]:
     """The heads of a layer of the model: first, and one past the last."""
     return cast("tuple[int, int]", heads if isinstance(heads[0], int) else heads[layer])
+
+
+class Spaces:
+    """The kinds of each space of a store, as long as somebody has them. Threads may share it."""
+
+    def __init__(
+        self, blobs: BlobStore, secrets: Secrets, demand: Sequence[Precision], accept: Accept
+    ) -> None:
+        self._arguments = blobs, secrets, demand, accept
+        self._known = WeakValueDictionary[str, Kinds]()
+
+    def kinds(self, record: SpaceRecord) -> Kinds:
+        """The kinds of a space, for all who ask."""
+        blobs, secrets, demand, accept = self._arguments
+        return self._known.setdefault(record.name, Kinds(blobs, secrets, record, demand, accept))
+
+    def ids(self, space: str) -> Iterable[str]:
+        """What files of a space may be of."""
+        found = self._known.get(space)
+        return () if found is None else found.ids
 
 
 def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:
