@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import islice
 from threading import Lock
 from typing import BinaryIO, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt

@@ -38,7 +38,7 @@ from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.kinds import Heads, Kinds
+from kvx_core.stores.kinds import Heads, Kinds, Spaces
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.match import Match as Match
