@@ -183,9 +183,10 @@ class KnownMarks:
     """
 
     def __init__(
-        self, fresh_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+        self, fresh_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.fresh_seconds = fresh_seconds
+        """fresh_seconds: that memory answers for the disk"""
+        self._fresh_seconds = fresh_seconds
         self._clock = clock
         self._lock = Lock()
         self._seen: OrderedDict[tuple[str, str], tuple[float, Mark | None]] = OrderedDict()
@@ -208,7 +209,7 @@ class KnownMarks:
     def known(self, space: str, rung: str) -> Mark | None:
         """The mark at a rung; None: there is none. Raises Unknown."""
         found = self._seen.get((space, rung))
-        if found is None or self._clock() - found[0] >= self.fresh_seconds:
+        if found is None or self._clock() - found[0] >= self._fresh_seconds():
             raise Unknown
         return found[1]
 
@@ -246,8 +247,8 @@ class Marks:
         kinds: of a space, all that its entries' files may have
         """
         self._blobs, self._secrets, self._index, self._kinds = blobs, secrets, index, kinds
-        self.known = KnownMarks(index.fresh_seconds, clock)
-        self._taken = KnownMarks(_TAKEN_SECONDS, clock)  # by entries that were there
+        self.known = KnownMarks(lambda: index.fresh_seconds, clock)
+        self._taken = KnownMarks(lambda: _TAKEN_SECONDS, clock)  # by entries that were there
         self._lock = Lock()  # of threads that replace marks
 
     def read(

@@ -507,7 +507,7 @@ def test_a_longer_entry_gets_its_mark_again_before_the_shorter_one_goes() -> Non
 def test_a_store_that_may_only_be_read() -> None:
     class ReadOnly(Quick):
         def delete(self, name: str) -> None:
-            if name.endswith(KIND):
+            if KIND in name:
                 raise StoreError("Read-only file system")
             super().delete(name)
 
@@ -565,7 +565,7 @@ def test_a_lookup_that_finds_nothing_reads_two_marks() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    known = KnownMarks(10.0)
+    known = KnownMarks(lambda: 10.0)
     for i in range(20_000):
         known.saw(SPACE, f"{i}", Mark(SPACE, np.arange(CHUNK)))
     assert known._num_held <= 1 << 21
@@ -679,7 +679,7 @@ def loss_of(draw: Draw, seed: int, count: int, queries: int) -> list[int]:
         if i % 100 == 0:
             node.later(10)
             node.superseded.drop()
-    node.marks.known.fresh_seconds = 0
+    node.index.fresh_seconds = 0
     best, losses = Best(entries), []
     for _ in range(queries):
         ids = prompts.query()
