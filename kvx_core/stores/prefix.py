@@ -136,7 +136,7 @@ class PrefixStore:
         index, self._spaces = Index(), WeakValueDictionary[str, Kinds]()
         marks = Marks(blobs, self._secrets, index, self._kinds_in)
         self._entries = Entries(blobs, self._secrets, marks, index)
-        self._superseded = Superseded(blobs, marks, index, self._kinds_in)
+        self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._kinds_of(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens

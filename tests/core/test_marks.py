@@ -87,9 +87,7 @@ class Node:
         self.clock, self.index = Clock(), Index()
         secrets = Secrets() if secrets is None else secrets
         self.marks = Marks(self.blobs, secrets, self.index, self.kinds, self.clock)
-        self.superseded = Superseded(
-            self.blobs, self.marks, self.index, self.kinds, 30.0, self.clock
-        )
+        self.superseded = Superseded(self.blobs, self.marks, self.index, 30.0, self.clock)
 
     def kinds(self, space: str) -> list[str]:
         assert space == SPACE
@@ -413,6 +411,7 @@ def test_a_longer_entry_takes_the_mark_of_a_shorter_one() -> None:
     for length in (9, 12, 40):
         node.save(prompt(range(length)))
     assert node.held() == [(0, 40)]
+    node.store(prompt(range(50)))
     shorter = node.publish(prompt(range(50)))
     assert shorter is not None
     assert shorter.ids.tolist() == [*range(40)]
@@ -467,7 +466,24 @@ def test_nothing_goes_before_all_ranks_have_written() -> None:
     for kind in (KIND, OTHER_KIND):
         node.store(prompt(range(9)), kind)
     node.save(prompt(range(9)))
+    node.save(prompt(range(20)))
+    assert node.held() == [(0, 9), (16, 20)]  # the shorter one is still needed
+    node.later(31)
+    node.store(prompt(range(20)), OTHER_KIND)
+    node.save(prompt(range(20)))
+    assert node.held() == [(0, 20), (16, 20)]
+    assert lengths(node, KIND, OTHER_KIND) == [9, 9, 20, 20]
+    node.later(31)
+    node.superseded.drop()
+    assert lengths(node, KIND, OTHER_KIND) == [20, 20]
+
+
+def test_what_a_rank_has_not_written_yet_is_looked_for_again() -> None:
+    """Just before the shorter entry goes."""
+    node = Node()
+    node.save(prompt(range(9)))
     node.save(prompt(range(12)))
+    node.store(prompt(range(9)), OTHER_KIND)
     node.later(31)
     node.superseded.drop()
     assert lengths(node, KIND, OTHER_KIND) == [9, 9, 12]
