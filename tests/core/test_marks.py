@@ -680,6 +680,30 @@ def test_only_one_of_two_writers_gets_a_rung() -> None:
     assert one.found(prompt(range(40), 2))[0][0] == 41
 
 
+def test_two_writers_that_replace_the_same_mark() -> None:
+    """The one that loses its mark gets another one before the shorter entry goes."""
+
+    class Late(Quick):
+        def delete(self, name: str) -> None:
+            if name.endswith(".mark") and writers:
+                writers.pop()()
+            super().delete(name)
+
+    blobs = Late()
+    one, other = Node(blobs), Node(blobs)
+    one.save(prompt(range(9)))
+    writers = [lambda: other.save(prompt(range(40), 2))]
+    one.save(prompt(range(40), 1))
+    assert one.held() == [(0, 41)]
+    assert one.found(prompt(range(40), 2))[0][0] == 40
+    for node in (one, other):
+        node.later(31)
+        node.superseded.drop()
+    assert one.held() == [(0, 41), (16, 41)]
+    assert one.found(prompt(range(40), 2))[0][0] == 41
+    assert lengths(one) == []
+
+
 # ---- what lookups lose ----
 
 
