@@ -136,7 +136,7 @@ class PrefixStore:
         index, self._spaces = Index(), Spaces(blobs, self._secrets, self._own, accept)
         marks = Marks(blobs, self._secrets, index, self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
-        self._superseded = Superseded(blobs, marks, index, self._spaces.ids)
+        self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
