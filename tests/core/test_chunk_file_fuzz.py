@@ -1,7 +1,7 @@
 """Random changes to files and kinds, with checks made good again: a file is read as the reader of
 its page reads it, or refused; nothing but StoreError is raised.
 
-Run a million of them with `pytest -m slow tests/core/test_chunk_file_fuzz.py`.
+Run a million of them with `pytest --slow tests/core/test_chunk_file_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def check(file: File, seed: int, count: int) -> None:
                 )
             continue
         accepted += 1
-        assert expected is not None
+        if expected is None:  # codes that no writer makes: what they stand for is not said
+            assert any(stored.coding for stored in found.tensors.values())
+            continue
         assert found.header.prefix == expected.parent.hex()
         assert found.header.start == expected.start
         assert found.tokens.tolist() == expected.tokens
