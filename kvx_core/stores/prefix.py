@@ -24,6 +24,7 @@ from kvx_core.snapshot import (
     MemoryPool,
     PlaneKind,
     Precision,
+    Precisions,
     Section,
     Snapshot,
     StorageFormat,
@@ -38,7 +39,7 @@ from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.kinds import Kinds
+from kvx_core.stores.kinds import Heads, Kinds
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.match import Match as Match
@@ -299,7 +300,7 @@ class PrefixStore:
         start: int,
         stop: int,
         layers: Iterable[int],
-        heads: tuple[int, int],
+        heads: Heads,
         *,
         node: str | None = None,
         base: int = 0,
@@ -309,7 +310,7 @@ class PrefixStore:
         with the precision that they have here.
 
         start, stop: as `spans` has them
-        heads:       first, and one past the last
+        heads:       first, and one past the last; or a list of these, of each layer of the model
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
@@ -319,7 +320,7 @@ class PrefixStore:
         """
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
-        arguments.check_part(self._record.kv_heads, held, heads[1])
+        arguments.check_part(self._record.kv_heads, held, heads)
         space, index, key = self._record.name, self.index, key_of(node, ids)
 
         def is_held(kind: Kind) -> bool:
@@ -364,7 +365,7 @@ class PrefixStore:
         """Copies tokens `start` to `stop` of a sequence out of caches, into new memory of the host.
 
         tokens, start, stop, node, base: as for `missing`
-        sections: what is held here of the sequence; all hold the same heads
+        sections: what is held here of the sequence
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -387,25 +388,26 @@ class PrefixStore:
     ) -> Chunks:
         """What is held here of tokens `start` to `stop` of a sequence, to capture chunks of it.
 
-        sections: all hold the same heads; their tables must not change until chunks are captured
+        sections: their tables must not change until chunks are captured
         pool:     whose memory the chunks have as long as they live; None: new memory
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         sections = [self._sections.of(section, captured=True) for section in sections]
         precision = self._at_most(sections)
         kind = self._own_kinds.of(sections, precision, self.chunk_tokens)
+        self._kinds.know(kind)
         return Chunks(
             sections, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
         )
 
-    def _at_most(self, sections: Iterable[Section]) -> Precision:
+    def _at_most(self, sections: Iterable[Section]) -> Precisions:
         """The precision that what is captured counts as at most, whatever its sections say."""
-        precision = self.carried
-        for section in sections:
-            if not says_precision(section):
-                for layer in section.layers:
-                    precision = precision.meet(self._own[layer])
-        return precision
+        carried = self.carried
+        unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
+        if not unsaid:
+            return carried
+        of_layer = enumerate(self._own)
+        return tuple(carried.meet(own) if i in unsaid else carried for i, own in of_layer)
 
     @takes(sections=arguments.SECTIONS)
     def would_write(self, sections: Sequence[Section]) -> Kind:
