@@ -18,7 +18,7 @@ from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
+from kvx_core.snapshot.file import MAX_HEADER_BYTES
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision, Precisions
@@ -55,7 +55,6 @@ __all__ = [
     "can_join",
     "precision_of",
     "read_key",
-    "read_tokens",
     "restore_all",
     "token_ids",
 ]

@@ -229,7 +229,9 @@ class Inventory:
             if self._is_kind(file.name):
                 id = file.name.rpartition("/")[2].removesuffix(".json")
                 space.kinds.setdefault(id, StoredKind(id))
-        for number, kind in enumerate(sorted(space.kinds.values(), key=lambda kind: -len(kind.files))):
+        for number, kind in enumerate(
+            sorted(space.kinds.values(), key=lambda kind: -len(kind.files))
+        ):
             if number >= _MOST_KINDS:
                 kind.reason = f"{space.name} has more than {_MOST_KINDS} kinds"
                 continue

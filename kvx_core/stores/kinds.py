@@ -77,7 +77,7 @@ class Kinds:
             found = self._blobs.names(kinds_folder(self.record.name))
             self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
-        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._written.keys()
+        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
         return self._all != before
@@ -192,14 +192,17 @@ class Kinds:
             (space_record(self.record.name), self.record.text),
             (kind_name(self.record.name, kind.id), kind.text),
         ):
-            self._put(name, raw)
             mac = self._secrets.mac(name, raw)
-            if mac is not None:
+            if mac is not None:  # first, so that nobody sees the record without it
                 self._put(mac[0], mac[1].encode())
+            self._put(name, raw)
         self._written[kind.id] = self._clock()
-        self.ids |= {kind.id}
-        with self._lock:
-            if kind.id not in self._kinds and self._fits(kind):
+
+    def know(self, kind: Kind) -> None:
+        """Takes a kind whose files this process is going to write."""
+        if kind.id not in self._kinds:
+            with self._lock:
+                self.ids |= {kind.id}
                 self._kinds[kind.id] = kind
                 self._rank()
 

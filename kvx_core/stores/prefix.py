@@ -395,6 +395,7 @@ class PrefixStore:
         sections = [self._sections.of(section, captured=True) for section in sections]
         precision = self._at_most(sections)
         kind = self._own_kinds.of(sections, precision, self.chunk_tokens)
+        self._kinds.know(kind)
         return Chunks(
             sections, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
         )
