@@ -27,7 +27,7 @@ _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
 Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
-Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each of the model
+Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each: first, and end
 _Parts = frozenset[tuple[int, int]]  # a layer, and a head of it
 _Gain = tuple[Kind, _Parts]  # what a kind holds
 
@@ -124,7 +124,7 @@ class Kinds:
         """Whether files that are there hold these heads of these layers, at least as precise as
         they are here.
 
-        heads:   first, and one past the last, of all layers or of each layer of the model
+        heads:   first, and one past the last, of all layers or of each
         carried: the coarsest precision that values here had before
         """
         key, kinds = (layers, heads, carried), self._all
@@ -132,7 +132,8 @@ class Kinds:
         if known is None or known[0] is not kinds:
             if len(self._gains) >= _MOST:
                 self._gains.clear()
-            of = frozenset((i, head) for i in layers for head in range(*heads_in(heads, i)))
+            each = zip(layers, heads_of(heads, len(layers)), strict=True)
+            of = frozenset((layer, head) for layer, held in each for head in range(*held))
             known = self._gains[key] = kinds, of, tuple(self._gains_of(kinds, of, carried))
         _, wanted, gains = known
         if any(gain == wanted and is_there(kind) for kind, gain in gains):
@@ -242,9 +243,10 @@ class Kinds:
         return *rank, -size, kind.id
 
 
-def heads_in(heads: Heads, layer: int) -> tuple[int, int]:
-    """The heads of a layer of the model: first, and one past the last."""
-    return cast("tuple[int, int]", heads if isinstance(heads[0], int) else heads[layer])
+def heads_of(heads: Heads, num_layers: int) -> Sequence[tuple[int, int]]:
+    """The heads of each of some layers: first, and one past the last."""
+    each = (heads,) * num_layers if isinstance(heads[0], int) else heads
+    return cast("Sequence[tuple[int, int]]", each)
 
 
 class Spaces:

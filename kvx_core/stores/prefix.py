@@ -300,7 +300,7 @@ class PrefixStore:
         with the precision that they have here.
 
         start, stop: as `spans` has them
-        heads:       first, and one past the last; or a list of these, of each layer of the model
+        heads:       first, and one past the last; or a list of these, one for each of `layers`
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
