@@ -32,7 +32,7 @@ from kvx_core.snapshot import (
     token_ids,
 )
 from kvx_core.stores import arguments
-from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.blob_store import BlobStore, Put, Write
 from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries, Known
@@ -316,7 +316,8 @@ class PrefixStore:
         base:        with `node`, the position of tokens[0]: what is before it can be left out
         from_memory: does not ask the disk; False for what was loaded or stored here, however long
                      ago (see `confirm`); else True if memory does not know
-        Looks at names only. Raises InvalidArgumentError.
+        Looks at names only; in stores with keys, also at who has written a file. Raises
+        InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
@@ -333,7 +334,10 @@ class PrefixStore:
                 return False
 
         def is_there(kind: Kind) -> bool:
-            return self._entries.is_there(entry_name(space, key, kind.id))
+            name = entry_name(space, key, kind.id)
+            return self._entries.is_there(name) and not self._entries.has_other_keys(
+                name, kind, len(ids)
+            )
 
         if not from_memory and not self._kinds.are_known:
             self._kinds.refresh()
@@ -450,10 +454,13 @@ class PrefixStore:
                 self._kinds.ensure(kind)
         except StoreError as error:
             return [error] * len(snapshots)
-        writes = map(writing, names, snapshots, kinds)
+        writes = list(map(writing, names, snapshots, kinds))
         results = self._blobs.put_all(list(zip(names, writes, strict=True)))
         stored: list[int | StoreError] = []
-        for name, snapshot, is_new in zip(names, snapshots, results, strict=True):
+        for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
+            is_new = results[i]
+            if is_new is False:
+                is_new = self._replaced(name, kinds[i], len(snapshot.tokens), writes[i])
             if isinstance(is_new, StoreError):
                 stored.append(is_new)
                 continue
@@ -463,6 +470,15 @@ class PrefixStore:
             stored.append(sizes[name] if is_new else 0)
         self._superseded.drop()
         return stored
+
+    def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
+        """Replaces a file that was written with other keys; False if it stays as it is."""
+        try:
+            return self._entries.has_other_keys(name, kind, num_tokens) and self._blobs.replace(
+                name, write
+            )
+        except StoreError as error:
+            return error
 
     def _mark(self, snapshot: Snapshot) -> None:
         """Has lookups find a new entry by its first tokens."""
