@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Snapshot, StoreError
+from kvx_core.stores.blob_store import Put, Write
 from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.entries import Entries
 from kvx_core.stores.kind import Kind
@@ -37,7 +38,7 @@ class Commits:
         names = [name_in(self.kinds.record.name, snapshot) for snapshot in snapshots]
         sizes: dict[str, int] = {}
 
-        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Callable[[BinaryIO], None]:
+        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Write:
             def write(file: BinaryIO) -> None:
                 sizes[name] = write_chunk(file, snapshot, kind, self.entries.secrets)
 
@@ -48,10 +49,13 @@ class Commits:
                 self.kinds.ensure(kind)
         except StoreError as error:
             return [error] * len(snapshots)
-        writes = map(writing, names, snapshots, kinds)
+        writes = list(map(writing, names, snapshots, kinds))
         results = self.entries.blobs.put_all(list(zip(names, writes, strict=True)))
         stored: list[int | StoreError] = []
-        for name, snapshot, is_new in zip(names, snapshots, results, strict=True):
+        for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
+            is_new = results[i]
+            if is_new is False:
+                is_new = self._replaced(name, kinds[i], len(snapshot.tokens), writes[i])
             if isinstance(is_new, StoreError):
                 stored.append(is_new)
                 continue
@@ -61,6 +65,14 @@ class Commits:
             stored.append(sizes[name] if is_new else 0)
         self.superseded.drop()
         return stored
+
+    def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
+        """Replaces a file that was written with other keys; False if it stays as it is."""
+        try:
+            has_other_keys = self.entries.has_other_keys(name, kind, num_tokens)
+            return has_other_keys and self.entries.blobs.replace(name, write)
+        except StoreError as error:
+            return error
 
     def _mark(self, snapshot: Snapshot) -> None:
         """Has lookups find a new entry by its first tokens."""

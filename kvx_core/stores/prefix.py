@@ -306,7 +306,8 @@ class PrefixStore:
         base:        with `node`, the position of tokens[0]: what is before it can be left out
         from_memory: does not ask the disk; False for what was loaded or stored here, however long
                      ago (see `confirm`); else True if memory does not know
-        Looks at names only. Raises InvalidArgumentError.
+        Looks at names only; in stores with keys, also at who has written a file. Raises
+        InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
@@ -315,7 +316,10 @@ class PrefixStore:
 
         def is_there(kind: Kind) -> bool:
             name = entry_name(space, key, kind.id)
-            return self.index.has(name) if from_memory else self._entries.is_there(name)
+            if from_memory:
+                return self.index.has(name)
+            has = self._entries.is_there(name)
+            return has and not self._entries.has_other_keys(name, kind, len(ids))
 
         if not from_memory and not self._kinds.are_known:
             self._kinds.refresh()
