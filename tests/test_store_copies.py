@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, Plane, describe
+from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, Plane, ScaleDesc, describe
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.stores.runs import Run, chunks_of
@@ -195,7 +195,7 @@ def test_scales_that_differ_are_not_joined(tmp_path: Path) -> None:
     )
     facts = CacheFacts(rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)
     for number, span in enumerate(store.spans(40)):
-        scale = torch.tensor([1.0 if number < 2 else 0.5])
+        scale = ScaleDesc.of(torch.tensor([1.0 if number < 2 else 0.5]), "PER_TENSOR")
         view = CacheView(layers, facts, k_scales=(scale,) * 2, v_scales=(scale,) * 2, dense=True)
         part = store.capture(tokens, *span, [Section((0, 1), view, None)])
         assert part is not None

@@ -26,6 +26,7 @@ from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _FILES = 64  # that are written together
+_MOST_BYTES = 4 << 30  # of a snapshot, which is in memory when it is stored
 
 
 class Imported(NamedTuple):
@@ -137,8 +138,13 @@ class Import:
         raise error
 
     def _check(self, snapshot: Snapshot) -> None:
-        """Raises CorruptError if it is none of the model of space.json."""
+        """Raises StoreError if it is too long, or none of the model of space.json."""
         record, header = self.record, snapshot.header
+        if snapshot.num_bytes > _MOST_BYTES:
+            raise StoreError(
+                f"{snapshot.name} has {snapshot.num_bytes} bytes of data, expected at most "
+                f"{_MOST_BYTES} as `kvx store export` writes it"
+            )
         for part in header.parts:
             if part.facts.fingerprint != record.fingerprint:
                 raise CorruptError(
