@@ -393,7 +393,9 @@ def test_tokens_of_encoded_files_are_read(tmp_path: Path) -> None:
     )
     tokens = prompt_of(1)
     keys = torch.linspace(-1, 1, 2 * 2 * 40 * 3 * 8).bfloat16().reshape(2, 2, 1, 40, 3, 8)
-    layers = (CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in keys)
+    layers = (
+        CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in keys
+    )
     facts = CacheFacts(rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)
     held = Section((0, 1), CacheView(tuple(layers), facts, dense=True), None)
     for span in store.spans(40):

@@ -15,8 +15,8 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvx_core.snapshot import Snapshot
-from kvx_core.stores.inventory import Inventory
 from kvx_core.stores import Directory
+from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.record import Record
 from kvx_core.stores.sealing import Sealing
@@ -35,6 +35,9 @@ from tests.test_store_command import (
 )
 
 COMMANDS = (("ls",), ("ls", "--kinds"), ("stat",), ("verify",))
+
+
+GROUP = {"encoding": "values", "facts": {}, "layers": [0], "planes": [], "precision": "f32"}
 
 
 @pytest.fixture
@@ -61,13 +64,8 @@ def canonical(fields: dict[str, Any]) -> bytes:
 
 def forged_space(path: Path, **fields: Any) -> Path:
     """A space whose record is what its name says, as whoever writes to the store can make it."""
-    record = canonical(
-        {
-            **{"kvx_space": 3, "fingerprint": "f", "epoch": "", "kv_heads": [3, 3], "planes": []},
-            **{"lossy": "", "salt": ""},
-            **fields,
-        }
-    )
+    known = {"kvx_space": 3, "fingerprint": "f", "epoch": "", "kv_heads": [3, 3], "planes": []}
+    record = canonical(known | {"lossy": "", "salt": ""} | fields)
     folder = path / hashlib.sha256(record).hexdigest()
     (folder / "kinds").mkdir(parents=True)
     (folder / "space.json").write_bytes(record)
@@ -92,10 +90,7 @@ def put_entry(space: Path, key: str, kind: str, size: int) -> Path:
 
 def wide_kind(head_dim: int) -> Kind:
     """Keys and values of one layer and head."""
-    group = {
-        **{"encoding": "values", "facts": {}, "heads": [0, 1], "layers": [0], "planes": []},
-        "precision": "f32",
-    }
+    group = GROUP | {"heads": [0, 1]}
     tensors = [[f"layers.0.{name}", "F32", ["n", 1, head_dim], "", ""] for name in "kv"]
     fields = {"encrypted": False, "groups": [group], "keyed": False, "kvx_kind": 3}
     return Kind.parse(canonical(fields | {"tensors": tensors}), "a kind")
@@ -111,7 +106,9 @@ def test_records_that_lie(path: Path) -> None:
     assert f"{space.name}/space.json is not what its folder is named after" in lines.stderr
     said = kvx("rm", path, "--salt", "tenant", code=1)
     assert said.stdout.startswith("Deleted 3 entries in ")
-    assert f"8 files of space {space.name[:12]} stay: what they are of cannot be told" in said.stderr
+    assert (
+        f"8 files of space {space.name[:12]} stay: what they are of cannot be told" in said.stderr
+    )
     assert len(entries(space)) == 3
     found = json.loads(kvx("verify", path, "--json", code=1).stdout)
     assert [wrong["file"] for wrong in found["bad"]] == [f"{space.name}/space.json"]
@@ -140,20 +137,17 @@ def test_text_in_records_does_not_reach_a_terminal(path: Path) -> None:
 def test_kinds_of_a_million_layers(words: str, path: Path) -> None:
     """As much as 1 MiB can say."""
     space = forged_space(path)
-    group = {
-        **{"encoding": "values", "facts": {}, "heads": [0, 3], "layers": [0], "planes": []},
-        "precision": "f32",
-    }
+    group = GROUP | {"heads": [0, 3]}
     fields: dict[str, Any] = {"encrypted": False, "keyed": False, "kvx_kind": 3}
     groups, tensors = [group], [["layers.0.k", "F32", ["n", 3, 8], "", ""]]
     if words == "layers":
         groups = [group | {"layers": list(range(150_000))}]
     elif words == "groups":
-        groups = [group | {"layers": [layer]} for layer in range(7_000)]
+        groups = [group | {"layers": [layer]} for layer in range(5_600)]
     else:
         groups = [group | {"layers": list(range(16_000))}]
     if words != "layers":
-        num_layers = 1000 if words == "groups" else 16_000
+        num_layers = 5_600 if words == "groups" else 16_000
         tensors = [[f"layers.{i}.k", "F32", ["n", 3, 8], "", ""] for i in range(num_layers)]
     raw = canonical(fields | {"groups": groups, "tensors": tensors})
     assert 700_000 < len(raw) <= 1 << 20
@@ -266,9 +260,7 @@ def test_what_is_swapped_while_it_is_read(path: Path, tmp_path: Path) -> None:
     os.mkfifo(fifo)
     gone.unlink()
     judged = [(file.name, str(error)) for file, error in inventory.verify() if error]
-    assert {name for name, _ in judged} == {
-        str(file.relative_to(path)) for file in (link, fifo)
-    }
+    assert {name for name, _ in judged} == {str(file.relative_to(path)) for file in (link, fifo)}
 
 
 def test_what_is_not_kvx_stays(path: Path) -> None:

@@ -25,8 +25,8 @@ from kvx_adapters.cli.store_options import (
     console,
     errors,
     opened,
-    secrets_of,
     seconds_of,
+    secrets_of,
     size_text,
     span_text,
     steps,
@@ -122,7 +122,10 @@ def _stat(path: StorePath, as_json: AsJson = False) -> None:
         if name.endswith("bytes"):
             value = "-" if value is None else size_text(value)
         elif name.endswith("seconds"):
-            words, value = words.removesuffix(" seconds"), "-" if value is None else span_text(value)
+            words, value = (
+                words.removesuffix(" seconds"),
+                "-" if value is None else span_text(value),
+            )
         shown = f"{value:,}" if type(value) is int else {True: "yes", False: "no"}.get(value, value)
         table.add_row(words, escape(printable(str(shown))))
     console().print(table)
@@ -281,9 +284,8 @@ def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool, as_json
         return
     would = "Would delete" if dry_run else "Deleted"
     entries = f"{num_entries:,} entr{'y' if num_entries == 1 else 'ies'}"
-    print(
-        f"{would} {entries} in {len(files):,} files, {size_text(num_bytes)}; {size_text(left)} stay."
-    )
+    freed, stays = size_text(num_bytes), size_text(left)
+    print(f"{would} {entries} in {len(files):,} files, {freed}; {stays} stay.")
 
 
 # ---- what is shown ----
@@ -363,9 +365,7 @@ def _keys(is_signed: bool, is_encrypted: bool) -> str:
     return " ".join(["signed"] * is_signed + ["encrypted"] * is_encrypted)
 
 
-def _print_table(
-    columns: dict[str, Literal["left", "right"]], rows: list[dict[str, str]]
-) -> None:
+def _print_table(columns: dict[str, Literal["left", "right"]], rows: list[dict[str, str]]) -> None:
     """Columns without a word are left out."""
     output = console()
     is_narrow = output.width < _WIDE

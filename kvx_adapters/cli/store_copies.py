@@ -19,7 +19,6 @@ from kvx_adapters.cli.store_options import (
     KeyFiles,
     Salt,
     StorePath,
-    check_model,
     errors,
     opened,
     secrets_of,
@@ -178,8 +177,8 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(above).free
     if num_bytes > free:
         raise StoreError(
-            f"FOLDER is {folder}, where {size_text(free)} are free, expected {size_text(num_bytes)} "
-            "for these snapshots. Export less: --salt, --epoch, or the beginning of a space"
+            f"FOLDER is {folder}, where {size_text(free)} are free, expected "
+            f"{size_text(num_bytes)} for these snapshots. Export less: --salt, --epoch, or the beginning of a space"
         )
 
 

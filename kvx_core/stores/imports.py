@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
@@ -85,7 +85,7 @@ class Import:
             yield Imported(path, num_new, num_entries, num_bytes, error)
 
     def _stored(self, path: Path) -> Iterator[int]:
-        """Stores a snapshot; yields the bytes of each of its entries, 0 of those that were there."""
+        """Stores a snapshot; yields the bytes of each of its entries, 0 of known ones."""
         with self._opened(path) as opened:
             self._check(opened)
             snapshot = opened.read(opened.header.layers)
@@ -105,7 +105,7 @@ class Import:
         written = [0] * len(chunks)
 
         def writer(index: int) -> Write:
-            def write(file) -> None:  # type: ignore[no-untyped-def]
+            def write(file: BinaryIO) -> None:
                 written[index] = write_chunk(file, chunks[index], kind, self._secrets)
 
             return write

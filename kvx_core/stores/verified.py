@@ -127,6 +127,4 @@ def _with(secrets: Secrets, keyed: bool, encrypted: bool, name: str) -> Secrets:
         raise UnsignedError(f"{name} is signed, and no key is given that it is signed with")
     if encrypted and not secrets.is_encrypted:
         raise StoreError(f"{name} is encrypted, and no key is given that it is encrypted with")
-    return Secrets(
-        secrets.signing if keyed else (), secrets.encryption if encrypted else ()
-    )
+    return Secrets(secrets.signing if keyed else (), secrets.encryption if encrypted else ())
