@@ -13,14 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvx_core
-from kvx_adapters.cli import store_copies
+from kvx_adapters.cli import store, store_copies
 
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-app.add_typer(store_copies.app, name="store")  # with those of store.py
+store_copies.add_to(store.app)
+app.add_typer(store.app, name="store")
 
 
 class ModelDType(StrEnum):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from kvx_adapters.cli.store_runs import Run
 from kvx_core.snapshot import Snapshot, StoreError
 from kvx_core.stores.chunk_file import ChunkFile
 from kvx_core.stores.inventory import Inventory, Space, StoredFile
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.runs import Run
 from kvx_core.stores.verified import opened_chunk, secrets_for
 
 RECORD = "space.json"  # beside the snapshots: what they are of

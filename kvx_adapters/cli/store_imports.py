@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from kvx_adapters.cli.store_exports import ENDING, RECORD
+from kvx_adapters.cli.store_runs import chunks_of
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
 from kvx_core.stores.blob_store import BlobStore, Write
 from kvx_core.stores.chunk_file import write_chunk
-from kvx_core.stores.exports import ENDING, RECORD
 from kvx_core.stores.index import Index
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import entry_name, is_key, key_of
-from kvx_core.stores.runs import chunks_of
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
