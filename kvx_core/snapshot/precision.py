@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
-from kvx_core.words import flag, text
+from kvx_core.words import flag, list_of, text, wrong
 
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]
@@ -166,6 +166,22 @@ class Precision:
 
 
 NVFP4 = Precision((_NVFP4,))
+Precisions = Precision | Sequence[Precision]  # of all layers, or of each layer of the model
+
+
+def precision_in(given: Precisions, layer: int) -> Precision:
+    """The precision of a layer of the model."""
+    return given if isinstance(given, Precision) else given[layer]
+
+
+def all_or_each(name: str, value: Any) -> Precisions:
+    """A Precision, or a tuple of one for each layer. Raises InvalidArgumentError."""
+    if isinstance(value, Precision):
+        return value
+    found = list_of(name, value, Precision, "a Precision for each layer of the model")
+    if not found:
+        raise wrong(name, value, "a Precision, or one for each layer of the model")
+    return found
 
 
 def _digest(text: str) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvx_core.snapshot import Section
+from kvx_core.stores.kinds import Heads, heads_in
 from kvx_core.stores.prefix import PrefixStore
 
 
-def never_found(
-    store: PrefixStore, sections: Sequence[Section], heads: Iterable[tuple[int, int]]
-) -> str:
+def never_found(store: PrefixStore, sections: Sequence[Section], heads: Iterable[Heads]) -> str:
     """Why a lookup finds nothing of what is captured from these sections; "" if it finds it.
 
     sections: all layers of a worker, with a table or without
-    heads:    of this worker and of the others with the same layers: first, and one past the last
+    heads:    of this worker and of each other one with the same layers: see PrefixStore.missing
     Reads and writes no file.
     """
     kind, kinds = store.would_write(sections), store.kinds
@@ -25,14 +24,15 @@ def never_found(
             f"values of layer {layer} would be stored as {kind.precision_of(layer).name}, expected "
             f"numbers that include those of {kinds.demand[layer].name}, which a lookup asks for"
         )
-    ranks = sorted(set(heads))
+    ranks = list(heads)
     for layer in kind.layers:
+        held = sorted({kind.heads_of(layer), *(heads_in(rank, layer) for rank in ranks)})
         at, total = 0, kinds.record.kv_heads[layer]
-        for first, last in sorted({kind.heads_of(layer), *ranks}):
+        for first, last in held:
             if first <= at:
                 at = max(at, last)
         if at < total:
-            words = ", ".join(map(_words, ranks))
+            words = ", ".join(map(_words, held))
             return (
                 f"nobody would store head {at} of layer {layer}: all ranks together have the KV "
                 f"heads {words} of {total}, and an entry is found when it holds all"

@@ -28,6 +28,7 @@ from kvx_core.stores.names import (
     entry_name,
     key_of,
     mark_name,
+    rung_of,
     rungs,
     shared_tokens,
 )
@@ -93,10 +94,13 @@ def most_bytes(chunk_tokens: int) -> int:
     return _HEAD.size + chunk_tokens * _ID_BYTES + _MAC_BYTES + TAG_BYTES
 
 
-def parse_mark(raw: bytes, name: str, secrets: Secrets, chunk_tokens: int) -> Mark:
+def parse_mark(
+    raw: bytes, name: str, secrets: Secrets, chunk_tokens: int, length: int | None = None
+) -> Mark:
     """The mark in a file, which anybody may have written.
 
-    name: of the file. The entry has to have this rung
+    name:   of the file. The entry has to have this rung
+    length: how many tokens the rung is of; None: any that it can be
     Raises CorruptError; UnsignedError if it is not written with the keys of this process.
     """
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
@@ -136,7 +140,11 @@ def parse_mark(raw: bytes, name: str, secrets: Secrets, chunk_tokens: int) -> Ma
     parent = body[_CLEAR_BYTES : _HEAD.size].hex()
     mark = Mark(parent, np.frombuffer(body, np.int64, count, _HEAD.size))
     rung = name.rpartition("/")[2].partition(".")[0]
-    if all(rung != own for _, own in rungs(parent, mark.ids, chunk_tokens)):
+    if length is None:
+        own_rungs = [own for _, own in rungs(parent, mark.ids, chunk_tokens)]
+    else:
+        own_rungs = [rung_of(parent, mark.ids[:length])]
+    if rung not in own_rungs or (length or 0) >= count:
         raise CorruptError(f"{name} is the mark of an entry that has other rungs")
     return mark
 
@@ -147,17 +155,17 @@ def _says(signed: bool, encrypted: bool) -> str:
 
 
 def candidates(
-    read: Callable[[str], Mark | None], parent: str, rest: Ids, chunk_tokens: int
+    read: Callable[[int, str], Mark | None], parent: str, rest: Ids, chunk_tokens: int
 ) -> list[tuple[int, Mark]]:
     """Entries below a parent that share tokens with a prompt, and how many: the most first.
 
-    read: the mark at a rung, or None; what it raises is passed on
+    read: the mark at a rung of so many tokens, or None; what it raises is passed on
     rest: what is left of the prompt
     Returns at most RUNGS. The entries may have gone meanwhile.
     """
     found, absent = list[tuple[int, Mark]](), 0
-    for _, rung in rungs(parent, rest, chunk_tokens):
-        mark = read(rung)
+    for length, rung in rungs(parent, rest, chunk_tokens):
+        mark = read(length, rung)
         if mark is not None:
             found.append((shared_tokens(rest, mark.ids), mark))
         absent = 0 if mark is not None else absent + 1
@@ -208,7 +216,7 @@ class KnownMarks:
         self, space: str, parent: str, rest: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
         """As Marks.candidates. Raises Unknown."""
-        return candidates(lambda rung: self.known(space, rung), parent, rest, chunk_tokens)
+        return candidates(lambda _, rung: self.known(space, rung), parent, rest, chunk_tokens)
 
     def _forget(self, place: tuple[str, str]) -> None:
         found = self._seen.pop(place, None)
@@ -242,9 +250,12 @@ class Marks:
         self._taken = KnownMarks(_TAKEN_SECONDS, clock)  # by entries that were there
         self._lock = Lock()  # of threads that replace marks
 
-    def read(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+    def read(
+        self, space: str, rung: str, chunk_tokens: int, length: int | None = None
+    ) -> Mark | None:
         """The mark at a rung, as somebody has seen it lately or from the disk.
 
+        length: how many tokens the rung is of, if that is known
         None: there is none that this process can use now. A corrupt one is deleted.
         """
         try:
@@ -254,7 +265,7 @@ class Marks:
         if mark is not None:  # a new one may have come where there was none
             return mark
         try:
-            mark = self._read(space, rung, chunk_tokens)
+            mark = self._read(space, rung, chunk_tokens, length)
         except StoreError as error:
             self._index.failed(error)
             return None
@@ -264,9 +275,11 @@ class Marks:
         self, space: str, parent: str, rest: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
         """Entries below a parent that share tokens with a prompt, and how many: the most first."""
-        return candidates(
-            lambda rung: self.read(space, rung, chunk_tokens), parent, rest, chunk_tokens
-        )
+
+        def read(length: int, rung: str) -> Mark | None:
+            return self.read(space, rung, chunk_tokens, length)
+
+        return candidates(read, parent, rest, chunk_tokens)
 
     def publish(
         self,
@@ -287,13 +300,13 @@ class Marks:
         """
         own = Mark(parent, ids.copy())  # not a part of a larger array, which it would keep
         try:
-            for _, rung in rungs(parent, ids, chunk_tokens):
+            for length, rung in rungs(parent, ids, chunk_tokens):
                 if not from_memory:
                     self._taken.forget(space, rung)
                 for _ in range(_TRIES):
-                    held = self._holder(space, rung, chunk_tokens)
+                    held = self._holder(space, rung, chunk_tokens, length)
                     if held is None:
-                        if self._put(space, rung, own):
+                        if self._put(space, rung, own, self._blobs.put):
                             return None
                         continue  # another writer was first
                     if held is _FOREIGN or not own.begins_with(held):
@@ -310,7 +323,7 @@ class Marks:
             self._index.failed(error)
         return None
 
-    def _holder(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+    def _holder(self, space: str, rung: str, chunk_tokens: int, length: int) -> Mark | None:
         """The mark at a rung, as a writer saw it lately or from the disk; None: it is free.
 
         The mark of an entry that has gone is deleted. Raises StoreError.
@@ -318,7 +331,7 @@ class Marks:
         try:
             return self._taken.known(space, rung)
         except Unknown:
-            mark = self._read(space, rung, chunk_tokens)
+            mark = self._read(space, rung, chunk_tokens, length)
         if mark is None or mark is _FOREIGN:
             return mark
         if not self._has_files(space, mark):
@@ -338,17 +351,18 @@ class Marks:
             if now is None or now.key != held.key:
                 self._taken.forget(space, rung)
                 return False
-            self._delete(space, rung)
-            return self._put(space, rung, own)
+            return self._put(space, rung, own, self._blobs.replace)
 
-    def _read(self, space: str, rung: str, chunk_tokens: int) -> Mark | None:
+    def _read(
+        self, space: str, rung: str, chunk_tokens: int, length: int | None = None
+    ) -> Mark | None:
         """From the disk; _FOREIGN for one of other keys. Raises StoreError."""
         name = mark_name(space, rung)
         try:
             raw = self._blobs.read(name, most_bytes(chunk_tokens))
             mark = None
             if raw is not None:
-                mark = parse_mark(raw, name, self._secrets, chunk_tokens)
+                mark = parse_mark(raw, name, self._secrets, chunk_tokens, length)
         except UnsignedError:
             self.known.saw(space, rung, None)
             return _FOREIGN
@@ -359,12 +373,12 @@ class Marks:
         self.known.saw(space, rung, mark)
         return mark
 
-    def _put(self, space: str, rung: str, mark: Mark) -> bool:
+    def _put(self, space: str, rung: str, mark: Mark, put: Callable[..., bool]) -> bool:
         def write(file: BinaryIO) -> None:
             file.write(content)
 
         content = mark_bytes(mark, self._secrets)
-        is_new = self._blobs.put(mark_name(space, rung), write, durable=False)
+        is_new = put(mark_name(space, rung), write, durable=False)
         for memory in (self.known, self._taken):
             if is_new:
                 memory.saw(space, rung, mark)
