@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 
 def entry_files(root: Path) -> list[Path]:
@@ -35,3 +38,21 @@ def precision_of(path: Path) -> str:
     """The precision of the first layers of an entry's file."""
     found: str = kind_of(path)["groups"][0]["precision"]
     return found
+
+
+def record_of(path: Path) -> bytes:
+    """The record of a plain entry's file: see docs/store_format.md."""
+    with safe_open(path, "np") as file:
+        return bytes.fromhex(file.metadata()["kvx"])
+
+
+def tokens_of(path: Path) -> list[int]:
+    """The token ids of a plain entry's file."""
+    record = record_of(path)
+    (count,) = struct.unpack_from("<I", record, 12)
+    return list(struct.unpack_from(f"<{count}q", record, 140))
+
+
+def mark_files(root: Path) -> list[Path]:
+    """The marks, sorted by name."""
+    return sorted(root.rglob("*.mark"))

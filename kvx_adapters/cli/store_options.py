@@ -29,14 +29,14 @@ StorePath = Annotated[Path, typer.Argument(help="The directory: `path` of the co
 KeyFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        "--key-file", help="Its secret signs the files: key_file. Several: the new one first."
+        "--key-file", help="Its secret signs the files: `key_files`. Several: the new one first."
     ),
 ]
 EncryptionKeyFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--encryption-key-file",
-        help="Its secret encrypts the files: encryption_key_file. Several: the new one first.",
+        help="Its secret encrypts the files: `encryption_key_files`. Several: the new one first.",
     ),
 ]
 Model = Annotated[

@@ -20,6 +20,7 @@ from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
+from kvx_core.stores.kinds import Heads
 from kvx_core.stores.prefix import PrefixStore
 
 # The sections of the first tokens of a request: blocks, number of tokens.
@@ -55,9 +56,11 @@ class Saver:
         counts: Counts,
         sections: Sections,
         layers: Sequence[int],
-        heads: tuple[int, int],
+        heads: Heads,
     ) -> None:
-        """layers, heads: that this worker has; sections: makes sections of them"""
+        """layers, heads: that this worker has, as PrefixStore.missing takes them
+        sections: makes sections of them
+        """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections = counts, sections
         self._layers, self._heads = layers, heads

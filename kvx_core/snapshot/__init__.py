@@ -18,10 +18,10 @@ from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES, read_tokens
+from kvx_core.snapshot.file import MAX_HEADER_BYTES
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
-from kvx_core.snapshot.precision import VALUES, Accept, Precision
+from kvx_core.snapshot.precision import VALUES, Accept, Precision, Precisions
 from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.seal import FORMAT
 from kvx_core.snapshot.section import Section
@@ -44,6 +44,7 @@ __all__ = [
     "Part",
     "PlaneKind",
     "Precision",
+    "Precisions",
     "Room",
     "Section",
     "Snapshot",
@@ -54,7 +55,6 @@ __all__ = [
     "can_join",
     "precision_of",
     "read_key",
-    "read_tokens",
     "restore_all",
     "token_ids",
 ]

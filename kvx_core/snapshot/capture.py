@@ -23,7 +23,7 @@ from kvx_core.snapshot.contents import (
     shape_of_kv,
 )
 from kvx_core.snapshot.planes import is_kv, kinds_of, name_of, scale_of, shape_of
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import Precision, Precisions, precision_in
 from kvx_core.snapshot.scales import scale_shape, scales_of
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.snapshot.storage_format import StorageFormat
@@ -49,15 +49,20 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
     return int64_array("tokens", tokens)
 
 
-def check_sections(sections: Sequence[Section], format: StorageFormat) -> None:
+def check_sections(sections: Sequence[Section], format: StorageFormat, carried: Precisions) -> None:
     """Raises InvalidArgumentError, UnsupportedError if these sections cannot be in one snapshot of
-    this format.
+    this format, or `carried` has no precision of their layers.
     """
     if not sections:
         raise InvalidArgumentError("sections is empty, expected at least 1 section")
     layers = [layer for section in sections for layer in section.layers]
     if len(set(layers)) != len(layers):
         raise InvalidArgumentError(f"sections have the layers {layers}, expected each once")
+    if not isinstance(carried, Precision) and max(layers) >= len(carried):
+        raise InvalidArgumentError(
+            f"precision has {len(carried)} layers, expected one for each layer of the model, and "
+            f"layer {max(layers)} is captured"
+        )
     for section in sections:
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
@@ -85,27 +90,35 @@ def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None
                 )
 
 
-def part_of(section: Section, format: StorageFormat, carried: Precision) -> Part:
-    """What the header says of a section.
+def parts_of(
+    sections: Sequence[Section], format: StorageFormat, carried: Precisions
+) -> Iterator[Part]:
+    """What the header says of sections: a part of each, or one for each precision of its layers.
 
-    carried: the coarsest precision that its values had before
+    carried: the coarsest precision that values had before, of all layers or of each of the model
     """
-    facts, precision = section.view.facts, section.precision
-    kinds = kinds_of(section.view)
-    if format.converts(section):
-        if format.rounds(section):
-            facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
-        precision = precision.meet(format.precision)
-    precision = precision.meet(carried)
-    return Part(section.layers, section.heads, facts, section.encoding, precision.name, kinds)
+    for section in sections:
+        for one in section.alike():
+            facts, precision = one.view.facts, one.precision
+            if format.converts(one):
+                if format.rounds(one):
+                    facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
+                precision = precision.meet(format.precision)
+            layers: dict[Precision, list[int]] = {}  # by what was carried
+            for layer in one.layers:
+                layers.setdefault(precision_in(carried, layer), []).append(layer)
+            kinds = kinds_of(one.view)
+            for before, held in layers.items():
+                planes = tuple(kind for kind in kinds if kind.layer in held)
+                name = precision.meet(before).name
+                yield Part(tuple(held), one.heads, facts, one.encoding, name, planes)
 
 
 def precision_of(
-    sections: Sequence[Section], format: StorageFormat, carried: Precision
+    sections: Sequence[Section], format: StorageFormat, carried: Precisions
 ) -> Precision:
-    """The precision of a snapshot of these sections; arguments as of `part_of`."""
-    parts = (part_of(section, format, carried) for section in sections)
-    return coarsest_of(parts)
+    """The coarsest precision in a snapshot of these sections; arguments as of `parts_of`."""
+    return coarsest_of(parts_of(sections, format, carried))
 
 
 def to_capture(

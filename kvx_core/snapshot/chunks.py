@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvx_core.snapshot.capture import check_sections, check_span, part_of, to_capture_all
+from kvx_core.snapshot.capture import check_sections, check_span, parts_of, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import Lease, MemoryPool
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import Precision, Precisions
 from kvx_core.snapshot.section import Section, device_of
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
@@ -40,7 +40,7 @@ class Chunks:
         start: int,
         stop: int,
         *,
-        precision: Precision | None = None,
+        precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
         pool: MemoryPool | None = None,
         kind: object = None,
@@ -53,6 +53,7 @@ class Chunks:
         """
         self.sections = tuple(sections)
         self._format, carried = StorageFormat.of(format), precision or Precision()
+        carried = carried if isinstance(carried, Precision) else tuple(carried)
         self.kind = kind
         self._pooled = None
         if pool is not None:
@@ -60,8 +61,8 @@ class Chunks:
         if self._pooled is not None:
             self._parts = self._pooled.parts
         else:
-            check_sections(sections, self._format)
-            self._parts = tuple(part_of(s, self._format, carried) for s in sections)
+            check_sections(sections, self._format, carried)
+            self._parts = tuple(parts_of(sections, self._format, carried))
         has_planes = any(section.view.planes for section in sections)
         self._has_planes = self._pooled is None and has_planes
         nulls = (Nulls(section, start, stop) for section in self.sections)

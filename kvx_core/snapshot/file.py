@@ -17,14 +17,12 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from kvx_core.files import ReadFile, close, read_at, write_all
-from kvx_core.snapshot import header_cache
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.header import CRC32, XXH3
-from kvx_core.snapshot.layout import Layout
+from kvx_core.snapshot.header import CRC32, XXH3, header_body, in_file_order, parse_header
 from kvx_core.snapshot.memory import Bytes, in_threads
-from kvx_core.snapshot.seal import check_seal, sealed_counts
+from kvx_core.snapshot.seal import check_seal, sealed, sealed_counts
 from kvx_core.snapshot.signing import Key
 from kvx_core.words import wrong
 
@@ -117,11 +115,10 @@ class SnapshotFile:
     def header(self, found: Sealed) -> tuple[Header, dict[str, Stored]]:
         """What the file contains; every field has been checked. Called before `read`.
 
-        The tensors are shared with other files, and do not change.
         Raises CorruptError, StoreError.
         """
         try:
-            content = header_cache.parse(
+            content = parse_header(
                 found.raw,
                 len(found.tokens),
                 found.num_data_bytes,
@@ -221,11 +218,13 @@ def write(
             coded = in_threads(lambda name: _coded(tensors[name], data[name]), names, num_bytes)
             tensors = {name: stored for name, (stored, _) in zip(names, coded, strict=True)}
             data = {name: found for name, (_, found) in zip(names, coded, strict=True)}
-        layout = Layout.of(header, tensors, is_signed=key is not None)
-        ordered = [data[name] for name in layout.names]
+        names = in_file_order(tensors)
+        ordered = [data[name] for name in names]
         sums = in_threads(lambda each: digest(each.data, XXH3, key), ordered, num_bytes)
+        checksums = dict(zip(names, sums, strict=True))
+        body, num_data_bytes = header_body(header, tensors, checksums, is_signed=key is not None)
         tokens = data["tokens"].tobytes() if "tokens" in tensors else b""
-        first = layout.header(header.start, header.prefix, sums, tokens, key)
+        first = sealed(body.encode(), tokens, num_data_bytes, key)
         if len(first) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {len(first)} bytes, of {MAX_HEADER_BYTES} at most")
         parts = [memoryview(first), *(each.data for each in ordered)]
@@ -270,25 +269,6 @@ def digest(data: bytes | memoryview, kind: str, key: Key | None) -> str:
     if key is not None:
         return key.digest(data, b"kvx tensor")
     return f"{zlib.crc32(data):08x}" if kind == CRC32 else xxh3_128_hexdigest(data)
-
-
-def read_tokens(
-    source: Path | BinaryIO,
-    num_tokens: int,
-    *,
-    name: str = "",
-    key: bytes | None = None,
-    max_header_bytes: int = MAX_HEADER_BYTES,
-) -> npt.NDArray[np.int64]:
-    """The tokens of a file that holds `num_tokens` of them, checked. Its header is not parsed.
-
-    Arguments and errors are those of Snapshot.open, which checks the rest.
-    """
-    file = file_of(source, name, key)
-    try:
-        return file.sealed(max_header_bytes, num_tokens).tokens
-    finally:
-        file.close()
 
 
 def file_of(source: Path | BinaryIO, name: str, key: bytes | None) -> SnapshotFile:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvx_core.migrate import copy_tokens
-from kvx_core.snapshot.capture import check_sections, part_of, to_capture, to_capture_all
+from kvx_core.snapshot.capture import check_sections, parts_of, to_capture, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import Precisions
 from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.tables import BlockTable
@@ -247,12 +247,12 @@ class MemoryPool:
         self,
         sections: Sequence[Section],
         format: StorageFormat,
-        carried: Precision,
+        carried: Precisions,
         num_tokens: int,
     ) -> _Kind | None:
         """Lends memory for snapshots of these sections; None if they have to have new memory.
 
-        carried:    the coarsest precision that the values had before
+        carried:    the coarsest precision that the values had before; if of each layer, a tuple
         num_tokens: of all snapshots that are captured now
         Raises StoreError if there is not enough memory, InvalidArgumentError, UnsupportedError.
         """
@@ -268,9 +268,9 @@ class MemoryPool:
         return kind
 
     def _kind(
-        self, sections: Sequence[Section], format: StorageFormat, carried: Precision
+        self, sections: Sequence[Section], format: StorageFormat, carried: Precisions
     ) -> _Kind | None:
-        check_sections(sections, format)
+        check_sections(sections, format, carried)
         if not all(_is_plain(section.view) for section in sections):
             return None
         for section in sections:
@@ -280,7 +280,7 @@ class MemoryPool:
                 if (of.scaled and stored.original) or of.grouped or is_row(stored, num_heads):
                     return None
         tensors, num_bytes = laid_out(to_capture_all(sections, self._num_tokens, format))
-        parts = tuple(part_of(section, format, carried) for section in sections)
+        parts = tuple(parts_of(sections, format, carried))
         return _Kind(sections, parts, tensors, num_bytes, self._num_tokens, self._free_bytes)
 
 

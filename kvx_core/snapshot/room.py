@@ -38,8 +38,7 @@ def placed(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
     """The places of some of a snapshot's tensors.
 
     num_tokens: of the longest snapshot that is to be a block beside this one
-    Found once for the same `tensors`, which must not change. Files of a prompt share them:
-    header_cache.py.
+    Found once for the same `tensors`, which must not change.
     """
     key = id(tensors), names, num_tokens
     known = _placed.get(key)

@@ -42,14 +42,6 @@ def sealed(body: bytes, tokens: bytes, num_data_bytes: int, key: Key | None) -> 
     return len(raw).to_bytes(8, "little") + raw
 
 
-def sealed_bytes(
-    num_tokens: int, num_data_bytes: int, num_body_bytes: int, *, is_signed: bool
-) -> int:
-    """Bytes of what `sealed` returns: where the data begins, a multiple of 64."""
-    num_bytes = 8 + _seal_bytes(num_tokens, num_data_bytes, is_signed=is_signed) + num_body_bytes
-    return -(-num_bytes // _ALIGN) * _ALIGN
-
-
 def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
     """The numbers of tokens and of data bytes in the seal. Raises CorruptError without a seal."""
     found = _SEAL.match(raw, 0, _MAX_BYTES)
@@ -59,18 +51,6 @@ def sealed_counts(raw: bytes, name: str) -> tuple[int, int]:
             f"{FORMAT} does"
         )
     return int(found[1]), int(found[2])
-
-
-def sealed_size(first: bytes) -> int | None:
-    """The bytes of the file that begins so, as its seal says; None: it begins as none does."""
-    length, found = int.from_bytes(first[:8], "little"), _SEAL.match(first, 8, 8 + _MAX_BYTES)
-    return None if found is None else 8 + length + int(found[2])
-
-
-def end_of_seal(raw: bytes) -> int:
-    """Bytes of the seal at the start of a header that has one."""
-    found = _SEAL.match(raw, 0, _MAX_BYTES)
-    return 0 if found is None else found.end()
 
 
 def check_seal(raw: bytes, tokens: bytes, num_data_bytes: int, name: str, key: Key | None) -> None:

@@ -110,6 +110,25 @@ class Section:
         found = Precision.of(*dtypes, vector_scales=has_vector_scales(view))
         return found.meet(lossy_of(view.facts))
 
+    def alike(self) -> list[Section]:
+        """Sections of its layers whose K and V have the same dtypes, as `precision` counts them."""
+        view = self.view
+        dtypes: dict[int, set[tuple[DType, bool]]] = {layer: set() for layer in self.layers}
+        for layer, cache in zip(self.layers, view.layers, strict=False):
+            dtypes[layer] |= {(tensor.dtype, True) for tensor in cache.tensors.values()}
+        for plane in view.planes:
+            dtypes[plane.layer].add((plane.dtype, is_kv(plane)))
+        groups: dict[frozenset[DType], list[int]] = {}
+        for layer, found in dtypes.items():
+            kv = frozenset(dtype for dtype, counts in found if counts)
+            groups.setdefault(kv or frozenset(dtype for dtype, _ in found), []).append(layer)
+        return [self.of(layers) for layers in groups.values()]
+
+    @property
+    def precisions(self) -> dict[int, Precision]:
+        """`precision` of each layer."""
+        return {layer: one.precision for one in self.alike() for layer in one.layers}
+
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of so many tokens as they are stored here; entries of several are complete ones."""
         return num_tokens * self.view.bytes_per_token() + sum(

@@ -49,7 +49,7 @@ from kvx_core.snapshot.planes import (
     view_of_planes,
 )
 from kvx_core.snapshot.pool import Lease, Leased, MemoryPool, copy_into
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import Precisions, all_or_each
 from kvx_core.snapshot.restore import check_places, restore_layers
 from kvx_core.snapshot.room import Placed, Room, placed
 from kvx_core.snapshot.rows import capture_rows, rows_of, unlike_rows
@@ -67,7 +67,7 @@ from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
 from kvx_core.words import each_is_a, int64s, integer, is_a, or_none, takes, text
 
-_PRECISION = or_none(is_a(Precision))
+_PRECISION = or_none(all_or_each)
 _MAX_REASON = 500  # characters: strings in a file may be long
 
 
@@ -100,15 +100,16 @@ class Snapshot:
         *,
         start: int = 0,
         prefix: str = "",
-        precision: Precision | None = None,
+        precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
     ) -> Self | None:
         """Copies tokens of a sequence out of caches, into new memory of the host.
 
         tokens:    their ids; the first one is token `start` of the sequence in every section
         sections:  none holds a layer of another; their heads and head_dims may differ
-        precision: the coarsest precision that the values had before they came into these caches;
-                   None: not coarser than Section.precision
+        precision: the coarsest precision that the values had before they came into these caches, of
+                   all layers or a list, of each layer of the model; None: not coarser than
+                   Section.precision
         format:    what K and V are converted to, such as "q8_0", see StorageFormat; None: they stay
                    as they are. `restore` converts them to what the cache has. If they are rounded,
                    CacheFacts.lossy in the header names the format. Planes stay as they are
@@ -133,7 +134,7 @@ class Snapshot:
         *,
         start: int = 0,
         prefix: str = "",
-        precision: Precision | None = None,
+        precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
         pool: MemoryPool | None = None,
     ) -> Self | None:

@@ -8,6 +8,7 @@ from typing import Any
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.kinds import Heads, heads_of
 from kvx_core.stores.match import Match
 from kvx_core.stores.names import is_key
 from kvx_core.words import (
@@ -39,7 +40,24 @@ def node(name: str, value: Any) -> str:
     return str(value)
 
 
-def heads(name: str, value: Any) -> tuple[int, int]:
+def heads(name: str, value: Any) -> Heads:
+    """A range of heads, or one for each of some layers. Raises InvalidArgumentError."""
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+        if all(_is_range(one) for one in value):
+            return tuple(value)
+        return tuple(_range(f"{name}[{i}]", one) for i, one in enumerate(value))
+    return _range(name, value)
+
+
+def _is_range(value: Any) -> bool:
+    """Whether it is a range of heads as this package writes them: the quick case of every save."""
+    if type(value) is not tuple or len(value) != 2:
+        return False
+    first, last = value
+    return type(first) is int and type(last) is int and 0 <= first < last
+
+
+def _range(name: str, value: Any) -> tuple[int, int]:
     """First, and one past the last. Raises InvalidArgumentError."""
     found = int64s(name, value)
     if len(found) != 2 or not 0 <= found[0] < found[1]:
@@ -83,20 +101,26 @@ def precisions(value: Any, num_layers: int) -> tuple[Precision, ...]:
     return each
 
 
-def check_part(kv_heads: Sequence[int], layers: Sequence[int], stop_head: int) -> None:
+def check_part(kv_heads: Sequence[int], layers: Sequence[int], heads: Heads) -> None:
     """Raises InvalidArgumentError unless a model has these layers and heads.
 
     kv_heads: of each layer of the model
     """
     if not layers or not 0 <= min(layers) <= max(layers) < len(kv_heads):
         raise InvalidArgumentError(
-            f"layers is {list(layers)}, expected some of the {len(kv_heads)} of the model, from 0 on"
+            f"layers is {list(layers)}, expected some of the {len(kv_heads)} layers of the model"
         )
-    most = min(kv_heads[layer] for layer in layers)
-    if stop_head > most:
+    ranges = heads_of(heads, len(layers))
+    if len(ranges) != len(layers):
         raise InvalidArgumentError(
-            f"heads end at {stop_head}, expected at most {most}, those of the model"
+            f"heads has {len(ranges)} ranges, expected one, or one for each of the {len(layers)} "
+            "layers"
         )
+    for layer, (_, last) in zip(layers, ranges, strict=True):
+        if last > kv_heads[layer]:
+            raise InvalidArgumentError(
+                f"heads end at {last}, expected at most {kv_heads[layer]}, those of layer {layer}"
+            )
 
 
 def check_spans(num_tokens: int, chunk_tokens: int) -> None:

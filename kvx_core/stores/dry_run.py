@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvx_core.snapshot import Section
 from kvx_core.stores.prefix import PrefixStore
 
 
 def never_found(
-    store: PrefixStore, sections: Sequence[Section], heads: Iterable[tuple[int, int]]
+    store: PrefixStore,
+    sections: Sequence[Section],
+    heads: Sequence[tuple[int, int]] | Mapping[int, Sequence[tuple[int, int]]],
 ) -> str:
     """Why a lookup finds nothing of what is captured from these sections; "" if it finds it.
 
     sections: all layers of a worker, with a table or without
-    heads:    of this worker and of the others with the same layers: first, and one past the last
+    heads:    of this worker and of the others with the same layers: first, and one past the last;
+              by layer of the model where layers differ
     Reads and writes no file.
     """
     kind, kinds = store.would_write(sections), store.kinds
@@ -25,14 +28,15 @@ def never_found(
             f"values of layer {layer} would be stored as {kind.precision_of(layer).name}, expected "
             f"numbers that include those of {kinds.demand[layer].name}, which a lookup asks for"
         )
-    ranks = sorted(set(heads))
     for layer in kind.layers:
+        ranks = heads[layer] if isinstance(heads, Mapping) else heads
+        held = sorted({kind.heads_of(layer), *ranks})
         at, total = 0, kinds.record.kv_heads[layer]
-        for first, last in sorted({kind.heads_of(layer), *ranks}):
+        for first, last in held:
             if first <= at:
                 at = max(at, last)
         if at < total:
-            words = ", ".join(map(_words, ranks))
+            words = ", ".join(map(_words, held))
             return (
                 f"nobody would store head {at} of layer {layer}: all ranks together have the KV "
                 f"heads {words} of {total}, and an entry is found when it holds all"

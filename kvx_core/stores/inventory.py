@@ -229,7 +229,9 @@ class Inventory:
             if self._is_kind(file.name):
                 id = file.name.rpartition("/")[2].removesuffix(".json")
                 space.kinds.setdefault(id, StoredKind(id))
-        for number, kind in enumerate(sorted(space.kinds.values(), key=lambda kind: -len(kind.files))):
+        for number, kind in enumerate(
+            sorted(space.kinds.values(), key=lambda kind: -len(kind.files))
+        ):
             if number >= _MOST_KINDS:
                 kind.reason = f"{space.name} has more than {_MOST_KINDS} kinds"
                 continue
@@ -281,7 +283,10 @@ class Inventory:
         return file
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """The bytes of a file; None if it does not exist. Raises StoreError, if it is longer too."""
+        """The bytes of a file; None if it does not exist.
+
+        Raises StoreError, also if it is longer than `most_bytes`.
+        """
         file = self.opened(name)
         if file is None:
             return None

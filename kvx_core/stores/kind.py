@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
 from kvx_core.errors import InvalidArgumentError
@@ -31,7 +31,6 @@ from kvx_core.snapshot.contents import (
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.precision import Precision
 from kvx_core.snapshot.snapshot import Snapshot
-from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.file_layout import FileLayout
 from kvx_core.stores.record import element_bytes
 from kvx_core.types import DType
@@ -144,7 +143,6 @@ class Kind:
         if len(raw) > MAX_KIND_BYTES:
             raise CorruptError(f"{name} has {len(raw)} bytes, expected at most {MAX_KIND_BYTES}")
         try:
-            strict_json(raw)
             content = _CONTENT.validate_json(raw)
             parts = tuple(map(_part, content.groups))
             kinds = {kind.name: kind for part in parts for kind in part.planes}
@@ -160,10 +158,11 @@ class Kind:
             if reason:
                 raise ValueError(reason)
             text = _text(parts, found, keyed=content.keyed, encrypted=content.encrypted)
-            if content.kvx_kind != FORMAT or text != raw:
+            is_sorted = parts == tuple(sorted(map(_bare, parts), key=_layers_of))
+            if content.kvx_kind != FORMAT or not is_sorted or text != raw:
                 raise ValueError("it is not written as KVX writes it")
         except ValidationError as error:
-            wrong = error.errors()
+            wrong = error.errors(include_url=False, include_context=False, include_input=False)
             if all(each["type"] == "unexpected_keyword_argument" for each in wrong):
                 raise _newer(name, ".".join(map(str, wrong[0]["loc"]))) from None
             where, what = wrong[0]["loc"], wrong[0]["msg"]
@@ -253,17 +252,17 @@ class Kind:
 
 @parsed(config=_STRICT)
 class _Group:
-    """Layers of a kind, as its text has them."""
+    """Layers of a kind, as its text has them. What is wrong is found once: texts may be long."""
 
     encoding: str
     facts: dict[str, bool | int | str]
     heads: tuple[int, int]
-    layers: list[int]
-    planes: list[tuple[int, int, int, bool]]
+    layers: Annotated[list[int], FailFast()]
+    planes: Annotated[list[tuple[int, int, int, bool]], FailFast()]
     precision: str
 
 
-_Row = tuple[str, str, list[int | str], str, str]
+_Row = tuple[str, str, Annotated[list[int | str], FailFast()], str, str]
 
 
 @parsed(config=_STRICT)
@@ -271,10 +270,10 @@ class _Content:
     """The text of a kind."""
 
     encrypted: bool
-    groups: list[_Group]
+    groups: Annotated[list[_Group], FailFast()]
     keyed: bool
     kvx_kind: int
-    tensors: list[_Row]
+    tensors: Annotated[list[_Row], FailFast()]
 
 
 _CONTENT = TypeAdapter(_Content)

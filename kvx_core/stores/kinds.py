@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from threading import Lock
-from typing import BinaryIO
+from typing import BinaryIO, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,9 @@ _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
 Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
-_Gain = tuple[Kind, frozenset[tuple[int, int]]]  # the layers and heads that a kind holds
+Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each: first, and end
+_Parts = frozenset[tuple[int, int]]  # a layer, and a head of it
+_Gain = tuple[Kind, _Parts]  # what a kind holds
 
 
 class Kinds:
@@ -46,14 +49,14 @@ class Kinds:
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock = clock
-        self._lock = Lock()
+        self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
         self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
         self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
         self._cover: tuple[Kind, ...] = ()  # the best that hold all layers and heads
-        self._gains: dict[object, tuple[object, tuple[_Gain, ...]]] = {}  # see `hold`
+        self._gains: dict[object, tuple[object, _Parts, tuple[_Gain, ...]]] = {}  # see hold
         self._listed = float("-inf")
         self._written: dict[str, float] = {}  # when the records of own kinds were last seen
 
@@ -71,11 +74,10 @@ class Kinds:
 
     def refresh(self) -> bool:
         """Lists the folder of kinds; whether there are others than before."""
-        with self._lock:
-            found = self._blobs.names(kinds_folder(self.record.name))
-            self._listed = self._clock()
+        found = self._blobs.names(kinds_folder(self.record.name))
+        self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
-        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._written.keys()
+        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
         return self._all != before
@@ -115,14 +117,14 @@ class Kinds:
     def hold(
         self,
         layers: tuple[int, ...],
-        heads: tuple[int, int],
+        heads: Heads,
         carried: Precision,
         is_there: Callable[[Kind], bool],
     ) -> bool:
         """Whether files that are there hold these heads of these layers, at least as precise as
         they are here.
 
-        heads:   first, and one past the last
+        heads:   first, and one past the last, of all layers or of each
         carried: the coarsest precision that values here had before
         """
         key, kinds = (layers, heads, carried), self._all
@@ -130,33 +132,33 @@ class Kinds:
         if known is None or known[0] is not kinds:
             if len(self._gains) >= _MOST:
                 self._gains.clear()
-            known = self._gains[key] = kinds, tuple(self._gains_of(kinds, *key))
-        wanted, gains = {(layer, head) for layer in layers for head in range(*heads)}, known[1]
+            each = zip(layers, heads_of(heads, len(layers)), strict=True)
+            of = frozenset((layer, head) for layer, held in each for head in range(*held))
+            known = self._gains[key] = kinds, of, tuple(self._gains_of(kinds, of, carried))
+        _, wanted, gains = known
         if any(gain == wanted and is_there(kind) for kind, gain in gains):
             return True
         for kind, gain in gains:
             if len(gain) < len(wanted) and gain & wanted and is_there(kind):
-                wanted -= gain
+                wanted = wanted - gain
         return not wanted
 
     def _gains_of(
         self,
         kinds: Iterable[Kind],
-        layers: tuple[int, ...],
-        heads: tuple[int, int],
+        wanted: _Parts,
         carried: Precision,
     ) -> Iterator[_Gain]:
-        """What kinds hold of these heads of these layers, as precise as it is here."""
+        """What kinds hold of these layers and heads, as precise as it is here."""
         for kind in islice(kinds, _MOST_ASKED):
-            gain = set()
-            for layer in set(layers) & set(kind.layers):
-                if kind.precision_of(layer).includes(self.demand[layer].meet(carried)):
-                    first, last = kind.heads_of(layer)
-                    gain |= {
-                        (layer, head) for head in range(max(heads[0], first), min(heads[1], last))
-                    }
-            if gain:
-                yield kind, frozenset(gain)
+            held = frozenset(
+                (layer, head)
+                for layer in kind.layers
+                if kind.precision_of(layer).includes(self.demand[layer].meet(carried))
+                for head in range(*kind.heads_of(layer))
+            )
+            if held & wanted:
+                yield kind, held & wanted
 
     def asked(self) -> Sequence[Kind]:
         """The kinds of files that a lookup asks for at most, best first."""
@@ -190,14 +192,17 @@ class Kinds:
             (space_record(self.record.name), self.record.text),
             (kind_name(self.record.name, kind.id), kind.text),
         ):
-            self._put(name, raw)
             mac = self._secrets.mac(name, raw)
-            if mac is not None:
+            if mac is not None:  # first, so that nobody sees the record without it
                 self._put(mac[0], mac[1].encode())
+            self._put(name, raw)
         self._written[kind.id] = self._clock()
-        self.ids |= {kind.id}
-        with self._lock:
-            if kind.id not in self._kinds and self._fits(kind):
+
+    def know(self, kind: Kind) -> None:
+        """Takes a kind whose files this process is going to write."""
+        if kind.id not in self._kinds:
+            with self._lock:
+                self.ids |= {kind.id}
                 self._kinds[kind.id] = kind
                 self._rank()
 
@@ -236,6 +241,32 @@ class Kinds:
         rank = max(_rank(kind.precision_of(layer), self.demand[layer]) for layer in kind.layers)
         size = sum(hi - lo for lo, hi in map(kind.heads_of, kind.layers))
         return *rank, -size, kind.id
+
+
+def heads_of(heads: Heads, num_layers: int) -> Sequence[tuple[int, int]]:
+    """The heads of each of some layers: first, and one past the last."""
+    each = (heads,) * num_layers if isinstance(heads[0], int) else heads
+    return cast("Sequence[tuple[int, int]]", each)
+
+
+class Spaces:
+    """The kinds of each space of a store, as long as somebody has them. Threads may share it."""
+
+    def __init__(
+        self, blobs: BlobStore, secrets: Secrets, demand: Sequence[Precision], accept: Accept
+    ) -> None:
+        self._arguments = blobs, secrets, demand, accept
+        self._known = WeakValueDictionary[str, Kinds]()
+
+    def kinds(self, record: SpaceRecord) -> Kinds:
+        """The kinds of a space, for all who ask."""
+        blobs, secrets, demand, accept = self._arguments
+        return self._known.setdefault(record.name, Kinds(blobs, secrets, record, demand, accept))
+
+    def ids(self, space: str) -> Iterable[str]:
+        """What files of a space may be of."""
+        found = self._known.get(space)
+        return () if found is None else found.ids
 
 
 def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:

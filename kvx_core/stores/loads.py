@@ -157,13 +157,10 @@ class Loads:
         """Why values of this precision may not be loaded into the section: a sentence each."""
         if self.kinds.accept == "lossy":
             return []
-        demand = self.kinds.demand
-        wanted = dict.fromkeys(section.layers, section.precision.meet(self.format.precision))
-        if len({demand[layer] for layer in section.layers}) > 1:
-            # A section does not say which of its layers are finer.
-            wanted = {layer: demand[layer] for layer in section.layers}
-        elif not says_precision(section):
-            wanted = {layer: found.meet(demand[layer]) for layer, found in wanted.items()}
+        demand, wanted = self.kinds.demand, section.precisions
+        for layer, found in wanted.items():
+            least = self.format.precision if says_precision(section) else demand[layer]
+            wanted[layer] = found.meet(least)
         return [
             f"layer {layer} is stored as {part.precision}, expected numbers that include those of "
             f"{wanted[layer].name}. Set accept to 'lossy' to load them all the same"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvx_core.snapshot import Precision, Section, StorageFormat
-from kvx_core.snapshot.capture import check_sections, part_of, to_capture_all
+from kvx_core.snapshot import Precisions, Section, StorageFormat
+from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.secrets import Secrets
 from kvx_core.view import CacheView
@@ -26,19 +26,19 @@ class OwnKinds:
         self._format, self._secrets = format, secrets
         self._known: dict[object, _Known] = {}
 
-    def of(self, sections: Sequence[Section], carried: Precision, chunk_tokens: int) -> Kind:
+    def of(self, sections: Sequence[Section], carried: Precisions, chunk_tokens: int) -> Kind:
         """The kind of what is captured from these sections.
 
-        carried: the coarsest precision that their values had before
+        carried: the coarsest precision that their values had before, of all layers or a tuple
         Raises InvalidArgumentError, UnsupportedError.
         """
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), carried, chunk_tokens
         found = self._known.get(key)
         if found is None:
-            check_sections(sections, self._format)
+            check_sections(sections, self._format, carried)
             tensors = dict(to_capture_all(sections, chunk_tokens, self._format))
             del tensors["tokens"]
-            parts = tuple(part_of(section, self._format, carried) for section in sections)
+            parts = tuple(parts_of(sections, self._format, carried))
             kind = Kind.of(
                 parts,
                 tensors,

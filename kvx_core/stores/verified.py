@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAC_BYTES = 64
 _WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
-_MOST_BYTES = 1 << 30  # of a layer, in memory
+_MOST_BYTES = 512 << 20  # of a layer, in memory
 _MARK_BYTES = 1024  # without ids
 
 
@@ -127,6 +127,4 @@ def _with(secrets: Secrets, keyed: bool, encrypted: bool, name: str) -> Secrets:
         raise UnsignedError(f"{name} is signed, and no key is given that it is signed with")
     if encrypted and not secrets.is_encrypted:
         raise StoreError(f"{name} is encrypted, and no key is given that it is encrypted with")
-    return Secrets(
-        secrets.signing if keyed else (), secrets.encryption if encrypted else ()
-    )
+    return Secrets(secrets.signing if keyed else (), secrets.encryption if encrypted else ())

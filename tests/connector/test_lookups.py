@@ -20,8 +20,7 @@ from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
-from kvx_core.stores import index
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
@@ -78,50 +77,15 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found[:2] == [61, 32]
     assert found[2] in (20, 21)  # the next token may be the same
     assert asked.answer(prompt(40, 13)) == 0
-    assert asked.lookups._workers.wait(60)  # until the folder of beginnings has been listed
+    assert asked.lookups._workers.wait(60)
     calls = asked.blobs.num_calls
     for other, expected in zip([tokens, *others], [69, *found], strict=True):
         assert asked.at_once(other) == expected
-    assert asked.at_once(prompt(40, 4)) == 0  # the folder of beginnings does not have it
+    assert asked.at_once(prompt(40, 13)) == 0
     assert asked.blobs.num_calls == calls
 
 
-def test_of_a_large_folder_memory_knows_no_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not that it has none: what is stored there is found on the disk."""
-    monkeypatch.setattr(index, "_MAX_LISTED", 3)
-    stored = [prompt(40, seed) for seed in range(4)]
-    for tokens in stored:
-        fill(tmp_path, tokens)
-    asked = Asked(tmp_path)
-    assert asked.answer(prompt(40, 9)) == 0
-    assert asked.lookups._workers.wait(60)  # until the folder of beginnings has been listed
-    assert [asked.answer(tokens) for tokens in stored] == [39] * 4
-
-
-def test_a_miss_does_not_wait_until_a_folder_is_listed(tmp_path: Path) -> None:
-    """It is answered first; one that comes meanwhile too."""
-    fill(tmp_path, prompt(40, 1))
-    asked, listed, go_on = Asked(tmp_path), threading.Event(), threading.Event()
-    names = asked.blobs.names
-
-    def slow(folder: str) -> list[str]:
-        if folder.count("/") == 1:  # of beginnings
-            listed.set()
-            assert go_on.wait(60)
-        return names(folder)
-
-    asked.blobs.names = slow  # type: ignore[method-assign]
-    assert asked.answer(prompt(40, 2)) == 0
-    assert listed.wait(60)
-    assert asked.answer(prompt(40, 1)) == 39
-    go_on.set()
-    asked.lookups.shutdown()
-
-
-@pytest.mark.parametrize("damage", ["cut", "a hostile sibling"])
-def test_one_lookup_finds_all_corrupt_files(tmp_path: Path, damage: str) -> None:
+def test_one_lookup_finds_all_corrupt_files(tmp_path: Path) -> None:
     """Those behind the first one too, up to the first chunk of which nothing is stored."""
     tokens = prompt(90, 1)
     store = fill(tmp_path, tokens)
@@ -133,12 +97,7 @@ def test_one_lookup_finds_all_corrupt_files(tmp_path: Path, damage: str) -> None
         bad = []
         for number in numbers:
             path = paths[number]
-            data = good[path][:100]
-            if damage != "cut":  # beside what the prompt needs, which is not there
-                path.unlink()
-                count, _, rest = path.name.partition("-")
-                path = path.with_name(f"{count}-{'0' * 64}.{rest.partition('.')[2]}")
-            path.write_bytes(data)
+            path.write_bytes(good[path][:100])
             bad.append(path)
         return bad
 
@@ -298,14 +257,14 @@ def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvx_core.stores import token_chain
 
     hashed: list[int] = []
-    real, here = token_chain.chain, threading.get_ident()
+    real, here = token_chain.key_of, threading.get_ident()
 
     def counted(node: str, ids: Any) -> str:
         if threading.get_ident() == here:  # lookups of earlier tests may still run
             hashed.append(len(ids))
         return real(node, ids)
 
-    monkeypatch.setattr(token_chain, "chain", counted)
+    monkeypatch.setattr(token_chain, "key_of", counted)
     tokens = prompt(10_000, 1)
     chain = TokenChain(tokens, "0" * 64, 16)
     assert chain.node(600) == TokenChain(np.array(tokens), "0" * 64, 16).node(600)
@@ -333,18 +292,16 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvx_core.stores import index as module
 
     monkeypatch.setattr(module, "_MAX_NAMES", 100)
-    monkeypatch.setattr(module, "_MAX_TOKENS", 1000)
     index = Index()
     for i in range(300):
-        index.listed(f"folder {i}", [f"{j}" for j in range(9)])
         index.saw(f"file {i}")
-        index.keep_tokens(f"file {i}", np.arange(30))
-    assert sum(1 + len(folder.names) for folder in index._folders.values()) <= 100
-    assert len(index._files) <= 100
-    assert sum(map(len, index._tokens.values())) <= 1000
-    assert list(index.names("folder 299")) == [f"{j}" for j in range(9)]
-    with pytest.raises(Unknown):
-        index.names("folder 0")
+        index.missed(f"other {i}")
+        index.found_good(f"good {i}")
+        index.held(f"held {i}")
+    for known in (index._files, index._absent, index._good, index._held):
+        assert len(known) <= 100
+    assert index.is_held("held 299")
+    assert not index.is_there("other 299")
 
 
 def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

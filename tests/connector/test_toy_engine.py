@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 
 from kvx_core import Directory, PrefixStore
 from kvx_core.connector.settings import StoreSettings
@@ -18,6 +17,7 @@ from kvx_core.snapshot import Precision
 from tests.connector import toy_connector
 from tests.connector.toy_connector import ToyConnector
 from tests.connector.toy_engine import HEADS, LAYERS, VOCAB, Engine, Request
+from tests.store_files import entry_files, tokens_of
 
 Serve = Callable[..., Engine]
 F32 = Precision.of("float32")
@@ -174,9 +174,8 @@ def test_what_could_not_be_written_is_copied_again(
 def chunks_of(store: Path, tokens: list[int]) -> list[Path]:
     """The files of a prompt, in the order of its tokens."""
     found = {}
-    for path in store.rglob("*.safetensors"):
-        with safe_open(path, "np") as file:
-            held = file.get_tensor("tokens").tolist()
+    for path in entry_files(store):
+        held = tokens_of(path)
         for start in range(0, len(tokens), 16):
             if held == tokens[start : start + 16]:
                 found[start] = path

@@ -19,7 +19,6 @@ from kvx_core.snapshot import Chunks, MemoryPool, Nulls, Precision, Section
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.section import row_on_host
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.keys import name_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensor_desc import TensorDesc
@@ -259,14 +258,3 @@ def test_a_store_completes_a_view_once_and_refuses_it_each_time(tmp_path: Path) 
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match="fingerprint is 'one', expected 'other'"):
             other.chunks([completed], 0, CHUNK)
-
-
-def test_names_are_of_the_ids_that_an_array_has_now() -> None:
-    ids, node, precision = np.arange(9), "0" * 64, Precision.of("float32")
-    first = name_of("space", node, ids, [0, 1], (0, 2), precision)
-    ids[8] = 0
-    other = name_of("space", node, ids, [0, 1], (0, 2), precision)
-    assert first != other
-    assert first.split("/")[2] == other.split("/")[2]  # the first eight are the same
-    ids[8] = 8
-    assert name_of("space", node, ids, [0, 1], (0, 2), precision) == first

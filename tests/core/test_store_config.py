@@ -202,9 +202,7 @@ def test_chunks_that_nobody_asks_for() -> None:
     assert of(described(chunk_tokens=5), requested=5) == StoreConfig(5, None, False)
     with pytest.raises(StoreError, match=r"has chunk_tokens 15, expected 16 to 65536\. Set chunk_"):
         of(described(chunk_tokens=15))
-    with pytest.raises(
-        StoreError, match=r"chunk_tokens is 64, expected 128 as kvx-store"
-    ):
+    with pytest.raises(StoreError, match=r"chunk_tokens is 64, expected 128 as kvx-store"):
         of(described(), requested=64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from kvx_core import InvalidArgumentError, PlaneKind, PrefixStore, Section, StoreError
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
-from kvx_core.stores.keys import space_of
+from kvx_core.stores.space import SpaceRecord
 from tests.core.test_snapshot_planes import Engine, assert_same, copy_by_hand
 
 TOKENS = range(100, 140)
@@ -141,8 +142,9 @@ def test_what_stores_refuse(tmp_path: Path) -> None:
         states.capture(TOKENS, 0, 16, section(source, state=True, tokens=40))
 
 
-def test_entries_without_planes_keep_their_names() -> None:
-    """They are found as they were before there were planes."""
-    before = hashlib.sha256(b'[2, "abc", "salt", 3, 4]').hexdigest()
-    assert space_of("abc", (3, 4), "salt", None) == before
-    assert space_of("abc", (3, 4), "salt", None, [PlaneKind(0, 4)]) != before
+def test_planes_are_part_of_the_space() -> None:
+    bare = SpaceRecord("abc", (4, 4))
+    assert json.loads(bare.text)["planes"] == []
+    planes = SpaceRecord("abc", (4, 4), planes=(PlaneKind(0, 4), PlaneKind(0, 3)))
+    assert json.loads(planes.text)["planes"] == [[0, 3, 1, False], [0, 4, 1, False]]
+    assert bare.name == hashlib.sha256(bare.text).hexdigest() != planes.name

@@ -1,4 +1,4 @@
-"""accept, format and key_file: which entries an engine loads, and how precise what it stores is."""
+"""accept, format and key_files: which entries an engine loads, and how precise what it stores is."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def test_engines_with_the_same_key_share(serve: Factory, tmp_path: Path) -> None
     for i, key in enumerate(keys):
         key.write_bytes(bytes([i]) * 32)
         key.chmod(0o600)
-    serve.set(key_file=str(keys[0]))
+    serve.set(key_files=str(keys[0]))
     first = serve()
     first.ask(tokens)
     first.close()
     assert serve(8).ask(tokens).computed == 150 - 144
-    serve.set(key_file=str(keys[1]))
+    serve.set(key_files=str(keys[1]))
     assert serve(8).ask(tokens).computed == 150
     serve.set()
     assert serve(8).ask(tokens).computed == 150
     keys[0].chmod(0o644)
-    serve.set(key_file=str(keys[0]))
-    with pytest.raises(InvalidArgumentError, match=r"key_file .* has mode 0644, expected 0600"):
+    serve.set(key_files=str(keys[0]))
+    with pytest.raises(InvalidArgumentError, match=r"key_files .* has mode 0644, expected 0600"):
         serve()
 
 

@@ -29,7 +29,7 @@ def test_an_encrypted_store(
 
     def cached(block_size: int) -> list[int | None]:
         config = connector(
-            store, "kv_both", "recompute", encryption_key_file=str(keys[0]), save_generated=False
+            store, "kv_both", "recompute", encryption_key_files=str(keys[0]), save_generated=False
         )
         with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
             before = engine.call("peak_bytes")
@@ -63,7 +63,7 @@ def test_an_encrypted_store(
     assert cached(64) in ([128, 128], [128, 256], [199, 128], [199, 256])
     assert cached(64) == [199, 256]
     # Another key: the engine runs without the store, and says so.
-    other = connector(store, encryption_key_file=str(keys[1]))
+    other = connector(store, encryption_key_files=str(keys[1]))
     start = engines.log.stat().st_size
     with engines.engine(llama, kv_transfer_config=other) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)

@@ -35,7 +35,7 @@ def last_line(error: EngineError) -> str:
         ({"path": "FILE/store"}, r"path is .*/file/store, made below .*/file, which is a file, "),
         ({"max_bytes": "much"}, r"kv_connector_extra_config\.max_bytes: .*max_bytes is 'much', "),
         ({"format": "q9"}, r"kv_connector_extra_config\.format: .*format is 'q9', expected None "),
-        ({"key_file": "FILE.none"}, r"key_file .*/file\.none cannot be read: "),
+        ({"key_files": "FILE.none"}, r"key_files .*/file\.none cannot be read: "),
         ({"chunk_tokens": 15}, r"kv_connector_extra_config\.chunk_tokens: .* than or equal to 16"),
     ],
 )
