@@ -140,8 +140,10 @@ def _connector(result: dict[str, Any]) -> str:
 
 def _store_names(result: dict[str, Any]) -> str:
     lines = [
-        ["CPU time", "save p50", "p99", "x 100", "lookup p50", "p99", "x 100"]
-        + ["nothing p50", "p99", "tokens lost", "most", "goals"],
+        [
+            *("CPU time", "save p50", "p99", "x 100", "lookup p50", "p99", "x 100"),
+            *("nothing p50", "p99", "tokens lost", "most", "goals"),
+        ],
         ["---", *["--:"] * 10, "---"],
     ]
     for row in result["results"]:
