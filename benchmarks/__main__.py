@@ -35,7 +35,7 @@ _ALL = (
     "connector",
     "snapshots",
     "durable",
-    "encryption",
+    "chunk_files",
     "live",
     "migrate_vs_lmcache",
 )
@@ -139,10 +139,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import connector
 
         return [connector.run()]
-    if name == "encryption":
-        from benchmarks import encryption
+    if name == "chunk_files":
+        from benchmarks import chunk_files
 
-        return encryption.run(threads, rounds, options.only, quick=options.quick)
+        return chunk_files.run(threads, rounds, options.only, quick=options.quick)
     if name == "snapshots":
         from benchmarks import snapshots
 
