@@ -1,7 +1,7 @@
 """Loads of a store's files, from 1 to 32 layers, beside the work that they cannot do without.
 
-16 chunks of 128 tokens, 8 heads x 128, bfloat16, in memory: a store reads and checks their files and
-copies them into paged caches. `plain` reads as many bytes into memory that is there, takes their
+16 chunks of 128 tokens, 8 heads x 128, bfloat16, in memory: a store reads and checks their files,
+and copies them into paged caches. `plain` reads as many bytes into memory that is there, takes their
 XXH3 at once, as long as they are in the processor's cache, and makes one migration of all tokens;
 `unchecked` is that without XXH3: what lies between these two is the price of the check. `encrypted`
 and `signed` are loads of the same chunks from such stores. Run with `python -m benchmarks
@@ -71,7 +71,9 @@ class _Files:
         }
         self.prompt.write()
 
-    def _store(self, name: str, **keys: bytes) -> Callable[[], object]:
+    def _store(
+        self, name: str, *, key: bytes | None = None, encryption_key: bytes | None = None
+    ) -> Callable[[], object]:
         """What loads the prompt from a new store that has its chunks."""
         prompt = self.prompt
         num_layers = len(prompt.section.layers)
@@ -82,7 +84,8 @@ class _Files:
             total_kv_heads=_HEADS,
             precision=Precision.of("bfloat16"),
             chunk_tokens=prompt.store.chunk_tokens,
-            **keys,
+            key=key,
+            encryption_key=encryption_key,
         )
         store.commit_all(prompt.captured_for(store))
         match = store.lookup(prompt.ids)
@@ -107,7 +110,7 @@ class _Files:
 
     def verify(self) -> None:
         """Raises AssertionError unless loads leave the bytes that were captured."""
-        caches = [
+        caches: list[Any] = [
             tensor.owner
             for layer in self.prompt.section.view.layers
             for tensor in layer.tensors.values()
