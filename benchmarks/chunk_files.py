@@ -1,11 +1,11 @@
 """Loads of a store's files, from 1 to 32 layers, beside the work that they cannot do without.
 
 16 chunks of 128 tokens, 8 heads x 128, bfloat16, in memory: a store reads and checks their files,
-and copies them into paged caches. `plain` reads as many bytes into memory that is there, takes their
-XXH3 at once, as long as they are in the processor's cache, and makes one migration of all tokens;
-`unchecked` is that without XXH3: what lies between these two is the price of the check. `encrypted`
-and `signed` are loads of the same chunks from such stores. Run with `python -m benchmarks
-chunk_files`.
+and copies them into paged caches. `plain` reads as many bytes into memory that is there, takes
+their XXH3 at once, as long as they are in the processor's cache, and makes one migration of all
+tokens; `unchecked` is that without XXH3: what lies between these two is the price of the check.
+`encrypted` and `signed` are loads of the same chunks from such stores. Run with `python -m
+benchmarks chunk_files`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from kvx_core.stores.record import (
     num_tokens_of,
 )
 from kvx_core.stores.sealing import Sealing
+from kvx_core.stores.secrets import TAG_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -241,13 +242,14 @@ class ChunkFile:
         layout, view = self.layout, memory.data
         unwanted = memoryview(bytearray(group.unwanted_bytes))
         last = group.first + len(group.ranges)
-        data: list[memoryview]
+        buffer = unwanted
         if layout.is_direct:
             data = _views(group.runs, view, unwanted)
         else:
             most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
             size = sum(self._record.sizes[group.first : last]) if is_open else most
-            data = [_buffer()[:size]]
+            buffer = _buffer()
+            data = [buffer[:size]]
         if is_open:
             read_at(self.file.fileno(), data, self._offset(group.first))
         else:
@@ -261,7 +263,7 @@ class ChunkFile:
                 good = self._sealing.is_good(check, targets)
             else:
                 size = self._record.sizes[index]
-                good = self._open_piece(index, data[0][at : at + size], targets)
+                good = self._open_piece(index, buffer[at : at + size + TAG_BYTES], targets)
                 at += size
             if not good:
                 names = ", ".join(each.tensor for each in layout.pieces[index].slices)
@@ -270,15 +272,19 @@ class ChunkFile:
                 )
 
     def _open_piece(self, index: int, data: memoryview, targets: list[memoryview]) -> bool:
-        """Decrypts and decodes a piece into `targets`; False: it is not good."""
+        """Decrypts and decodes a piece into `targets`; False: it is not good.
+
+        data: its bytes, and TAG_BYTES behind them, which have other bytes meanwhile
+        """
         sealing, check = self._sealing, self._record.checks[index]
+        sealed, data = data, data[:-TAG_BYTES]
         if not sealing.is_good(check, [data]):
             return False
         piece = self.layout.pieces[index]
         is_coded = len(data) < piece.num_bytes
         if sealing.is_encrypted:
             into = [memoryview(bytearray(len(data)))] if is_coded else targets
-            if not sealing.decrypted(index, check, data, into):
+            if not sealing.decrypted(index, check, sealed, into):
                 return False
             data = into[0]
         if is_coded:
@@ -300,10 +306,10 @@ class ChunkFile:
 
 
 def _buffer() -> memoryview:
-    """MOST_BYTES of this thread, for bytes that are not in memory as they are in the file."""
+    """Memory of this thread, for bytes that are not in memory as they are in the file."""
     found: memoryview | None = getattr(_of_thread, "buffer", None)
     if found is None:
-        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES))
+        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES + TAG_BYTES))
     return found
 
 
@@ -366,6 +372,8 @@ def _sized(
         raise StoreError(f"{name} is no regular file, expected one")
     if num_tokens is None:
         num_tokens = said_tokens(file, name)
+        if status.st_size < kind.least_bytes(num_tokens):
+            raise CorruptError(f"{name} has {status.st_size} bytes, and {num_tokens} tokens")
     layout = kind.layout(num_tokens)
     if not layout.least_bytes <= status.st_size <= layout.most_bytes:
         raise CorruptError(

@@ -229,6 +229,11 @@ class Kind:
             )
         return found
 
+    def least_bytes(self, num_tokens: int) -> int:
+        """Bytes that files of so many tokens have at least: found without a layout."""
+        each = (tensor.of(num_tokens) for tensor in self._tensors.values())
+        return sum(one.num_bytes for one in each if one is not None and not one.coding)
+
     def layout(self, num_tokens: int) -> FileLayout:
         """How a file of so many tokens is laid out. Raises StoreError if that is too long."""
         found = self._layouts.get(num_tokens)
