@@ -36,7 +36,7 @@ _ALL = (
     "snapshots",
     "durable",
     "store_names",
-    "encryption",
+    "chunk_files",
     "live",
     "migrate_vs_lmcache",
 )
@@ -140,10 +140,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import connector
 
         return [connector.run()]
-    if name == "encryption":
-        from benchmarks import encryption
+    if name == "chunk_files":
+        from benchmarks import chunk_files
 
-        return encryption.run(threads, rounds, options.only, quick=options.quick)
+        return chunk_files.run(threads, rounds, options.only, quick=options.quick)
     if name == "snapshots":
         from benchmarks import snapshots
 
