@@ -15,3 +15,7 @@ class CorruptError(StoreError):
 
 class UnsignedError(StoreError):
     """A file is not signed with the reader's key, or is signed and the reader has no key."""
+
+
+class OtherKeyError(UnsignedError):
+    """A file is signed or encrypted with a key that this process does not have."""

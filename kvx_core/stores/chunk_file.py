@@ -21,7 +21,7 @@ from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Part
-from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
+from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.scales import are_good
@@ -326,7 +326,7 @@ def open_chunk(
     name:       for messages
     key:        that its tokens must have; None: any
     num_tokens: that it must have; None: what it says
-    Raises CorruptError if it is no good file of this kind, UnsignedError if it has a key that is
+    Raises CorruptError if it is no good file of this kind, OtherKeyError if it has a key that is
     not among the secrets, StoreError if it cannot be read.
     """
     with _reading(name):
@@ -407,11 +407,11 @@ def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name
         )
     signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
     if kind.keyed and signer is None:
-        raise UnsignedError(
+        raise OtherKeyError(
             f"{name} is signed with the key {ids[0]:016x}, which this process does not have"
         )
     if kind.encrypted and encrypter is None:
-        raise StoreError(
+        raise OtherKeyError(
             f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
         )
     return Sealing(sealed[:CLEAR_BYTES], signer, encrypter)

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvx_core.snapshot import CorruptError, Precision, StoreError
+from kvx_core.snapshot.errors import OtherKeyError
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.chunk_file import open_chunk
 from kvx_core.stores.index import Index, Unknown
@@ -62,6 +63,22 @@ class Entries:
         else:
             self.index.missed(name)
         return found
+
+    def has_other_keys(self, name: str, kind: Kind, num_tokens: int) -> bool:
+        """Whether a file is written with keys that this process does not have: it is as good as
+        absent, and writers replace it. Asks the disk in stores with keys.
+        """
+        if not (self.secrets.is_keyed or self.secrets.is_encrypted):
+            return False
+        try:
+            with self._opened(name) as file:
+                if file is not None:
+                    open_chunk(file, kind, self.secrets, name=name, num_tokens=num_tokens)
+        except OtherKeyError:
+            return True
+        except (StoreError, MemoryError):
+            pass
+        return False
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO | None]:
