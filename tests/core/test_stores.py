@@ -303,6 +303,28 @@ def test_what_other_weights_have_computed_is_loaded_by_an_engine_that_starts_wit
     engine.check(range(20), 0, 20)
 
 
+def test_keys_in_an_unknown_order_are_those_of_their_engine_alone(tmp_path: Path) -> None:
+    """Of any version of it: as those of models with several rotary embeddings in vLLM."""
+    unknown: dict[str, Any] = {"rotary": None, "rotary_dim": None, "rope_applied": None}
+    store, computed = store_in(tmp_path), Engine().compute(range(20))
+    for start, stop in store.spans(20):
+        chunk = store.capture(
+            range(20), start, stop, computed.sections(engine="here 1.0", **unknown)
+        )
+        assert chunk is not None
+        store.commit(chunk)
+    other = store_in(tmp_path)
+    match, engine = other.lookup(range(20)), Engine(seed=1)
+    with pytest.raises(StoreError, match=r"rotary is unknown at the source \(here\) and dest"):
+        other.load(match, 0, 20, engine.sections(engine="there 1.0", **unknown))
+    with pytest.raises(
+        StoreError, match=r"rotary is 'half' at the destination \(here 1.0\) and unk"
+    ):
+        other.load(match, 0, 20, engine.sections(engine="here 1.0"))
+    other.load(match, 0, 20, engine.sections(engine="here 2.0", **unknown))
+    engine.check(range(20), 0, 20)
+
+
 def test_spans_are_chunks(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     assert store.spans(40) == [(0, 16), (16, 32), (32, 40)]
