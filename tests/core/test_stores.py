@@ -40,6 +40,7 @@ from kvx_core import (
     StoreError,
 )
 from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.stores.index import Unknown
 from kvx_core.stores.names import RUNGS, parse_entry
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
@@ -323,6 +324,47 @@ def test_keys_in_an_unknown_order_are_those_of_their_engine_alone(tmp_path: Path
         other.load(match, 0, 20, engine.sections(engine="here 1.0"))
     other.load(match, 0, 20, engine.sections(engine="here 2.0", **unknown))
     engine.check(range(20), 0, 20)
+
+
+class Interrupted(InMemory):
+    """Once, another thread runs while the folder of kinds is listed or one of them is opened."""
+
+    meanwhile: dict[str, Callable[[], None]]
+
+    def names(self, folder: str) -> list[str]:
+        found = super().names(folder)
+        self._run("names", folder)
+        return found
+
+    def open(self, name: str) -> Any:
+        self._run("open", name)
+        return super().open(name)
+
+    def _run(self, what: str, name: str) -> None:
+        if "/kinds" in name and what in self.meanwhile:
+            self.meanwhile.pop(what)()
+
+
+@pytest.mark.parametrize("when", ["names", "open"])
+def test_two_threads_that_see_a_store_for_the_first_time(when: str) -> None:
+    """None of them takes what the other one is about to know for what is not there."""
+    blobs = Interrupted()
+    blobs.meanwhile = {}
+    save(store_in(blobs), range(20))
+    store, done = store_in(blobs), []
+
+    def from_memory() -> None:
+        with pytest.raises(Unknown):  # else nothing would be there
+            store.walk(store.chain_of(range(20)), 20).go_on(store.known)
+        done.append(when)
+
+    def from_the_disk() -> None:
+        from_memory()
+        assert store.lookup(range(20)).num_tokens == 20
+
+    blobs.meanwhile = {when: from_the_disk if when == "names" else from_memory}
+    assert store.lookup(range(20)).num_tokens == 20
+    assert done == [when]
 
 
 def test_spans_are_chunks(tmp_path: Path) -> None:
