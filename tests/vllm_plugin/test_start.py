@@ -90,16 +90,6 @@ UNSHARED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2},
         "layers share their K and V",
     ),
-    "Gemma4ForCausalLM": (
-        {
-            "model_type": "gemma4_text",
-            "num_key_value_heads": 2,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "num_kv_shared_layers": 0,
-        },
-        "layers have 1 and 2 KV heads, which a store cannot keep yet",
-    ),
 }
 
 
