@@ -51,12 +51,16 @@ def prefix_store(
     )
 
 
-def section(seed: int, num_tokens: int) -> Section:
+def section(seed: int, num_tokens: int, first_kv_head: int = 0) -> Section:
     """Keys and values of a prompt, 3 heads of 8 in 2 layers."""
     generator = torch.Generator().manual_seed(seed)
     caches = torch.randn(2, 2, 1, num_tokens, 3, 8, generator=generator)
     facts = CacheFacts(
-        rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0, compute_dtype=DType.F32
+        rotary="half",
+        rotary_dim=8,
+        rope_applied=True,
+        first_kv_head=first_kv_head,
+        compute_dtype=DType.F32,
     )
     layers = (
         CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in caches
@@ -68,9 +72,9 @@ def prompt_of(seed: int, num_tokens: int = 40) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 1000, num_tokens)
 
 
-def save(store: PrefixStore, seed: int, num_tokens: int = 40) -> None:
+def save(store: PrefixStore, seed: int, num_tokens: int = 40, first_kv_head: int = 0) -> None:
     """Stores a prompt: of 40 tokens three chunks, the last one of 8."""
-    tokens, held = prompt_of(seed, num_tokens), section(seed, num_tokens)
+    tokens, held = prompt_of(seed, num_tokens), section(seed, num_tokens, first_kv_head)
     parts = [store.capture(tokens, *span, [held]) for span in store.spans(num_tokens)]
     for stored in store.commit_all([part for part in parts if part is not None]):
         assert isinstance(stored, int)
@@ -169,13 +173,19 @@ def test_ls_finds_models_and_salts(path: Path) -> None:
     assert kvx("ls", path, "--salt", "nobody").stdout == f"{path} holds nothing of it.\n"
 
 
-def test_ls_of_kinds(path: Path) -> None:
+def test_ls_of_kinds(tmp_path: Path) -> None:
     """Two halves of the heads, as two ranks write them, are one entry in two files."""
-    lines = kvx("ls", path, "--kinds", "--model", "b").stdout.splitlines()
-    assert lines[0].split() == [
-        *("space", "kind", "layers", "heads", "precision", "keys", "files", "size")
+    for rank in range(2):
+        save(prefix_store(tmp_path, total_kv_heads=6), 1, first_kv_head=3 * rank)
+    head, *lines = kvx("ls", tmp_path, "--kinds").stdout.splitlines()
+    assert head.split() == ["space", "kind", "layers", "heads", "precision", "files", "size"]
+    assert sorted(line.split()[2:6] for line in lines) == [
+        ["0-1", "0-2", "f32", "3"],
+        ["0-1", "3-5", "f32", "3"],
     ]
-    assert lines[1].split()[2:6] == ["0-1", "0-2", "f32", "3"]
+    (space,) = listed(tmp_path)
+    assert (space["num_entries"], space["num_tokens"]) == (3, 40)
+    assert [kind["num_files"] for kind in space["kinds"]] == [3, 3]
 
 
 def test_epochs(path: Path) -> None:
@@ -383,7 +393,9 @@ def test_tokens_of_encoded_files_are_read(tmp_path: Path) -> None:
     )
     tokens = prompt_of(1)
     keys = torch.linspace(-1, 1, 2 * 2 * 40 * 3 * 8).bfloat16().reshape(2, 2, 1, 40, 3, 8)
-    layers = (CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in keys)
+    layers = (
+        CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")) for k, v in keys
+    )
     facts = CacheFacts(rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)
     held = Section((0, 1), CacheView(tuple(layers), facts, dense=True), None)
     for span in store.spans(40):

@@ -20,6 +20,7 @@ from tests.documents import Document
 from tests.native import ROOT
 from tests.test_store_command import kvx, two_models
 
+
 def test_settings_take_sizes(tmp_path: Path) -> None:
     settings = StoreSettings(path=tmp_path, max_bytes="50GB", max_pending_bytes="1GiB")  # type: ignore[arg-type]
     assert (settings.max_bytes, settings.max_pending_bytes) == (50 * 10**9, 1 << 30)

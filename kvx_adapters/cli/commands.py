@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+store_copies.add_to(store.app)
 app.add_typer(store.app, name="store")
 
 

@@ -148,7 +148,6 @@ def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
         is_chunked=kinds.is_chunked,
         shared=kinds.shared > 0,
         has_encoder=kinds.has_encoder,
-        kv_heads=kinds.kv_heads,
     )
     windows = bool(kinds.windows)
     if connector:
@@ -163,7 +162,9 @@ def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
         yield "transformers", "not tested with chunks"
     else:
         yield "transformers", _GROUPS if windows else "cache_view"
-    refused_there = ", ".join(filter(None, [connector, "windows" if windows else ""]))
+    unequal = f"layers have {' and '.join(map(str, kinds.kv_heads))} KV heads"
+    there = [connector, "windows" if windows else "", unequal if kinds.kv_heads else ""]
+    refused_there = ", ".join(filter(None, there))
     yield (
         "TensorRT-LLM",
         f"the connector refuses it: {refused_there}" if refused_there else "the connector takes it",

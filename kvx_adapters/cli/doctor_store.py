@@ -123,7 +123,9 @@ def _entries(directory: Directory) -> str:
         text += f"; {signed:,} are signed"
     if found.unread:
         text += f"; {len(found.unread):,} folders cannot be read: {', '.join(found.unread[:5])}"
-    bad = [record for space in spaces for record in (space, *space.kinds.values()) if record.reason]
+    reasons = [space.reason for space in spaces]
+    reasons += [kind.reason for space in spaces for kind in space.kinds.values()]
+    bad = [*filter(None, reasons)]
     if bad:
         text += f"; {len(bad):,} records cannot be read: `kvx store verify {directory.root}`"
     if found.num_other_files:

@@ -25,8 +25,8 @@ from kvx_adapters.cli.store_options import (
     console,
     errors,
     opened,
-    secrets_of,
     seconds_of,
+    secrets_of,
     size_text,
     span_text,
     steps,
@@ -41,6 +41,7 @@ app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_
 
 _SHOWN, _SHOWN_NARROW = 12, 8  # digits of hashes
 _WIDE = 100  # columns of a terminal
+_HASHES = ("space", "model", "salt", "kind")
 _MOST_WORDS = 60  # characters of a text that is as long as a file says
 _WIDE_ONLY = ("epoch", "entries", "precision", "keys")
 _COLUMNS: dict[str, Literal["left", "right"]] = {
@@ -95,11 +96,9 @@ def _ls(
         print(f"{printable(str(path))} holds {words}.")
     elif kinds:
         rows = [_kind_cells(space, kind) for space in spaces for kind in space.kinds.values()]
-        _print_table(_OF_KINDS, rows, ())
+        _print_table(_OF_KINDS, rows)
     else:
-        rows = [_cells(found, space) for space in spaces]
-        empty = [name for name in ("epoch", "keys") if not any(row[name] for row in rows)]
-        _print_table(_COLUMNS, rows, empty)
+        _print_table(_COLUMNS, [_cells(found, space) for space in spaces])
     for space in spaces:
         if space.reason and not as_json:
             print(printable(space.reason), file=sys.stderr)
@@ -123,7 +122,10 @@ def _stat(path: StorePath, as_json: AsJson = False) -> None:
         if name.endswith("bytes"):
             value = "-" if value is None else size_text(value)
         elif name.endswith("seconds"):
-            words, value = words.removesuffix(" seconds"), "-" if value is None else span_text(value)
+            words, value = (
+                words.removesuffix(" seconds"),
+                "-" if value is None else span_text(value),
+            )
         shown = f"{value:,}" if type(value) is int else {True: "yes", False: "no"}.get(value, value)
         table.add_row(words, escape(printable(str(shown))))
     console().print(table)
@@ -282,9 +284,8 @@ def _delete(found: Inventory, files: list[StoredFile], *, dry_run: bool, as_json
         return
     would = "Would delete" if dry_run else "Deleted"
     entries = f"{num_entries:,} entr{'y' if num_entries == 1 else 'ies'}"
-    print(
-        f"{would} {entries} in {len(files):,} files, {size_text(num_bytes)}; {size_text(left)} stay."
-    )
+    freed, stays = size_text(num_bytes), size_text(left)
+    print(f"{would} {entries} in {len(files):,} files, {freed}; {stays} stay.")
 
 
 # ---- what is shown ----
@@ -334,7 +335,7 @@ def _cells(found: Inventory, space: Space) -> dict[str, str]:
     return {
         "space": space.name,
         "model": record.fingerprint if record else "?",
-        "epoch": record.epoch if record else "?",
+        "epoch": record.epoch[:_MOST_WORDS] if record else "?",
         "salt": (record.salt or "none") if record else "?",
         "entries": f"{space.num_entries:,}",
         "tokens": f"{sum(tokens.values()):,}{more}" if tokens or not more else "?",
@@ -364,30 +365,21 @@ def _keys(is_signed: bool, is_encrypted: bool) -> str:
     return " ".join(["signed"] * is_signed + ["encrypted"] * is_encrypted)
 
 
-def _print_table(
-    columns: dict[str, Literal["left", "right"]],
-    rows: list[dict[str, str]],
-    left_out: tuple[str, ...] | list[str],
-) -> None:
+def _print_table(columns: dict[str, Literal["left", "right"]], rows: list[dict[str, str]]) -> None:
+    """Columns without a word are left out."""
     output = console()
     is_narrow = output.width < _WIDE
     shown = _SHOWN_NARROW if is_narrow else _SHOWN
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column, justify in columns.items():
-        if column not in left_out and not (is_narrow and column in _WIDE_ONLY):
+        if any(row[column] for row in rows) and not (is_narrow and column in _WIDE_ONLY):
             table.add_column(column, justify=justify, no_wrap=True)
     for row in rows:
         cells = (str(column.header) for column in table.columns)
         table.add_row(
-            *(
-                escape(printable(row[c][:shown] if c in _HASHES else row[c]))
-                for c in cells
-            )
+            *(escape(printable(row[c][:shown] if c in _HASHES else row[c])) for c in cells)
         )
     output.print(table)
-
-
-_HASHES = ("space", "model", "salt", "kind")
 
 
 def _totals(found: Inventory) -> dict[str, Any]:

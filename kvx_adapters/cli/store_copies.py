@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvx_adapters.cli.store import app, missing_model
+from kvx_adapters.cli.store import missing_model
+from kvx_adapters.cli.store_exports import Export
+from kvx_adapters.cli.store_imports import Import, folders_of
 from kvx_adapters.cli.store_options import (
     AsJson,
     EncryptionKeyFiles,
@@ -19,7 +21,6 @@ from kvx_adapters.cli.store_options import (
     KeyFiles,
     Salt,
     StorePath,
-    check_model,
     errors,
     opened,
     secrets_of,
@@ -30,13 +31,10 @@ from kvx_core import InvalidArgumentError
 from kvx_core.errors import printable
 from kvx_core.stores import Directory, StoreError
 from kvx_core.stores.config import stored_config
-from kvx_core.stores.exports import Export
-from kvx_core.stores.imports import Import, folders_of
 
 _MOST_SAID = 20  # errors that are printed
 
 
-@app.command("export")
 def _export(
     path: StorePath,
     model: Annotated[
@@ -99,7 +97,6 @@ def _export(
     raise typer.Exit(1 if failed else 0)
 
 
-@app.command("import")
 def _import(
     path: StorePath,
     folder: Annotated[Path, typer.Argument(help="What export has written.")],
@@ -161,6 +158,12 @@ def _import(
     raise typer.Exit(1 if failed else 0)
 
 
+def add_to(app: typer.Typer) -> None:
+    """Makes them commands."""
+    app.command("export")(_export)
+    app.command("import")(_import)
+
+
 def _say(failed: list[str]) -> None:
     for reason in failed[:_MOST_SAID]:
         print(printable(reason))
@@ -178,8 +181,9 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(above).free
     if num_bytes > free:
         raise StoreError(
-            f"FOLDER is {folder}, where {size_text(free)} are free, expected {size_text(num_bytes)} "
-            "for these snapshots. Export less: --salt, --epoch, or the beginning of a space"
+            f"FOLDER is {folder}, where {size_text(free)} are free, expected "
+            f"{size_text(num_bytes)} for these snapshots. Export less: --salt, "
+            "--epoch, or the beginning of a space"
         )
 
 

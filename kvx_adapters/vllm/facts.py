@@ -15,6 +15,7 @@ def cache_facts(
     version: str,
     fingerprint: str | None,
     first_kv_head: int,
+    layer: int | None = None,
 ) -> CacheFacts:
     """Facts of one worker's whole cache; `group_view` adds a group's layers and window.
 
@@ -23,6 +24,7 @@ def cache_facts(
     version:       vllm.__version__
     fingerprint:   of the model as it is computed, see model_record
     first_kv_head: index in the model of the first head on this rank
+    layer:         whose heads are counted, where layers of the model differ in that
     """
     rotary, rotary_dim = _rotary(embeddings)
     return CacheFacts(
@@ -33,29 +35,38 @@ def cache_facts(
         rope_applied=None if rotary is None else True,
         hadamard=False,
         scale_convention="multiply",
-        total_kv_heads=total_kv_heads(model_config),
+        total_kv_heads=total_kv_heads(model_config, layer),
         first_kv_head=first_kv_head,
         compute_dtype=_dtype(model_config),
         negative_slots="skip",
     )
 
 
-def total_kv_heads(model_config: Any) -> int:
+def total_kv_heads(model_config: Any, layer: int | None = None) -> int:
     """KV heads of the whole model, as its caches hold them: MLA keeps one latent for all heads.
 
     model_config: vllm_config.model_config
-    Source: vllm 0.32 config/model.py, get_num_kv_heads
+    layer:        of the model; None: the one with most
+    Source: vllm 0.32 config/model.py, get_num_kv_heads; config/model_arch.py, per_layer_overrides
     """
-    return 1 if model_config.use_mla else int(model_config.get_total_num_kv_heads())
+    if model_config.use_mla:
+        return 1
+    total = int(model_config.get_total_num_kv_heads())
+    known = getattr(model_config, "model_arch_config", None)
+    overrides = None if layer is None else getattr(known, "per_layer_overrides", None)
+    return total if overrides is None else int(overrides[layer].get("total_num_kv_heads", total))
 
 
-def kv_heads_of(model_config: Any, rank: int, num_ranks: int) -> tuple[int, int]:
+def kv_heads_of(
+    model_config: Any, rank: int, num_ranks: int, layer: int | None = None
+) -> tuple[int, int]:
     """The KV heads of a tensor-parallel rank: first, and one past the last.
 
+    layer: as for `total_kv_heads`
     More ranks than heads share heads: of 4 ranks and 2 heads the first two have head 0.
     Source: vllm 0.32 model_executor/layers/linear.py, QKVParallelLinear
     """
-    total = total_kv_heads(model_config)
+    total = total_kv_heads(model_config, layer)
     first = rank * total // num_ranks
     return first, first + max(1, total // num_ranks)
 

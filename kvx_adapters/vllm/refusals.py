@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 
@@ -16,7 +15,6 @@ def refusal(
     is_chunked: bool = False,
     shared: bool = False,
     has_encoder: bool = False,
-    kv_heads: Collection[int] = (),
 ) -> str:
     """Why a connector does not share the prefixes of a model; "" if it does.
 
@@ -24,9 +22,7 @@ def refusal(
     indexed:  some layers keep an indexer's keys
     other:    some layers keep what KVX does not know
     shared:   some layers use the K and V of others
-    kv_heads: the numbers of KV heads of its layers
     """
-    heads = " and ".join(map(str, sorted(kv_heads)))
     reasons = [
         (states, "layers keep a state"),
         (indexed, "an indexer's keys are not described"),
@@ -34,7 +30,6 @@ def refusal(
         (is_chunked, "chunked attention"),
         (shared, "layers share their K and V"),
         (has_encoder, "an encoder"),
-        (len(kv_heads) > 1, f"layers have {heads} KV heads, which a store cannot keep yet"),
     ]
     return ", ".join(reason for is_so, reason in reasons if is_so)
 
@@ -44,7 +39,7 @@ def model_refusal(model_config: Any) -> str:
 
     model_config: vllm_config.model_config, also before any weights are loaded
     Chunked attention is refused where its blocks are freed: see the connector.
-    Source: vllm 0.32 config/model.py, is_hybrid, is_attention_free; config/model_arch.py
+    Source: vllm 0.32 config/model.py, is_hybrid, is_attention_free
     """
     text = model_config.hf_text_config
     return refusal(
@@ -52,14 +47,4 @@ def model_refusal(model_config: Any) -> str:
         indexed=hasattr(text, "index_topk"),
         shared=bool(getattr(text, "num_kv_shared_layers", 0)),
         has_encoder=bool(model_config.is_encoder_decoder),
-        kv_heads=_kv_heads(model_config),
     )
-
-
-def _kv_heads(model_config: Any) -> set[int]:
-    """The numbers of KV heads of its layers; empty if the configuration has one for all."""
-    overrides = getattr(model_config.model_arch_config, "per_layer_overrides", None)
-    if model_config.use_mla or overrides is None:
-        return set()
-    total = model_config.get_total_num_kv_heads()
-    return {layer.get("total_num_kv_heads", total) for layer in overrides}

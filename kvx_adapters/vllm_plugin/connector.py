@@ -146,12 +146,12 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._kv_cache_config, layers, vllm_version, layout=vllm.layout_before_29()
         )
         _check_layers(groups, config)
-        facts = _facts(config)
         held, sections = [], []
         stored = StorageFormat.of(self._settings.format)
         for index, group in enumerate(groups):
             _self_test(group, kv_caches, layers)
-            for part in _by_window(group, layers):
+            for part in _alike(group, layers):
+                facts = _facts(config, part.layers[0])
                 view, kernel_blocks = vllm.group_view(part, kv_caches, facts, layers)
                 sections.append(Section(part.layers, view, None, part.encoding))
                 stored.check(sections[-1])
@@ -383,9 +383,11 @@ def _stores(
     return stores
 
 
-def _facts(config: Any) -> CacheFacts:
+def _facts(config: Any, layer: int | None = None) -> CacheFacts:
     """The facts of this rank's cache, but for the fingerprint: weights may change, and the store
     of a load or a save says whose they are.
+
+    layer: whose heads are counted
 
     A connector does not see the model, but vLLM keeps all rotary embeddings of a process.
     Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
@@ -397,7 +399,8 @@ def _facts(config: Any) -> CacheFacts:
         getattr(rotary_embedding, "_ROPE_DICT", {}).values(),
         version=vllm_version,
         fingerprint=None,
-        first_kv_head=vllm.kv_heads_of(config.model_config, rank, ranks)[0],
+        first_kv_head=vllm.kv_heads_of(config.model_config, rank, ranks, layer)[0],
+        layer=layer,
     )
 
 
@@ -407,7 +410,11 @@ def _check_found(store: PrefixStore, sections: Sequence[Section], config: Any) -
     Raises UnsupportedError.
     """
     ranks = config.parallel_config.tensor_parallel_size
-    heads = [vllm.kv_heads_of(config.model_config, rank, ranks) for rank in range(ranks)]
+    heads = {
+        layer: [vllm.kv_heads_of(config.model_config, i, ranks, layer) for i in range(ranks)]
+        for section in sections
+        for layer in section.layers
+    }
     if reason := never_found(store, sections, heads):
         raise UnsupportedError(f"KVXConnector would store what it never finds: {reason}")
 
@@ -442,22 +449,24 @@ def _window(spec: Any) -> int:
     return spec.sliding_window if name.startswith("SlidingWindow") else 0
 
 
-def _by_window(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:
-    """Splits a group by its layers' own sliding windows: without hybrid groups they may differ."""
-    windows = [getattr(layers[name], "sliding_window", None) or 0 for name in group.layer_names]
-    parts = []
-    for window in sorted(set(windows)):
-        at = [i for i, found in enumerate(windows) if found == window]
-        parts.append(
-            replace(
-                group,
-                layer_names=tuple(group.layer_names[i] for i in at),
-                layers=tuple(group.layers[i] for i in at),
-                specs=tuple(group.specs[i] for i in at),
-                window=window,
-            )
+def _alike(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:
+    """Splits a group by its layers' own sliding windows, heads and cache dtypes: a group of vLLM is
+    of layers with blocks of as many tokens, and with hybrid groups of one window.
+    """
+    found: dict[tuple[int, int, str], list[int]] = {}
+    for i, (name, spec) in enumerate(zip(group.layer_names, group.specs, strict=True)):
+        window = getattr(layers[name], "sliding_window", None) or 0
+        found.setdefault((window, spec.num_kv_heads, spec.kv_cache_dtype), []).append(i)
+    return [
+        replace(
+            group,
+            layer_names=tuple(group.layer_names[i] for i in at),
+            layers=tuple(group.layers[i] for i in at),
+            specs=tuple(group.specs[i] for i in at),
+            window=window,
         )
-    return parts
+        for (window, _, _), at in sorted(found.items())
+    ]
 
 
 def _self_test(

@@ -122,28 +122,27 @@ class Stores(Scoped):
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
         self.fingerprint = model_record(vllm_config, settings).fingerprint
-        self._precision = precision(model.dtype, vllm_config.cache_config)
+        self._precisions = precisions(model, vllm_config.cache_config)
         self.files = StartFiles(vllm_config, settings, self.fingerprint)
+        num_layers = len(self._precisions)
         store = settings.store(
             fingerprint=self.fingerprint,
-            num_layers=model.get_total_num_hidden_layers(),
-            total_kv_heads=total_kv_heads(model),
+            num_layers=num_layers,
+            total_kv_heads=[total_kv_heads(model, layer) for layer in range(num_layers)],
             new_chunk_tokens=_new_chunk_tokens(window),
-            precision=self._precision,
+            precision=self._precisions,
         )
         super().__init__(store)
 
     @property
     def said_of_layers(self) -> str:
         """A line for the log if layers differ in precision, else ""."""
-        found = self._precision
-        if not found.layers:
+        found = sorted({one.name for one in self._precisions})
+        if len(found) == 1:
             return ""
-        each = " and ".join(sorted(one.name for one in found.each))
         return (
-            f"KVX: layers are kept in {each}. With accept 'same' this engine loads what is as "
-            "precise as each of them, or from engines with the same kv_cache_dtype_skip_layers; "
-            f"others take its entries for {Precision(found.formats).name}"
+            f"KVX: layers are kept in {' and '.join(found)}. With accept 'same' this engine loads "
+            "entries in which each layer is as precise as it is here"
         )
 
 
@@ -153,20 +152,34 @@ def _new_chunk_tokens(window: int) -> int:
     return max(MIN_CHUNK_TOKENS, min(128, largest))
 
 
-def precision(dtype: Any, cache_config: Any) -> Precision:
-    """The precision of an engine's values, of its arithmetic and its layers' caches.
+def precisions(model_config: Any, cache_config: Any) -> list[Precision]:
+    """The precision of an engine's values in each layer, of its arithmetic and its cache there.
 
-    dtype: vllm's ModelConfig.dtype; cache_config: vllm's CacheConfig
+    model_config: vllm's ModelConfig; cache_config: vllm's CacheConfig
     Source: vllm 0.32 config/cache.py, CacheConfig; model_executor/layers/attention/attention.py
     """
-    name = cache_config.cache_dtype
-    found = _of_most_layers(dtype, name)
+    dtype, num_layers = model_config.dtype, model_config.get_total_num_hidden_layers()
+    found = [_of_most_layers(dtype, cache_config.cache_dtype)] * num_layers
     # Skipped layers store values in the dtype of the model.
-    skipped = getattr(cache_config, "kv_cache_dtype_skip_layers", None)
-    if not skipped or name == "auto":
-        return found
-    which = f"vllm 0.{minor(vllm_version)} {dtype} {name} but {' '.join(sorted(skipped))}"
-    return Precision.of_layers([found, Precision.of(dtype)], which)
+    skipped = set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ())
+    if "sliding_window" in skipped:
+        skipped |= {str(layer) for layer in _windowed(model_config, cache_config, num_layers)}
+    for layer in range(num_layers):
+        if str(layer) in skipped:
+            found[layer] = Precision.of(dtype)
+    return found
+
+
+def _windowed(model_config: Any, cache_config: Any, num_layers: int) -> list[int]:
+    """The layers with a sliding window. `never_found` compares what the worker has.
+
+    Source: vllm 0.32 model_executor/models/gemma4.py, Gemma4DecoderLayer; attention/attention.py
+    """
+    kinds = getattr(model_config.hf_text_config, "layer_types", None)
+    if kinds is None:  # as in all layers
+        has_windows = getattr(cache_config, "sliding_window", None) is not None
+        return list(range(num_layers)) if has_windows else []
+    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def _of_most_layers(dtype: Any, cache_dtype: str) -> Precision:

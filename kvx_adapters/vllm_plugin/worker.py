@@ -29,12 +29,18 @@ _CHANGED = "the model's weights have changed since the step was planned"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Layers that share a list of block ids, and a sliding window."""
+    """Layers that share a list of block ids, a sliding window and heads."""
 
     index: int  # of their KV cache group
     group: vllm.LayerGroup
     view: CacheView
     kernel_blocks: int  # per block
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of the model that these layers have here: first, and one past the last."""
+        first = self.view.facts.first_kv_head or 0
+        return first, first + self.view.layers[0].num_kv_heads
 
 
 class WorkerHalf:
@@ -67,12 +73,10 @@ class WorkerHalf:
             for part in held
             for name, layer in zip(part.group.layer_names, part.group.layers, strict=True)
         }
-        first = held[0].view
-        first_head = first.facts.first_kv_head or 0
-        heads = first_head, first_head + first.layers[0].num_kv_heads
         self._block_size: int = held[0].group.specs[0].block_size  # of the only group, for _blocks
         self._counts = Counts()
         layers = list(self._layer_of.values())
+        heads = [part.heads for part in held for _ in part.group.layers]
         self._saver = Saver(stores, settings, boundary, self._counts, self._sections, layers, heads)
         # For asynchronous loads. None without CUDA: torch.cuda.stream(None) does nothing.
         new_stream: Any = torch.cuda.Stream

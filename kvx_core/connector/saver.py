@@ -58,7 +58,7 @@ class Saver:
         layers: Sequence[int],
         heads: Heads,
     ) -> None:
-        """layers, heads: that this worker has, see PrefixStore.missing
+        """layers, heads: that this worker has, as PrefixStore.missing takes them
         sections: makes sections of them
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary

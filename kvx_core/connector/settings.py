@@ -81,8 +81,8 @@ class StoreSettings(BaseModel):
         *,
         fingerprint: str,
         num_layers: int,
-        total_kv_heads: int,
-        precision: Precision,
+        total_kv_heads: int | Sequence[int],
+        precision: Precision | Sequence[Precision],
         new_chunk_tokens: int = 128,
     ) -> PrefixStore:
         """The store of a model: see PrefixStore.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 from kvx_core.errors import InvalidArgumentError
@@ -60,7 +60,6 @@ def _digits(dtype: DType) -> int:
 
 _DIGITS = {name: _digits(dtype) for name, dtype in _FORMATS.items()}
 _OPAQUE = re.compile("rows-[0-9a-f]{16}")
-_LAYERS = re.compile("layers-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,9 @@ class Precision:
     """The numbers that some formats have in common; without formats, all numbers.
 
     formats: none includes another; "rows-<hash>" are opaque bytes, which equal only themselves
-    layers:  "layers-<hash>": some layers are more precise, the same ones wherever it is equal
-    each:    of those layers, in the engine that has them; a file's name does not say it
     """
 
     formats: tuple[str, ...] = ()
-    layers: str = ""
-    each: frozenset[Precision] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
@@ -103,36 +98,19 @@ class Precision:
         return cls(_coarsest(formats))
 
     @classmethod
-    def of_layers(cls, each: Iterable[Precision], which: str) -> Precision:
-        """The precision of a cache whose layers differ.
-
-        Others take its values for the coarsest of `each`, and it takes values that are as precise
-        as the finest, or those of a cache with the same `which`.
-        which: says which layers have which precision
-        """
-        each = frozenset(each)
-        coarsest = reduce(Precision.meet, each)
-        if len(each) == 1:
-            return coarsest
-        return cls(coarsest.formats, f"layers-{_digest(which)}", each)
-
-    @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, name: str) -> Self:
         """The precision of this `name`. Raises ValueError if there is none."""
-        formats, layers = tuple(name.split("+")), ""
-        if len(formats) > 1 and _LAYERS.fullmatch(formats[-1]):
-            *rest, layers = formats
-            formats = tuple(rest)
+        formats = tuple(name.split("+"))
         known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
             raise ValueError(f"precision is {name[:100]!r}, expected one that KVX has written")
-        return cls(formats, layers)
+        return cls(formats)
 
     @property
     def name(self) -> str:
         """One word, for names of files and headers."""
-        return "+".join((*self.formats, self.layers) if self.layers else self.formats)
+        return "+".join(self.formats)
 
     @property
     def digits(self) -> int:
@@ -140,23 +118,13 @@ class Precision:
         return min((_DIGITS.get(name, 4) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
-        """The precision of values that went through both.
-
-        Where both name formats, layers are only known to differ as before if both say how.
-        """
-        if other == self or not (other.formats or other.layers):
+        """The precision of values that went through both."""
+        if other == self or not other.formats:
             return self
-        formats = _coarsest((*self.formats, *other.formats))
-        if self.layers == other.layers or not other.formats or not self.formats:
-            of = self if self.layers else other
-            return Precision(formats, of.layers, of.each)
-        return Precision(formats)
+        return Precision(_coarsest((*self.formats, *other.formats)))
 
     def includes(self, other: Precision) -> bool:
-        """Whether every number of `other` is one of these; where its layers differ, of each."""
-        if other.layers:
-            same = self.layers == other.layers
-            return same or (bool(other.each) and all(map(self.includes, other.each)))
+        """Whether every number of `other` is one of these."""
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.kinds import Heads, heads_in
+from kvx_core.stores.kinds import Heads, heads_of
 from kvx_core.stores.match import Match
 from kvx_core.stores.names import is_key
 from kvx_core.words import (
@@ -41,7 +41,7 @@ def node(name: str, value: Any) -> str:
 
 
 def heads(name: str, value: Any) -> Heads:
-    """A range of heads, or one for each layer of the model. Raises InvalidArgumentError."""
+    """A range of heads, or one for each of some layers. Raises InvalidArgumentError."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
         if all(_is_range(one) for one in value):
             return tuple(value)
@@ -110,13 +110,13 @@ def check_part(kv_heads: Sequence[int], layers: Sequence[int], heads: Heads) -> 
         raise InvalidArgumentError(
             f"layers is {list(layers)}, expected some of the {len(kv_heads)} layers of the model"
         )
-    if not isinstance(heads[0], int) and len(heads) != len(kv_heads):
+    ranges = heads_of(heads, len(layers))
+    if len(ranges) != len(layers):
         raise InvalidArgumentError(
-            f"heads has {len(heads)} ranges, expected one, or one for each of the {len(kv_heads)} "
-            "layers of the model"
+            f"heads has {len(ranges)} ranges, expected one, or one for each of the {len(layers)} "
+            "layers"
         )
-    for layer in layers:
-        last = heads_in(heads, layer)[1]
+    for layer, (_, last) in zip(layers, ranges, strict=True):
         if last > kv_heads[layer]:
             raise InvalidArgumentError(
                 f"heads end at {last}, expected at most {kv_heads[layer]}, those of layer {layer}"

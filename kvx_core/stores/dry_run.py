@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvx_core.snapshot import Section
-from kvx_core.stores.kinds import Heads, heads_in
 from kvx_core.stores.prefix import PrefixStore
 
 
-def never_found(store: PrefixStore, sections: Sequence[Section], heads: Iterable[Heads]) -> str:
+def never_found(
+    store: PrefixStore,
+    sections: Sequence[Section],
+    heads: Sequence[tuple[int, int]] | Mapping[int, Sequence[tuple[int, int]]],
+) -> str:
     """Why a lookup finds nothing of what is captured from these sections; "" if it finds it.
 
     sections: all layers of a worker, with a table or without
-    heads:    of this worker and of each other one with the same layers: see PrefixStore.missing
+    heads:    of this worker and of the others with the same layers: first, and one past the last;
+              by layer of the model where layers differ
     Reads and writes no file.
     """
     kind, kinds = store.would_write(sections), store.kinds
@@ -24,9 +28,9 @@ def never_found(store: PrefixStore, sections: Sequence[Section], heads: Iterable
             f"values of layer {layer} would be stored as {kind.precision_of(layer).name}, expected "
             f"numbers that include those of {kinds.demand[layer].name}, which a lookup asks for"
         )
-    ranks = list(heads)
     for layer in kind.layers:
-        held = sorted({kind.heads_of(layer), *(heads_in(rank, layer) for rank in ranks)})
+        ranks = heads[layer] if isinstance(heads, Mapping) else heads
+        held = sorted({kind.heads_of(layer), *ranks})
         at, total = 0, kinds.record.kv_heads[layer]
         for first, last in held:
             if first <= at:

@@ -153,6 +153,10 @@ class Index:
                 return False
         raise Unknown
 
+    def has(self, name: str) -> bool:
+        """Whether a file counts as stored: `is_held`, or there not long ago."""
+        return self.is_held(name) or self.is_seen(name)
+
     def _is_fresh(self, seen: float) -> bool:
         return self._clock() - seen < self.fresh_seconds
 

@@ -283,7 +283,10 @@ class Inventory:
         return file
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """The bytes of a file; None if it does not exist. Raises StoreError, if it is longer too."""
+        """The bytes of a file; None if it does not exist.
+
+        Raises StoreError, also if it is longer than `most_bytes`.
+        """
         file = self.opened(name)
         if file is None:
             return None

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import islice
 from threading import Lock
 from typing import BinaryIO, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
 Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
-Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each of the model
+Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each: first, and end
 _Parts = frozenset[tuple[int, int]]  # a layer, and a head of it
 _Gain = tuple[Kind, _Parts]  # what a kind holds
 
@@ -48,7 +49,7 @@ class Kinds:
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock = clock
-        self._lock = Lock()
+        self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
@@ -73,9 +74,8 @@ class Kinds:
 
     def refresh(self) -> bool:
         """Lists the folder of kinds; whether there are others than before."""
-        with self._lock:
-            found = self._blobs.names(kinds_folder(self.record.name))
-            self._listed = self._clock()
+        found = self._blobs.names(kinds_folder(self.record.name))
+        self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
         before, self.ids = self._all, frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
@@ -124,7 +124,7 @@ class Kinds:
         """Whether files that are there hold these heads of these layers, at least as precise as
         they are here.
 
-        heads:   first, and one past the last, of all layers or of each layer of the model
+        heads:   first, and one past the last, of all layers or of each
         carried: the coarsest precision that values here had before
         """
         key, kinds = (layers, heads, carried), self._all
@@ -132,7 +132,8 @@ class Kinds:
         if known is None or known[0] is not kinds:
             if len(self._gains) >= _MOST:
                 self._gains.clear()
-            of = frozenset((i, head) for i in layers for head in range(*heads_in(heads, i)))
+            each = zip(layers, heads_of(heads, len(layers)), strict=True)
+            of = frozenset((layer, head) for layer, held in each for head in range(*held))
             known = self._gains[key] = kinds, of, tuple(self._gains_of(kinds, of, carried))
         _, wanted, gains = known
         if any(gain == wanted and is_there(kind) for kind, gain in gains):
@@ -242,9 +243,30 @@ class Kinds:
         return *rank, -size, kind.id
 
 
-def heads_in(heads: Heads, layer: int) -> tuple[int, int]:
-    """The heads of a layer of the model: first, and one past the last."""
-    return cast("tuple[int, int]", heads if isinstance(heads[0], int) else heads[layer])
+def heads_of(heads: Heads, num_layers: int) -> Sequence[tuple[int, int]]:
+    """The heads of each of some layers: first, and one past the last."""
+    each = (heads,) * num_layers if isinstance(heads[0], int) else heads
+    return cast("Sequence[tuple[int, int]]", each)
+
+
+class Spaces:
+    """The kinds of each space of a store, as long as somebody has them. Threads may share it."""
+
+    def __init__(
+        self, blobs: BlobStore, secrets: Secrets, demand: Sequence[Precision], accept: Accept
+    ) -> None:
+        self._arguments = blobs, secrets, demand, accept
+        self._known = WeakValueDictionary[str, Kinds]()
+
+    def kinds(self, record: SpaceRecord) -> Kinds:
+        """The kinds of a space, for all who ask."""
+        blobs, secrets, demand, accept = self._arguments
+        return self._known.setdefault(record.name, Kinds(blobs, secrets, record, demand, accept))
+
+    def ids(self, space: str) -> Iterable[str]:
+        """What files of a space may be of."""
+        found = self._known.get(space)
+        return () if found is None else found.ids
 
 
 def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:

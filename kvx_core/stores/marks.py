@@ -183,9 +183,10 @@ class KnownMarks:
     """
 
     def __init__(
-        self, fresh_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+        self, fresh_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.fresh_seconds = fresh_seconds
+        """fresh_seconds: that memory answers for the disk"""
+        self._fresh_seconds = fresh_seconds
         self._clock = clock
         self._lock = Lock()
         self._seen: OrderedDict[tuple[str, str], tuple[float, Mark | None]] = OrderedDict()
@@ -208,7 +209,7 @@ class KnownMarks:
     def known(self, space: str, rung: str) -> Mark | None:
         """The mark at a rung; None: there is none. Raises Unknown."""
         found = self._seen.get((space, rung))
-        if found is None or self._clock() - found[0] >= self.fresh_seconds:
+        if found is None or self._clock() - found[0] >= self._fresh_seconds():
             raise Unknown
         return found[1]
 
@@ -246,8 +247,8 @@ class Marks:
         kinds: of a space, all that its entries' files may have
         """
         self._blobs, self._secrets, self._index, self._kinds = blobs, secrets, index, kinds
-        self.known = KnownMarks(index.fresh_seconds, clock)
-        self._taken = KnownMarks(_TAKEN_SECONDS, clock)  # by entries that were there
+        self.known = KnownMarks(lambda: index.fresh_seconds, clock)
+        self._taken = KnownMarks(lambda: _TAKEN_SECONDS, clock)  # by entries that were there
         self._lock = Lock()  # of threads that replace marks
 
     def read(
@@ -294,7 +295,7 @@ class Marks:
         """Makes the mark of an entry that is on the disk, unless all its rungs are held.
 
         supersedes:  whether readers take parts of entries: then it takes the place of a shorter one
-                     that it begins with
+                     that it begins with, if it has all of its kinds
         from_memory: whether rungs that were held lately count as held
         Returns the entry whose place it took: nobody needs it any more.
         """
@@ -314,7 +315,7 @@ class Marks:
                     elif len(held.ids) == len(ids):
                         return None
                     else:
-                        is_useless = supersedes
+                        is_useless = supersedes and self.has_kinds(space, own, held)
                     if not is_useless:
                         break
                     if self._replace(space, rung, held, own, chunk_tokens):
@@ -334,15 +335,21 @@ class Marks:
             mark = self._read(space, rung, chunk_tokens, length)
         if mark is None or mark is _FOREIGN:
             return mark
-        if not self._has_files(space, mark):
+        names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
+        if names and not any(map(self._blobs.is_there, names)):
             self._delete(space, rung)
             return None
         self._taken.saw(space, rung, mark)
         return mark
 
-    def _has_files(self, space: str, mark: Mark) -> bool:
-        names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
-        return not names or any(map(self._blobs.is_there, names))
+    def kinds_of(self, space: str, mark: Mark) -> list[str]:
+        """The kinds of an entry's files that are there. Raises StoreError."""
+        is_there = self._blobs.is_there
+        return [k for k in self._kinds(space) if is_there(entry_name(space, mark.key, k))]
+
+    def has_kinds(self, space: str, mark: Mark, other: Mark) -> bool:
+        """Whether an entry has files of all kinds of another one. Raises StoreError."""
+        return set(self.kinds_of(space, other)) <= set(self.kinds_of(space, mark))
 
     def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
         """Puts a mark in the place of another; False if that one is not there any more."""

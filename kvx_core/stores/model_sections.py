@@ -56,10 +56,8 @@ class ModelSections:
                 f"{sorted(totals)} heads, expected as many in all. Make a section of each"
             )
         self.planes.check_section(section)
-        for name, expected in (
-            ("total_kv_heads", *totals),
-            ("fingerprint", self.fingerprint),
-        ):
+        wanted = {"total_kv_heads": totals.pop(), "fingerprint": self.fingerprint}
+        for name, expected in wanted.items():
             found = getattr(section.view.facts, name)
             if found not in (None, expected):
                 raise InvalidArgumentError(

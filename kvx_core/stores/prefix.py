@@ -9,10 +9,9 @@ one precision or more. docs/store_format.md has the format of files.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, Self
-from weakref import WeakValueDictionary
+from typing import Any, Self
 
 import numpy.typing as npt
 
@@ -32,16 +31,16 @@ from kvx_core.snapshot import (
     token_ids,
 )
 from kvx_core.stores import arguments
-from kvx_core.stores.blob_store import BlobStore, Put, Write
-from kvx_core.stores.chunk_file import write_chunk
-from kvx_core.stores.config import stored_config
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.commits import Commits, name_in
+from kvx_core.stores.config import StoreConfig, stored_config
 from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.kinds import Heads, Kinds
+from kvx_core.stores.kinds import Heads, Kinds, Spaces
 from kvx_core.stores.loads import Loads, Progress, says_precision
-from kvx_core.stores.marks import Mark, Marks
+from kvx_core.stores.marks import Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
 from kvx_core.stores.model_planes import ModelPlanes
@@ -134,14 +133,14 @@ class PrefixStore:
         self._sections = ModelSections(
             fingerprint, kv_heads, self._planes, self.format, self.is_lossy
         )
-        index, self._spaces = Index(), WeakValueDictionary[str, Kinds]()
-        marks = Marks(blobs, self._secrets, index, self._kinds_in)
+        self._spaces = Spaces(blobs, self._secrets, self._own, accept)
+        marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
-        self._superseded = Superseded(blobs, marks, index, self._kinds_in)
-        self._kinds = self._kinds_of(self._record)
+        self._superseded = Superseded(blobs, marks, index)
+        self._kinds = self._spaces.kinds(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
-        self._config = stored_config(blobs, self._secrets, chunk_tokens, new_chunk_tokens)
+        self._config = self._stored_config()
         try:
             self._planes.check_chunks(self.chunk_tokens)
         except InvalidArgumentError as error:
@@ -149,6 +148,9 @@ class PrefixStore:
                 raise
             raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
         self._rooms = Rooms()
+
+    def _stored_config(self) -> StoreConfig | None:
+        return stored_config(self._blobs, self._secrets, self._requested, self._otherwise)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
@@ -169,20 +171,8 @@ class PrefixStore:
 
     def _of_record(self, record: SpaceRecord) -> Self:
         other = copy.copy(self)
-        other._record, other._kinds = record, self._kinds_of(record)
+        other._record, other._kinds = record, self._spaces.kinds(record)
         return other
-
-    def _kinds_of(self, record: SpaceRecord) -> Kinds:
-        found = self._spaces.get(record.name)
-        if found is None:
-            found = Kinds(self._blobs, self._secrets, record, self._own, self._accept)
-            self._spaces[record.name] = found
-        return found
-
-    def _kinds_in(self, space: str) -> Iterable[str]:
-        """The kinds that files of a space may have."""
-        found = self._spaces.get(space)
-        return () if found is None else found.ids
 
     @property
     def fingerprint(self) -> str:
@@ -310,7 +300,7 @@ class PrefixStore:
         with the precision that they have here.
 
         start, stop: as `spans` has them
-        heads:       first, and one past the last; or a list of these, of each layer of the model
+        heads:       first, and one past the last; or a list of these, one for each of `layers`
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
         base:        with `node`, the position of tokens[0]: what is before it can be left out
@@ -322,27 +312,18 @@ class PrefixStore:
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
         arguments.check_part(self._record.kv_heads, held, heads)
-        space, index, key = self._record.name, self.index, key_of(node, ids)
-
-        def is_held(kind: Kind) -> bool:
-            name = entry_name(space, key, kind.id)
-            if index.is_held(name):
-                return True
-            try:
-                return index.is_there(name)
-            except Unknown:
-                return False
+        key = key_of(node, ids)
 
         def is_there(kind: Kind) -> bool:
-            name = entry_name(space, key, kind.id)
-            return self._entries.is_there(name) and not self._entries.has_other_keys(
-                name, kind, len(ids)
-            )
+            name = entry_name(self._record.name, key, kind.id)
+            if from_memory:
+                return self.index.has(name)
+            has = self._entries.is_there(name)
+            return has and not self._entries.has_other_keys(name, kind, len(ids))
 
         if not from_memory and not self._kinds.are_known:
             self._kinds.refresh()
-        asked = is_held if from_memory else is_there
-        return not self._kinds.hold(held, heads, self.carried, asked)
+        return not self._kinds.hold(held, heads, self.carried, is_there)
 
     def confirm(self) -> None:
         """Asks the disk for the files that `missing` took for stored from memory, and which were
@@ -439,57 +420,14 @@ class PrefixStore:
         On a disk of this machine they are synced together, in a fraction of the time. All files are
         open meanwhile: 64 are as quick as more.
         """
-        kinds = [_kind_of(snapshot) for snapshot in snapshots]
-        names = [self.name_of(snapshot) for snapshot in snapshots]
-        sizes: dict[str, int] = {}
-
-        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Callable[[BinaryIO], None]:
-            def write(file: BinaryIO) -> None:
-                sizes[name] = write_chunk(file, snapshot, kind, self._secrets)
-
-            return write
-
-        try:
-            for kind in set(kinds):
-                self._kinds.ensure(kind)
-        except StoreError as error:
-            return [error] * len(snapshots)
-        writes = list(map(writing, names, snapshots, kinds))
-        results = self._blobs.put_all(list(zip(names, writes, strict=True)))
-        stored: list[int | StoreError] = []
-        for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
-            is_new = results[i]
-            if is_new is False:
-                is_new = self._replaced(name, kinds[i], len(snapshot.tokens), writes[i])
-            if isinstance(is_new, StoreError):
-                stored.append(is_new)
-                continue
-            self.index.wrote(name)
-            if is_new:
-                self._mark(snapshot)
-            stored.append(sizes[name] if is_new else 0)
-        self._superseded.drop()
-        return stored
-
-    def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
-        """Replaces a file that was written with other keys; False if it stays as it is."""
-        try:
-            return self._entries.has_other_keys(name, kind, num_tokens) and self._blobs.replace(
-                name, write
-            )
-        except StoreError as error:
-            return error
-
-    def _mark(self, snapshot: Snapshot) -> None:
-        """Has lookups find a new entry by its first tokens."""
-        space, step = self._record.name, self.chunk_tokens
-        own = Mark(snapshot.header.prefix, snapshot.tokens)
-        takes_parts = not self._planes.kinds  # else a part of an entry is no use
-        shorter = self._entries.marks.publish(
-            space, own.parent, own.ids, step, supersedes=takes_parts
+        commits = Commits(
+            self._entries,
+            self._kinds,
+            self._superseded,
+            self.chunk_tokens,
+            takes_parts=not self._planes.kinds,
         )
-        if shorter is not None:
-            self._superseded.found(space, shorter, own, step)
+        return commits.commit_all(snapshots)
 
     @property
     def used(self) -> Used:
@@ -502,8 +440,7 @@ class PrefixStore:
     @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:
         """The name of the file that `commit` writes."""
-        key = key_of(snapshot.header.prefix, snapshot.tokens)
-        return entry_name(self._record.name, key, _kind_of(snapshot).id)
+        return name_in(self._record.name, snapshot)
 
     @takes(match=arguments.MATCH, start=int64, stop=int64, sections=arguments.SECTIONS)
     def load(
@@ -564,12 +501,3 @@ class PrefixStore:
         if node is None:
             node = self.chain_of(token_ids(tokens[:start])).node(start // step)
         return node, token_ids(tokens[start - base : stop - base])
-
-
-def _kind_of(snapshot: Snapshot) -> Kind:
-    """How the file of a snapshot is laid out. Raises InvalidArgumentError."""
-    if not isinstance(snapshot.kind, Kind):
-        raise InvalidArgumentError(
-            f"{snapshot.name} was captured by no PrefixStore, expected what `capture` returned"
-        )
-    return snapshot.kind

@@ -60,7 +60,7 @@ class StoredKind:
 
 
 class Lengths:
-    """What the length of a file tells: how many tokens it has. Files with more tokens are longer."""
+    """How many tokens a file has, as its length tells. Files with more tokens are longer."""
 
     def __init__(self, kind: Kind, chunk_tokens: int) -> None:
         # One of its own, which goes with this: a kind remembers every layout.

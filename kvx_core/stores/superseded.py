@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
@@ -40,14 +40,11 @@ class Superseded:
         blobs: BlobStore,
         marks: Marks,
         index: Index,
-        kinds: Callable[[str], Iterable[str]],
         seconds: float = _SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """kinds: of a space, all that its entries' files may have
-        seconds: that an entry stays after a longer one has its mark
-        """
-        self._blobs, self._marks, self._index, self._kinds = blobs, marks, index, kinds
+        """seconds: that an entry stays after a longer one has its mark"""
+        self._blobs, self._marks, self._index = blobs, marks, index
         self._seconds, self._clock = seconds, clock
         self._lock = Lock()
         self._found: deque[_Useless] = deque(maxlen=_MOST)
@@ -74,12 +71,7 @@ class Superseded:
 
     def _drop(self, found: _Useless) -> None:
         space, shorter, longer, chunk_tokens = found[1:]
-        kinds = [
-            kind
-            for kind in self._kinds(space)
-            if self._blobs.is_there(entry_name(space, shorter.key, kind))
-        ]
-        if not all(self._blobs.is_there(entry_name(space, longer.key, kind)) for kind in kinds):
+        if not self._marks.has_kinds(space, longer, shorter):
             return
         # Another writer may have taken its mark at the same time.
         more = self._marks.publish(
@@ -87,7 +79,7 @@ class Superseded:
         )
         if more is not None:
             self.found(space, more, longer, chunk_tokens)
-        for kind in kinds:
+        for kind in self._marks.kinds_of(space, shorter):
             name = entry_name(space, shorter.key, kind)
             self._blobs.delete(name)
             self._index.missed(name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAC_BYTES = 64
 _WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
-_MOST_BYTES = 1 << 30  # of a layer, in memory
+_MOST_BYTES = 512 << 20  # of a layer, in memory
 _MARK_BYTES = 1024  # without ids
 
 

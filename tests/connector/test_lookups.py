@@ -20,7 +20,7 @@ from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
@@ -302,8 +302,6 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(known) <= 100
     assert index.is_held("held 299")
     assert not index.is_there("other 299")
-    with pytest.raises(Unknown):
-        index.names("folder 0")
 
 
 def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,7 @@ def read(
     assert record.hex() == digits
     magic, flags, n, p, signer, encrypter, random = struct.unpack("<8sIIIQQ32s", record[:68])
     assert magic == b"KVXCHNK3"
+    assert 0 < n <= 65_536
     assert flags == (signing is not None) + 2 * (encryption is not None)
     assert signer == (0 if signing is None else key_id(signing))
     assert encrypter == (0 if encryption is None else key_id(encryption))

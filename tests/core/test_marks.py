@@ -87,9 +87,7 @@ class Node:
         self.clock, self.index = Clock(), Index()
         secrets = Secrets() if secrets is None else secrets
         self.marks = Marks(self.blobs, secrets, self.index, self.kinds, self.clock)
-        self.superseded = Superseded(
-            self.blobs, self.marks, self.index, self.kinds, 30.0, self.clock
-        )
+        self.superseded = Superseded(self.blobs, self.marks, self.index, 30.0, self.clock)
 
     def kinds(self, space: str) -> list[str]:
         assert space == SPACE
@@ -413,6 +411,7 @@ def test_a_longer_entry_takes_the_mark_of_a_shorter_one() -> None:
     for length in (9, 12, 40):
         node.save(prompt(range(length)))
     assert node.held() == [(0, 40)]
+    node.store(prompt(range(50)))
     shorter = node.publish(prompt(range(50)))
     assert shorter is not None
     assert shorter.ids.tolist() == [*range(40)]
@@ -467,7 +466,24 @@ def test_nothing_goes_before_all_ranks_have_written() -> None:
     for kind in (KIND, OTHER_KIND):
         node.store(prompt(range(9)), kind)
     node.save(prompt(range(9)))
+    node.save(prompt(range(20)))
+    assert node.held() == [(0, 9), (16, 20)]  # the shorter one is still needed
+    node.later(31)
+    node.store(prompt(range(20)), OTHER_KIND)
+    node.save(prompt(range(20)))
+    assert node.held() == [(0, 20), (16, 20)]
+    assert lengths(node, KIND, OTHER_KIND) == [9, 9, 20, 20]
+    node.later(31)
+    node.superseded.drop()
+    assert lengths(node, KIND, OTHER_KIND) == [20, 20]
+
+
+def test_what_a_rank_has_not_written_yet_is_looked_for_again() -> None:
+    """Just before the shorter entry goes."""
+    node = Node()
+    node.save(prompt(range(9)))
     node.save(prompt(range(12)))
+    node.store(prompt(range(9)), OTHER_KIND)
     node.later(31)
     node.superseded.drop()
     assert lengths(node, KIND, OTHER_KIND) == [9, 9, 12]
@@ -507,7 +523,7 @@ def test_a_longer_entry_gets_its_mark_again_before_the_shorter_one_goes() -> Non
 def test_a_store_that_may_only_be_read() -> None:
     class ReadOnly(Quick):
         def delete(self, name: str) -> None:
-            if name.endswith(KIND):
+            if KIND in name:
                 raise StoreError("Read-only file system")
             super().delete(name)
 
@@ -565,7 +581,7 @@ def test_a_lookup_that_finds_nothing_reads_two_marks() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    known = KnownMarks(10.0)
+    known = KnownMarks(lambda: 10.0)
     for i in range(20_000):
         known.saw(SPACE, f"{i}", Mark(SPACE, np.arange(CHUNK)))
     assert known._num_held <= 1 << 21
@@ -664,6 +680,30 @@ def test_only_one_of_two_writers_gets_a_rung() -> None:
     assert one.found(prompt(range(40), 2))[0][0] == 41
 
 
+def test_two_writers_that_replace_the_same_mark() -> None:
+    """The one that loses its mark gets another one before the shorter entry goes."""
+
+    class Late(Quick):
+        def delete(self, name: str) -> None:
+            if name.endswith(".mark") and writers:
+                writers.pop()()
+            super().delete(name)
+
+    blobs = Late()
+    one, other = Node(blobs), Node(blobs)
+    one.save(prompt(range(9)))
+    writers = [lambda: other.save(prompt(range(40), 2))]
+    one.save(prompt(range(40), 1))
+    assert one.held() == [(0, 41)]
+    assert one.found(prompt(range(40), 2))[0][0] == 40
+    for node in (one, other):
+        node.later(31)
+        node.superseded.drop()
+    assert one.held() == [(0, 41), (16, 41)]
+    assert one.found(prompt(range(40), 2))[0][0] == 41
+    assert lengths(one) == []
+
+
 # ---- what lookups lose ----
 
 
@@ -679,7 +719,7 @@ def loss_of(draw: Draw, seed: int, count: int, queries: int) -> list[int]:
         if i % 100 == 0:
             node.later(10)
             node.superseded.drop()
-    node.marks.known.fresh_seconds = 0
+    node.index.fresh_seconds = 0
     best, losses = Best(entries), []
     for _ in range(queries):
         ids = prompts.query()

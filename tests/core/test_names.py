@@ -84,14 +84,14 @@ def test_rungs(chunk_tokens: int, count: int, lengths: list[int]) -> None:
 
 def test_names() -> None:
     key = "abc" + "d" * 61
-    assert names.entry_name(SPACE, key, KIND) == f"{SPACE}/abc/{key}.{KIND}"
+    assert names.entry_name(SPACE, key, KIND) == f"{SPACE}/abc/{key}.{KIND}.safetensors"
     assert names.mark_name(SPACE, key) == f"{SPACE}/abc/{key}.mark"
     assert names.kind_name(SPACE, KIND) == f"{SPACE}/kinds/{KIND}.json"
     assert names.kinds_folder(SPACE) == f"{SPACE}/kinds"
     assert names.space_record(SPACE) == f"{SPACE}/space.json"
     assert names.digest_of(b"a space") == SPACE
-    assert names.parse_entry(f"{SPACE}/abc/{key}.{KIND}") == (
-        *(f"{SPACE}/abc/{key}.{KIND}", SPACE, key, KIND),
+    assert names.parse_entry(f"{SPACE}/abc/{key}.{KIND}.safetensors") == (
+        *(f"{SPACE}/abc/{key}.{KIND}.safetensors", SPACE, key, KIND),
     )
     assert names.is_mark(f"{SPACE}/abc/{key}.mark")
     assert names.is_key(key)
@@ -101,17 +101,19 @@ def test_names() -> None:
     "name",
     [
         "",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}\n",
-        f"{SPACE}/abd/{'abc' + 'd' * 61}.{KIND}",
-        f"{SPACE}/abc/{'abc' + 'd' * 60}.{KIND}",
-        f"{SPACE}/abc/{'abc' + 'D' * 61}.{KIND}",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND[1:]}",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}0",
+        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}.safetensors\n",
+        f"{SPACE}/abd/{'abc' + 'd' * 61}.{KIND}.safetensors",
+        f"{SPACE}/abc/{'abc' + 'd' * 60}.{KIND}.safetensors",
+        f"{SPACE}/abc/{'abc' + 'D' * 61}.{KIND}.safetensors",
+        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND[1:]}.safetensors",
+        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}0.safetensors",
         f"{SPACE}/abc/{'abc' + 'd' * 61}.mark",
-        f"{SPACE}/abc/x/{'abc' + 'd' * 61}.{KIND}",
-        f"x{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}",
+        f"{SPACE}/abc/x/{'abc' + 'd' * 61}.{KIND}.safetensors",
+        f"x{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}.safetensors",
         f"{SPACE}/kinds/{KIND}.json",
-        f"{SPACE}/{DIGIT * 3}/{DIGIT * 64}.{KIND}",
+        f"{SPACE}/{DIGIT * 3}/{DIGIT * 64}.{KIND}.safetensors",
+        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}",
+        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}xsafetensors",
     ],
 )
 def test_other_names_are_no_entries(name: str) -> None:

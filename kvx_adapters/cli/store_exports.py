@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from kvx_adapters.cli.store_runs import Run
 from kvx_core.snapshot import Snapshot, StoreError
+from kvx_core.stores.chunk_file import ChunkFile
 from kvx_core.stores.inventory import Inventory, Space, StoredFile
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.runs import Run
 from kvx_core.stores.verified import opened_chunk, secrets_for
 
 RECORD = "space.json"  # beside the snapshots: what they are of
@@ -144,12 +145,12 @@ class Export:
         if run is not None:
             yield last, run.snapshot()
 
-    def _opened(self, file: StoredFile):  # type: ignore[no-untyped-def]
+    def _opened(self, file: StoredFile) -> BinaryIO:
         raw = self._store.opened(file.name)
         if raw is None:
             raise StoreError(f"{file.name} is not in the store any more")
         return raw
 
-    def _chunk(self, raw, kind: Kind, file: StoredFile):  # type: ignore[no-untyped-def]
+    def _chunk(self, raw: BinaryIO, kind: Kind, file: StoredFile) -> ChunkFile:
         secrets = secrets_for(self._store.secrets, kind, file.name)
         return opened_chunk(self._store, raw, kind, secrets, file.name, file.key)

@@ -9,23 +9,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from kvx_adapters.cli.store_exports import ENDING, RECORD
+from kvx_adapters.cli.store_runs import chunks_of
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
 from kvx_core.stores.blob_store import BlobStore, Write
 from kvx_core.stores.chunk_file import write_chunk
-from kvx_core.stores.exports import ENDING, RECORD
 from kvx_core.stores.index import Index
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import entry_name, is_key, key_of
-from kvx_core.stores.runs import chunks_of
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _FILES = 64  # that are written together
+_MOST_BYTES = 4 << 30  # of a snapshot, which is in memory when it is stored
 
 
 class Imported(NamedTuple):
@@ -84,7 +85,7 @@ class Import:
             yield Imported(path, num_new, num_entries, num_bytes, error)
 
     def _stored(self, path: Path) -> Iterator[int]:
-        """Stores a snapshot; yields the bytes of each of its entries, 0 of those that were there."""
+        """Stores a snapshot; yields the bytes of each of its entries, 0 of known ones."""
         with self._opened(path) as opened:
             self._check(opened)
             snapshot = opened.read(opened.header.layers)
@@ -104,7 +105,7 @@ class Import:
         written = [0] * len(chunks)
 
         def writer(index: int) -> Write:
-            def write(file) -> None:  # type: ignore[no-untyped-def]
+            def write(file: BinaryIO) -> None:
                 written[index] = write_chunk(file, chunks[index], kind, self._secrets)
 
             return write
@@ -137,8 +138,13 @@ class Import:
         raise error
 
     def _check(self, snapshot: Snapshot) -> None:
-        """Raises CorruptError if it is none of the model of space.json."""
+        """Raises StoreError if it is too long, or none of the model of space.json."""
         record, header = self.record, snapshot.header
+        if snapshot.num_bytes > _MOST_BYTES:
+            raise StoreError(
+                f"{snapshot.name} has {snapshot.num_bytes} bytes of data, expected at most "
+                f"{_MOST_BYTES} as `kvx store export` writes it"
+            )
         for part in header.parts:
             if part.facts.fingerprint != record.fingerprint:
                 raise CorruptError(

@@ -1,0 +1,100 @@
+"""Commits: snapshots become entries of a store, and marks lead lookups to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.snapshot import Snapshot, StoreError
+from kvx_core.stores.blob_store import Put, Write
+from kvx_core.stores.chunk_file import write_chunk
+from kvx_core.stores.entries import Entries
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.kinds import Kinds
+from kvx_core.stores.marks import Mark
+from kvx_core.stores.names import entry_name, key_of
+from kvx_core.stores.superseded import Superseded
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """Writes entries of one space.
+
+    takes_parts: whether readers take any part of an entry: then a longer one that begins with a
+                 shorter one is as good
+    """
+
+    entries: Entries
+    kinds: Kinds
+    superseded: Superseded
+    chunk_tokens: int
+    takes_parts: bool
+
+    def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
+        """The bytes of each new file, 0 for one that existed, or why it was not stored."""
+        kinds = [kind_of(snapshot) for snapshot in snapshots]
+        names = [name_in(self.kinds.record.name, snapshot) for snapshot in snapshots]
+        sizes: dict[str, int] = {}
+
+        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Write:
+            def write(file: BinaryIO) -> None:
+                sizes[name] = write_chunk(file, snapshot, kind, self.entries.secrets)
+
+            return write
+
+        try:
+            for kind in set(kinds):
+                self.kinds.ensure(kind)
+        except StoreError as error:
+            return [error] * len(snapshots)
+        writes = list(map(writing, names, snapshots, kinds))
+        results = self.entries.blobs.put_all(list(zip(names, writes, strict=True)))
+        stored: list[int | StoreError] = []
+        for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
+            is_new = results[i]
+            if is_new is False:
+                is_new = self._replaced(name, kinds[i], len(snapshot.tokens), writes[i])
+            if isinstance(is_new, StoreError):
+                stored.append(is_new)
+                continue
+            self.entries.index.wrote(name)
+            if is_new:
+                self._mark(snapshot)
+            stored.append(sizes[name] if is_new else 0)
+        self.superseded.drop()
+        return stored
+
+    def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
+        """Replaces a file that was written with other keys; False if it stays as it is."""
+        try:
+            has_other_keys = self.entries.has_other_keys(name, kind, num_tokens)
+            return has_other_keys and self.entries.blobs.replace(name, write)
+        except StoreError as error:
+            return error
+
+    def _mark(self, snapshot: Snapshot) -> None:
+        """Has lookups find a new entry by its first tokens."""
+        space, step = self.kinds.record.name, self.chunk_tokens
+        own = Mark(snapshot.header.prefix, snapshot.tokens)
+        shorter = self.entries.marks.publish(
+            space, own.parent, own.ids, step, supersedes=self.takes_parts
+        )
+        if shorter is not None:
+            self.superseded.found(space, shorter, own, step)
+
+
+def name_in(space: str, snapshot: Snapshot) -> str:
+    """The name of the file of a snapshot. Raises InvalidArgumentError."""
+    key = key_of(snapshot.header.prefix, snapshot.tokens)
+    return entry_name(space, key, kind_of(snapshot).id)
+
+
+def kind_of(snapshot: Snapshot) -> Kind:
+    """How the file of a snapshot is laid out. Raises InvalidArgumentError."""
+    if not isinstance(snapshot.kind, Kind):
+        raise InvalidArgumentError(
+            f"{snapshot.name} was captured by no PrefixStore, expected what `capture` returned"
+        )
+    return snapshot.kind
