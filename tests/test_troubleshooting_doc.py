@@ -108,7 +108,7 @@ def earlier_format(path: Path) -> None:
 
 
 def small_chunks(path: Path) -> None:
-    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    (path / "kvx-store.json").write_text(json.dumps({"format": 3, "chunk_tokens": 1}))
     store(path, chunk_tokens=None)
 
 
@@ -225,7 +225,7 @@ def listed(path: Path) -> None:
 
 
 def given_chunks(path: Path) -> None:
-    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    (path / "kvx-store.json").write_text(json.dumps({"format": 3, "chunk_tokens": 1}))
     with pytest.raises(KvxError):
         store(path, chunk_tokens=None)
     (path / "kvx-store.json").unlink()
