@@ -133,8 +133,8 @@ class PrefixStore:
         self._sections = ModelSections(
             fingerprint, kv_heads, self._planes, self.format, self.is_lossy
         )
-        index, self._spaces = Index(), Spaces(blobs, self._secrets, self._own, accept)
-        marks = Marks(blobs, self._secrets, index, self._spaces.ids)
+        self._spaces = Spaces(blobs, self._secrets, self._own, accept)
+        marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
@@ -312,10 +312,10 @@ class PrefixStore:
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
         arguments.check_part(self._record.kv_heads, held, heads)
-        space, key = self._record.name, key_of(node, ids)
+        key = key_of(node, ids)
 
         def is_there(kind: Kind) -> bool:
-            name = entry_name(space, key, kind.id)
+            name = entry_name(self._record.name, key, kind.id)
             if from_memory:
                 return self.index.has(name)
             has = self._entries.is_there(name)
