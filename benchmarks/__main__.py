@@ -36,6 +36,7 @@ _ALL = (
     "snapshots",
     "durable",
     "chunk_files",
+    "store_names",
     "live",
     "migrate_vs_lmcache",
 )
@@ -151,6 +152,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import durable
 
         return durable.run(rounds, options.only, quick=options.quick)
+    if name == "store_names":
+        from benchmarks import store_names
+
+        return store_names.run(options.only, quick=options.quick)
     if name == "live":
         from benchmarks import live
 
