@@ -17,7 +17,7 @@ from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.facts import CacheFacts
+from kvx_core.facts import OF_ENGINE, CacheFacts
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     KV_DTYPES,
@@ -42,7 +42,7 @@ _MAX_LAYOUTS = 256  # that a kind remembers
 _MAX_FINGERPRINTS = 16  # and parts of headers
 _MAX_EXTENT = 1 << 31
 _MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
-_FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"engine", "fingerprint"}))
+_FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"fingerprint"}))
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
 _WORD = re.compile("[A-Za-z][A-Za-z0-9_]{0,31}")  # that a newer version may have for a format
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -78,12 +78,13 @@ class Kind:
     """Layers, heads, facts and tensors of files. Threads may share it."""
 
     text: bytes = field(repr=False)  # canonical JSON
-    parts: tuple[Part, ...]  # without fingerprint and engine
+    parts: tuple[Part, ...]  # without fingerprint, and most without an engine
     keyed: bool
     encrypted: bool
     _tensors: dict[str, _Tensor] = field(repr=False)
     digest: bytes = field(init=False, repr=False)
     id: str = field(init=False)
+    layers: tuple[int, ...] = field(init=False)  # all of them, sorted
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
@@ -94,6 +95,7 @@ class Kind:
         of_layer = {layer: part for part in self.parts for layer in part.layers}
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "id", digest[:16].hex())
+        object.__setattr__(self, "layers", tuple(sorted(of_layer)))
         object.__setattr__(self, "_of_layer", of_layer)
 
     @classmethod
@@ -173,11 +175,6 @@ class Kind:
             raise CorruptError(f"{name} is no kind of files: {error}"[:500]) from None
         return cls(raw, parts, content.keyed, content.encrypted, found)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """All of them, sorted."""
-        return tuple(sorted(self._of_layer))
-
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The first, and one past the last."""
         return self._of_layer[layer].heads
@@ -228,6 +225,11 @@ class Kind:
                 for part in self.parts
             )
         return found
+
+    def least_bytes(self, num_tokens: int) -> int:
+        """Bytes that files of so many tokens have at least: found without a layout."""
+        each = (tensor.of(num_tokens) for tensor in self._tensors.values())
+        return sum(one.num_bytes for one in each if one is not None and not one.coding)
 
     def layout(self, num_tokens: int) -> FileLayout:
         """How a file of so many tokens is laid out. Raises StoreError if that is too long."""
@@ -292,10 +294,17 @@ def _newer(name: str, word: str) -> StoreError:
 
 
 def _bare(part: Part) -> Part:
-    """A part without what belongs to the model and to the engine."""
-    facts = replace(part.facts, fingerprint=None, engine=None)
+    """A part without what belongs to the model, and to the engine where its facts say the rest."""
+    facts = replace(part.facts, fingerprint=None, engine=_engine_of(part.facts))
     layers, planes = tuple(sorted(part.layers)), tuple(sorted(part.planes))
     return replace(part, layers=layers, facts=facts, planes=planes)
+
+
+def _engine_of(facts: CacheFacts) -> str | None:
+    """The engine, without its version, where its keys are only known to be like its own."""
+    if facts.engine is None or all(getattr(facts, name) is not None for name in OF_ENGINE):
+        return None
+    return next(iter(facts.engine.split()), None)
 
 
 def _layers_of(part: Part) -> tuple[int, ...]:
