@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.tensorrt_llm_executor import Executor
-from tests.hostile import hostile_files
+from tests.hostile_chunks import hostile_chunks
+from tests.store_files import entry_files, tokens_of
 from tests.tensorrt_llm_plugin.conftest import Factory
 from tests.vllm_plugin.models import prompt
 
@@ -44,7 +45,7 @@ def filled(serve: Factory) -> tuple[Path, bytes]:
 @pytest.mark.slow
 def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     path, good = filled
-    for name, data in hostile_files(good, mutations=20):
+    for name, data in hostile_chunks(good, mutations=20):
         if name.startswith("forged"):  # right in every way but its values: a key tells
             continue
         path.write_bytes(data)
@@ -56,18 +57,23 @@ def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> 
 @pytest.mark.slow
 def test_beside_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     """As an entry that begins like the prompt: its mark leads there, and a lookup opens it."""
-    path, _ = filled
-    serve(16).ask([*TOKENS[:SHARED], *prompt(40, seed=51)])
-    serve.close()
-    alike = {file for file in entry_files(serve.store) if tokens_of(file)[:9] == TOKENS[:9]}
+    path, first = filled
+    beginning = TOKENS[:20]
+    engine = serve(16)
+    engine.ask([*beginning, *prompt(40, seed=51)])
+    engine.close()
+    alike = {file for file in entry_files(serve.store) if tokens_of(file)[:20] == beginning}
     (beside,) = alike - {path}
     good, marks = beside.read_bytes(), {f: f.read_bytes() for f in serve.store.rglob("*.mark")}
-    path.unlink()
-    last = serve.store.rglob("*.mark")
-    for name, data in hostile_chunks(good, mutations=5):
+    for name, data in (*hostile_chunks(good, mutations=5), ("good", good)):
         path.unlink(missing_ok=True)
+        beside.parent.mkdir(exist_ok=True)
         beside.write_bytes(data)
         for file, raw in marks.items():  # those that lead nowhere are deleted
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(raw)
-        assert ask(serve) in (0, 16), name
+        loaded = ask(serve)
+        assert loaded in (0, 16), name
+    assert loaded == 16
+    path.write_bytes(first)
+    assert ask(serve) == LOADABLE
