@@ -108,7 +108,7 @@ _EQUAL = (
 # Compared where both ends are rotated.
 _ROTATIONS = ("hadamard_k", "hadamard_v")
 # What one engine does alike for one model, and another may not.
-_OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
+OF_ENGINE = ("rotary", "rotary_dim", "rope_applied")
 
 
 def first_layer_of(layers: Sequence[int]) -> int | None:
@@ -317,7 +317,7 @@ def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
     engines = {None if f.engine is None else f.engine.split()[0] for f in (src, dst)}
     if len(engines) == 1 and engines != {None}:
         return
-    for name in _OF_ENGINE:
+    for name in OF_ENGINE:
         if getattr(src, name) is None and getattr(dst, name) is None:
             yield (
                 f"{name} is unknown at the {ends}: set CacheFacts.{name} of both, or give "

@@ -32,6 +32,12 @@ def never_found(
         ranks = heads[layer] if isinstance(heads, Mapping) else heads
         held = sorted({kind.heads_of(layer), *ranks})
         at, total = 0, kinds.record.kv_heads[layer]
+        beyond = [rank for rank in held if rank[1] > total]
+        if beyond:
+            return (
+                f"a rank would store the KV heads {_words(beyond[0])} of layer {layer}, expected "
+                f"some of the {total} that the store has there"
+            )
         for first, last in held:
             if first <= at:
                 at = max(at, last)

@@ -55,8 +55,9 @@ class Finder:
             if found.shared < len(ids) and not self.kinds.are_known:
                 raise Unknown
             return found
+        seen = self.kinds.all
         found = self._longest(parent, ids, at_least, key)
-        if found.shared < len(ids) and self.kinds.refresh():
+        if found.shared < len(ids) and self.kinds.refresh(seen):
             found = self._longest(parent, ids, at_least, key)
         return found
 

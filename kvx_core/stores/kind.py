@@ -17,7 +17,7 @@ from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.facts import CacheFacts
+from kvx_core.facts import OF_ENGINE, CacheFacts
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     KV_DTYPES,
@@ -42,7 +42,7 @@ _MAX_LAYOUTS = 256  # that a kind remembers
 _MAX_FINGERPRINTS = 16  # and parts of headers
 _MAX_EXTENT = 1 << 31
 _MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
-_FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"engine", "fingerprint"}))
+_FACTS = tuple(sorted({f.name for f in fields(CacheFacts)} - {"fingerprint"}))
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
 _WORD = re.compile("[A-Za-z][A-Za-z0-9_]{0,31}")  # that a newer version may have for a format
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -78,7 +78,7 @@ class Kind:
     """Layers, heads, facts and tensors of files. Threads may share it."""
 
     text: bytes = field(repr=False)  # canonical JSON
-    parts: tuple[Part, ...]  # without fingerprint and engine
+    parts: tuple[Part, ...]  # without fingerprint, and most without an engine
     keyed: bool
     encrypted: bool
     _tensors: dict[str, _Tensor] = field(repr=False)
@@ -294,10 +294,17 @@ def _newer(name: str, word: str) -> StoreError:
 
 
 def _bare(part: Part) -> Part:
-    """A part without what belongs to the model and to the engine."""
-    facts = replace(part.facts, fingerprint=None, engine=None)
+    """A part without what belongs to the model, and to the engine where its facts say the rest."""
+    facts = replace(part.facts, fingerprint=None, engine=_engine_of(part.facts))
     layers, planes = tuple(sorted(part.layers)), tuple(sorted(part.planes))
     return replace(part, layers=layers, facts=facts, planes=planes)
+
+
+def _engine_of(facts: CacheFacts) -> str | None:
+    """The engine, without its version, where its keys are only known to be like its own."""
+    if facts.engine is None or all(getattr(facts, name) is not None for name in OF_ENGINE):
+        return None
+    return next(iter(facts.engine.split()), None)
 
 
 def _layers_of(part: Part) -> tuple[int, ...]:

@@ -72,15 +72,24 @@ class Kinds:
         """Whether the folder of kinds was listed less than a second ago."""
         return self._clock() - self._listed < _LISTED_SECONDS
 
-    def refresh(self) -> bool:
-        """Lists the folder of kinds; whether there are others than before."""
+    @property
+    def all(self) -> tuple[Kind, ...]:
+        """Those that files of this model are of, best first."""
+        return self._all
+
+    def refresh(self, seen: tuple[Kind, ...] = ()) -> bool:
+        """Lists the folder of kinds; whether there are others than the caller has seen.
+
+        Other threads may have found them meanwhile.
+        """
+        listed = self._clock()
         found = self._blobs.names(kinds_folder(self.record.name))
-        self._listed = self._clock()
         ids = [name.removesuffix(".json") for name in found if name.endswith(".json")]
-        before, self.ids = self._all, frozenset(ids[:_MOST]) | self._kinds.keys()
+        self.ids = frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
-        return self._all != before
+        self._listed = listed  # from now on they are known
+        return self._all != seen
 
     def get(self, id: str) -> Kind | None:
         """The kind of this name; None: there is none that this process can take."""

@@ -252,21 +252,17 @@ def test_a_live_block_table_counts_kernel_blocks() -> None:
 @pytest.mark.parametrize(
     ("mla", "layers", "expected"),
     [
-        (False, None, ""),
-        (False, [{}, {"head_size": 128}], ""),
-        (False, [{}, {"total_num_kv_heads": 8}], ""),
-        (
-            False,
-            [{}, {"total_num_kv_heads": 2}],
-            "layers have 2 and 8 KV heads, which a store cannot keep yet",
-        ),
-        (True, [{}, {"total_num_kv_heads": 2}], ""),  # one latent in each
+        (False, None, [8, 8]),
+        (False, [{}, {"head_size": 128}], [8, 8]),
+        (False, [{}, {"total_num_kv_heads": 2}], [8, 2]),
+        (True, [{}, {"total_num_kv_heads": 2}], [1, 1]),  # one latent in each
     ],
 )
-def test_models_whose_layers_have_other_numbers_of_heads(
-    mla: bool, layers: list[dict[str, int]] | None, expected: str
+def test_layers_with_other_numbers_of_heads(
+    mla: bool, layers: list[dict[str, int]] | None, expected: list[int]
 ) -> None:
     model = SimpleNamespace(
+        dtype=torch.float16,
         hf_text_config=SimpleNamespace(),
         is_hybrid=False,
         is_attention_free=False,
@@ -275,24 +271,27 @@ def test_models_whose_layers_have_other_numbers_of_heads(
         model_arch_config=SimpleNamespace(per_layer_overrides=layers),
         get_total_num_kv_heads=lambda: 8,
     )
-    assert vllm.model_refusal(model) == expected
+    assert vllm.model_refusal(model) == ""
+    assert [vllm.total_kv_heads(model, layer) for layer in range(2)] == expected
+    assert vllm.total_kv_heads(model) == expected[0]
+    for layer, total in enumerate(expected):
+        ranks = [vllm.kv_heads_of(model, rank, 4, layer) for rank in range(4)]
+        per_rank = max(1, total // 4)
+        assert ranks == [(r * total // 4, r * total // 4 + per_rank) for r in range(4)]
+        facts = vllm.cache_facts(
+            model, [], version=VERSION, fingerprint=None, first_kv_head=0, layer=layer
+        )
+        assert facts.total_kv_heads == total
 
 
 def test_reasons_not_to_share_stand_side_by_side() -> None:
-    assert vllm.refusal() == vllm.refusal(kv_heads=[4]) == ""
+    assert vllm.refusal() == ""
     assert (
         vllm.refusal(
-            states=True,
-            indexed=True,
-            other=True,
-            is_chunked=True,
-            shared=True,
-            has_encoder=True,
-            kv_heads=[4, 1],
+            states=True, indexed=True, other=True, is_chunked=True, shared=True, has_encoder=True
         )
         == "layers keep a state, an indexer's keys are not described, some layers are unknown, "
-        "chunked attention, layers share their K and V, an encoder, layers have 1 and 4 KV heads, "
-        "which a store cannot keep yet"
+        "chunked attention, layers share their K and V, an encoder"
     )
 
 

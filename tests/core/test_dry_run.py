@@ -13,8 +13,6 @@ from kvx_core import DType, InvalidArgumentError, Precision
 from kvx_core.stores.dry_run import never_found
 from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
 
-NAME_OF_FILES = ["16-", f".l0-3.h0-{HEADS}.pf32.safetensors"]
-
 
 def test_what_is_found(tmp_path: Path) -> None:
     store = store_in(tmp_path)
@@ -33,11 +31,11 @@ def test_what_is_found(tmp_path: Path) -> None:
 def test_it_names_what_is_stored(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     engine = Engine()
-    last = store.would_write(engine.sections(parts=2), (0, HEADS)).rpartition("/")[2]
-    assert [last[:3], last[3 + 64 :]] == NAME_OF_FILES
-    save(store, list(range(16)), engine)
+    kind = store.would_write(engine.sections(parts=2))
+    assert files_of(tmp_path) == []
+    save(store, list(range(16)), engine, parts=2)
     (stored,) = files_of(tmp_path)
-    assert [stored.name[:3], stored.name[3 + 64 :]] == NAME_OF_FILES
+    assert stored.name.split(".")[1] == kind.id
 
 
 @pytest.mark.parametrize("heads", [[], [(0, 1)] * 4])
@@ -51,21 +49,31 @@ def test_heads_that_nobody_has(heads: list[tuple[int, int]], tmp_path: Path) -> 
 
 
 def test_heads_that_the_model_does_not_have(tmp_path: Path) -> None:
-    found = never_found(store_in(tmp_path), Engine().sections(), [(4, 5)])
-    assert found.endswith(
-        ".l0-3.h4-5.pf32.safetensors' would be stored, expected a name of a model of 3 layers and "
-        "4 KV heads"
+    found = never_found(store_in(tmp_path), Engine().sections(), [(0, 4), (4, 5)])
+    assert found == (
+        "a rank would store the KV heads 4 of layer 0, expected some of the 4 that the store has "
+        "there"
     )
     with pytest.raises(InvalidArgumentError, match=r"has layers .* and heads \(0, 4\), expected"):
         never_found(store_in(tmp_path, total_kv_heads=1), Engine().sections(), [])
 
 
 def test_layers_that_differ_in_their_heads(tmp_path: Path) -> None:
-    one, two = (Engine(heads=range(count)).sections(parts=3)[0] for count in (1, 2))
-    sections = [one, replace(two, layers=(2,))]
-    assert never_found(store_in(tmp_path), sections, []) == (
-        "layers have the KV heads 0 and 0 to 1, expected the same in all: a store of layers "
-        "that differ in their number of heads is not there yet"
+    """Layer 0 has one head, which both ranks hold, layer 1 four, two on each."""
+    store = store_in(tmp_path, num_layers=2, total_kv_heads=[1, HEADS])
+    one, two = (
+        Engine(heads=range(count)).sections(parts=3, fingerprint=None)[0] for count in (1, 2)
+    )
+    facts = [replace(s.view.facts, total_kv_heads=None) for s in (one, two)]
+    sections = [
+        replace(one, layers=(layer,), view=replace(one.view, facts=facts))
+        for layer, (one, facts) in enumerate(zip((one, two), facts, strict=True))
+    ]
+    ranks = {0: [(0, 1), (0, 1)], 1: [(0, 2), (2, 4)]}
+    assert never_found(store, sections, ranks) == ""
+    assert never_found(store, sections, []) == (
+        "nobody would store head 2 of layer 1: all ranks together have the KV heads 0 to 1 of 4, "
+        "and an entry is found when it holds all"
     )
 
 
@@ -76,7 +84,7 @@ def test_values_that_are_less_precise_than_the_store_asks_for(accept: Any, tmp_p
     assert never_found(store, sections, []) == (
         ""
         if accept == "lossy"
-        else "values would be stored as bf16, expected numbers that include those of f32, which a "
-        "lookup asks for"
+        else "values of layer 0 would be stored as bf16, expected numbers that include those of "
+        "f32, which a lookup asks for"
     )
     assert never_found(store_in(tmp_path), Engine().sections(), []) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from kvx_core import DType, InvalidArgumentError, Precision, PrefixStore, StoreError
 from kvx_core.snapshot import Snapshot
+from kvx_core.stores.match import Match
+from kvx_core.stores.names import parse_entry
 from tests.caches import assert_same_bytes
 from tests.core.sections import section_of
 from tests.core.test_stores import Engine, files_of, save, store_in
@@ -147,8 +150,8 @@ def test_precisions_lie_side_by_side(tmp_path: Path) -> None:
         assert not is_missing(store)
         match = store.lookup(TOKENS)
         assert match.num_tokens == 20
-        names = {name.rpartition(".p")[2] for span in match.spans for name in span.names}
-        assert names == {"bf16.safetensors" if store is coarse else "f32.safetensors"}
+        assert match.num_tokens == 20
+        assert precisions(store, TOKENS) == ["bf16" if store is coarse else "f32"] * 2
 
 
 def test_what_is_more_precise_need_not_be_stored_again(tmp_path: Path) -> None:
@@ -180,8 +183,16 @@ def test_the_longest_comes_first_and_then_the_most_precise(tmp_path: Path) -> No
 
 
 def precisions(store: PrefixStore, tokens: Any) -> list[str]:
-    names = [name for span in store.lookup(tokens).spans for name in span.names]
-    return [name.rpartition(".p")[2].removesuffix(".safetensors") for name in names]
+    """Of each file of a match; of each of its layers, if they differ."""
+    found = []
+    for name in (name for span in store.lookup(tokens).spans for name in span.names):
+        entry = parse_entry(name)
+        assert entry is not None
+        kind = store.kinds.get(entry.kind)
+        assert kind is not None
+        each = [kind.precision_of(layer).name for layer in kind.layers]
+        found.append(each[0] if len(set(each)) == 1 else " ".join(each))
+    return found
 
 
 def test_what_was_loaded_with_a_loss_is_never_stored_as_more_precise(tmp_path: Path) -> None:
@@ -194,7 +205,6 @@ def test_what_was_loaded_with_a_loss_is_never_stored_as_more_precise(tmp_path: P
     store.load(match, 0, 20, there.sections())
     assert store.carried == salted.carried == BF16
     assert not is_missing(store)
-    assert save(store, TOKENS, there) == [0, 0]  # as BF16 it is there
     # Another prompt and another salt, in the same process.
     other = [*range(10), 99, 98]
     for each in (store, salted):
@@ -231,8 +241,8 @@ def test_the_dtype_of_the_computation_counts_too(tmp_path: Path) -> None:
     assert snapshot.header.precision == F16
 
 
-def test_layers_of_several_precisions(tmp_path: Path) -> None:
-    """The name has the coarsest, and each layer is compared with its own."""
+def test_sections_of_several_precisions(tmp_path: Path) -> None:
+    """Each layer is compared with its own."""
     fine, coarse = engine(torch.float32).compute(TOKENS), engine(torch.bfloat16).compute(TOKENS)
 
     def sections(rest: Engine) -> list[Any]:
@@ -246,76 +256,121 @@ def test_layers_of_several_precisions(tmp_path: Path) -> None:
     snapshot = store.capture(TOKENS, 0, 16, sections(coarse))
     assert snapshot is not None
     store.commit(snapshot)
-    assert precisions(store, TOKENS) == ["bf16"]
+    assert precisions(store, TOKENS) == ["f32 bf16 bf16"]
     match = store.lookup(TOKENS)
     assert store.load(match, 0, 16, sections(coarse)) > 0
-    with pytest.raises(StoreError, match=r"layers \(1, 2\) are stored as bf16, expected .* f32"):
+    with pytest.raises(StoreError, match=r"layer 1 is stored as bf16, expected .* f32.*layer 2"):
         store.load(match, 0, 16, sections(fine))
 
 
-@pytest.mark.parametrize("fine_layer", [0, 2])
-def test_layers_that_differ_offer_the_coarsest_and_demand_the_finest(
-    fine_layer: int, tmp_path: Path
+SKIPPED: dict[str, tuple[torch.dtype, ...]] = {
+    "none": (torch.float8_e4m3fn,) * 3,
+    "0": (torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "2": (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32),
+    "0 and 2": (torch.float32, torch.float8_e4m3fn, torch.float32),
+    "all": (torch.float32,) * 3,
+}
+
+
+class Mixed:
+    """An engine that computes in float32 and keeps layers in several dtypes."""
+
+    def __init__(self, path: Path, skipped: str, accept: Any = "same") -> None:
+        self.engines = [engine(dtype).compute(TOKENS) for dtype in SKIPPED[skipped]]
+        facts = {"fingerprint": "model", "compute_dtype": DType.F32}
+        self.sections = [
+            section_of(one.cache, (layer,), one.blocks, at=(layer,), **facts)
+            for layer, one in enumerate(self.engines)
+        ]
+        each = [Precision.of(torch.float32, dtype) for dtype in SKIPPED[skipped]]
+        self.store = store_in(path, precision=each, accept=accept)
+
+    def save(self) -> None:
+        for start, stop in self.store.spans(len(TOKENS)):
+            snapshot = self.store.capture(TOKENS, start, stop, self.sections)
+            assert snapshot is not None
+            self.store.commit(snapshot)
+
+    def load(self, match: Match) -> None:
+        """All of it, into caches that have nothing of it; each layer is right to the bit."""
+        before = [one.cache.clone() for one in self.engines]
+        for one in self.engines:
+            one.cache.storages[0].fill_(0x35)
+        assert self.store.load(match, 0, match.num_tokens, self.sections) > 0
+        for layer, (one, wanted) in enumerate(zip(self.engines, before, strict=True)):
+            for token in range(match.num_tokens):
+                block, at = one.place(token)
+                halves = zip(
+                    one.cache.layers[layer].halves(), wanted.layers[layer].halves(), strict=True
+                )
+                for found, expected in halves:
+                    here, there = (
+                        half.tensor[block, at].contiguous().view(torch.uint8)
+                        for half in (found, expected)
+                    )
+                    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("writer", SKIPPED)
+@pytest.mark.parametrize("reader", SKIPPED)
+def test_layers_of_a_cache_are_compared_one_by_one(
+    writer: str, reader: str, tmp_path: Path
 ) -> None:
-    """E4M3 but float32 in one layer: the same engine finds all of it, an E4M3 one takes it as its
-    own, and what it takes itself is as precise as its float32 layer.
+    """As with layers that stay in float32 when a cache is quantised: entries are found where each
+    layer is as precise as the reader's own.
     """
-    which = "f8_e4m3 but f32 in 0"
-    mixed = Precision.of_layers([F32, E4M3], which)
-    fine, coarse = engine(torch.float32).compute(TOKENS), engine(torch.float8_e4m3fn)
-    coarse.compute(TOKENS)
-    facts = {"fingerprint": "model", "compute_dtype": DType.F32}
-    rest = tuple(layer for layer in (0, 1, 2) if layer != fine_layer)
-    sections = [
-        section_of(fine.cache, (fine_layer,), fine.blocks, at=(fine_layer,), **facts),
-        section_of(coarse.cache, rest, coarse.blocks, at=rest, **facts),
-    ]
-
-    def store(precision: Precision, path: Path = tmp_path) -> PrefixStore:
-        return store_in(path, precision=precision)
-
-    def found(precision: Precision, path: Path = tmp_path) -> int:
-        return store(precision, path).lookup(TOKENS[:16]).num_tokens
-
-    own = store(mixed)
-    for start, stop in own.spans(16):
-        snapshot = own.capture(TOKENS, start, stop, sections)
-        assert snapshot is not None
-        own.commit(snapshot)
-        assert not own.missing(TOKENS, start, stop, (0, 1, 2), (0, 2))
-    assert own.load(own.lookup(TOKENS[:16]), 0, 16, sections) > 0
-    assert found(mixed) == 16
-    assert found(E4M3) == 16
-    assert found(F32) == found(Precision.of_layers([F32, E4M3], "f32 in another layer")) == 0
-    assert precisions(store(mixed), TOKENS[:16]) == [mixed.name]
-    assert Precision.parse(mixed.name) == mixed
-
-    for precision, count in ((F32, 16), (BF16, 0), (E4M3, 0)):
-        path = tmp_path / precision.name
-        there = engine(TORCH[precision.name]).compute(TOKENS)
-        writer = store(precision, path)
-        snapshot = writer.capture(TOKENS, 0, 16, there.sections())
-        assert snapshot is not None
-        writer.commit(snapshot)
-        assert found(mixed, path) == count
-        reader_ = store(mixed, path)
-        assert reader_.missing(TOKENS, 0, 16, (0, 1, 2), (0, 2)) is (count == 0)
-        if not count:
-            match = writer.lookup(TOKENS[:16])
-            with pytest.raises(StoreError, match=r"numbers that include those of f8_e4m3\+"):
-                reader_.load(match, 0, 16, sections)
+    there = Mixed(tmp_path, writer)
+    there.save()
+    here = Mixed(tmp_path, reader)
+    is_found = all(
+        one == two or one is torch.float32
+        for one, two in zip(SKIPPED[writer], SKIPPED[reader], strict=True)
+    )
+    match = here.store.lookup(TOKENS)
+    assert match.num_tokens == (20 if is_found else 0)
+    for start, stop in here.store.spans(len(TOKENS)):
+        assert here.store.missing(TOKENS, start, stop, (0, 1, 2), (0, 4)) is not is_found
+    if is_found:
+        here.load(match)
+        assert here.store.carried == Precision()
+        return
+    with pytest.raises(StoreError, match=r"layer \d is stored as f8_e4m3, expected .* f32"):
+        here.store.load(there.store.lookup(TOKENS), 0, 20, here.sections)
+    lossy = Mixed(tmp_path, reader, accept="lossy")
+    assert lossy.store.load(lossy.store.lookup(TOKENS), 0, 20, lossy.sections) > 0
+    assert lossy.store.carried == E4M3
+    lossy.save()  # all layers count as that coarse
+    assert here.store.lookup(TOKENS).num_tokens == 0
 
 
-def test_a_cache_whose_layers_differ_is_not_that_after_a_coarser_load(tmp_path: Path) -> None:
-    mixed = Precision.of_layers([F32, E4M3], "which")
-    store = store_in(tmp_path, precision=mixed, accept="lossy")
-    store.carry(E4M3)
-    snapshot = store.capture(TOKENS, 0, 16, engine(torch.float32).compute(TOKENS).sections())
-    assert snapshot is not None
-    assert snapshot.header.precision == E4M3
-    assert Precision.of_layers([F32, F32], "which") == F32
-    assert mixed.meet(Precision()) == Precision().meet(mixed) == mixed
-    assert mixed.meet(BF16) == BF16.meet(mixed) == E4M3
+def test_layers_of_one_section_are_stored_each_as_precise_as_it_is(tmp_path: Path) -> None:
+    """A section of three layers, one of float32: as one group of vLLM has them."""
+    mixed = Mixed(tmp_path, "0")
+    views = [section.view for section in mixed.sections]
+    whole = replace(
+        mixed.sections[0],
+        layers=(0, 1, 2),
+        view=replace(
+            views[0],
+            layers=tuple(view.layers[0] for view in views),
+            k_scales=(None,) * 3,
+            v_scales=(None,) * 3,
+        ),
+    )
+    if len({tuple(one.blocks) for one in mixed.engines}) == 1:  # one table for all
+        mixed.sections = [whole]
+    mixed.save()
+    assert precisions(mixed.store, TOKENS) == ["f32 f8_e4m3 f8_e4m3"] * 2
+    mixed.load(mixed.store.lookup(TOKENS))
+
+
+def test_a_store_of_layers_that_differ_needs_one_of_each(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="or one for each of the 3 layers"):
+        store_in(tmp_path, precision=[F32, E4M3])
+    with pytest.raises(InvalidArgumentError, match="or one for each of the 3 layers"):
+        store_in(tmp_path, precision=[F32, E4M3, "f32"])
+    with pytest.raises(InvalidArgumentError, match="a number of heads for each of the 3 layers"):
+        store_in(tmp_path, total_kv_heads=[4, 2])
 
 
 def test_a_snapshot_carries_what_it_is_told(tmp_path: Path) -> None:

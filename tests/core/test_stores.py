@@ -40,6 +40,7 @@ from kvx_core import (
     StoreError,
 )
 from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.stores.index import Unknown
 from kvx_core.stores.names import RUNGS, parse_entry
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
@@ -301,6 +302,69 @@ def test_what_other_weights_have_computed_is_loaded_by_an_engine_that_starts_wit
     match, engine = started.lookup(range(20)), Engine(seed=1)
     started.load(match, 0, 20, engine.sections(fingerprint="other"))
     engine.check(range(20), 0, 20)
+
+
+def test_keys_in_an_unknown_order_are_those_of_their_engine_alone(tmp_path: Path) -> None:
+    """Of any version of it: as those of models with several rotary embeddings in vLLM."""
+    unknown: dict[str, Any] = {"rotary": None, "rotary_dim": None, "rope_applied": None}
+    store, computed = store_in(tmp_path), Engine().compute(range(20))
+    for start, stop in store.spans(20):
+        chunk = store.capture(
+            range(20), start, stop, computed.sections(engine="here 1.0", **unknown)
+        )
+        assert chunk is not None
+        store.commit(chunk)
+    other = store_in(tmp_path)
+    match, engine = other.lookup(range(20)), Engine(seed=1)
+    with pytest.raises(StoreError, match=r"rotary is unknown at the source \(here\) and dest"):
+        other.load(match, 0, 20, engine.sections(engine="there 1.0", **unknown))
+    with pytest.raises(
+        StoreError, match=r"rotary is 'half' at the destination \(here 1.0\) and unk"
+    ):
+        other.load(match, 0, 20, engine.sections(engine="here 1.0"))
+    other.load(match, 0, 20, engine.sections(engine="here 2.0", **unknown))
+    engine.check(range(20), 0, 20)
+
+
+class Interrupted(InMemory):
+    """Once, another thread runs while the folder of kinds is listed or one of them is opened."""
+
+    meanwhile: dict[str, Callable[[], None]]
+
+    def names(self, folder: str) -> list[str]:
+        found = super().names(folder)
+        self._run("names", folder)
+        return found
+
+    def open(self, name: str) -> Any:
+        self._run("open", name)
+        return super().open(name)
+
+    def _run(self, what: str, name: str) -> None:
+        if "/kinds" in name and what in self.meanwhile:
+            self.meanwhile.pop(what)()
+
+
+@pytest.mark.parametrize("when", ["names", "open"])
+def test_two_threads_that_see_a_store_for_the_first_time(when: str) -> None:
+    """None of them takes what the other one is about to know for what is not there."""
+    blobs = Interrupted()
+    blobs.meanwhile = {}
+    save(store_in(blobs), range(20))
+    store, done = store_in(blobs), []
+
+    def from_memory() -> None:
+        with pytest.raises(Unknown):  # else nothing would be there
+            store.walk(store.chain_of(range(20)), 20).go_on(store.known)
+        done.append(when)
+
+    def from_the_disk() -> None:
+        from_memory()
+        assert store.lookup(range(20)).num_tokens == 20
+
+    blobs.meanwhile = {when: from_the_disk if when == "names" else from_memory}
+    assert store.lookup(range(20)).num_tokens == 20
+    assert done == [when]
 
 
 def test_spans_are_chunks(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ def deepseek(directory: Path) -> Path:
 
 
 def gemma4(directory: Path) -> Path:
-    """A Gemma 4 of random weights: every second layer sees the last WINDOW tokens with heads of 64,
-    the others everything with heads of 128.
+    """A Gemma 4 of random weights: every second layer sees the last WINDOW tokens with two KV heads
+    of 64, the others everything with one of 128, whose values are its keys before they are rotated.
     """
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -117,7 +117,8 @@ def gemma4(directory: Path) -> Path:
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=WINDOW,
-        num_global_key_value_heads=2,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
         global_head_dim=128,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=VOCAB_SIZE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,42 +32,54 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
 def test_the_coarsest_of_computation_and_cache(
     dtype: torch.dtype, cache_dtype: str, name: str
 ) -> None:
-    from kvx_adapters.vllm_plugin.settings import precision
+    assert {one.name for one in of(dtype, cache_dtype)} == {name}
 
-    assert precision(dtype, SimpleNamespace(cache_dtype=cache_dtype)).name == name
+
+def of(
+    dtype: torch.dtype, cache_dtype: str, *skipped: str, window: int | None = None, **text: object
+) -> list[Precision]:
+    """The precision of each of four layers."""
+    from kvx_adapters.vllm_plugin.settings import precisions
+
+    model = SimpleNamespace(
+        dtype=dtype,
+        get_total_num_hidden_layers=lambda: 4,
+        hf_text_config=SimpleNamespace(**text),
+    )
+    cache = SimpleNamespace(
+        cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skipped), sliding_window=window
+    )
+    return precisions(model, cache)
 
 
 def test_opaque_bytes_are_those_of_this_version() -> None:
     from vllm.version import __version__ as version
 
-    from kvx_adapters.vllm_plugin.settings import precision
-
     opaque = f"vllm 0.{version.split('.')[1]} int4_per_token_head"
-    config = SimpleNamespace(cache_dtype="int4_per_token_head", kv_cache_dtype_skip_layers=[])
-    assert precision(torch.bfloat16, config) == Precision.of(opaque=opaque)
+    assert of(torch.bfloat16, "int4_per_token_head") == [Precision.of(opaque=opaque)] * 4
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16", "int4_per_token_head"])
 def test_skipped_layers_are_more_precise_than_the_others(cache_dtype: str) -> None:
-    """Which ones they are counts too."""
-    from kvx_adapters.vllm_plugin.settings import precision
+    f32, (other, *_) = Precision.of("float32"), of(torch.float32, cache_dtype)
+    assert of(torch.float32, cache_dtype, "0", "2") == [f32, other, f32, other]
+    assert other != f32
 
-    def of(*skipped: str, dtype: torch.dtype = torch.float32) -> Precision:
-        config = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skipped))
-        return precision(dtype, config)
 
-    f32 = Precision.of("float32")
-    mixed = of("0", "2")
-    assert mixed.each == {f32, of()}
-    assert Precision(mixed.formats) == f32.meet(of())
-    assert mixed.includes(of("2", "0"))
-    for other in (of(), of("0"), of("0", "2", dtype=torch.float16)):
-        assert not other.includes(mixed)
-        assert not mixed.includes(other) or other == of()
+def test_skipped_layers_with_a_window() -> None:
+    """Of a model in which some layers have one, and of a model in which all have."""
+    f32, fp8 = Precision.of("float32"), Precision.of("float32", "float8_e4m3fn")
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+    def skipped(*also: str, **options: Any) -> list[Precision]:
+        return of(torch.float32, "fp8", "sliding_window", *also, **options)
+
+    assert skipped(layer_types=kinds) == [f32, fp8, f32, fp8]
+    assert skipped("3", layer_types=kinds, window=16) == [f32, fp8, f32, f32]
+    assert skipped(layer_types=["full_attention"] * 4) == [fp8] * 4
+    assert skipped(window=16) == [f32] * 4
+    assert skipped() == [fp8] * 4
 
 
 def test_layers_that_are_skipped_of_nothing() -> None:
-    from kvx_adapters.vllm_plugin.settings import precision
-
-    config = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=["0"])
-    assert precision(torch.bfloat16, config) == Precision.of("bfloat16")
+    assert of(torch.bfloat16, "auto", "0") == [Precision.of("bfloat16")] * 4
