@@ -35,7 +35,8 @@ _ALL = (
     "connector",
     "snapshots",
     "durable",
-    "encryption",
+    "chunk_files",
+    "store_names",
     "live",
     "migrate_vs_lmcache",
 )
@@ -139,10 +140,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import connector
 
         return [connector.run()]
-    if name == "encryption":
-        from benchmarks import encryption
+    if name == "chunk_files":
+        from benchmarks import chunk_files
 
-        return encryption.run(threads, rounds, options.only, quick=options.quick)
+        return chunk_files.run(threads, rounds, options.only, quick=options.quick)
     if name == "snapshots":
         from benchmarks import snapshots
 
@@ -151,6 +152,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import durable
 
         return durable.run(rounds, options.only, quick=options.quick)
+    if name == "store_names":
+        from benchmarks import store_names
+
+        return store_names.run(options.only, quick=options.quick)
     if name == "live":
         from benchmarks import live
 

@@ -31,6 +31,7 @@ _NAMES = (
     "kv_store",
     "snapshots",
     "durable",
+    "store_names",
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",

@@ -34,7 +34,7 @@ from kvx_core import (
     describe,
     migrate,
 )
-from kvx_core.snapshot import Chunks, MemoryPool, Precision, Section
+from kvx_core.snapshot import MemoryPool, Precision, Section
 from kvx_core.tables import BlockTable
 
 _BLOCK, _CHUNK, _DIM = 16, 128, 128
@@ -110,7 +110,10 @@ class Prompt:
         self._verify()
 
     def capture(self) -> list[Snapshot]:
-        run = Chunks([self.section], 0, self.num_tokens, pool=self.pool)
+        return self.captured_for(self.store)
+
+    def captured_for(self, store: PrefixStore) -> list[Snapshot]:
+        run = store.chunks([self.section], 0, self.num_tokens, pool=self.pool)
         starts = range(0, self.num_tokens, _CHUNK)
         found = (
             Snapshot.reserve_of(run, self.ids[at : at + _CHUNK], start=at, prefix=node)

@@ -138,6 +138,28 @@ def _connector(result: dict[str, Any]) -> str:
     return f"{_table(lines)}\n\nGoals: {', '.join(goals)}."
 
 
+def _store_names(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            *("CPU time", "save p50", "p99", "x 100", "lookup p50", "p99", "x 100"),
+            *("nothing p50", "p99", "tokens lost", "most", "goals"),
+        ],
+        ["---", *["--:"] * 10, "---"],
+    ]
+    for row in result["results"]:
+        cells = []
+        for name in ("save", "lookup", "nothing"):
+            cells += [f"{row['us'][name][p]:.0f} us" for p in ("p50", "p99")]
+            if name != "nothing":
+                cells.append(f"{row['times_100'][name]['p50']:.2f}")
+        loss = row["tokens_lost"]
+        missed = ", ".join(f"**{name} not met**" for name, met in row["met"].items() if not met)
+        lines.append(
+            [row["case"], *cells, f"{loss['mean']:.2f}", str(loss["most"]), missed or "met"]
+        )
+    return _table(lines)
+
+
 def _peers(result: dict[str, Any]) -> str:
     computed, *rows = result["results"]
     prompts = list(computed["first_token_ms"])
@@ -166,6 +188,7 @@ _TABLES = {
     "decode_steps": _decode_steps,
     "live": _live,
     "peers": _peers,
+    "store_names": _store_names,
     "vllm_connector": _engines,
 }
 

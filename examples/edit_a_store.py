@@ -21,7 +21,6 @@ from kvx_core import (
     Precision,
     PrefixStore,
     Section,
-    Snapshot,
     describe,
 )
 from kvx_core.stores import Inventory
@@ -65,26 +64,27 @@ def save(store, prompt, section):
         store.commit(store.capture(prompt, start, stop, [section]))
 
 
-def prompts(directory, space, key=None):
+def prompts(inventory, space):
     """The tokens of the longest prompts of a space: an entry names the key of what is before it."""
     before = {space.name: ()}  # the key of no tokens at all
     entries = []
-    for stored in space.files:
-        with directory.open(stored.file.name) as raw, Snapshot.open(raw, key=key) as snapshot:
-            header, tokens = snapshot.header, tuple(snapshot.tokens.tolist())
-            entries.append((header.start, header.prefix, stored.file.entry, tokens))
-    for _, prefix, entry, tokens in sorted(entries):
-        if prefix in before:  # else what it continues is not there
-            before[entry.partition("-")[2]] = before[prefix] + tokens
-    continued = {prefix for _, prefix, _, _ in entries}
-    return [list(tokens) for node, tokens in before.items() if node not in continued]
+    for stored in space.entries:
+        with inventory.opened_entry(stored) as entry:
+            entries.append((entry.start, entry.parent, stored.key, tuple(entry.tokens.tolist())))
+    for _, parent, key, tokens in sorted(entries):
+        if parent in before:  # else what it continues is not there
+            before[key] = before[parent] + tokens
+    continued = {parent for _, parent, _, _ in entries}
+    return [list(tokens) for key, tokens in before.items() if key not in continued]
 
 
 def show(title, folder):
     print(title)
-    for space in Inventory(Directory(folder)).spaces():
+    inventory = Inventory(Directory(folder))
+    for space in inventory.spaces():
         signed = ", signed" if space.is_signed else ""
-        print(f"  {space.num_entries} entries, {space.num_tokens} tokens{signed}")
+        num_tokens = sum(inventory.tokens(space).values())
+        print(f"  {space.num_entries} entries, {num_tokens} tokens{signed}")
 
 
 temporary = tempfile.TemporaryDirectory()
@@ -97,18 +97,19 @@ show("A store of two tenants:", folder)
 
 # List: the tokens of each prompt. The space of the tenant without a salt is the larger one.
 directory = Directory(folder)
-space = max(Inventory(directory).spaces(), key=lambda space: space.num_entries)
-for tokens in prompts(directory, space):
+inventory = Inventory(directory)
+space = max(inventory.spaces(), key=lambda space: space.num_entries)
+for tokens in prompts(inventory, space):
     print(f"  a prompt of {len(tokens)} tokens: {tokens[:3]} ... {tokens[-2:]}")
 
 # Verify: every byte of every file. A bad one is deleted; engines would compute its tokens.
-bad = next(f for f in space.files if f.file.num_tokens == 3)
-with open(folder / bad.file.name, "r+b") as file:
+num_tokens = inventory.tokens(space)
+bad = next(stored for stored in space.entries if num_tokens[stored.key] == 3)
+with open(folder / bad.name, "r+b") as file:
     file.seek(-1, 2)
     last = file.read(1)[0]
     file.seek(-1, 2)
     file.write(bytes([last ^ 1]))
-inventory = Inventory(directory)
 judged = list(inventory.verify())
 broken = [stored for stored, error in judged if error is not None]
 deleted = list(inventory.delete(broken))
@@ -121,8 +122,9 @@ print(f"{len(list(inventory.delete(chosen)))} files of tenant-7 removed")
 
 # Copy: what is left of each prompt, into a store whose files are signed with a new key.
 source, target = prefixes(folder), prefixes(other, key=secrets.token_bytes(32))
-(space,) = Inventory(directory).spaces()
-for tokens in prompts(directory, space):
+inventory = Inventory(directory)
+(space,) = inventory.spaces()
+for tokens in prompts(inventory, space):
     values, room = memory(len(tokens))
     match = source.lookup(tokens)
     source.load(match, 0, match.num_tokens, [room])

@@ -9,7 +9,7 @@ import ctypes
 import io
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import BinaryIO
@@ -51,11 +51,15 @@ class ReadFile(io.FileIO):
             super().close()
 
 
-def read_at(handle: int, views: Iterable[memoryview], offset: int) -> None:
+def read_at(handle: int, views: Sequence[memoryview], offset: int) -> None:
     """Fills all views from a file, the first from this offset on.
 
     Raises EOFError, OSError, ValueError for a file that has been closed.
     """
+    if len(views) <= _MOST_PARTS:
+        count = os.preadv(handle, views, offset)
+        if count == sum(map(len, views)):
+            return
     left = deque(view for view in views if view)
     while left:
         count = os.preadv(handle, list(islice(left, _MOST_PARTS)), offset)

@@ -30,10 +30,9 @@ class Prompts:
     def entry(self) -> Ids:
         """The next prompt that is stored."""
         ids = self.query()
-        if len(self._kept) < _KEPT:
-            self._kept.append(ids)
-        else:
-            self._kept[self._rng.integers(_KEPT)] = ids
+        self._kept.append(ids)
+        if len(self._kept) > _KEPT:
+            del self._kept[0]
         return ids
 
     def query(self) -> Ids:

@@ -51,8 +51,3 @@ def tokens_of(path: Path) -> list[int]:
     record = record_of(path)
     (count,) = struct.unpack_from("<I", record, 12)
     return list(struct.unpack_from(f"<{count}q", record, 140))
-
-
-def mark_files(root: Path) -> list[Path]:
-    """The marks, sorted by name."""
-    return sorted(root.rglob("*.mark"))

@@ -77,30 +77,40 @@ def test_prompts_are_carried_over_to_another_encryption_key(
 
 def test_a_store_that_is_encrypted_takes_no_other_key(page: dict[str, Any], tmp_path: Path) -> None:
     save(page["store"](tmp_path, secrets.token_bytes(32)), page)
-    with pytest.raises(StoreError, match="is encrypted with another key"):
+    with pytest.raises(StoreError, match="is not authenticated by the encryption key"):
         page["store"](tmp_path, secrets.token_bytes(32))
     with pytest.raises(StoreError, match="is encrypted"):
         signed(tmp_path, secrets.token_bytes(32))
 
 
-def test_signed_files_of_two_keys_share_a_directory(page: dict[str, Any], tmp_path: Path) -> None:
-    """Neither finds the other's; `kvx store` with the new key deletes those of the old one."""
-    keys = [secrets.token_bytes(32) for _ in range(2)]
-    old, new = (signed(tmp_path / "store", key) for key in keys)
-    save(old, page)
-    assert new.lookup(PROMPT).num_tokens == 0
-    view = save(new, page)
-    assert old.lookup(PROMPT).num_tokens == len(PROMPT)
-    require_holds(new, view, page)
+def test_the_steps_of_the_page(page: dict[str, Any], tmp_path: Path) -> None:
+    """Every engine finds every prompt while keys change; then what the old one had is computed."""
+    old, new = (secrets.token_bytes(32) for _ in range(2))
+    steps = [re.findall(r'"/etc/(kvx(?:-2)?)\.key"', row) for row in ROTATION.text.split("\n| ")]
+    given = {"kvx": old, "kvx-2": new}
+    keys = [[given[name] for name in names] for names in steps if names]
+    assert keys == [[old, new], [new, old], [new]]
+    view = save(page["store"](tmp_path, old), page)
+    for each in keys[:2]:
+        require_holds(page["store"](tmp_path, *each), view, page)
+    assert page["store"](tmp_path, new).lookup(PROMPT).num_tokens == 0
+    view = save(page["store"](tmp_path, new), page)
+    require_holds(page["store"](tmp_path, new), view, page)
 
-    key_file = tmp_path / "key"
-    key_file.write_bytes(keys[1])
-    key_file.chmod(0o600)
-    listed = kvx("ls", tmp_path / "store", "--key-file", key_file, "--json")
-    (space,) = [space["space"] for space in json.loads(listed) if space["model"] is None]
-    kvx("rm", tmp_path / "store", "--key-file", key_file, "--model", space[:8])
-    assert signed(tmp_path / "store", keys[0]).lookup(PROMPT).num_tokens == 0
-    require_holds(signed(tmp_path / "store", keys[1]), view, page)
+
+def test_the_commands_of_the_page(page: dict[str, Any], tmp_path: Path) -> None:
+    """With these stores and keys: the other store has its prompt, encrypted with the other key."""
+    old, new = (secrets.token_bytes(32) for _ in range(2))
+    for name, key in (("kvx.key", old), ("kvx-2.key", new)):
+        (tmp_path / name).write_bytes(key)
+        (tmp_path / name).chmod(0o600)
+    view = save(signed(tmp_path / "kvx", old), page)
+    lines = [line for text in ROTATION.snippets("bash") for line in text.splitlines()]
+    assert [line.split()[2] for line in lines] == ["verify", "export", "import"]
+    for line in lines[1:]:
+        words = line.replace("/etc/", f"{tmp_path}/").replace("/srv/", f"{tmp_path}/").split()
+        kvx(*["a model" if word == "3f1c" else word for word in words[2:]])
+    require_holds(signed(tmp_path / "kvx-2", new), view, page)
 
 
 def kvx(command: str, *words: object) -> str:

@@ -18,7 +18,7 @@ TEXT = PAGE.text
 
 def test_the_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    assert len(PAGE.snippets()) == 9
+    assert len(PAGE.snippets()) == 10
     PAGE.run({})
     assert capsys.readouterr().out.splitlines() == PAGE.prints()
 

@@ -27,6 +27,7 @@ from kvx_core import (
 )
 from kvx_core.snapshot import Precision, Section, Snapshot, read_key
 from kvx_core.stores import Directory, PrefixStore
+from kvx_core.stores.inventory import Inventory
 from kvx_core.types import DType
 from tests.core.test_checksums import change
 from tests.documents import Document
@@ -108,7 +109,7 @@ def earlier_format(path: Path) -> None:
 
 
 def small_chunks(path: Path) -> None:
-    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    (path / "kvx-store.json").write_text(json.dumps({"format": 3, "chunk_tokens": 1}))
     store(path, chunk_tokens=None)
 
 
@@ -160,6 +161,7 @@ CASES: list[Callable[[Path], object]] = [
     a_file,
     lambda path: store(path, format="q9"),
     lambda path: None,  # a sentence of the command, below
+    lambda path: Inventory(Directory(path)),
     small_chunks,
     lambda path: key_file(path, 32, 0o644),
     lambda path: key_file(path, 16, 0o600),
@@ -225,7 +227,7 @@ def listed(path: Path) -> None:
 
 
 def given_chunks(path: Path) -> None:
-    (path / "kvx-store.json").write_text(json.dumps({"format": 2, "chunk_tokens": 1}))
+    (path / "kvx-store.json").write_text(json.dumps({"format": 3, "chunk_tokens": 1}))
     with pytest.raises(KvxError):
         store(path, chunk_tokens=None)
     (path / "kvx-store.json").unlink()
@@ -287,6 +289,7 @@ WAYS_OUT: list[Callable[[Path], object]] = [
     another_directory,
     lambda path: Directory(path / "store"),
     lambda path: store(path, format="q8_0"),
+    listed,
     listed,
     given_chunks,
     lambda path: key_file(path, 32, 0o600),

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from kvx_adapters.cli.store_runs import Run
 from kvx_core.snapshot import Snapshot, StoreError
-from kvx_core.stores.chunk_file import ChunkFile
 from kvx_core.stores.inventory import Inventory, Space, StoredFile
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.verified import opened_chunk, secrets_for
 
 RECORD = "space.json"  # beside the snapshots: what they are of
 ENDING = ".safetensors"
@@ -69,12 +67,10 @@ class Export:
             found = _OfKind(stored.kind)
             for file in stored.files:
                 try:
-                    with self._opened(file) as raw:
-                        chunk = self._chunk(raw, stored.kind, file)
+                    with store.opened_entry(file) as chunk:
+                        found.entries[file.key] = _Entry(file, chunk.parent, chunk.num_tokens)
                 except StoreError as error:
                     self.failed.append(error)
-                else:
-                    found.entries[file.key] = _Entry(file, chunk.parent, chunk.num_tokens)
             self._kinds.append(found)
 
     @property
@@ -128,8 +124,7 @@ class Export:
         last, left, num_bytes = "", sum(entry.num_tokens for entry in chain), 0
         for entry in chain:
             try:
-                with self._opened(entry.file) as raw:
-                    chunk = self._chunk(raw, kind.kind, entry.file)
+                with self._store.opened_entry(entry.file) as chunk:
                     found = chunk.read(kind.kind.layers, None, self.record.fingerprint)
             except StoreError as error:
                 self.failed.append(error)
@@ -144,13 +139,3 @@ class Export:
             last = entry.file.key
         if run is not None:
             yield last, run.snapshot()
-
-    def _opened(self, file: StoredFile) -> BinaryIO:
-        raw = self._store.opened(file.name)
-        if raw is None:
-            raise StoreError(f"{file.name} is not in the store any more")
-        return raw
-
-    def _chunk(self, raw: BinaryIO, kind: Kind, file: StoredFile) -> ChunkFile:
-        secrets = secrets_for(self._store.secrets, kind, file.name)
-        return opened_chunk(self._store, raw, kind, secrets, file.name, file.key)

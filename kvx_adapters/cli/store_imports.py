@@ -7,23 +7,27 @@ changes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from kvx_adapters.cli.store_exports import ENDING, RECORD
 from kvx_adapters.cli.store_runs import chunks_of
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
-from kvx_core.stores.blob_store import BlobStore, Write
-from kvx_core.stores.chunk_file import write_chunk
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.commits import Commits
+from kvx_core.stores.entries import Entries
 from kvx_core.stores.index import Index
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.kinds import Kinds
+from kvx_core.stores.kinds import Spaces
 from kvx_core.stores.marks import Marks
-from kvx_core.stores.names import entry_name, is_key, key_of
+from kvx_core.stores.names import is_key
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
+from kvx_core.stores.superseded import Superseded
 
 _FILES = 64  # that are written together
 _MOST_BYTES = 4 << 30  # of a snapshot, which is in memory when it is stored
@@ -58,7 +62,7 @@ class Import:
         takes_unsigned: also takes snapshots that are not signed, although there are keys
         Raises StoreError, InvalidArgumentError.
         """
-        self._blobs, self._secrets, self._chunk_tokens = blobs, secrets, chunk_tokens
+        self._secrets, self._chunk_tokens = secrets, chunk_tokens
         self.record = _record(folder)
         self._planes = {
             layer: {plane for plane in self.record.planes if plane.layer == layer}
@@ -66,9 +70,15 @@ class Import:
         }
         self.paths = sorted(path for path in folder.iterdir() if path.name.endswith(ENDING))
         self._takes_unsigned = takes_unsigned
-        demand = [Precision()] * len(self.record.kv_heads)
-        self._kinds = Kinds(blobs, secrets, self.record, demand, "lossy")
-        self._marks = Marks(blobs, secrets, Index(), lambda _: ())
+        spaces = Spaces(blobs, secrets, [Precision()] * len(self.record.kv_heads), "lossy")
+        marks = Marks(blobs, secrets, index := Index(), spaces.ids)
+        self._commits = Commits(
+            Entries(blobs, secrets, marks, index),
+            spaces.kinds(self.record),
+            Superseded(blobs, marks, index),
+            chunk_tokens,
+            takes_parts=not self.record.planes,
+        )
 
     def run(self) -> Iterator[Imported]:
         """Stores snapshot by snapshot; yields what became of each."""
@@ -96,33 +106,12 @@ class Import:
             keyed=self._secrets.is_keyed,
             encrypted=self._secrets.is_encrypted,
         )
-        chunks = list(chunks_of(snapshot, self.record.name, self._chunk_tokens))
-        self._kinds.ensure(kind)
-        for first in range(0, len(chunks), _FILES):
-            yield from self._put(chunks[first : first + _FILES], kind)
-
-    def _put(self, chunks: Sequence[Snapshot], kind: Kind) -> Iterator[int]:
-        written = [0] * len(chunks)
-
-        def writer(index: int) -> Write:
-            def write(file: BinaryIO) -> None:
-                written[index] = write_chunk(file, chunks[index], kind, self._secrets)
-
-            return write
-
-        names = [
-            entry_name(self.record.name, key_of(chunk.header.prefix, chunk.tokens), kind.id)
-            for chunk in chunks
-        ]
-        stored = self._blobs.put_all([(name, writer(i)) for i, name in enumerate(names)])
-        for chunk, is_new, num_bytes in zip(chunks, stored, written, strict=True):
-            if isinstance(is_new, StoreError):
-                raise is_new
-            if is_new:
-                self._marks.publish(
-                    self.record.name, chunk.header.prefix, chunk.tokens, self._chunk_tokens
-                )
-            yield num_bytes if is_new else 0
+        chunks = chunks_of(replace(snapshot, kind=kind), self.record.name, self._chunk_tokens)
+        while some := list(islice(chunks, _FILES)):
+            for stored in self._commits.commit_all(some):
+                if isinstance(stored, StoreError):
+                    raise stored
+                yield stored
 
     def _opened(self, path: Path) -> Snapshot:
         """A snapshot, signed with one of the keys, or not at all if that is allowed."""

@@ -31,12 +31,7 @@ class Key:
     _derived: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        instance("key", self.secret, bytes, f"at least {_MIN_BYTES} bytes that nobody can guess")
-        if len(self.secret) < _MIN_BYTES:
-            raise InvalidArgumentError(
-                f"key has {len(self.secret)} bytes, expected at least {_MIN_BYTES} that nobody can "
-                "guess. Make one with os.urandom(32)"
-            )
+        check_secret("key", self.secret)
         derived = hashlib.blake2b(self.secret, digest_size=64, person=b"kvx key").digest()
         object.__setattr__(self, "_derived", derived)
         object.__setattr__(self, "id", int.from_bytes(self.mac(b"", b"kvx name")[:8], "little"))
@@ -58,6 +53,19 @@ class Key:
     def name(self) -> str:
         """A text that differs between keys and reveals nothing about them."""
         return self.digest(b"", b"kvx name")
+
+
+def check_secret(name: str, secret: object) -> None:
+    """Raises InvalidArgumentError unless it can be the secret of a key.
+
+    name: what errors call it
+    """
+    found = instance(name, secret, bytes, f"at least {_MIN_BYTES} bytes that nobody can guess")
+    if len(found) < _MIN_BYTES:
+        raise InvalidArgumentError(
+            f"{name} has {len(found)} bytes, expected at least {_MIN_BYTES} that nobody can guess. "
+            "Make one with os.urandom(32)"
+        )
 
 
 def read_key(path: Path, field: str = "key_files") -> bytes:

@@ -5,12 +5,10 @@ Format: docs/store_format.md, "Entries".
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -38,6 +36,7 @@ from kvx_core.stores.record import (
     num_tokens_of,
 )
 from kvx_core.stores.sealing import Sealing
+from kvx_core.stores.secrets import TAG_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 _MAX_POSITION = 1 << 62
 _of_thread = threading.local()
+_PLAIN = Sealing(b"", None, None)
 
 
 def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets) -> int:
@@ -82,7 +82,7 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
             parent=parent,
             kind=kind.digest,
             start=header.start,
-            tokens=snapshot.tokens,
+            ids=snapshot.tokens.astype("<i8", copy=False).tobytes(),
             sizes=tuple(sizes),
             checks=tuple(check for _, check in pieces),
         )
@@ -165,18 +165,16 @@ class ChunkFile:
         selection = layout.selection(layers, room.num_tokens)
         place, groups = selection.place, selection.groups
         if not is_open and (layout.num_bytes > MOST_BYTES or not groups or groups[0].first):
-            with _reading(self.name):
-                self._open(key)
+            self._open(key)
             is_open = True
         at, memory = room.take(place.num_bytes)
         try:
-            with _reading(self.name):
-                if not is_open:
-                    self._read_group(groups[0], memory, key, is_open=False)
-                    groups = groups[1:]
-                if groups:
-                    num_bytes = sum(group.num_bytes for group in groups)
-                    in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
+            if not is_open:
+                self._read_group(groups[0], memory, key, is_open=False)
+                groups = groups[1:]
+            if groups:
+                num_bytes = sum(group.num_bytes for group in groups)
+                in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
             snapshot = Snapshot(
                 Header(self.start, self.parent, parts),
                 self.tokens,
@@ -198,8 +196,16 @@ class ChunkFile:
     def _open(self, key: str | None) -> None:
         """Reads the head."""
         head = bytearray(self.layout.head.num_bytes)
-        read_at(self.file.fileno(), [memoryview(head)], 0)
+        self._read_at([memoryview(head)], 0)
         self._check_head(head, key)
+
+    def _read_at(self, views: Sequence[memoryview], offset: int) -> None:
+        try:
+            read_at(self.file.fileno(), views, offset)
+        except EOFError:
+            raise CorruptError(f"{self.name} became shorter while it was read") from None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.name} cannot be read: {error}") from None
 
     def _check_head(self, head: bytearray, key: str | None) -> None:
         """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
@@ -217,7 +223,9 @@ class ChunkFile:
         sizes = record.sizes
         if record.kind != kind.digest:
             raise CorruptError(f"{name} is of kind {record.kind[:16].hex()}, expected {kind.id}")
-        if record.start > _MAX_POSITION or any(record.start % n for n in layout.entry_tokens):
+        if record.start > _MAX_POSITION or (
+            layout.entry_tokens and any(record.start % n for n in layout.entry_tokens)
+        ):
             raise CorruptError(f"{name} begins at token {record.start}")
         if layout.is_coded:
             good = all(
@@ -228,10 +236,8 @@ class ChunkFile:
             good = sizes == layout.sizes
         if not good or sum(sizes) != num_bytes:
             raise CorruptError(f"{name} has pieces of other lengths than files of its kind")
-        if key is not None:
-            found = hashlib.sha256(record.parent + record.tokens.tobytes()).hexdigest()
-            if found != key:
-                raise CorruptError(f"{name} has the tokens of {found}")
+        if key is not None and record.key != key:
+            raise CorruptError(f"{name} has the tokens of {record.key}")
         self._record, self._sealing = record, sealing
 
     def _read_group(
@@ -241,18 +247,19 @@ class ChunkFile:
         layout, view = self.layout, memory.data
         unwanted = memoryview(bytearray(group.unwanted_bytes))
         last = group.first + len(group.ranges)
-        data: list[memoryview]
+        buffer = unwanted
         if layout.is_direct:
             data = _views(group.runs, view, unwanted)
         else:
             most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
             size = sum(self._record.sizes[group.first : last]) if is_open else most
-            data = [_buffer()[:size]]
+            buffer = _buffer()
+            data = [buffer[:size]]
         if is_open:
-            read_at(self.file.fileno(), data, self._offset(group.first))
+            self._read_at(data, self._offset(group.first))
         else:
             head = bytearray(layout.head.num_bytes)
-            read_at(self.file.fileno(), [memoryview(head), *data], 0)
+            self._read_at([memoryview(head), *data], 0)
             self._check_head(head, key)
         at = 0
         for index, ranges in enumerate(group.ranges, group.first):
@@ -261,7 +268,7 @@ class ChunkFile:
                 good = self._sealing.is_good(check, targets)
             else:
                 size = self._record.sizes[index]
-                good = self._open_piece(index, data[0][at : at + size], targets)
+                good = self._open_piece(index, buffer[at : at + size + TAG_BYTES], targets)
                 at += size
             if not good:
                 names = ", ".join(each.tensor for each in layout.pieces[index].slices)
@@ -270,15 +277,19 @@ class ChunkFile:
                 )
 
     def _open_piece(self, index: int, data: memoryview, targets: list[memoryview]) -> bool:
-        """Decrypts and decodes a piece into `targets`; False: it is not good."""
+        """Decrypts and decodes a piece into `targets`; False: it is not good.
+
+        data: its bytes, and TAG_BYTES behind them, which have other bytes meanwhile
+        """
         sealing, check = self._sealing, self._record.checks[index]
+        sealed, data = data, data[:-TAG_BYTES]
         if not sealing.is_good(check, [data]):
             return False
         piece = self.layout.pieces[index]
         is_coded = len(data) < piece.num_bytes
         if sealing.is_encrypted:
             into = [memoryview(bytearray(len(data)))] if is_coded else targets
-            if not sealing.decrypted(index, check, data, into):
+            if not sealing.decrypted(index, check, sealed, into):
                 return False
             data = into[0]
         if is_coded:
@@ -300,10 +311,10 @@ class ChunkFile:
 
 
 def _buffer() -> memoryview:
-    """MOST_BYTES of this thread, for bytes that are not in memory as they are in the file."""
+    """Memory of this thread, for bytes that are not in memory as they are in the file."""
     found: memoryview | None = getattr(_of_thread, "buffer", None)
     if found is None:
-        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES))
+        found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES + TAG_BYTES))
     return found
 
 
@@ -329,9 +340,8 @@ def open_chunk(
     Raises CorruptError if it is no good file of this kind, OtherKeyError if it has a key that is
     not among the secrets, StoreError if it cannot be read.
     """
-    with _reading(name):
-        chunk = _sized(file, kind, secrets, name, num_tokens)
-        chunk._open(key)
+    chunk = _sized(file, kind, secrets, name, num_tokens)
+    chunk._open(key)
     return chunk
 
 
@@ -351,8 +361,7 @@ def read_chunk(
     blank:  what the file is expected to be, from Kind.blank
     layers: None: all of the file
     """
-    with _reading(name):
-        chunk = _sized(file, kind, secrets, name, len(blank.tokens))
+    chunk = _sized(file, kind, secrets, name, len(blank.tokens))
     layers = kind.layers if layers is None else layers
     return chunk._read(layers, room, blank.header.parts, is_open=False, key=key)
 
@@ -361,11 +370,16 @@ def _sized(
     file: BinaryIO, kind: Kind, secrets: Secrets, name: str, num_tokens: int | None
 ) -> ChunkFile:
     """A file that is as long as it should be."""
-    status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(file.fileno())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{name} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise StoreError(f"{name} is no regular file, expected one")
     if num_tokens is None:
         num_tokens = said_tokens(file, name)
+        if status.st_size < kind.least_bytes(num_tokens):
+            raise CorruptError(f"{name} has {status.st_size} bytes, and {num_tokens} tokens")
     layout = kind.layout(num_tokens)
     if not layout.least_bytes <= status.st_size <= layout.most_bytes:
         raise CorruptError(
@@ -377,7 +391,10 @@ def _sized(
 
 def said_tokens(file: BinaryIO, name: str) -> int:
     """How many tokens a file says that it has. Nothing else is checked. Raises CorruptError."""
-    first = os.pread(file.fileno(), 8 + len(FIRST_TEXT) + 2 * BEGIN_BYTES, 0)
+    try:
+        first = os.pread(file.fileno(), 8 + len(FIRST_TEXT) + 2 * BEGIN_BYTES, 0)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{name} cannot be read: {error}") from None
     found = None
     if first[8 : 8 + len(FIRST_TEXT)] == FIRST_TEXT:
         digits = first[8 + len(FIRST_TEXT) :]
@@ -405,6 +422,8 @@ def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name
             f"{name} is {'' if kind.encrypted else 'not '}encrypted, and this process has "
             f"{'keys' if secrets.is_encrypted else 'no key'}. Give it those of the writer"
         )
+    if not (kind.keyed or kind.encrypted):
+        return _PLAIN
     signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
     if kind.keyed and signer is None:
         raise OtherKeyError(
@@ -415,16 +434,3 @@ def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name
             f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
         )
     return Sealing(sealed[:CLEAR_BYTES], signer, encrypter)
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Turns errors of the system into StoreError."""
-    try:
-        yield
-    except EOFError:
-        raise CorruptError(f"{name} became shorter while it was read") from None
-    except (StoreError, InvalidArgumentError):
-        raise
-    except (OSError, ValueError, MemoryError, RuntimeError) as error:
-        raise StoreError(f"{name} cannot be read: {error}") from None

@@ -174,11 +174,13 @@ def _check_macs(
     wait_seconds: for MACs that are not there
     Raises StoreError.
     """
+    sorts = list(_sorts(secrets))
     until = time.monotonic() + wait_seconds
-    for sort, one in _sorts(secrets):
+    expected = len({one.mac_names(_NAME)[0] for _, one in sorts})  # of who is making the store
+    while expected and _num_macs(blobs) < expected and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    for sort, one in sorts:
         names = one.mac_names(_NAME)
-        while not any(map(blobs.is_there, names)) and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
         if not one.check(_NAME, raw, lambda name: _mac(blobs, name)):
             raise StoreError(
                 f"{where} is not authenticated by the {sort} key that is given: {names[0]} beside "
@@ -203,6 +205,12 @@ def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
         yield "signing", Secrets(signing=secrets.signing)
     if secrets.is_encrypted:
         yield "encryption", Secrets(encryption=secrets.encryption)
+
+
+def _num_macs(blobs: BlobStore) -> int:
+    """How many MACs of a description there are, of any keys."""
+    begin, end = _NAME.removesuffix("json"), ".mac"
+    return sum(name.startswith(begin) and name.endswith(end) for name in blobs.names(""))
 
 
 def _mac(blobs: BlobStore, name: str) -> bytes | None:

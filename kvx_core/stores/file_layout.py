@@ -53,6 +53,8 @@ class FileLayout:
     is_direct: bool  # bytes are in the file as they are in memory
     sizes: tuple[int, ...]  # of the pieces in memory
     entry_tokens: frozenset[int]  # files begin at multiples of them
+    least_bytes: int  # of a file
+    most_bytes: int
     _selections: dict[tuple[tuple[int, ...], int], Selection] = field(default_factory=dict)
     _sources: dict[int, tuple[Mapping[str, Stored], Source]] = field(default_factory=dict)
 
@@ -96,17 +98,9 @@ class FileLayout:
             is_direct,
             tuple(piece.num_bytes for piece in pieces),
             frozenset(per - {0, 1}),
+            head.num_bytes + (len(pieces) if is_coded else num_bytes),
+            head.num_bytes + num_bytes,
         )
-
-    @property
-    def most_bytes(self) -> int:
-        """Of a file."""
-        return self.head.num_bytes + self.num_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """Of a file."""
-        return self.head.num_bytes + len(self.pieces) if self.is_coded else self.most_bytes
 
     def selection(self, layers: Sequence[int], room_tokens: int) -> Selection:
         """What these layers need of a file, and where it goes to.

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -20,14 +21,14 @@ from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.chunk_file import said_tokens
+from kvx_core.stores.chunk_file import ChunkFile, open_chunk, said_tokens
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.stored_kind import Lengths, StoredKind
-from kvx_core.stores.verified import check_file
+from kvx_core.stores.verified import check_file, secrets_for
 
 _MOST_KINDS = 256  # of a space
 _MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
@@ -219,10 +220,7 @@ class Inventory:
         """Reads the records of a space."""
         name = space_record(space.name)
         try:
-            raw = self.read(name, MAX_BYTES)
-            if raw is None:
-                raise CorruptError(f"{name} does not exist")
-            space.record = SpaceRecord.parse(raw, space.name)
+            space.record = SpaceRecord.parse(self.read(name, MAX_BYTES), space.name)
         except StoreError as error:
             space.reason = str(error)
         for file in space.records:
@@ -247,8 +245,6 @@ class Inventory:
             raw = self.read(name, MAX_BYTES)
         except StoreError as error:
             return str(error)
-        if raw is None:
-            return f"{name} does not exist"
         if hashlib.sha256(raw).hexdigest()[:32] != id:
             return f"{name} is not what its name says"
         if id not in self._kinds:
@@ -261,10 +257,10 @@ class Inventory:
                 self._kinds[id] = f"{name}: {error}"
         return self._kinds[id]
 
-    def opened(self, name: str) -> BinaryIO | None:
-        """A regular file, unbuffered; its time of last use stays. None if it does not exist.
+    def opened(self, name: str) -> BinaryIO:
+        """A regular file, unbuffered; its time of last use stays.
 
-        Raises StoreError if it cannot be read.
+        Raises StoreError if it does not exist (any more) or cannot be read.
         """
         try:
             root = os.open(self.directory.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -273,8 +269,6 @@ class Inventory:
             finally:
                 close(root)
             file = ReadFile(handle)
-        except FileNotFoundError:
-            return None
         except OSError as error:
             raise StoreError(f"{name} cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -282,15 +276,28 @@ class Inventory:
             raise StoreError(f"{name} is no regular file, expected one")
         return file
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
-        """The bytes of a file; None if it does not exist.
+    @contextmanager
+    def opened_entry(self, file: StoredFile) -> Iterator[ChunkFile]:
+        """The file of an entry, open as long as the context; its head has been checked.
 
-        Raises StoreError, also if it is longer than `most_bytes`.
+        Raises CorruptError, StoreError.
         """
-        file = self.opened(name)
-        if file is None:
-            return None
-        with file:
+        stored = self._spaces[file.space].kinds[file.kind]
+        if stored.kind is None:
+            raise StoreError(f"{file.name} cannot be read without its kind: {stored.reason}")
+        secrets = secrets_for(self.secrets, stored.kind, file.name)
+        with self.opened(file.name) as raw:
+            chunk = open_chunk(raw, stored.kind, secrets, name=file.name, key=file.key)
+            if chunk.num_tokens > self.config.chunk_tokens:
+                raise CorruptError(
+                    f"{file.name} has {chunk.num_tokens} tokens, expected at most chunk_tokens "
+                    f"{self.config.chunk_tokens}"
+                )
+            yield chunk
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """The bytes of a file. Raises StoreError; CorruptError if there are more than most_bytes."""
+        with self.opened(name) as file:
             try:
                 raw = file.read(most_bytes + 1)
             except OSError as error:
@@ -331,10 +338,7 @@ class Inventory:
     def _said_tokens(self, file: StoredFile) -> int:
         """The number of tokens that an entry says it has; 0: it says none that it can have."""
         try:
-            raw = self.opened(file.name)
-            if raw is None:
-                return 0
-            with raw:
+            with self.opened(file.name) as raw:
                 said = said_tokens(raw, file.name)
         except (OSError, StoreError):
             return 0
@@ -419,13 +423,12 @@ class Inventory:
         for space in self._spaces.values():
             for file in space.files:
                 try:
-                    is_there = check_file(self, space, file)
+                    check_file(self, space, file)
                 except StoreError as error:
                     if os.path.lexists(self.directory.root / file.name):
                         yield file, error
                 else:
-                    if is_there:
-                        yield file, None
+                    yield file, None
 
     def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
         """Deletes files, one by one, and yields each that is gone. Raises StoreError."""

@@ -84,6 +84,7 @@ class Kind:
     _tensors: dict[str, _Tensor] = field(repr=False)
     digest: bytes = field(init=False, repr=False)
     id: str = field(init=False)
+    layers: tuple[int, ...] = field(init=False)  # all of them, sorted
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
@@ -94,6 +95,7 @@ class Kind:
         of_layer = {layer: part for part in self.parts for layer in part.layers}
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "id", digest[:16].hex())
+        object.__setattr__(self, "layers", tuple(sorted(of_layer)))
         object.__setattr__(self, "_of_layer", of_layer)
 
     @classmethod
@@ -173,11 +175,6 @@ class Kind:
             raise CorruptError(f"{name} is no kind of files: {error}"[:500]) from None
         return cls(raw, parts, content.keyed, content.encrypted, found)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """All of them, sorted."""
-        return tuple(sorted(self._of_layer))
-
     def heads_of(self, layer: int) -> tuple[int, int]:
         """The first, and one past the last."""
         return self._of_layer[layer].heads
@@ -228,6 +225,11 @@ class Kind:
                 for part in self.parts
             )
         return found
+
+    def least_bytes(self, num_tokens: int) -> int:
+        """Bytes that files of so many tokens have at least: found without a layout."""
+        each = (tensor.of(num_tokens) for tensor in self._tensors.values())
+        return sum(one.num_bytes for one in each if one is not None and not one.coding)
 
     def layout(self, num_tokens: int) -> FileLayout:
         """How a file of so many tokens is laid out. Raises StoreError if that is too long."""

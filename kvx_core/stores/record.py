@@ -5,9 +5,10 @@ Format: docs/store_format.md, "Entries".
 
 from __future__ import annotations
 
+import hashlib
 import json
+from binascii import unhexlify
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from struct import Struct
 from typing import NamedTuple
@@ -23,7 +24,7 @@ MAGIC = b"KVXCHNK3"
 SIGNED, ENCRYPTED = 1, 2  # flags
 CLEAR_BYTES = 68  # of a record, which encrypted ones begin with
 RANDOM_BYTES = 32
-_FIXED = Struct("<8s3I2Q32s32s32sQ")
+_FIXED_BYTES = 140
 _BEGIN = Struct("<8s3I")  # what tells how long a record is
 _KEYS = Struct("<2Q32s")  # behind it
 _NUMBER = 15  # characters
@@ -67,19 +68,27 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         rows = self.num_pieces * (4 + self.piece_check_bytes)
-        return _FIXED.size + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
+        return _FIXED_BYTES + 8 * self.num_tokens + rows + self.check_bytes + 16 * self.encrypted
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What one file has of its own."""
 
     parent: bytes
     kind: bytes  # its digest
     start: int
-    tokens: npt.NDArray[np.int64]
+    ids: bytes  # of the tokens, int64
     sizes: tuple[int, ...]  # of the pieces in the file
     checks: tuple[bytes, ...]  # of the pieces
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.ids, "<i8")
+
+    @property
+    def key(self) -> str:
+        """Of the entry."""
+        return hashlib.sha256(self.parent + self.ids).hexdigest()
 
 
 class RecordText:
@@ -87,7 +96,9 @@ class RecordText:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self._rows = Struct("<" + f"I{form.piece_check_bytes}s" * form.num_pieces)
+        rows = f"I{form.piece_check_bytes}s" * form.num_pieces
+        self._rest = Struct(f"<32s32sQ{8 * form.num_tokens}s{rows}")  # behind CLEAR_BYTES
+        self.without_keys = self.clear(0, 0, bytes(RANDOM_BYTES))
 
     def clear(self, signer: int, encrypter: int, random: bytes) -> bytes:
         """The first CLEAR_BYTES of a record."""
@@ -100,7 +111,7 @@ class RecordText:
         it is no record of this form.
         """
         form = self.form
-        if raw[: _BEGIN.size] != _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces):
+        if raw[: _BEGIN.size] != self.without_keys[: _BEGIN.size]:
             return None
         signer, encrypter, random = _KEYS.unpack_from(raw, _BEGIN.size)
         if (signer and not form.signed) or ((encrypter or any(random)) and not form.encrypted):
@@ -110,24 +121,12 @@ class RecordText:
     def packed(self, clear: bytes, record: Record) -> bytes:
         """All bytes before the check."""
         rows = chain.from_iterable(zip(record.sizes, record.checks, strict=True))
-        return b"".join(
-            (
-                clear,
-                record.parent,
-                record.kind,
-                record.start.to_bytes(8, "little"),
-                record.tokens.astype("<i8", copy=False).tobytes(),
-                self._rows.pack(*rows),
-            )
-        )
+        return clear + self._rest.pack(*record[:4], *rows)
 
     def unpacked(self, raw: bytes) -> Record:
-        """From all bytes in the clear, of which `keys` has found the first good."""
-        form = self.form
-        *_, parent, kind, start = _FIXED.unpack_from(raw)
-        tokens = np.frombuffer(raw, "<i8", form.num_tokens, _FIXED.size)
-        rows = self._rows.unpack_from(raw, _FIXED.size + 8 * form.num_tokens)
-        return Record(parent, kind, start, tokens, rows[::2], rows[1::2])
+        """From all bytes before the check, of which `keys` has found the first good."""
+        parent, kind, start, ids, *rows = self._rest.unpack_from(raw, CLEAR_BYTES)
+        return Record(parent, kind, start, ids, tuple(rows[::2]), tuple(rows[1::2]))
 
 
 def num_tokens_of(begin: bytes) -> int | None:
@@ -181,20 +180,18 @@ class Head:
         """The record, encrypted or not, in the first bytes of a file; None: they are no head of
         this kind.
         """
-        at = len(self._before)
-        end = at + self._num_digits
+        at, end = len(self._before), len(self._before) + self._num_digits
         digits = head[at:end]
+        if (
+            head[:at] != self._before
+            or head[end:] != self._rest(num_data_bytes)
+            or digits != digits.lower()
+        ):
+            return None
         try:
-            record = bytes.fromhex(digits.decode("ascii"))
+            return unhexlify(digits)
         except ValueError:
             return None
-        good = (
-            len(head) == self.num_bytes
-            and head.startswith(self._before)
-            and head[end:] == self._rest(num_data_bytes)
-            and record.hex().encode() == digits  # no capitals, no spaces
-        )
-        return record if good else None
 
 
 def _of_tensors(tensors: Mapping[str, Stored]) -> bytes:

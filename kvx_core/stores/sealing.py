@@ -13,18 +13,13 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_128, xxh3_128_digest
 
 from kvx_core.stores.record import CLEAR_BYTES, RANDOM_BYTES, RecordText
+from kvx_core.stores.secrets import TAG_BYTES, nonce_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
     from kvx_core.snapshot.signing import Key
     from kvx_core.stores.secrets import Encryption, Secrets
-
-TAG_BYTES = 16
-_NONCE_BYTES = 12
-# An output has to be longer than its input by so much, although as many bytes are written.
-# Source: cryptography, docs/hazmat/primitives/symmetric-encryption.rst, update_into
-_SLACK = 15
 
 
 class Sealing:
@@ -55,16 +50,14 @@ class Sealing:
         whole = raw + self._check([raw], b"kvx record")
         if self._cipher is None:
             return whole
-        parts, tag = self._cipher.encrypted(0, [whole[CLEAR_BYTES:]])
-        return b"".join((self.clear, *parts, tag))
+        return b"".join((self.clear, *self._cipher.encrypted(0, [whole[CLEAR_BYTES:]])))
 
     def opened_record(self, sealed: bytes) -> bytes | None:
         """All bytes before the check of a record; None: they are not those that were written."""
         whole = sealed
         if self._cipher is not None:
             found = bytearray(len(sealed) - CLEAR_BYTES - TAG_BYTES)
-            data, tag = memoryview(sealed)[CLEAR_BYTES:-TAG_BYTES], sealed[-TAG_BYTES:]
-            if not self._cipher.decrypted(0, tag, data, [memoryview(found)]):
+            if not self._cipher.decrypted(0, memoryview(sealed)[CLEAR_BYTES:], [memoryview(found)]):
                 return None
             whole = sealed[:CLEAR_BYTES] + found
         size = 16 if self._signer is None else 32
@@ -78,12 +71,12 @@ class Sealing:
 
         views: where its bytes are, one after another
         """
-        tag = b""
-        if self._cipher is not None:
-            views, tag = self._cipher.encrypted(index + 1, views)
-            if self._signer is None:
-                return views, tag
-        return views, tag + self._check(views, b"kvx piece")
+        if self._cipher is None:
+            return views, self._check(views, b"kvx piece")
+        data, tag = self._cipher.encrypted(index + 1, views)
+        if self._signer is None:
+            return [data], bytes(tag)
+        return [data], bytes(tag) + self._check([data], b"kvx piece")
 
     def is_good(self, check: bytes, views: Sequence[Buffer]) -> bool:
         """Whether the bytes of a piece in the file are those that were written, as far as can be
@@ -100,9 +93,16 @@ class Sealing:
     ) -> bool:
         """Decrypts the bytes of a piece of an encrypted file into `targets`, as long as they are
         together; False: they are not those that were written.
+
+        data: them, and TAG_BYTES behind them, which have other bytes meanwhile
         """
         assert self._cipher is not None
-        return self._cipher.decrypted(index + 1, check[:TAG_BYTES], data, targets)
+        behind = data[-TAG_BYTES:]
+        kept = bytes(behind)
+        behind[:] = check[:TAG_BYTES]
+        is_good = self._cipher.decrypted(index + 1, data, targets)
+        behind[:] = kept
+        return is_good
 
     @property
     def is_encrypted(self) -> bool:
@@ -126,37 +126,30 @@ class _Cipher:
     def __init__(self, key: bytes, associated: bytes) -> None:
         # An Encryption has been made, so they are there.
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self._aes, self._cipher, self._mode = algorithms.AES256(key), Cipher, modes.GCM
-        self._invalid_tag, self._associated = InvalidTag, associated
+        self._aes, self._invalid_tag, self._associated = AESGCM(key), InvalidTag, associated
+        # Versions before 47 have none.
+        self._decrypt_into: Any = getattr(self._aes, "decrypt_into", None)
 
-    def encrypted(self, number: int, views: Sequence[Buffer]) -> tuple[list[bytes], bytes]:
+    def encrypted(self, number: int, views: Sequence[Buffer]) -> tuple[memoryview, memoryview]:
         """The encrypted bytes of all views, and their tag."""
-        context: Any = self._cipher(self._aes, self._mode(_nonce(number))).encryptor()
-        context.authenticate_additional_data(self._associated)
-        found = [context.update(view) for view in views]
-        context.finalize()
-        return found, context.tag
+        data = memoryview(views[0] if len(views) == 1 else b"".join(views))
+        found = memoryview(self._aes.encrypt(nonce_of(number), data, self._associated))
+        return found[:-TAG_BYTES], found[-TAG_BYTES:]
 
-    def decrypted(
-        self, number: int, tag: bytes, data: memoryview, targets: Sequence[memoryview]
-    ) -> bool:
-        context: Any = self._cipher(self._aes, self._mode(_nonce(number), tag)).decryptor()
-        context.authenticate_additional_data(self._associated)
-        at = 0
-        for target in targets:
-            whole = max(len(target) - _SLACK, 0)
-            if whole:
-                context.update_into(data[at : at + whole], target)
-            target[whole:] = context.update(data[at + whole : at + len(target)])
-            at += len(target)
+    def decrypted(self, number: int, sealed: memoryview, targets: Sequence[memoryview]) -> bool:
+        """sealed: the encrypted bytes and their tag"""
+        nonce, own = nonce_of(number), self._associated
         try:
-            context.finalize()
+            if len(targets) == 1 and self._decrypt_into is not None:
+                self._decrypt_into(nonce, sealed, own, targets[0])
+                return True
+            found = memoryview(self._aes.decrypt(nonce, sealed, own))
         except self._invalid_tag:
             return False
+        at = 0
+        for target in targets:
+            target[:] = found[at : at + len(target)]
+            at += len(target)
         return True
-
-
-def _nonce(number: int) -> bytes:
-    return number.to_bytes(_NONCE_BYTES, "little")

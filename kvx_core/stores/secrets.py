@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.snapshot.signing import Key
+from kvx_core.snapshot.signing import Key, check_secret
 from kvx_core.words import wrong
 
 RANDOM_BYTES = 32  # of a file, which its own key is made of
@@ -178,9 +178,11 @@ def _each(name: str, keys: bytes | Sequence[bytes] | None) -> Sequence[bytes]:
     if keys is None:
         return ()
     if isinstance(keys, bytes):
-        return (keys,)
-    if not isinstance(keys, (list, tuple)) or not keys:
+        keys = (keys,)
+    elif not isinstance(keys, (list, tuple)) or not keys:
         raise wrong(name, keys, "32 bytes or more, or a list of such, the one that writes first")
+    for i, secret in enumerate(keys):
+        check_secret(name if len(keys) == 1 else f"{name}[{i}]", secret)
     return keys
 
 

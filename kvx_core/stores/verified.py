@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
-from kvx_core.stores.chunk_file import ChunkFile, open_chunk
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.marks import parse_mark
-from kvx_core.stores.names import is_mark, parse_entry, rungs, space_record
+from kvx_core.stores.marks import most_bytes, parse_mark
+from kvx_core.stores.names import is_mark, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
@@ -20,41 +19,33 @@ if TYPE_CHECKING:
 _MAC_BYTES = 64
 _WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
 _MOST_BYTES = 512 << 20  # of a layer, in memory
-_MARK_BYTES = 1024  # without ids
 
 
-def check_file(store: Inventory, space: Space, file: StoredFile) -> bool:
-    """Reads all of a file; False if it is gone.
+def check_file(store: Inventory, space: Space, file: StoredFile) -> None:
+    """Reads all of a file.
 
     Raises CorruptError if nobody can use it, StoreError if it cannot be judged with these keys.
     """
-    entry = parse_entry(file.name)
-    if entry is not None:
-        return _check_entry(store, space, file, entry.key)
-    if is_mark(file.name):
-        return _check_mark(store, file)
-    if file.name.endswith(".mac"):
+    if file.is_entry:
+        _check_entry(store, file)
+    elif is_mark(file.name):
+        chunk_tokens = store.config.chunk_tokens
+        raw = store.read(file.name, most_bytes(chunk_tokens))
+        parse_mark(raw, file.name, _as_it_is(store.secrets, raw, file.name), chunk_tokens)
+    elif file.name.endswith(".mac"):
         raw = store.read(file.name, _MAC_BYTES)
-        if raw is not None and (len(raw) != _MAC_BYTES or raw.strip(b"0123456789abcdef")):
+        if len(raw) != _MAC_BYTES or raw.strip(b"0123456789abcdef"):
             raise CorruptError(f"{file.name} is {raw[:80]!r}, expected {_MAC_BYTES} hex digits")
-        return raw is not None
-    return _check_record(store, space, file)
+    else:
+        _check_record(store, space, file)
 
 
-def _check_entry(store: Inventory, space: Space, file: StoredFile, key: str) -> bool:
-    stored = space.kinds[file.kind]
-    if stored.kind is None:
-        raise StoreError(f"{file.name} cannot be read without its kind: {stored.reason}")
-    secrets = secrets_for(store.secrets, stored.kind, file.name)
-    raw = store.opened(file.name)
-    if raw is None:
-        return False
-    with raw:
-        chunk = opened_chunk(store, raw, stored.kind, secrets, file.name, key)
-        layers, num_bytes = stored.kind.layers, Counter[int]()
+def _check_entry(store: Inventory, file: StoredFile) -> None:
+    with store.opened_entry(file) as chunk:
+        layers, num_bytes = chunk.kind.layers, Counter[int]()
         if chunk.num_bytes <= _WHOLE_BYTES:
             chunk.read(layers)
-            return True
+            return
         for name, tensor in chunk.layout.tensors.items():
             num_bytes[int(name.split(".")[1])] += tensor.num_bytes
         for layer in layers:
@@ -64,31 +55,6 @@ def _check_entry(store: Inventory, space: Space, file: StoredFile, key: str) -> 
                     f"{_MOST_BYTES} to check them"
                 )
             chunk.read([layer])
-    return True
-
-
-def opened_chunk(
-    store: Inventory, raw: BinaryIO, kind: Kind, secrets: Secrets, name: str, key: str
-) -> ChunkFile:
-    """The file of an entry, its head checked. Raises CorruptError, StoreError."""
-    chunk = open_chunk(raw, kind, secrets, name=name, key=key)
-    if chunk.num_tokens > store.config.chunk_tokens:
-        raise CorruptError(
-            f"{name} has {chunk.num_tokens} tokens, expected at most chunk_tokens "
-            f"{store.config.chunk_tokens}"
-        )
-    return chunk
-
-
-def _check_mark(store: Inventory, file: StoredFile) -> bool:
-    chunk_tokens = store.config.chunk_tokens
-    raw = store.read(file.name, _MARK_BYTES + 8 * chunk_tokens)
-    if raw is None:
-        return False
-    mark = parse_mark(raw, file.name, _as_it_is(store.secrets, raw, file.name), chunk_tokens)
-    if all(file.key != rung for _, rung in rungs(mark.parent, mark.ids, chunk_tokens)):
-        raise CorruptError(f"{file.name} is that of another entry: its ids have other rungs")
-    return True
 
 
 def _as_it_is(secrets: Secrets, raw: bytes, name: str) -> Secrets:
@@ -97,10 +63,8 @@ def _as_it_is(secrets: Secrets, raw: bytes, name: str) -> Secrets:
     return _with(secrets, bool(flags & 1), bool(flags & 2), name)
 
 
-def _check_record(store: Inventory, space: Space, file: StoredFile) -> bool:
+def _check_record(store: Inventory, space: Space, file: StoredFile) -> None:
     raw = store.read(file.name, MAX_BYTES)
-    if raw is None:
-        return False
     if file.name == space_record(space.name):
         SpaceRecord.parse(raw, space.name)
     else:
@@ -114,7 +78,6 @@ def _check_record(store: Inventory, space: Space, file: StoredFile) -> bool:
         file.name, raw, lambda name: store.read(name, _MAC_BYTES) if name in known else None
     ):
         raise UnsignedError(f"{file.name} is not what {known[0]} authenticates")
-    return True
 
 
 def secrets_for(secrets: Secrets, kind: Kind, name: str) -> Secrets:

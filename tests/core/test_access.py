@@ -114,9 +114,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     "text",
     [
         "{",
-        '{"format": 2, "chunk_tokens": 128}',
-        '{"format": 2, "chunk_tokens": 1}',
-        '{"format": "2 AES-256-GCM", "chunk_tokens": 64, "key_check": "0"}',
+        '{"format": 3, "chunk_tokens": 128}',
+        '{"format": 3, "chunk_tokens": 1}',
+        '{"format": 3, "chunk_tokens": 64, "encryption": "AES-256-GCM"}',
     ],
 )
 def test_what_a_file_of_the_store_says_ends_no_start(text: str, tmp_path: Path) -> None:

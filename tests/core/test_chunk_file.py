@@ -382,6 +382,21 @@ def test_wrong_files_cost_nothing(keys: str, num_tokens: int | None, tmp_path: P
     attempt()
 
 
+def test_a_file_that_says_many_tokens_is_not_laid_out(tmp_path: Path) -> None:
+    """Unless it is as long as that."""
+    path, make = tmp_path / "file", numbers(DType.F32, 33, dim=1000)
+    kind, good = kind_of(make), snapshot_of(make, 1, 1)
+    raw = bytearray(write(path, good, kind))
+    raw[32 + 24 : 32 + 32] = (60_000).to_bytes(4, "little").hex().encode()
+    path.write_bytes(raw)
+    with path.open("rb", buffering=0) as file:
+        begin = time.perf_counter()
+        with pytest.raises(CorruptError, match="bytes, and 60000 tokens"):
+            open_chunk(file, kind, Secrets(), name="it")
+        assert time.perf_counter() - begin < 0.01
+    assert 60_000 not in kind._layouts
+
+
 def test_no_file_but_a_regular_one(tmp_path: Path) -> None:
     kind, snapshot, _ = small("plain", tmp_path / "file")
     os.mkfifo(tmp_path / "fifo")

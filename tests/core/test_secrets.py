@@ -105,9 +105,13 @@ def test_records_of_processes_with_keys_have_a_mac(sort: str) -> None:
 
 
 def test_keys_that_are_none() -> None:
-    for key in (b"x" * 31, [NEW, b""]):
-        with pytest.raises(InvalidArgumentError, match=r"key has .* bytes, expected at least 32"):
-            Secrets.of(key)
+    for name, key in (("encryption_key", b"x" * 31), (r"encryption_key\[1\]", [NEW, b""])):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"^{name} has .* bytes, expected at least "
+        ):
+            Secrets.of(None, key)
+    with pytest.raises(InvalidArgumentError, match=r"^key\[1\] is 7, expected at least 32 bytes"):
+        Secrets.of([NEW, 7])  # type: ignore[list-item]
     for key in ("x" * 32, [], bytearray(32), {NEW}, 7):
         with pytest.raises(InvalidArgumentError, match=r"encryption_key is .*, expected 32 bytes"):
             Secrets.of(None, key)  # type: ignore[arg-type]

@@ -2,71 +2,137 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvx_core import InvalidArgumentError, Snapshot, StoreError
 from kvx_core.snapshot import UnsignedError, read_key
+from kvx_core.snapshot.signing import Key
+from kvx_core.stores.space import SpaceRecord
 from tests.caches import assert_same_bytes
-from tests.core.test_stores import Engine, files_of, save, store_in
-from tests.hostile import hostile_files
+from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 TOKENS = range(20)
 
 
 def test_a_key_finds_what_was_signed_with_it_and_nothing_else(tmp_path: Path) -> None:
-    for key in (None, KEY):
+    """Engines with a key and engines without one share a directory, and no file."""
+    for key in (KEY, None):
         save(store_in(tmp_path, key=key), TOKENS)
     assert len(files_of(tmp_path)) == 4
-    assert [store_in(tmp_path, key=k).lookup(TOKENS).num_tokens for k in (None, KEY, OTHER)] == [
-        20,
-        20,
-        0,
-    ]
-    store, engine = store_in(tmp_path, key=KEY), Engine(seed=1)
-    store.load(store.lookup(TOKENS), 0, 20, engine.sections())
-    engine.check(TOKENS, 0, 20)
+    for key in (KEY, None):
+        store, engine = store_in(tmp_path, key=key), Engine(seed=1)
+        match = store.lookup(TOKENS)
+        store.load(match, 0, 20, engine.sections())
+        engine.check(TOKENS, 0, 20)
+        ids = {name.split(".")[1] for span in match.spans for name in span.names}
+        (kind,) = (json.loads((tmp_path / kinds_of(id)).read_text()) for id in ids)
+        assert kind["keyed"] is (key is not None)
+    with pytest.raises(StoreError, match=r"is not authenticated by the signing key that is given"):
+        store_in(tmp_path, key=OTHER)
 
 
-def test_a_file_without_the_right_signature_stays(tmp_path: Path) -> None:
-    """Somebody puts files where those with a key belong: good ones, of others and of nobody."""
-    store, engine = store_in(tmp_path, key=KEY), Engine(seed=1)
-    save(store, TOKENS)
+def kinds_of(id: str) -> str:
+    return f"{SpaceRecord('model', (HEADS,) * LAYERS).name}/kinds/{id}.json"
+
+
+def unsigned(raw: bytes, path: Path) -> bytes:
+    """The file of the same entry in a store without keys."""
+    return files_in("plain", path).read_bytes()
+
+
+def of_another_key(raw: bytes, path: Path) -> bytes:
+    return files_in("other", path).read_bytes()
+
+
+def of_another_key_under_the_name_of_this_one(raw: bytes, path: Path) -> bytes:
+    return of_another_key(raw, path).replace(hex_id(OTHER), hex_id(KEY))
+
+
+def of_another_entry(raw: bytes, path: Path) -> bytes:
+    return next(p for p in files_of(path.parents[2]) if p != path).read_bytes()
+
+
+def with_other_values(raw: bytes, path: Path) -> bytes:
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
+FORGED = [
+    *(unsigned, of_another_key, of_another_key_under_the_name_of_this_one),
+    *(of_another_entry, with_other_values),
+]
+
+
+def files_in(store: str, path: Path) -> Path:
+    """The file of the same tokens in a store beside."""
+    key = path.name.partition(".")[0]
+    return next((path.parents[3] / store).rglob(f"{key}.*.safetensors"))
+
+
+def hex_id(key: bytes) -> bytes:
+    return Key(key).id.to_bytes(8, "little").hex().encode()
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_file_that_is_not_signed_with_the_key_is_no_file(
+    forge: Callable[[bytes, Path], bytes], tmp_path: Path
+) -> None:
+    """Somebody puts files where those of a store with a key belong. All of them are well formed,
+    as somebody without the key can make them.
+    """
+    for name, key in (("store", KEY), ("plain", None), ("other", OTHER)):
+        save(store_in(tmp_path / name, key=key), TOKENS)
+    root = tmp_path / "store"
+    store, engine = store_in(root, key=KEY), Engine(seed=1)
     match = store.lookup(TOKENS)
-    paths = [tmp_path / name for span in match.spans for name in span.names]
-    for key in (None, OTHER):
-        for path in paths:
-            with Snapshot.open(path, key=KEY) as file:
-                whole = file.read(file.header.layers)
-                tokens = file._read(["tokens"], None)
-            forged = tokens_and(whole, tokens)
-            forged.save(path, key=key)
+    assert match.num_tokens == 20
+    before = engine.cache.clone()
+    forged = {path: forge(path.read_bytes(), path) for path in files_of(root)}
+    for path, raw in forged.items():
+        path.write_bytes(raw)
+    with pytest.raises(StoreError):
+        store.load(match, 0, 20, engine.sections())
+    for path, raw in forged.items():  # a load deletes what is corrupt
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw)
+    reader = store_in(root, key=KEY)
+    match = reader.lookup(TOKENS)
+    if match.num_tokens:
+        assert forge is with_other_values  # which a lookup does not read
+        with pytest.raises(StoreError):
+            reader.load(match, 0, 20, engine.sections())
+    assert_same_bytes(engine.cache, before)
+    # What names the key of others stays: it may be theirs. It is replaced by the next save.
+    assert [p for p in files_of(root) if p in forged] == (
+        list(forged) if forge is of_another_key else []
+    )
+    save(reader, TOKENS)
+    assert store_in(root, key=KEY).lookup(TOKENS).num_tokens == 20
+
+
+def test_records_that_nobody_with_a_key_has_written_are_not_taken(tmp_path: Path) -> None:
+    """A kind decides what the bytes of a file mean: a forged one would change them."""
+    save(store_in(tmp_path, key=KEY), TOKENS)
+    macs = sorted(tmp_path.rglob("*.mac"))
+    assert len(macs) == 3  # of the store, of the space and of the kind
+    kind = next(path for path in macs if path.parent.name == "kinds")
+    good = kind.read_bytes()
+    for wrong in (b"", b"0" * 64, good + b"0", None):
+        if wrong is None:
+            kind.unlink()
+        else:
+            kind.write_bytes(wrong)
         assert store_in(tmp_path, key=KEY).lookup(TOKENS).num_tokens == 0
-        before = engine.cache.clone()
-        with pytest.raises(UnsignedError, match="is not signed with the key of this reader"):
-            store.load(match, 0, 20, engine.sections())
-        assert_same_bytes(engine.cache, before)
-        assert all(path.exists() for path in paths)
-        for path in paths:
-            path.unlink()
-        save(store, TOKENS)
-
-
-def tokens_and(whole: Snapshot, tokens: Snapshot) -> Snapshot:
-    """All tensors of a file in one memory, as `save` wants them."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    assert whole.memory is not None
-    assert tokens.memory is not None
-    at = len(whole.memory)
-    moved = replace(tokens.tensors["tokens"], offset=at)
-    memory = np.concatenate([whole.memory, tokens.memory])
-    return replace(whole, tensors={**whole.tensors, "tokens": moved}, memory=memory)
+    kind.write_bytes(good)
+    assert store_in(tmp_path, key=KEY).lookup(TOKENS).num_tokens == 20
+    record = kind.parent / next(p.name for p in kind.parent.glob("*.json"))
+    record.write_bytes(record.read_bytes().replace(b'"heads":[0,4]', b'"heads":[0,3]'))
+    assert store_in(tmp_path, key=KEY).lookup(TOKENS).num_tokens == 0
 
 
 def test_a_reader_without_a_key_takes_no_signed_file(tmp_path: Path) -> None:
@@ -77,36 +143,6 @@ def test_a_reader_without_a_key_takes_no_signed_file(tmp_path: Path) -> None:
         Snapshot.open(tmp_path / "file")
     with Snapshot.open(tmp_path / "file", key=KEY) as file:
         assert file.read(file.header.layers).tensors
-
-
-def test_no_byte_of_a_signed_file_can_be_forged(tmp_path: Path) -> None:
-    """Every hostile file that an attacker can make of an unsigned one, and changes of a signed."""
-    store, tokens = store_in(tmp_path, key=KEY), range(5)
-    plain = store_in(tmp_path / "plain")
-    save(plain, tokens)
-    save(store, tokens)
-    path = next(p for p in files_of(tmp_path) if "plain" not in p.parts)
-    unsigned, signed = files_of(tmp_path / "plain")[0].read_bytes(), path.read_bytes()
-    match, engine = store.lookup(tokens), Engine(seed=1)
-    before = engine.cache.clone()
-    files = [*hostile_files(unsigned, header_limit=1 << 17, mutations=0)]
-    files = [file for i, file in enumerate(files) if i % 10 == 0 or "forged" in file[0]]
-    assert any(name.startswith("forged") for name, _ in files)
-    first = 8 + int.from_bytes(signed[:8], "little")
-    for at in (*range(first, len(signed), 511), first, len(signed) - 1):
-        files.append((f"byte {at}", signed[:at] + bytes([signed[at] ^ 1]) + signed[at + 1 :]))
-    for name, data in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        if store_in(tmp_path, key=KEY).lookup(tokens).num_tokens:
-            assert name.startswith("byte "), (
-                name
-            )  # of keys and values, which a lookup does not read
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        with pytest.raises(StoreError):
-            store.load(match, 0, 5, engine.sections())
-    assert_same_bytes(engine.cache, before)
 
 
 def test_keys_are_long_and_in_files_of_their_owner(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_a_lookup_that_raises_is_logged_once(serve: Factory, trtllm: ModuleType)
     "config",
     [
         *(b"", b"{}", b"\xff\xfe", b"[" * 100_000),
-        b'{"format": 2, "chunk_tokens": 48}',  # the settings have others
-        b'{"format": 2, "chunk_tokens": 1}',
-        b'{"format": "2 AES-256-GCM", "chunk_tokens": 24, "key_check": "0"}',
+        b'{"format": 3, "chunk_tokens": 48}',  # the settings have others
+        b'{"format": 3, "chunk_tokens": 1}',
+        b'{"format": 3, "chunk_tokens": 24, "encryption": "AES-256-GCM"}',
     ],
 )
 def test_a_broken_store_ends_no_engine(serve: Factory, trtllm: ModuleType, config: bytes) -> None:

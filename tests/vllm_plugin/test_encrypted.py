@@ -22,14 +22,17 @@ def test_an_encrypted_store(
     llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
     store, keys = tmp_path / "store", [tmp_path / "key", tmp_path / "other"]
+    keys.append(tmp_path / "unknown")
     for i, key in enumerate(keys):
         key.write_bytes(bytes([i] * 32))
         key.chmod(0o600)
     expected = stock(llama, PROMPTS, NUM_NEW)
 
-    def cached(block_size: int) -> list[int | None]:
+    def cached(block_size: int, *given: Path) -> list[int | None]:
+        """How many tokens an engine loads: its keys are keys[0], or those that are given."""
+        files = [str(key) for key in given] or str(keys[0])
         config = connector(
-            store, "kv_both", "recompute", encryption_key_files=str(keys[0]), save_generated=False
+            store, "kv_both", "recompute", encryption_key_files=files, save_generated=False
         )
         with engines.engine(llama, block_size=block_size, kv_transfer_config=config) as engine:
             before = engine.call("peak_bytes")
@@ -42,8 +45,8 @@ def test_an_encrypted_store(
 
     assert cached(32) == [0, 0]
     files = sorted(store.rglob("*.safetensors"))
-    assert all(path.read_bytes().startswith(b"KVXAES1\n") for path in files)
-    assert cached(64) == [199, 256]
+    assert all(b'"pieces":{"dtype":"U8"' in path.read_bytes()[:8192] for path in files)
+    assert cached(64, keys[1], keys[0]) == [199, 256]  # keys change: the new one, and the old one
     first = files[0].read_bytes()
     for path in files:
         raw = bytearray(path.read_bytes())
@@ -63,7 +66,7 @@ def test_an_encrypted_store(
     assert cached(64) in ([128, 128], [128, 256], [199, 128], [199, 256])
     assert cached(64) == [199, 256]
     # Another key: the engine runs without the store, and says so.
-    other = connector(store, encryption_key_files=str(keys[1]))
+    other = connector(store, encryption_key_files=str(keys[2]))
     start = engines.log.stat().st_size
     with engines.engine(llama, kv_transfer_config=other) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
@@ -72,4 +75,4 @@ def test_an_encrypted_store(
     assert sorted(store.rglob("*.safetensors")) == files
     with engines.log.open() as log:
         log.seek(start)
-        assert "the store is encrypted with another key" in log.read()
+        assert "is not authenticated by the encryption key that is given" in log.read()

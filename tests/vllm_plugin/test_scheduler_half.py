@@ -413,7 +413,7 @@ def test_a_start_warns_of_a_store_without_a_limit(
     from kvx_adapters.vllm_plugin import connector
 
     (tmp_path / "store").mkdir()
-    config = f'{{"format": 2, "chunk_tokens": {CHUNK}}}'  # as earlier versions made it
+    config = f'{{"format": 3, "chunk_tokens": {CHUNK}}}'  # as earlier versions made it
     (tmp_path / "store/kvx-store.json").write_text(config)
     warned: list[str] = []
     monkeypatch.setattr(connector.logger, "warning", lambda text, *args: warned.append(text % args))

@@ -44,7 +44,7 @@ def test_a_wrong_setting(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    (tmp_path / "kvx-store.json").write_text('{"format": 2, "chunk_tokens": 128}')
+    (tmp_path / "kvx-store.json").write_text('{"format": 3, "chunk_tokens": 128}')
     config = connector(tmp_path)
     config["kv_connector_extra_config"] |= {
         name: value.replace("FILE", str(file)) if isinstance(value, str) else value
@@ -65,7 +65,7 @@ def test_what_a_file_of_the_store_says_ends_no_engine(
     llama: Path, engines: EngineProcess, tmp_path: Path
 ) -> None:
     """Whoever may write to the store can have written it: the engine says so, and runs without."""
-    text = '{"format": 2, "chunk_tokens": 128}'
+    text = '{"format": 3, "chunk_tokens": 128}'
     (tmp_path / "kvx-store.json").write_text(text)
     start = engines.log.stat().st_size if engines.log.exists() else 0
     config = connector(tmp_path, chunk_tokens=64)
