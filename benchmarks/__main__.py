@@ -35,8 +35,8 @@ _ALL = (
     "connector",
     "snapshots",
     "durable",
-    "store_names",
     "chunk_files",
+    "store_names",
     "live",
     "migrate_vs_lmcache",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
@@ -79,16 +80,48 @@ def test_windows(
     same_keys_and_values(gemma, PROMPTS[:5], loads)
 
 
-def test_heads_of_two_sizes(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:
-    """Layers with a window have smaller heads than the others."""
+def test_layers_with_other_heads(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:
+    """Layers with a window have two small heads, the others one large one: all of a prompt is
+    found, and what is loaded is what transformers computes.
+    """
     with engines.engine(gemma4, block_size=32, kv_transfer_config=connector(tmp_path)) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     expected = [output.tokens for output in outputs]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     with engines.engine(gemma4, block_size=64, kv_transfer_config=connector(tmp_path)) as engine:
+        loads = tmp_path / "loads"
+        loads.mkdir()
+        engine.call("keep_raw_loads", folder=str(loads))
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected)
     assert [output.num_cached_tokens for output in outputs] == LOADED
+    same_keys_and_values(gemma4, PROMPTS[:5], loads)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 on CPU needs AVX-512")
+def test_layers_with_other_heads_and_dtypes(
+    gemma4: Path, engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Layers with a window in bfloat16, the others in FP8: an engine with the same layers takes all
+    of it, and one with all layers in FP8 as well; one that keeps the others does not.
+    """
+    prompts = [PROMPTS[0], PROMPTS[4]]
+
+    def ask(*skipped: str, block_size: int = 64) -> list[int | None]:
+        with engines.engine(
+            gemma4,
+            dtype="bfloat16",
+            kv_cache_dtype="fp8",
+            kv_cache_dtype_skip_layers=list(skipped),
+            block_size=block_size,
+            kv_transfer_config=connector(tmp_path),
+        ) as engine:
+            return [output.num_cached_tokens for output in engine.generate(prompts)]
+
+    all_but_one = [len(one) - 1 for one in prompts]
+    assert ask("sliding_window", block_size=32) == [0, 0]
+    assert ask("sliding_window") == ask("0", "2") == ask() == all_but_one
+    assert ask("1", "3") == [0, 0]
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
