@@ -1,4 +1,4 @@
-"""accept, format and key_files: which entries an engine loads, and how precise what it stores is."""
+"""accept, format and key_files: which entries an engine loads, how precise what it stores is."""
 
 from __future__ import annotations
 
