@@ -67,16 +67,10 @@ class OtherServers:
         return written
 
     def _put(self, directory: Directory) -> Path:
-        """A space holds 32 entries behind each of its nodes."""
         i, self._number = self._number, self._number + 1
         like, raw = self._like[i % len(self._like)]
-        node, entry = (
-            hashlib.sha256(b"%s %d" % (kind, number)).hexdigest()
-            for kind, number in ((b"node", i // 32), (b"entry", i))
-        )
-        rest = like.name[like.name.index(".") :]
-        num_tokens = like.name.partition("-")[0]
-        name = f"{like.parts[0]}/{node}/{like.parts[2]}/{num_tokens}-{entry}{rest}"
+        key = hashlib.sha256(b"%d" % i).hexdigest()
+        name = f"{like.parts[0]}/{key[:3]}/{key}{like.name[len(key) :]}"
 
         def write(file: BinaryIO) -> None:
             file.write(raw)
