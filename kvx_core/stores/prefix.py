@@ -102,8 +102,7 @@ class PrefixStore:
                       several the first signs, and what any of them has signed is found. None:
                       nothing is signed
         encryption_key: the same for keys that files are encrypted with, with AES-256-GCM
-        planes:       beside K and V, of all layers of the model; entries with other planes, or
-                      with none, are not found
+        planes:       beside K and V, of all layers of the model: entries with others are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
@@ -120,7 +119,6 @@ class PrefixStore:
         self.format = StorageFormat.of(format)
         is_lossy = any(map(self.format.is_lossy_for, demand))
         self._own = tuple(each.meet(self.format.precision) for each in demand)
-        self._accept = accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
         self._record = SpaceRecord(
@@ -198,7 +196,7 @@ class PrefixStore:
     @property
     def accept(self) -> Accept:
         """Which entries are found: see the class."""
-        return self._accept
+        return self._kinds.accept
 
     @property
     def carried(self) -> Precision:

@@ -169,7 +169,8 @@ def test_a_hostile_file_makes_room_for_a_good_one(entry: Path, tmp_path: Path) -
     for name, data in hostile_entries(entry.read_bytes(), mutations=0):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        is_good = name.startswith(("forged", "start is"))  # another start is refused, and not bad
+        # Another start is refused by the load, and not bad; none that is this large.
+        is_good = name.startswith("forged") or (name.startswith("start") and len(name) < 25)
         reader = store_in(tmp_path)
         if match := reader.lookup(tokens):
             with suppress(StoreError):
