@@ -102,8 +102,7 @@ class PrefixStore:
                       several the first signs, and what any of them has signed is found. None:
                       nothing is signed
         encryption_key: the same for keys that files are encrypted with, with AES-256-GCM
-        planes:       beside K and V, of all layers of the model; entries with other planes, or
-                      with none, are not found
+        planes:       beside K and V, of all layers of the model: entries with others are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
@@ -387,12 +386,10 @@ class PrefixStore:
 
     def _at_most(self, sections: Iterable[Section]) -> Precisions:
         """The precision that what is captured counts as at most, whatever its sections say."""
-        carried = self.carried
+        carried, each = self.carried, enumerate(self._own)
         unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
-        if not unsaid:
-            return carried
-        of_layer = enumerate(self._own)
-        return tuple(carried.meet(own) if i in unsaid else carried for i, own in of_layer)
+        known = tuple(carried.meet(own) if i in unsaid else carried for i, own in each)
+        return known if unsaid else carried
 
     @takes(sections=arguments.SECTIONS)
     def would_write(self, sections: Sequence[Section]) -> Kind:
